@@ -83,7 +83,7 @@ class Atoll:
             self._executor,
             patience,
             _STALL,
-            screen=Screen(change=1.0),
+            screen=Screen(max_change_per_token=1.0),
         )
         self._server.begin(self._exchange)
 

@@ -1,7 +1,7 @@
 """Where the processor time of an exchange goes: each thing that is done with its bytes, alone, beside the whole.
 
 Two hosts average 160 MB of fp32 over 1 Gbit/s × 20 ms, as in `allreduce`: seconds of processor time that both take, for
-each GB that they send. BackgroundTasks it what codecs, judging, sums, digests, TLS and the kernel take of that, each measured
+each GB that they send. Beside it what codecs, judging, sums, digests, TLS and the kernel take of that, each measured
 alone, on one thread, on parts as long as the exchange has them. What is left are the event loop, frames, copies into
 the average, memory that is fresh, caches that are cold, waiting for each other's locks, p2pd, the benchmark's own look
 at memory, and a TUN device instead of loopback: all that no part of the work explains.
@@ -29,17 +29,17 @@ import torch
 
 from atoll.lab.wan.network import wan_network
 from atoll.node.direct.tls import dialling_context, listening_context
-from atoll.node.exchange.codecs import CODECS, PIECE, Codec, is_finite
+from atoll.node.exchange.codecs import CODECS, PIECE_ELEMENTS, Codec, is_finite
 from atoll.node.exchange.partition import part_elements, partition
 from atoll.node.exchange.screening import Screen
-from atoll.node.exchange.weighted_sum import encoded_mean, factors_of, plain
+from atoll.node.exchange.weighted_sum import encoded_mean, screening_factors, tensor_source
 from benchmarks import allreduce
 from benchmarks.common import Report, median_seconds
 
 MEGABYTES = 160.0  # of fp32
 ROUNDS = 7
 _WRITE = 256 * 1024  # what a direct connection encrypts at a time
-_SCREEN = Screen(change=1.0)  # what the optimiser may move an element a token: nobody is scaled
+_SCREEN = Screen(max_change_per_token=1.0)  # what the optimiser may move an element a token: nobody is scaled
 
 
 cpu_seconds = partial(median_seconds, repetitions=9, clock=time.process_time)  # of all threads
@@ -52,13 +52,13 @@ def steps(codec: Codec, hosts: int, elements: int) -> Iterator[tuple[str, float]
     values = [torch.randn(length) * 1e-3 for _ in peers]
     bodies = [codec.encode(value_E) for value_E in values]
     opened = [codec.open(body, length) for body in bodies[1:]]
-    sources, work = [plain(values[0]), *(it.into for it in opened)], [1] * hosts
-    decoded = torch.empty(min(PIECE, length))
+    sources, work = [tensor_source(values[0]), *(it.decode_into for it in opened)], [1] * hosts
+    decoded = torch.empty(min(PIECE_ELEMENTS, length))
 
     def decode() -> None:
         whole = codec.open(bodies[0], length)
-        for first in range(0, length, PIECE):
-            whole.into(first, decoded[: length - first])
+        for first in range(0, length, PIECE_ELEMENTS):
+            whole.decode_into(first, decoded[: length - first])
 
     parts = elements / length
     others, ours = parts * (hosts - 1) / hosts, parts / hosts
@@ -66,7 +66,7 @@ def steps(codec: Codec, hosts: int, elements: int) -> Iterator[tuple[str, float]
     yield "is our own update finite", parts * cpu_seconds(lambda: is_finite(values[0]))
     yield "encode it for its reducers", others * cpu_seconds(lambda: codec.encode(values[0]))
     yield "check what others sent", others * cpu_seconds(lambda: codec.open(bodies[0], length))
-    yield "judge it", ours * cpu_seconds(lambda: factors_of(sources, work, length, _SCREEN))
+    yield "judge it", ours * cpu_seconds(lambda: screening_factors(sources, work, length, _SCREEN))
     yield "sum and encode", ours * cpu_seconds(lambda: encoded_mean(codec, sources, work, (1.0,) * hosts, length))
     yield "digest the average (SHA-256)", parts * cpu_seconds(lambda: hashlib.sha256(bodies[0]).digest())
     yield "decode it", parts * cpu_seconds(decode)

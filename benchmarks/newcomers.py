@@ -312,7 +312,7 @@ def _tell(
         f"as the undisturbed run has. `gap`: percent above the undisturbed loss at equal trained tokens, mean over the "
         f"last half of the tokens; `at_committed`: at equal committed tokens, as far as they were reached. `counted`: "
         f"percent of those trained. `norm` (over the others' median) and `cosine` (with the others' mean): medians "
-        f"in a newcomer's first {AGES} rounds. TypicalDistance, by seed: {limits}. Noise: other samples change the gap by up to "
+        f"in a newcomer's first {AGES} rounds. Normal, by seed: {limits}. Noise: other samples change the gap by up to "
         f"{noise:.2f}. Moments given: {moment_bytes} bytes, no exchange counted"
     )
 

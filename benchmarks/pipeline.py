@@ -12,7 +12,7 @@ that stages took. `steady_share` is of the slowest stage or link alone. `bubble`
 does not compute. `most` is how many micro-batches the first and second stages held at most, `in_flight_mb` what the
 inputs of those take on the second.
 
-BackgroundTasks them, in the same lab: `torch.distributed.pipelining` over gloo with its 1F1B schedule and with GPipe's, which
+Beside them, in the same lab: `torch.distributed.pipelining` over gloo with its 1F1B schedule and with GPipe's, which
 keeps all micro-batches in flight; with the same waiting, in bf16. And stages served by `hivemind.moe`, whose client
 relays every hop, in an environment of its own (`make peers`), with as many micro-batches in flight as were best
 (`TUNINGS`). Ours in its better codec is compared with the best of each; its share is of the bound of all, at its bytes.

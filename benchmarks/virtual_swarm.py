@@ -23,8 +23,8 @@ from atoll.core.errors import PartInvalid
 from atoll.core.fragments import fragment_of_round, split_into_fragments
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import CODECS, is_finite
-from atoll.node.exchange.partition import part_elements, partition, shares
-from atoll.node.exchange.screening import inner_products, judge
+from atoll.node.exchange.partition import part_elements, partition, reducer_shares
+from atoll.node.exchange.screening import factors_from_products, inner_products
 from atoll.node.exchange.weighted_sum import WEIGHTINGS, weighted_mean
 from atoll.node.rounds.outer_schedule import due_tokens, outer_schedule
 from atoll.node.rounds.policy import screen_of
@@ -302,7 +302,7 @@ class VirtualSwarm:
         codec, pull = CODECS[self._config.codec], WEIGHTINGS[self._spec.sync.weights]
         average_E = torch.empty_like(next(iter(gradients.values())))
         ranges = partition(average_E.numel(), self.members, self.bandwidth)
-        cut = shares(ranges, part_elements(ranges, codec.encoded_bytes, self._spec.sync.part_elements))
+        cut = reducer_shares(ranges, part_elements(ranges, codec.encoded_bytes, self._spec.sync.part_elements))
         left_out: Counter[str] = Counter()
         for share in cut:
             for part in share.parts:
@@ -328,5 +328,5 @@ class VirtualSwarm:
             return dict.fromkeys(values, 1.0)
         given = list(values.values())
         work = [weights[peer] for peer in values]
-        factors = judge(inner_products(given), work, given[0].numel(), screen_of(self._spec))
+        factors = factors_from_products(inner_products(given), work, given[0].numel(), screen_of(self._spec))
         return dict(zip(values, factors, strict=True))

@@ -85,7 +85,7 @@ class Undaemoned(GatedP2P):
 
 
 class Introduced:
-    async def ensure(self, peer_id: str) -> None:
+    async def ensure_admitted(self, peer_id: str) -> None:
         pass
 
 

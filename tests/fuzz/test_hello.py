@@ -18,7 +18,7 @@ from atoll.core.errors import AtollError
 from atoll.core.frames import PREFIX, Frame, FrameKind, unpack_prefix
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY_LIST, MembershipVerifier
-from atoll.node.swarm.hello import COURTESY, HELLO_TIMEOUT, Introductions
+from atoll.node.swarm.hello import DIALLED_FIRST_WAIT, HELLO_TIMEOUT, Introductions
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
 from atoll.v1 import common_pb2 as pb
@@ -114,11 +114,11 @@ def test_whatever_is_answered_to_our_hello(examples: int) -> None:
 
             introductions = Introductions(gate, connect, Traffic(CLOCK), CLOCK)  # type: ignore[arg-type]
             try:
-                await introductions.ensure(PEER.peer_id)
+                await introductions.ensure_admitted(PEER.peer_id)
                 assert is_honest(data)
             except AtollError:
                 assert not gate.members()
-            assert asyncio.get_running_loop().time() <= (HELLO_TIMEOUT + COURTESY).total_seconds()
+            assert asyncio.get_running_loop().time() <= (HELLO_TIMEOUT + DIALLED_FIRST_WAIT).total_seconds()
 
         run_virtually(scene())
 

@@ -21,12 +21,12 @@ from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY_LIST, MembershipVerifier
 from atoll.node.direct import dialler
 from atoll.node.direct import protocol as direct
-from atoll.node.direct.dialler import WayIn
-from atoll.node.direct.direct_path import DirectConfig, DirectPath, way_in
+from atoll.node.direct.dialler import CheckedOffer
+from atoll.node.direct.direct_path import DirectConfig, DirectPath, parse_offer
 from atoll.node.direct.pacer import Pacer
 from atoll.node.direct.stream import DirectStream
 from atoll.node.swarm.hello import Introductions
-from atoll.node.swarm.stream_acceptor import Door, request_bytes
+from atoll.node.swarm.stream_acceptor import StreamAcceptor, max_request_bytes
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
 from atoll.node.wire.transport import Stream
@@ -48,8 +48,10 @@ class Side:
             MembershipVerifier(operator.public_key, "reef"), certificate, self.peer_id, EMPTY_DENY_LIST, self.clock
         )
         self.traffic, self.pacer = Traffic(self.clock), Pacer(self.clock)
-        self.traffic.departing.append(self.pacer.wake)
-        self.door = Door(self.gate, Introductions(self.gate, _no_socket, self.traffic, self.clock), self.traffic)
+        self.traffic.bulk_send_callbacks.append(self.pacer.wake)
+        self.door = StreamAcceptor(
+            self.gate, Introductions(self.gate, _no_socket, self.traffic, self.clock), self.traffic
+        )
         self.network = hub.join(self.peer_id)
         self.asked = 0  # for ways in
         self.hosts: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/1",)  # known of others
@@ -59,20 +61,20 @@ class Side:
             gate=self.gate,
             traffic=self.traffic,
             clock=self.clock,
-            serve=self.door.let_in,
-            max_frame_bytes=request_bytes,
-            ask=self.way_into,
+            serve=self.door.admit_and_serve,
+            max_frame_bytes=max_request_bytes,
+            request_offer=self.way_into,
             me=self.peer_id,
             pacer=self.pacer,
         )
         self.network.handle(direct.PROTOCOL, self.path.offer)
         self.path.listen(config)
 
-    async def way_into(self, peer_id: str, timeout: timedelta = SOON) -> WayIn:
+    async def way_into(self, peer_id: str, timeout: timedelta = SOON) -> CheckedOffer:
         self.asked += 1
         stream = await self.network.open(peer_id, direct.PROTOCOL, timeout)
         try:
-            return way_in(await stream.receive(timeout), self.hosts)
+            return parse_offer(await stream.receive(timeout), self.hosts)
         finally:
             await stream.close()
 
@@ -98,9 +100,9 @@ class Pair:
     async def settled(self) -> None:
         """Wait until every conversation has ended on both sides: kept connections are free, others are gone."""
         async with asyncio.timeout(SOON.total_seconds()):
-            while self.b.door._served or any(
-                one.is_open and one not in [kept for kept, _ in self.a.path._dialler._free.get(one.peer_id, ())]
-                for made in self.a.path._dialler._all.values()
+            while self.b.door._active_streams or any(
+                one.is_open and one not in [kept for kept, _ in self.a.path._dialler._idle.get(one.peer_id, ())]
+                for made in self.a.path._dialler._connections_by_peer.values()
                 for one in made
             ):
                 await asyncio.sleep(0.005)
@@ -116,9 +118,9 @@ def unhurried_dialling() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def direct_pair(directory: Path, at_once: Collection[str] = ()) -> AsyncIterator[Pair]:
-    """Two members of one run that know each other; `at_once`: protocols whose conversations need not be let in."""
-    operator, hub, config = Identity.generate(), MemoryHub(), replace(CONFIG, at_once=frozenset(at_once))
+async def direct_pair(directory: Path, optimistic: Collection[str] = ()) -> AsyncIterator[Pair]:
+    """Two members of one run that know each other; `optimistic`: protocols whose conversations need not be let in."""
+    operator, hub, config = Identity.generate(), MemoryHub(), replace(CONFIG, optimistic=frozenset(optimistic))
     pair = Pair(*(Side(name, operator, hub, directory, config) for name in "ab"))
     pair.a.gate.admit(pair.b.peer_id, pair.b.gate.hello())
     pair.b.gate.admit(pair.a.peer_id, pair.a.gate.hello())

@@ -14,12 +14,12 @@ from support.virtual_time import Inline
 
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.round_id import RoundId
-from atoll.node.exchange.allreduce import Exchange, ExchangeServer, PartsHeld
-from atoll.node.exchange.averaged_parts import Average, Take
+from atoll.node.exchange.allreduce import Exchange, ExchangeResult, ExchangeServer
+from atoll.node.exchange.averaged_parts import Average, AverageSink
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.partition import Part, partition
 from atoll.node.exchange.screening import Screen
-from atoll.node.exchange.weighted_sum import by_tokens, weighted_mean
+from atoll.node.exchange.weighted_sum import token_weight, weighted_mean
 from atoll.node.rounds.settlement import settle
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -30,7 +30,7 @@ TIMEOUT = timedelta(seconds=100)
 ROUND = RoundId("r", 1, 0, 1, 0)
 
 
-def into(vector_E: torch.Tensor) -> Take:
+def into(vector_E: torch.Tensor) -> AverageSink:
     """The average itself, as one vector."""
     return lambda start, values_E: vector_E[start : start + len(values_E)].copy_(values_E)
 
@@ -59,7 +59,7 @@ class Swarm:
         executor: Executor | None = None,
         patience: timedelta = TIMEOUT,
         screening: bool = False,  # vectors here have nothing in common
-        weigh: Callable[[int], int] = by_tokens,
+        weigh: Callable[[int], int] = token_weight,
     ) -> None:
         self.hub = MemoryHub(fault) if fault else MemoryHub()
         self.weights = dict(weights)
@@ -74,20 +74,20 @@ class Swarm:
         self.networks = {p: self.hub.join(p) for p in weights}
         self.servers = {p: ExchangeServer(n, patience) for p, n in self.networks.items()}
         self.exchanges: dict[str, Exchange] = {}
-        self.tasks: dict[str, asyncio.Task[PartsHeld]] = {}
-        self.held: dict[str, PartsHeld] = {}
+        self.tasks: dict[str, asyncio.Task[ExchangeResult]] = {}
+        self.held: dict[str, ExchangeResult] = {}
         self.settled: tuple[bytes, ...] = ()
         self.seconds = 0.0  # that the exchange took until the last member was done
         self.layout = Average(self.start, into(torch.empty(0)), self.executor)
         self.total = len(self.layout)
 
     def parts_of(self, reducer: str) -> list[int]:
-        shares = [share for share in self.layout.shares if share.reducer == reducer]
-        return [share.first + part.index for share in shares for part in share.parts]
+        reducer_shares = [share for share in self.layout.reducer_shares if share.reducer == reducer]
+        return [share.first + part.index for share in reducer_shares for part in share.parts]
 
     def frames_of(self, reducer: str) -> list[tuple[int, int]]:
         """Index within the share, and elements, of each part of it."""
-        share = next(share for share in self.layout.shares if share.reducer == reducer)
+        share = next(share for share in self.layout.reducer_shares if share.reducer == reducer)
         return [(part.index, part.elements) for part in share.parts]
 
     async def begin(
@@ -96,7 +96,7 @@ class Swarm:
         for peer in peers or self.weights:
             self.tasks[peer] = asyncio.create_task(self._run(peer, timeout, (delays or {}).get(peer, 0.0)))
 
-    async def _run(self, peer: str, timeout: timedelta, delay: float) -> PartsHeld:
+    async def _run(self, peer: str, timeout: timedelta, delay: float) -> ExchangeResult:
         await asyncio.sleep(delay)  # Start is under way
         exchange = Exchange(
             self.start,
@@ -142,7 +142,7 @@ class Swarm:
         everyone = {peer for peer, weight in self.weights.items() if weight}
         partial = {name for peer in present for name in self.held[peer].partial}
         counted = []
-        for share in self.layout.shares:
+        for share in self.layout.reducer_shares:
             for part in share.parts:
                 peers = self._counted(share.first + part.index, share.reducer, part, first)
                 assert not peers or share.reducer not in present or everyone - peers <= partial

@@ -17,13 +17,13 @@ from atoll.core.clock import SystemClock
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY_LIST, DenyList, MembershipVerifier
 from atoll.node.direct.direct_path import DirectConfig
-from atoll.node.direct.protocol import BULK
+from atoll.node.direct.protocol import BULK_PROTOCOLS
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
 from atoll.node.wire.transport import Stream
 from atoll.v1 import common_pb2 as pb
 
 ANY_PORT = ("/ip4/127.0.0.1/tcp/0",)
-DIRECT = DirectConfig(("127.0.0.1",), protocols=BULK | {"/echo/1", "/swallow/1"})
+DIRECT = DirectConfig(("127.0.0.1",), protocols=BULK_PROTOCOLS | {"/echo/1", "/swallow/1"})
 START = timedelta(seconds=20)
 SOON = timedelta(seconds=10)
 

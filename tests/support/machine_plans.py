@@ -12,7 +12,7 @@ from atoll.core.fragments import split_into_fragments
 from atoll.core.manifest import Head
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.node.exchange.screening import Screen
-from atoll.node.exchange.weighted_sum import by_tokens
+from atoll.node.exchange.weighted_sum import token_weight
 from atoll.node.rounds.types import PolicyOf, RoundPolicy
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
@@ -23,8 +23,8 @@ POLICY = RoundPolicy(
     fragments=split_into_fragments(OFFSETS, 1),
     part_elements=256,
     codecs=("int4",),
-    screen=Screen(change=1.0),
-    weigh=by_tokens,
+    screen=Screen(max_change_per_token=1.0),
+    weigh=token_weight,
     due_tokens=lambda committed, members: 100,
     round_max=timedelta(seconds=60),
     exchange_share=1.0,

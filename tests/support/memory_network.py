@@ -22,7 +22,7 @@ from datetime import timedelta
 
 from atoll.core.errors import AtollError, DeadlineExceeded, Unreachable
 from atoll.core.frames import PREFIX, Buffer, Frame, FrameKind, pack_prefix
-from atoll.node.wire.refusals import receive_or_refusal, run_handler
+from atoll.node.wire.refusals import raise_if_refusal, run_handler
 from atoll.node.wire.transport import Handler
 
 QUEUE_FRAMES = 8  # like a socket's buffer: a sender waits for a receiver that falls behind
@@ -125,7 +125,7 @@ class MemoryStream:
         if isinstance(arrival, AtollError):
             raise arrival
         self._received += _wire_bytes(arrival)
-        return await receive_or_refusal(self, arrival)
+        return await raise_if_refusal(self, arrival)
 
     async def close(self) -> None:
         await self._outgoing.end()
@@ -161,7 +161,7 @@ class MemoryNetwork:
     async def open(self, peer_id: str, protocol: str, timeout: timedelta) -> MemoryStream:
         return self._hub.connect(self, peer_id, protocol)
 
-    def rate_to(self, peer_id: str) -> float:
+    def bytes_per_second_to(self, peer_id: str) -> float:
         return math.inf
 
     def serve(self, protocol: str, stream: MemoryStream) -> None:

@@ -1,6 +1,6 @@
 """What the command lines share: errors become one sentence on stderr and an exit code, in one place.
 
-A command raises errors of the tree and never prints or exits by itself; `run_cli` does both. MachineUsage errors
+A command raises errors of the tree and never prints or exits by itself; `run_cli` does both. Usage errors
 exit with 2 like everybody's. An interrupt (Ctrl-C) exits with 130 and no traceback. A package of an extra that was
 not installed is a sentence too: one distribution serves volunteers and operators.
 """

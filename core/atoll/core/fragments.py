@@ -19,7 +19,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Fragment:
-    """LayerLayout [first_layer, end_layer): the elements [start, end) of the flat vector."""
+    """Layers [first_layer, end_layer): the elements [start, end) of the flat vector."""
 
     index: int
     first_layer: int

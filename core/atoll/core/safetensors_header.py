@@ -1,4 +1,4 @@
-"""The beginning of a safetensors file, which says what is where. ChosenHead as far as it parses."""
+"""The beginning of a safetensors file, which says what is where. Believed as far as it parses."""
 
 from __future__ import annotations
 

@@ -446,10 +446,10 @@ class Daemon:
             float("-inf") if first else self._paths_reported_monotonic,
             self._clock.monotonic(),
         )
-        limits = self._host.path_limits()
+        limits = self._host.path_limits_bytes_per_second()
         return [
             mb.PeerPath(peer_id=peer, rtt_seconds=time.rtt_seconds, bytes_per_second=limits.get(peer, 0.0))
-            for peer, time in self._prober.times.items()
+            for peer, time in self._prober.rtts.items()
             if time.at >= since
         ]
 
@@ -492,7 +492,7 @@ class Daemon:
 
     def _on_seeds_changed(self, seeds: tuple[str, ...]) -> None:
         if self._host is not None:
-            self._host.seeds_moved(seeds)  # raises for what the next start could not read either
+            self._host.set_seeds(seeds)  # raises for what the next start could not read either
         self._credentials = self._link.credentials = self._link.credentials.with_seeds(seeds)
         self._save_credentials()  # the next start asks the new ones
 

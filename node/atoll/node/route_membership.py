@@ -80,7 +80,7 @@ class RouteMembership:
             place,
             tokens * channel.dimension,
             lambda: tokens * trainer.status.busy_seconds_per_token,
-            self._network.rate_to,
+            self._network.bytes_per_second_to,
         )
 
     async def _run(self, bridge: RouteConnection, codes: LinkCodecs | None) -> None:

@@ -65,7 +65,7 @@ def bare_stub(p2p: P2P, peer: PeerID) -> Any:
 
 def rpc(host: SwarmHost) -> Any:
     """The attacker's DHT, without the checks that honest senders run."""
-    return host._directory._running().protocol
+    return host._directory._joined_node().protocol
 
 
 async def test_an_outsider_downloads_no_state(lab: Lab, outsider: P2P) -> None:
@@ -222,7 +222,7 @@ async def test_a_fake_peer_id_in_a_certificate_is_refused(lab: Lab) -> None:
     impostor = Gate(attacker.gate._authority, lab.certificate("victim"), victim.peer_id, attacker.gate.deny, lab.clock)
     attacker.gate.hello = impostor.hello  # type: ignore[method-assign]
     with pytest.raises(Rejected, match="showed the certificate of"):
-        await attacker._p2p.introductions.say(victim.peer_id)
+        await attacker._p2p.introductions.say_hello(victim.peer_id)
 
 
 async def test_one_bad_entry_does_not_hide_the_others(lab: Lab) -> None:

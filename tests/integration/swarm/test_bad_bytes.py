@@ -35,7 +35,7 @@ from atoll.node.state.state_server import StateServer
 from atoll.node.swarm.hello import PROTOCOL as HELLO
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.swarm.stream_acceptor import MAX_STREAMS_PER_PEER
-from atoll.node.swarm.stripes import GATHER_TIMEOUT, STRIPES
+from atoll.node.swarm.stripes import ASSEMBLE_TIMEOUT, STRIPES
 from atoll.node.swarm.stripes import PROTOCOL as STRIPED
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -207,7 +207,7 @@ async def test_whatever_bytes_a_member_writes(lab: Lab, tmp_path: Path, examples
     assert len(refused) > examples / 10
     assert {line["peer"] for line in refused} == {attacker.peer_id}
     assert {peer for peer, _ in node.heard} <= {attacker.peer_id}
-    patience = GATHER_TIMEOUT + SOON  # a stream that says it is one of four waits for the others
+    patience = ASSEMBLE_TIMEOUT + SOON  # a stream that says it is one of four waits for the others
     async with asyncio.timeout(patience.total_seconds()):
         while any(stream.protocol != HELLO for stream in node.host.gate._streams.get(attacker.peer_id, ())):  # type: ignore[attr-defined]
             await asyncio.sleep(0.05)
@@ -274,7 +274,7 @@ async def leave_unfinished(attacker: SwarmHost, victim: str, *, several: bool = 
     """Announce the largest frame there may be, send all but its last byte as far as it is taken, and wait."""
     if several:
         try:
-            stream = await attacker._enter_by_libp2p(victim, AVERAGE, SOON)
+            stream = await attacker._open_over_libp2p(victim, AVERAGE, SOON)
         except PeerMisbehaved:  # it has as many as there may be
             return
         reader, writer = stream._reader, stream._writer

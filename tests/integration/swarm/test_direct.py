@@ -46,7 +46,7 @@ async def test_bulk_goes_over_the_direct_connection(lab: Lab) -> None:
     for _ in range(3):
         await stream.send(FrameKind.PART, b"header", BODY)
         assert bytes((await stream.receive(SOON)).body) == BODY
-    if tcp.PACES:
+    if tcp.PACING_SUPPORTED:
         figures = tcp.info(connection.sock)
         assert figures is not None
         assert figures.delivered_segments * figures.segment_bytes > 3 * len(BODY) * 0.9
@@ -160,6 +160,6 @@ async def test_dead_machines_are_noticed_by_the_kernel(lab: Lab) -> None:
         sock = connection.writer.get_extra_info("socket")
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        if tcp.PACES:
+        if tcp.PACING_SUPPORTED:
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == tcp.USER_TIMEOUT_MS
     await stream.close()

@@ -24,10 +24,10 @@ from atoll.core.errors import (
 from atoll.core.frames import PREFIX, FrameKind, pack_prefix
 from atoll.core.membership import DenyList
 from atoll.node.direct import dialler, listener, tcp
-from atoll.node.direct.dialler import WayIn
+from atoll.node.direct.dialler import CheckedOffer
 from atoll.node.direct.stream import DirectStream
-from atoll.node.swarm import stream_acceptor as door
-from atoll.node.swarm.stream_acceptor import Door
+from atoll.node.swarm import stream_acceptor
+from atoll.node.swarm.stream_acceptor import StreamAcceptor
 from atoll.node.wire import streams
 from atoll.node.wire.streams import SocketStream
 from atoll.node.wire.transport import Stream
@@ -110,20 +110,20 @@ class Doorkeeper:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.awake = asyncio.Event()
         self.awake.set()
-        let_in = Door.let_in
+        admit_and_serve = StreamAcceptor.admit_and_serve
 
-        async def late(asked: Door, stream: SocketStream) -> None:
+        async def late(asked: StreamAcceptor, stream: SocketStream) -> None:
             await self.awake.wait()
-            await let_in(asked, stream)
+            await admit_and_serve(asked, stream)
 
-        monkeypatch.setattr(Door, "let_in", late)
+        monkeypatch.setattr(StreamAcceptor, "let_in", late)
 
 
 async def test_on_a_connection_that_was_proved_a_moment_ago_nobody_waits_to_be_let_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeper = Doorkeeper(monkeypatch)
-    async with direct_pair(tmp_path, at_once={TALK}) as pair:
+    async with direct_pair(tmp_path, optimistic={TALK}) as pair:
         pair.b.door.handle(TALK, shout)
         for _ in range(3):
             stream = await pair.a.talk(pair.b)
@@ -145,22 +145,22 @@ async def test_on_a_connection_that_was_proved_a_moment_ago_nobody_waits_to_be_l
 async def test_who_is_refused_after_it_began_to_send_hears_why_and_the_path_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with direct_pair(tmp_path, at_once={TALK}) as pair:
+    async with direct_pair(tmp_path, optimistic={TALK}) as pair:
         pair.b.door.handle(TALK, shout)
-        most = door.MAX_STREAMS_PER_PROTOCOL
+        most = stream_acceptor.MAX_STREAMS_PER_PROTOCOL
         for body in (b"", BODY):
             stream = await pair.a.talk(pair.b)
             assert await echoes(stream)
             await stream.close()
             await pair.settled()
-            monkeypatch.setattr(door, "MAX_STREAMS_PER_PROTOCOL", 0)
+            monkeypatch.setattr(stream_acceptor, "MAX_STREAMS_PER_PROTOCOL", 0)
             refused = await pair.a.talk(pair.b)
             with suppress(Unreachable):  # it may hear so early
                 await refused.send(FrameKind.PART, b"", body)
             with pytest.raises(PeerMisbehaved, match="at most"):
                 await refused.receive(SOON)
             await refused.close()
-            monkeypatch.setattr(door, "MAX_STREAMS_PER_PROTOCOL", most)
+            monkeypatch.setattr(stream_acceptor, "MAX_STREAMS_PER_PROTOCOL", most)
             await pair.settled()
         assert await echoes(await pair.a.talk(pair.b))
 
@@ -169,7 +169,7 @@ async def test_who_is_not_answered_takes_the_other_path_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeper = Doorkeeper(monkeypatch)
-    async with direct_pair(tmp_path, at_once={TALK}) as pair:
+    async with direct_pair(tmp_path, optimistic={TALK}) as pair:
         pair.b.door.handle(TALK, shout)
         warm = await asyncio.gather(*(pair.a.talk(pair.b) for _ in range(3)))
         for stream in warm:
@@ -182,14 +182,14 @@ async def test_who_is_not_answered_takes_the_other_path_the_next_time(
             await silent.receive(timedelta(seconds=0.2))
         await silent.close()
         assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None
-        assert not any(one.is_open for made in pair.a.path._dialler._all.values() for one in made)
+        assert not any(one.is_open for made in pair.a.path._dialler._connections_by_peer.values() for one in made)
         keeper.awake.set()
 
 
 async def test_who_is_answered_late_was_not_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exchanges wait in slices, so that a machine that slept does not give everybody up."""
     keeper = Doorkeeper(monkeypatch)
-    async with direct_pair(tmp_path, at_once={TALK}) as pair:
+    async with direct_pair(tmp_path, optimistic={TALK}) as pair:
         pair.b.door.handle(TALK, shout)
         first = await pair.a.talk(pair.b)
         assert await echoes(first)
@@ -211,7 +211,7 @@ async def test_a_conversation_that_is_ended_before_it_was_let_in_costs_no_connec
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeper = Doorkeeper(monkeypatch)
-    async with direct_pair(tmp_path, at_once={TALK}) as pair:
+    async with direct_pair(tmp_path, optimistic={TALK}) as pair:
         pair.b.door.handle(TALK, shout)
         for _ in range(3):
             keeper.awake.set()
@@ -244,7 +244,7 @@ async def test_whatever_is_not_clean_costs_the_connection(tmp_path: Path, how: s
         if how == "half a frame read":
             await stream.send(FrameKind.PART, b"", bytes(4 << 20))
             pair.a.traffic.down.change(1e6)
-            pair.a.traffic.down.due(10**8, small=False)  # the limit lets the prefix pass and nothing after it
+            pair.a.traffic.down.slot_start(10**8, small=False)  # the limit lets the prefix pass and nothing after it
             with pytest.raises(DeadlineExceeded):
                 await stream.receive(timedelta(seconds=1))
             pair.a.traffic.down.change(0)
@@ -315,10 +315,10 @@ async def test_a_bit_that_flips_on_the_way_ends_the_connection(tmp_path: Path) -
 
         between = await asyncio.start_server(lead_on, "127.0.0.1")
 
-        async def way_past(peer_id: str, timeout: timedelta) -> WayIn:
+        async def way_past(peer_id: str, timeout: timedelta) -> CheckedOffer:
             return replace(await pair.a.way_into(peer_id, timeout), port=between.sockets[0].getsockname()[1])
 
-        pair.a.path._dialler._ask = way_past
+        pair.a.path._dialler._request_offer = way_past
         pair.b.door.handle(TALK, shout)
         assert await echoes(await pair.a.talk(pair.b), BODY)
         damages = True
@@ -400,7 +400,7 @@ async def test_the_doors_limits_hold(tmp_path: Path) -> None:
             await pair.a.path.open(pair.b.peer_id, TALK, SOON)
         assert pair.b.door.refused["Unreachable"] >= 1
         pair.b.door.handle(TALK, shout)
-        pair.b.door._served[pair.a.peer_id, TALK] = 6
+        pair.b.door._active_streams[pair.a.peer_id, TALK] = 6
         with pytest.raises(PeerMisbehaved, match="at most 6 streams"):
             await pair.a.path.open(pair.b.peer_id, TALK, SOON)
         assert pair.b.door.crashes == 0
@@ -481,8 +481,8 @@ async def test_slow_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         stream = await pair.a.talk(pair.b)
         for _ in range(8):
             assert await echoes(stream, BODY)
-        (connection,) = pair.a.path._dialler._all[pair.b.peer_id]
-        tcp.pace(connection.sock, 150_000.0)
+        (connection,) = pair.a.path._dialler._connections_by_peer[pair.b.peer_id]
+        tcp.set_pacing_rate(connection.sock, 150_000.0)
         assert await echoes(stream, BODY[:600_000])
         await stream.close()
 

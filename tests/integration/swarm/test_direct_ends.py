@@ -12,8 +12,7 @@ import pytest
 from support.direct_pair import TALK, direct_pair, shout
 
 from atoll.core.frames import FrameKind
-from atoll.node.direct import tls
-from atoll.node.direct import tls_streams as wire
+from atoll.node.direct import tls, tls_streams
 
 PATIENCE = timedelta(seconds=10)
 SMALL = [16, 60_000] * 4
@@ -22,19 +21,19 @@ LARGE = [16, 300_000, 16]
 BETWEEN = [16, 70_000] * 3 + [16]
 
 
-async def both(folder: Path) -> tuple[wire.Wire, wire.Wire]:
+async def both(folder: Path) -> tuple[tls_streams.TlsStreams, tls_streams.TlsStreams]:
     """The dialler's end and the listener's."""
     context, _ = tls.listening_context(folder, time.time())
     loop, listening = asyncio.get_running_loop(), socket.create_server(("127.0.0.1", 0))
     listening.setblocking(False)
 
-    async def accepted() -> wire.Wire:
+    async def accepted() -> tls_streams.TlsStreams:
         sock, _ = await loop.sock_accept(listening)
-        return await wire.accept(sock, context, PATIENCE)
+        return await tls_streams.accept(sock, context, PATIENCE)
 
     with listening:
         ours, theirs = await asyncio.gather(
-            wire.dial(listening.getsockname(), tls.dialling_context(), PATIENCE), accepted()
+            tls_streams.dial(listening.getsockname(), tls.dialling_context(), PATIENCE), accepted()
         )
     return ours, theirs
 

@@ -20,7 +20,7 @@ from support.mutation import Mutator, on_wire
 from atoll.core.clock import SystemClock
 from atoll.core.frames import PREFIX, Frame, FrameKind
 from atoll.node.direct import listener, tls
-from atoll.node.direct.dialler import WayIn
+from atoll.node.direct.dialler import CheckedOffer
 from atoll.node.direct.tickets import proof
 from atoll.node.wire.transport import Stream
 from atoll.v1 import dataplane_pb2 as dp
@@ -90,7 +90,7 @@ async def test_a_ticket_is_good_once_soon_and_nothing_else_is(tmp_path: Path) ->
             pair.b.path._tickets._good[digest] = (owner, pair.b.clock.monotonic() - 1)
         for ticket in (good, expired, bytes(32), os.urandom(32), (await pair.b.way_into(pair.a.peer_id)).ticket):
             assert await answer_to(pair, ticket_frame(pair, ticket) + on_wire(BEGIN)) == b""
-        assert pair.b.path.strangers_turned_away == 5
+        assert pair.b.path.strangers_refused == 5
         await honest_life_goes_on(pair)
 
 
@@ -107,12 +107,12 @@ async def test_who_passes_on_anothers_offer_joins_nobody(tmp_path: Path) -> None
         pair.b.door.handle(TALK, shout)
         honest = pair.a.way_into
 
-        async def passed_on(peer_id: str, timeout: timedelta) -> WayIn:
+        async def passed_on(peer_id: str, timeout: timedelta) -> CheckedOffer:
             return replace(await honest(peer_id), ticket=pair.b.path._tickets.issue("mallory"))
 
-        pair.a.path._dialler._ask = passed_on
+        pair.a.path._dialler._request_offer = passed_on
         assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None
-        assert pair.b.path.strangers_turned_away == 1
+        assert pair.b.path.strangers_refused == 1
         assert not pair.b.gate._streams
 
 
@@ -142,12 +142,12 @@ async def test_who_shows_another_certificate_sees_no_ticket(tmp_path: Path) -> N
         pair.b.door.handle(TALK, shout)
         honest = pair.a.way_into
 
-        async def diverted(peer_id: str, timeout: timedelta) -> WayIn:
+        async def diverted(peer_id: str, timeout: timedelta) -> CheckedOffer:
             return replace(await honest(peer_id), port=port)
 
-        pair.a.path._dialler._ask = diverted
+        pair.a.path._dialler._request_offer = diverted
         assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None
-        pair.a.path._dialler._ask = honest
+        pair.a.path._dialler._request_offer = honest
         pair.a.path._dialler._failures.clear()
         await honest_life_goes_on(pair)
     server.close()
@@ -167,7 +167,7 @@ async def test_who_says_nothing_is_hung_up_on(tmp_path: Path, monkeypatch: pytes
             writer.close()
         else:
             assert await answer_to(pair, b"" if how == "silent" else ticket_frame(pair, bytes(32))[:20]) == b""
-        assert pair.b.path.strangers_turned_away == 1
+        assert pair.b.path.strangers_refused == 1
         monkeypatch.undo()
         await honest_life_goes_on(pair)
 
@@ -179,7 +179,7 @@ async def test_a_crowd_of_strangers_is_bounded_and_passes(tmp_path: Path, monkey
         most, crowd = listener.MAX_STRANGERS_PER_ADDRESS, 100
         ends = [await asyncio.open_connection("127.0.0.1", pair.b.path.port) for _ in range(crowd)]
         async with asyncio.timeout(SOON.total_seconds()):
-            while pair.b.path.strangers_turned_away < crowd - most:
+            while pair.b.path.strangers_refused < crowd - most:
                 await asyncio.sleep(0.005)
         assert pair.b.path._listener._strangers.total() <= most
         for reader, writer in ends:

@@ -56,8 +56,8 @@ async def test_after_a_restart_the_dialler_says_hello_again(lab: Lab) -> None:
     assert again.multiaddrs() == seed.multiaddrs()
     again.handle("/echo/1", echo)
     await again.ready()
-    assert node.gate.knows(again.peer_id)
-    assert not again.gate.knows(node.peer_id)
+    assert node.gate.is_admitted(again.peer_id)
+    assert not again.gate.is_admitted(node.peer_id)
     stream = await node.open(again.peer_id, "/echo/1", SOON)
     await stream.send(FrameKind.MESSAGE, b"still here")
     assert (await stream.receive(SOON)).header == b"still here"

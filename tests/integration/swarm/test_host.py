@@ -81,7 +81,7 @@ async def test_members_that_began_without_a_seed_meet_through_one_that_came_late
     a, b = await lab.start("a"), await lab.start("b")
     seed = await lab.start("seed", relay_service=True)
     for host in (a, b):
-        host.seeds_moved(seed.multiaddrs())
+        host.set_seeds(seed.multiaddrs())
         await host.publish_address(LIFETIME)
     for host in (a, b):
         assert await host.lookup_addresses() == {a.peer_id: a.multiaddrs(), b.peer_id: b.multiaddrs()}
@@ -93,9 +93,9 @@ async def test_a_seed_is_met_at_whichever_of_its_addresses_answers(lab: Lab) -> 
     told = (*seed.multiaddrs(), dead, "/ip4/127.0.0.1/tcp/1/p2p/0OIl")
     node = await lab.start("node", seeds=told)
     await node.publish_head(7, b"\7" * 32, LIFETIME)
-    node.seeds_moved(told)
+    node.set_seeds(told)
     with pytest.raises(ConfigError):
-        node.seeds_moved(("nonsense",))
+        node.set_seeds(("nonsense",))
     await node.publish_head(8, b"\7" * 32, LIFETIME)
     assert await seed.lookup_heads() == {node.peer_id: (8, b"\7" * 32)}
 
@@ -125,8 +125,8 @@ async def test_a_protocol_that_p2pd_did_not_take_is_offered_again(lab: Lab, monk
 
 async def test_the_owners_limit_bounds_what_a_member_is_said_to_take(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     host = await lab.start("ann")
-    assert host.rate_to("nobody") == 0.0
-    monkeypatch.setattr(host._pacer, "rate_to", lambda peer: math.inf)
-    assert math.isinf(host.rate_to("bob"))
+    assert host.bytes_per_second_to("nobody") == 0.0
+    monkeypatch.setattr(host._pacer, "bytes_per_second_to", lambda peer: math.inf)
+    assert math.isinf(host.bytes_per_second_to("bob"))
     host.traffic.up.change(1e6)
-    assert host.rate_to("bob") == 1e6
+    assert host.bytes_per_second_to("bob") == 1e6

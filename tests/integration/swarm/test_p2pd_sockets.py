@@ -15,9 +15,9 @@ import pytest
 
 from atoll.node.direct import tcp
 from atoll.node.swarm import p2pd_sockets
-from atoll.node.swarm.p2pd_sockets import Lent, P2pdSockets
+from atoll.node.swarm.p2pd_sockets import BorrowedSocket, P2pdSockets
 
-pytestmark = pytest.mark.skipif(not tcp.PACES, reason="only Linux lends sockets")
+pytestmark = pytest.mark.skipif(not tcp.PACING_SUPPORTED, reason="only Linux lends sockets")
 
 SECONDS = 20
 PACE = 123_456
@@ -142,18 +142,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_child_s_connections_are_paced_and_close_when_it_closes_them() -> None:
     with child() as dialler, closing(Conversation(dialler)) as talk:
         pacer, sockets = watched(dialler)
-        (lent,) = await pacer.until_watched(sockets)
-        assert lent.peer_id == "127.0.0.1"
-        figures = tcp.info(lent.sock)
+        (borrowed,) = await pacer.until_watched(sockets)
+        assert borrowed.peer_id == "127.0.0.1"
+        figures = tcp.info(borrowed.sock)
         assert figures is not None
         assert figures.unsent_bytes > 0
-        tcp.pace(lent.sock, PACE)
+        tcp.set_pacing_rate(borrowed.sock, PACE)
         assert dialler.does("pace") == [str(PACE)]
-        tcp.pace(lent.sock, float("inf"))
+        tcp.set_pacing_rate(borrowed.sock, float("inf"))
         talk.take_all()
         dialler.does("close")
         assert talk.has_ended()  # else the copy keeps it open
-        assert tcp.info(lent.sock) is None
+        assert tcp.info(borrowed.sock) is None
         await pacer.until_looked(sockets)
         assert not pacer.watched
         await sockets.close()
@@ -163,14 +163,14 @@ async def test_a_child_s_connections_are_paced_and_close_when_it_closes_them() -
 async def test_a_descriptor_that_serves_another_connection_now_is_left_alone() -> None:
     with child() as dialler, closing(Conversation(dialler)) as talk:
         pacer, sockets = watched(dialler)
-        (lent,) = await pacer.until_watched(sockets)
+        (borrowed,) = await pacer.until_watched(sockets)
         await sockets.close()
         assert not pacer.watched
-        borrowing = Lent(os.pidfd_open(dialler.pid), lent._descriptor, "127.0.0.1")
+        borrowing = BorrowedSocket(os.pidfd_open(dialler.pid), borrowed._descriptor, "127.0.0.1")
         talk.take_all()
         dialler.does("close")
         dialler.does(talk.address)  # on the same descriptor
-        tcp.pace(borrowing.sock, PACE)
+        tcp.set_pacing_rate(borrowing.sock, PACE)
         assert dialler.does("pace") != [str(PACE)]
         assert tcp.info(borrowing.sock) is None
         os.close(borrowing._process)
@@ -194,11 +194,11 @@ async def test_a_connection_in_the_place_of_another_is_a_new_one() -> None:
 async def test_a_descriptor_that_is_no_socket_any_more_is_given_back() -> None:
     with child() as dialler, closing(Conversation(dialler)) as talk:
         pacer, sockets = watched(dialler)
-        (lent,) = await pacer.until_watched(sockets)
+        (borrowed,) = await pacer.until_watched(sockets)
         talk.take_all()
         dialler.does("pipe")
         before = len(os.listdir("/proc/self/fd"))
-        assert [tcp.info(lent.sock) for _ in range(20)] == [None] * 20
+        assert [tcp.info(borrowed.sock) for _ in range(20)] == [None] * 20
         assert len(os.listdir("/proc/self/fd")) == before
         await sockets.close()
 
@@ -242,4 +242,4 @@ async def test_who_is_gone_lends_nothing() -> None:
     await sockets.close()
     assert not pacer.watched
     with pytest.raises(OSError, match="descriptor"):
-        Lent(-1, 0, "nobody")
+        BorrowedSocket(-1, 0, "nobody")

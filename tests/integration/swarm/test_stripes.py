@@ -12,7 +12,7 @@ from support.loopback_hosts import SOON, Lab, echo
 from atoll.core.errors import Banned, DeadlineExceeded, HelloRequired, PeerMisbehaved, Unreachable
 from atoll.core.frames import PREFIX, Frame, FrameKind
 from atoll.core.membership import DenyList
-from atoll.node.direct.protocol import BULK
+from atoll.node.direct.protocol import BULK_PROTOCOLS
 from atoll.node.swarm import stripes
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.swarm.stream_acceptor import MAX_STREAMS_PER_PROTOCOL
@@ -79,10 +79,10 @@ async def test_what_is_not_served_is_said(lab: Lab) -> None:
 
 async def test_as_many_as_there_may_be_are_opened_at_once(lab: Lab) -> None:
     seed, node = await two(lab)
-    for protocol in BULK - {AVERAGE}:
+    for protocol in BULK_PROTOCOLS - {AVERAGE}:
         seed.handle(protocol, echo)
     await seed.ready()
-    wanted = [protocol for protocol in sorted(BULK) for _ in range(MAX_STREAMS_PER_PROTOCOL)]
+    wanted = [protocol for protocol in sorted(BULK_PROTOCOLS) for _ in range(MAX_STREAMS_PER_PROTOCOL)]
     opened = await asyncio.gather(*(node.open(seed.peer_id, protocol, SOON) for protocol in wanted))
     assert seed.gate.open_streams(node.peer_id) == len(wanted)
     await asyncio.gather(*(stream.close() for stream in opened))
@@ -114,7 +114,7 @@ async def test_streams_of_which_the_rest_never_comes_are_ended_by_name(
     whole = await node.open(seed.peer_id, AVERAGE, SOON)
     stripe = wire.Stripe(conversation=bytes(16), index=0, protocol=AVERAGE).SerializeToString()
     for said in ([], [stripe]):
-        monkeypatch.setattr(stripes, "GATHER_TIMEOUT", timedelta(seconds=3 if said else 0.5))
+        monkeypatch.setattr(stripes, "ASSEMBLE_TIMEOUT", timedelta(seconds=3 if said else 0.5))
         refused = seed.streams_refused
         stream = node._stream(seed.peer_id, AVERAGE, *await node._p2p.open_socket(seed.peer_id, PROTOCOL, SOON))
         for header in said:
@@ -133,7 +133,7 @@ async def test_who_is_evicted_while_it_opens_says_hello_and_opens_again(lab: Lab
     """Whichever of its streams came first: all are told."""
     seed, node = await two(lab)
     await (await node.open(seed.peer_id, AVERAGE, SOON)).close()
-    waiting = seed._door._gatherings._open
+    waiting = seed._acceptor._assembler._open
     opened = [await node._p2p.open_socket(seed.peer_id, PROTOCOL, SOON) for _ in range(STRIPES - 1)]
     streams = [node._stream(seed.peer_id, AVERAGE, *ends) for ends in opened]
     for index, stream in zip((2, 0, 1), streams, strict=True):
@@ -150,7 +150,7 @@ async def test_who_is_evicted_while_it_opens_says_hello_and_opens_again(lab: Lab
 async def test_one_stream_that_breaks_ends_the_conversation_on_both_sides(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stripes, "_ENDED_SECONDS", 1.0)
+    monkeypatch.setattr(stripes, "_END_GRACE_SECONDS", 1.0)
     seed, node = await two(lab)
     stream = await node.open(seed.peer_id, AVERAGE, SOON)
     await stream.send(FrameKind.PART, b"", b"a word")

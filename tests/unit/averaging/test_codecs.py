@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import PartInvalid
-from atoll.node.exchange.codecs import CODECS, PIECE
+from atoll.node.exchange.codecs import CODECS, PIECE_ELEMENTS
 
 # largest error relative to the largest magnitude in a block of 128
 TOLERANCE = {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-10, "int8": 0.55 / 127, "int4": 0.55 / 7, "int2": 0.87}
@@ -123,7 +123,12 @@ def plainly(name: str, body: bytes, elements: int) -> np.ndarray:
     return (levels.reshape(blocks, 128) * scales[:, None]).ravel()[:elements]
 
 
-@given(names, st.integers(1, 1000) | st.sampled_from([PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 300]), st.data())
+@given(
+    names,
+    st.integers(1, 1000)
+    | st.sampled_from([PIECE_ELEMENTS - 1, PIECE_ELEMENTS, PIECE_ELEMENTS + 1, 2 * PIECE_ELEMENTS + 300]),
+    st.data(),
+)
 def test_decoding_gives_the_bits_that_the_layout_says(name, elements, data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
     body = bytearray(rng.bytes(CODECS[name].encoded_bytes(elements)))  # any codes, also those that nobody sends
@@ -140,15 +145,15 @@ def test_decoding_gives_the_bits_that_the_layout_says(name, elements, data):
     assert decoded.numpy().tobytes() == expected.tobytes()
 
 
-@given(names, st.integers(1, 3 * PIECE), st.integers(0, 2))
+@given(names, st.integers(1, 3 * PIECE_ELEMENTS), st.integers(0, 2))
 def test_pieces_are_what_the_whole_is(name, elements, piece):
     values = torch.randn(elements, generator=torch.Generator().manual_seed(elements))
     codec = CODECS[name]
     body = codec.encode(values)
-    first = piece * PIECE
+    first = piece * PIECE_ELEMENTS
     if first < elements:
-        some = torch.empty(min(PIECE, elements - first))
-        codec.open(body, elements).into(first, some)
+        some = torch.empty(min(PIECE_ELEMENTS, elements - first))
+        codec.open(body, elements).decode_into(first, some)
         assert torch.equal(some, codec.decode(body, elements)[first : first + len(some)])
 
 

@@ -19,7 +19,7 @@ from support.virtual_time import Inline, run_virtually
 from atoll.core.errors import PartInvalid, Unreachable
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.exchange.averaged_parts import Average
-from atoll.node.exchange.reducer import Inlet
+from atoll.node.exchange.reducer import ContributorQueue
 from atoll.node.wire.transport import Stream
 from atoll.v1 import dataplane_pb2 as dp
 
@@ -411,7 +411,7 @@ def test_the_parts_that_were_reported_do_not_change_afterwards():
 
 
 async def test_a_contributor_that_waits_for_room_goes_on_when_its_inlet_is_closed():
-    inlet = Inlet("b", 5)
+    inlet = ContributorQueue("b", 5)
     for _ in range(2):
         await inlet.put(torch.ones(1))
     blocked = asyncio.create_task(inlet.put(torch.ones(1)))
@@ -472,7 +472,7 @@ def test_who_took_the_average_is_let_go_without_the_garbage_collector():
         assert average() is not None
         gc.disable()
         try:
-            exchange.let_go()
+            exchange.drop_sink()
             assert average() is None
         finally:
             gc.enable()
@@ -488,7 +488,7 @@ def test_what_a_given_up_contributor_had_sent_and_all_encoded_parts_are_released
         await swarm.begin()
         for peer in ("a", "c"):
             await swarm.tasks[peer]
-            inlets = swarm.exchanges[peer]._reducer._inlets
+            inlets = swarm.exchanges[peer]._reducer._queues
             assert all(inlet._waiting.qsize() == 0 for inlet in inlets.values())
             average = swarm.exchanges[peer]._average
             assert average.body(0) is not None

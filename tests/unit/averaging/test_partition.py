@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.partition import (
-    BLOCK,
-    LEAST_PART,
-    MOST_PART_BYTES,
+    BLOCK_ELEMENTS,
+    MAX_PART_BYTES,
+    MIN_PART_ELEMENTS,
     ReduceRange,
     part_elements,
     partition,
@@ -24,8 +24,8 @@ def test_ranges_and_parts_cover_everything_once(elements, members, data, part_bl
     position = 0
     for piece in pieces:
         assert piece.start == position
-        assert piece.start % BLOCK == 0 or piece.start == piece.end == elements
-        cut = parts(piece, part_blocks * BLOCK)
+        assert piece.start % BLOCK_ELEMENTS == 0 or piece.start == piece.end == elements
+        cut = parts(piece, part_blocks * BLOCK_ELEMENTS)
         assert [part.index for part in cut] == list(range(len(cut)))
         assert sum(part.elements for part in cut) == piece.end - piece.start
         position = piece.end
@@ -36,7 +36,7 @@ def test_ranges_and_parts_cover_everything_once(elements, members, data, part_bl
 def test_shares_follow_bandwidth(elements, fast, slow):
     first, second = partition(elements, ["a", "b"], {"a": fast, "b": slow})
     expected = elements * fast / (fast + slow)
-    assert abs((first.end - first.start) - expected) <= 2 * BLOCK
+    assert abs((first.end - first.start) - expected) <= 2 * BLOCK_ELEMENTS
     assert second.end == elements
 
 
@@ -50,8 +50,8 @@ def test_a_member_without_bandwidth_reduces_nothing_unless_nobody_has_any():
 @given(st.integers(1, 10**9), st.sampled_from(sorted(CODECS)), st.integers(1, 2**13))
 def test_parts_fit_a_frame_and_overlap_where_that_is_worth_it(elements, codec, most_blocks):
     ranges, coded = [ReduceRange("a", 0, elements), ReduceRange("b", elements, elements)], CODECS[codec].encoded_bytes
-    length = part_elements(ranges, coded, BLOCK * most_blocks)
-    assert 0 < length <= BLOCK * most_blocks
-    assert length % BLOCK == 0
-    assert coded(length) <= MOST_PART_BYTES
-    assert elements > 15 * length or length <= LEAST_PART
+    length = part_elements(ranges, coded, BLOCK_ELEMENTS * most_blocks)
+    assert 0 < length <= BLOCK_ELEMENTS * most_blocks
+    assert length % BLOCK_ELEMENTS == 0
+    assert coded(length) <= MAX_PART_BYTES
+    assert elements > 15 * length or length <= MIN_PART_ELEMENTS

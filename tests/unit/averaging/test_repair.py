@@ -18,7 +18,7 @@ from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.allreduce import PROTOCOL
-from atoll.node.exchange.repair import MAX_ASKED
+from atoll.node.exchange.repair import MAX_PARTS_PER_REQUEST
 from atoll.v1 import dataplane_pb2 as dp
 
 WEIGHTS = {"a": 1, "b": 2, "c": 3, "d": 4}
@@ -85,7 +85,9 @@ def test_questions_are_shared_among_holders_and_only_what_is_missing_is_asked_fo
             swarm.averages[peer].fill_(float("nan"))
             nowhere = [b"" if index == 3 else digest for index, digest in enumerate(swarm.settled)]
             assert await swarm.exchanges[peer].repair(nowhere, {}, TIMEOUT)
-            part = next(part for share in swarm.layout.shares for part in share.parts if share.first + part.index == 3)
+            part = next(
+                part for share in swarm.layout.reducer_shares for part in share.parts if share.first + part.index == 3
+            )
             assert not swarm.averages[peer][part.start : part.end].any()
         await swarm.close()
 
@@ -153,7 +155,7 @@ def test_what_was_settled_otherwise_is_replaced_and_what_nobody_has_is_zeroed():
     async def scene() -> None:
         trouble = Trouble()
         swarm = await averaged(trouble, "int8")
-        first = swarm.layout.shares[0].parts[0]
+        first = swarm.layout.reducer_shares[0].parts[0]
         other = swarm.codec.encode(torch.full((first.elements,), 0.25))
         for peer in ("c", "d"):
             await swarm.exchanges[peer]._average.put(0, other)
@@ -161,7 +163,7 @@ def test_what_was_settled_otherwise_is_replaced_and_what_nobody_has_is_zeroed():
         for peer in ALL:
             await swarm.exchanges[peer].repair(settled, {0: ["c", "d"]}, TIMEOUT)
             assert torch.equal(swarm.averages[peer], swarm.averages["a"])
-        last = swarm.layout.shares[-1].parts[-1]
+        last = swarm.layout.reducer_shares[-1].parts[-1]
         assert torch.equal(swarm.averages["a"][: first.end], swarm.codec.decode(other, first.elements))
         assert not swarm.averages["a"][last.start :].any()
         assert swarm.exchanges["a"]._average.digests == settled
@@ -198,8 +200,8 @@ def test_what_may_be_asked_is_bounded():
             ("b", [swarm.total], PeerMisbehaved),
             ("b", [2**32 - 1], PeerMisbehaved),
             ("b", [1, 1], PeerMisbehaved),
-            ("b", [0] * (MAX_ASKED + 1), PeerMisbehaved),
-            ("b", list(range(MAX_ASKED + 1)), PeerMisbehaved),
+            ("b", [0] * (MAX_PARTS_PER_REQUEST + 1), PeerMisbehaved),
+            ("b", list(range(MAX_PARTS_PER_REQUEST + 1)), PeerMisbehaved),
             ("x", [0], PeerMisbehaved),
         ]
         for asker, indices, error in questions:
@@ -255,7 +257,7 @@ def test_a_running_exchange_answers_and_says_what_it_does_not_hold():
 
 
 def test_more_parts_than_one_question_holds(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("atoll.node.exchange.repair.MAX_ASKED", 3)
+    monkeypatch.setattr("atoll.node.exchange.repair.MAX_PARTS_PER_REQUEST", 3)
 
     async def scene() -> None:
         trouble = Trouble()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from atoll.node.exchange.screening import LEAST, MOST, Screen, inner_products, judge
+from atoll.node.exchange.screening import MAX_NORM_RATIO, MIN_NORM_RATIO, Screen, factors_from_products, inner_products
 from atoll.node.exchange.weighted_sum import weighted_mean
 
 ELEMENTS = 8_192
@@ -29,7 +29,7 @@ def honest(count: int, work: list[int], noise: float, seed: int) -> Tensor:
 
 
 def verdicts(values_nE: Tensor, work: list[int], change: float = 1e9) -> tuple[float, ...]:
-    return judge(inner_products(list(values_nE)), work, values_nE.shape[1], Screen(change))
+    return factors_from_products(inner_products(list(values_nE)), work, values_nE.shape[1], Screen(change))
 
 
 @st.composite
@@ -130,7 +130,7 @@ def test_fewer_than_half_who_bring_next_to_nothing_are_left_out_and_nobody_else(
 @given(st.integers(3, 9), seeds)
 def test_a_little_more_than_a_quarter_of_the_usual_size_is_in(count: int, seed: int) -> None:
     values_nE = honest(1, [100], 0.0, seed).repeat(count, 1)
-    values_nE[0] *= 1.05 * LEAST
+    values_nE[0] *= 1.05 * MIN_NORM_RATIO
     assert verdicts(values_nE, [100] * count) == (1.0,) * count
     values_nE[0] *= 0.9
     assert verdicts(values_nE, [100] * count) == (0.0,) + (1.0,) * (count - 1)
@@ -141,7 +141,7 @@ def test_a_little_more_than_a_quarter_of_the_usual_size_is_in(count: int, seed: 
 def test_who_did_much_less_work_than_most_is_in(count: int, times: float, noise: float, seed: int) -> None:
     work = [100, *[int(100 * times)] * (count - 1)]
     values_nE = honest(count, work, noise, seed)
-    assert judge(inner_products(list(values_nE)), work, ELEMENTS, Screen(1e9))[0] == 1.0
+    assert factors_from_products(inner_products(list(values_nE)), work, ELEMENTS, Screen(1e9))[0] == 1.0
 
 
 def test_who_is_small_and_turned_is_left_out_once() -> None:
@@ -155,7 +155,10 @@ def test_who_is_small_and_turned_is_left_out_once() -> None:
 def test_nobody_is_too_small_where_steps_take_more_tokens_for_some() -> None:
     values_nE = honest(3, [100] * 3, 5.0, 0)
     values_nE[1] *= 0.1
-    assert judge(inner_products(list(values_nE)), [100] * 3, ELEMENTS, Screen(1e9, least=0.0)) == (1.0,) * 3
+    assert (
+        factors_from_products(inner_products(list(values_nE)), [100] * 3, ELEMENTS, Screen(1e9, least=0.0))
+        == (1.0,) * 3
+    )
 
 
 @some
@@ -166,7 +169,7 @@ def test_nobody_moves_farther_than_the_optimiser_can_also_where_nobody_else_move
     values_nE = torch.cat((torch.zeros(zeros, ELEMENTS), torch.full((count, ELEMENTS), size)))
     factors = verdicts(values_nE, [100] * (zeros + count), change=1e-4)
     for value_E, factor in zip(values_nE, factors, strict=True):
-        assert factor * value_E.double().square().mean().sqrt() <= MOST * 1e-4 * 100 * 1.000001
+        assert factor * value_E.double().square().mean().sqrt() <= MAX_NORM_RATIO * 1e-4 * 100 * 1.000001
     assert all(factors[zeros:])
 
 
@@ -180,7 +183,7 @@ def test_a_huge_update_in_the_right_direction_has_no_more_than_its_say(
     values_nE[0] *= times
     factor, *others = verdicts(values_nE, work)
     assert others == [1.0] * len(others)
-    assert 0 < factor * values_nE[0].norm() < 2 * MOST * before
+    assert 0 < factor * values_nE[0].norm() < 2 * MAX_NORM_RATIO * before
 
 
 @some
@@ -249,7 +252,7 @@ def test_inner_products_are_right_and_factors_the_same_on_any_number_of_threads(
     products_nn, work = inner_products(list(values_nE)), [100] * count
     exact = [[math.fsum((a * b).tolist()) for b in wide_nE] for a in wide_nE]
     torch.testing.assert_close(products_nn, torch.tensor(exact, dtype=torch.float64), rtol=1e-12, atol=1e-9)
-    factors = judge(products_nn, work, elements, Screen(1e-6))
+    factors = factors_from_products(products_nn, work, elements, Screen(1e-6))
     assert factors[0] < 1  # it is scaled down
     threads = torch.get_num_threads()
     try:
@@ -264,7 +267,7 @@ def test_inner_products_are_right_and_factors_the_same_on_any_number_of_threads(
 def test_what_is_scaled_down_is_at_its_limit(swarm: tuple[Tensor, list[int]], size: float) -> None:
     values_nE, work = swarm
     values_nE[0] *= size
-    change = 1e-3 * float(values_nE[0].double().norm()) / (MOST * math.sqrt(ELEMENTS) * work[0])
+    change = 1e-3 * float(values_nE[0].double().norm()) / (MAX_NORM_RATIO * math.sqrt(ELEMENTS) * work[0])
     factor = verdicts(values_nE[:1], work[:1], change)[0]
     assert math.isclose(factor, 1e-3, rel_tol=1e-6)
 

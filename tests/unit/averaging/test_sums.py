@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.errors import PartInvalid
-from atoll.node.exchange.codecs import CODECS, PIECE
-from atoll.node.exchange.screening import Screen, inner_products, judge
-from atoll.node.exchange.weighted_sum import encoded_mean, factors_of, plain, weighted_mean
+from atoll.node.exchange.codecs import CODECS, PIECE_ELEMENTS
+from atoll.node.exchange.screening import Screen, factors_from_products, inner_products
+from atoll.node.exchange.weighted_sum import encoded_mean, screening_factors, tensor_source, weighted_mean
 
 SCREEN = Screen(1e9)
 some = settings(max_examples=15, deadline=None)
 counts = st.sampled_from([1, 2, 3, 5, 17])
-lengths = st.sampled_from([1, 129, 20_000, PIECE - 128, PIECE + 1, 2 * PIECE + 5000])
+lengths = st.sampled_from([1, 129, 20_000, PIECE_ELEMENTS - 128, PIECE_ELEMENTS + 1, 2 * PIECE_ELEMENTS + 5000])
 
 
 @some
@@ -26,7 +26,7 @@ def test_the_bytes_are_those_of_the_mean_of_what_the_parts_decode_to(count, elem
     own_E = torch.randn(elements, generator=rng)
     bodies = [codec.encode(torch.randn(elements, generator=rng)) for _ in range(count - 1)]
     values = [*(codec.decode(body, elements) for body in bodies), own_E]
-    sources = [*(codec.open(body, elements).into for body in bodies), plain(own_E)]
+    sources = [*(codec.open(body, elements).decode_into for body in bodies), tensor_source(own_E)]
     weights = data.draw(st.lists(st.integers(1, 1000), min_size=count, max_size=count))
     factors = [1.0, *data.draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=count - 1, max_size=count - 1))]
     expected = codec.encode(weighted_mean(values, weights, factors))
@@ -39,8 +39,8 @@ def test_contributions_are_judged_as_if_they_were_whole(count, elements, seed):
     values_nE = torch.randn(count, elements, generator=torch.Generator().manual_seed(seed)) + 0.3
     values_nE[0] *= -1
     work = list(range(100, 100 + count))
-    whole = judge(inner_products(list(values_nE)), work, elements, SCREEN)
-    assert factors_of([plain(value_E) for value_E in values_nE], work, elements, SCREEN) == whole
+    whole = factors_from_products(inner_products(list(values_nE)), work, elements, SCREEN)
+    assert screening_factors([tensor_source(value_E) for value_E in values_nE], work, elements, SCREEN) == whole
 
 
 @pytest.mark.parametrize("count", [2, 17])
@@ -52,10 +52,10 @@ def test_inner_products_are_those_of_the_vectors(count):
 
 def test_a_sum_of_nobody_is_none():
     with pytest.raises(PartInvalid):
-        encoded_mean(CODECS["fp16"], [plain(torch.ones(4))], [1], [0.0], 4)
+        encoded_mean(CODECS["fp16"], [tensor_source(torch.ones(4))], [1], [0.0], 4)
 
 
 def test_a_mean_that_is_not_finite_is_none():
     huge_E = torch.full((300,), 3e38)
     with pytest.raises(PartInvalid):
-        encoded_mean(CODECS["fp32"], [plain(huge_E), plain(huge_E)], [1, 1], [1.0, 2.0], 300)
+        encoded_mean(CODECS["fp32"], [tensor_source(huge_E), tensor_source(huge_E)], [1, 1], [1.0, 2.0], 300)

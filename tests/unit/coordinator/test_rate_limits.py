@@ -19,7 +19,7 @@ from unit.coordinator.world import (
     round_report,
 )
 
-from atoll.coordinator.live import attendance as fitness
+from atoll.coordinator.live import attendance
 from atoll.coordinator.rounds import reports, tie_break_votes
 from atoll.coordinator.runs import admission, checkpoints, machine
 from atoll.coordinator.state import snapshot
@@ -338,11 +338,11 @@ def flap(world: World, times: int) -> None:
 def test_a_node_that_comes_and_goes_makes_few_plans(world: World) -> None:
     before = len(world.plans)
     flap(world, 100)  # 140 seconds
-    assert len(world.plans) - before <= 2 * (len(fitness.REJOIN_SECONDS) - 1 + 140 // 30)
+    assert len(world.plans) - before <= 2 * (len(attendance.REJOIN_SECONDS) - 1 + 140 // 30)
     world.say("eve", mb.NODE_STATE_READY)
     world.wait(35)
     assert "eve" in world.members()  # it is let in again
-    world.wait(fitness.JOINS_FORGOTTEN_SECONDS)
+    world.wait(attendance.JOINS_FORGOTTEN_SECONDS)
     for _ in range(2):  # and its past is forgotten
         world.say("eve", mb.NODE_STATE_PAUSED)
         world.wait(2)

@@ -10,9 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.node.direct.reader import PIECE_BYTES, SPARE_BYTES, YOUNG, Incoming, bytes_to_wait_for
+from atoll.node.direct.reader import (
+    PIECE_BYTES,
+    SMALL_BUFFER_BYTES,
+    WAIT_FRACTION_OF_RECEIVED,
+    DirectReader,
+    bytes_to_wait_for,
+)
 
-LARGE = SPARE_BYTES + 100_000
+LARGE = SMALL_BUFFER_BYTES + 100_000
 
 
 class FakeTransport(asyncio.ReadTransport):
@@ -36,23 +42,23 @@ class FakeTransport(asyncio.ReadTransport):
         self.asked.append((level, option, value))
 
 
-def connected() -> tuple[Incoming, FakeTransport]:
-    incoming, transport = Incoming(), FakeTransport()
+def connected() -> tuple[DirectReader, FakeTransport]:
+    incoming, transport = DirectReader(), FakeTransport()
     incoming.set_transport(transport)
     return incoming, transport
 
 
-def feed(incoming: Incoming, data: bytes) -> int:
+def feed(incoming: DirectReader, data: bytes) -> int:
     """As TLS does: into the room there is. How much of it fitted."""
-    room = incoming.room(len(data))
-    count = min(len(room), len(data))
-    room[:count] = data[:count]
-    incoming.came(count)
+    buffer_for = incoming.buffer_for(len(data))
+    count = min(len(buffer_for), len(data))
+    buffer_for[:count] = data[:count]
+    incoming.on_received(count)
     return count
 
 
 async def feed_all(
-    incoming: Incoming, transport: FakeTransport, data: bytes, pieces: list[int], vain: tuple[int, ...] = (0,)
+    incoming: DirectReader, transport: FakeTransport, data: bytes, pieces: list[int], vain: tuple[int, ...] = (0,)
 ) -> None:
     """`vain`: for how much TLS asks for room before it, of a record that is not whole yet, and then brings nothing."""
     position = turn = 0
@@ -62,7 +68,7 @@ async def feed_all(
             continue
         size = pieces[turn % len(pieces)]
         if in_vain := vain[turn % len(vain)]:
-            incoming.room(in_vain)
+            incoming.buffer_for(in_vain)
         turn += 1
         position += feed(incoming, data[position : position + size])
         if turn % 3 == 0:
@@ -75,7 +81,9 @@ def numbered(count: int) -> bytes:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    reads=st.lists(st.sampled_from([1, 16, 5000, SPARE_BYTES, SPARE_BYTES + 1, LARGE]), min_size=1, max_size=8),
+    reads=st.lists(
+        st.sampled_from([1, 16, 5000, SMALL_BUFFER_BYTES, SMALL_BUFFER_BYTES + 1, LARGE]), min_size=1, max_size=8
+    ),
     pieces=st.lists(st.integers(1, 40_000), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) > 5000),
     vain=st.lists(st.sampled_from([0, 12_000, 100_000]), min_size=1, max_size=4),
 )
@@ -101,7 +109,7 @@ async def test_room_that_was_asked_for_in_vain_does_not_overwrite_what_comes():
     reading = asyncio.create_task(incoming.readexactly(LARGE))
     await asyncio.sleep(0)
     feed(incoming, sent[:-25_000])
-    incoming.room(12_000)
+    incoming.buffer_for(12_000)
     feed(incoming, sent[-25_000:-20_000])
     feed(incoming, sent[-20_000:])
     assert await reading == sent
@@ -133,12 +141,12 @@ async def test_a_large_read_that_was_given_up_is_not_taken_for_another():
 
 async def test_who_is_not_read_from_is_made_to_wait():
     incoming, transport = connected()
-    sent = numbered(SPARE_BYTES)
-    assert feed(incoming, sent) == SPARE_BYTES
+    sent = numbered(SMALL_BUFFER_BYTES)
+    assert feed(incoming, sent) == SMALL_BUFFER_BYTES
     assert transport.paused
     assert await incoming.readexactly(16) == sent[:16]
     assert not transport.paused
-    assert incoming.room(1)
+    assert incoming.buffer_for(1)
 
 
 @pytest.mark.parametrize("count", [16, LARGE])
@@ -166,11 +174,11 @@ def test_no_more_is_waited_for_than_will_come_for_sure(missing: int, before: int
     least = bytes_to_wait_for(missing, before)
     assert 1 <= least <= PIECE_BYTES
     assert least == 1 or least < missing - 2**14  # TLS may hold most of a record already
-    assert least == 1 or least <= before / YOUNG
+    assert least == 1 or least <= before / WAIT_FRACTION_OF_RECEIVED
 
 
 async def test_the_kernel_gathers_in_the_middle_of_a_large_read_and_never_at_its_end(monkeypatch):
-    monkeypatch.setattr("atoll.node.direct.reader._WAITS_FOR_PIECES", True)
+    monkeypatch.setattr("atoll.node.direct.reader._HAS_RECEIVE_LOW_WATER", True)
     incoming, transport = connected()
     for _ in range(12):
         reading = asyncio.create_task(incoming.readexactly(4 * LARGE))

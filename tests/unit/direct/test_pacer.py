@@ -10,11 +10,11 @@ import pytest
 
 from atoll.core.clock import SystemClock
 from atoll.node.direct import pacer, tcp
-from atoll.node.direct.pacer import LOOKS, Pacer
-from atoll.node.direct.rates import BEST, MEMORY_WINDOWS, MIN_RATE, Uplink
+from atoll.node.direct.pacer import SAMPLES_PER_WINDOW, Pacer
+from atoll.node.direct.rates import BEST_WINDOWS, MEMORY_WINDOWS, MIN_BYTES_PER_SECOND, UplinkEstimate
 
 SECONDS, SEGMENT = 0.32, 1400
-STILL = tcp.Info(0, SEGMENT, 0, 0, 0.08, 0.08, 0.0)
+STILL = tcp.TcpInfo(0, SEGMENT, 0, 0, 0.08, 0.08, 0.0)
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class Wire:
     rate: float = 0.0  # bytes per second that get through
     backlog: bool = False
     receiver_stops: bool = False
-    figures: tcp.Info = STILL
+    figures: tcp.TcpInfo = STILL
     paced: float = math.inf
 
     @property
@@ -52,10 +52,10 @@ def wires(monkeypatch: pytest.MonkeyPatch) -> list[Wire]:
 
 def pass_windows(made: Pacer, wires: list[Wire], count: int) -> None:
     for _ in range(count):
-        for _ in range(LOOKS):
+        for _ in range(SAMPLES_PER_WINDOW):
             for wire in wires:
-                wire.pass_time(SECONDS / LOOKS)
-            made._look(SECONDS / LOOKS)
+                wire.pass_time(SECONDS / SAMPLES_PER_WINDOW)
+            made._sample(SECONDS / SAMPLES_PER_WINDOW)
 
 
 async def started(wires: list[Wire]) -> Pacer:
@@ -85,8 +85,8 @@ async def test_who_has_sent_all_leaves_its_share_to_the_others_at_once(wires: li
     assert all(wire.paced < 4.7e6 for wire in wires)  # a third of the link, and of a probe of it
     wires[0].backlog = False  # its last bytes are still acknowledged
     for wire in wires:
-        wire.pass_time(SECONDS / LOOKS)
-    made._look(SECONDS / LOOKS)
+        wire.pass_time(SECONDS / SAMPLES_PER_WINDOW)
+    made._sample(SECONDS / SAMPLES_PER_WINDOW)
     assert all(wire.paced >= 5.6e6 for wire in wires[1:])
 
 
@@ -106,16 +106,16 @@ async def test_nobody_idle_is_left_at_a_rate_at_which_nothing_moves(wires: list[
     made.add(idle)  # type: ignore[arg-type]
     pass_windows(made, [*wires, idle], 3 * MEMORY_WINDOWS)
     assert made.uplink.rate < 1000
-    assert all(wire.paced >= MIN_RATE for wire in (*wires, idle))
+    assert all(wire.paced >= MIN_BYTES_PER_SECOND for wire in (*wires, idle))
 
 
 async def test_a_path_that_changes_its_segments_rewrites_no_history(wires: list[Wire]) -> None:
     made = await started(wires)
     for wire in wires:
         wire.figures = replace(wire.figures, delivered_segments=2**32 - 5, segment_bytes=SEGMENT + 60)
-        made._watched[wire].seen = wire.figures  # type: ignore[index]
+        made._watched[wire].last_info = wire.figures  # type: ignore[index]
         wire.figures = replace(wire.figures, delivered_segments=20)  # it began again
-    assert all(wire.figures.delivered_since(made._watched[wire].seen) == 25 * (SEGMENT + 60) for wire in wires)  # type: ignore[arg-type,index]
+    assert all(wire.figures.delivered_since(made._watched[wire].last_info) == 25 * (SEGMENT + 60) for wire in wires)  # type: ignore[arg-type,index]
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ async def test_windows_are_of_some_round_trips_and_some_bytes(
     wires: list[Wire], round_trip: float, rate: float | None, seconds: float
 ) -> None:
     made = await started(wires)
-    made.uplink = Uplink() if rate is None else Uplink(recent=(rate,) * BEST, started=True)
+    made.uplink = UplinkEstimate() if rate is None else UplinkEstimate(recent=(rate,) * BEST_WINDOWS, started=True)
     for wire in wires:
         wire.figures = replace(wire.figures, min_rtt_seconds=round_trip)
-        made._watched[wire].seen = wire.figures  # type: ignore[index]
+        made._watched[wire].last_info = wire.figures  # type: ignore[index]
     assert made._window() == pytest.approx(seconds, rel=0.03)
 
 
@@ -152,7 +152,7 @@ async def test_a_fault_of_ours_leaves_nobody_paced(wires: list[Wire], monkeypatc
         made.add(wire)  # type: ignore[arg-type]
     looks = 0
 
-    def broken(wire: Wire) -> tcp.Info:
+    def broken(wire: Wire) -> tcp.TcpInfo:
         nonlocal looks
         looks += 1
         raise RuntimeError("a bug")
@@ -189,8 +189,8 @@ def look_on(made: Pacer, wires: list[Late], looks: int, link: float = 12e6) -> N
         paces = [min(wire.paced, link) if wire.backlog else 0.0 for wire in wires]
         fits = min(1.0, link / max(sum(paces), 1.0))
         for wire, pace in zip(wires, paces, strict=True):
-            wire.send(pace * fits * SECONDS / LOOKS)
-        made._look(SECONDS / LOOKS)
+            wire.send(pace * fits * SECONDS / SAMPLES_PER_WINDOW)
+        made._sample(SECONDS / SAMPLES_PER_WINDOW)
 
 
 def late_wires(made: Pacer, *peers: str) -> list[Late]:
@@ -250,7 +250,7 @@ async def test_who_begins_while_others_send_is_not_taken_for_held_up(wires: list
         for wire in first + later:
             wire.backlog = wire in first
         look_on(made, first + later, 5)
-    assert made.limits() == {}
+    assert made.path_limits_bytes_per_second() == {}
     assert made.uplink.rate == pytest.approx(12e6, rel=0.05)
 
 
@@ -283,17 +283,23 @@ def test_a_rate_is_of_one_peer_infinite_where_it_is_near_and_0_where_nothing_is_
     ann, bob, cleo = wires
     for wire in wires:
         made.add(wire)
-    assert [made.rate_to(name) for name in ("ann", "dan")] == [0.0, 0.0]
+    assert [made.bytes_per_second_to(name) for name in ("ann", "dan")] == [0.0, 0.0]
     cleo.figures = replace(STILL, min_rtt_seconds=0.0002)
     ann.backlog = bob.backlog = True
     ann.rate, bob.rate = 4e6, 0.4e6
     pass_windows(made, wires, 12)
-    assert math.isinf(made.rate_to("cleo"))
-    assert made.rate_to("dan") == made.uplink_bytes_per_second > 0
-    assert 0.3e6 < made.rate_to("bob") < 0.6e6 < made.rate_to("ann") == made.uplink_bytes_per_second
+    assert math.isinf(made.bytes_per_second_to("cleo"))
+    assert made.bytes_per_second_to("dan") == made.uplink_bytes_per_second > 0
+    assert (
+        0.3e6
+        < made.bytes_per_second_to("bob")
+        < 0.6e6
+        < made.bytes_per_second_to("ann")
+        == made.uplink_bytes_per_second
+    )
     bob.backlog, bob.rate = False, 0.05e6
     pass_windows(made, wires, 3)
-    assert made.rate_to("bob") > 4 * bob.rate  # what passes now says nothing of what could
+    assert made.bytes_per_second_to("bob") > 4 * bob.rate  # what passes now says nothing of what could
     cleo.figures = STILL
     pass_windows(made, wires, 1)
-    assert made.rate_to("cleo") == made.uplink_bytes_per_second
+    assert made.bytes_per_second_to("cleo") == made.uplink_bytes_per_second

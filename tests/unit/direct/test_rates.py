@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from atoll.node.direct.rates import (
     MEMORY_WINDOWS,
-    MIN_RATE,
-    PROBES,
-    START_RATE,
+    MIN_BYTES_PER_SECOND,
+    PROBE_FACTORS,
+    START_BYTES_PER_SECOND,
     START_STEP,
-    Path,
-    Sent,
-    Uplink,
-    shares,
+    PathEstimate,
+    UplinkEstimate,
+    WindowSample,
+    fair_shares,
 )
 
 SECONDS = 0.32
@@ -35,12 +35,14 @@ class Link:
     paths: list[float]
     noise: Callable[[], float] = lambda: 1.0
 
-    def window(self, state: Uplink, known: list[Path]) -> tuple[Uplink, list[Path], float]:
+    def window(
+        self, state: UplinkEstimate, known: list[PathEstimate]
+    ) -> tuple[UplinkEstimate, list[PathEstimate], float]:
         """One window in which everybody has more to send than passes."""
-        given = shares(state.budget, {i: path.limit for i, path in enumerate(known)})
+        given = fair_shares(state.budget, {i: path.limit for i, path in enumerate(known)})
         wanted = [min(given[i], path) for i, path in enumerate(self.paths)]
         passes = self._split(wanted)
-        sent = [Sent(int(rate * SECONDS * self.noise()), backlogged=True) for rate in passes]
+        sent = [WindowSample(int(rate * SECONDS * self.noise()), backlogged=True) for rate in passes]
         if state.started:
             known = [
                 path.observe(SECONDS, one, given[i]) for i, (path, one) in enumerate(zip(known, sent, strict=True))
@@ -49,11 +51,11 @@ class Link:
 
     def _split(self, wanted: list[float]) -> list[float]:
         """A full link serves everybody the same, as far as they ask."""
-        fair = shares(self.uplink, dict(enumerate(wanted)))
+        fair = fair_shares(self.uplink, dict(enumerate(wanted)))
         return [min(fair[i], rate) for i, rate in enumerate(wanted)]
 
-    def run(self, windows: int, state: Uplink | None = None) -> tuple[Uplink, list[float]]:
-        state, known, totals = state or Uplink(), [Path() for _ in self.paths], list[float]()
+    def run(self, windows: int, state: UplinkEstimate | None = None) -> tuple[UplinkEstimate, list[float]]:
+        state, known, totals = state or UplinkEstimate(), [PathEstimate() for _ in self.paths], list[float]()
         for _ in range(windows):
             state, known, total = self.window(state, known)
             totals.append(total)
@@ -65,17 +67,17 @@ def test_a_steady_link_is_known_soon_and_kept_nearly_full(uplink: float, senders
     state, totals = Link(uplink, [math.inf] * senders).run(40)
     assert state.rate == pytest.approx(uplink, rel=0.03)
     assert sum(totals[8:]) / len(totals[8:]) >= 0.94 * uplink
-    assert state.budget <= uplink * PROBES[0] * 1.001  # growing steps only while there is growth
+    assert state.budget <= uplink * PROBE_FACTORS[0] * 1.001  # growing steps only while there is growth
 
 
 @pytest.mark.parametrize("late", [0.0, 0.25, 0.4])
 def test_an_estimate_from_bursts_finds_a_link_that_carries_more_though_acknowledgements_are_late(late: float) -> None:
     """Of each window, the share `late` still shows the rate before; streams of a route begin as such bursts."""
-    state, before = Uplink((4e6,) * MEMORY_WINDOWS, started=True), 4e6
+    state, before = UplinkEstimate((4e6,) * MEMORY_WINDOWS, started=True), 4e6
     for _ in range(60):
         given = state.budget
         passes = min(0.97 * ((1 - late) * given + late * before), 12e6)
-        state, before = state.observe(SECONDS, [Sent(int(passes * SECONDS), backlogged=True)]), given
+        state, before = state.observe(SECONDS, [WindowSample(int(passes * SECONDS), backlogged=True)]), given
     assert state.rate == pytest.approx(12e6, rel=0.1)
 
 
@@ -104,21 +106,21 @@ def test_a_slow_receiver_leaves_its_share_to_the_others() -> None:
 
 def test_a_receiver_that_was_slow_gets_its_share_again() -> None:
     link = Link(12.5e6, [0.6e6, math.inf])
-    state, known = Uplink(), [Path(), Path()]
+    state, known = UplinkEstimate(), [PathEstimate(), PathEstimate()]
     for _ in range(30):
         state, known, _ = link.window(state, known)
     assert known[0].limit < 1e6
     link.paths[0] = math.inf
     for _ in range(30):
         state, known, _ = link.window(state, known)
-    given = shares(state.budget, {i: path.limit for i, path in enumerate(known)})
+    given = fair_shares(state.budget, {i: path.limit for i, path in enumerate(known)})
     assert given[0] == pytest.approx(given[1], rel=0.01)
 
 
 def test_a_connection_in_slow_start_is_not_held_back() -> None:
-    path, rate = Path(), 0.1e6
+    path, rate = PathEstimate(), 0.1e6
     for _ in range(6):
-        path = path.observe(SECONDS, Sent(int(rate * SECONDS), backlogged=True), 10e6)
+        path = path.observe(SECONDS, WindowSample(int(rate * SECONDS), backlogged=True), 10e6)
         rate *= 2
     assert path.limit == math.inf
 
@@ -128,56 +130,61 @@ def test_what_applications_ask_for_never_lowers_it(sent: list[tuple[int, bool]])
     state, _ = Link(12.5e6, [math.inf]).run(30)
     known = state.rate
     for delivered, _ in sent:
-        state = state.observe(SECONDS, [Sent(delivered, backlogged=False)])
+        state = state.observe(SECONDS, [WindowSample(delivered, backlogged=False)])
         assert state.rate >= known
         known = state.rate
 
 
 def test_a_start_asks_for_more_only_after_it_got_through() -> None:
-    state = Uplink()
-    assert (state.budget, state.rate) == (START_RATE, math.inf)
-    state = state.observe(SECONDS, [Sent(0, backlogged=False)])
-    assert state.budget == START_RATE
-    state = state.observe(SECONDS, [Sent(int(START_RATE * SECONDS), backlogged=True)])
-    assert state.budget == START_STEP * START_RATE
-    assert state.observe(SECONDS, [Sent(1000, backlogged=True)]).budget == START_STEP * START_RATE
+    state = UplinkEstimate()
+    assert (state.budget, state.rate) == (START_BYTES_PER_SECOND, math.inf)
+    state = state.observe(SECONDS, [WindowSample(0, backlogged=False)])
+    assert state.budget == START_BYTES_PER_SECOND
+    state = state.observe(SECONDS, [WindowSample(int(START_BYTES_PER_SECOND * SECONDS), backlogged=True)])
+    assert state.budget == START_STEP * START_BYTES_PER_SECOND
+    assert state.observe(SECONDS, [WindowSample(1000, backlogged=True)]).budget == START_STEP * START_BYTES_PER_SECOND
 
 
 @pytest.mark.parametrize(("wide", "busy"), [(False, 1.0), (True, 0.25), (False, 0.25)])
-def test_a_start_grows_for_one_peer_of_several_and_for_bursts_too(wide: bool, busy: float) -> None:
+def test_a_start_grows_for_one_peer_of_several_and_for_bursts_too(is_link_bound: bool, busy: float) -> None:
     """Neither says what the link carries, but both got through."""
-    state = Uplink()
+    state = UplinkEstimate()
     for _ in range(4):
         delivered = int(busy * state.budget * SECONDS)
-        state = state.observe(SECONDS, [Sent(delivered, backlogged=busy == 1.0, busy=busy)], wide=wide)
-    assert state.budget == START_STEP**4 * START_RATE
-    assert state.observe(SECONDS, [Sent(1000, backlogged=False, busy=0.0)], wide=wide).budget == state.budget
+        state = state.observe(
+            SECONDS, [WindowSample(delivered, backlogged=busy == 1.0, busy=busy)], is_link_bound=is_link_bound
+        )
+    assert state.budget == START_STEP**4 * START_BYTES_PER_SECOND
+    assert (
+        state.observe(SECONDS, [WindowSample(1000, backlogged=False, busy=0.0)], is_link_bound=is_link_bound).budget
+        == state.budget
+    )
 
 
 def test_connections_that_only_begin_to_grow_are_not_taken_for_the_link() -> None:
     """TCP doubles what it sends in every round trip; so slow a beginning is not what the link carries."""
-    state = Uplink()
+    state = UplinkEstimate()
     for share in (0.05, 0.1, 0.2, 0.4):
-        state = state.observe(SECONDS, [Sent(int(share * START_RATE * SECONDS), backlogged=True)])
+        state = state.observe(SECONDS, [WindowSample(int(share * START_BYTES_PER_SECOND * SECONDS), backlogged=True)])
     assert not state.started
 
 
 @given(st.floats(2e6, 1e9))
 def test_a_start_asks_for_more_than_the_link_carries_for_two_windows_at_most(uplink: float) -> None:
-    state, over = Uplink(), 0
+    state, over = UplinkEstimate(), 0
     while not state.started:
         over += state.budget > 1.3 * uplink
-        state = state.observe(SECONDS, [Sent(int(min(uplink, state.budget) * SECONDS), backlogged=True)])
+        state = state.observe(SECONDS, [WindowSample(int(min(uplink, state.budget) * SECONDS), backlogged=True)])
     assert over <= 2
     assert state.rate == pytest.approx(uplink, rel=0.01)
 
 
 @given(rates, st.lists(st.one_of(rates, st.just(math.inf)), min_size=1, max_size=12))
 def test_shares_fill_the_budget_and_are_equal_where_nothing_forbids(budget: float, limits: list[float]) -> None:
-    given_ = shares(budget, dict(enumerate(limits)))
+    given_ = fair_shares(budget, dict(enumerate(limits)))
     assert all(given_[i] <= limit * 1.0001 for i, limit in enumerate(limits))
-    assert all(rate >= MIN_RATE for rate in given_.values())
-    if budget >= MIN_RATE * len(limits):
+    assert all(rate >= MIN_BYTES_PER_SECOND for rate in given_.values())
+    if budget >= MIN_BYTES_PER_SECOND * len(limits):
         assert sum(given_.values()) == pytest.approx(min(budget, sum(limits)))
         free = [given_[i] for i, limit in enumerate(limits) if given_[i] < limit * 0.999]
         assert not free or max(free) == pytest.approx(min(free))

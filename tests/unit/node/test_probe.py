@@ -12,8 +12,8 @@ from support.virtual_time import LoopClock, run_virtually
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.frames import FrameKind
-from atoll.node.swarm import rtt_probe as paths
-from atoll.node.swarm.rtt_probe import PROTOCOL, PathProber, due, own_peers
+from atoll.node.swarm import rtt_probe
+from atoll.node.swarm.rtt_probe import PROTOCOL, PathProber, next_peer, peers_to_measure
 
 NAMES = st.sets(st.text("abcdef0123456789", min_size=1, max_size=6), min_size=1, max_size=60)
 
@@ -21,18 +21,18 @@ NAMES = st.sets(st.text("abcdef0123456789", min_size=1, max_size=6), min_size=1,
 @given(NAMES, st.integers(1, 8))
 def test_everybody_measures_a_few_and_never_itself(members, most):
     for me in members:
-        own = own_peers(me, members, most)
+        own = peers_to_measure(me, members, most)
         assert me not in own
         assert len(own) == min(most, len(members) - 1)
         assert set(own) <= members
-        assert own == own_peers(me, sorted(members, reverse=True), most)
+        assert own == peers_to_measure(me, sorted(members, reverse=True), most)
 
 
 def test_in_a_large_swarm_everybody_is_measured_by_somebody():
     members = [f"peer-{number}" for number in range(400)]
     times = dict.fromkeys(members, 0)
     for me in members:
-        for peer in own_peers(me, members):
+        for peer in peers_to_measure(me, members):
             times[peer] += 1
     assert min(times.values()) >= 3
     assert max(times.values()) <= 60
@@ -40,8 +40,8 @@ def test_in_a_large_swarm_everybody_is_measured_by_somebody():
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.floats(0, 1000)), st.floats(0, 1000))
 def test_the_one_that_waited_longest_is_next(tried, now):
-    chosen = due("abcd", tried, now)
-    fresh = paths.FRESH.total_seconds()
+    chosen = next_peer("abcd", tried, now)
+    fresh = rtt_probe.REMEASURE_AFTER.total_seconds()
     waiting = {peer for peer in "abcd" if peer not in tried or now - tried[peer] >= fresh}
     assert (chosen is None) == (not waiting)
     if chosen is not None:
@@ -57,7 +57,7 @@ def measured(delays: dict[str, float], lies: str = "") -> dict[str, float]:
             other = passage.receiver if passage.sender == "me" else passage.sender
             await asyncio.sleep(delays[other] / 2)
             if passage.sender == lies:
-                return replace(passage.frame, header=bytes(paths.ECHO_BYTES))
+                return replace(passage.frame, header=bytes(rtt_probe.ECHO_BYTES))
             return passage.frame
 
         hub = MemoryHub(fault)
@@ -84,7 +84,7 @@ def test_who_answers_what_was_not_asked_or_nothing_at_all_is_not_measured():
     assert set(found) == {"near"}
 
 
-@pytest.mark.parametrize("question", [bytes(paths.ECHO_BYTES + 1), b""])
+@pytest.mark.parametrize("question", [bytes(rtt_probe.ECHO_BYTES + 1), b""])
 def test_a_question_of_another_size_is_refused(question):
     async def scene() -> None:
         hub = MemoryHub()

@@ -108,7 +108,7 @@ def test_a_link_wants_what_a_micro_batch_takes_in_the_time_that_the_stage_comput
     table = plan_pb2.LayerTable(layers=[plan_pb2.LayerInfo(activation_bytes_per_token=4 * 64)] * 2)
     status = TrainerStatus(busy_seconds_per_token=0.001)
     trainer = SimpleNamespace(facts=SimpleNamespace(layers=table), status=status)
-    network = SimpleNamespace(handle=lambda protocol, handler: None, rate_to=lambda peer: rates[peer])
+    network = SimpleNamespace(handle=lambda protocol, handler: None, bytes_per_second_to=lambda peer: rates[peer])
     on_route = RouteMembership(cast("Network", network), spec, "ann", SystemClock())
     told = Told()
     codecs = on_route._codes(RoutePlace(1, 0, ("ann", "bob"), 0), cast("StageSocket", told), cast("Trainer", trainer))

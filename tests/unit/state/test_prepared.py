@@ -1,4 +1,4 @@
-"""LayerLayout of a plan to come are fetched beside what a node holds, followed round by round, and handed over."""
+"""Layers of a plan to come are fetched beside what a node holds, followed round by round, and handed over."""
 
 import asyncio
 from dataclasses import replace

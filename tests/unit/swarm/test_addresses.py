@@ -11,7 +11,7 @@ from unit.coordinator.world import World
 from atoll.core.clock import ManualClock
 from atoll.core.errors import ConfigError
 from atoll.core.identity import Identity
-from atoll.node.swarm.addresses import AddressBook, parse, peer_of, readable_seeds, worth_telling
+from atoll.node.swarm.addresses import AddressBook, announceable_multiaddrs, parse, peer_id_of, readable_seeds
 
 PEER = Identity.generate().peer_id
 
@@ -35,7 +35,7 @@ async def test_asks_the_resolver_once_for_all_and_not_again_at_once() -> None:
         if len(asked) == 2:
             book.learn(PEER, ["/ip4/192.0.2.7/tcp/1"])
 
-    book.resolve_with(resolve)
+    book.set_resolver(resolve)
     assert await asyncio.gather(*(book.find(PEER) for _ in range(3))) == [(), (), ()]
     assert await book.find(PEER) == ()
     assert asked == ["asked"]
@@ -53,7 +53,7 @@ async def test_what_the_book_has_may_be_of_yesterday() -> None:
         assert [str(address) for address in await book.find(PEER)] == ["/ip4/192.0.2.7/tcp/1"]  # it may dial, too
         book.learn(PEER, ["/ip4/192.0.2.7/tcp/2"])
 
-    book.resolve_with(resolve)
+    book.set_resolver(resolve)
     async with asyncio.timeout(5):
         assert [str(address) for address in await book.find(PEER)] == ["/ip4/192.0.2.7/tcp/2"]
 
@@ -67,10 +67,10 @@ def test_a_relayed_address_is_written_as_p2pd_reads_it() -> None:
 
 
 def test_a_seed_names_its_peer() -> None:
-    assert peer_of(f"/ip4/192.0.2.7/tcp/1/p2p/{PEER}") == PEER
+    assert peer_id_of(f"/ip4/192.0.2.7/tcp/1/p2p/{PEER}") == PEER
     for wrong in ("/ip4/192.0.2.7/tcp/1", "seed.example:4001", "/ip4/192.0.2.7/tcp/1/p2p/"):
         with pytest.raises(ConfigError):
-            peer_of(wrong)
+            peer_id_of(wrong)
 
 
 def test_of_a_seed_all_addresses_are_known_and_one_that_cannot_be_read_costs_no_other() -> None:
@@ -87,13 +87,13 @@ def test_of_a_seed_all_addresses_are_known_and_one_that_cannot_be_read_costs_no_
 
 def test_loopback_is_told_only_when_there_is_nothing_else() -> None:
     loopback, lan = "/ip4/127.0.0.1/tcp/1", "/ip4/192.0.2.7/tcp/1"
-    assert worth_telling([loopback, lan]) == (lan,)
-    assert worth_telling([loopback]) == (loopback,)
+    assert announceable_multiaddrs([loopback, lan]) == (lan,)
+    assert announceable_multiaddrs([loopback]) == (loopback,)
 
 
 def test_a_machine_with_many_addresses_tells_as_many_as_the_coordinator_takes() -> None:
     """It used to refuse the whole heartbeat, and the node was gone for good."""
-    many = worth_telling(f"/ip4/192.0.2.{number}/tcp/1" for number in range(200))
+    many = announceable_multiaddrs(f"/ip4/192.0.2.{number}/tcp/1" for number in range(200))
     world = World()
     world.train("ann", "bob")
     world.say("ann", multiaddrs=many)

@@ -18,7 +18,7 @@ def test_it_never_says_more_than_the_link_carries(rate: float, pieces: list[tupl
     link, now = Downlink(), 100.0
     for size, pause in pieces:
         now += pause + size / rate
-        link.came(size, now)
+        link.record(size, now)
         assert link.bytes_per_second(now) <= rate * 1.001
     assert link.bytes_per_second(now + WINDOW_SECONDS) <= rate * 1.001
 
@@ -27,13 +27,13 @@ def test_it_says_most_of_what_a_busy_link_carries_and_forgets_it_after_an_hour()
     link, now = Downlink(), 0.0
     for _ in range(100):
         now += 0.1
-        link.came(100_000, now)
+        link.record(100_000, now)
     assert link.bytes_per_second(now) == pytest.approx(1e6, rel=0.06)
-    link.came(64 * 1024, now)
+    link.record(64 * 1024, now)
     for piece in range(400):  # what waited while nobody read
-        link.came(128 * 1024, now + 3 + piece / 1e5)
+        link.record(128 * 1024, now + 3 + piece / 1e5)
     now += 3
     for minute in range(50):
-        link.came(1000, now + 60 * minute)
+        link.record(1000, now + 60 * minute)
     assert link.bytes_per_second(now + 0.9 * MEMORY_SECONDS) == pytest.approx(1e6, rel=0.06)
     assert link.bytes_per_second(now + 1.1 * MEMORY_SECONDS) < 1000

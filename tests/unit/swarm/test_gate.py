@@ -9,7 +9,7 @@ from atoll.core.clock import ManualClock
 from atoll.core.errors import Banned, CertificateInvalid, HelloRequired, ProtocolMismatch
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY_LIST, EXPIRY_GRACE, DenyList, MembershipVerifier
-from atoll.node.swarm.hello import BURST, MAX_AT_ONCE, MAX_AT_ONCE_PER_PEER, RATE_PER_SECOND, StrangerLimit
+from atoll.node.swarm.hello import BURST, HELLOS_PER_SECOND, MAX_AT_ONCE, MAX_AT_ONCE_PER_PEER, HelloLimiter
 from atoll.node.wire.gate import Gate
 from atoll.v1 import common_pb2 as pb
 
@@ -58,13 +58,13 @@ def test_a_hello_must_be_the_callers_own_and_of_our_major(gate: Gate, clock: Man
     hello.protocol.major = 2
     with pytest.raises(ProtocolMismatch, match="newer than ours"):
         gate.admit(PEER.peer_id, hello)
-    assert not gate.knows(PEER.peer_id)
+    assert not gate.is_admitted(PEER.peer_id)
 
 
 def test_membership_ends_with_certificate_and_grace(gate: Gate, clock: ManualClock) -> None:
     gate.admit(PEER.peer_id, make_gate(PEER, clock).hello())
     clock.advance(24 * 3600 + EXPIRY_GRACE.total_seconds() - 1)
-    assert gate.knows(PEER.peer_id)
+    assert gate.is_admitted(PEER.peer_id)
     clock.advance(2)
     with pytest.raises(HelloRequired):
         gate.require(PEER.peer_id)
@@ -95,7 +95,7 @@ def test_only_our_own_certificate_replaces_ours(gate: Gate, clock: ManualClock) 
 
 
 def test_strangers_are_bounded_at_once_and_per_second(clock: ManualClock) -> None:
-    limit = StrangerLimit(clock)
+    limit = HelloLimiter(clock)
     assert [limit.enter("p", known=False) for _ in range(3)] == [True] * MAX_AT_ONCE_PER_PEER + [False]
     others = [limit.enter(f"p{i}", known=False) for i in range(MAX_AT_ONCE)]
     assert others.count(True) == MAX_AT_ONCE - MAX_AT_ONCE_PER_PEER
@@ -107,5 +107,5 @@ def test_strangers_are_bounded_at_once_and_per_second(clock: ManualClock) -> Non
         limit.leave("r")
         served += 1
     assert served <= BURST - MAX_AT_ONCE
-    clock.advance(1.5 / RATE_PER_SECOND)
+    clock.advance(1.5 / HELLOS_PER_SECOND)
     assert limit.enter("r", known=False)

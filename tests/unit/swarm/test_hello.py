@@ -15,7 +15,7 @@ from atoll.core.errors import Unreachable
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY_LIST, MembershipVerifier
-from atoll.node.swarm.hello import COURTESY, Introductions
+from atoll.node.swarm.hello import DIALLED_FIRST_WAIT, Introductions
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
 
@@ -48,7 +48,7 @@ def test_the_lower_one_dials_at_once() -> None:
     async def scene() -> None:
         side, began = Side(LOW), asyncio.get_running_loop().time()
         with pytest.raises(Unreachable):
-            await side.introductions.ensure(HIGH.peer_id)
+            await side.introductions.ensure_admitted(HIGH.peer_id)
         assert side.dialled_at == [began]
 
     run_virtually(scene())
@@ -57,13 +57,13 @@ def test_the_lower_one_dials_at_once() -> None:
 def test_the_higher_one_lets_the_other_come_and_dials_nobody() -> None:
     async def scene() -> None:
         side = Side(HIGH)
-        waiting = [asyncio.create_task(side.introductions.ensure(LOW.peer_id)) for _ in range(3)]
+        waiting = [asyncio.create_task(side.introductions.ensure_admitted(LOW.peer_id)) for _ in range(3)]
         await asyncio.sleep(0.4)
         await side.hear(Side(LOW))
         await asyncio.gather(*waiting)
         assert asyncio.get_running_loop().time() < 0.5
         assert not side.dialled_at
-        assert side.gate.knows(LOW.peer_id)
+        assert side.gate.is_admitted(LOW.peer_id)
 
     run_virtually(scene())
 
@@ -72,7 +72,7 @@ def test_the_higher_one_dials_when_the_other_does_not_come() -> None:
     async def scene() -> None:
         side, began = Side(HIGH), asyncio.get_running_loop().time()
         with pytest.raises(Unreachable):
-            await side.introductions.ensure(LOW.peer_id)
-        assert side.dialled_at == [began + COURTESY.total_seconds()]
+            await side.introductions.ensure_admitted(LOW.peer_id)
+        assert side.dialled_at == [began + DIALLED_FIRST_WAIT.total_seconds()]
 
     run_virtually(scene())

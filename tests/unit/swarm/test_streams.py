@@ -68,12 +68,12 @@ class FakeWriter:
 def make_stream(
     known: bool = True, clock: Clock | None = None
 ) -> tuple[SocketStream, asyncio.StreamReader, FakeWriter, Traffic]:
-    def guard() -> None:
+    def require_member() -> None:
         if not known:
             raise HelloRequired("who is there")
 
     reader, writer, traffic = asyncio.StreamReader(), FakeWriter(), Traffic(clock or SystemClock())
-    stream = SocketStream("peer", "/p/1", reader, writer, guard=guard, traffic=traffic)  # type: ignore[arg-type]
+    stream = SocketStream("peer", "/p/1", reader, writer, require_member=require_member, traffic=traffic)  # type: ignore[arg-type]
     return stream, reader, writer, traffic
 
 
@@ -104,7 +104,7 @@ async def test_who_announces_much_and_leaves_holds_nobody_up() -> None:
             await stream.close()
         else:
             stream.abort()
-        assert traffic.down.due(100_000, small=False) - SystemClock().monotonic() < 0.1
+        assert traffic.down.slot_start(100_000, small=False) - SystemClock().monotonic() < 0.1
 
 
 async def test_an_announced_length_of_2_to_the_40_allocates_nothing() -> None:

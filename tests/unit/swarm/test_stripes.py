@@ -17,7 +17,14 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import DeadlineExceeded, HelloRequired, PeerMisbehaved, Unreachable
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.swarm import stripes
-from atoll.node.swarm.stripes import STRIPES, UNIT_BYTES, Gatherings, StripedReader, StripedWriter, together
+from atoll.node.swarm.stripes import (
+    STRIPE_UNIT_BYTES,
+    STRIPES,
+    StripeAssembler,
+    StripedReader,
+    StripedWriter,
+    join_stripes,
+)
 from atoll.node.wire import streams
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.streams import SocketStream
@@ -27,11 +34,11 @@ from atoll.v1 import dataplane_pb2 as wire
 AVERAGE, STATE = "/atoll/average/1", "/atoll/state/1"
 NAME = bytes(range(16))
 SOON = timedelta(seconds=5)
-BODY = bytes(5 * UNIT_BYTES + 11)
+BODY = bytes(5 * STRIPE_UNIT_BYTES + 11)
 
-Joining = asyncio.Task[tuple[str, stripes.Whole] | None]
+Joining = asyncio.Task[tuple[str, stripes.StripedReaderWriter] | None]
 
-cuts = st.lists(st.integers(0, 3 * UNIT_BYTES), min_size=1, max_size=12)
+cuts = st.lists(st.integers(0, 3 * STRIPE_UNIT_BYTES), min_size=1, max_size=12)
 
 
 def dealt(count: int, pieces: list[bytes]) -> list[bytes]:
@@ -51,7 +58,7 @@ async def test_bytes_come_in_their_order_however_they_are_written_and_read(
     data = (seed * (total // len(seed) + 1))[:total]
     pieces = [data[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
     streams = dealt(count, pieces)
-    assert max(map(len, streams)) - min(map(len, streams)) <= UNIT_BYTES
+    assert max(map(len, streams)) - min(map(len, streams)) <= STRIPE_UNIT_BYTES
     reader = StripedReader([reader_of(stream) for stream in streams])
     found = b""
     for size in asked:
@@ -65,18 +72,18 @@ async def test_bytes_come_in_their_order_however_they_are_written_and_read(
 
 
 async def test_a_read_that_is_given_up_goes_on_where_it_was() -> None:
-    data = bytes(range(256)) * (3 * UNIT_BYTES // 256)
+    data = bytes(range(256)) * (3 * STRIPE_UNIT_BYTES // 256)
     readers = [asyncio.StreamReader(), asyncio.StreamReader()]
     reader = StripedReader(readers)
     first, second = dealt(2, [data])
-    readers[0].feed_data(first[:UNIT_BYTES])
+    readers[0].feed_data(first[:STRIPE_UNIT_BYTES])
     for late in (second[:7], second[7:]):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(reader.readexactly(len(data)), 0.01)
         readers[1].feed_data(late)
     with pytest.raises(RuntimeError, match="asked for again"):
         await reader.readexactly(5)
-    readers[0].feed_data(first[UNIT_BYTES:])
+    readers[0].feed_data(first[STRIPE_UNIT_BYTES:])
     assert await reader.readexactly(len(data)) == data
 
 
@@ -85,7 +92,7 @@ async def test_frames_pass_and_one_stream_that_ends_ends_the_conversation() -> N
     sender = stream_on(StripedReader([]), StripedWriter(writers))
     await sender.send(FrameKind.PART, b"header", BODY)
     readers = [reader_of(bytes(writer.written), ends=False) for writer in writers]
-    receiver = stream_on(*together([(reader, RecordingWriter()) for reader in readers]))
+    receiver = stream_on(*join_stripes([(reader, RecordingWriter()) for reader in readers]))
     frame = await receiver.receive(SOON)
     assert (frame.kind, frame.header, bytes(frame.body)) == (FrameKind.PART, b"header", BODY)
     writers[2].close()
@@ -96,7 +103,7 @@ async def test_frames_pass_and_one_stream_that_ends_ends_the_conversation() -> N
 
 
 def stream_on(reader: Any, writer: Any) -> SocketStream:
-    return SocketStream("peer", AVERAGE, reader, writer, guard=lambda: None, traffic=Traffic(SystemClock()))
+    return SocketStream("peer", AVERAGE, reader, writer, require_member=lambda: None, traffic=Traffic(SystemClock()))
 
 
 async def test_a_send_returns_when_every_stream_has_taken_its_part() -> None:
@@ -141,14 +148,16 @@ class SlowWriter(RecordingWriter):
 
 
 @pytest.mark.parametrize("how", ["ends", "breaks"])
-@pytest.mark.parametrize(("waits_for", "seconds"), [(16, 0.1), (2 * UNIT_BYTES, 0.1), (3 * UNIT_BYTES, 1e6)])
+@pytest.mark.parametrize(
+    ("waits_for", "seconds"), [(16, 0.1), (2 * STRIPE_UNIT_BYTES, 0.1), (3 * STRIPE_UNIT_BYTES, 1e6)]
+)
 @pytest.mark.parametrize("asks_again", [0.01, 1e6])
 async def test_who_waits_notices_that_another_stream_is_over(
     monkeypatch: pytest.MonkeyPatch, how: str, waits_for: int, seconds: float, asks_again: float
 ) -> None:
     """At once where its bytes are due, else after so many seconds, however often a read is given up in between."""
     monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(stripes, "_ENDED_SECONDS", seconds)
+    monkeypatch.setattr(stripes, "_END_GRACE_SECONDS", seconds)
     readers = [reader_of(b"", ends=False) for _ in range(STRIPES)]
     clock = asyncio.get_running_loop().time
     reader, began = StripedReader(readers), clock()
@@ -173,7 +182,7 @@ async def test_bytes_that_trickle_in_while_another_stream_has_ended_are_waited_f
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(stripes, "_ENDED_SECONDS", 1.0)
+    monkeypatch.setattr(stripes, "_END_GRACE_SECONDS", 1.0)
     readers = [reader_of(b"", ends=False) for _ in range(STRIPES)]
     readers[1].feed_eof()
     reading = asyncio.create_task(StripedReader(readers).readexactly(15))
@@ -186,14 +195,14 @@ async def test_bytes_that_trickle_in_while_another_stream_has_ended_are_waited_f
 async def test_bytes_that_come_after_the_end_of_another_stream_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who sends its last frame and closes: the end of one stream may overtake what is under way on another."""
     monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.01)
-    data = bytes(range(256)) * (UNIT_BYTES * 5 // 256)
+    data = bytes(range(256)) * (STRIPE_UNIT_BYTES * 5 // 256)
     streams = dealt(STRIPES, [data])
     readers = [reader_of(stream, ends=index > 0) for index, stream in enumerate([b"", *streams[1:]])]
     reading = asyncio.create_task(StripedReader(readers).readexactly(len(data)))
     await asyncio.sleep(0.05)
-    readers[0].feed_data(streams[0][:UNIT_BYTES])
+    readers[0].feed_data(streams[0][:STRIPE_UNIT_BYTES])
     await asyncio.sleep(0.05)
-    readers[0].feed_data(streams[0][UNIT_BYTES:])
+    readers[0].feed_data(streams[0][STRIPE_UNIT_BYTES:])
     assert await asyncio.wait_for(reading, SOON.total_seconds()) == data
 
 
@@ -235,14 +244,14 @@ def ends(marked: bytes = b"") -> Any:
     return reader_of(marked, ends=False), RecordingWriter()
 
 
-def coming(gatherings: Gatherings, index: int, marked: bytes = b"", *, peer: str = "ann", **said: Any) -> Joining:
+def coming(gatherings: StripeAssembler, index: int, marked: bytes = b"", *, peer: str = "ann", **said: Any) -> Joining:
     return asyncio.create_task(gatherings.add(peer, told(index, **said), ends(marked)))
 
 
 @given(order=st.permutations(range(STRIPES)))
 async def test_the_first_that_comes_gets_all_in_their_order(order: list[int]) -> None:
-    gatherings = Gatherings(FakeGate(), {AVERAGE})
-    marked = [bytes([index]) * UNIT_BYTES for index in range(STRIPES)]
+    gatherings = StripeAssembler(FakeGate(), {AVERAGE})
+    marked = [bytes([index]) * STRIPE_UNIT_BYTES for index in range(STRIPES)]
     other = coming(gatherings, order[0], peer="bob")  # another peer may choose the same name
     tasks = []
     for index in order:
@@ -254,7 +263,7 @@ async def test_the_first_that_comes_gets_all_in_their_order(order: list[int]) ->
     assert first is not None
     protocol, (reader, _) = first
     assert protocol == AVERAGE
-    assert await reader.readexactly(STRIPES * UNIT_BYTES) == b"".join(marked)
+    assert await reader.readexactly(STRIPES * STRIPE_UNIT_BYTES) == b"".join(marked)
     assert not other.done()
     other.cancel()
 
@@ -273,7 +282,7 @@ async def test_the_first_that_comes_gets_all_in_their_order(order: list[int]) ->
     ],
 )
 async def test_what_does_not_fit_is_refused_and_the_others_go_on(frame: Frame) -> None:
-    gatherings = Gatherings(FakeGate(), {AVERAGE, STATE})
+    gatherings = StripeAssembler(FakeGate(), {AVERAGE, STATE})
     waiting = coming(gatherings, 0)
     await asyncio.sleep(0)
     with pytest.raises(PeerMisbehaved):
@@ -286,10 +295,10 @@ async def test_of_one_peer_only_so_many_wait_and_all_are_told_that_some_did_not_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also the stream that its dialler reads, whichever came first."""
-    monkeypatch.setattr(stripes, "GATHER_TIMEOUT", timedelta(seconds=0.05))
+    monkeypatch.setattr(stripes, "ASSEMBLE_TIMEOUT", timedelta(seconds=0.05))
     monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.02)
-    gatherings = Gatherings(FakeGate(), {AVERAGE})
-    names = [bytes([number]) * 16 for number in range(stripes.MAX_GATHERING_PER_PEER)]
+    gatherings = StripeAssembler(FakeGate(), {AVERAGE})
+    names = [bytes([number]) * 16 for number in range(stripes.MAX_PARTIAL_PER_PEER)]
     waiting = [coming(gatherings, index, name=name) for name in names for index in (2, 0)]
     await asyncio.sleep(0)
     with pytest.raises(PeerMisbehaved, match="too many"):
@@ -306,7 +315,7 @@ async def test_of_one_peer_only_so_many_wait_and_all_are_told_that_some_did_not_
 @pytest.mark.parametrize("how", ["ends", "breaks"])
 async def test_who_hangs_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.02)
-    gatherings = Gatherings(FakeGate(), {AVERAGE})
+    gatherings = StripeAssembler(FakeGate(), {AVERAGE})
     waiting, second = coming(gatherings, 0), ends()
     other = asyncio.create_task(gatherings.add("ann", told(1), second))
     await asyncio.sleep(0.05)
@@ -322,7 +331,7 @@ async def test_who_hangs_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, h
 
 async def test_who_is_evicted_or_ended_has_nothing_left_here() -> None:
     gate = FakeGate()
-    gatherings = Gatherings(gate, {AVERAGE})
+    gatherings = StripeAssembler(gate, {AVERAGE})
     for end in ("evicted", "cancelled"):
         waiting, other = coming(gatherings, 0), coming(gatherings, 1)
         await asyncio.sleep(0)

@@ -16,7 +16,7 @@ from atoll.core.clock import ManualClock, SystemClock
 from atoll.core.errors import Busy, Unreachable
 from atoll.core.frames import FrameKind
 from atoll.node.wire.streams import SocketStream
-from atoll.node.wire.traffic import Line, Traffic
+from atoll.node.wire.traffic import RateLimiter, Traffic
 
 RATE = 1e6
 LOOKS = 5
@@ -26,13 +26,13 @@ BURST = 0.1 * RATE
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 200_000)), min_size=1, max_size=60))
 def test_over_any_span_no_more_than_the_rate_passes(asked: list[tuple[float, int]]) -> None:
     clock = ManualClock()
-    line = Line(clock)
-    line.change(RATE)
+    line = RateLimiter(clock)
+    line.set_rate(RATE)
     clock.advance(10)
     granted = []
     for pause, count in asked:
         clock.advance(pause)
-        granted.append((max(clock.monotonic(), line.due(count, small=False)), count))
+        granted.append((max(clock.monotonic(), line.slot_start(count, small=False)), count))
     assert [at for at, _ in granted] == sorted(at for at, _ in granted)  # in the order of asking
     for first, (start, _) in enumerate(granted):
         for last in range(first, len(granted)):
@@ -42,8 +42,8 @@ def test_over_any_span_no_more_than_the_rate_passes(asked: list[tuple[float, int
 
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 1.0, 1e5, 1e9]))
 def test_pieces_are_the_same_bytes(size: int, rate: float) -> None:
-    line = Line(ManualClock())
-    line.change(rate)
+    line = RateLimiter(ManualClock())
+    line.set_rate(rate)
     data = bytes(size)
     pieces = list(line.pieces([b"head", memoryview(data)]))
     assert b"".join(pieces) == b"head" + data
@@ -51,13 +51,13 @@ def test_pieces_are_the_same_bytes(size: int, rate: float) -> None:
 
 
 def test_small_frames_are_charged_but_do_not_wait() -> None:
-    line = Line(ManualClock())
-    line.change(1000.0)
-    assert line.due(50_000, small=False) <= 0.0
-    assert line.due(100, small=True) == 0.0
-    assert line.due(1, small=False) == pytest.approx(50.1, abs=0.2)
-    line.change(0.0)
-    assert line.due(10**9, small=False) == 0.0
+    line = RateLimiter(ManualClock())
+    line.set_rate(1000.0)
+    assert line.slot_start(50_000, small=False) <= 0.0
+    assert line.slot_start(100, small=True) == 0.0
+    assert line.slot_start(1, small=False) == pytest.approx(50.1, abs=0.2)
+    line.set_rate(0.0)
+    assert line.slot_start(10**9, small=False) == 0.0
 
 
 @contextlib.asynccontextmanager
@@ -66,8 +66,8 @@ async def pair(path: Path, sender: Traffic, receiver: Traffic) -> AsyncIterator[
     arrived: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Future()
     server = await asyncio.start_unix_server(lambda *ends: arrived.set_result(ends), path, limit=1 << 16)
     near = await asyncio.open_unix_connection(path)
-    one = SocketStream("peer", "/p/1", *near, guard=lambda: None, traffic=sender)
-    two = SocketStream("peer", "/p/1", *(await arrived), guard=lambda: None, traffic=receiver)
+    one = SocketStream("peer", "/p/1", *near, require_member=lambda: None, traffic=sender)
+    two = SocketStream("peer", "/p/1", *(await arrived), require_member=lambda: None, traffic=receiver)
     try:
         yield one, two
     finally:

@@ -177,7 +177,7 @@ def _there(node: wire.NodeView) -> str:
 
 
 def _clock(status: mb.NodeStatus) -> str:
-    """BackgroundTasks the coordinator's."""
+    """Beside the coordinator's."""
     if not status.HasField("clock_offset_seconds"):
         return "–"
     ahead = status.clock_offset_seconds

@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from atoll.coordinator.live import plan_issue as issuing
-from atoll.coordinator.live import planner_question, stage_liveness, standbys
+from atoll.coordinator.live import plan_issue, planner_question, stage_liveness, standbys
 from atoll.coordinator.live.attendance import Present
 from atoll.coordinator.live.pinning import span_of
 from atoll.coordinator.live.plan_issue import STATE_BYTES_PER_PARAMETER, Notes, issue_routes
@@ -215,7 +214,7 @@ def _wanted(state: State, plan: Plan, here: Present, now: float, *, settled: boo
         return {}
     standing = {plan.span(peer) for peer in plan.standbys}
     coming = {it.span for it in memory.standbys.values()}
-    there, weights = {*here.fit, *here.silent}, issuing.layer_weights(state.runs[run_id])
+    there, weights = {*here.fit, *here.silent}, plan_issue.layer_weights(state.runs[run_id])
     open_pairs = [pair for pair in pairs(plan) if pair.of_span not in standing and pair.keeper in there]
     possible = [pair for pair in open_pairs if _may(state, run_id, pair)]
     held = [
@@ -223,7 +222,7 @@ def _wanted(state: State, plan: Plan, here: Present, now: float, *, settled: boo
         for pair in possible
         if (it := memory.copies.get(pair.keeper)) is not None
         and it.span == pair.both
-        and _links_carry(state, pair, weights, _TOO_MUCH_OF_A_LINK * issuing.round_seconds(memory))
+        and _links_carry(state, pair, weights, _TOO_MUCH_OF_A_LINK * plan_issue.round_seconds(memory))
     ]
     able = [
         pair
@@ -232,7 +231,7 @@ def _wanted(state: State, plan: Plan, here: Present, now: float, *, settled: boo
         and pair.of in there
         and pair.of_span not in coming
         and _can_fetch(state, run_id, pair, here, now)
-        and _links_carry(state, pair, weights, _MOST_OF_A_LINK * issuing.round_seconds(memory))
+        and _links_carry(state, pair, weights, _MOST_OF_A_LINK * plan_issue.round_seconds(memory))
     ]
     holders = {span: len(plan.holders(span)) for span in {pair.of_span for pair in able}}
     return chosen([*held, *sorted(able, key=lambda it: holders[it.of_span])])  # of equals along the route
@@ -267,7 +266,7 @@ def _links_carry(state: State, pair: Pair, weights: Sequence[float], seconds: fl
     Only what nodes send was ever measured; homes receive faster.
     """
     sent = STATE_BYTES_PER_PARAMETER * sum(weights[layer] for layer in pair.of_span)
-    uplinks = [it.uplink for it in issuing.links(state, (pair.keeper, pair.of)).values() if it.uplink]
+    uplinks = [it.uplink for it in plan_issue.links(state, (pair.keeper, pair.of)).values() if it.uplink]
     return all(sent / uplink <= seconds for uplink in uplinks)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.live import planner_answer, planner_question
-from atoll.coordinator.live import replan_trigger as routing
+from atoll.coordinator.live import planner_answer, planner_question, replan_trigger
 from atoll.coordinator.live.attendance import difference, present
 from atoll.coordinator.live.plan_issue import issue
 from atoll.coordinator.planner.question import Answer, NamedRoute, Question
@@ -28,7 +27,7 @@ def question_of(state: State, now: Moment, run_id: str, policy: Policy) -> Quest
         planner_question.ask(state, now, run_id, policy), number=0
     )  # the machine's own questions have others
     here = present(state, run_id, now.monotonic)
-    if routing.needs_routes(state, run_id, here):
+    if replan_trigger.needs_routes(state, run_id, here):
         return question
     last = len(question.layers.layers) - 1
     wanted: tuple[NamedRoute, ...] = tuple(((state.nodes[peer].name, 0, last),) for peer in here.members)
@@ -44,7 +43,7 @@ def apply(state: State, now: Moment, run_id: str, question: Question, answer: An
     here = present(state, run_id, now.monotonic)
     if plan is None or not here.members or here.members == plan.members:
         return draft.done(None)
-    if state.runs[run_id].state != "TRAINING" or routing.needs_routes(state, run_id, here):  # since it was asked
+    if state.runs[run_id].state != "TRAINING" or replan_trigger.needs_routes(state, run_id, here):  # since it was asked
         return draft.done(None)
     issue(draft, run_id, here.members, f"{difference(state, plan.members, here.members)}; the operator did not wait")
     return draft.done(draft.state.memory[run_id].plan)

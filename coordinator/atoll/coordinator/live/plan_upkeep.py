@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from atoll.coordinator.live import replan_trigger as routing
+from atoll.coordinator.live import replan_trigger
 from atoll.coordinator.live.attendance import Present, difference, fit_nodes, present
 from atoll.coordinator.live.plan_issue import issue, links, reduce_rates
 from atoll.coordinator.planner.reduce_shares import WORTH, gain
@@ -20,7 +20,7 @@ from atoll.core.plan import Plan
 def begin(draft: Draft, run_id: str) -> None:
     """Genesis is durable: issue plan 1 to every node that is ready for it, unless it takes a planner to make it."""
     state = draft.state
-    if routing.needs_routes(state, run_id, present(state, run_id, draft.now.monotonic)):
+    if replan_trigger.needs_routes(state, run_id, present(state, run_id, draft.now.monotonic)):
         return
     ready = sorted({*filter(None, [state.memory[run_id].writer]), *fit_nodes(state, run_id)})
     if ready:
@@ -36,8 +36,8 @@ def follow_members(draft: Draft, run_id: str, policy: Policy) -> None:
     if now < memory.hold_until:
         return
     here = present(draft.state, run_id, now)
-    if routing.needs_routes(draft.state, run_id, here):
-        routing.follow(draft, run_id, policy, here)
+    if replan_trigger.needs_routes(draft.state, run_id, here):
+        replan_trigger.follow(draft, run_id, policy, here)
     elif memory.plan is None:
         begin(draft, run_id)
     else:

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING
 from atoll.coordinator.live import (
     neighbour_copies as second_copies,
 )
-from atoll.coordinator.live import plan_issue as issuing
+from atoll.coordinator.live import plan_issue, standbys
 from atoll.coordinator.live import (
     planner_answer as answering,
 )
 from atoll.coordinator.live import (
     planner_question as asking,
 )
-from atoll.coordinator.live import standbys
 from atoll.coordinator.live.attendance import Present
 from atoll.coordinator.live.pinning import span_of
 from atoll.coordinator.live.plan_issue import Notes, issue_routes
@@ -124,9 +123,13 @@ def _look_at_links(draft: Draft, run_id: str) -> None:
 
 
 def _pays_to_share_anew(state: State, plan: Plan) -> bool:
-    told, spans, planned = issuing.links(state, plan.stages), issuing.spans_of(plan), issuing.reduce_rates(plan)
+    told, spans, planned = (
+        plan_issue.links(state, plan.stages),
+        plan_issue.spans_of(plan),
+        plan_issue.reduce_rates(plan),
+    )
     now = span_gain(told, spans, planned)
-    best = span_gain(told, spans, span_rates(told, spans, issuing.layer_weights(state.runs[plan.run_id])))
+    best = span_gain(told, spans, span_rates(told, spans, plan_issue.layer_weights(state.runs[plan.run_id])))
     return now > WORTH * best and math.isfinite(best)
 
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from atoll.coordinator.live import plan_issue as issuing
-from atoll.coordinator.live import planner_question, stage_liveness
+from atoll.coordinator.live import plan_issue, planner_question, stage_liveness
 from atoll.coordinator.live.attendance import JOINS_FORGOTTEN_SECONDS, Present
 from atoll.coordinator.live.pinning import span_of
 from atoll.coordinator.live.plan_issue import STATE_BYTES_PER_PARAMETER, Notes, issue_routes
@@ -97,7 +96,7 @@ def kept(state: State, run_id: str, routes: Sequence[Route], there: Collection[s
 
 def patience(state: State, run_id: str, coming: Coming, policy: Policy) -> float:
     """Seconds that a node may take to fetch its layers."""
-    weights = issuing.layer_weights(state.runs[run_id])
+    weights = plan_issue.layer_weights(state.runs[run_id])
     fetched = STATE_BYTES_PER_PARAMETER * sum(weights[layer] for layer in coming.span)
     return policy.prepare_seconds + fetched / prefetch.SLOWEST_BYTES_PER_SECOND
 
@@ -124,7 +123,7 @@ def _wanted(state: State, run_id: str, plan: Plan, here: Present, now: float) ->
     taken = {*found.values(), *plan.stages}
     open_spans = [span for span in _stage_spans(routes) if span not in found]
     free = [peer for peer in here.fit if peer not in taken and _may(state, run_id, peer, now)] if open_spans else []
-    weights = issuing.layer_weights(state.runs[run_id]) if free else []
+    weights = plan_issue.layer_weights(state.runs[run_id]) if free else []
     for span in sorted(open_spans, key=lambda it: (len(plan.holders(it)), -len(it), it.start)):
         able = [
             peer
@@ -170,11 +169,11 @@ def _keeps_up(state: State, run_id: str, peer: str, parameters: float) -> bool:
 
     Only what it sends was ever measured; homes receive faster.
     """
-    model, uplink = room_of(state, run_id), issuing.links(state, [peer])[peer].uplink
+    model, uplink = room_of(state, run_id), plan_issue.links(state, [peer])[peer].uplink
     if not uplink or model is None:
         return True
     sent = parameters * model.training.outer_bytes_per_parameter
-    return sent / uplink <= issuing.round_seconds(state.memory[run_id])
+    return sent / uplink <= plan_issue.round_seconds(state.memory[run_id])
 
 
 def _preference(state: State, peer: str, span: range) -> tuple[bool, int, str]:

@@ -3,7 +3,7 @@
 A profile is its node's own word, so it is compared with what others see: a round trip is the longer of the two that
 both ends measured, and speeds are scaled to what the node really trains. Whoever is far off is named.
 
-LayerLayout are timed one by one, when a trainer is loaded; computing many of them in turn, beside the machine's other work,
+Layers are timed one by one, when a trainer is loaded; computing many of them in turn, beside the machine's other work,
 takes another time. So who trains is corrected by what its span takes it, by its own clock, and who never did by as much
 as others usually are, rather more: nobody should lose a place to a figure that was not seen at work.
 """

@@ -13,8 +13,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from atoll.coordinator.live import hand_over, planner_answer
-from atoll.coordinator.live import plan_pace as predicted_pace
+from atoll.coordinator.live import hand_over, plan_pace, planner_answer
 from atoll.coordinator.live.attendance import FIT, corpus_expected
 from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
 from atoll.coordinator.rounds import reports
@@ -198,7 +197,7 @@ def tick_run(state: State, now: Moment, policy: Policy, run_id: str) -> Step[Non
 def take_answer(state: State, now: Moment, run_id: str, question: Question, answer: Answer) -> Step[Any]:
     """The planner answered what a run wanted to know."""
     if question.wanted:
-        return predicted_pace.take_prediction(state, now, run_id, question, answer)
+        return plan_pace.take_prediction(state, now, run_id, question, answer)
     return planner_answer.take(state, now, run_id, question, answer)
 
 
@@ -219,8 +218,8 @@ def _advance(draft: Draft, run_id: str, policy: Policy) -> None:
     lifecycle.advance(draft, run_id, policy)
     if draft.state.runs[run_id].state == "TRAINING":
         recovery.watch(draft, run_id, policy)
-        predicted_pace.measure(draft, run_id)
-        predicted_pace.ask_prediction(draft, run_id, policy)
+        plan_pace.measure(draft, run_id)
+        plan_pace.ask_prediction(draft, run_id, policy)
 
 
 def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...], now: Moment) -> RunMemory:

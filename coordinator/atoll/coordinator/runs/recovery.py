@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from atoll.coordinator.live import replan_trigger as routing
-from atoll.coordinator.live import standbys
+from atoll.coordinator.live import replan_trigger, standbys
 from atoll.coordinator.live.attendance import fit_nodes, present
 from atoll.coordinator.live.plan_issue import Notes, issue, issue_routes, next_version
 from atoll.coordinator.planner.plan_builder import routes_of
@@ -215,7 +214,7 @@ def _issue(draft: Draft, run_id: str, left: Left, here: list[str], reason: str) 
     """The plan with the new base, for who is here. Routes stay as they are: `routing` mends them afterwards."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     version = next_version(run)
-    if memory.plan is None or not routing.needs_routes(
+    if memory.plan is None or not replan_trigger.needs_routes(
         draft.state, run_id, present(draft.state, run_id, draft.now.monotonic)
     ):
         issue(draft, run_id, here, reason, Base(left.manifest_hash, tuple(sorted(here)), left.round, version))

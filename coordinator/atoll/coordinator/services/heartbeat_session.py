@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.live import attendance as fitness
+from atoll.coordinator.live import attendance
 from atoll.coordinator.runs import admission, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import Uploads
@@ -68,7 +68,7 @@ class Conversation:
             unix_ms=self._controller.moment().unix_ms,
             run_state=views.run_state(run),
             order=views.order_for(state, node),
-            notice=fitness.corpus_notice(state, node),
+            notice=attendance.corpus_notice(state, node),
         )
         layers = prefetch.told(state, self._peer_id)
         if layers:

@@ -83,7 +83,7 @@ def export(
 
 
 def _report_newer_round(data_dir: Path, run: str, round_number: int) -> None:
-    """BackgroundTasks the round at which the node is, if one runs."""
+    """Beside the round at which the node is, if one runs."""
     try:
         status = call(data_dir, "status")
     except AtollError:

@@ -24,27 +24,29 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, DeadlineExceeded, FrameInvalid, Rejected, Unreachable
 from atoll.node.direct import tls
-from atoll.node.direct.hosts import is_address, may_be_dialled
+from atoll.node.direct.hosts import is_ip_address, may_be_dialled
 from atoll.node.direct.protocol import MAX_HOSTS
 from atoll.node.direct.stream import Connection, DirectStream
 from atoll.node.direct.tickets import proof
-from atoll.node.direct.tls_streams import Wire, dial
+from atoll.node.direct.tls_streams import TlsStreams, dial
 
 DIAL_TIMEOUT = timedelta(seconds=3)  # TCP and TLS
-ASK_TIMEOUT = timedelta(seconds=5)  # for the way in
-PATIENCE = timedelta(seconds=1.5)  # an opener waits so long for a new connection; it is kept when it comes later
-WARM_TIMEOUT = timedelta(seconds=5)  # for a connection to let us in; half of the opener's time at most
+OFFER_TIMEOUT = timedelta(seconds=5)  # for the way in
+CONNECT_WAIT = timedelta(seconds=1.5)  # an opener waits so long for a new connection; it is kept when it comes later
+ACCEPT_TIMEOUT = timedelta(seconds=5)  # for a connection to let us in; half of the opener's time at most
 IDLE_TIMEOUT = timedelta(minutes=5)
 MAX_CONNECTIONS_PER_PEER = 6
-PROVED = timedelta(seconds=10)  # since a conversation ended as it should: the next may be one of those that do not wait
+OPTIMISTIC_WITHIN = timedelta(
+    seconds=10
+)  # since a conversation ended as it should: the next may be one of those that do not wait
 _LOOK_UPS = 2 * MAX_HOSTS  # at once: the names of one peer that never resolve leave room for another's
-FIRST_PAUSE, LAST_PAUSE = timedelta(seconds=30), timedelta(minutes=10)
+MIN_BACKOFF, MAX_BACKOFF = timedelta(seconds=30), timedelta(minutes=10)
 
 _log = log.get("direct")
 
 
 @dataclass(frozen=True)
-class WayIn:
+class CheckedOffer:
     """What a peer offered, checked."""
 
     hosts: tuple[str, ...]
@@ -53,45 +55,52 @@ class WayIn:
     ticket: bytes
 
 
-AskWayIn = Callable[[str, timedelta], Awaitable[WayIn]]
-Adopt = Callable[[str, Wire], Connection]
+RequestOffer = Callable[[str, timedelta], Awaitable[CheckedOffer]]
+RegisterConnection = Callable[[str, TlsStreams], Connection]
 
 
 class Dialler:
     """The connections that we made, by peer."""
 
     def __init__(
-        self, me: str, ask: AskWayIn, adopt: Adopt, clock: Clock, *, loopback: bool, at_once: Collection[str]
+        self,
+        me: str,
+        request_offer: RequestOffer,
+        register: RegisterConnection,
+        clock: Clock,
+        *,
+        loopback: bool,
+        optimistic: Collection[str],
     ) -> None:
-        """`loopback`: whether addresses of this machine are dialled. `at_once`: protocols that need not be let in."""
+        """`loopback`: whether addresses of this machine are dialled. `optimistic`: protocols that need not be let in."""
         self._me = me
-        self._at_once = at_once
+        self._optimistic_protocols = optimistic
         self._loopback = loopback
         self._closed = False
         self._resolver = ThreadPoolExecutor(_LOOK_UPS, thread_name_prefix="resolve")
-        self._ask = ask
-        self._adopt = adopt
+        self._request_offer = request_offer
+        self._register = register
         self._clock = clock
         self._context = tls.dialling_context()
-        self._all: defaultdict[str, set[Connection]] = defaultdict(set)
-        self._free: defaultdict[str, list[tuple[Connection, asyncio.TimerHandle]]] = defaultdict(list)
-        self._proved: dict[Connection, float] = {}  # when a conversation ended on it as it should
+        self._connections_by_peer: defaultdict[str, set[Connection]] = defaultdict(set)
+        self._idle: defaultdict[str, list[tuple[Connection, asyncio.TimerHandle]]] = defaultdict(list)
+        self._last_clean_end: dict[Connection, float] = {}  # when a conversation ended on it as it should
         self._dialling: defaultdict[str, set[asyncio.Task[None]]] = defaultdict(set)
         self._failures: dict[str, tuple[int, float]] = {}  # how many in a row, and when to try again
         self._tasks: set[asyncio.Task[None]] = set()
 
     def connected(self) -> frozenset[str]:
         """Peers with an open connection."""
-        return frozenset(peer for peer, made in self._all.items() if any(one.is_open for one in made))
+        return frozenset(peer for peer, made in self._connections_by_peer.items() if any(one.is_open for one in made))
 
     async def open(self, peer_id: str, protocol: str, timeout: timedelta) -> DirectStream | None:
         """A conversation, or None when there is none to be had this way now. Raises what the peer refuses with."""
-        share = min(timeout / 2, WARM_TIMEOUT)  # libp2p must have time left
-        while (kept := self._take(peer_id)) is not None:
+        share = min(timeout / 2, ACCEPT_TIMEOUT)  # libp2p must have time left
+        while (kept := self._pop_idle(peer_id)) is not None:
             try:
                 return await self._begin(kept, protocol, share)
             except DeadlineExceeded as error:  # no answer at all: others are most likely as silent
-                self._broken(peer_id, error)
+                self._drop_idle(peer_id, error)
                 return None
             except (Unreachable, FrameInvalid):
                 if kept.is_open:
@@ -101,8 +110,8 @@ class Dialler:
         dialling = self._start(self._dial(peer_id))
         self._dialling[peer_id].add(dialling)
         dialling.add_done_callback(lambda task: self._dialled(peer_id, task))
-        await asyncio.wait({dialling}, timeout=min(timeout / 2, PATIENCE).total_seconds())
-        fresh = self._take(peer_id)
+        await asyncio.wait({dialling}, timeout=min(timeout / 2, CONNECT_WAIT).total_seconds())
+        fresh = self._pop_idle(peer_id)
         if fresh is None:
             return None
         try:
@@ -110,7 +119,7 @@ class Dialler:
         except (Unreachable, FrameInvalid) as error:
             if fresh.is_open:
                 raise
-            self._broken(peer_id, error)
+            self._drop_idle(peer_id, error)
             return None
 
     async def close(self) -> None:
@@ -119,7 +128,7 @@ class Dialler:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for free in self._free.values():
+        for free in self._idle.values():
             for _, timer in free:
                 timer.cancel()
         self._resolver.shutdown(wait=False, cancel_futures=True)
@@ -127,53 +136,56 @@ class Dialler:
     def lost(self, connection: Connection) -> None:
         """The connection is gone."""
         peer_id = connection.peer_id
-        self._all[peer_id].discard(connection)
-        for kept in [kept for kept in self._free[peer_id] if kept[0] is connection]:
+        self._connections_by_peer[peer_id].discard(connection)
+        for kept in [kept for kept in self._idle[peer_id] if kept[0] is connection]:
             kept[1].cancel()
-            self._free[peer_id].remove(kept)
-        for table in (self._all, self._free):
+            self._idle[peer_id].remove(kept)
+        for table in (self._connections_by_peer, self._idle):
             if not table[peer_id]:
                 del table[peer_id]
-        self._proved.pop(connection, None)
+        self._last_clean_end.pop(connection, None)
 
     # --- connections that are there ------------------------------------------------------------------
 
     async def _begin(self, connection: Connection, protocol: str, timeout: timedelta) -> DirectStream:
-        proved = self._clock.monotonic() - self._proved.get(connection, -math.inf) < PROVED.total_seconds()
+        proved = (
+            self._clock.monotonic() - self._last_clean_end.get(connection, -math.inf)
+            < OPTIMISTIC_WITHIN.total_seconds()
+        )
         return await connection.begin(
             protocol,
             timeout,
-            lambda stream: self._ended(connection, stream),
-            at_once=proved and protocol in self._at_once,
+            lambda stream: self._on_stream_ended(connection, stream),
+            optimistic=proved and protocol in self._optimistic_protocols,
         )
 
-    def _ended(self, connection: Connection, stream: DirectStream) -> None:
-        if stream.was_ignored or (stream.broken and stream.was_let_in):
+    def _on_stream_ended(self, connection: Connection, stream: DirectStream) -> None:
+        if stream.accept_timed_out or (stream.broken and stream.was_accepted):
             connection.abort()
-            self._broken(connection.peer_id, Unreachable("a conversation broke"))
+            self._drop_idle(connection.peer_id, Unreachable("a conversation broke"))
         elif connection.is_open and not self._closed:
-            self._start(self._settle(connection, stream))
+            self._start(self._reuse_when_ended(connection, stream))
 
-    async def _settle(self, connection: Connection, stream: DirectStream) -> None:
-        if await stream.until_ended():
+    async def _reuse_when_ended(self, connection: Connection, stream: DirectStream) -> None:
+        if await stream.wait_peer_ended():
             self._failures.pop(connection.peer_id, None)
-            self._proved[connection] = self._clock.monotonic()
+            self._last_clean_end[connection] = self._clock.monotonic()
             self._keep(connection)
 
-    def _broken(self, peer_id: str, error: BaseException) -> None:
+    def _drop_idle(self, peer_id: str, error: BaseException) -> None:
         """What is kept is most likely as bad; libp2p carries what comes next."""
-        for connection, timer in self._free.pop(peer_id, []):
+        for connection, timer in self._idle.pop(peer_id, []):
             timer.cancel()
             connection.abort()
         self._failed(peer_id, error)
 
     def _keep(self, connection: Connection) -> None:
         timer = asyncio.get_running_loop().call_later(IDLE_TIMEOUT.total_seconds(), connection.abort)
-        self._free[connection.peer_id].append((connection, timer))
+        self._idle[connection.peer_id].append((connection, timer))
 
-    def _take(self, peer_id: str) -> Connection | None:
+    def _pop_idle(self, peer_id: str) -> Connection | None:
         """The one that was used last: its window is the widest."""
-        while kept := self._free.get(peer_id):
+        while kept := self._idle.get(peer_id):
             connection, timer = kept.pop()
             timer.cancel()
             if connection.is_open:
@@ -186,21 +198,21 @@ class Dialler:
     def _may_dial(self, peer_id: str) -> bool:
         if self._closed:
             return False
-        count = len(self._all.get(peer_id, ())) + len(self._dialling.get(peer_id, ()))
+        count = len(self._connections_by_peer.get(peer_id, ())) + len(self._dialling.get(peer_id, ()))
         _, not_before = self._failures.get(peer_id, (0, 0.0))
         return count < MAX_CONNECTIONS_PER_PEER and self._clock.monotonic() >= not_before
 
     async def _dial(self, peer_id: str) -> None:
         try:
-            way = await self._ask(peer_id, ASK_TIMEOUT)
-            wire = await self._first(way)
+            way = await self._request_offer(peer_id, OFFER_TIMEOUT)
+            wire = await self._connect(way)
         except (AtollError, OSError, TimeoutError) as error:
             self._failed(peer_id, error)
             return
         try:
-            connection = self._adopt(peer_id, wire)
-            self._all[peer_id].add(connection)
-            await connection.show(proof(way.ticket, self._me, peer_id))
+            connection = self._register(peer_id, wire)
+            self._connections_by_peer[peer_id].add(connection)
+            await connection.send_proof(proof(way.ticket, self._me, peer_id))
         except Rejected:  # it was banned meanwhile; the connection is closed or unknown to the gate
             wire[1].transport.abort()
             return
@@ -210,22 +222,22 @@ class Dialler:
             return
         self._keep(connection)
 
-    async def _first(self, way: WayIn) -> Wire:
+    async def _connect(self, way: CheckedOffer) -> TlsStreams:
         """The first host that shows the right certificate, IP addresses before names. Raises `Unreachable`."""
         why = "no address of it is known that may be dialled"
         for look_up in (self._literal, self._resolved):
             addresses = [(host, way.port) for host in await look_up(way.hosts)]
             try:
                 if addresses:
-                    return await self._quickest(addresses, way.certificate_sha256)
+                    return await self._connect_fastest(addresses, way.certificate_sha256)
             except (Unreachable, OSError, TimeoutError) as error:
                 why = str(error) or type(error).__name__
         raise Unreachable(f"{', '.join(way.hosts) or 'nowhere'} lets nobody in on port {way.port}: {why}")
 
-    async def _quickest(self, addresses: Iterable[tuple[str, int]], certificate_sha256: bytes) -> Wire:
+    async def _connect_fastest(self, addresses: Iterable[tuple[str, int]], certificate_sha256: bytes) -> TlsStreams:
         """All are tried at once. Raises what the last of them failed with."""
         tasks = [asyncio.create_task(self._pinned(address, certificate_sha256)) for address in addresses]
-        chosen: Wire | None = None
+        chosen: TlsStreams | None = None
         last: Exception | None = None
         try:
             for finished in asyncio.as_completed(tasks):
@@ -252,13 +264,13 @@ class Dialler:
         found: dict[str, None] = {}
         with suppress(TimeoutError):
             async with asyncio.timeout(DIAL_TIMEOUT.total_seconds()):
-                for name in (host for host in hosts if not is_address(host)):
+                for name in (host for host in hosts if not is_ip_address(host)):
                     with suppress(OSError, UnicodeError):
                         for *_, address in await loop.run_in_executor(self._resolver, _look_up, name):
                             found.setdefault(str(address[0]))
         return [host for host in found if may_be_dialled(host, loopback=self._loopback)][:MAX_HOSTS]
 
-    async def _pinned(self, address: tuple[str, int], certificate_sha256: bytes) -> Wire:
+    async def _pinned(self, address: tuple[str, int], certificate_sha256: bytes) -> TlsStreams:
         wire = await dial(address, self._context, DIAL_TIMEOUT)
         tls_object: ssl.SSLObject = wire[1].get_extra_info("ssl_object")
         if not tls.is_pinned(tls_object, certificate_sha256):
@@ -268,7 +280,7 @@ class Dialler:
 
     def _failed(self, peer_id: str, error: BaseException) -> None:
         count, _ = self._failures.get(peer_id, (0, 0.0))
-        pause = min(LAST_PAUSE, FIRST_PAUSE * 2 ** min(count, 10))
+        pause = min(MAX_BACKOFF, MIN_BACKOFF * 2 ** min(count, 10))
         self._failures[peer_id] = (count + 1, self._clock.monotonic() + pause.total_seconds())
         _log.info("no direct path", peer=peer_id, reason=str(error), again_in_seconds=pause.total_seconds())
 

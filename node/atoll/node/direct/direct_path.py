@@ -25,14 +25,14 @@ from atoll.core.clock import Clock
 from atoll.core.errors import PeerMisbehaved, PortInUse, Unreachable
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.direct import tls
-from atoll.node.direct.dialler import Dialler, WayIn
+from atoll.node.direct.dialler import CheckedOffer, Dialler
 from atoll.node.direct.hosts import hosts_in
 from atoll.node.direct.listener import Listener
 from atoll.node.direct.pacer import Pacer
-from atoll.node.direct.protocol import AT_ONCE, BULK, MAX_HOSTS
+from atoll.node.direct.protocol import BULK_PROTOCOLS, MAX_HOSTS, OPTIMISTIC_PROTOCOLS
 from atoll.node.direct.stream import Connection, DirectStream
 from atoll.node.direct.tickets import TICKET_BYTES, Tickets
-from atoll.node.direct.tls_streams import Wire, when_lost
+from atoll.node.direct.tls_streams import TlsStreams, on_connection_lost
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
 from atoll.node.wire.transport import Stream
@@ -48,8 +48,8 @@ class DirectConfig:
 
     hosts: tuple[str, ...]
     ports: tuple[int, ...] = (0,)
-    protocols: frozenset[str] = BULK
-    at_once: frozenset[str] = AT_ONCE
+    protocols: frozenset[str] = BULK_PROTOCOLS
+    optimistic: frozenset[str] = OPTIMISTIC_PROTOCOLS
 
 
 class DirectPath:
@@ -65,7 +65,7 @@ class DirectPath:
         clock: Clock,
         serve: Callable[[DirectStream], Awaitable[None]],
         max_frame_bytes: Callable[[str], int],
-        ask: Callable[[str, timedelta], Awaitable[WayIn]],
+        request_offer: Callable[[str, timedelta], Awaitable[CheckedOffer]],
         me: str,
         pacer: Pacer,
     ) -> None:
@@ -79,8 +79,10 @@ class DirectPath:
         self._connections: set[Connection] = set()  # both ways
         self._pacer = pacer
         loopback = any(ipaddress.ip_address(host).is_loopback for host in config.hosts)
-        self._dialler = Dialler(me, ask, self._adopt, clock, loopback=loopback, at_once=config.at_once)
-        self._listener = Listener(context, self._tickets, self._adopt, serve, config.protocols, max_frame_bytes)
+        self._dialler = Dialler(
+            me, request_offer, self._register, clock, loopback=loopback, optimistic=config.optimistic
+        )
+        self._listener = Listener(context, self._tickets, self._register, serve, config.protocols, max_frame_bytes)
 
     @property
     def port(self) -> int:
@@ -88,9 +90,9 @@ class DirectPath:
         return self._listener.port
 
     @property
-    def strangers_turned_away(self) -> int:
+    def strangers_refused(self) -> int:
         """Connections that brought no good ticket."""
-        return self._listener.turned_away
+        return self._listener.strangers_refused
 
     def peers(self) -> frozenset[str]:
         """Whom we have dialled and are connected to."""
@@ -133,7 +135,7 @@ class DirectPath:
             connection.abort()
         await asyncio.gather(*(connection.writer.wait_closed() for connection in left), return_exceptions=True)
 
-    def _adopt(self, peer_id: str, wire: Wire) -> Connection:
+    def _register(self, peer_id: str, wire: TlsStreams) -> Connection:
         """A connection whose other end is proved to be `peer_id`. Raises `Banned`, `HelloRequired`, `Unreachable`."""
         self._gate.require(peer_id)
         reader, writer = wire
@@ -143,14 +145,14 @@ class DirectPath:
             peer_id,
             reader,
             writer,
-            guard=lambda: self._gate.require(peer_id),
+            require_member=lambda: self._gate.require(peer_id),
             traffic=self._traffic,
         )
-        reader.arrived = self._traffic.arrived
+        reader.count_arrived = self._traffic.count_arrived
         self._connections.add(connection)
         self._gate.opened(peer_id, connection)
         self._pacer.add(connection)
-        when_lost(writer, lambda: self._lost(connection))
+        on_connection_lost(writer, lambda: self._lost(connection))
         return connection
 
     def _lost(self, connection: Connection) -> None:
@@ -160,7 +162,7 @@ class DirectPath:
         self._dialler.lost(connection)
 
 
-def way_in(frame: Frame, known: tuple[str, ...]) -> WayIn:
+def parse_offer(frame: Frame, known: tuple[str, ...]) -> CheckedOffer:
     """What a peer answers, for where our own book knows it (multiaddrs). Raises `PeerMisbehaved`.
 
     It does not name hosts: whoever could would have others dial whom it likes.
@@ -172,4 +174,4 @@ def way_in(frame: Frame, known: tuple[str, ...]) -> WayIn:
     sizes = (len(offer.ticket), len(offer.certificate_sha256))
     if sizes != (TICKET_BYTES, _SHA256_BYTES) or not 0 < offer.port < 65536:
         raise PeerMisbehaved("an offer of a direct path is not what it must be")
-    return WayIn(hosts_in(known, MAX_HOSTS), offer.port, offer.certificate_sha256, offer.ticket)
+    return CheckedOffer(hosts_in(known, MAX_HOSTS), offer.port, offer.certificate_sha256, offer.ticket)

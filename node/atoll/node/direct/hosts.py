@@ -18,7 +18,7 @@ def hosts_in(multiaddrs: Iterable[str], limit: int) -> tuple[str, ...]:
     return tuple(found)[:limit]
 
 
-def is_address(host: str) -> bool:
+def is_ip_address(host: str) -> bool:
     """An IP address as programs write it, not a name and no other way to write a number."""
     try:
         ipaddress.ip_address(host)
@@ -29,7 +29,7 @@ def is_address(host: str) -> bool:
 
 def may_be_dialled(host: str, *, loopback: bool) -> bool:
     """An IP address that a peer can have. `loopback`: this machine's own count too, as all peers are on it."""
-    if not is_address(host):
+    if not is_ip_address(host):
         return False
     address = ipaddress.ip_address(host)
     if address.is_multicast or address.is_unspecified or address.is_link_local or address.is_reserved:

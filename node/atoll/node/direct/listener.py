@@ -18,7 +18,7 @@ from atoll.core.errors import AtollError, FrameInvalid, PortInUse, Unreachable
 from atoll.core.frames import PREFIX, FrameKind, check_frame, unpack_prefix
 from atoll.node.direct.stream import Connection, DirectStream
 from atoll.node.direct.tickets import PROOF_BYTES, Tickets
-from atoll.node.direct.tls_streams import Wire, accept
+from atoll.node.direct.tls_streams import TlsStreams, accept
 
 STRANGER_TIMEOUT = timedelta(seconds=5)  # from the connection to a good ticket
 MAX_STRANGERS = 32
@@ -29,7 +29,7 @@ _ACCEPT_AGAIN = timedelta(seconds=0.5)  # after the kernel had no descriptor for
 
 _log = log.get("direct")
 
-Welcome = Callable[[str, Wire], Connection]  # raises when the peer is no member any more
+RegisterConnection = Callable[[str, TlsStreams], Connection]  # raises when the peer is no member any more
 
 
 class Listener:
@@ -39,18 +39,18 @@ class Listener:
         self,
         context: ssl.SSLContext,
         tickets: Tickets,
-        welcome: Welcome,
+        register: RegisterConnection,
         serve: Callable[[DirectStream], Awaitable[None]],
-        spoken: Collection[str],
+        protocols: Collection[str],
         max_frame_bytes: Callable[[str], int],
     ) -> None:
         self.port = 0
-        self.turned_away = 0  # strangers
+        self.strangers_refused = 0  # strangers
         self._context = context
         self._tickets = tickets
-        self._welcome = welcome
+        self._register = register
         self._serve = serve
-        self._spoken = spoken
+        self._protocols = protocols
         self._max_frame_bytes = max_frame_bytes
         self._sockets: list[socket.socket] = []
         self._strangers: Counter[str] = Counter()  # by address
@@ -92,25 +92,25 @@ class Listener:
                 continue
             host = address[0]
             if self._strangers.total() >= MAX_STRANGERS or self._strangers[host] >= MAX_STRANGERS_PER_ADDRESS:
-                self.turned_away += 1
+                self.strangers_refused += 1
                 sock.close()
             else:
                 self._strangers[host] += 1
-                self._start(self._meet(sock, host))
+                self._start(self._handle_stranger(sock, host))
 
-    async def _meet(self, sock: socket.socket, host: str) -> None:
+    async def _handle_stranger(self, sock: socket.socket, host: str) -> None:
         connection: Connection | None = None
         try:
             async with asyncio.timeout(STRANGER_TIMEOUT.total_seconds()):
                 connection = await self._identify(sock)
         except (OSError, EOFError, TimeoutError, AtollError) as error:
-            self.turned_away += 1
+            self.strangers_refused += 1
             _log.debug("stranger turned away", address=host, reason=str(error))
         finally:
             self._strangers[host] -= 1
             self._strangers += Counter()  # drops what is not positive
         if connection is not None:
-            await self._converse(connection)
+            await self._serve_connection(connection)
 
     async def _identify(self, sock: socket.socket) -> Connection:
         reader, writer = await accept(sock, self._context, STRANGER_TIMEOUT)
@@ -118,26 +118,26 @@ class Listener:
             prefix = unpack_prefix(bytes(await reader.readexactly(PREFIX.size)), PROOF_BYTES)
             if (prefix.kind, prefix.header_bytes, prefix.body_bytes) != (FrameKind.MESSAGE, PROOF_BYTES, 0):
                 raise FrameInvalid("a direct connection must begin with the proof of a ticket")
-            shown = check_frame(prefix, bytes(await reader.readexactly(PROOF_BYTES)), b"").header
-            peer_id = self._tickets.redeem(shown)
+            presented = check_frame(prefix, bytes(await reader.readexactly(PROOF_BYTES)), b"").header
+            peer_id = self._tickets.redeem(presented)
             if peer_id is None:
                 raise FrameInvalid("the ticket is not good, or not any more")
             if self._connections[peer_id] >= MAX_CONNECTIONS_PER_PEER:
                 raise FrameInvalid(f"peer {peer_id} has {MAX_CONNECTIONS_PER_PEER} direct connections already")
-            return self._welcome(peer_id, (reader, writer))
+            return self._register(peer_id, (reader, writer))
         except BaseException:
             writer.transport.abort()
             raise
 
-    async def _converse(self, connection: Connection) -> None:
+    async def _serve_connection(self, connection: Connection) -> None:
         """One conversation after another, as long as all is clean."""
         peer_id = connection.peer_id
         self._connections[peer_id] += 1
         try:
             while connection.is_open:
-                stream = await connection.next(IDLE_TIMEOUT, self._spoken, self._max_frame_bytes)
+                stream = await connection.accept_next(IDLE_TIMEOUT, self._protocols, self._max_frame_bytes)
                 await self._serve(stream)
-                if not await stream.until_ended():
+                if not await stream.wait_peer_ended():
                     break
         except Unreachable:
             pass  # it hung up, or was idle for long

@@ -20,29 +20,29 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-CRUISE = 0.95  # of the estimate
-PROBES = (1.15, 1.25, 1.5, 2.0)  # of the estimate, one window each, while it grows
+CRUISE_FRACTION = 0.95  # of the estimate
+PROBE_FACTORS = (1.15, 1.25, 1.5, 2.0)  # of the estimate, one window each, while it grows
 CRUISE_WINDOWS = 7  # between two probes
 MEMORY_WINDOWS = 16
-START_RATE = 4e6  # bytes per second, of all senders together in the first window
+START_BYTES_PER_SECOND = 4e6  # bytes per second, of all senders together in the first window
 START_STEP = 2.0  # times that in the next, as long as the last got through
-GOT_THROUGH = 0.8  # of what was given: acknowledgements of a step are late
-BEST = 3  # windows whose mean is the estimate: the best alone is mostly noise
-GROWTH = 1.05  # what counts as more in a probe
-PROBE_GROWTH = (
+MIN_DELIVERED_FRACTION = 0.8  # of what was given: acknowledgements of a step are late
+BEST_WINDOWS = 3  # windows whose mean is the estimate: the best alone is mostly noise
+MIN_GROWTH_OVER_ESTIMATE = 1.05  # what counts as more in a probe
+MIN_GROWTH_OVER_CRUISE = (
     1.1  # and over what was delivered just before it: acknowledgements of a window are late, so few reach the other
 )
-START_GROWTH = 1.1  # what counts as more at the start
-HELD_UP = 0.7  # of what it was given: a connection that delivers less has its limit elsewhere
-USED_UP = 0.9  # of its limit: whatever held it up does so no more
-SPARE = 1.25  # what such a connection gets, of what it delivered
-MIN_RATE = 64 * 1024.0  # bytes per second; nobody is starved
+MIN_GROWTH_AT_START = 1.1  # what counts as more at the start
+PATH_LIMITED_BELOW = 0.7  # of what it was given: a connection that delivers less has its limit elsewhere
+PATH_LIMIT_USED_FROM = 0.9  # of its limit: whatever held it up does so no more
+PATH_HEADROOM = 1.25  # what such a connection gets, of what it delivered
+MIN_BYTES_PER_SECOND = 64 * 1024.0  # bytes per second; nobody is starved
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class WindowSample:
     """One connection in one window."""
 
     delivered: int  # bytes that the other side acknowledged
@@ -51,19 +51,19 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Uplink:
+class UplinkEstimate:
     """What is known of our side's link to all others."""
 
     recent: tuple[float, ...] = ()  # bytes per second in the last windows that counted, the newest last
     started: bool = False
-    first: float = START_RATE  # what all together may send before that
+    first: float = START_BYTES_PER_SECOND  # what all together may send before that
     cruised: int = 0  # windows since the last probe
-    probe: int | None = None  # the step of `PROBES` that is going on
+    probe: int | None = None  # the step of `PROBE_FACTORS` that is going on
 
     @property
     def rate(self) -> float:
         """Bytes per second that it carries; infinite while nothing is known."""
-        best = sorted(self.recent)[-BEST:]
+        best = sorted(self.recent)[-BEST_WINDOWS:]
         return sum(best) / len(best) if self.started else math.inf
 
     @property
@@ -71,44 +71,48 @@ class Uplink:
         """What all senders together may send in the next window, bytes per second."""
         if not self.started:
             return self.first
-        return self.rate * (CRUISE if self.probe is None else PROBES[self.probe])
+        return self.rate * (CRUISE_FRACTION if self.probe is None else PROBE_FACTORS[self.probe])
 
-    def observe(self, seconds: float, sent: Sequence[Sent], *, wide: bool = True) -> Uplink:
-        """After one more window of `seconds`; `wide`: not all that waited waited for one of several peers."""
+    def observe(self, seconds: float, sent: Sequence[WindowSample], *, is_link_bound: bool = True) -> UplinkEstimate:
+        """After one more window of `seconds`; `is_link_bound`: not all that waited waited for one of several peers."""
         rate = sum(one.delivered for one in sent) / seconds
         busy = max((one.busy for one in sent), default=0.0)
-        if not self.started and busy and rate / busy >= GOT_THROUGH * self.first:  # whoever it was, and in bursts, too
-            return Uplink(first=START_STEP * self.first)
-        if not wide or not any(one.backlogged for one in sent):  # no measure of our uplink, but a lower bound
+        if (
+            not self.started and busy and rate / busy >= MIN_DELIVERED_FRACTION * self.first
+        ):  # whoever it was, and in bursts, too
+            return UplinkEstimate(first=START_STEP * self.first)
+        if not is_link_bound or not any(one.backlogged for one in sent):  # no measure of our uplink, but a lower bound
             return self._at_least(rate) if self.started and rate > self.rate else self
         if not self.started:
             return self._begin(rate)
         recent = (*self.recent, rate)[-MEMORY_WINDOWS:]
         if self.probe is not None:
             cruised = self.recent[-CRUISE_WINDOWS:]
-            grew = rate > self.rate * GROWTH or rate > PROBE_GROWTH * sum(cruised) / len(cruised)
-            return Uplink(recent, True, probe=min(self.probe + 1, len(PROBES) - 1) if grew else None)
+            grew = rate > self.rate * MIN_GROWTH_OVER_ESTIMATE or rate > MIN_GROWTH_OVER_CRUISE * sum(cruised) / len(
+                cruised
+            )
+            return UplinkEstimate(recent, True, probe=min(self.probe + 1, len(PROBE_FACTORS) - 1) if grew else None)
         due = self.cruised + 1 >= CRUISE_WINDOWS
-        return Uplink(recent, True, cruised=0 if due else self.cruised + 1, probe=0 if due else None)
+        return UplinkEstimate(recent, True, cruised=0 if due else self.cruised + 1, probe=0 if due else None)
 
-    def _begin(self, rate: float) -> Uplink:
+    def _begin(self, rate: float) -> UplinkEstimate:
         """After a window of the start: two in a row that did not get through, nor grew, are what the link carries.
 
         Or what a busy machine gave in these windows: so the next one asks for more at once.
         """
         recent = (*self.recent, rate)[-2:]
-        if len(recent) == 2 and rate <= recent[0] * START_GROWTH:
-            return Uplink(recent, True, probe=0)
+        if len(recent) == 2 and rate <= recent[0] * MIN_GROWTH_AT_START:
+            return UplinkEstimate(recent, True, probe=0)
         return replace(self, recent=recent)
 
-    def _at_least(self, rate: float) -> Uplink:
+    def _at_least(self, rate: float) -> UplinkEstimate:
         """With `rate` in the place of the lowest window."""
         lowest = min(range(len(self.recent)), key=lambda i: self.recent[i])
         return replace(self, recent=(*self.recent[:lowest], rate, *self.recent[lowest + 1 :]))
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class PathEstimate:
     """What is known of one connection beyond our uplink."""
 
     limit: float = math.inf  # bytes per second worth giving it
@@ -117,21 +121,21 @@ class Path:
     @property
     def rate(self) -> float:
         """Bytes per second that it carries; infinite: as much as it was ever given."""
-        return self.limit / SPARE
+        return self.limit / PATH_HEADROOM
 
-    def observe(self, seconds: float, sent: Sent, given: float) -> Path:
+    def observe(self, seconds: float, sent: WindowSample, given: float) -> PathEstimate:
         """After a window in which it was `given` so many bytes per second."""
         rate = sent.delivered / seconds
         if not sent.backlogged or math.isinf(given):
             return replace(self, last=rate)
-        still = rate <= self.last * SPARE  # a connection that grows is only starting
-        if rate < HELD_UP * given and still:
-            return Path(max(rate * SPARE, MIN_RATE), rate)
-        return Path(self.limit * 2 if rate >= USED_UP * self.limit else self.limit, rate)
+        still = rate <= self.last * PATH_HEADROOM  # a connection that grows is only starting
+        if rate < PATH_LIMITED_BELOW * given and still:
+            return PathEstimate(max(rate * PATH_HEADROOM, MIN_BYTES_PER_SECOND), rate)
+        return PathEstimate(self.limit * 2 if rate >= PATH_LIMIT_USED_FROM * self.limit else self.limit, rate)
 
 
-def shares(budget: float, limits: Mapping[Key, float]) -> dict[Key, float]:
-    """Equal shares of `budget`; what somebody's limit leaves goes to the others. Nobody gets less than `MIN_RATE`."""
+def fair_shares(budget: float, limits: Mapping[Key, float]) -> dict[Key, float]:
+    """Equal shares of `budget`; what somebody's limit leaves goes to the others. Nobody gets less than `MIN_BYTES_PER_SECOND`."""
     if math.isinf(budget):
         return dict.fromkeys(limits, math.inf)
     given: dict[Key, float] = {}
@@ -139,5 +143,5 @@ def shares(budget: float, limits: Mapping[Key, float]) -> dict[Key, float]:
     for position, key in enumerate(sorted(limits, key=lambda key: limits[key])):
         share = min(limits[key], left / (len(limits) - position))
         left -= share
-        given[key] = max(share, MIN_RATE)
+        given[key] = max(share, MIN_BYTES_PER_SECOND)
     return given

@@ -14,11 +14,13 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-SPARE_BYTES = 64 * 1024  # that wait before anybody asks, about; larger reads have memory of their own
+SMALL_BUFFER_BYTES = 64 * 1024  # that wait before anybody asks, about; larger reads have memory of their own
 PIECE_BYTES = 128 * 1024  # for which we are woken in the middle of a large read, at most
-YOUNG = 16  # nor more than this part of all that came: the kernel sizes its window by what we take at a time
+WAIT_FRACTION_OF_RECEIVED = (
+    16  # nor more than this part of all that came: the kernel sizes its window by what we take at a time
+)
 _RECORD_BYTES = 17 * 1024  # of a record that came in part, TLS holds less than this; nobody can ask for it again
-_WAITS_FOR_PIECES = sys.platform == "linux"
+_HAS_RECEIVE_LOW_WATER = sys.platform == "linux"
 
 
 def bytes_to_wait_for(missing: int, before: int) -> int:
@@ -26,25 +28,25 @@ def bytes_to_wait_for(missing: int, before: int) -> int:
 
     `before`: bytes that this connection brought so far.
     """
-    return max(1, min(PIECE_BYTES, before // YOUNG, missing - _RECORD_BYTES))
+    return max(1, min(PIECE_BYTES, before // WAIT_FRACTION_OF_RECEIVED, missing - _RECORD_BYTES))
 
 
-class Incoming(asyncio.StreamReader):
-    """A reader with `readexactly` alone, fed in place by `Ends`. One reads at a time."""
+class DirectReader(asyncio.StreamReader):
+    """A reader with `readexactly` alone, fed in place by `DirectReaderProtocol`. One reads at a time."""
 
     def __init__(self) -> None:
-        super().__init__(limit=SPARE_BYTES)
-        self._spare = bytearray(SPARE_BYTES)
+        super().__init__(limit=SMALL_BUFFER_BYTES)
+        self._small_buffer = bytearray(SMALL_BUFFER_BYTES)
         self._start = self._end = 0  # of what waits in it
         self._large: memoryview | None = None  # of a read that is under way
         self._filled = 0  # bytes of it
-        self._beside: bytearray | None = None  # holds the end of it and what follows, while TLS decrypts both
+        self._overflow: bytearray | None = None  # holds the end of it and what follows, while TLS decrypts both
         self._more: asyncio.Future[None] | None = None
         self._is_paused = False
-        self._gathers = 1  # bytes, as the kernel was told
+        self._receive_low_water = 1  # bytes, as the kernel was told
         self._came = 0  # bytes in all
         self._connection: asyncio.BaseTransport | None = None
-        self.arrived: Callable[[int], None] | None = None  # told whenever bytes came
+        self.count_arrived: Callable[[int], None] | None = None  # told whenever bytes came
 
     def set_transport(self, transport: asyncio.BaseTransport) -> None:
         super().set_transport(transport)
@@ -68,11 +70,11 @@ class Incoming(asyncio.StreamReader):
         """
         if self._large is not None and len(self._large) != n:
             raise RuntimeError("another read was given up before, and must be asked for again")
-        if n > SPARE_BYTES:
+        if n > SMALL_BUFFER_BYTES:
             return await self._read_large(n)
         while self._end - self._start < n:
             await self._wait(self._end - self._start, n)
-        found = bytes(memoryview(self._spare)[self._start : self._start + n])
+        found = bytes(memoryview(self._small_buffer)[self._start : self._start + n])
         self._start += n
         if self._start == self._end:
             self._start = self._end = 0
@@ -83,9 +85,9 @@ class Incoming(asyncio.StreamReader):
         if self._large is None:
             self._large = memoryview(bytearray(n))
             self._filled = min(n, self._end - self._start)
-            self._large[: self._filled] = memoryview(self._spare)[self._start : self._start + self._filled]
+            self._large[: self._filled] = memoryview(self._small_buffer)[self._start : self._start + self._filled]
             self._start += self._filled
-        self._gather(bytes_to_wait_for(n - self._filled, self._came))
+        self._set_receive_low_water(bytes_to_wait_for(n - self._filled, self._came))
         while self._filled < n:
             self._resume()
             await self._wait(self._filled, n)
@@ -108,40 +110,40 @@ class Incoming(asyncio.StreamReader):
 
     # --- from the connection -------------------------------------------------------------------------
 
-    def room(self, expected: int) -> memoryview:
+    def buffer_for(self, expected: int) -> memoryview:
         """Where the next bytes go, with room for all that TLS has (`expected`, and the rest of a record).
 
         When the other side has ended, asyncio asks for what is left once; what does not fit then is lost.
         """
-        self._beside = None  # TLS may have asked before, for a record that was not whole, and brought nothing
+        self._overflow = None  # TLS may have asked before, for a record that was not whole, and brought nothing
         wanted, missing = expected + _RECORD_BYTES, self._missing
         if not missing:
             self._make_room(wanted)
-            return memoryview(self._spare)[self._end :]
+            return memoryview(self._small_buffer)[self._end :]
         assert self._large is not None
         if missing >= wanted:
             return self._large[self._filled :]
-        self._beside = bytearray(wanted)
-        return memoryview(self._beside)
+        self._overflow = bytearray(wanted)
+        return memoryview(self._overflow)
 
-    def came(self, count: int) -> None:
-        """So many bytes are in what `room` gave."""
+    def on_received(self, count: int) -> None:
+        """So many bytes are in what `buffer_for` gave."""
         self._came += count
-        if self.arrived is not None:
-            self.arrived(count)
-        beside, self._beside = self._beside, None
+        if self.count_arrived is not None:
+            self.count_arrived(count)
+        beside, self._overflow = self._overflow, None
         into = min(count, self._missing)
         if into:
             if beside is not None:
                 assert self._large is not None
                 self._large[self._filled : self._filled + into] = memoryview(beside)[:into]
             self._filled += into
-            self._gather(min(self._gathers, bytes_to_wait_for(self._missing, self._came)))
+            self._set_receive_low_water(min(self._receive_low_water, bytes_to_wait_for(self._missing, self._came)))
         if beside is not None and count > into:
             self._make_room(count - into)
-            self._spare[self._end : self._end + count - into] = memoryview(beside)[into:count]
+            self._small_buffer[self._end : self._end + count - into] = memoryview(beside)[into:count]
         self._end += count - into
-        if self._end - self._start >= SPARE_BYTES and isinstance(self._connection, asyncio.ReadTransport):
+        if self._end - self._start >= SMALL_BUFFER_BYTES and isinstance(self._connection, asyncio.ReadTransport):
             self._is_paused = True
             self._connection.pause_reading()
         if not self._missing:
@@ -154,12 +156,12 @@ class Incoming(asyncio.StreamReader):
 
     def _make_room(self, wanted: int) -> None:
         """For so many bytes behind what waits."""
-        if self._end + wanted <= len(self._spare):
+        if self._end + wanted <= len(self._small_buffer):
             return
-        waiting = bytes(memoryview(self._spare)[self._start : self._end])
-        if len(waiting) + wanted > len(self._spare):
-            self._spare = bytearray(len(waiting) + wanted)
-        self._spare[: len(waiting)] = waiting
+        waiting = bytes(memoryview(self._small_buffer)[self._start : self._end])
+        if len(waiting) + wanted > len(self._small_buffer):
+            self._small_buffer = bytearray(len(waiting) + wanted)
+        self._small_buffer[: len(waiting)] = waiting
         self._start, self._end = 0, len(waiting)
 
     def _resume(self) -> None:
@@ -171,27 +173,27 @@ class Incoming(asyncio.StreamReader):
         if self._more is not None and not self._more.done():
             self._more.set_result(None)
 
-    def _gather(self, count: int) -> None:
+    def _set_receive_low_water(self, count: int) -> None:
         """Be woken when so many bytes are there; the kernel wakes us earlier where it can hold no more."""
-        if not _WAITS_FOR_PIECES or count == self._gathers or self._connection is None:
+        if not _HAS_RECEIVE_LOW_WATER or count == self._receive_low_water or self._connection is None:
             return
         sock = self._connection.get_extra_info("socket")
         if sock is None:  # the connection was lost: there is nothing to wait for
             return
         with suppress(OSError):  # closed meanwhile
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
-            self._gathers = count
+            self._receive_low_water = count
 
 
-class Ends(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
-    """Brings what TLS decrypts to an `Incoming`."""
+class DirectReaderProtocol(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
+    """Brings what TLS decrypts to an `DirectReader`."""
 
-    def __init__(self, incoming: Incoming) -> None:
+    def __init__(self, incoming: DirectReader) -> None:
         super().__init__(incoming)
         self._incoming = incoming
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._incoming.room(sizehint)
+        return self._incoming.buffer_for(sizehint)
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._incoming.came(nbytes)
+        self._incoming.on_received(nbytes)

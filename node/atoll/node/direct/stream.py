@@ -35,7 +35,7 @@ class _TlsStream(SocketStream):
     """Frames over asyncio's TLS."""
 
     buffer_high_bytes = _WRITE_BYTES  # encrypted already, so bodies may be overwritten; at 0 TLS would never resume
-    sums_bodies = False  # TLS has checked each record
+    checksums_bodies = False  # TLS has checked each record
     flushes_pieces = True
 
     def __init__(self, connection: Connection, protocol: str, max_frame_bytes: int) -> None:
@@ -44,7 +44,7 @@ class _TlsStream(SocketStream):
             protocol,
             connection.reader,
             connection.writer,
-            guard=connection.guard,
+            require_member=connection.require_member,
             traffic=connection.traffic,
             max_frame_bytes=max_frame_bytes,
         )
@@ -68,13 +68,13 @@ class DirectStream(_TlsStream):
         connection: Connection,
         protocol: str,
         max_frame_bytes: int,
-        ended: Callable[[DirectStream], None] = lambda stream: None,
+        on_ended: Callable[[DirectStream], None] = lambda stream: None,
     ) -> None:
         super().__init__(connection, protocol, max_frame_bytes)
-        self.was_let_in = False  # as a dialler
-        self._unanswered = False  # it began, and the acceptor's word is the next that comes
-        self._waited = False  # in vain, for whatever came next
-        self._told_ended = ended  # called once, when this side has ended it
+        self.was_accepted = False  # as a dialler
+        self._awaiting_accept = False  # it began, and the acceptor's word is the next that comes
+        self._receive_timed_out = False  # in vain, for whatever came next
+        self._on_ended = on_ended  # called once, when this side has ended it
         self._closed = False
         self._peer_closed = False
         self._reading = False
@@ -84,16 +84,16 @@ class DirectStream(_TlsStream):
         return True
 
     @property
-    def was_ignored(self) -> bool:
+    def accept_timed_out(self) -> bool:
         """Whether this side began, and waited for a word until its time was up."""
-        return self._waited and self._unanswered
+        return self._receive_timed_out and self._awaiting_accept
 
     async def close(self) -> None:
         if self._closed:
             return
         interrupted = self._reading or self._prefix is not None or self._sending.locked()
         self._closed = True
-        self._forget()
+        self._release()
         try:
             if interrupted or self._writer.is_closing():
                 self._writer.transport.abort()
@@ -106,16 +106,16 @@ class DirectStream(_TlsStream):
             self._writer.transport.abort()
             raise
         finally:
-            self._told_ended(self)
+            self._on_ended(self)
 
     async def receive(self, timeout: timedelta) -> Frame:
         try:
             return await super().receive(timeout)
         except DeadlineExceeded:
-            self._waited = True
+            self._receive_timed_out = True
             raise
 
-    async def turn_away(self, header: Buffer) -> None:
+    async def refuse_and_close(self, header: Buffer) -> None:
         """Refuse, and end; the connection may serve another conversation."""
         try:
             await self.refuse(header)
@@ -123,12 +123,12 @@ class DirectStream(_TlsStream):
             self.abort()
         await self.close()
 
-    async def until_ended(self) -> bool:
+    async def wait_peer_ended(self) -> bool:
         """After `close`: wait for the other side's END. Whether the connection is clean; else it is closed."""
         try:
             async with asyncio.timeout(END_TIMEOUT.total_seconds()):
-                if self._unanswered:
-                    self._take_answer(await super()._read_frame())
+                if self._awaiting_accept:
+                    self._check_accept(await super()._read_frame())
                 if not self._peer_closed:
                     self._check_end(await self._read_prefix())
         except (AtollError, EOFError, OSError, TimeoutError):
@@ -139,11 +139,11 @@ class DirectStream(_TlsStream):
         super().abort()
         if not self._closed:
             self._closed = True
-            self._told_ended(self)
+            self._on_ended(self)
 
-    def _ended(self) -> Unreachable:
+    def _ended_error(self) -> Unreachable:
         self.broken |= not (self._closed or self._peer_closed)
-        return super()._ended()
+        return super()._ended_error()
 
     def _is_over(self) -> bool:
         return self._closed or self._peer_closed or super()._is_over()
@@ -156,37 +156,37 @@ class DirectStream(_TlsStream):
                 view = memoryview(piece)
                 yield from (view[start : start + _WRITE_BYTES] for start in range(0, len(view), _WRITE_BYTES))
 
-    def expect_answer(self) -> None:
+    def expect_accept(self) -> None:
         """As the side that began: `receive` finds whether we are let in before anything else."""
-        self._unanswered = True
+        self._awaiting_accept = True
 
-    async def be_let_in(self, timeout: timedelta) -> None:
+    async def wait_accepted(self, timeout: timedelta) -> None:
         """As the side that began, wait for that.
 
         Raises what the peer refuses with, `FrameInvalid`, `Unreachable`, `DeadlineExceeded`.
         """
-        self._take_answer(await self.receive(timeout))
+        self._check_accept(await self.receive(timeout))
 
-    def _take_answer(self, frame: Frame) -> None:
+    def _check_accept(self, frame: Frame) -> None:
         """Raises `FrameInvalid` unless it lets us in; a refusal is for who receives."""
-        self._unanswered = False
+        self._awaiting_accept = False
         if frame.kind is FrameKind.REFUSAL:
             return
         if frame.kind is not FrameKind.MESSAGE or frame.header or frame.body:
             raise FrameInvalid(f"peer {self.peer_id} began {self.protocol} with something else than to let us in")
-        self.was_let_in = True
+        self.was_accepted = True
 
     async def _read_frame(self) -> Frame:
         frame = await self._read_next()
-        if self._unanswered:
-            self._take_answer(frame)
-            if self.was_let_in:
+        if self._awaiting_accept:
+            self._check_accept(frame)
+            if self.was_accepted:
                 frame = await self._read_next()
         return frame
 
     async def _read_next(self) -> Frame:
         if self._closed or self._peer_closed:
-            raise self._ended()
+            raise self._ended_error()
         self._reading = True
         try:
             prefix = await self._read_prefix()
@@ -196,11 +196,11 @@ class DirectStream(_TlsStream):
             self._reading = False
         self._check_end(prefix)
         self._prefix, self._peer_closed = None, True
-        raise self._ended()
+        raise self._ended_error()
 
     async def _write_end(self) -> None:
         async with self._sending:
-            self._put(pack_prefix(FrameKind.END, b""))
+            self._write_piece(pack_prefix(FrameKind.END, b""))
             await self._flush()
 
     @staticmethod
@@ -220,15 +220,15 @@ class Connection:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         *,
-        guard: Callable[[], object],
+        require_member: Callable[[], object],
         traffic: Traffic,
     ) -> None:
         self.peer_id = peer_id
         self.reader = reader
         self.writer = writer
-        self.guard = guard  # raises when the peer is no member any more
+        self.require_member = require_member  # raises when the peer is no member any more
         self.traffic = traffic
-        self.sock: tcp.Options = writer.get_extra_info("socket")  # for the kernel's figures and for pacing
+        self.sock: tcp.SocketOptions = writer.get_extra_info("socket")  # for the kernel's figures and for pacing
         self._control = _TlsStream(self, PROTOCOL, MAX_BEGIN_BYTES)
 
     @property
@@ -240,25 +240,25 @@ class Connection:
         """Close it now."""
         self.writer.transport.abort()
 
-    async def show(self, shown: bytes) -> None:
+    async def send_proof(self, presented: bytes) -> None:
         """The first thing to send as a dialler: the proof of a ticket."""
-        await self._control.send(FrameKind.MESSAGE, shown)
+        await self._control.send(FrameKind.MESSAGE, presented)
 
     async def begin(
-        self, protocol: str, timeout: timedelta, ended: Callable[[DirectStream], None], *, at_once: bool = False
+        self, protocol: str, timeout: timedelta, on_ended: Callable[[DirectStream], None], *, optimistic: bool = False
     ) -> DirectStream:
-        """Open a conversation and wait to be let in; `at_once`: let `receive` find out whether we are.
+        """Open a conversation and wait to be let in; `optimistic`: let `receive` find out whether we are.
 
         Raises what the peer refuses with; then the connection is as good as before. Raises `Unreachable` or
         `FrameInvalid` when it is not.
         """
-        stream = DirectStream(self, protocol, MAX_FRAME_BYTES, ended)
+        stream = DirectStream(self, protocol, MAX_FRAME_BYTES, on_ended)
         try:
             await self._control.send(FrameKind.MESSAGE, wire.DirectBegin(protocol=protocol).SerializeToString())
-            if at_once:
-                stream.expect_answer()
+            if optimistic:
+                stream.expect_accept()
             else:
-                await stream.be_let_in(timeout)
+                await stream.wait_accepted(timeout)
         except (DeadlineExceeded, FrameInvalid, asyncio.CancelledError):
             stream.abort()
             raise
@@ -270,8 +270,8 @@ class Connection:
             raise
         return stream
 
-    async def next(
-        self, timeout: timedelta, spoken: Collection[str], max_frame_bytes: Callable[[str], int]
+    async def accept_next(
+        self, timeout: timedelta, protocols: Collection[str], max_frame_bytes: Callable[[str], int]
     ) -> DirectStream:
         """The conversation that the dialler begins. Raises `Unreachable`, `FrameInvalid`."""
         frame = await self._control.receive(timeout)
@@ -281,6 +281,6 @@ class Connection:
             raise FrameInvalid("a conversation must begin with a DirectBegin") from error
         if frame.kind is not FrameKind.MESSAGE or frame.body:
             raise FrameInvalid("a conversation must begin with a DirectBegin")
-        if begin.protocol not in spoken:  # nor is it counted under a name of the peer's choice
+        if begin.protocol not in protocols:  # nor is it counted under a name of the peer's choice
             raise FrameInvalid("a conversation must be in a protocol that direct connections are for")
         return DirectStream(self, begin.protocol, max_frame_bytes(begin.protocol))

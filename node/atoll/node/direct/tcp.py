@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-PACES = sys.platform == "linux"
+PACING_SUPPORTED = sys.platform == "linux"
 USER_TIMEOUT_MS = 20_000  # without an acknowledgement: the other side is gone
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_COUNT = 30, 10, 3
 UNSENT_BYTES = 4 * 1024 * 1024  # what the kernel takes beyond what is under way; keeps memory low and ends prompt
@@ -21,7 +21,7 @@ _INFO = struct.Struct("@16xI48xI28xI40xII24xQ8xI")
 _SEGMENTS = 2**32  # where the kernel's counter of delivered ones begins again
 
 
-class Options(Protocol):
+class SocketOptions(Protocol):
     """The part of a socket that is used here; asyncio's own has it too."""
 
     def setsockopt(self, level: int, option: int, value: int, /) -> None: ...
@@ -30,7 +30,7 @@ class Options(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Info:
+class TcpInfo:
     """Figures of one connection since it began."""
 
     delivered_segments: int  # acknowledged, also out of order; begins again at 2^32
@@ -41,14 +41,14 @@ class Info:
     min_rtt_seconds: float
     receiver_limited_seconds: float  # in which the other side's window was what stopped us
 
-    def delivered_since(self, before: Info) -> int:
+    def delivered_since(self, before: TcpInfo) -> int:
         """Bytes, about; a path may have changed what a segment holds."""
         return (self.delivered_segments - before.delivered_segments) % _SEGMENTS * self.segment_bytes
 
 
-def tune(sock: Options) -> None:
+def tune(sock: SocketOptions) -> None:
     """Small frames at once, dead peers noticed, little waiting in the kernel."""
-    wishes = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    options = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
     for name, value in (
         ("TCP_KEEPIDLE", KEEPALIVE_IDLE_SECONDS),
         ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_SECONDS),
@@ -58,23 +58,23 @@ def tune(sock: Options) -> None:
     ):
         option = getattr(socket, name, None)
         if option is not None:
-            wishes.append((socket.IPPROTO_TCP, option, value))
-    for level, option, value in wishes:
+            options.append((socket.IPPROTO_TCP, option, value))
+    for level, option, value in options:
         with suppress(OSError):  # a kernel without it does without
             sock.setsockopt(level, option, value)
 
 
-def pace(sock: Options, bytes_per_second: float) -> None:
+def set_pacing_rate(sock: SocketOptions, bytes_per_second: float) -> None:
     """Send no faster; infinity lifts it. Nothing happens where there is no pacing, or on a closed socket."""
-    if PACES:
+    if PACING_SUPPORTED:
         rate = _UNPACED if bytes_per_second > _MAX_PACE else int(bytes_per_second)
         with suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
 
 
-def info(sock: Options) -> Info | None:
+def info(sock: SocketOptions) -> TcpInfo | None:
     """What the kernel knows; None where it does not tell."""
-    if not PACES:
+    if not PACING_SUPPORTED:
         return None
     try:
         data = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
@@ -83,4 +83,4 @@ def info(sock: Options) -> Info | None:
     if len(data) < _INFO.size:
         return None
     segment, rtt, retransmitted, unsent, min_rtt, limited, delivered = _INFO.unpack(data)
-    return Info(delivered, segment, unsent, retransmitted, rtt / 1e6, min_rtt / 1e6, limited / 1e6)
+    return TcpInfo(delivered, segment, unsent, retransmitted, rtt / 1e6, min_rtt / 1e6, limited / 1e6)

@@ -43,10 +43,10 @@ class Tickets:
         )
         return ticket
 
-    def redeem(self, shown: bytes) -> str | None:
+    def redeem(self, presented: bytes) -> str | None:
         """Who dials with that proof; it is worthless afterwards. None for one that is not good."""
         self._drop_expired()
-        owner, _ = self._good.pop(_digest(shown), (None, 0.0))
+        owner, _ = self._good.pop(_digest(presented), (None, 0.0))
         return owner
 
     def _drop_expired(self) -> None:
@@ -63,5 +63,5 @@ def proof(ticket: bytes, dialler: str, listener: str) -> bytes:
     return hashlib.sha256(b"\0".join((b"atoll direct", ticket, dialler.encode(), listener.encode()))).digest()
 
 
-def _digest(shown: bytes) -> bytes:
-    return hashlib.sha256(shown).digest()
+def _digest(presented: bytes) -> bytes:
+    return hashlib.sha256(presented).digest()

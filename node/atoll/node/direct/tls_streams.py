@@ -9,13 +9,13 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from atoll.node.direct import tcp
-from atoll.node.direct.reader import Ends, Incoming
+from atoll.node.direct.reader import DirectReader, DirectReaderProtocol
 
 
-class _Watched(Ends):
+class _LossReportingProtocol(DirectReaderProtocol):
     """Tells when the connection is gone, for whatever reason."""
 
-    def __init__(self, incoming: Incoming) -> None:
+    def __init__(self, incoming: DirectReader) -> None:
         super().__init__(incoming)
         self.on_lost: Callable[[], None] = lambda: None
 
@@ -24,10 +24,10 @@ class _Watched(Ends):
         self.on_lost()
 
 
-Wire = tuple[Incoming, asyncio.StreamWriter]
+TlsStreams = tuple[DirectReader, asyncio.StreamWriter]
 
 
-async def dial(address: tuple[str, int], context: ssl.SSLContext, timeout: timedelta) -> Wire:
+async def dial(address: tuple[str, int], context: ssl.SSLContext, timeout: timedelta) -> TlsStreams:
     """TCP and TLS to an IP address. Raises `OSError` (also for TLS), `TimeoutError`."""
     loop = asyncio.get_running_loop()
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -47,7 +47,7 @@ async def dial(address: tuple[str, int], context: ssl.SSLContext, timeout: timed
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
-async def accept(sock: socket.socket, context: ssl.SSLContext, timeout: timedelta) -> Wire:
+async def accept(sock: socket.socket, context: ssl.SSLContext, timeout: timedelta) -> TlsStreams:
     """The other side of `dial`, on an accepted socket. Raises `OSError`, `TimeoutError`."""
     loop = asyncio.get_running_loop()
     reader, protocol = _ends()
@@ -59,13 +59,13 @@ async def accept(sock: socket.socket, context: ssl.SSLContext, timeout: timedelt
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
-def when_lost(writer: asyncio.StreamWriter, callback: Callable[[], None]) -> None:
+def on_connection_lost(writer: asyncio.StreamWriter, callback: Callable[[], None]) -> None:
     """Call `callback` once the connection is gone."""
     protocol = writer.transport.get_protocol()
-    assert isinstance(protocol, _Watched)
+    assert isinstance(protocol, _LossReportingProtocol)
     protocol.on_lost = callback
 
 
-def _ends() -> tuple[Incoming, _Watched]:
-    reader = Incoming()
-    return reader, _Watched(reader)
+def _ends() -> tuple[DirectReader, _LossReportingProtocol]:
+    reader = DirectReader()
+    return reader, _LossReportingProtocol(reader)

@@ -33,30 +33,30 @@ from atoll.core import log
 from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned, Unreachable, first_error
 from atoll.core.frames import FrameKind
 from atoll.core.round_id import RoundId
-from atoll.node.exchange.averaged_parts import Average, Take
+from atoll.node.exchange.averaged_parts import Average, AverageSink
 from atoll.node.exchange.codecs import is_finite
-from atoll.node.exchange.partition import Share
+from atoll.node.exchange.partition import ReducerShare
 from atoll.node.exchange.peer_deadlines import next_frame
 from atoll.node.exchange.reducer import Reducer
-from atoll.node.exchange.repair import PROTOCOL, RepairDesk, Repairer
+from atoll.node.exchange.repair import PROTOCOL, RepairClient, RepairServer
 from atoll.node.exchange.screening import Screen
-from atoll.node.exchange.weighted_sum import by_tokens
+from atoll.node.exchange.weighted_sum import token_weight
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
-__all__ = ["PROTOCOL", "Exchange", "ExchangeServer", "PartsHeld"]
+__all__ = ["PROTOCOL", "Exchange", "ExchangeResult", "ExchangeServer"]
 
-_EARLY_PER_PEER = 4
-_REDUCER_PATIENCE = 2.5  # stalls
-_KNOCK_AGAIN = timedelta(seconds=1)
+_MAX_EARLY_STREAMS_PER_PEER = 4
+_REDUCER_TIMEOUT_STALLS = 2.5  # stalls
+_RECONNECT_INTERVAL = timedelta(seconds=1)
 _REPAIR_TURNS = 4  # holders that may be tried one after another before the time is up
 
 _log = log.get("exchange")
 
 
 @dataclass(frozen=True)
-class PartsHeld:
+class ExchangeResult:
     """What an exchange came to on one member."""
 
     digests: tuple[bytes, ...]  # SHA-256 of each part's encoded bytes, in the order of the vector; empty: missing
@@ -73,15 +73,15 @@ class Exchange:
         start: dp.Start,
         network: Network,
         contribution_E: Tensor,
-        take: Take,
+        sink: AverageSink,
         executor: Executor,
         timeout: timedelta,
         stall: timedelta,
         *,
         screen: Screen | None,
-        weigh: Callable[[int], int] = by_tokens,
+        weigh: Callable[[int], int] = token_weight,
     ) -> None:
-        """`take` gets the average, part by part.
+        """`sink` gets the average, part by part.
 
         `screen`: how contributions are judged; None: not at all. `weigh`: how much one of so many tokens weighs.
         """
@@ -93,20 +93,20 @@ class Exchange:
         self._timeout = timeout
         self._stall = stall
         self._weights = {item.peer_id: item.weight for item in start.contributions}  # in the order of the sum
-        self._average = Average(start, take, executor)
+        self._average = Average(start, sink, executor)
         self._reducer: Reducer | None = None
-        for share in self._average.shares:
+        for share in self._average.reducer_shares:
             if share.reducer == self._me:
                 self._reducer = Reducer(
                     self._me, self._weights, share, contribution_E, self._average, stall, screen=screen, weigh=weigh
                 )
-        self._desk = RepairDesk(self._average)
+        self._repair_server = RepairServer(self._average)
         self._came: set[str] = set()  # members whose stream to us as a reducer came
         self._serving: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._streams: list[Stream] = []  # open ones
         self._bytes_sent = 0  # on closed ones
-        self._is_over = False  # `run` has returned
+        self._run_finished = False  # `run` has returned
         self._has_ended = False
 
     @property
@@ -114,7 +114,7 @@ class Exchange:
         """Socket bytes of this exchange's streams so far, in this node's sending direction."""
         return self._bytes_sent + sum(stream.bytes_sent for stream in self._streams)
 
-    async def run(self) -> PartsHeld:
+    async def run(self) -> ExchangeResult:
         """Have the average taken as far as the others let us, in time.
 
         Returns when every part is here or belongs to somebody who failed, or when the time is up. Other members are
@@ -126,7 +126,7 @@ class Exchange:
             async with asyncio.timeout(self._timeout.total_seconds()), asyncio.TaskGroup() as tasks:
                 if self._reducer is not None:
                     tasks.create_task(self._reducer.run(self._timeout))
-                for share in self._average.shares:
+                for share in self._average.reducer_shares:
                     if share.reducer != self._me:
                         tasks.create_task(self._contribute(share))
         except TimeoutError:
@@ -136,11 +136,11 @@ class Exchange:
         finally:
             if self._reducer is not None:
                 self._reducer.close()
-            self._is_over = True
+            self._run_finished = True
             self._forget_contribution()
         ours = self._reducer
         partial, verdicts = (tuple(sorted(ours.partial)), ours.verdicts) if ours is not None else ((), ())
-        return PartsHeld(self._average.digests, partial, verdicts, dict(self.faults))
+        return ExchangeResult(self._average.digests, partial, verdicts, dict(self.faults))
 
     async def repair(self, digests: Sequence[bytes], holders: Mapping[int, Sequence[str]], timeout: timedelta) -> bool:
         """After `run`: make the average what was settled; empty digests become a zero update.
@@ -153,14 +153,16 @@ class Exchange:
             return False
         await self._average.zero([index for index, digest in enumerate(digests) if not digest])
         wanted = {index: digest for index, digest in enumerate(digests) if digest and digest != have[index]}
-        patience = min(self._stall, timeout / _REPAIR_TURNS)
-        repairer = Repairer(self.round_id, self._network, self._average, patience, self._counted, self._fault)
+        frame_timeout = min(self._stall, timeout / _REPAIR_TURNS)
+        repairer = RepairClient(
+            self.round_id, self._network, self._average, frame_timeout, self._track_stream, self._fault
+        )
         await repairer.fetch(wanted, holders, timeout)
         return True
 
-    def let_go(self) -> None:
+    def drop_sink(self) -> None:
         """Nobody takes the average any more; members that lack parts of it are still served."""
-        self._average.let_go()
+        self._average.drop_sink()
 
     def end(self) -> None:
         """The round is over: serve nobody any more, forget the encoded bytes."""
@@ -172,7 +174,7 @@ class Exchange:
 
     def _forget_contribution(self) -> None:
         """Once nobody reads it any more: tracebacks of ended streams would keep it."""
-        if self._is_over and self._has_ended:
+        if self._run_finished and self._has_ended:
             self._contribution_E = torch.empty(0)
             if self._reducer is not None:
                 self._reducer.forget_contribution()
@@ -187,15 +189,15 @@ class Exchange:
         if peer in self._came:
             raise self._misbehaved(peer, f"{peer} opened a second stream for round {self.round_id}")
         self._came.add(peer)
-        await self._until_ended(stream, self._reducer.converse(stream))
+        await self._serve_until_end(stream, self._reducer.serve_contributor(stream))
 
     async def serve_repair(self, stream: Stream, indices: Sequence[int]) -> None:
         """Give a member the parts that it lacks. Raises `PeerMisbehaved`."""
         if stream.peer_id not in self._weights:
             raise self._misbehaved(stream.peer_id, f"{stream.peer_id} has no part in round {self.round_id}")
-        await self._until_ended(stream, self._desk.answer(stream, indices))
+        await self._serve_until_end(stream, self._repair_server.answer(stream, indices))
 
-    async def _until_ended(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
+    async def _serve_until_end(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
         """Do `work` for the other side of `stream` to its end or to ours."""
         task = asyncio.create_task(work)
         self._serving.add(task)
@@ -216,14 +218,14 @@ class Exchange:
 
     # --- our vector to the other reducers ------------------------------------------------------------
 
-    async def _contribute(self, share: Share) -> None:
+    async def _contribute(self, share: ReducerShare) -> None:
         """Whatever happens to the reducer, it ends quietly with that reducer's remaining parts missing."""
         try:
             stream = await self._open(share.reducer)
-            with self._counted(stream):
+            with self._track_stream(stream):
                 async with asyncio.TaskGroup() as tasks:
-                    giving = tasks.create_task(self._give(stream, share))
-                    await self._take(stream, share)
+                    giving = tasks.create_task(self._send_contribution(stream, share))
+                    await self._receive_averages(stream, share)
                     giving.cancel()
         except AtollError as error:
             self._reducer_lost(share, error)
@@ -239,28 +241,30 @@ class Exchange:
         until = loop.time() + self._stall.total_seconds()
         while True:
             try:
-                return await self._network.open(reducer, PROTOCOL, self._stall * _REDUCER_PATIENCE)
+                return await self._network.open(reducer, PROTOCOL, self._stall * _REDUCER_TIMEOUT_STALLS)
             except Unreachable:
-                if loop.time() + _KNOCK_AGAIN.total_seconds() >= until:
+                if loop.time() + _RECONNECT_INTERVAL.total_seconds() >= until:
                     raise
-            await asyncio.sleep(_KNOCK_AGAIN.total_seconds())
+            await asyncio.sleep(_RECONNECT_INTERVAL.total_seconds())
 
-    async def _give(self, stream: Stream, share: Share) -> None:
+    async def _send_contribution(self, stream: Stream, share: ReducerShare) -> None:
         header = dp.ExchangeHeader(round=self.round_id.to_proto())
         await stream.send(FrameKind.MESSAGE, header.SerializeToString())
         for part in share.parts if self._weights[self._me] else ():
             body = await self._average.compute(self._average.codec.encode, self._contribution_E[part.start : part.end])
             await stream.send(FrameKind.PART, self._average.header(share.first + part.index, part.index), body)
 
-    async def _take(self, stream: Stream, share: Share) -> None:
+    async def _receive_averages(self, stream: Stream, share: ReducerShare) -> None:
         for part in share.parts:
-            frame = await next_frame(stream, self._stall * _REDUCER_PATIENCE, lambda: self._is_silent(share.reducer))
+            frame = await next_frame(
+                stream, self._stall * _REDUCER_TIMEOUT_STALLS, lambda: self._is_silent(share.reducer)
+            )
             index = share.first + part.index
-            self._average.check(frame, index, share.reducer, named=part.index)
+            self._average.check(frame, index, share.reducer, number_in_stream=part.index)
             if frame.body:  # else nobody contributed to it
                 await self._average.put(index, frame.body)
 
-    def _reducer_lost(self, share: Share, error: AtollError) -> None:
+    def _reducer_lost(self, share: ReducerShare, error: AtollError) -> None:
         _log.info("reducer given up", peer=share.reducer, reason=str(error))
         if isinstance(error, PeerMisbehaved):
             self._fault(share.reducer, str(error))
@@ -271,7 +275,7 @@ class Exchange:
     # --- small words ---------------------------------------------------------------------------------
 
     @contextmanager
-    def _counted(self, stream: Stream) -> Iterator[None]:
+    def _track_stream(self, stream: Stream) -> Iterator[None]:
         """Count the bytes of a stream that we opened, and close it, without waiting for who may be dead."""
         self._streams.append(stream)
         try:
@@ -334,11 +338,11 @@ class ExchangeServer:
                 raise RoundAbandoned(f"round {round_id} is not kept here")
             await self._exchanges[round_id].serve_repair(stream, header.repair)
         else:
-            await (await self._soon(stream.peer_id, round_id)).serve(stream)
+            await (await self._wait_for_exchange(stream.peer_id, round_id)).serve(stream)
 
-    async def _soon(self, peer: str, round_id: RoundId) -> Exchange:
+    async def _wait_for_exchange(self, peer: str, round_id: RoundId) -> Exchange:
         """The exchange of that round; waits a little, because Start may reach others before us."""
-        if self._early[peer] >= _EARLY_PER_PEER:
+        if self._early[peer] >= _MAX_EARLY_STREAMS_PER_PEER:
             raise PeerMisbehaved("too many rounds are announced at once")
         self._early[peer] += 1
         try:

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from atoll.core.errors import PartInvalid
 from atoll.core.frames import Buffer, Frame, FrameKind
-from atoll.node.exchange.codecs import BY_NUMBER, PIECE, Codec, Opened
-from atoll.node.exchange.partition import Part, ReduceRange, shares
+from atoll.node.exchange.codecs import BY_NUMBER, PIECE_ELEMENTS, CheckedPart, Codec
+from atoll.node.exchange.partition import Part, ReduceRange, reducer_shares
 from atoll.v1 import dataplane_pb2 as dp
 
 _MOST_HEADER_BYTES = 64  # a `PartHeader` has 16
 
-Take = Callable[[int, Tensor], object]
+AverageSink = Callable[[int, Tensor], object]
 """Called with a first element and the values from there on, fp32, which are the caller's again afterwards: for all of a
 part piece by piece, and again when they change. From threads, for one part after the other or side by side, but never
 twice at once for the same."""
@@ -37,12 +37,12 @@ Arguments = TypeVarTuple("Arguments")
 class Average:
     """The parts of one round's average, by their index in the order of the vector."""
 
-    def __init__(self, start: dp.Start, take: Take, executor: Executor) -> None:
+    def __init__(self, start: dp.Start, sink: AverageSink, executor: Executor) -> None:
         ranges = [ReduceRange(piece.reducer, piece.start, piece.end) for piece in start.partition]
         self.codec: Codec = BY_NUMBER[start.codec]
-        self.shares = shares(ranges, start.part_elements)
-        self._parts = [part for share in self.shares for part in share.parts]
-        self._take = take
+        self.reducer_shares = reducer_shares(ranges, start.part_elements)
+        self._parts = [part for share in self.reducer_shares for part in share.parts]
+        self._sink = sink
         self._executor = executor
         self._bodies: list[Buffer | None] = [None] * len(self._parts)
         self._digests = [b""] * len(self._parts)
@@ -59,13 +59,13 @@ class Average:
         """A part's encoded bytes, if they are here."""
         return self._bodies[index]
 
-    def header(self, index: int, named: int | None = None) -> bytes:
-        """The `PartHeader` of a part, which one stream may number otherwise (`named`) than the vector does."""
+    def header(self, index: int, number_in_stream: int | None = None) -> bytes:
+        """The `PartHeader` of a part, which one stream may number otherwise (`number_in_stream`) than the vector does."""
         elements = self._parts[index].elements
-        number = index if named is None else named
+        number = index if number_in_stream is None else number_in_stream
         return dp.PartHeader(index=number, elements=elements, codec=self.codec.number).SerializeToString()
 
-    def check(self, frame: Frame, index: int, peer: str, named: int | None = None) -> None:
+    def check(self, frame: Frame, index: int, peer: str, number_in_stream: int | None = None) -> None:
         """Compare a frame with what is due before anything is done with its body. Raises `PartInvalid`."""
         if len(frame.header) > _MOST_HEADER_BYTES:  # it is kept with the body
             raise PartInvalid(f"{peer} sent a part with a header of {len(frame.header)} bytes")
@@ -75,15 +75,15 @@ class Average:
             header = dp.PartHeader.FromString(frame.header)
         except DecodeError as error:
             raise PartInvalid(f"{peer} sent a part without a header") from error
-        due = (index if named is None else named, self._parts[index].elements, self.codec.number)
+        due = (index if number_in_stream is None else number_in_stream, self._parts[index].elements, self.codec.number)
         if (header.index, header.elements, header.codec) != due:
             raise PartInvalid(f"{peer} sent part {header.index} with {header.elements} elements out of turn")
 
-    def open(self, body: Buffer, part: Part) -> Opened:
+    def open(self, body: Buffer, part: Part) -> CheckedPart:
         """Somebody's values for a part. Raises `PartInvalid`."""
         return self.codec.open(body, part.elements)
 
-    async def make(self, index: int, work: Callable[[], tuple[Buffer, T]]) -> T:
+    async def compute_part(self, index: int, work: Callable[[], tuple[Buffer, T]]) -> T:
         """Take the bytes of a part that `work` makes, in the executor. Raises `PartInvalid`, and what it raises."""
 
         def made() -> tuple[Buffer, bytes, T]:
@@ -103,13 +103,13 @@ class Average:
             self._bodies[index], self._digests[index] = None, b""
         await self.compute(self._clear, [self._parts[index] for index in indices])
 
-    def let_go(self) -> None:
+    def drop_sink(self) -> None:
         """Forget who took the average; tracebacks of ended streams would keep it. Others are still served."""
-        self._take = lambda start, values_E: None
+        self._sink = lambda start, values_E: None
 
     def release(self) -> None:
         """Forget the encoded bytes, too."""
-        self.let_go()
+        self.drop_sink()
         self._bodies = [None] * len(self._parts)
 
     async def compute(self, work: Callable[[Unpack[Arguments]], T], *arguments: *Arguments) -> T:
@@ -127,13 +127,13 @@ class Average:
         found = hashlib.sha256(body).digest()
         if digest is not None and found != digest:
             raise PartInvalid("the bytes of a part do not have the digest that was settled")
-        opened, take, values_C = self.open(body, part), self._take, torch.empty(min(PIECE, part.elements))
-        for first in range(0, part.elements, PIECE):
+        opened, sink, values_C = self.open(body, part), self._sink, torch.empty(min(PIECE_ELEMENTS, part.elements))
+        for first in range(0, part.elements, PIECE_ELEMENTS):
             some_C = values_C[: part.elements - first]
-            opened.into(first, some_C)
-            take(part.start + first, some_C)
+            opened.decode_into(first, some_C)
+            sink(part.start + first, some_C)
         return body, found
 
     def _clear(self, cleared: list[Part]) -> None:
         for part in cleared:
-            self._take(part.start, torch.zeros(part.elements))
+            self._sink(part.start, torch.zeros(part.elements))

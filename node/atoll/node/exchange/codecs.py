@@ -29,13 +29,15 @@ from atoll.core.errors import PartInvalid
 from atoll.core.frames import Buffer
 from atoll.v1 import common_pb2 as pb
 
-BLOCK = 128
-PIECE = 2**17  # elements that are coded at a time: whole blocks
+BLOCK_ELEMENTS = 128
+PIECE_ELEMENTS = 2**17  # elements that are coded at a time: whole blocks
 _SCALE_BYTES = 2
 _INT2_LEVELS = torch.tensor([-1.510, -0.4528, 0.4528, 1.510])  # of codes 0 to 3
-_INT2_FOURS = torch.stack([_INT2_LEVELS[(torch.arange(256) >> shift) & 3] for shift in (0, 2, 4, 6)], dim=1)  # by byte
+_INT2_DECODE_TABLE = torch.stack(
+    [_INT2_LEVELS[(torch.arange(256) >> shift) & 3] for shift in (0, 2, 4, 6)], dim=1
+)  # by byte
 _INT2_BETWEEN = 0.9816  # the two levels of a sign
-_INT2_MIDDLE = torch.tensor([-1e-45, 0.0]).repeat(BLOCK // 2)  # what is more is up; so zeros take turns
+_INT2_MIDDLE = torch.tensor([-1e-45, 0.0]).repeat(BLOCK_ELEMENTS // 2)  # what is more is up; so zeros take turns
 _INT2_LARGEST = 2.0**127  # scale that times the largest level is finite
 
 
@@ -51,19 +53,19 @@ class Codec(ABC):
 
     def encode(self, values_E: Tensor) -> memoryview:
         """Bytes of a 1-D fp32 tensor. Raises `PartInvalid` if a value is not finite."""
-        encoded = Encoded(self, values_E.numel())
-        for first in range(0, values_E.numel(), PIECE):
-            encoded.put(first, values_E[first : first + PIECE])
+        encoded = PartEncoder(self, values_E.numel())
+        for first in range(0, values_E.numel(), PIECE_ELEMENTS):
+            encoded.put(first, values_E[first : first + PIECE_ELEMENTS])
         return encoded.body()
 
-    def open(self, body: Buffer, elements: int) -> Opened:
+    def open(self, body: Buffer, elements: int) -> CheckedPart:
         """Somebody's bytes, checked: what the peer's size and values have to be. Raises `PartInvalid`."""
         expected = self.encoded_bytes(elements)
         if len(body) != expected:
             raise PartInvalid(
                 f"a part of {elements} elements in {self.name} has {expected} bytes, this one {len(body)}"
             )
-        opened = Opened(self, self._fields(_raw(body), elements), elements)
+        opened = CheckedPart(self, self._fields(_raw(body), elements), elements)
         if not self._is_finite(opened):
             raise PartInvalid(f"a part in {self.name} holds values that are not finite")
         return opened
@@ -71,8 +73,8 @@ class Codec(ABC):
     def decode(self, body: Buffer, elements: int) -> Tensor:
         """The 1-D fp32 tensor that every member gets from these bytes. Raises `PartInvalid`."""
         opened, values_E = self.open(body, elements), torch.empty(elements)
-        for first in range(0, elements, PIECE):
-            opened.into(first, values_E[first : first + PIECE])
+        for first in range(0, elements, PIECE_ELEMENTS):
+            opened.decode_into(first, values_E[first : first + PIECE_ELEMENTS])
         return values_E
 
     @abstractmethod
@@ -84,20 +86,20 @@ class Codec(ABC):
         """What the bytes consist of, as views of them."""
 
     @abstractmethod
-    def _put(self, fields: Fields, first: int, values_C: Tensor) -> bool:
+    def _encode_range(self, fields: Fields, first: int, values_C: Tensor) -> bool:
         """Encode values from element `first` on. Whether they are finite."""
 
     @abstractmethod
-    def _get(self, fields: Fields, first: int, values_C: Tensor) -> None:
+    def _decode_range(self, fields: Fields, first: int, values_C: Tensor) -> None:
         """Decode as many elements as `values_C` has, from `first` on."""
 
     @abstractmethod
-    def _is_finite(self, opened: Opened) -> bool:
+    def _is_finite(self, opened: CheckedPart) -> bool:
         """Whether all values that were encoded are; their number is right."""
 
 
-class Encoded:
-    """Bytes of a part that is encoded piece by piece, none longer than `PIECE`, from elements at whole pieces on."""
+class PartEncoder:
+    """Bytes of a part that is encoded piece by piece, none longer than `PIECE_ELEMENTS`, from elements at whole pieces on."""
 
     def __init__(self, codec: Codec, elements: int) -> None:
         self._codec = codec
@@ -107,7 +109,7 @@ class Encoded:
 
     def put(self, first: int, values_C: Tensor) -> None:
         """The fp32 values from element `first` on."""
-        self._finite &= self._codec._put(self._fields, first, values_C)
+        self._finite &= self._codec._encode_range(self._fields, first, values_C)
 
     def body(self) -> memoryview:
         """What was put, not copied. Raises `PartInvalid` if a value was not finite."""
@@ -116,7 +118,7 @@ class Encoded:
         return self._raw.numpy().data
 
 
-class Opened:
+class CheckedPart:
     """A part's bytes that were checked, and that nobody changes any more."""
 
     def __init__(self, codec: Codec, fields: Fields, elements: int) -> None:
@@ -124,9 +126,9 @@ class Opened:
         self.fields = fields
         self.elements = elements
 
-    def into(self, first: int, values_C: Tensor) -> None:
-        """Write the values from element `first` on, at a whole block, into fp32 [C], up to `PIECE` of them."""
-        self.codec._get(self.fields, first, values_C)
+    def decode_into(self, first: int, values_C: Tensor) -> None:
+        """Write the values from element `first` on, at a whole block, into fp32 [C], up to `PIECE_ELEMENTS` of them."""
+        self.codec._decode_range(self.fields, first, values_C)
 
 
 def is_finite(values_E: Tensor) -> bool:
@@ -149,9 +151,9 @@ class _Scratch(threading.local):
     """What is in between, of one thread: memory that is in its cache and was not fetched from the system just now."""
 
     def __init__(self) -> None:
-        self.values = torch.empty(PIECE)  # fp32
-        self.pairs = torch.empty(PIECE // 2, dtype=torch.int16)
-        self.others = torch.empty(PIECE // 2, dtype=torch.int16)
+        self.values = torch.empty(PIECE_ELEMENTS)  # fp32
+        self.pairs = torch.empty(PIECE_ELEMENTS // 2, dtype=torch.int16)
+        self.others = torch.empty(PIECE_ELEMENTS // 2, dtype=torch.int16)
 
 
 _scratch = _Scratch()
@@ -171,17 +173,17 @@ class _Cast(Codec):
     def _fields(self, raw: Tensor, elements: int) -> Fields:
         return (raw.view(self._dtype),)
 
-    def _put(self, fields: Fields, first: int, values_C: Tensor) -> bool:
+    def _encode_range(self, fields: Fields, first: int, values_C: Tensor) -> bool:
         low, high = (float(end) for end in torch.aminmax(values_C))
         if max(-low, high) > self._limit:
             values_C = torch.clamp(values_C, -self._limit, self._limit, out=_scratch.values[: len(values_C)])
         fields[0][first : first + len(values_C)] = values_C
         return math.isfinite(low) and math.isfinite(high)
 
-    def _get(self, fields: Fields, first: int, values_C: Tensor) -> None:
+    def _decode_range(self, fields: Fields, first: int, values_C: Tensor) -> None:
         values_C.copy_(fields[0][first : first + len(values_C)])
 
-    def _is_finite(self, opened: Opened) -> bool:
+    def _is_finite(self, opened: CheckedPart) -> bool:
         return is_finite(opened.fields[0])
 
 
@@ -195,11 +197,11 @@ class _Blockwise(Codec):
         return _blocks(elements) * (_SCALE_BYTES + self._code_bytes)
 
     @abstractmethod
-    def _code(self, values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> bool:
+    def _encode_blocks(self, values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> bool:
         """From fp32 [blocks, BLOCK], of which so many elements are no padding. Whether they are finite."""
 
     @abstractmethod
-    def _levels(self, packed: Tensor, values: Tensor) -> None:
+    def _decode_blocks(self, packed: Tensor, values: Tensor) -> None:
         """The codes as fp32 [blocks, BLOCK], not scaled yet."""
 
     def _fields(self, raw: Tensor, elements: int) -> Fields:
@@ -207,44 +209,46 @@ class _Blockwise(Codec):
         scale_bytes = _blocks(elements) * _SCALE_BYTES
         return raw[:scale_bytes].view(torch.bfloat16), raw[scale_bytes:].view(-1, self._code_bytes)
 
-    def _put(self, fields: Fields, first: int, values_C: Tensor) -> bool:
-        scales, packed = (field[first // BLOCK : _blocks(first + len(values_C))] for field in fields)
-        padding = -len(values_C) % BLOCK
+    def _encode_range(self, fields: Fields, first: int, values_C: Tensor) -> bool:
+        scales, packed = (field[first // BLOCK_ELEMENTS : _blocks(first + len(values_C))] for field in fields)
+        padding = -len(values_C) % BLOCK_ELEMENTS
         values = torch.nn.functional.pad(values_C, (0, padding)) if padding else values_C
-        return self._code(values.view(-1, BLOCK), len(values_C), scales, packed)
+        return self._encode_blocks(values.view(-1, BLOCK_ELEMENTS), len(values_C), scales, packed)
 
-    def _get(self, fields: Fields, first: int, values_C: Tensor) -> None:
-        scales, packed = (field[first // BLOCK : _blocks(first + len(values_C))] for field in fields)
-        whole = len(values_C) % BLOCK == 0
-        values = (values_C if whole else _scratch.values[: len(scales) * BLOCK]).view(-1, BLOCK)
-        self._levels(packed, values)
+    def _decode_range(self, fields: Fields, first: int, values_C: Tensor) -> None:
+        scales, packed = (field[first // BLOCK_ELEMENTS : _blocks(first + len(values_C))] for field in fields)
+        whole = len(values_C) % BLOCK_ELEMENTS == 0
+        values = (values_C if whole else _scratch.values[: len(scales) * BLOCK_ELEMENTS]).view(-1, BLOCK_ELEMENTS)
+        self._decode_blocks(packed, values)
         values.mul_(scales.to(torch.float32).unsqueeze(1))
         if not whole:
             values_C.copy_(values.view(-1)[: len(values_C)])
 
-    def _is_finite(self, opened: Opened) -> bool:
+    def _is_finite(self, opened: CheckedPart) -> bool:
         if not opened.elements:
             return True
         low, high = (float(end) for end in torch.aminmax(opened.fields[0]))
         largest = max(-low, high)
         if not math.isfinite(low + high) or largest <= torch.finfo(torch.float32).max / self._largest:
             return math.isfinite(low + high)
-        values_C = torch.empty(PIECE)  # nobody honest comes here
-        return all(is_finite(self._some(opened, first, values_C)) for first in range(0, opened.elements, PIECE))
+        values_C = torch.empty(PIECE_ELEMENTS)  # nobody honest comes here
+        return all(
+            is_finite(self._some(opened, first, values_C)) for first in range(0, opened.elements, PIECE_ELEMENTS)
+        )
 
-    def _some(self, opened: Opened, first: int, values_C: Tensor) -> Tensor:
+    def _some(self, opened: CheckedPart, first: int, values_C: Tensor) -> Tensor:
         some_C = values_C[: opened.elements - first]
-        opened.into(first, some_C)
+        opened.decode_into(first, some_C)
         return some_C
 
 
 def _blocks(elements: int) -> int:
-    return -(-elements // BLOCK)
+    return -(-elements // BLOCK_ELEMENTS)
 
 
 def _quantise(values: Tensor, levels: int, scales: Tensor) -> tuple[Tensor, bool]:
     """Whole numbers in [-levels, levels] as fp32 [blocks, BLOCK] in scratch; whether all was finite. Sets scales."""
-    whole = _scratch.values[: values.numel()].view(-1, BLOCK)
+    whole = _scratch.values[: values.numel()].view(-1, BLOCK_ELEMENTS)
     scales.copy_(torch.abs(values, out=whole).amax(dim=1).div_(levels))
     divisor = scales.to(torch.float32)
     finite = math.isfinite(divisor.amax())
@@ -253,30 +257,30 @@ def _quantise(values: Tensor, levels: int, scales: Tensor) -> tuple[Tensor, bool
 
 
 class _Int8(_Blockwise):
-    _code_bytes = BLOCK
+    _code_bytes = BLOCK_ELEMENTS
     _largest = 128.0
 
-    def _code(self, values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> bool:
+    def _encode_blocks(self, values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> bool:
         whole, finite = _quantise(values, 127, scales)
         packed.view(torch.int8).copy_(whole)
         return finite
 
-    def _levels(self, packed: Tensor, values: Tensor) -> None:
+    def _decode_blocks(self, packed: Tensor, values: Tensor) -> None:
         values.copy_(packed.view(torch.int8))
 
 
 class _Int4(_Blockwise):
-    _code_bytes = BLOCK // 2
+    _code_bytes = BLOCK_ELEMENTS // 2
     _largest = 8.0
 
-    def _code(self, values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> bool:
+    def _encode_blocks(self, values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> bool:
         whole, finite = _quantise(values, 7, scales)
         pairs, high = (kept[: whole.numel() // 2] for kept in (_scratch.pairs, _scratch.others))
         pairs.view(torch.int8).copy_(whole.add_(8.0).view(-1))  # none negative; to uint8 takes five times as long
         packed.view(-1).copy_(pairs.bitwise_or_(torch.bitwise_right_shift(pairs, 4, out=high)))  # the low byte of each
         return finite
 
-    def _levels(self, packed: Tensor, values: Tensor) -> None:
+    def _decode_blocks(self, packed: Tensor, values: Tensor) -> None:
         pairs, high = (kept[: packed.numel()] for kept in (_scratch.pairs, _scratch.others))
         pairs.copy_(packed.view(-1))
         pairs.bitwise_or_(torch.bitwise_left_shift(pairs, 4, out=high)).bitwise_and_(0x0F0F)  # a nibble a byte
@@ -284,11 +288,11 @@ class _Int4(_Blockwise):
 
 
 class _Int2(_Blockwise):
-    _code_bytes = BLOCK // 4
+    _code_bytes = BLOCK_ELEMENTS // 4
     _largest = 2.0
 
-    def _code(self, values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> bool:
-        filled = (elements - torch.arange(0, elements, BLOCK)).clamp(max=BLOCK)
+    def _encode_blocks(self, values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> bool:
+        filled = (elements - torch.arange(0, elements, BLOCK_ELEMENTS)).clamp(max=BLOCK_ELEMENTS)
         norms = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64)
         scales.copy_((norms / filled.sqrt()).clamp_(max=_INT2_LARGEST))
         limit = scales.to(torch.float32).unsqueeze(1) * _INT2_BETWEEN
@@ -300,8 +304,8 @@ class _Int2(_Blockwise):
         packed.copy_(fours | (fours >> 12))  # the low byte of each
         return math.isfinite(norms.amax())
 
-    def _levels(self, packed: Tensor, values: Tensor) -> None:
-        torch.index_select(_INT2_FOURS, 0, packed.view(-1).to(torch.int32), out=values.view(-1, 4))
+    def _decode_blocks(self, packed: Tensor, values: Tensor) -> None:
+        torch.index_select(_INT2_DECODE_TABLE, 0, packed.view(-1).to(torch.int32), out=values.view(-1, 4))
 
 
 _ALL: tuple[Codec, ...] = (

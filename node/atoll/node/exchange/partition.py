@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-BLOCK = 128  # of the block codecs; ranges start on whole blocks
-LEAST_PART = 2**17  # elements; smaller ones cost more than they overlap
-MOST_PART_BYTES = 512 * 1024  # as encoded
+BLOCK_ELEMENTS = 128  # of the block codecs; ranges start on whole blocks
+MIN_PART_ELEMENTS = 2**17  # elements; smaller ones cost more than they overlap
+MAX_PART_BYTES = 512 * 1024  # as encoded
 _PARTS = 16  # of the longest range, at least, where that leaves them large enough
 
 
@@ -39,7 +39,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Share:
+class ReducerShare:
     """The parts that one reducer sums; its part i is part `first` + i in the order of the vector."""
 
     reducer: str
@@ -57,24 +57,24 @@ def partition(elements: int, members: Sequence[str], bandwidth: Mapping[str, int
     weights = [max(0, bandwidth.get(peer, 0)) for peer in members]
     if not any(weights):
         weights = [1] * len(members)
-    blocks = -(-elements // BLOCK)
+    blocks = -(-elements // BLOCK_ELEMENTS)
     total = sum(weights)
     ranges = []
     start = passed = 0
     for peer, weight in zip(members, weights, strict=True):
         passed += weight
-        end = min(elements, (blocks * passed // total) * BLOCK)
+        end = min(elements, (blocks * passed // total) * BLOCK_ELEMENTS)
         ranges.append(ReduceRange(peer, start, end))
         start = end
     return tuple(ranges)
 
 
 def part_elements(ranges: Iterable[ReduceRange], encoded_bytes: Callable[[int], int], most: int) -> int:
-    """How long parts are: whole blocks, `most` elements at most (a multiple of `BLOCK`, like the result)."""
+    """How long parts are: whole blocks, `most` elements at most (a multiple of `BLOCK_ELEMENTS`, like the result)."""
     longest = max(piece.end - piece.start for piece in ranges)
-    fit = MOST_PART_BYTES // encoded_bytes(BLOCK)
-    wanted = max(LEAST_PART // BLOCK, -(-longest // (_PARTS * BLOCK)))
-    return min(most, BLOCK * min(fit, wanted))
+    fit = MAX_PART_BYTES // encoded_bytes(BLOCK_ELEMENTS)
+    wanted = max(MIN_PART_ELEMENTS // BLOCK_ELEMENTS, -(-longest // (_PARTS * BLOCK_ELEMENTS)))
+    return min(most, BLOCK_ELEMENTS * min(fit, wanted))
 
 
 def parts(piece: ReduceRange, part_elements: int) -> tuple[Part, ...]:
@@ -83,13 +83,13 @@ def parts(piece: ReduceRange, part_elements: int) -> tuple[Part, ...]:
     return tuple(Part(i, start, min(start + part_elements, piece.end)) for i, start in enumerate(starts))
 
 
-def shares(ranges: Iterable[ReduceRange], part_elements: int) -> tuple[Share, ...]:
+def reducer_shares(ranges: Iterable[ReduceRange], part_elements: int) -> tuple[ReducerShare, ...]:
     """Every reducer's parts, numbered through the vector; reducers of nothing are left out."""
-    found: list[Share] = []
+    found: list[ReducerShare] = []
     first = 0
     for piece in ranges:
         cut = parts(piece, part_elements)
         if cut:
-            found.append(Share(piece.reducer, first, cut))
+            found.append(ReducerShare(piece.reducer, first, cut))
         first += len(cut)
     return tuple(found)

@@ -23,41 +23,41 @@ from atoll.core import log
 from atoll.core.errors import DeadlineExceeded, PartInvalid, Unreachable, first_error
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.exchange.averaged_parts import Average
-from atoll.node.exchange.codecs import Opened
-from atoll.node.exchange.partition import Part, Share
-from atoll.node.exchange.peer_deadlines import SLICES, happens, next_frame
+from atoll.node.exchange.codecs import CheckedPart
+from atoll.node.exchange.partition import Part, ReducerShare
+from atoll.node.exchange.peer_deadlines import WAIT_SLICES, next_frame, wait_for_event
 from atoll.node.exchange.screening import Screen
-from atoll.node.exchange.weighted_sum import Source, by_tokens, encoded_mean, factors_of, plain
+from atoll.node.exchange.weighted_sum import PieceSource, encoded_mean, screening_factors, tensor_source, token_weight
 from atoll.node.wire.transport import Stream
 from atoll.v1 import manifest_pb2
 
 _READ_AHEAD = 2  # parts of a contributor that wait while earlier ones are summed
 _HALF_TIME = 0.5
-_UNTIL_ENDED = timedelta(days=1)  # the end of the exchange cancels the wait
+_NO_DEADLINE = timedelta(days=1)  # the end of the exchange cancels the wait
 
 _log = log.get("exchange")
 
 
-class Inlet:
+class ContributorQueue:
     """Parts of one contributor, checked and in order, until it has given all or is given up."""
 
     def __init__(self, peer: str, parts: int) -> None:
         self.peer = peer
         self.open = True
-        self.heard = asyncio.Event()  # a first frame came, or none is expected any more
+        self.first_frame_seen = asyncio.Event()  # a first frame came, or none is expected any more
         self._due = parts
         self._room = asyncio.Semaphore(_READ_AHEAD)
-        self._waiting: asyncio.Queue[Opened | None] = asyncio.Queue()
+        self._waiting: asyncio.Queue[CheckedPart | None] = asyncio.Queue()
         self._dry = False
 
-    async def put(self, given: Opened) -> None:
+    async def put(self, given: CheckedPart) -> None:
         """Add the next part; waits while earlier ones are not summed."""
         await self._room.acquire()
         if self.open:
             self._due -= 1
             self._waiting.put_nowait(given)
 
-    async def next(self) -> Opened | None:
+    async def next(self) -> CheckedPart | None:
         """The next part; None once the contributor is given up."""
         if self._dry:
             return None
@@ -75,7 +75,7 @@ class Inlet:
         """Expect nothing more. Whether anything was missing still; parts that came are still summed."""
         missing = self.open and self._due > 0
         self.open = False
-        self.heard.set()
+        self.first_frame_seen.set()
         if missing:
             self._waiting.put_nowait(None)
             self._room.release()
@@ -89,13 +89,13 @@ class Reducer:
         self,
         me: str,
         weights: Mapping[str, int],
-        share: Share,
+        share: ReducerShare,
         contribution_E: Tensor,
         average: Average,
         stall: timedelta,
         *,
         screen: Screen | None,
-        weigh: Callable[[int], int] = by_tokens,
+        weigh: Callable[[int], int] = token_weight,
     ) -> None:
         """`weights` are tokens, `weigh` says how much so many weigh.
 
@@ -110,12 +110,14 @@ class Reducer:
         self._average = average
         self._stall = stall
         self._screen = screen
-        self._pull = weigh
+        self._weigh = weigh
         self._places = {peer: place for place, peer in enumerate(weights)}
         self._left_out: Counter[int] = Counter()  # parts, by contributor
         self._scaled: Counter[int] = Counter()
         count = len(share.parts)
-        self._inlets = {peer: Inlet(peer, count) for peer, weight in weights.items() if weight and peer != me}
+        self._queues = {
+            peer: ContributorQueue(peer, count) for peer, weight in weights.items() if weight and peer != me
+        }
         self._finished = [asyncio.Event() for _ in share.parts]  # averaged, or never will be
 
     @property
@@ -136,17 +138,17 @@ class Reducer:
         """Average every part. Only our own bugs and cancellation raise."""
         half_time = asyncio.get_running_loop().time() + _HALF_TIME * timeout.total_seconds()
         async with asyncio.TaskGroup() as tasks:
-            for inlet in self._inlets.values():
-                tasks.create_task(self._watch(inlet))
+            for queue in self._queues.values():
+                tasks.create_task(self._await_first_frame(queue))
             for part, finished in zip(self._share.parts, self._finished, strict=True):
                 values = await self._collect(part, half_time)
-                await self._make(part, values)
+                await self._average_part(part, values)
                 finished.set()
 
     def close(self) -> None:
         """What is not averaged by now never will be; those who wait for it are told so."""
-        for inlet in self._inlets.values():
-            inlet.close()
+        for queue in self._queues.values():
+            queue.close()
         for finished in self._finished:
             finished.set()
 
@@ -154,51 +156,51 @@ class Reducer:
         """After `run`: our own values are not needed any more."""
         self._contribution_E = torch.empty(0)
 
-    async def converse(self, stream: Stream) -> None:
+    async def serve_contributor(self, stream: Stream) -> None:
         """Take one member's parts and give it the averages, until it closes the stream. Raises `PeerMisbehaved`."""
-        inlet = self._inlets.get(stream.peer_id)
+        queue = self._queues.get(stream.peer_id)
         why = "the exchange ended"
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._take(stream, inlet))
-                tasks.create_task(self._give(stream))
+                tasks.create_task(self._receive_parts(stream, queue))
+                tasks.create_task(self._send_averages(stream))
         except ExceptionGroup as group:
             error = first_error(group)
             why = str(error)
             if not isinstance(error, Unreachable):
                 raise error from group
         finally:
-            if inlet is not None:
-                self._give_up(inlet, why)
+            if queue is not None:
+                self._give_up(queue, why)
 
     # --- in ------------------------------------------------------------------------------------------
 
-    async def _watch(self, inlet: Inlet) -> None:
+    async def _await_first_frame(self, queue: ContributorQueue) -> None:
         """From the beginning a first part is due, also of somebody whose stream has not come."""
-        if not await happens(inlet.heard, self._stall):
-            self._give_up(inlet, f"it sent nothing within {self._stall}")
+        if not await wait_for_event(queue.first_frame_seen, self._stall):
+            self._give_up(queue, f"it sent nothing within {self._stall}")
 
-    async def _take(self, stream: Stream, inlet: Inlet | None) -> None:
+    async def _receive_parts(self, stream: Stream, queue: ContributorQueue | None) -> None:
         """Read to the end of the stream; what comes after giving up is thrown away, so that averages still flow."""
-        for part in self._share.parts if inlet is not None else ():
-            assert inlet is not None
-            frame = await self._frame(stream, inlet)
-            inlet.heard.set()
-            self._average.check(frame, self._share.first + part.index, inlet.peer, named=part.index)
-            if inlet.open:
-                await inlet.put(self._average.open(frame.body, part))
-        await next_frame(stream, _UNTIL_ENDED)
+        for part in self._share.parts if queue is not None else ():
+            assert queue is not None
+            frame = await self._frame(stream, queue)
+            queue.first_frame_seen.set()
+            self._average.check(frame, self._share.first + part.index, queue.peer, number_in_stream=part.index)
+            if queue.open:
+                await queue.put(self._average.open(frame.body, part))
+        await next_frame(stream, _NO_DEADLINE)
         raise PartInvalid(f"{stream.peer_id} sent more parts than are due")
 
-    async def _frame(self, stream: Stream, inlet: Inlet) -> Frame:
-        if inlet.open:
+    async def _frame(self, stream: Stream, queue: ContributorQueue) -> Frame:
+        if queue.open:
             try:
                 return await next_frame(stream, self._stall)
             except DeadlineExceeded as error:
-                self._give_up(inlet, str(error))
-        return await next_frame(stream, _UNTIL_ENDED)
+                self._give_up(queue, str(error))
+        return await next_frame(stream, _NO_DEADLINE)
 
-    async def _give(self, stream: Stream) -> None:
+    async def _send_averages(self, stream: Stream) -> None:
         """Send the averages as they come, an empty body for what has none."""
         for part, finished in zip(self._share.parts, self._finished, strict=True):
             await finished.wait()
@@ -206,56 +208,56 @@ class Reducer:
             body = self._average.body(index) or b""
             await stream.send(FrameKind.PART, self._average.header(index, part.index), body)
 
-    def _give_up(self, inlet: Inlet, why: str) -> None:
-        if inlet.close():
-            self.given_up.add(inlet.peer)
-            _log.info("contributor given up", peer=inlet.peer, reason=why)
+    def _give_up(self, queue: ContributorQueue, why: str) -> None:
+        if queue.close():
+            self.given_up.add(queue.peer)
+            _log.info("contributor given up", peer=queue.peer, reason=why)
 
     # --- sums ----------------------------------------------------------------------------------------
 
-    async def _collect(self, part: Part, half_time: float) -> dict[str, Source]:
+    async def _collect(self, part: Part, half_time: float) -> dict[str, PieceSource]:
         """Values of this part from everybody who gives them."""
-        values: dict[str, Source] = {}
-        for peer, inlet in self._inlets.items():
-            given = await self._given(inlet, half_time)
+        values: dict[str, PieceSource] = {}
+        for peer, queue in self._queues.items():
+            given = await self._next_values(queue, half_time)
             if given is not None:
-                values[peer] = given.into
+                values[peer] = given.decode_into
         if self._weights[self._me]:
-            values[self._me] = plain(self._contribution_E[part.start : part.end])
+            values[self._me] = tensor_source(self._contribution_E[part.start : part.end])
         return values
 
-    async def _given(self, inlet: Inlet, half_time: float) -> Opened | None:
+    async def _next_values(self, queue: ContributorQueue, half_time: float) -> CheckedPart | None:
         loop = asyncio.get_running_loop()
-        grace = (self._stall / SLICES).total_seconds()
+        grace = (self._stall / WAIT_SLICES).total_seconds()
         while True:
             try:
                 async with asyncio.timeout_at(max(half_time, loop.time() + grace)):
-                    return await inlet.next()
+                    return await queue.next()
             except TimeoutError:
-                others = [other for other in self._inlets.values() if other.open and other is not inlet]
+                others = [other for other in self._queues.values() if other.open and other is not queue]
                 if others and 2 * sum(other.full for other in others) >= len(others):
-                    self._give_up(inlet, "it holds the others up")
+                    self._give_up(queue, "it holds the others up")
 
-    async def _make(self, part: Part, values: Mapping[str, Source]) -> None:
+    async def _average_part(self, part: Part, values: Mapping[str, PieceSource]) -> None:
         if not values:
-            self.partial |= self._inlets.keys()
+            self.partial |= self._queues.keys()
             return
         try:
             index = self._share.first + part.index
-            factors = await self._average.make(index, lambda: self._averaged(part.elements, values))
-            self.partial |= self._inlets.keys() - values.keys()
+            factors = await self._average.compute_part(index, lambda: self._encode_mean(part.elements, values))
+            self.partial |= self._queues.keys() - values.keys()
             self._left_out.update(self._places[peer] for peer, factor in factors.items() if factor == 0)
             self._scaled.update(self._places[peer] for peer, factor in factors.items() if 0 < factor < 1)
         except PartInvalid as error:
             # finite values whose mean is not: nobody in particular is to blame, and nobody gets this part
             _log.warning("part without an average", part=part.index, reason=str(error))
 
-    def _averaged(self, elements: int, values: Mapping[str, Source]) -> tuple[memoryview, dict[str, float]]:
+    def _encode_mean(self, elements: int, values: Mapping[str, PieceSource]) -> tuple[memoryview, dict[str, float]]:
         """The bytes of the average, the same for everybody, and what of each contribution is in it."""
         present = [peer for peer in self._weights if peer in values]  # in the order of the members
-        sources, work = [values[peer] for peer in present], [self._weights[peer] for peer in present]
+        sources, tokens = [values[peer] for peer in present], [self._weights[peer] for peer in present]
         factors = (1.0,) * len(present)
         if self._screen is not None:
-            factors = factors_of(sources, work, elements, self._screen)
-        body = encoded_mean(self._average.codec, sources, [self._pull(it) for it in work], factors, elements)
+            factors = screening_factors(sources, tokens, elements, self._screen)
+        body = encoded_mean(self._average.codec, sources, [self._weigh(it) for it in tokens], factors, elements)
         return body, dict(zip(present, factors, strict=True))

@@ -21,22 +21,26 @@ from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 
 PROTOCOL = "/atoll/average/1"
-MAX_ASKED = 256  # parts in one question
+MAX_PARTS_PER_REQUEST = 256  # parts in one question
 _MAX_STREAMS = 2  # questions of one member that are answered at once
 
-Counted = Callable[[Stream], AbstractContextManager[None]]
+TrackStream = Callable[[Stream], AbstractContextManager[None]]
 
 
-class RepairDesk:
+class RepairServer:
     """Answers members that lack parts."""
 
     def __init__(self, average: Average) -> None:
         self._average = average
-        self._asking: Counter[str] = Counter()
+        self._active_requests: Counter[str] = Counter()
 
     async def answer(self, stream: Stream, indices: Sequence[int]) -> None:
         """One frame per part, with an empty body for what is not here. Raises `PeerMisbehaved`."""
-        if len(indices) > MAX_ASKED or len(set(indices)) < len(indices) or max(indices) >= len(self._average):
+        if (
+            len(indices) > MAX_PARTS_PER_REQUEST
+            or len(set(indices)) < len(indices)
+            or max(indices) >= len(self._average)
+        ):
             raise PeerMisbehaved(f"{stream.peer_id} asked for parts that nobody can need")
         with self._slot(stream.peer_id):
             for index in indices:
@@ -45,16 +49,16 @@ class RepairDesk:
 
     @contextmanager
     def _slot(self, peer: str) -> Iterator[None]:
-        if self._asking[peer] >= _MAX_STREAMS:
+        if self._active_requests[peer] >= _MAX_STREAMS:
             raise PeerMisbehaved(f"{peer} asks for too many parts at once")
-        self._asking[peer] += 1
+        self._active_requests[peer] += 1
         try:
             yield
         finally:
-            self._asking[peer] -= 1
+            self._active_requests[peer] -= 1
 
 
-class Repairer:
+class RepairClient:
     """Fetches parts by digest from their holders, all holders at once."""
 
     def __init__(
@@ -62,15 +66,15 @@ class Repairer:
         round_id: RoundId,
         network: Network,
         average: Average,
-        patience: timedelta,
-        counted: Counted,
+        frame_timeout: timedelta,
+        track_stream: TrackStream,
         fault: Callable[[str, str], None],
     ) -> None:
         self._round_id = round_id
         self._network = network
         self._average = average
-        self._patience = patience  # for a holder's next frame
-        self._counted = counted
+        self._frame_timeout = frame_timeout  # for a holder's next frame
+        self._track_stream = track_stream
         self._fault = fault
 
     async def fetch(
@@ -85,7 +89,7 @@ class Repairer:
         try:
             async with asyncio.timeout(timeout.total_seconds()):
                 while self._wanted:
-                    await self._ask_all(self._share_out())
+                    await self._request_all(self._assign_to_holders())
         except TimeoutError:
             raise self._failure(min(self._wanted), "the time is up") from None
 
@@ -93,7 +97,7 @@ class Repairer:
         """The error that names a part that could not be had."""
         return RoundAbandoned(f"part {index} of {len(self._average)} cannot be repaired: {why}")
 
-    def _share_out(self) -> dict[str, list[int]]:
+    def _assign_to_holders(self) -> dict[str, list[int]]:
         """For every holder about as many questions as for the others."""
         questions: defaultdict[str, list[int]] = defaultdict(list)
         for index in sorted(self._wanted):
@@ -102,19 +106,19 @@ class Repairer:
             questions[min(self._sources[index], key=lambda peer: len(questions[peer]))].append(index)
         return questions
 
-    async def _ask_all(self, questions: Mapping[str, Sequence[int]]) -> None:
+    async def _request_all(self, questions: Mapping[str, Sequence[int]]) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for peer, indices in questions.items():
-                    tasks.create_task(self._ask(peer, indices))
+                    tasks.create_task(self._request_parts(peer, indices))
         except ExceptionGroup as group:
             raise first_error(group) from group
 
-    async def _ask(self, peer: str, indices: Sequence[int]) -> None:
+    async def _request_parts(self, peer: str, indices: Sequence[int]) -> None:
         """Whatever `peer` fails to give, somebody else is asked for in the next turn."""
         try:
-            for start in range(0, len(indices), MAX_ASKED):
-                await self._ask_some(peer, indices[start : start + MAX_ASKED])
+            for start in range(0, len(indices), MAX_PARTS_PER_REQUEST):
+                await self._request_batch(peer, indices[start : start + MAX_PARTS_PER_REQUEST])
         except AtollError as error:
             self._last_failure = str(error)
             if isinstance(error, PeerMisbehaved):
@@ -123,13 +127,13 @@ class Repairer:
                 if peer in sources:
                     sources.remove(peer)
 
-    async def _ask_some(self, peer: str, indices: Sequence[int]) -> None:
-        stream = await self._network.open(peer, PROTOCOL, self._patience)
-        with self._counted(stream):
+    async def _request_batch(self, peer: str, indices: Sequence[int]) -> None:
+        stream = await self._network.open(peer, PROTOCOL, self._frame_timeout)
+        with self._track_stream(stream):
             header = dp.ExchangeHeader(round=self._round_id.to_proto(), repair=indices)
             await stream.send(FrameKind.MESSAGE, header.SerializeToString())
             for index in indices:
-                frame = await next_frame(stream, self._patience)
+                frame = await next_frame(stream, self._frame_timeout)
                 self._average.check(frame, index, peer)
                 if frame.body:
                     await self._put(peer, index, frame.body)

@@ -29,12 +29,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MOST = 2.0  # of the usual norm, and of what the optimiser can do: more is scaled down to it
-LEAST = 0.25  # of the usual norm: less is left out
-WORK_EXPONENTS = (0.5, 0.75, 1.0)  # of tokens in a norm: at least, usually, at most
-AGREEMENT = 0.3  # of the usual cosine: less is left out
-CHANCE = 4.0  # standard deviations of the cosine of unrelated vectors
-JUDGES = 3  # contributions, at least
+MAX_NORM_RATIO = 2.0  # of the usual norm, and of what the optimiser can do: more is scaled down to it
+MIN_NORM_RATIO = 0.25  # of the usual norm: less is left out
+NORM_EXPONENTS = (0.5, 0.75, 1.0)  # of tokens in a norm: at least, usually, at most
+MIN_COSINE_RATIO = 0.3  # of the usual cosine: less is left out
+CHANCE_COSINE_SIGMAS = 4.0  # standard deviations of the cosine of unrelated vectors
+MIN_CONTRIBUTIONS = 3  # contributions, at least
 
 _CHUNK = 2**15  # elements that whole vectors are multiplied by at a time
 _FACTOR_BITS = 20  # that count of a factor; sums of fp64 differ in the last of their 53
@@ -44,8 +44,8 @@ _FACTOR_BITS = 20  # that count of a factor; sums of fp64 differ in the last of 
 class Screen:
     """What a run and its plan say about honest contributions."""
 
-    change: float  # the most by which the optimiser moves one element while it trains one token
-    least: float = LEAST  # of the usual norm; 0 where a step takes more tokens for some than for others
+    max_change_per_token: float  # the most by which the optimiser moves one element while it trains one token
+    least: float = MIN_NORM_RATIO  # of the usual norm; 0 where a step takes more tokens for some than for others
 
 
 class InnerProducts:
@@ -81,53 +81,57 @@ def inner_products(values: Sequence[Tensor]) -> Tensor:
     return products.sums()
 
 
-def judge(products_nn: Tensor, work: Sequence[int], elements: int, screen: Screen) -> tuple[float, ...]:
+def factors_from_products(
+    products_nn: Tensor, tokens: Sequence[int], elements: int, screen: Screen
+) -> tuple[float, ...]:
     """What of each contribution enters the sum: 0 nothing of it, 1 all, between them the factor that scales it down.
 
-    `products_nn` are their inner products, `work` their tokens (positive), `elements` the length of the part.
+    `products_nn` are their inner products, `tokens` their tokens (positive), `elements` the length of the part.
     """
-    work_n = torch.tensor(work, dtype=torch.float64)
+    tokens_n = torch.tensor(tokens, dtype=torch.float64)
     norms_n = products_nn.diagonal().sqrt()
-    factors_n = (_limits(norms_n, work_n, elements, screen.change) / norms_n).clamp(max=1.0).nan_to_num(nan=1.0)
+    factors_n = (
+        (_limits(norms_n, tokens_n, elements, screen.max_change_per_token) / norms_n).clamp(max=1.0).nan_to_num(nan=1.0)
+    )
     there = norms_n.nonzero().view(-1)
-    for _ in range((len(there) - 1) // 2 if len(there) >= JUDGES else 0):
-        worst = _worst(products_nn[there][:, there], work_n[there], elements)
+    for _ in range((len(there) - 1) // 2 if len(there) >= MIN_CONTRIBUTIONS else 0):
+        worst = _worst(products_nn[there][:, there], tokens_n[there], elements)
         if worst is None:
             break
         factors_n[there[worst]] = 0.0
         there = torch.cat((there[:worst], there[worst + 1 :]))
-    small = [index for index in _small(norms_n, work_n, screen.least) if factors_n[index] > 0]
+    small = [index for index in _small(norms_n, tokens_n, screen.least) if factors_n[index] > 0]
     left_out = int((factors_n == 0).sum())
-    factors_n[small[: max(0, (len(work) - 1) // 2 - left_out)]] = 0.0
+    factors_n[small[: max(0, (len(tokens) - 1) // 2 - left_out)]] = 0.0
     return tuple(_rounded(factor) for factor in factors_n.tolist())
 
 
-def _limits(norms_n: Tensor, work_n: Tensor, elements: int, change: float) -> Tensor:
+def _limits(norms_n: Tensor, tokens_n: Tensor, elements: int, max_change_per_token: float) -> Tensor:
     """The largest norm that each may have."""
-    limits_n = MOST * change * math.sqrt(elements) * work_n
+    limits_n = MAX_NORM_RATIO * max_change_per_token * math.sqrt(elements) * tokens_n
     there = norms_n.nonzero().view(-1)
-    if len(there) >= JUDGES:
-        least, usually, most = WORK_EXPONENTS
-        relative_n = work_n / _upper_median(work_n[there])
+    if len(there) >= MIN_CONTRIBUTIONS:
+        least, usually, most = NORM_EXPONENTS
+        relative_n = tokens_n / _upper_median(tokens_n[there])
         usual = _upper_median((norms_n / relative_n**usually)[there])
-        limits_n = torch.minimum(limits_n, MOST * usual * torch.maximum(relative_n**least, relative_n**most))
+        limits_n = torch.minimum(limits_n, MAX_NORM_RATIO * usual * torch.maximum(relative_n**least, relative_n**most))
     return limits_n
 
 
-def _small(norms_n: Tensor, work_n: Tensor, bar: float) -> list[int]:
+def _small(norms_n: Tensor, tokens_n: Tensor, bar: float) -> list[int]:
     """Who brings too little for its work, the smallest first."""
-    if len(norms_n) < JUDGES:
+    if len(norms_n) < MIN_CONTRIBUTIONS:
         return []
-    least, usually, most = WORK_EXPONENTS
-    relative_n = work_n / _upper_median(work_n)
+    least, usually, most = NORM_EXPONENTS
+    relative_n = tokens_n / _upper_median(tokens_n)
     usual = (norms_n / relative_n**usually).median()  # the lower one: fewer than half are below it
     sizes_n = norms_n / (usual * torch.minimum(relative_n**least, relative_n**most))  # NaN where most are zero
     return [index for index in sizes_n.argsort().tolist() if sizes_n[index] < bar]
 
 
-def _worst(products_nn: Tensor, work_n: Tensor, elements: int) -> int | None:
+def _worst(products_nn: Tensor, tokens_n: Tensor, elements: int) -> int | None:
     """Who agrees least with the others, if that is too little."""
-    norms_n, count = products_nn.diagonal().sqrt(), len(work_n)
+    norms_n, count = products_nn.diagonal().sqrt(), len(tokens_n)
     cosines_nn = products_nn / torch.outer(norms_n, norms_n)
     alone_nn = ~torch.eye(count, dtype=torch.bool)
     rest_nm = cosines_nn[alone_nn].view(count, count - 1)  # row j: to everybody else
@@ -140,10 +144,10 @@ def _worst(products_nn: Tensor, work_n: Tensor, elements: int) -> int | None:
     without_nn = torch.full_like(cosines_nn, math.nan)
     without_nn[alone_nn] = without_nm.flatten()
     usual_n = without_nn.T[alone_nn].view(count, count - 1).median(dim=1).values
-    bar_n = (work_n / _upper_median(work_n)).sqrt().clamp(max=1.0)
-    merits_n = (median_n / (usual_n * bar_n)).where(usual_n > CHANCE / math.sqrt(elements), math.inf)
+    bar_n = (tokens_n / _upper_median(tokens_n)).sqrt().clamp(max=1.0)
+    merits_n = (median_n / (usual_n * bar_n)).where(usual_n > CHANCE_COSINE_SIGMAS / math.sqrt(elements), math.inf)
     worst = int(merits_n.argmin())
-    return worst if merits_n[worst] < AGREEMENT else None
+    return worst if merits_n[worst] < MIN_COSINE_RATIO else None
 
 
 def _upper_median(values_n: Tensor) -> Tensor:

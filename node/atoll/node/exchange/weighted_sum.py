@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import PartInvalid
-from atoll.node.exchange.codecs import PIECE, Codec, Encoded
-from atoll.node.exchange.screening import InnerProducts, Screen, judge
+from atoll.node.exchange.codecs import PIECE_ELEMENTS, Codec, PartEncoder
+from atoll.node.exchange.screening import InnerProducts, Screen, factors_from_products
 
-Source = Callable[[int, Tensor], None]
+PieceSource = Callable[[int, Tensor], None]
 """Writes one contributor's values from an element on, at a whole piece, into fp32 [C]."""
 
 _CACHED_ELEMENTS = 2**19  # of all contributors
-_LEAST_PIECE = 2**14  # elements: fewer cost more in calls than they save in fetches
+_MIN_PIECE_ELEMENTS = 2**14  # elements: fewer cost more in calls than they save in fetches
 
 
-def plain(values_E: Tensor) -> Source:
+def tensor_source(values_E: Tensor) -> PieceSource:
     """Values that are not encoded."""
     return partial(_copy, values_E)
 
@@ -34,16 +34,18 @@ def _copy(values_E: Tensor, first: int, values_C: Tensor) -> None:
     values_C.copy_(values_E[first : first + len(values_C)])
 
 
-def factors_of(sources: Sequence[Source], work: Sequence[int], elements: int, screen: Screen) -> tuple[float, ...]:
-    """What of each contribution enters the sum (`screening.judge`)."""
-    piece = min(_piece(len(sources)), elements)
+def screening_factors(
+    sources: Sequence[PieceSource], tokens: Sequence[int], elements: int, screen: Screen
+) -> tuple[float, ...]:
+    """What of each contribution enters the sum (`screening.factors_from_products`)."""
+    piece = min(_piece_elements(len(sources)), elements)
     products, value_C = InnerProducts(len(sources), piece), torch.empty(piece)
     for first in range(0, elements, piece):
         products.add(_decoded(sources, first, value_C[: elements - first]))
-    return judge(products.sums(), work, elements, screen)
+    return factors_from_products(products.sums(), tokens, elements, screen)
 
 
-def _decoded(sources: Iterable[Source], first: int, value_C: Tensor) -> Iterator[Tensor]:
+def _decoded(sources: Iterable[PieceSource], first: int, value_C: Tensor) -> Iterator[Tensor]:
     """One after another, in the same memory."""
     for source in sources:
         source(first, value_C)
@@ -51,14 +53,16 @@ def _decoded(sources: Iterable[Source], first: int, value_C: Tensor) -> Iterator
 
 
 def encoded_mean(
-    codec: Codec, sources: Sequence[Source], weights: Sequence[int], factors: Sequence[float], elements: int
+    codec: Codec, sources: Sequence[PieceSource], weights: Sequence[int], factors: Sequence[float], elements: int
 ) -> memoryview:
     """The bytes of Σ wᵢ·fᵢ·xᵢ / Σ wᵢ. Raises `PartInvalid` if that is not finite, or nobody is in it."""
-    counted = [(source, share) for source, share in zip(sources, shares_of(weights, factors), strict=True) if share > 0]
+    counted = [
+        (source, share) for source, share in zip(sources, mean_coefficients(weights, factors), strict=True) if share > 0
+    ]
     if not counted:
         raise PartInvalid("nobody is in this sum")
-    encoded, scratch = Encoded(codec, elements), torch.empty(3, min(PIECE, elements))
-    for first in range(0, elements, PIECE):
+    encoded, scratch = PartEncoder(codec, elements), torch.empty(3, min(PIECE_ELEMENTS, elements))
+    for first in range(0, elements, PIECE_ELEMENTS):
         value_C, sum_C, product_C = scratch[:, : elements - first]
         mean = RunningSum(sum_C, product_C)
         for source, share in counted:
@@ -68,17 +72,17 @@ def encoded_mean(
     return encoded.body()
 
 
-def _piece(count: int) -> int:
+def _piece_elements(count: int) -> int:
     """Elements of each contributor at a time."""
-    return int(min(PIECE, max(_LEAST_PIECE, 2 ** ((_CACHED_ELEMENTS // count).bit_length() - 1))))
+    return int(min(PIECE_ELEMENTS, max(_MIN_PIECE_ELEMENTS, 2 ** ((_CACHED_ELEMENTS // count).bit_length() - 1))))
 
 
-def by_tokens(tokens: int) -> int:
+def token_weight(tokens: int) -> int:
     """A contribution weighs what was trained for it."""
     return tokens
 
 
-def by_roots(tokens: int) -> int:
+def sqrt_token_weight(tokens: int) -> int:
     """It weighs the square root of that, in 1/1024: the noise of gradients falls with more steps, their drift grows.
 
     Integers, so that all machines agree; 0 for nothing.
@@ -86,10 +90,10 @@ def by_roots(tokens: int) -> int:
     return math.isqrt(tokens << 20)
 
 
-WEIGHTINGS = {"tokens": by_tokens, "roots": by_roots}
+WEIGHTINGS = {"tokens": token_weight, "roots": sqrt_token_weight}
 
 
-def shares_of(weights: Sequence[int], factors: Sequence[float]) -> tuple[float, ...]:
+def mean_coefficients(weights: Sequence[int], factors: Sequence[float]) -> tuple[float, ...]:
     """wᵢ·fᵢ / Σ wᵢ of each member in a mean; members of weight or factor 0 have 0, and are in neither sum."""
     counts = [weight > 0 and factor > 0 for weight, factor in zip(weights, factors, strict=True)]
     total = float(sum(weight for weight, there in zip(weights, counts, strict=True) if there))
@@ -102,7 +106,7 @@ def shares_of(weights: Sequence[int], factors: Sequence[float]) -> tuple[float, 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[int], factors: Sequence[float] = ()) -> Tensor:
     """Σ wᵢ·fᵢ·xᵢ / Σ wᵢ in the order given, fp32, on the host; at least one must count."""
     mean = RunningSum(torch.empty_like(values[0]), torch.empty_like(values[0]))
-    for value, share in zip(values, shares_of(weights, factors or (1.0,) * len(values)), strict=True):
+    for value, share in zip(values, mean_coefficients(weights, factors or (1.0,) * len(values)), strict=True):
         if share > 0:
             mean.add(value, share)
     return mean.sum_C

@@ -171,7 +171,7 @@ def initial_parameters(shape: ModelShape, seed: int) -> Iterator[tuple[str, Tens
 
 
 def _drawn(model: Decoder, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """TypicalDistance with σ = 0.02; what feeds the residual stream is scaled by 1/√(2·blocks) (GPT-2), norms are one."""
+    """Normal with σ = 0.02; what feeds the residual stream is scaled by 1/√(2·blocks) (GPT-2), norms are one."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     residual_std = INITIAL_STD / max(1.0, 2.0 * (len(model.layers) - 2)) ** 0.5
     for name, parameter in model.named_parameters():

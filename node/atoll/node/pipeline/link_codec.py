@@ -47,14 +47,14 @@ class LinkCodecs:
         place: RoutePlace,
         micro_batch_elements: int,
         micro_batch_seconds: Callable[[], float],
-        rate_to: Callable[[str], float],
+        bytes_per_second_to: Callable[[str], float],
     ) -> None:
-        """`micro_batch_seconds`: what computing takes, 0 while unknown. `rate_to`: bytes per second to a peer."""
+        """`micro_batch_seconds`: what computing takes, 0 while unknown. `bytes_per_second_to`: bytes per second to a peer."""
         neighbours = (stage for stage in (place.stage - 1, place.stage + 1) if 0 <= stage < place.stages)
         self.codecs = dict.fromkeys(neighbours, NARROW_CODEC)  # by the stage that a link leads to
         self._cable, self._peers = cable, place.peers
         self._bytes = WIDE_BYTES * micro_batch_elements
-        self._seconds, self._rate_to = micro_batch_seconds, rate_to
+        self._seconds, self._rate_to = micro_batch_seconds, bytes_per_second_to
 
     async def run(self) -> NoReturn:
         """Until cancelled."""

@@ -20,7 +20,7 @@ from atoll.core.quorum import Electorate
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import counted_tokens, require_valid_verdicts, strip_unknown_verdict_fields
 from atoll.node.exchange.codecs import BY_NUMBER, CODECS, Codec
-from atoll.node.exchange.partition import LEAST_PART, ReduceRange, part_elements, partition
+from atoll.node.exchange.partition import MIN_PART_ELEMENTS, ReduceRange, part_elements, partition
 from atoll.node.rounds.types import RoundPolicy
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -186,7 +186,7 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
     if any(manifest.layers[layer] != head.manifest.layers[layer] for layer in others):
         raise PeerMisbehaved("a result to vote for changes layers that are not of its fragment")
     elements = fragment.elements if ours else policy.fragments[-1].end
-    most_parts = -(-elements // min(LEAST_PART, policy.part_elements)) + len(made)
+    most_parts = -(-elements // min(MIN_PART_ELEMENTS, policy.part_elements)) + len(made)
     if not _may_use(policy, manifest.codec) or not manifest.parts_zeroed <= manifest.parts_total <= most_parts:
         raise PeerMisbehaved("a result to vote for has another codec, or more parts than there are")
     samples = {item.peer_id: item.samples for item in made}

@@ -9,7 +9,7 @@ from functools import lru_cache
 from atoll.core.fragments import split_into_fragments
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import CODECS
-from atoll.node.exchange.partition import MOST_PART_BYTES
+from atoll.node.exchange.partition import MAX_PART_BYTES
 from atoll.node.exchange.screening import Screen
 from atoll.node.exchange.weighted_sum import WEIGHTINGS
 from atoll.node.rounds.codec_choice import allowed
@@ -47,7 +47,7 @@ def policy_of(spec: RunSpec, layer_offsets: Sequence[int], cuts: tuple[int, ...]
     elements = max(fragment.elements for fragment in fragments)
     codecs = allowed(spec.sync.codec)
     coded = CODECS[codecs[0]].encoded_bytes
-    part_bytes = min(MOST_PART_BYTES, coded(spec.sync.part_elements))
+    part_bytes = min(MAX_PART_BYTES, coded(spec.sync.part_elements))
     vector, part = (timedelta(seconds=size / _SLOWEST_LINK) for size in (coded(elements), part_bytes))
     return RoundPolicy(
         run_id=spec.run.name,

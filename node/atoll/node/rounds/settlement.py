@@ -17,7 +17,7 @@ DIGEST_BYTES = 32
 
 
 class PartsReport(Protocol):
-    """What one member has; `dataplane.Parts` is one, `allreduce.PartsHeld` too."""
+    """What one member has; `dataplane.Parts` is one, `allreduce.ExchangeResult` too."""
 
     @property
     def digests(self) -> Sequence[bytes]:

@@ -124,7 +124,7 @@ class RoundResults:
         running, self._running = self._running, None
         if running is not None:
             running.task.cancel()
-            running.exchange.let_go()
+            running.exchange.drop_sink()
             self._ending = running.task
 
     async def ended(self) -> None:
@@ -185,7 +185,7 @@ class RoundResults:
         self._post_event(rt.Obtained(round_id, payload))
 
     def _keep(self, staged: Staged) -> None:
-        """BackgroundTasks those that the machine still holds: it says what may be committed yet."""
+        """Beside those that the machine still holds: it says what may be committed yet."""
         kept = {_key_of(manifest_pb2.Manifest.FromString(payload).layers) for payload in self._machine.held}
         self._staged = {key: held for key, held in self._staged.items() if key in kept}
         self._staged[_key_of(staged.layers)] = staged

@@ -128,7 +128,7 @@ def _holds(then: Head, state: AnchorState, now: Head, piece: Piece) -> bool:
 
 
 def _unheld(best: ChosenHead, workspace: Workspace, pieces: Sequence[Piece]) -> frozenset[int]:
-    """LayerLayout of which something is neither in the workspace nor with anybody who holds that head."""
+    """Layers of which something is neither in the workspace nor with anybody who holds that head."""
     spans = [best.held.get(peer) for peer in best.holders]
     missing = {piece.layer for piece in pieces if not workspace.has(piece)}
     return frozenset(

@@ -1,4 +1,4 @@
-"""LayerLayout that a plan to come may give this node: fetched while the present plan is followed, and kept at its head.
+"""Layers that a plan to come may give this node: fetched while the present plan is followed, and kept at its head.
 
 That plan may be minutes away, as when a node shall stand by, or never come: a stage has a second copy of a neighbour's
 layers in case that one is gone. They lie on disk, because memory may be needed for what the node holds now. Once the

@@ -1,4 +1,4 @@
-"""LayerLayout that this node held under earlier plans, or before it was started again, until nobody can need them.
+"""Layers that this node held under earlier plans, or before it was started again, until nobody can need them.
 
 Others may know them from nobody else, and a later plan may give them back.
 """

@@ -10,7 +10,7 @@ import sys
 from types import ModuleType
 
 
-def _without_the_rest() -> ModuleType | None:
+def _lazy_hivemind() -> ModuleType | None:
     found = importlib.util.find_spec("hivemind")
     if found is None:
         return None
@@ -28,5 +28,5 @@ def _without_the_rest() -> ModuleType | None:
     return package
 
 
-if "hivemind" not in sys.modules and (package := _without_the_rest()) is not None:
+if "hivemind" not in sys.modules and (package := _lazy_hivemind()) is not None:
     sys.modules["hivemind"] = package

@@ -20,11 +20,11 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import ConfigError
 
-RESOLVE_AGAIN_AFTER = timedelta(seconds=2)
+RESOLVE_INTERVAL = timedelta(seconds=2)
 _resolving: ContextVar[bool] = ContextVar("resolving", default=False)
 _P2P = b"\xa5\x03"  # the code of /p2p/, as a varint
 MAX_PEERS = 4096
-MAX_TOLD = 64  # of our own; the coordinator takes no more
+MAX_ANNOUNCED_MULTIADDRS = 64  # of our own; the coordinator takes no more
 
 _log = log.get("addresses")
 
@@ -49,7 +49,7 @@ class AddressBook:
         """Where `peer_id` can be dialled, as far as the book says."""
         return self._addresses.get(peer_id, ())
 
-    def resolve_with(self, resolver: Callable[[], Awaitable[None]]) -> None:
+    def set_resolver(self, resolver: Callable[[], Awaitable[None]]) -> None:
         """Use `resolver`, which fills the book through `learn`. It may dial: then it gets what the book has."""
         self._resolver = resolver
 
@@ -58,7 +58,7 @@ class AddressBook:
         if self._resolver is not None and not _resolving.get():
             now = self._clock.monotonic()
             if self._resolving is None and now >= self._resolve_from:
-                self._resolve_from = now + RESOLVE_AGAIN_AFTER.total_seconds()
+                self._resolve_from = now + RESOLVE_INTERVAL.total_seconds()
                 self._resolving = asyncio.create_task(self._resolve(self._resolver))
                 self._resolving.add_done_callback(self._resolved)
             if self._resolving is not None:
@@ -90,13 +90,15 @@ def parse(text: str, peer_id: str) -> Multiaddr | None:
         return None
 
 
-def worth_telling(multiaddrs: Iterable[str]) -> tuple[str, ...]:
+def announceable_multiaddrs(multiaddrs: Iterable[str]) -> tuple[str, ...]:
     """The first without loopback addresses, unless there are no others: a host that listens everywhere has both."""
     everything = tuple(multiaddrs)
-    return (tuple(a for a in everything if not a.startswith(("/ip4/127.", "/ip6/::1/"))) or everything)[:MAX_TOLD]
+    return (tuple(a for a in everything if not a.startswith(("/ip4/127.", "/ip6/::1/"))) or everything)[
+        :MAX_ANNOUNCED_MULTIADDRS
+    ]
 
 
-def peer_of(multiaddr: str) -> str:
+def peer_id_of(multiaddr: str) -> str:
     """The peer id at the end of a seed's address. Raises `ConfigError`."""
     peer_id = multiaddr.rpartition("/p2p/")[2]
     if "/p2p/" not in multiaddr or not _is_peer_id(peer_id) or parse(multiaddr, peer_id) is None:
@@ -113,7 +115,7 @@ def readable_seeds(multiaddrs: Sequence[str]) -> dict[str, tuple[str, ...]]:
     errors: list[ConfigError] = []
     for address in multiaddrs:
         try:
-            peer_id = peer_of(address)
+            peer_id = peer_id_of(address)
         except ConfigError as error:
             errors.append(error)
             _log.warning("a seed's address was left out", reason=str(error))

@@ -35,14 +35,14 @@ REPLICAS = 5
 RPC_TIMEOUT = timedelta(seconds=6)  # hello included
 STORE_TIMEOUT = timedelta(seconds=20)
 LOOKUP_TIMEOUT = timedelta(seconds=20)
-SILENT_SEEDS = timedelta(seconds=2)  # get so long when another has answered: a hello over a bad line
+SLOW_SEED_GRACE = timedelta(seconds=2)  # get so long when another has answered: a hello over a bad line
 
 _log = log.get("dht")
 
 T = TypeVar("T")
 
 
-class Directory:
+class MemberDirectory:
     """Stores our own records and looks up everybody's."""
 
     def __init__(self, p2p: GatedP2P, authority: MembershipVerifier, clock: Clock, seeds: tuple[str, ...]) -> None:
@@ -52,9 +52,9 @@ class Directory:
         self._records = MemberRecords(authority, clock)
         self._seeds: dict[str, tuple[str, ...]] = {}  # addresses by peer id
         self._node: DHTNode | None = None
-        self.seeds_moved(seeds)
+        self.set_seeds(seeds)
 
-    def seeds_moved(self, seeds: Sequence[str]) -> None:
+    def set_seeds(self, seeds: Sequence[str]) -> None:
         """These are the run's seeds now, with all their addresses; the next look into the DHT meets them.
 
         Raises `ConfigError` where none can be read; those that were known stay then.
@@ -69,18 +69,18 @@ class Directory:
         try:
             async with asyncio.timeout(timeout.total_seconds()):
                 answering = await self._greet_seeds(seeds_optional)
-                self._node = await _apart(self._create(answering))
+                self._node = await _in_own_task(self._create(answering))
         except TimeoutError as error:
             raise Unreachable(*self._nobody_answers()) from error
-        self._p2p.book.resolve_with(self._fetch_addresses)
+        self._p2p.book.set_resolver(self._fetch_addresses)
 
     async def store(self, name: str, value: bytes, expires: float) -> None:
         """Publish our record under `name` until `expires` (Unix seconds). Raises `Unreachable`."""
-        node, own = self._running(), self._p2p.peer_id.to_base58()
+        node, own = self._joined_node(), self._p2p.peer_id.to_base58()
         try:
             async with asyncio.timeout(STORE_TIMEOUT.total_seconds()):
                 await self._rejoin(node)
-                stored = await _apart(node.store(name, value, expires, subkey=own))
+                stored = await _in_own_task(node.store(name, value, expires, subkey=own))
                 at_seeds = await asyncio.gather(
                     *(self._store_at(node, seed, name, value, expires) for seed in self._seeds)
                 )
@@ -93,9 +93,9 @@ class Directory:
         """Everybody's record under `name` by owner, verified, without the banned. Raises `DeadlineExceeded`."""
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT.total_seconds()):
-                node = self._running()
+                node = self._joined_node()
                 await self._rejoin(node)
-                found = await _apart(node.get(name, latest=True))
+                found = await _in_own_task(node.get(name, latest=True))
         except TimeoutError as error:
             raise DeadlineExceeded(f"the DHT did not answer for {name} within {LOOKUP_TIMEOUT}") from error
         if found is None or not isinstance(found.value, Mapping):
@@ -107,11 +107,11 @@ class Directory:
         if self._node is not None:
             with suppress(TimeoutError, P2PDaemonError):
                 async with asyncio.timeout(timeout.total_seconds()):
-                    await _apart(self._node.shutdown())
+                    await _in_own_task(self._node.shutdown())
 
     async def _greet_seeds(self, seeds_optional: bool) -> list[str]:
         """Addresses of the seeds that admitted us. A rejection is told rather than called silence."""
-        greetings = [self._p2p.introductions.say(seed) for seed in self._seeds]
+        greetings = [self._p2p.introductions.say_hello(seed) for seed in self._seeds]
         outcomes = await asyncio.gather(*greetings, return_exceptions=True)
         told = zip(self._seeds.values(), outcomes, strict=True)
         answering = [address for addresses, outcome in told if outcome is None for address in addresses]
@@ -160,7 +160,7 @@ class Directory:
 
         Who is silent is not waited for once another told some: one dead seed shall not delay every first contact.
         """
-        node, name = self._running(), nodes_key(self._authority.run_id)
+        node, name = self._joined_node(), nodes_key(self._authority.run_id)
         key = DHTID.generate(source=name)
         asked = {asyncio.ensure_future(node.protocol.call_find(PeerID.from_base58(it), [key])) for it in self._seeds}
         patience: float | None = None
@@ -171,7 +171,7 @@ class Directory:
                     break
                 told = [answer[key][0] for question in done if (answer := question.result())]
                 if sum(self._learn(name, found) for found in told):
-                    patience = SILENT_SEEDS.total_seconds()
+                    patience = SLOW_SEED_GRACE.total_seconds()
         finally:
             for question in asked:
                 question.cancel()
@@ -198,7 +198,7 @@ class Directory:
                 records[subkey] = record
         return records
 
-    def _running(self) -> DHTNode:
+    def _joined_node(self) -> DHTNode:
         if self._node is None:
             raise Unreachable("the DHT was not joined yet")
         return self._node
@@ -210,7 +210,7 @@ class Directory:
         )
 
 
-async def _apart(work: Coroutine[Any, Any, T]) -> T:
+async def _in_own_task(work: Coroutine[Any, Any, T]) -> T:
     """What `work` returns, from a task of its own: hivemind's waits may swallow a cancellation, ours must not."""
     task = asyncio.create_task(work)
     try:

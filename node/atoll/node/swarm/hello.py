@@ -33,14 +33,14 @@ MAX_HELLO_BYTES = 4096
 HELLO_TIMEOUT = timedelta(seconds=5)
 MAX_AT_ONCE = 32
 MAX_AT_ONCE_PER_PEER = 2
-RATE_PER_SECOND = 50.0
+HELLOS_PER_SECOND = 50.0
 BURST = 100.0
-COURTESY = timedelta(seconds=1)  # for the other to dial us: a few round trips
+DIALLED_FIRST_WAIT = timedelta(seconds=1)  # for the other to dial us: a few round trips
 
 OpenSocket = Callable[[str, str, timedelta], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
-class StrangerLimit:
+class HelloLimiter:
     """How many hellos are served: so many at once, so many per second."""
 
     def __init__(self, clock: Clock) -> None:
@@ -52,7 +52,7 @@ class StrangerLimit:
     def enter(self, peer_id: str, known: bool) -> bool:
         """Whether this hello may be served; if so, `leave` must follow. Strangers cannot crowd out the `known`."""
         now = self._clock.monotonic()
-        self._tokens = min(BURST, self._tokens + (now - self._filled) * RATE_PER_SECOND)
+        self._tokens = min(BURST, self._tokens + (now - self._filled) * HELLOS_PER_SECOND)
         self._filled = now
         crowded = not known and (self._running.total() >= MAX_AT_ONCE or self._tokens < 1)
         if crowded or self._running[peer_id] >= MAX_AT_ONCE_PER_PEER:
@@ -74,28 +74,28 @@ class Introductions:
         self._gate = gate
         self._open_socket = open_socket
         self._traffic = traffic
-        self._limit = StrangerLimit(clock)
+        self._limit = HelloLimiter(clock)
         self._saying: dict[str, asyncio.Task[None]] = {}
         self._awaited: dict[str, asyncio.Event] = {}  # peers that may dial us first
 
-    async def ensure(self, peer_id: str) -> None:
+    async def ensure_admitted(self, peer_id: str) -> None:
         """Say hello unless the peer stands in the table, or soon does. Raises `Unreachable`, `Rejected`."""
-        if not self._gate.knows(peer_id) and peer_id < self._gate.own_peer_id and peer_id not in self._saying:
-            await self._let_come(peer_id)
-        if not self._gate.knows(peer_id):
-            await self.say(peer_id)
+        if not self._gate.is_admitted(peer_id) and peer_id < self._gate.own_peer_id and peer_id not in self._saying:
+            await self._wait_to_be_dialled(peer_id)
+        if not self._gate.is_admitted(peer_id):
+            await self.say_hello(peer_id)
 
-    async def say(self, peer_id: str) -> None:
+    async def say_hello(self, peer_id: str) -> None:
         """Say hello now. Callers at the same time share one conversation."""
         task = self._saying.get(peer_id)
         if task is None:
-            task = self._saying[peer_id] = asyncio.create_task(self._say(peer_id))
+            task = self._saying[peer_id] = asyncio.create_task(self._say_hello(peer_id))
             task.add_done_callback(lambda done: self._said(peer_id, done))
         await asyncio.shield(task)
 
     async def answer(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one hello; a stranger beyond the limits is cut off without a word."""
-        if not self._limit.enter(peer_id, self._gate.knows(peer_id)):
+        if not self._limit.enter(peer_id, self._gate.is_admitted(peer_id)):
             writer.transport.abort()
             return
         try:
@@ -114,20 +114,20 @@ class Introductions:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _say(self, peer_id: str) -> None:
+    async def _say_hello(self, peer_id: str) -> None:
         reader, writer = await self._open_socket(peer_id, PROTOCOL, HELLO_TIMEOUT)
         stream = self._stream(peer_id, reader, writer)
         try:
             await stream.send(FrameKind.MESSAGE, self._gate.hello().SerializeToString())
-            self._gate.admit(peer_id, _hello_in(await stream.receive(HELLO_TIMEOUT)))
+            self._gate.admit(peer_id, _parse_hello(await stream.receive(HELLO_TIMEOUT)))
         finally:
             await stream.close()
 
-    async def _let_come(self, peer_id: str) -> None:
+    async def _wait_to_be_dialled(self, peer_id: str) -> None:
         """Wait until the peer said hello to us, but not for long."""
         event = self._awaited.setdefault(peer_id, asyncio.Event())
         try:
-            async with asyncio.timeout(COURTESY.total_seconds()):
+            async with asyncio.timeout(DIALLED_FIRST_WAIT.total_seconds()):
                 await event.wait()
         except TimeoutError:
             pass
@@ -136,7 +136,7 @@ class Introductions:
                 del self._awaited[peer_id]
 
     async def _answer(self, stream: Stream) -> None:
-        self._gate.admit(stream.peer_id, _hello_in(await stream.receive(HELLO_TIMEOUT)))
+        self._gate.admit(stream.peer_id, _parse_hello(await stream.receive(HELLO_TIMEOUT)))
         if stream.peer_id in self._awaited:
             self._awaited[stream.peer_id].set()
         await stream.send(FrameKind.MESSAGE, self._gate.hello().SerializeToString())
@@ -147,7 +147,7 @@ class Introductions:
             PROTOCOL,
             reader,
             writer,
-            guard=lambda: None,
+            require_member=lambda: None,
             traffic=self._traffic,
             max_frame_bytes=MAX_HELLO_BYTES,
         )
@@ -161,7 +161,7 @@ class Introductions:
             task.exception()  # seen, even if nobody waits any more
 
 
-def _hello_in(frame: Frame) -> wire.Hello:
+def _parse_hello(frame: Frame) -> wire.Hello:
     try:
         return wire.Hello.FromString(frame.header)
     except DecodeError as error:

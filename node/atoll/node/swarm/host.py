@@ -30,17 +30,17 @@ from atoll.core.identity import Identity
 from atoll.core.membership import DenyList, MembershipVerifier
 from atoll.core.records import MAX_MULTIADDRS, build_address_record, build_head_record, heads_key, nodes_key
 from atoll.node.direct import protocol as direct
-from atoll.node.direct.dialler import WayIn
-from atoll.node.direct.direct_path import DirectConfig, DirectPath, way_in
-from atoll.node.direct.hosts import is_address
+from atoll.node.direct.dialler import CheckedOffer
+from atoll.node.direct.direct_path import DirectConfig, DirectPath, parse_offer
+from atoll.node.direct.hosts import is_ip_address
 from atoll.node.direct.pacer import Pacer
 from atoll.node.swarm import hello, stripes
-from atoll.node.swarm.addresses import AddressBook, readable_seeds, worth_telling
-from atoll.node.swarm.dht import Directory
+from atoll.node.swarm.addresses import AddressBook, announceable_multiaddrs, readable_seeds
+from atoll.node.swarm.dht import MemberDirectory
 from atoll.node.swarm.p2p import GatedP2P
 from atoll.node.swarm.p2pd import P2pd, P2pdConfig
 from atoll.node.swarm.p2pd_sockets import P2pdSockets
-from atoll.node.swarm.stream_acceptor import Door, request_bytes
+from atoll.node.swarm.stream_acceptor import StreamAcceptor, max_request_bytes
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.streams import ByteReader, ByteWriter, SocketStream
 from atoll.node.wire.traffic import Traffic
@@ -77,11 +77,11 @@ class SwarmHost:
         self._p2pd = p2pd
         self._p2p = p2p
         self._clock = clock
-        self._door = Door(p2p.gate, p2p.introductions, p2p.traffic)
-        self._directory = Directory(p2p, authority, clock, ())
+        self._acceptor = StreamAcceptor(p2p.gate, p2p.introductions, p2p.traffic)
+        self._directory = MemberDirectory(p2p, authority, clock, ())
         self._pacer = Pacer(clock)
         self._p2pd_sockets = P2pdSockets(p2pd.pid, self._pacer)
-        self.traffic.departing += [self._pacer.wake, self._p2pd_sockets.wake]
+        self.traffic.bulk_send_callbacks += [self._pacer.wake, self._p2pd_sockets.wake]
         self._direct: DirectPath | None = None
         self._registrations: dict[str, asyncio.Task[None]] = {}  # by protocol, until p2pd knows it
         self._closed = False
@@ -134,12 +134,12 @@ class SwarmHost:
     @property
     def handler_crashes(self) -> int:
         """Handlers that raised something else than an `AtollError`."""
-        return self._door.crashes + self._p2p.introductions.crashes
+        return self._acceptor.crashes + self._p2p.introductions.crashes
 
     @property
     def streams_refused(self) -> int:
         """Incoming streams that were turned away, for whatever reason."""
-        return self._door.refused.total()
+        return self._acceptor.refused.total()
 
     @property
     def traffic(self) -> Traffic:
@@ -148,7 +148,9 @@ class SwarmHost:
 
     def multiaddrs(self) -> tuple[str, ...]:
         """Where we can be dialled, each with /p2p/<our peer id>."""
-        return tuple(f"{address}/p2p/{self.peer_id}" for address in worth_telling(self._p2p.visible))
+        return tuple(
+            f"{address}/p2p/{self.peer_id}" for address in announceable_multiaddrs(self._p2p.listen_multiaddrs)
+        )
 
     @property
     def direct_port(self) -> int | None:
@@ -162,13 +164,15 @@ class SwarmHost:
         limit = self.traffic.up.bytes_per_second
         return min(measured, limit) if measured and limit else measured
 
-    def rate_to(self, peer_id: str) -> float:
+    def bytes_per_second_to(self, peer_id: str) -> float:
         """Bytes per second to a member, as measured, or our limit; infinite: it is near, 0: nothing is known."""
-        return min(self._pacer.rate_to(peer_id), self.traffic.up.bytes_per_second or math.inf)
+        return min(self._pacer.bytes_per_second_to(peer_id), self.traffic.up.bytes_per_second or math.inf)
 
-    def path_limits(self) -> dict[str, float]:
+    def path_limits_bytes_per_second(self) -> dict[str, float]:
         """Bytes per second, as measured, to those members whose path is slower than our uplink."""
-        return {peer: rate for peer, rate in self._pacer.limits().items() if not is_address(peer)}
+        return {
+            peer: rate for peer, rate in self._pacer.path_limits_bytes_per_second().items() if not is_ip_address(peer)
+        }
 
     def direct_peers(self) -> frozenset[str]:
         """Members to which we have a direct connection; to the others all goes over libp2p."""
@@ -176,7 +180,7 @@ class SwarmHost:
 
     def handle(self, protocol: str, handler: Handler) -> None:
         """Serve `protocol` to members; `ready()` tells when p2pd knows."""
-        self._door.handle(protocol, handler)
+        self._acceptor.handle(protocol, handler)
         self._registrations[protocol] = asyncio.create_task(self._p2p.control.serve_streams(protocol))
 
     async def ready(self) -> None:
@@ -194,12 +198,12 @@ class SwarmHost:
         """Dial a member (hello first, where there was none). Raises `Unreachable`, `Rejected`."""
         try:
             async with asyncio.timeout(timeout.total_seconds()):
-                await self._p2p.introductions.ensure(peer_id)
+                await self._p2p.introductions.ensure_admitted(peer_id)
                 try:
-                    return await self._enter(peer_id, protocol, timeout)
+                    return await self._open_admitted(peer_id, protocol, timeout)
                 except HelloRequired:
-                    await self._p2p.introductions.say(peer_id)  # its table was lost, most likely by a restart
-                    return await self._enter(peer_id, protocol, timeout)
+                    await self._p2p.introductions.say_hello(peer_id)  # its table was lost, most likely by a restart
+                    return await self._open_admitted(peer_id, protocol, timeout)
         except TimeoutError as error:
             raise DeadlineExceeded(f"peer {peer_id} did not open {protocol} within {timeout}") from error
 
@@ -207,14 +211,14 @@ class SwarmHost:
         """Tell the address book where a peer can be dialled."""
         self._p2p.book.learn(peer_id, multiaddrs)
 
-    def seeds_moved(self, seeds: Sequence[str]) -> None:
+    def set_seeds(self, seeds: Sequence[str]) -> None:
         """These are the run's seeds now, with their addresses. Raises `ConfigError` where none can be read."""
-        self._directory.seeds_moved(seeds)
+        self._directory.set_seeds(seeds)
 
     async def publish_address(self, lifetime: timedelta) -> None:
         """Store where we can be dialled. Raises `Unreachable`."""
         await self.ready()
-        await self._p2p.refresh_visible()
+        await self._p2p.refresh_multiaddrs()
         expires = self._expiry(lifetime)
         addresses = self.multiaddrs()[:MAX_MULTIADDRS]
         record = build_address_record(self._identity, self.gate.membership, self._run_id, expires, addresses)
@@ -223,7 +227,7 @@ class SwarmHost:
 
     async def address_changed(self) -> bool:
         """Whether we can be dialled elsewhere than published: relays and port mappings come and go."""
-        await self._p2p.refresh_visible()
+        await self._p2p.refresh_multiaddrs()
         addresses = self.multiaddrs()[:MAX_MULTIADDRS]
         return bool(addresses) and addresses != self._published  # none: behind NAT, and no relay found yet
 
@@ -266,7 +270,7 @@ class SwarmHost:
             steps.push_async_callback(self._p2pd_sockets.close)
             if not self.died.done():
                 steps.push_async_callback(self._directory.close, timeout)
-            steps.push_async_callback(self._door.close)
+            steps.push_async_callback(self._acceptor.close)
             if self._direct is not None:
                 steps.push_async_callback(self._direct.close)
             steps.callback(self.gate.abort_all)
@@ -275,12 +279,12 @@ class SwarmHost:
             await asyncio.gather(*self._registrations.values(), return_exceptions=True)
 
     async def _join(self, authority: MembershipVerifier, config: SwarmConfig, timeout: timedelta) -> None:
-        await self._door.listen(self._p2pd.config.stream_socket)
+        await self._acceptor.listen(self._p2pd.config.stream_socket)
         await self._p2p.control.serve_streams(hello.PROTOCOL)
         await self._p2p.control.serve_streams(stripes.PROTOCOL)
         if config.direct is not None:
             await self._listen_directly(config.direct, config.runtime_dir)
-        self._directory = Directory(self._p2p, authority, self._clock, config.seeds)
+        self._directory = MemberDirectory(self._p2p, authority, self._clock, config.seeds)
         await self._directory.join(seeds_optional=config.relay_service or config.seeds_optional, timeout=timeout)
 
     async def _listen_directly(self, config: DirectConfig, directory: Path) -> None:
@@ -290,39 +294,39 @@ class SwarmHost:
             gate=self.gate,
             traffic=self.traffic,
             clock=self._clock,
-            serve=self._door.let_in,
-            max_frame_bytes=request_bytes,
-            ask=self._ask_way_in,
+            serve=self._acceptor.admit_and_serve,
+            max_frame_bytes=max_request_bytes,
+            request_offer=self._request_offer,
             me=self.peer_id,
             pacer=self._pacer,
         )
         self._direct.listen(config)
-        self._door.handle(direct.PROTOCOL, self._direct.offer)
+        self._acceptor.handle(direct.PROTOCOL, self._direct.offer)
         await self._p2p.control.serve_streams(direct.PROTOCOL)
 
-    async def _ask_way_in(self, peer_id: str, timeout: timedelta) -> WayIn:
+    async def _request_offer(self, peer_id: str, timeout: timedelta) -> CheckedOffer:
         stream = await self.open(peer_id, direct.PROTOCOL, timeout)
         try:
             frame = await stream.receive(timeout)
         finally:
             await stream.close()
-        return way_in(frame, tuple(str(address) for address in self._p2p.book.known(peer_id)))
+        return parse_offer(frame, tuple(str(address) for address in self._p2p.book.known(peer_id)))
 
-    async def _enter(self, peer_id: str, protocol: str, timeout: timedelta) -> SocketStream:
+    async def _open_admitted(self, peer_id: str, protocol: str, timeout: timedelta) -> SocketStream:
         """Open a stream, directly where that is worth it and possible, and wait to be let in."""
         if self._direct is not None:
             stream = await self._direct.open(peer_id, protocol, timeout)
             if stream is not None:
                 return stream
-        return await self._enter_by_libp2p(peer_id, protocol, timeout)
+        return await self._open_over_libp2p(peer_id, protocol, timeout)
 
-    async def _enter_by_libp2p(self, peer_id: str, protocol: str, timeout: timedelta) -> SocketStream:
-        if protocol in direct.BULK:
+    async def _open_over_libp2p(self, peer_id: str, protocol: str, timeout: timedelta) -> SocketStream:
+        if protocol in direct.BULK_PROTOCOLS:
             several = await stripes.open_stripes(lambda: self._open_stripe(peer_id, timeout), protocol)
             stream = self._stream(peer_id, protocol, *several)
         else:
             stream = self._stream(peer_id, protocol, *await self._p2p.open_socket(peer_id, protocol, timeout))
-        self._door.keep(stream)
+        self._acceptor.abort_on_eviction(stream)
         try:
             answer = await stream.receive(timeout)
             if answer.kind is not FrameKind.MESSAGE or answer.header:
@@ -332,13 +336,18 @@ class SwarmHost:
             raise
         return stream
 
-    async def _open_stripe(self, peer_id: str, timeout: timedelta) -> tuple[SocketStream, stripes.Ends]:
+    async def _open_stripe(self, peer_id: str, timeout: timedelta) -> tuple[SocketStream, stripes.ReaderWriter]:
         ends = await self._p2p.open_socket(peer_id, stripes.PROTOCOL, timeout)
         return self._stream(peer_id, stripes.PROTOCOL, *ends), ends
 
     def _stream(self, peer_id: str, protocol: str, reader: ByteReader, writer: ByteWriter) -> SocketStream:
         return SocketStream(
-            peer_id, protocol, reader, writer, guard=lambda: self.gate.require(peer_id), traffic=self._p2p.traffic
+            peer_id,
+            protocol,
+            reader,
+            writer,
+            require_member=lambda: self.gate.require(peer_id),
+            traffic=self._p2p.traffic,
         )
 
     def _expiry(self, lifetime: timedelta) -> float:

@@ -25,7 +25,7 @@ from atoll.node.swarm.addresses import AddressBook
 from atoll.node.swarm.dht_messages import check_dht_message
 from atoll.node.swarm.hello import Introductions
 from atoll.node.swarm.p2pd import P2pdConfig
-from atoll.node.swarm.p2pd_control import Control
+from atoll.node.swarm.p2pd_control import P2pdControl
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
 
@@ -40,7 +40,7 @@ UnaryHandler = Callable[[Any, P2PContext], Awaitable[Message]]
 class GatedP2P(P2P):  # type: ignore[misc]
     """Dials peers through the address book and exchanges unary messages with members only."""
 
-    control: Control
+    control: P2pdControl
     introductions: Introductions
     traffic: Traffic
 
@@ -51,7 +51,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
         self._alive = True
         self._daemon_listen_maddr = Multiaddr(f"/unix{config.control_socket}")
         self._client_listen_maddr = Multiaddr(f"/unix{config.stream_socket}")
-        self._client = await Control.attach(config.control_socket, config.stream_socket)
+        self._client = await P2pdControl.attach(config.control_socket, config.stream_socket)
         self.control = self._client.control
         self.gate = gate
         self.book = book
@@ -75,11 +75,11 @@ class GatedP2P(P2P):  # type: ignore[misc]
         await self.control.drain_tasks()
 
     @property
-    def visible(self) -> tuple[str, ...]:
+    def listen_multiaddrs(self) -> tuple[str, ...]:
         """The multiaddrs that p2pd listens on or announces, without a peer id."""
         return tuple(str(address) for address in self._visible_maddrs)
 
-    async def refresh_visible(self) -> None:
+    async def refresh_multiaddrs(self) -> None:
         """Ask p2pd again: relays and port mappings come and go. Raises `Unreachable`."""
         _, self._visible_maddrs = await self.control.identify()
 
@@ -88,7 +88,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A raw, ungated stream; dials by the address book. Raises `Unreachable`, `DeadlineExceeded`."""
         peer = PeerID.from_base58(peer_id)
-        dialled = () if self.gate.knows(peer_id) else self.book.known(peer_id)
+        dialled = () if self.gate.is_admitted(peer_id) else self.book.known(peer_id)
         try:
             async with asyncio.timeout(timeout.total_seconds()):
                 try:
@@ -134,7 +134,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
             raise PeerMisbehaved(f"a request of {len(request)} bytes is over the cap of {MAX_UNARY_BYTES}")
         try:
             async with asyncio.timeout(UNARY_TIMEOUT.total_seconds()):
-                await self.introductions.ensure(name)
+                await self.introductions.ensure_admitted(name)
                 response = await self._call_introduced(peer_id, handle_name, request)
                 self.traffic.received[DHT_TRAFFIC] += len(response)
         except TimeoutError as error:
@@ -148,7 +148,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
         except P2PHandlerError as error:
             if not str(error).startswith(HelloRequired.__name__):
                 raise
-            await self.introductions.say(peer_id.to_base58())
+            await self.introductions.say_hello(peer_id.to_base58())
         except P2PDaemonError:
             # p2pd could not dial: it may have forgotten where the peer lives.
             await self.control.connect(peer_id, await self.book.find(peer_id.to_base58()))

@@ -39,7 +39,7 @@ class _Reply(asyncio.Future[bytes]):
             super().set_exception(exception)
 
 
-class Control(ControlClient):  # type: ignore[misc]
+class P2pdControl(ControlClient):  # type: ignore[misc]
     """One p2pd's control socket."""
 
     @classmethod

@@ -24,7 +24,9 @@ from atoll.node.direct import tcp
 from atoll.node.direct.pacer import Pacer
 
 SCAN_SECONDS = 2.0  # between two looks at p2pd's connections, while something large is sent
-CARRIES_BYTES = 256 * 1024  # from one to the next: such a connection is paced from then on; most only ask and answer
+BULK_BYTES_PER_SCAN = (
+    256 * 1024
+)  # from one to the next: such a connection is paced from then on; most only ask and answer
 _PIDFD_GETFD = 438  # the system call, on every architecture
 _SO_COOKIE = 57
 
@@ -32,7 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _log = log.get("direct")
 
 
-class Lent:
+class BorrowedSocket:
     """One connection of p2pd: `direct.tcp.Options` for whoever wants its figures or its pace."""
 
     def __init__(self, process: int, descriptor: int, address: str) -> None:
@@ -41,7 +43,7 @@ class Lent:
         self.sock = self
         self._process, self._descriptor = process, descriptor
         self._cookie = b""
-        self._seen: tcp.Info | None = None
+        self._seen: tcp.TcpInfo | None = None
         with self._borrowed() as sock:
             self._cookie = sock.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8)
 
@@ -49,13 +51,13 @@ class Lent:
         """Whether this connection is still what its descriptor stands for."""
         return tcp.info(self) is not None
 
-    def carries(self) -> bool:
+    def sends_bulk(self) -> bool:
         """Whether it sent more than words since the last time that this was asked."""
         before, self._seen = self._seen, tcp.info(self)
         if self._seen is None:
             return False
         return self._seen.unsent_bytes > 0 or (
-            before is not None and self._seen.delivered_since(before) > CARRIES_BYTES
+            before is not None and self._seen.delivered_since(before) > BULK_BYTES_PER_SCAN
         )
 
     def setsockopt(self, level: int, option: int, value: int, /) -> None:
@@ -86,13 +88,13 @@ class P2pdSockets:
     def __init__(self, pid: int, pacer: Pacer, *, loopback: bool = False) -> None:
         """`loopback`: whether connections that do not leave this machine count, too."""
         self._pid, self._pacer, self._loopback = pid, pacer, loopback
-        self._lent: dict[int, Lent] = {}  # by descriptor
+        self._borrowed_sockets: dict[int, BorrowedSocket] = {}  # by descriptor
         self._paced: set[int] = set()  # of them, those that the pacer has
         self._sending = asyncio.Event()
         self._process = -1
         with suppress(OSError, AttributeError):  # it is gone, or this is not Linux
             self._process = os.pidfd_open(pid)
-        self._task = asyncio.create_task(self._run()) if tcp.PACES and self._process >= 0 else None
+        self._task = asyncio.create_task(self._run()) if tcp.PACING_SUPPORTED and self._process >= 0 else None
 
     def wake(self) -> None:
         """Bytes are sent: connections may be new."""
@@ -123,30 +125,34 @@ class P2pdSockets:
             await asyncio.sleep(SCAN_SECONDS)
 
     def _scan(self, far_ends: Mapping[int, str]) -> None:
-        for descriptor in [it for it, lent in self._lent.items() if it not in far_ends or not lent.is_open()]:
+        for descriptor in [
+            it for it, borrowed in self._borrowed_sockets.items() if it not in far_ends or not borrowed.is_open()
+        ]:
             self._forget(descriptor)
-        for descriptor in far_ends.keys() - self._lent.keys():
+        for descriptor in far_ends.keys() - self._borrowed_sockets.keys():
             try:
-                self._lent[descriptor] = Lent(self._process, descriptor, far_ends[descriptor])
+                self._borrowed_sockets[descriptor] = BorrowedSocket(self._process, descriptor, far_ends[descriptor])
             except PermissionError:
                 raise
             except OSError:
                 continue  # closed meanwhile
-        for descriptor in [it for it, lent in self._lent.items() if it not in self._paced and lent.carries()]:
+        for descriptor in [
+            it for it, borrowed in self._borrowed_sockets.items() if it not in self._paced and borrowed.sends_bulk()
+        ]:
             self._paced.add(descriptor)
-            self._pacer.add(self._lent[descriptor])
+            self._pacer.add(self._borrowed_sockets[descriptor])
         self._pacer.wake()
 
     def _forget_all(self) -> None:
-        for descriptor in tuple(self._lent):
+        for descriptor in tuple(self._borrowed_sockets):
             self._forget(descriptor)
 
     def _forget(self, descriptor: int) -> None:
-        lent = self._lent.pop(descriptor)
+        borrowed = self._borrowed_sockets.pop(descriptor)
         if descriptor in self._paced:
             self._paced.discard(descriptor)
-            self._pacer.remove(lent)
-            tcp.pace(lent, math.inf)
+            self._pacer.remove(borrowed)
+            tcp.set_pacing_rate(borrowed, math.inf)
 
 
 def _connections(pid: int, *, loopback: bool) -> dict[int, str]:

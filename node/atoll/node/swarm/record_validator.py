@@ -23,7 +23,7 @@ from atoll.core.membership import MembershipVerifier
 from atoll.core.records import MAX_RECORD_BYTES, Record, RecordLocation, heads_key, nodes_key, verify_record
 from atoll.node.swarm.msgpack_scan import check_msgpack
 
-REMEMBERED = 4096
+MAX_CACHED_RECORDS = 4096
 _ENVELOPE_BYTES = 5  # msgpack's prefix of a byte string
 _log = log.get("swarm")
 
@@ -50,7 +50,7 @@ class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
             _log.info("DHT record refused", reason=error.reason, error=str(error))
             return False
         self._accepted[record] = None
-        while len(self._accepted) > REMEMBERED:
+        while len(self._accepted) > MAX_CACHED_RECORDS:
             self._accepted.popitem(last=False)
         return True
 

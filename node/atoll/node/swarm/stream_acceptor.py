@@ -33,7 +33,7 @@ from atoll.node.wire.streams import ByteReader, ByteWriter, SocketStream
 from atoll.node.wire.traffic import Traffic
 from atoll.node.wire.transport import Handler
 
-REQUEST_BYTES = {
+MAX_REQUEST_BYTES = {
     "/atoll/round/1": 1 << 20,
     "/atoll/state/1": 1 << 16,
     direct.PROTOCOL: 1 << 8,
@@ -42,18 +42,18 @@ REQUEST_BYTES = {
 }
 MAX_STREAMS_PER_PEER = 64  # connections of the direct path count as one each
 MAX_STREAMS_PER_PROTOCOL = 6  # of one peer: unfinished frames on all of them stay below 64 MiB
-MAX_OPENING_PER_PEER = stripes.MAX_GATHERING_PER_PEER * stripes.STRIPES  # nothing but a few words is read on them
+MAX_OPENING_PER_PEER = stripes.MAX_PARTIAL_PER_PEER * stripes.STRIPES  # nothing but a few words is read on them
 MAX_LINGERING, MAX_LINGERING_PER_PEER = 256, 8  # refused streams that are read a moment longer
 
 _log = log.get("swarm")
 
 
-def request_bytes(protocol: str) -> int:
+def max_request_bytes(protocol: str) -> int:
     """What a dialler may send in one frame there."""
-    return REQUEST_BYTES.get(protocol, MAX_FRAME_BYTES)
+    return MAX_REQUEST_BYTES.get(protocol, MAX_FRAME_BYTES)
 
 
-class Door:
+class StreamAcceptor:
     """The server behind our stream socket and the table of handlers."""
 
     def __init__(self, gate: Gate, introductions: hello.Introductions, traffic: Traffic) -> None:
@@ -63,8 +63,8 @@ class Door:
         self._introductions = introductions
         self._traffic = traffic
         self._handlers: dict[str, Handler] = {}
-        self._served: Counter[tuple[str, str]] = Counter()  # streams under way, by peer and protocol
-        self._gatherings = stripes.Gatherings(gate, direct.BULK)
+        self._active_streams: Counter[tuple[str, str]] = Counter()  # streams under way, by peer and protocol
+        self._assembler = stripes.StripeAssembler(gate, direct.BULK_PROTOCOLS)
         self._opening: Counter[str] = Counter()  # streams of conversations of which some are missing, by peer
         self._lingering: Counter[str] = Counter()  # streams that were refused and are read a moment longer, by peer
         self._tasks: set[asyncio.Task[None]] = set()
@@ -101,72 +101,74 @@ class Door:
             if info.proto == hello.PROTOCOL:
                 await self._introductions.answer(peer_id, reader, writer)
             elif info.proto == stripes.PROTOCOL:
-                belongs_here = await self._gather(peer_id, reader, writer)
+                belongs_here = await self._serve_stripe(peer_id, reader, writer)
             else:
-                await self.let_in(self._stream(peer_id, info.proto, reader, writer))
+                await self.admit_and_serve(self._stream(peer_id, info.proto, reader, writer))
         except (OSError, EOFError, TimeoutError) as error:
             _log.debug("stream lost before it began", error=str(error))
         finally:
             if belongs_here:
                 writer.transport.abort()  # closed already in the ordinary case
 
-    async def let_in(self, stream: SocketStream) -> None:
+    async def admit_and_serve(self, stream: SocketStream) -> None:
         """Serve a stream that a member opened, by whichever path, to its end, or turn it away."""
         peer_id, protocol = stream.peer_id, stream.protocol
         try:
             self._check(peer_id, protocol)
         except AtollError as error:
-            await self._turn_away(stream, error)
+            await self._refuse(stream, error)
             return
-        self.keep(stream)
-        self._served[peer_id, protocol] += 1
+        self.abort_on_eviction(stream)
+        self._active_streams[peer_id, protocol] += 1
         try:
             with suppress(Unreachable):
                 await stream.send(FrameKind.MESSAGE, b"")
                 await run_handler(protocol, stream, self._handlers[protocol], self._count_crash)
             await stream.close()
         finally:
-            self._served[peer_id, protocol] -= 1
-            self._served += Counter()  # drops what is not positive
+            self._active_streams[peer_id, protocol] -= 1
+            self._active_streams += Counter()  # drops what is not positive
 
-    async def _gather(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _serve_stripe(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """One of the streams of a conversation: on the first that came, the conversation is served.
 
         Whether it is at its end; else it is part of a conversation that is served already.
         """
         stream = self._stream(peer_id, stripes.PROTOCOL, reader, writer)
         try:
-            whole = await self._gathered(stream, (reader, writer))
+            whole = await self._assemble(stream, (reader, writer))
         except AtollError as error:
             if isinstance(error, DeadlineExceeded) or not isinstance(error, Unreachable):  # it did not just hang up
-                await self._turn_away_late(stream, error)
+                await self._refuse_after_reading(stream, error)
             return True
         if whole is None:
             return False
         protocol, ends = whole
         conversation = self._stream(peer_id, protocol, *ends)
         try:
-            await self.let_in(conversation)
+            await self.admit_and_serve(conversation)
         finally:
             conversation.abort()
         return True
 
-    async def _gathered(self, stream: SocketStream, ends: stripes.Ends) -> tuple[str, stripes.Whole] | None:
-        """As `Gatherings.add`, once it passed the gate and said what it belongs to."""
+    async def _assemble(
+        self, stream: SocketStream, ends: stripes.ReaderWriter
+    ) -> tuple[str, stripes.StripedReaderWriter] | None:
+        """As `StripeAssembler.add`, once it passed the gate and said what it belongs to."""
         peer_id = stream.peer_id
         self._opening[peer_id] += 1
         try:
             self._gate.require(peer_id)
             if self._opening[peer_id] > MAX_OPENING_PER_PEER:
                 raise PeerMisbehaved(f"a peer opens at most {MAX_OPENING_PER_PEER} streams of conversations at once")
-            first = await stream.receive(stripes.GATHER_TIMEOUT)
+            first = await stream.receive(stripes.ASSEMBLE_TIMEOUT)
             self._gate.require(peer_id)
-            return await self._gatherings.add(peer_id, first, ends)
+            return await self._assembler.add(peer_id, first, ends)
         finally:
             self._opening[peer_id] -= 1
             self._opening += Counter()  # drops what is not positive
 
-    def keep(self, stream: SocketStream) -> None:
+    def abort_on_eviction(self, stream: SocketStream) -> None:
         """Have the gate close `stream` when its peer is evicted."""
         self._gate.opened(stream.peer_id, stream)
         stream.on_close(lambda: self._gate.closed(stream.peer_id, stream))
@@ -177,23 +179,23 @@ class Door:
             raise Unreachable(f"{protocol} is not served here")
         if self._gate.open_streams(peer_id) >= MAX_STREAMS_PER_PEER:
             raise PeerMisbehaved(f"a peer holds at most {MAX_STREAMS_PER_PEER} streams at once")
-        if self._served[peer_id, protocol] >= MAX_STREAMS_PER_PROTOCOL:
+        if self._active_streams[peer_id, protocol] >= MAX_STREAMS_PER_PROTOCOL:
             raise PeerMisbehaved(f"a peer holds at most {MAX_STREAMS_PER_PROTOCOL} streams of {protocol} at once")
 
-    async def _turn_away(self, stream: SocketStream, error: AtollError) -> None:
+    async def _refuse(self, stream: SocketStream, error: AtollError) -> None:
         self._count_refusal(stream, error)
-        await stream.turn_away(refusal_header(error))
+        await stream.refuse_and_close(refusal_header(error))
 
-    async def _turn_away_late(self, stream: SocketStream, error: AtollError) -> None:
-        """As `_turn_away`, somebody who has sent a word by now."""
+    async def _refuse_after_reading(self, stream: SocketStream, error: AtollError) -> None:
+        """As `_refuse`, somebody who has sent a word by now."""
         peer_id = stream.peer_id
         if self._lingering.total() >= MAX_LINGERING or self._lingering[peer_id] >= MAX_LINGERING_PER_PEER:
-            await self._turn_away(stream, error)
+            await self._refuse(stream, error)
             return
         self._count_refusal(stream, error)
         self._lingering[peer_id] += 1
         try:
-            await stream.turn_away_late(refusal_header(error))
+            await stream.refuse_after_reading(refusal_header(error))
         finally:
             self._lingering[peer_id] -= 1
             self._lingering += Counter()  # drops what is not positive
@@ -208,9 +210,9 @@ class Door:
             protocol,
             reader,
             writer,
-            guard=lambda: self._gate.require(peer_id),
+            require_member=lambda: self._gate.require(peer_id),
             traffic=self._traffic,
-            max_frame_bytes=request_bytes(protocol),
+            max_frame_bytes=max_request_bytes(protocol),
         )
 
     def _count_crash(self) -> None:

@@ -34,16 +34,16 @@ from atoll.v1 import dataplane_pb2 as wire
 
 PROTOCOL = "/atoll/stripes/1"
 STRIPES = 4
-UNIT_BYTES = 64 * 1024  # on one stream before it is the next one's turn; a fresh window has four of them
-GATHER_TIMEOUT = timedelta(seconds=20)  # from the first stream of a conversation to the last: each queues behind bulk
-MAX_GATHERING_PER_PEER = 18  # conversations of which some streams are missing
+STRIPE_UNIT_BYTES = 64 * 1024  # on one stream before it is the next one's turn; a fresh window has four of them
+ASSEMBLE_TIMEOUT = timedelta(seconds=20)  # from the first stream of a conversation to the last: each queues behind bulk
+MAX_PARTIAL_PER_PEER = 18  # conversations of which some streams are missing
 MAX_STRIPE_BYTES = 256  # of a `Stripe`
-_NAME_BYTES = 16
-_LOOK_SECONDS = 1.0  # after which who waits on one stream looks whether another one has ended
-_ENDED_SECONDS = 10.0  # without a byte on the one
+_CONVERSATION_ID_BYTES = 16
+_POLL_SECONDS = 1.0  # after which who waits on one stream looks whether another one has ended
+_END_GRACE_SECONDS = 10.0  # without a byte on the one
 
-Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]  # of one stream
-Whole = tuple[ByteReader, ByteWriter]  # of a conversation
+ReaderWriter = tuple[asyncio.StreamReader, asyncio.StreamWriter]  # of one stream
+StripedReaderWriter = tuple[ByteReader, ByteWriter]  # of a conversation
 
 
 class StripedReader:
@@ -73,15 +73,15 @@ class StripedReader:
 
     async def _next(self, missing: int) -> bytes:
         """Some of so many bytes, from the stream whose turn it is."""
-        turn, used = divmod(self._at, UNIT_BYTES)
-        ahead = -(-(used + missing) // UNIT_BYTES)  # turns in which they come
+        turn, used = divmod(self._at, STRIPE_UNIT_BYTES)
+        ahead = -(-(used + missing) // STRIPE_UNIT_BYTES)  # turns in which they come
         streams = len(self._readers)
         needed = [self._readers[(turn + later) % streams] for later in range(min(ahead, streams))]
         while True:
             self._check(needed)
             try:
-                async with asyncio.timeout(_LOOK_SECONDS):
-                    piece = await needed[0].read(min(missing, UNIT_BYTES - used))
+                async with asyncio.timeout(_POLL_SECONDS):
+                    piece = await needed[0].read(min(missing, STRIPE_UNIT_BYTES - used))
             except TimeoutError:
                 continue
             self._ended_at = None
@@ -99,7 +99,7 @@ class StripedReader:
         now = asyncio.get_running_loop().time()
         if self._ended_at is None:
             self._ended_at = now
-        if any(_is_over(reader) for reader in needed) or now - self._ended_at >= _ENDED_SECONDS:
+        if any(_is_over(reader) for reader in needed) or now - self._ended_at >= _END_GRACE_SECONDS:
             raise asyncio.IncompleteReadError(b"", 1)
 
 
@@ -122,8 +122,8 @@ class StripedWriter:
     def write(self, data: Buffer, /) -> None:
         view = memoryview(data)
         while view:
-            turn, used = divmod(self._at, UNIT_BYTES)
-            piece, view = view[: UNIT_BYTES - used], view[UNIT_BYTES - used :]
+            turn, used = divmod(self._at, STRIPE_UNIT_BYTES)
+            piece, view = view[: STRIPE_UNIT_BYTES - used], view[STRIPE_UNIT_BYTES - used :]
             self._writers[turn % len(self._writers)].write(piece)
             self._at += len(piece)
 
@@ -160,7 +160,7 @@ class StripedWriter:
         return sum(writer.transport.get_write_buffer_size() for writer in self._writers)
 
 
-def together(ends: Sequence[Ends]) -> Whole:
+def join_stripes(ends: Sequence[ReaderWriter]) -> StripedReaderWriter:
     """One reader and one writer of the streams of a conversation, in their order."""
     return StripedReader([reader for reader, _ in ends]), StripedWriter([writer for _, writer in ends])
 
@@ -168,10 +168,12 @@ def together(ends: Sequence[Ends]) -> Whole:
 # --- the dialler's side ----------------------------------------------------------------------------------
 
 
-async def open_stripes(open_one: Callable[[], Awaitable[tuple[Stream, Ends]]], protocol: str) -> Whole:
+async def open_stripes(
+    open_one: Callable[[], Awaitable[tuple[Stream, ReaderWriter]]], protocol: str
+) -> StripedReaderWriter:
     """Open several streams and say on each what it is part of. Raises what the first of them fails with."""
-    conversation = secrets.token_bytes(_NAME_BYTES)
-    opened: dict[int, Ends] = {}
+    conversation = secrets.token_bytes(_CONVERSATION_ID_BYTES)
+    opened: dict[int, ReaderWriter] = {}
 
     async def open_next(index: int) -> None:
         stream, ends = await open_one()
@@ -189,22 +191,22 @@ async def open_stripes(open_one: Callable[[], Awaitable[tuple[Stream, Ends]]], p
         if isinstance(error, ExceptionGroup):
             raise first_error(error) from error
         raise
-    return together([opened[index] for index in range(STRIPES)])
+    return join_stripes([opened[index] for index in range(STRIPES)])
 
 
 # --- the acceptor's side ---------------------------------------------------------------------------------
 
 
-class _Gathering:
+class _PartialConversation:
     """A conversation of which streams are missing; what the gate holds of it."""
 
     def __init__(self, protocol: str) -> None:
         self.protocol = protocol
-        self.ends: dict[int, Ends] = {}  # by index
+        self.ends: dict[int, ReaderWriter] = {}  # by index
         self.complete = asyncio.Event()  # all are here, or it failed
         self.error: AtollError | None = None
 
-    def join(self, stripe: wire.Stripe, ends: Ends) -> None:
+    def join(self, stripe: wire.Stripe, ends: ReaderWriter) -> None:
         """Raises `PeerMisbehaved`."""
         if stripe.protocol != self.protocol or stripe.index >= STRIPES or stripe.index in self.ends:
             raise PeerMisbehaved("a stream does not fit into its conversation")
@@ -214,10 +216,10 @@ class _Gathering:
 
     async def wait(self) -> None:
         """For the rest, and for whoever among those that came hangs up."""
-        last = asyncio.get_running_loop().time() + GATHER_TIMEOUT.total_seconds()
+        last = asyncio.get_running_loop().time() + ASSEMBLE_TIMEOUT.total_seconds()
         while not self.complete.is_set():
             with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_SECONDS):
+                async with asyncio.timeout(_POLL_SECONDS):
                     await self.complete.wait()
             if any(_is_over(reader) for reader, _ in self.ends.values()):
                 self.fail(Unreachable("it hung up before all streams came"))
@@ -234,17 +236,17 @@ class _Gathering:
         self.fail(HelloRequired("this peer is no member any more"))
 
 
-class Gatherings:
+class StripeAssembler:
     """Members' streams that wait for the others of their conversation."""
 
     def __init__(self, gate: Gate, protocols: Collection[str]) -> None:
         """`protocols`: what may be spoken so."""
         self._gate = gate
         self._protocols = protocols
-        self._open: dict[tuple[str, bytes], _Gathering] = {}  # by peer and conversation
+        self._open: dict[tuple[str, bytes], _PartialConversation] = {}  # by peer and conversation
         self._count: Counter[str] = Counter()  # of them, by peer
 
-    async def add(self, peer_id: str, frame: Frame, ends: Ends) -> tuple[str, Whole] | None:
+    async def add(self, peer_id: str, frame: Frame, ends: ReaderWriter) -> tuple[str, StripedReaderWriter] | None:
         """Wait until all are here. With the first that came, the conversation's protocol and all of it; else None.
 
         `frame` is the first on that stream. Raises `PeerMisbehaved`; on all that came `HelloRequired` when the peer is
@@ -259,31 +261,31 @@ class Gatherings:
             if found.error is not None:
                 raise found.error
             return None
-        if self._count[peer_id] >= MAX_GATHERING_PER_PEER:
+        if self._count[peer_id] >= MAX_PARTIAL_PER_PEER:
             raise PeerMisbehaved("too many conversations wait for the rest of their streams")
-        gathering = _Gathering(stripe.protocol)
-        gathering.join(stripe, ends)
-        self._open[key] = gathering
+        partial = _PartialConversation(stripe.protocol)
+        partial.join(stripe, ends)
+        self._open[key] = partial
         self._count[peer_id] += 1
-        self._gate.opened(peer_id, gathering)
+        self._gate.opened(peer_id, partial)
         try:
-            await gathering.wait()
+            await partial.wait()
         finally:
-            gathering.fail(Unreachable("this node ends"))  # unless it is complete
-            self._gate.closed(peer_id, gathering)
+            partial.fail(Unreachable("this node ends"))  # unless it is complete
+            self._gate.closed(peer_id, partial)
             del self._open[key]
             self._count[peer_id] -= 1
             self._count += Counter()  # drops what is not positive
-        if gathering.error is not None:
-            raise gathering.error
-        return gathering.protocol, together([gathering.ends[index] for index in range(STRIPES)])
+        if partial.error is not None:
+            raise partial.error
+        return partial.protocol, join_stripes([partial.ends[index] for index in range(STRIPES)])
 
     def _checked(self, frame: Frame) -> wire.Stripe:
         try:
             stripe = wire.Stripe.FromString(frame.header)
         except DecodeError as error:
             raise PeerMisbehaved("a stream of several must begin with a Stripe") from error
-        if frame.kind is not FrameKind.MESSAGE or frame.body or len(stripe.conversation) != _NAME_BYTES:
+        if frame.kind is not FrameKind.MESSAGE or frame.body or len(stripe.conversation) != _CONVERSATION_ID_BYTES:
             raise PeerMisbehaved("a stream of several must begin with a Stripe")
         if stripe.protocol not in self._protocols:
             raise PeerMisbehaved("conversations over several streams must be in a protocol that they are for")

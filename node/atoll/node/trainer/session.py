@@ -106,7 +106,7 @@ class Session:
 
     @contextmanager
     def _on_all_ranks(self, order: ms.Order) -> Iterator[None]:
-        """RankProcesses do the same meanwhile, and are done afterwards."""
+        """Followers do the same meanwhile, and are done afterwards."""
         if self._ranks is None:
             yield
             return

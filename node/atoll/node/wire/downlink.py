@@ -21,7 +21,7 @@ class Downlink:
         self._bytes = self._largest = 0
         self._windows: deque[tuple[float, float]] = deque(maxlen=int(MEMORY_SECONDS / WINDOW_SECONDS))  # when, bytes/s
 
-    def came(self, count: int, now: float) -> None:
+    def record(self, count: int, now: float) -> None:
         """So many bytes were read at once."""
         if now - self._began >= WINDOW_SECONDS:
             self._end_window()

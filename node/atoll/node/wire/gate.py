@@ -54,7 +54,7 @@ class Gate:
 
     def members(self) -> tuple[Member, ...]:
         """Everybody admitted now."""
-        return tuple(member for member in self._members.values() if self.knows(member.peer_id))
+        return tuple(member for member in self._members.values() if self.is_admitted(member.peer_id))
 
     def set_membership(self, membership: pb.Signed) -> None:
         """Show a renewed certificate from now on. Raises `CertificateInvalid` if it is not ours."""
@@ -87,7 +87,7 @@ class Gate:
             raise HelloRequired(f"peer {peer_id} has not shown a membership that holds")
         return member
 
-    def knows(self, peer_id: str) -> bool:
+    def is_admitted(self, peer_id: str) -> bool:
         """Whether `require` would pass."""
         member = self._members.get(peer_id)
         banned = peer_id in self._deny.peer_ids

@@ -32,9 +32,9 @@ from atoll.node.wire.transport import Handler, Stream
 from atoll.v1 import dataplane_pb2 as wire
 
 MAX_SENTENCE_CHARACTERS = 500
-LINGER = timedelta(seconds=1)  # for a refused peer to read why and close
+REFUSAL_LINGER = timedelta(seconds=1)  # for a refused peer to read why and close
 
-_OF_ITS_OWN = (ChildDied, StateError, ConfigError, UsageError, PortInUse)
+_PEER_LOCAL_ERRORS = (ChildDied, StateError, ConfigError, UsageError, PortInUse)
 
 _log = log.get("swarm")
 
@@ -45,7 +45,7 @@ def refusal_header(error: AtollError) -> bytes:
     return wire.Refusal(reason=error.reason, message=sentence).SerializeToString()
 
 
-def refused_as(frame: Frame, peer_id: str) -> AtollError:
+def error_from_refusal(frame: Frame, peer_id: str) -> AtollError:
     """The error that a `REFUSAL` frame from `peer_id` stands for; `FrameInvalid` if it does not parse.
 
     What is wrong with a peer's own processes, files and settings is nothing of ours: such a peer is out of reach.
@@ -55,7 +55,7 @@ def refused_as(frame: Frame, peer_id: str) -> AtollError:
     except DecodeError:
         return FrameInvalid(f"peer {peer_id} refused with a message that does not parse")
     kind = error_class(refusal.reason)
-    if issubclass(kind, _OF_ITS_OWN):
+    if issubclass(kind, _PEER_LOCAL_ERRORS):
         kind = Unreachable
     return kind(f"peer {peer_id}: {printable(refusal.message)}")
 
@@ -65,12 +65,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:MAX_SENTENCE_CHARACTERS])
 
 
-async def receive_or_refusal(stream: Stream, frame: Frame) -> Frame:
+async def raise_if_refusal(stream: Stream, frame: Frame) -> Frame:
     """Pass a frame on, or end the stream and raise what a refusal says."""
     if frame.kind is not FrameKind.REFUSAL:
         return frame
     await stream.close()
-    raise refused_as(frame, stream.peer_id)
+    raise error_from_refusal(frame, stream.peer_id)
 
 
 async def run_handler(protocol: str, stream: Stream, handler: Handler, on_crash: Callable[[], None]) -> None:
@@ -94,7 +94,7 @@ async def run_handler(protocol: str, stream: Stream, handler: Handler, on_crash:
 async def _tell(stream: Stream, error: AtollError) -> None:
     """Send the refusal, then discard what still comes: closing on unread data would lose it on the way."""
     with suppress(AtollError, TimeoutError):
-        async with asyncio.timeout(LINGER.total_seconds()):
+        async with asyncio.timeout(REFUSAL_LINGER.total_seconds()):
             await stream.send(FrameKind.REFUSAL, refusal_header(error))
             while True:
-                await stream.receive(LINGER)
+                await stream.receive(REFUSAL_LINGER)

@@ -32,12 +32,12 @@ from atoll.core.frames import (
     pack_prefix,
     unpack_prefix,
 )
-from atoll.node.wire.refusals import LINGER, receive_or_refusal
+from atoll.node.wire.refusals import REFUSAL_LINGER, raise_if_refusal
 from atoll.node.wire.traffic import SMALL_FRAME_BYTES, Traffic
 
 STALL_TIMEOUT = timedelta(seconds=30)  # without a byte of progress
 CLOSE_TIMEOUT = timedelta(seconds=5)
-_FEW_WORDS_BYTES = 1024
+_DISCARD_BYTES = 1024
 _JOIN_BELOW_BYTES = 64 * 1024  # smaller bodies go out with their prefix in one write
 
 
@@ -78,7 +78,7 @@ class SocketStream:
     """One end of a stream; implements `transport.Stream`."""
 
     buffer_high_bytes = 0  # `drain` waits until the kernel has everything
-    sums_bodies = True  # whether checksums are of bodies, too
+    checksums_bodies = True  # whether checksums are of bodies, too
     flushes_pieces = False  # whether each piece of a frame must be gone before the next, also without a limit
 
     def __init__(
@@ -88,7 +88,7 @@ class SocketStream:
         reader: ByteReader,
         writer: ByteWriter,
         *,
-        guard: Callable[[], object],
+        require_member: Callable[[], object],
         traffic: Traffic,
         max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
@@ -96,12 +96,12 @@ class SocketStream:
         self._peer_id = peer_id
         self._reader = reader
         self._writer = writer
-        self._guard = guard  # raises when the peer is no member any more
+        self._require_member = require_member  # raises when the peer is no member any more
         self._traffic = traffic
         self._max_frame_bytes = max_frame_bytes
         self._prefix: Prefix | None = None  # of a frame whose rest has not arrived
-        self._due = 0.0  # when the rest may be read
-        self._promised = 0  # bytes of the rest that the line down keeps a slot for
+        self._body_start = 0.0  # when the rest may be read
+        self._reserved_download_bytes = 0  # bytes of the rest that the line down keeps a slot for
         self.broken = False  # by the other side, or by what lies between
         self._sending = asyncio.Lock()
         self._sent = 0
@@ -126,44 +126,44 @@ class SocketStream:
         return False
 
     async def send(self, kind: FrameKind, header: Buffer, body: Buffer = b"") -> None:
-        self._guard()
+        self._require_member()
         await self._write(kind, header, body)
 
     async def refuse(self, header: Buffer) -> None:
         """Send a refusal; the one frame that a stranger may get."""
         await self._write(FrameKind.REFUSAL, header, b"")
 
-    async def turn_away(self, header: Buffer) -> None:
+    async def refuse_and_close(self, header: Buffer) -> None:
         """Refuse without reading, and end."""
         cast(asyncio.Transport, self._writer.transport).pause_reading()
         with suppress(AtollError):
             await self.refuse(header)
         await self.close()
 
-    async def turn_away_late(self, header: Buffer) -> None:
-        """As `turn_away`, somebody who has said a few words already: p2pd loses ours if we close on unread bytes.
+    async def refuse_after_reading(self, header: Buffer) -> None:
+        """As `refuse_and_close`, somebody who has said a few words already: p2pd loses ours if we close on unread bytes.
 
         For a moment, so many are thrown away.
         """
         with suppress(AtollError, EOFError, OSError, TimeoutError):
-            async with asyncio.timeout(LINGER.total_seconds()):
+            async with asyncio.timeout(REFUSAL_LINGER.total_seconds()):
                 await self.refuse(header)
-                await self._reader.readexactly(_FEW_WORDS_BYTES)
+                await self._reader.readexactly(_DISCARD_BYTES)
         await self.close()
 
     async def receive(self, timeout: timedelta) -> Frame:
-        self._guard()
+        self._require_member()
         try:
             async with asyncio.timeout(timeout.total_seconds()):
                 frame = await self._read_frame()
         except TimeoutError as error:
             raise DeadlineExceeded(f"peer {self._peer_id} sent no whole frame within {timeout}") from error
         except (asyncio.IncompleteReadError, OSError) as error:
-            raise self._ended() from error
-        return await receive_or_refusal(self, frame)
+            raise self._ended_error() from error
+        return await raise_if_refusal(self, frame)
 
     async def close(self) -> None:
-        self._forget()
+        self._release()
         self._writer.close()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT.total_seconds()):
@@ -173,7 +173,7 @@ class SocketStream:
 
     def abort(self) -> None:
         """Close without waiting for anything."""
-        self._forget()
+        self._release()
         self._writer.transport.abort()
 
     def on_close(self, callback: Callable[[], None]) -> None:
@@ -182,9 +182,9 @@ class SocketStream:
 
     async def _write(self, kind: FrameKind, header: Buffer, body: Buffer) -> None:
         self._traffic.check_allowance(len(body))
-        start = pack_prefix(kind, header, body, checksum_body=self.sums_bodies)
+        start = pack_prefix(kind, header, body, checksum_body=self.checksums_bodies)
         if self._is_over():
-            raise self._ended()
+            raise self._ended_error()
         frame: list[Buffer] = (
             [b"".join((start, header, body))] if len(body) < _JOIN_BELOW_BYTES else [start + header, body]
         )
@@ -195,8 +195,8 @@ class SocketStream:
                 for piece in self._pieces(frame):
                     await up.wait(len(piece), small=size <= SMALL_FRAME_BYTES)
                     if self._is_over():
-                        raise self._ended()
-                    self._put(piece)
+                        raise self._ended_error()
+                    self._write_piece(piece)
                     left -= len(piece)
                     if up.limited or self.flushes_pieces:
                         await self._flush()
@@ -220,8 +220,8 @@ class SocketStream:
             self._got(len(start))
             self._prefix = unpack_prefix(start, self._max_frame_bytes)
             size = PREFIX.size + self._prefix.header_bytes + self._prefix.body_bytes
-            self._due = self._traffic.down.due(size, small=size <= SMALL_FRAME_BYTES)
-            self._promised = size - PREFIX.size
+            self._body_start = self._traffic.down.slot_start(size, small=size <= SMALL_FRAME_BYTES)
+            self._reserved_download_bytes = size - PREFIX.size
         return self._prefix
 
     async def _read_frame(self) -> Frame:
@@ -229,17 +229,17 @@ class SocketStream:
         if prefix.kind is FrameKind.END:
             raise FrameInvalid("this stream ends when its socket is closed, not by a frame")
         self._traffic.check_allowance(prefix.body_bytes)
-        await self._traffic.down.until(self._due)
+        await self._traffic.down.sleep_until(self._body_start)
         rest = memoryview(await self._reader.readexactly(prefix.header_bytes + prefix.body_bytes))
-        self._prefix, self._promised = None, 0
+        self._prefix, self._reserved_download_bytes = None, 0
         self._got(len(rest))
         header, body = bytes(rest[: prefix.header_bytes]), rest[prefix.header_bytes :]
-        return check_frame(prefix, header, body, checksum_body=self.sums_bodies)
+        return check_frame(prefix, header, body, checksum_body=self.checksums_bodies)
 
-    def _put(self, piece: Buffer) -> None:
+    def _write_piece(self, piece: Buffer) -> None:
         self._writer.write(piece)
         self._sent += len(piece)
-        self._traffic.departs(self.protocol, len(piece))
+        self._traffic.count_sent(self.protocol, len(piece))
 
     def _got(self, count: int) -> None:
         self._received += count
@@ -259,18 +259,18 @@ class SocketStream:
                     raise Unreachable(f"peer {self._peer_id} took nothing for {STALL_TIMEOUT}") from error
                 before = now
             except OSError as error:
-                raise self._ended() from error
+                raise self._ended_error() from error
 
     def _progress(self) -> tuple[int, int]:
         """Grows as long as the other side takes what was written."""
         return 0, -self._writer.transport.get_write_buffer_size()
 
-    def _forget(self) -> None:
-        self._traffic.down.give_back(self._promised)  # who announces much and leaves holds nobody up
-        self._promised = 0
+    def _release(self) -> None:
+        self._traffic.down.cancel_slot(self._reserved_download_bytes)  # who announces much and leaves holds nobody up
+        self._reserved_download_bytes = 0
         callbacks, self._on_close = self._on_close, []
         for callback in callbacks:
             callback()
 
-    def _ended(self) -> Unreachable:
+    def _ended_error(self) -> Unreachable:
         return Unreachable(f"peer {self._peer_id} ended the stream {self.protocol}")

@@ -26,13 +26,13 @@ _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 4 * 1024, 256 * 1024
 _BURST_SECONDS = 0.1  # what an idle line saves up
 
 
-class Line:
+class RateLimiter:
     """One direction: a rate, and what of it is promised already."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._bytes_per_second = 0.0
-        self._free = 0.0  # when all that was promised will have passed
+        self._reserved_until = 0.0  # when all that was promised will have passed
 
     @property
     def bytes_per_second(self) -> float:
@@ -43,33 +43,33 @@ class Line:
     def limited(self) -> bool:
         return self._bytes_per_second > 0
 
-    def change(self, bytes_per_second: float) -> None:
+    def set_rate(self, bytes_per_second: float) -> None:
         """Another rate from now on, 0 for none; what was promised at the old one is forgotten."""
         if bytes_per_second != self._bytes_per_second:
-            self._bytes_per_second, self._free = bytes_per_second, self._clock.monotonic()
+            self._bytes_per_second, self._reserved_until = bytes_per_second, self._clock.monotonic()
 
-    def due(self, count: int, *, small: bool) -> float:
+    def slot_start(self, count: int, *, small: bool) -> float:
         """Reserve a slot for `count` bytes; the monotonic time at which it begins. What is small may go at once."""
         now = self._clock.monotonic()
         if not self.limited:
             return now
-        begins = max(self._free, now - _BURST_SECONDS)
-        self._free = begins + count / self._bytes_per_second
+        begins = max(self._reserved_until, now - _BURST_SECONDS)
+        self._reserved_until = begins + count / self._bytes_per_second
         return now if small else begins
 
-    def give_back(self, count: int) -> None:
+    def cancel_slot(self, count: int) -> None:
         """Bytes of a slot that will not pass."""
         if self.limited:
-            self._free -= count / self._bytes_per_second
+            self._reserved_until -= count / self._bytes_per_second
 
-    async def until(self, due: float) -> None:
+    async def sleep_until(self, slot_start: float) -> None:
         """Return when that slot begins."""
-        if (seconds := due - self._clock.monotonic()) > 0:
+        if (seconds := slot_start - self._clock.monotonic()) > 0:
             await asyncio.sleep(seconds)
 
     async def wait(self, count: int, *, small: bool) -> None:
         """Return when `count` more bytes may pass."""
-        await self.until(self.due(count, small=small))
+        await self.sleep_until(self.slot_start(count, small=small))
 
     def pieces(self, buffers: Iterable[Buffer]) -> Iterator[Buffer]:
         """The same bytes in pieces of one turn each; as they are without a limit."""
@@ -88,8 +88,8 @@ class Traffic:
     def __init__(self, clock: Clock) -> None:
         self.sent: Counter[str] = Counter()  # bytes by protocol
         self.received: Counter[str] = Counter()
-        self.up, self.down = Line(clock), Line(clock)
-        self.departing: list[Callable[[], None]] = []  # told when more than a small frame is sent
+        self.up, self.down = RateLimiter(clock), RateLimiter(clock)
+        self.bulk_send_callbacks: list[Callable[[], None]] = []  # told when more than a small frame is sent
         self._clock = clock
         self._downlink = Downlink()
         self._allowed_total = math.inf
@@ -104,21 +104,21 @@ class Traffic:
         """The most that came in lately on direct connections, of all peers together; 0: next to nothing did."""
         return self._downlink.bytes_per_second(self._clock.monotonic())
 
-    def departs(self, protocol: str, count: int) -> None:
+    def count_sent(self, protocol: str, count: int) -> None:
         """So many bytes are handed on, to p2pd or the kernel."""
         self.sent[protocol] += count
         if count > SMALL_FRAME_BYTES:
-            for tell in self.departing:
+            for tell in self.bulk_send_callbacks:
                 tell()
 
-    def arrived(self, count: int) -> None:
+    def count_arrived(self, count: int) -> None:
         """So many bytes are here, read or not."""
-        self._downlink.came(count, self._clock.monotonic())
+        self._downlink.record(count, self._clock.monotonic())
 
     def limit(self, upload_bytes_per_second: float, download_bytes_per_second: float) -> None:
         """Change the rates; 0 lifts a limit."""
-        self.up.change(upload_bytes_per_second)
-        self.down.change(download_bytes_per_second)
+        self.up.set_rate(upload_bytes_per_second)
+        self.down.set_rate(download_bytes_per_second)
 
     def set_remaining_bytes(self, more_bytes: float) -> None:
         """Bodies may pass until that many bytes more were counted, both ways."""

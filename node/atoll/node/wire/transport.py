@@ -74,6 +74,6 @@ class Network(Protocol):
         """Dial a member (hello first, where there was none). Raises `Unreachable`, `Rejected`."""
         ...
 
-    def rate_to(self, peer_id: str) -> float:
+    def bytes_per_second_to(self, peer_id: str) -> float:
         """Bytes per second to a member, as measured, or our limit; infinite: it is near, 0: nothing is known."""
         ...

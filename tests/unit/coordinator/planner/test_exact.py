@@ -11,7 +11,7 @@ from benchmarks.planner_brute import brute_force
 from benchmarks.planner_instances import small
 from unit.coordinator.planner.worlds import GB, TRAINING, machine, swarm
 
-from atoll.coordinator.planner import exact_solver as exact
+from atoll.coordinator.planner import exact_solver
 from atoll.coordinator.planner.budget import Budget
 from atoll.coordinator.planner.checks import check_layout
 from atoll.coordinator.planner.cost import evaluate
@@ -75,13 +75,13 @@ def test_a_bound_that_was_left_unproven_is_told_when_the_budget_ends(monkeypatch
         paths = [Path(one, other, rng.choice([0.005, 0.4])) for one, other in pairs]
         training = replace(TRAINING, micro_batches=64, ahead=rng.choice([0, 1]))
         tables = Tables(swarm(machines, paths, training=training))
-        monkeypatch.setattr(exact, "_MOST_ROUTES", 10**9)
-        full = exact.solve_exactly(tables, range(4), Steps(10**9))  # type: ignore[arg-type]
+        monkeypatch.setattr(exact_solver, "_MOST_ROUTES", 10**9)
+        full = exact_solver.solve_exactly(tables, range(4), Steps(10**9))  # type: ignore[arg-type]
         if full.best is None or full.gap:
             continue
-        monkeypatch.setattr(exact, "_MOST_ROUTES", 300)
+        monkeypatch.setattr(exact_solver, "_MOST_ROUTES", 300)
         for steps in range(1, 60):
-            found = exact.solve_exactly(tables, range(4), Steps(steps))  # type: ignore[arg-type]
+            found = exact_solver.solve_exactly(tables, range(4), Steps(steps))  # type: ignore[arg-type]
             if found.best is not None:
                 looked += 1
                 assert full.best.score <= found.bound * (1 + 1e-9)
