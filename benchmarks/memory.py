@@ -26,7 +26,7 @@ from pathlib import Path
 
 from support.memory_network import MemoryHub
 
-from atoll.coordinator.planner.span_memory import room
+from atoll.coordinator.planner.span_memory import span_memory
 from atoll.core.run_spec import parse_run_spec
 from atoll.lab.corpus import write_python_corpus
 from atoll.node.model.run_model import RunModel, run_model
@@ -70,7 +70,7 @@ class Model:
     def planned_bytes(self, span: Span) -> float:
         """What the planner counts for a span."""
         spec = parse_run_spec(self.toml)
-        found = room(self._run().table.SerializeToString(), spec)
+        found = span_memory(self._run().table.SerializeToString(), spec)
         assert found is not None
         return found.device_bytes(span.first, span.last)
 

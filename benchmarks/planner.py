@@ -20,8 +20,8 @@ import numpy as np
 
 from atoll.coordinator.planner.checks import check_pins_fit, check_problem
 from atoll.coordinator.planner.cost import evaluate
-from atoll.coordinator.planner.cost_tables import Tables
-from atoll.coordinator.planner.links import complete
+from atoll.coordinator.planner.cost_tables import CostTables
+from atoll.coordinator.planner.links import fill_missing_links
 from atoll.coordinator.planner.problem import Layout, Problem
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.core.clock import SystemClock
@@ -60,7 +60,7 @@ def sound(problem: Problem) -> bool:
     """Random pins may ask for what a machine cannot hold."""
     try:
         check_problem(problem)
-        check_pins_fit(Tables(problem))
+        check_pins_fit(CostTables(problem))
     except PlanInputInvalid:
         return False
     return True
@@ -79,7 +79,7 @@ def against_brute_force(report: Report) -> None:
         score = found.evaluation.score if found else 0.0
         same = abs(score - expected) <= 1e-9 * max(score, expected) and (found is None or not found.gap)
         if layout is not None:
-            same &= abs(evaluate(Tables(problem), layout).score - expected) <= 1e-9 * expected
+            same &= abs(evaluate(CostTables(problem), layout).score - expected) <= 1e-9 * expected
         differ += not same
     cell(report, "a", "exact and brute force differ", compared, "≤ 5", value=differ)
     report.accept("(a) instances where they differ", target="0", value=differ, holds=not differ)
@@ -219,7 +219,7 @@ def one_size(count: int) -> None:
 def dropped(problem: Problem, gone: int, layout: Layout) -> tuple[Problem, Layout]:
     """Without one machine; what is left of the layout has the new numbers."""
     rows = np.array([it for it in range(len(problem.machines)) if it != gone])
-    links = complete(
+    links = fill_missing_links(
         problem.links.rtt_seconds[np.ix_(rows, rows)].copy(), problem.links.bytes_per_second[np.ix_(rows, rows)].copy()
     )
     less = replace(problem, machines=tuple(problem.machines[it] for it in rows), links=links)

@@ -16,26 +16,26 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from atoll.coordinator.planner.cost import evaluate, route_cost
-from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.problem import Layout, Route, Stage
 
 Curve = list[tuple[float, float]]  # seconds, best score so far
 
 
-def equal_split(tables: Tables) -> Layout:
+def equal_split(tables: CostTables) -> Layout:
     """Neighbours in routes of S machines with equal stages, for the best S."""
     by_region = sorted(range(tables.count), key=lambda it: tables.problem.machines[it].region)
     layouts = [_equal_of(tables, by_region, size) for size in range(1, min(tables.count, tables.layers) + 1)]
     return max(layouts, key=lambda layout: evaluate(tables, layout).score)
 
 
-def random_layout(tables: Tables, rng: random.Random, tries: int = 20) -> Layout:
+def random_layout(tables: CostTables, rng: random.Random, tries: int = 20) -> Layout:
     """Machines in any order, each with a random part of what it could hold; the best of some."""
     layouts = [_random_of(tables, rng) for _ in range(tries)]
     return max(layouts, key=lambda layout: evaluate(tables, layout).score)
 
 
-def greedy(tables: Tables, rng: random.Random) -> Layout:
+def greedy(tables: CostTables, rng: random.Random) -> Layout:
     """As servers of Petals come: each lengthens the route that lacks most layers behind it, the nearest of several."""
     arrivals = list(range(tables.count))
     rng.shuffle(arrivals)
@@ -57,7 +57,7 @@ def greedy(tables: Tables, rng: random.Random) -> Layout:
     return Layout(tuple(done))
 
 
-def genetic(tables: Tables, rng: random.Random, seconds: float, population: int = 40) -> tuple[Layout, Curve]:
+def genetic(tables: CostTables, rng: random.Random, seconds: float, population: int = 40) -> tuple[Layout, Curve]:
     """The best of a population that evolves for so long, and how it got there."""
     return _Genetic(tables, rng).run(seconds, population)
 
@@ -71,7 +71,7 @@ class _Chromosome:
 
 
 class _Genetic:
-    def __init__(self, tables: Tables, rng: random.Random) -> None:
+    def __init__(self, tables: CostTables, rng: random.Random) -> None:
         self.tables, self.rng = tables, rng
         self.longest = min(tables.count, tables.layers)
         self.known: dict[tuple[int, ...], tuple[float, Route]] = {}
@@ -137,7 +137,7 @@ class _Genetic:
         return person
 
 
-def as_equal_as_fits(tables: Tables, order: Sequence[int]) -> Route:
+def as_equal_as_fits(tables: CostTables, order: Sequence[int]) -> Route:
     """Equal stages, less for whom they do not fit; empty where the layers do not all fit."""
     most = [tables.stage(machine).most_layers for machine in order]
     if sum(most) < tables.layers or not all(most):
@@ -149,14 +149,14 @@ def as_equal_as_fits(tables: Tables, order: Sequence[int]) -> Route:
     return _stages(order, held) if all(held) else ()
 
 
-def _equal_of(tables: Tables, machines: Sequence[int], size: int) -> Layout:
+def _equal_of(tables: CostTables, machines: Sequence[int], size: int) -> Layout:
     held = [tables.layers // size + (place < tables.layers % size) for place in range(size)]
     able = [machine for machine in machines if tables.stage(machine).most_layers >= held[0]]
     routes = [_stages(able[place : place + size], held) for place in range(0, len(able) - size + 1, size)]
     return Layout(tuple(route for route in routes if route_cost(tables, route).score_rate))
 
 
-def _random_of(tables: Tables, rng: random.Random) -> Layout:
+def _random_of(tables: CostTables, rng: random.Random) -> Layout:
     order = list(range(tables.count))
     rng.shuffle(order)
     routes: list[Route] = []
@@ -174,7 +174,7 @@ def _random_of(tables: Tables, rng: random.Random) -> Layout:
     return Layout(tuple(route for route in routes if route_cost(tables, route).score_rate))
 
 
-def _lengthened(tables: Tables, route: Route, machine: int) -> Route | None:
+def _lengthened(tables: CostTables, route: Route, machine: int) -> Route | None:
     """The route with as many further layers as the machine can hold; None where it can hold none there."""
     start = _covered(route)
     if route and not tables.usable[route[-1].machine, machine]:

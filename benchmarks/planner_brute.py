@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import combinations, permutations, product
 
 from atoll.coordinator.planner.problem import Goal, Layout, Machine, Problem, Reach, Stage
-from atoll.coordinator.planner.reduce_shares import Link, best_shares, vector_seconds
+from atoll.coordinator.planner.reduce_shares import NodeLink, best_shares, exchange_seconds_per_byte
 
 RELAY = 1_250_000.0
 
@@ -244,6 +244,6 @@ def _exchange(problem: Problem, routes: tuple[tuple[Stage, ...], ...], layer: in
     for holder in holders:
         profile = problem.machines[holder]
         rate = min(profile.uplink_bytes_per_second, profile.downlink_bytes_per_second)
-        links[str(holder)] = Link(rate * problem.training.link_efficiency, profile.reach is not Reach.PUBLIC)
+        links[str(holder)] = NodeLink(rate * problem.training.link_efficiency, profile.reach is not Reach.PUBLIC)
     size = problem.layers[layer].parameters * problem.training.outer_bytes_per_parameter
-    return size * vector_seconds(links, best_shares(links), [str(machine)])
+    return size * exchange_seconds_per_byte(links, best_shares(links), [str(machine)])

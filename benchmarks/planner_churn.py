@@ -21,12 +21,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from atoll.coordinator.planner.cost import evaluate
-from atoll.coordinator.planner.cost_tables import Tables
-from atoll.coordinator.planner.links import complete
+from atoll.coordinator.planner.cost_tables import CostTables
+from atoll.coordinator.planner.links import fill_missing_links
 from atoll.coordinator.planner.problem import Problem
 from atoll.coordinator.planner.question import NamedRoute
-from atoll.coordinator.planner.repair import able_routes
-from atoll.coordinator.planner.replan import Change, fetched_bytes, named_routes, replan
+from atoll.coordinator.planner.repair import intact_routes
+from atoll.coordinator.planner.replan import ReplanResult, fetched_bytes, named_routes, replan
 from atoll.coordinator.planner.solve import solve
 from atoll.core.clock import SystemClock
 from atoll.core.errors import NoFeasiblePlan
@@ -73,7 +73,7 @@ class ChurnModel:
         self.problem = replace(
             problem, machines=tuple(replace(it, availability=1.0, failures_per_hour=0.0) for it in problem.machines)
         )
-        self.tables = Tables(self.problem)
+        self.tables = CostTables(self.problem)
         self.steps = steps
         self.names = [machine.name for machine in self.problem.machines]
 
@@ -84,12 +84,12 @@ class ChurnModel:
         return replace(
             self.problem,
             machines=tuple(self.problem.machines[row] for row in rows),
-            links=complete(links.rtt_seconds[square].copy(), links.bytes_per_second[square].copy()),
+            links=fill_missing_links(links.rtt_seconds[square].copy(), links.bytes_per_second[square].copy()),
         )
 
     def rate(self, routes: Sequence[NamedRoute]) -> float:
         """Tokens per second of these routes."""
-        return evaluate(self.tables, able_routes(self.tables, routes)).tokens_per_second
+        return evaluate(self.tables, intact_routes(self.tables, routes)).tokens_per_second
 
     def best(self, present: set[str], near: Sequence[Routes]) -> Routes:
         """What the solver finds from nothing, or from one of the routes that are `near`, whichever is best."""
@@ -104,7 +104,7 @@ class ChurnModel:
         whole = (tuple(route for route in routes if present.issuperset(_members([route]))) for routes in found)
         return max(whole, key=self.rate, default=())
 
-    def answer(self, present: set[str], current: Routes, standing: NamedRoute, number: int) -> Change | None:
+    def answer(self, present: set[str], current: Routes, standing: NamedRoute, number: int) -> ReplanResult | None:
         """As a coordinator has it from the planner; None: no plan is possible."""
         try:
             return replan(
@@ -119,7 +119,7 @@ class ChurnModel:
         except NoFeasiblePlan:
             return None
 
-    def fetching(self, change: Change, current: Routes, stale: set[str]) -> dict[str, float]:
+    def fetching(self, change: ReplanResult, current: Routes, stale: set[str]) -> dict[str, float]:
         """Seconds that machines of the new layout take to fetch what they lack, by name."""
         layout, tables = change.evaluation.layout, change.tables
         held = tuple(
@@ -163,7 +163,7 @@ class SimulatedCoordinator:
     standing: dict[str, Span] = field(default_factory=dict)  # who stands by with which layers, or fetches them
     _now: float = 0.0
     _asked: bool = False
-    _preparing: tuple[Change, dict[str, float]] | None = None
+    _preparing: tuple[ReplanResult, dict[str, float]] | None = None
     _events: list[tuple[float, int, str, object]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from atoll.coordinator.planner.links import complete
+from atoll.coordinator.planner.links import fill_missing_links
 from atoll.coordinator.planner.problem import (
     FloatArray,
     Goal,
@@ -90,7 +90,7 @@ def small(rng: random.Random, most: int = 8, layers: tuple[int, int] = (5, 12)) 
         one, other = rng.randrange(len(machines)), rng.randrange(len(machines))
         rate[one, other] = rng.choice((0.0, 10 * MBIT, 100 * MBIT))
     goal = Goal.PRICE if rng.random() < 0.15 else Goal.TIME
-    return Problem(machines, complete(rtt, rate), table, training, _wishes(rng, machines, len(table), goal))
+    return Problem(machines, fill_missing_links(rtt, rate), table, training, _wishes(rng, machines, len(table), goal))
 
 
 def _wishes(rng: random.Random, machines: tuple[Machine, ...], layers: int, goal: Goal) -> Wishes:
@@ -172,7 +172,7 @@ def _city_problem(machines: list[Machine], places: list[str], rng: random.Random
     last_mile = np.array([rng.uniform(0, 0.005) for _ in machines])
     rtt = rtt + last_mile[:, None] + last_mile[None, :]
     training = Training(micro_batch_tokens=2048, micro_batches=16, round_tokens=500_000 * len(machines))
-    return Problem(tuple(machines), complete(rtt, np.full(rtt.shape, np.inf)), seven_billion(), training)
+    return Problem(tuple(machines), fill_missing_links(rtt, np.full(rtt.shape, np.inf)), seven_billion(), training)
 
 
 def _city_rtt(one: str, other: str) -> float:

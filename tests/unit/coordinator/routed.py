@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 
-from unit.coordinator.world import FIT, RUN, World, layer_table, spec_toml
+from unit.coordinator.world import ELIGIBLE_STATES, RUN, World, layer_table, spec_toml
 
 from atoll.coordinator.planner.answer_question import answer
-from atoll.coordinator.planner.plan_builder import Part, routes_of
+from atoll.coordinator.planner.plan_builder import RoutePart, routes_of
 from atoll.coordinator.planner.question import Answer, Question
-from atoll.coordinator.planner.span_memory import Room, room
+from atoll.coordinator.planner.span_memory import SpanMemory, span_memory
 from atoll.coordinator.runs import machine
 from atoll.coordinator.state import prefetch
 from atoll.coordinator.state.snapshot import Policy
@@ -43,9 +43,9 @@ def rows() -> list[plan_pb2.LayerInfo]:
 
 
 @cache
-def model() -> Room:
+def model() -> SpanMemory:
     """What its spans take."""
-    found = room(layer_table(rows()).SerializeToString(), parse_run_spec(spec_toml()))
+    found = span_memory(layer_table(rows()).SerializeToString(), parse_run_spec(spec_toml()))
     assert found is not None
     return found
 
@@ -114,7 +114,7 @@ class RoutedWorld(World):
         self.create_run(min_nodes=len(layers), **LONG_ROUNDS)
         self.cards(**layers)
         self.wait(0.4)
-        self.say(self.name_of(self.state.memory[RUN].writer), FIT, genesis=self.genesis())
+        self.say(self.name_of(self.state.memory[RUN].writer), ELIGIBLE_STATES, genesis=self.genesis())
         self.wait(1)
 
     def spans(self) -> dict[str, tuple[int, int]]:
@@ -135,7 +135,7 @@ class RoutedWorld(World):
         return [record.message for record in self.records if isinstance(record, Event) and record.kind == kind]
 
 
-def covers(route: tuple[Part, ...]) -> bool:
+def covers(route: tuple[RoutePart, ...]) -> bool:
     """Whether its spans hold all layers once, in order."""
     ends = [-1, *(part.last for part in route)]
     return ends[-1] == LAYERS - 1 and all(

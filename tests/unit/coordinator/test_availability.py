@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.coordinator.routed import RoutedWorld
-from unit.coordinator.world import FIT, World
+from unit.coordinator.world import ELIGIBLE_STATES, World
 
 from atoll.coordinator.planner.problem import Wishes, read_layers
-from atoll.coordinator.planner.problem_from_nodes import problem_of
+from atoll.coordinator.planner.problem_from_nodes import problem_from_nodes
 from atoll.coordinator.state import availability
 from atoll.coordinator.state.snapshot import Live, Moment
 from atoll.coordinator.store.records import Node
@@ -94,11 +94,16 @@ def test_the_planner_hears_of_it() -> None:
     world.hang_up("bob")
     world.wait(HOUR)
     world.connect("bob")
-    world.say("bob", FIT)
+    world.say("bob", ELIGIBLE_STATES)
     world.wait(world.policy.replan_seconds + 5)
     question = world.asked[-1]
     wishes, layers = Wishes(), read_layers(question.layers, 64)
-    assert min(it.availability for it in problem_of(question.nodes, layers, question.spec, wishes).problem.machines) < 1
+    assert (
+        min(
+            it.availability for it in problem_from_nodes(question.nodes, layers, question.spec, wishes).problem.machines
+        )
+        < 1
+    )
     told = {node.name: node for node in question.nodes}
     assert told["bob"].availability == pytest.approx(DAY / (DAY + HOUR), rel=0.01)
     assert told["bob"].failures_per_hour > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from unit.coordinator.routed import LAYERS, RoutedWorld, card
-from unit.coordinator.world import FIT, RUN
+from unit.coordinator.world import ELIGIBLE_STATES, RUN
 
 from atoll.coordinator.live import pinning, plan_apply
 from atoll.coordinator.planner.answer_question import answer
@@ -42,7 +42,7 @@ class Fetching(RoutedWorld):
             peer = self.identities[self.slow].peer_id
             coming = self.state.memory[RUN].preparation
             told = coming is not None and peer in coming.spans
-            self.say(self.slow, mb.NODE_STATE_JOINING if told else FIT)
+            self.say(self.slow, mb.NODE_STATE_JOINING if told else ELIGIBLE_STATES)
 
 
 @pytest.mark.parametrize("kind", ["foo", "block"])
@@ -132,7 +132,7 @@ def test_a_slow_newcomer_that_was_not_there_once_is_not_forced_into_a_route() ->
     world.say("eve", mb.NODE_STATE_JOINING)
     world.wait(0.4)
     assert len(world.told("plan.abandoned")) == 1
-    world.say("eve", FIT)
+    world.say("eve", ELIGIBLE_STATES)
     world.slow = ""
     world.wait(300)
     assert [sorted(route) for route in world.routes()] == [["ann", "bob"]]
@@ -178,7 +178,7 @@ def test_who_comes_while_the_operator_s_plan_is_searched_for_is_looked_at_at_onc
 
     world.bring(asked(), world.find(asked()))
     world.wait(2)
-    ordered = plan_apply.question_of(world.state, world.now, RUN, world.policy)
+    ordered = plan_apply.operator_question(world.state, world.now, RUN, world.policy)
     world.cards(cid=12)
     world.wait(2)
     own = asked()
@@ -195,8 +195,8 @@ def test_what_the_operator_asked_for_is_not_issued_when_it_makes_no_sense_any_mo
     world = RoutedWorld()
     world.begin(ann=12, bob=12)
     world.cards(cid=12)
-    ordered = plan_apply.question_of(world.state, world.now, RUN, world.policy)
-    assert ordered.wanted
+    ordered = plan_apply.operator_question(world.state, world.now, RUN, world.policy)
+    assert ordered.given_routes
     if meanwhile == "paused":
         world.take(lifecycle.pause(world.state, world.now, RUN))
     else:
@@ -209,7 +209,7 @@ def test_what_the_operator_asked_for_is_not_issued_when_it_makes_no_sense_any_mo
 
 def test_how_far_a_clock_is_behind_is_kept_and_no_word_of_it_is_not_agreement(pair: RoutedWorld) -> None:
     def kept(**told: float) -> mb.NodeStatus:
-        pair.tell("ann", mb.NodeStatus(state=FIT, **told))
+        pair.tell("ann", mb.NodeStatus(state=ELIGIBLE_STATES, **told))
         return pair.state.live[pair.identities["ann"].peer_id].status
 
     assert not kept().HasField("clock_offset_seconds")

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.test_prefetch import order, told
-from unit.coordinator.world import FIT, RUN
+from unit.coordinator.world import ELIGIBLE_STATES, RUN
 
 from atoll.coordinator.live import neighbour_copies, pinning
-from atoll.coordinator.live.attendance import Present
-from atoll.coordinator.live.neighbour_copies import Pair
+from atoll.coordinator.live.attendance import Attendance
+from atoll.coordinator.live.neighbour_copies import NeighbourPair
 from atoll.coordinator.live.plan_issue import round_seconds
 from atoll.coordinator.runs import admission, lifecycle
 from atoll.coordinator.services import plan_views
@@ -43,7 +43,7 @@ def thirds(*, fetches: bool = True, room: int = 8, round_tokens: int = 10**8) ->
     for place, name in enumerate(THREE):
         world.take(pinning.pin(world.state, world.now, name, (4 * place, 4 * place + 3)))
     world.wait(0.4)
-    world.say(world.name_of(world.state.memory[RUN].writer), FIT, genesis=world.genesis())
+    world.say(world.name_of(world.state.memory[RUN].writer), ELIGIBLE_STATES, genesis=world.genesis())
     world.wait(1)
     assert world.routes() == [list(THREE)]
     for name in THREE:
@@ -68,7 +68,7 @@ def settle(world: RoutedWorld) -> None:
 def copies(world: RoutedWorld) -> dict[str, str]:
     """Who has whose layers, by name."""
     return {
-        world.name_of(pair.keeper): world.name_of(pair.of) for pair in neighbour_copies.kept(world.state, world.plan)
+        world.name_of(pair.holder): world.name_of(pair.stage) for pair in neighbour_copies.kept(world.state, world.plan)
     }
 
 
@@ -124,24 +124,24 @@ def test_copies_are_shared_out(lengths: list[int], data: st.DataObject) -> None:
     routes = [[f"{number}-{place}" for place in range(length)] for number, length in enumerate(lengths)]
     every = [pair for route in routes for pair in pairs_along(route)]
     able = [pair for pair in every if data.draw(st.booleans())]
-    found = neighbour_copies.chosen(able)
-    assert all(pair.keeper == keeper for keeper, pair in found.items())
-    copied = [pair.of for pair in found.values()]
+    found = neighbour_copies.choose_copies(able)
+    assert all(pair.holder == holder for holder, pair in found.items())
+    copied = [pair.stage for pair in found.values()]
     assert len(set(copied)) == len(copied)
-    assert all(pair.keeper in found or pair.of in copied for pair in able)
+    assert all(pair.holder in found or pair.stage in copied for pair in able)
 
 
 @given(st.integers(1, 12))
 def test_no_stage_of_an_even_route_is_left_without(half: int) -> None:
     route = [str(place) for place in range(2 * half)]
-    assert {pair.of for pair in neighbour_copies.chosen(pairs_along(route)).values()} == set(route)
+    assert {pair.stage for pair in neighbour_copies.choose_copies(pairs_along(route)).values()} == set(route)
 
 
-def pairs_along(route: list[str]) -> list[Pair]:
+def pairs_along(route: list[str]) -> list[NeighbourPair]:
     """Of stages with a layer each."""
     spans = {peer: range(place, place + 1) for place, peer in enumerate(route)}
     places = [(place, near) for place in range(len(route)) for near in (place - 1, place + 1) if 0 <= near < len(route)]
-    return [Pair(route[near], route[place], spans[route[near]], spans[route[place]]) for place, near in places]
+    return [NeighbourPair(route[near], route[place], spans[route[near]], spans[route[place]]) for place, near in places]
 
 
 def test_without_room_for_both_there_is_none() -> None:
@@ -338,7 +338,9 @@ def test_a_copy_outlives_its_stage(swarm: RoutedWorld) -> None:
     swarm.wait(5)
     draft = Draft(swarm.state, swarm.now)
     draft.remember(RUN, copies_looked_at=None)
-    neighbour_copies.follow(draft, RUN, swarm.policy, Present(fit=tuple(sorted((bob, cid))), silent=(), finishing=()))
+    neighbour_copies.follow(
+        draft, RUN, swarm.policy, Attendance(eligible=tuple(sorted((bob, cid))), awaited=(), finishing=())
+    )
     assert draft.state.memory[RUN].copies[bob].span == range(8)
 
 

@@ -15,9 +15,9 @@ from unit.coordinator.world import World, spec_toml
 
 from atoll.coordinator.planner.checks import check_problem
 from atoll.coordinator.planner.problem import Problem, Reach, Wishes, decoder_layers
-from atoll.coordinator.planner.problem_from_nodes import OFF, Measured, problem_of, wishes_of
+from atoll.coordinator.planner.problem_from_nodes import MAX_MISMATCH_FACTOR, PlannerNode, problem_from_nodes, wishes_of
 from atoll.coordinator.planner.question import Path, Preferences
-from atoll.coordinator.planner.reduce_shares import MAX_UPLINK
+from atoll.coordinator.planner.reduce_shares import MAX_UPLINK_BYTES_PER_SECOND
 from atoll.coordinator.planner.solve import solve
 from atoll.coordinator.sanitize import tidied
 from atoll.coordinator.state import peer_paths
@@ -33,7 +33,7 @@ KINDS = {"embedding": 1e-7, "block": 1e-5, "head": 4e-6}
 SECONDS = 3 * (KINDS["embedding"] + 4 * KINDS["block"] + KINDS["head"])  # a token, forward and backward
 
 
-def node(name: str, rtts: dict[str, float] | None = None, *, trains: float = 0.0) -> Measured:
+def node(name: str, rtts: dict[str, float] | None = None, *, trains: float = 0.0) -> PlannerNode:
     times = [
         mb.LayerTime(kind=kind, forward_seconds_per_token=time, backward_seconds_per_token=2 * time)
         for kind, time in KINDS.items()
@@ -43,11 +43,11 @@ def node(name: str, rtts: dict[str, float] | None = None, *, trains: float = 0.0
     )
     status = mb.NodeStatus(uplink_bytes_per_second=5e6, tokens_per_second=trains)
     found = {peer: Path(rtt, 0.0, 0.0) for peer, rtt in (rtts or {}).items()}
-    return Measured(name, name, profile, status, ("/ip4/8.8.8.8/tcp/7710",), found)
+    return PlannerNode(name, name, profile, status, ("/ip4/8.8.8.8/tcp/7710",), found)
 
 
-def problem(*nodes: Measured) -> tuple[Problem, dict[str, str]]:
-    seen = problem_of(nodes, LAYERS, SPEC, Wishes())
+def problem(*nodes: PlannerNode) -> tuple[Problem, dict[str, str]]:
+    seen = problem_from_nodes(nodes, LAYERS, SPEC, Wishes())
     check_problem(seen.problem)
     return seen.problem, dict(seen.doubts)
 
@@ -63,17 +63,19 @@ def test_speeds_are_those_at_which_a_node_really_trains_and_a_boast_is_told():
     honest = node("honest", trains=1 / SECONDS * 0.8)
     boaster = node("boaster", trains=1 / SECONDS / 10)
     found, doubts = problem(honest, boaster, node("new"))
-    for machine, factor in zip(found.machines, (1 / 0.8, 10.0, OFF), strict=True):  # who is new is as others are
+    for machine, factor in zip(
+        found.machines, (1 / 0.8, 10.0, MAX_MISMATCH_FACTOR), strict=True
+    ):  # who is new is as others are
         forward, backward = machine.seconds_per_token["block"]
         assert (forward, backward) == pytest.approx((factor * 1e-5, factor * 2e-5))
-    assert [machine.proven for machine in found.machines] == [True, True, False]
+    assert [machine.speed_measured for machine in found.machines] == [True, True, False]
     assert len(doubts) == 1
     assert "boaster trains 10.0 times slower" in doubts["boaster"]
 
 
-def stage(name: str, first: int, last: int, seconds: float, *, learned: float = 0.0) -> Measured:
+def stage(name: str, first: int, last: int, seconds: float, *, last_correction: float = 0.0) -> PlannerNode:
     """A node that took so long a token of these layers."""
-    found = replace(node(name, trains=1.0), alone=False, learned=learned)
+    found = replace(node(name, trains=1.0), alone=False, last_correction=last_correction)
     found.status.computed.CopyFrom(mb.SpanTime(layers=Span(first=first, last=last), seconds_per_token=seconds))
     return found
 
@@ -84,16 +86,16 @@ def test_stages_are_corrected_by_what_their_own_layers_take():
     found, doubts = problem(middle, last)
     for machine in found.machines:
         assert machine.seconds_per_token["block"] == pytest.approx((1.5e-5, 3e-5))
-        assert machine.proven
+        assert machine.speed_measured
     assert not doubts
 
 
 def test_who_has_no_figure_now_counts_as_it_was_seen_last_and_a_newcomer_rather_slow():
-    known = replace(node("known"), alone=False, learned=2.0)
+    known = replace(node("known"), alone=False, last_correction=2.0)
     found, _ = problem(known, stage("other", 1, 2, 1.2 * 2 * 4e-5), node("new"))
     times = [machine.seconds_per_token["block"][0] for machine in found.machines]
     assert times == pytest.approx([2e-5, 1.2e-5, 2e-5])
-    assert [machine.proven for machine in found.machines] == [True, True, False]
+    assert [machine.speed_measured for machine in found.machines] == [True, True, False]
 
 
 @pytest.mark.parametrize("told", [math.nan, -1.0, math.inf, 30.0])
@@ -117,7 +119,7 @@ def test_no_word_of_a_node_s_stops_the_planner(seconds, layer):
         time.forward_seconds_per_token = time.backward_seconds_per_token = layer
     wild.profile.price_per_hour, wild.profile.tokens_per_second = 5e-324, 1e308
     for goal in ("time", "price"):
-        seen = problem_of([wild, fast, node("new")], LAYERS, SPEC, wishes_of(Preferences(goal=goal)))
+        seen = problem_from_nodes([wild, fast, node("new")], LAYERS, SPEC, wishes_of(Preferences(goal=goal)))
         check_problem(seen.problem)
         found = solve(seen.problem, clock=SystemClock(), rng=random.Random(0), seconds=0.5, steps=3)
         assert math.isfinite(found.evaluation.tokens_per_second)
@@ -128,10 +130,10 @@ def test_who_asks_for_nothing_is_no_bargain_where_plans_are_to_be_cheap():
     dear, free = node("dear"), node("free")
     dear.profile.price_per_hour = 2.0
     cheap = wishes_of(Preferences(goal="price"))
-    seen = problem_of([dear, free], LAYERS, SPEC, cheap)
+    seen = problem_from_nodes([dear, free], LAYERS, SPEC, cheap)
     check_problem(seen.problem)
     assert [machine.price_per_hour for machine in seen.problem.machines] == [2.0, 2.0]
-    nobody = problem_of([free], LAYERS, SPEC, cheap)
+    nobody = problem_from_nodes([free], LAYERS, SPEC, cheap)
     check_problem(nobody.problem)
     assert nobody.problem.wishes.goal == "time"
 
@@ -150,10 +152,10 @@ def test_times_of_layers_that_cannot_be_are_not_looked_at(took):
     odd.status.computed.CopyFrom(took)
     found, _ = problem(odd)
     assert found.machines[0].seconds_per_token["block"] == (1e-5, 2e-5)
-    assert not found.machines[0].proven
+    assert not found.machines[0].speed_measured
 
 
-@pytest.mark.parametrize(("came", "counts"), [(0.0, 5e6), (2e6, 5e6), (2e7, 2e7), (1e300, MAX_UPLINK)])
+@pytest.mark.parametrize(("came", "counts"), [(0.0, 5e6), (2e6, 5e6), (2e7, 2e7), (1e300, MAX_UPLINK_BYTES_PER_SECOND)])
 def test_a_downlink_carries_what_came_over_it_and_what_goes_out_at_least(came, counts):
     home = node("home")
     home.status.downlink_bytes_per_second = came

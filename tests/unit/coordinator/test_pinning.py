@@ -30,7 +30,7 @@ def pin(world: World, name: str, span: tuple[int, int] | None) -> None:
 
 def apply(world: RoutedWorld, *, dry_run: bool = False) -> tuple[Plan | None, list[tuple[str, str, str]]]:
     """As the service does: the plan that was issued, and who moves from where to where."""
-    question = plan_apply.question_of(world.state, world.now, RUN, world.policy)
+    question = plan_apply.operator_question(world.state, world.now, RUN, world.policy)
     found, issued = answer(question, ManualClock()), None
     if not dry_run:
         issued = world.take(plan_apply.apply(world.state, world.now, RUN, question, found))
@@ -53,7 +53,7 @@ def test_a_node_that_is_pinned_out_leaves_the_plan_and_comes_back(world: RoutedW
     world.wait(2)
     assert world.members() == {"bob", "cid"}
     assert world.plan.reason == "ann is pinned out"
-    assert all(question.wanted for question in world.asked)
+    assert all(question.given_routes for question in world.asked)
     world.take(pinning.unpin(world.state, world.now, "ann"))
     world.wait(2)
     assert world.members() == {"ann", "bob", "cid"}
@@ -139,7 +139,7 @@ def test_an_order_for_which_no_plan_is_possible_says_so_and_changes_nothing() ->
     world.begin(ann=6, bob=6)
     world.hang_up("bob")
     world.wait(world.policy.lost_after_seconds + 0.4)
-    question = plan_apply.question_of(world.state, world.now, RUN, world.policy)
+    question = plan_apply.operator_question(world.state, world.now, RUN, world.policy)
     found = answer(question, ManualClock())
     view = plan_views.proposal_view(world.state, RUN, question, found, None)
     assert "more memory" in view.missing
@@ -150,9 +150,9 @@ def test_plans_are_made_for_runs_that_train() -> None:
     world = RoutedWorld()
     world.create_run(start=False)
     with pytest.raises(InvalidTransition):
-        plan_apply.question_of(world.state, world.now, RUN, world.policy)
+        plan_apply.operator_question(world.state, world.now, RUN, world.policy)
     with pytest.raises(InvalidTransition, match="no layer table"):
-        planner_question.ask(world.state, world.now, RUN, world.policy)
+        planner_question.build_question(world.state, world.now, RUN, world.policy)
 
 
 def test_a_plan_is_shown_with_memory_and_who_is_left_out() -> None:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from unit.coordinator.routed import LAYERS, RoutedWorld, card, covers, model
-from unit.coordinator.world import FIT, RUN
+from unit.coordinator.world import ELIGIBLE_STATES, RUN
 
 from atoll.coordinator.live import pinning
-from atoll.coordinator.live.attendance import present
+from atoll.coordinator.live.attendance import attendance_of
 from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.runs import admission
@@ -151,7 +151,7 @@ class Storm:
     def come_back(self) -> None:
         away = [name for name in self.away() if not self.world.state.nodes[self._id(name)].draining]
         if away and len(self.here()) < MOST_NODES:
-            self.world.connect(self.rng.choice(away), self.rng.choice((FIT, mb.NODE_STATE_TRAINING)))
+            self.world.connect(self.rng.choice(away), self.rng.choice((ELIGIBLE_STATES, mb.NODE_STATE_TRAINING)))
 
     def drain(self) -> None:
         if len(self.here()) > 2:
@@ -163,7 +163,7 @@ class Storm:
     def resize(self) -> None:
         name = self.rng.choice(self.here())
         self.world.profiles[name] = card(self.rng.choice(SIZES))
-        self.world.say(name, FIT)
+        self.world.say(name, ELIGIBLE_STATES)
 
     def pin(self) -> None:
         name, first = self.rng.choice(self.here()), self.rng.randrange(LAYERS)
@@ -203,7 +203,7 @@ def check_settled(storm: Storm) -> None:
     world = storm.world
     state, memory = world.state, world.state.memory[RUN]
     gone = [peer for peer in world.plan.members if not state.live[peer].connected or state.nodes[peer].draining]
-    nobody = not present(state, RUN, world.now.monotonic).members
+    nobody = not attendance_of(state, RUN, world.now.monotonic).members
     assert bool(memory.missing) or nobody or not gone
     assert not memory.missing or memory.missing.startswith(("needs ", "no route covers", "no machine may hold"))
     assert memory.question is None

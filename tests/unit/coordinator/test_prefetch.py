@@ -172,7 +172,7 @@ def test_a_stage_goes_when_its_layers_are_not_fetched_for_long(pair: RoutedWorld
     pair.connect(going, mb.NODE_STATE_TRAINING)
     pair.wait(30)
     assert order(pair, going) == mb.ORDER_UNSPECIFIED
-    pair.wait(hand_over.MOST_SECONDS)
+    pair.wait(hand_over.MAX_HAND_OVER_SECONDS)
     assert order(pair, going) == mb.ORDER_DRAIN
 
 

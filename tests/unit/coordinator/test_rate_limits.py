@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from support.memory_store import MemoryStore
 from unit.coordinator.world import (
-    FIT,
+    ELIGIBLE_STATES,
     RUN,
     SECRET,
     World,
@@ -245,7 +245,7 @@ def test_who_tells_another_text_all_the_time_is_not_told_for_ever() -> None:
     world.create_run(min_nodes=9)
     world.join("ann", "bob", "eve")
     for number in range(2 * int(STORED.burst)):
-        world.say("eve", FIT, corpus_digest=f"{number:064x}")
+        world.say("eve", ELIGIBLE_STATES, corpus_digest=f"{number:064x}")
         world.take(machine.tick(world.state, world.now, world.policy))
     assert 0 < world.kinds().count("node.corpus-differs") <= STORED.burst
     assert len(world.state.memory[RUN].told_corpora) == 1
@@ -338,7 +338,7 @@ def flap(world: World, times: int) -> None:
 def test_a_node_that_comes_and_goes_makes_few_plans(world: World) -> None:
     before = len(world.plans)
     flap(world, 100)  # 140 seconds
-    assert len(world.plans) - before <= 2 * (len(attendance.REJOIN_SECONDS) - 1 + 140 // 30)
+    assert len(world.plans) - before <= 2 * (len(attendance.REJOIN_DELAYS_SECONDS) - 1 + 140 // 30)
     world.say("eve", mb.NODE_STATE_READY)
     world.wait(35)
     assert "eve" in world.members()  # it is let in again

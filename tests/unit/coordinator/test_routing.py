@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from unit.coordinator.routed import LAYERS, LONG_ROUNDS, QUICK, RoutedWorld, card, covers, rows
-from unit.coordinator.world import FIT, RUN, layer_table
+from unit.coordinator.world import ELIGIBLE_STATES, RUN, layer_table
 
 from atoll.coordinator.planner.plan_builder import most_round_tokens, routes_of
 from atoll.coordinator.planner.question import Answer, Preferences
@@ -39,7 +39,7 @@ def test_where_all_can_hold_everything_nobody_asks_the_planner() -> None:
     world.begin(ann=12, bob=12)
     world.cards(cid=12)
     world.wait(2)
-    assert all(question.wanted for question in world.asked)  # only what their plans are worth
+    assert all(question.given_routes for question in world.asked)  # only what their plans are worth
     assert set(world.spans().values()) == {(0, LAYERS - 1)}
     assert world.plan.version == 2
 
@@ -71,7 +71,7 @@ def test_machines_that_cost_too_much_are_left_out_where_the_operator_asks_for_pr
     world.create_run(min_nodes=2, **LONG_ROUNDS)
     world.join("ann", "bob")
     world.wait(0.4)
-    world.say(world.name_of(world.state.memory[RUN].writer), FIT, genesis=world.genesis())
+    world.say(world.name_of(world.state.memory[RUN].writer), ELIGIBLE_STATES, genesis=world.genesis())
     world.join("cid", "dan")
     world.wait(5)
     assert len(world.routes()) == routes
@@ -103,12 +103,12 @@ def test_what_was_learnt_of_a_node_outlives_its_trainer(pair: RoutedWorld) -> No
     for name in pair.computed:
         pair.say(name)
     pair.wait(pair.policy.replan_seconds + 5)
-    learned = {node.name: node.learned for node in pair.asked[-1].nodes}
+    last_correction = {node.name: node.last_correction for node in pair.asked[-1].nodes}
     pair.computed = {}
-    for name in learned:
+    for name in last_correction:
         pair.say(name)
     pair.wait(pair.policy.replan_seconds + 5)
-    found = {node.name: node.learned for node in pair.asked[-1].nodes}
+    found = {node.name: node.last_correction for node in pair.asked[-1].nodes}
     assert all(factor > 1.9 for factor in found.values())
     assert not any(node.status.HasField("computed") for node in pair.asked[-1].nodes)
 
@@ -117,7 +117,7 @@ def test_the_time_of_layers_that_nobody_gave_a_node_counts_nothing(pair: RoutedW
     pair.cards(cid=6)
     told = mb.SpanTime(layers=plan_pb2.Span(first=0, last=5), seconds_per_token=1e-9)
     peer = pair.identities["cid"].peer_id
-    status = mb.NodeStatus(state=FIT, computed=told)
+    status = mb.NodeStatus(state=ELIGIBLE_STATES, computed=told)
     pair.take(machine.heartbeat(pair.state, pair.now, peer, pair.sessions[peer], mb.HeartbeatRequest(status=status)))
     pair.wait(5)
     asked = next(node for node in pair.asked[-1].nodes if node.name == "cid")
@@ -188,7 +188,7 @@ def test_an_answer_for_a_card_that_shrank_meanwhile_is_dropped(pair: RoutedWorld
     assert question is not None
     found = pair.find(question)
     pair.profiles["cid"] = shrunk
-    pair.say("cid", FIT)
+    pair.say("cid", ELIGIBLE_STATES)
     pair.bring(question, found)
     assert pair.plan.version == 1
 
@@ -394,7 +394,7 @@ def test_a_node_that_told_no_memory_is_left_out_until_it_does(pair: RoutedWorld)
     pair.wait(2)
     assert "has not told its memory" in pair.state.memory[RUN].left_out[pair.identities["cid"].peer_id]
     pair.profiles["cid"] = card(6)
-    pair.say("cid", FIT)
+    pair.say("cid", ELIGIBLE_STATES)
     pair.wait(2)
     assert len(pair.routes()) == 2
 
@@ -405,12 +405,12 @@ def test_a_node_that_changes_its_word_about_its_memory_all_the_time_does_not_kee
     pair.cards(cid=4)
     for number in range(100):
         pair.profiles["cid"] = card(4 + number % 2)
-        pair.say("cid", FIT)
+        pair.say("cid", ELIGIBLE_STATES)
         pair.wait(1.4)
     assert len(pair.asked) < 15
     pair.wait(120)
     pair.profiles["cid"] = card(6)
-    pair.say("cid", FIT)
+    pair.say("cid", ELIGIBLE_STATES)
     pair.wait(2)
     assert {node.name: node.profile for node in pair.asked[-1].nodes}["cid"] == card(6)
 
@@ -429,9 +429,9 @@ def test_a_table_that_cannot_be_is_refused_and_genesis_does_not_wait_for_it(spoi
     else:
         spoilt[3].flops_per_token_forward = {"infinite": math.inf, "nan": math.nan, "negative": -1.0}[spoil]
     for name in ("ann", "bob"):
-        world.say(name, FIT, layers=layer_table(rows()))
+        world.say(name, ELIGIBLE_STATES, layers=layer_table(rows()))
     with pytest.raises(PeerMisbehaved, match="layer table"):
-        world.say("cid", FIT, layers=layer_table(spoilt))
+        world.say("cid", ELIGIBLE_STATES, layers=layer_table(spoilt))
     world.wait(1)
     assert world.run.state == "GENESIS"
 
@@ -443,12 +443,12 @@ def test_genesis_waits_for_memory_that_is_enough_and_says_how_much_is_missing() 
         world.profiles[name] = card(4)
         world.enrol(name)
         world.connect(name, mb.NODE_STATE_JOINING)
-        world.say(name, FIT if name != "cid" else mb.NODE_STATE_JOINING, layers=world.table)
+        world.say(name, ELIGIBLE_STATES if name != "cid" else mb.NODE_STATE_JOINING, layers=world.table)
     world.wait(2)
     assert world.run.state == "WAITING"
     (told,) = world.told("plan.impossible")
     assert "2 ready nodes hold 8 of 12 layers together" in told
-    world.say("cid", FIT)
+    world.say("cid", ELIGIBLE_STATES)
     world.wait(1)
     assert world.run.state == "GENESIS"
     assert world.state.memory[RUN].missing == ""
@@ -458,7 +458,7 @@ def test_a_repeated_genesis_report_waits_for_the_first_plan_like_everybody() -> 
     world = RoutedWorld(answers=False)
     world.begin(ann=6, bob=6)
     assert (world.run.state, world.plans) == ("GENESIS", [])
-    world.say(world.name_of(world.state.memory[RUN].writer), FIT, genesis=world.genesis())
+    world.say(world.name_of(world.state.memory[RUN].writer), ELIGIBLE_STATES, genesis=world.genesis())
     assert world.told("genesis.rejected") == []
     world.answers = True
     world.wait(1)

@@ -10,81 +10,97 @@ from hypothesis import strategies as st
 from unit.coordinator.world import spec_toml
 
 from atoll.coordinator.planner.plan_builder import most_round_tokens
-from atoll.coordinator.planner.reduce_shares import MOST, WORTH, Link, best_shares, gain, needs_relay, vector_seconds
+from atoll.coordinator.planner.reduce_shares import (
+    MAX_SHARE_FACTOR,
+    MIN_RESHARE_SPEEDUP,
+    NodeLink,
+    best_shares,
+    exchange_seconds_per_byte,
+    needs_relay,
+    reshare_speedup,
+)
 from atoll.core.run_spec import parse_run_spec
 
 rates = st.floats(1e3, 1e9) | st.sampled_from([0.0, 5e-324, 1e-12, 1.0, 1e12])
 swarms = st.dictionaries(
-    st.integers(0, 50).map(str), st.builds(Link, uplink=rates, outbound_only=st.booleans()), min_size=1, max_size=9
+    st.integers(0, 50).map(str), st.builds(NodeLink, uplink=rates, outbound_only=st.booleans()), min_size=1, max_size=9
 )
 
 
 @given(swarms)
-def test_shares_are_shares_and_nobody_who_boasts_gets_all(links: dict[str, Link]) -> None:
+def test_shares_are_shares_and_nobody_who_boasts_gets_all(links: dict[str, NodeLink]) -> None:
     shares = best_shares(links)
     assert shares.keys() == links.keys()
     assert math.isclose(sum(shares.values()), 1)
-    dialled = [peer for peer, link in links.items() if not link.outbound_only] or list(links)
-    assert all(0 <= share <= max(MOST / len(links), 1 / len(dialled)) + 1e-9 for share in shares.values())
-    assert not any(shares[peer] for peer in links.keys() - set(dialled))
+    dialable = [peer for peer, link in links.items() if not link.outbound_only] or list(links)
+    assert all(0 <= share <= max(MAX_SHARE_FACTOR / len(links), 1 / len(dialable)) + 1e-9 for share in shares.values())
+    assert not any(shares[peer] for peer in links.keys() - set(dialable))
 
 
 @given(swarms, st.data())
-def test_no_other_shares_within_the_bounds_end_sooner(links: dict[str, Link], data: st.DataObject) -> None:
+def test_no_other_shares_within_the_bounds_end_sooner(links: dict[str, NodeLink], data: st.DataObject) -> None:
     """Moving some of a share from one member to another never helps; the problem is convex, so that is enough."""
     shares = best_shares(links)
-    best = vector_seconds(links, shares)
+    best = exchange_seconds_per_byte(links, shares)
     giver, taker = (data.draw(st.sampled_from(sorted(links))) for _ in range(2))
     moved = dict(shares)
     amount = data.draw(st.floats(0, 1)) * shares[giver]
     moved[giver] -= amount
     moved[taker] += amount
-    dialled = [peer for peer, link in links.items() if not link.outbound_only] or list(links)
-    if moved[taker] <= max(MOST / len(links), 1 / len(dialled)):
-        assert vector_seconds(links, moved) >= best * (1 - 1e-9)
+    dialable = [peer for peer, link in links.items() if not link.outbound_only] or list(links)
+    if moved[taker] <= max(MAX_SHARE_FACTOR / len(links), 1 / len(dialable)):
+        assert exchange_seconds_per_byte(links, moved) >= best * (1 - 1e-9)
 
 
 @given(st.integers(1, 9), st.floats(0, 1e9))
 def test_equal_links_have_equal_shares(count: int, uplink: float) -> None:
-    shares = best_shares({str(i): Link(uplink) for i in range(count)})
+    shares = best_shares({str(i): NodeLink(uplink) for i in range(count)})
     assert all(math.isclose(share, 1 / count, rel_tol=1e-6) for share in shares.values())
 
 
 def test_a_slow_uplink_reduces_nothing_and_a_fast_one_more() -> None:
     """Bytes in units of the vector: at 20, 100 and 500 Mbit/s, the slowest is busy with its own vector for 0.4 s/MB."""
-    shares = best_shares({"slow": Link(2.5e6), "middle": Link(12.5e6), "fast": Link(62.5e6), "also": Link(12.5e6)})
+    shares = best_shares(
+        {"slow": NodeLink(2.5e6), "middle": NodeLink(12.5e6), "fast": NodeLink(62.5e6), "also": NodeLink(12.5e6)}
+    )
     assert shares["slow"] == pytest.approx(0, abs=1e-6)
-    assert shares["fast"] == pytest.approx(MOST / 4)
+    assert shares["fast"] == pytest.approx(MAX_SHARE_FACTOR / 4)
     assert shares["middle"] == pytest.approx(0.25)
 
 
 @given(swarms)
-def test_a_plan_with_the_best_shares_is_not_worth_another(links: dict[str, Link]) -> None:
+def test_a_plan_with_the_best_shares_is_not_worth_another(links: dict[str, NodeLink]) -> None:
     planned = {peer: round(share * 1e9) for peer, share in best_shares(links).items()}
-    assert gain(links, planned) <= WORTH
+    assert reshare_speedup(links, planned) <= MIN_RESHARE_SPEEDUP
 
 
 def test_noise_is_not_worth_a_plan_but_nat_and_thin_links_are() -> None:
     equal = dict.fromkeys("abcd", 125_000_000)
-    assert gain({peer: Link(1e7 * (1 + 0.05 * i)) for i, peer in enumerate("abcd")}, equal) <= WORTH
-    assert gain(dict.fromkeys("abcd", Link()), equal) <= WORTH
-    assert gain({**dict.fromkeys("abc", Link(1e7)), "d": Link(4e6)}, equal) > WORTH
-    assert gain({**dict.fromkeys("abc", Link(1e7)), "d": Link(1e7, outbound_only=True)}, equal) > WORTH
-    assert gain(dict.fromkeys("abcd", Link(1e7, outbound_only=True)), equal) <= WORTH
+    assert (
+        reshare_speedup({peer: NodeLink(1e7 * (1 + 0.05 * i)) for i, peer in enumerate("abcd")}, equal)
+        <= MIN_RESHARE_SPEEDUP
+    )
+    assert reshare_speedup(dict.fromkeys("abcd", NodeLink()), equal) <= MIN_RESHARE_SPEEDUP
+    assert reshare_speedup({**dict.fromkeys("abc", NodeLink(1e7)), "d": NodeLink(4e6)}, equal) > MIN_RESHARE_SPEEDUP
+    assert (
+        reshare_speedup({**dict.fromkeys("abc", NodeLink(1e7)), "d": NodeLink(1e7, outbound_only=True)}, equal)
+        > MIN_RESHARE_SPEEDUP
+    )
+    assert reshare_speedup(dict.fromkeys("abcd", NodeLink(1e7, outbound_only=True)), equal) <= MIN_RESHARE_SPEEDUP
 
 
 @given(swarms)
-def test_a_gain_is_a_number_and_at_least_one(links: dict[str, Link]) -> None:
-    assert gain(links, dict.fromkeys(links, 1)) >= 1 - 1e-6  # false for NaN
+def test_a_gain_is_a_number_and_at_least_one(links: dict[str, NodeLink]) -> None:
+    assert reshare_speedup(links, dict.fromkeys(links, 1)) >= 1 - 1e-6  # false for NaN
 
 
 @pytest.mark.parametrize("slow", [5e-324, 1.0, 1e3])
 def test_one_who_is_slow_with_its_own_vector_does_not_hold_up_the_shares_of_the_others(slow: float) -> None:
-    links = {**dict.fromkeys("abc", Link(5e7)), **dict.fromkeys("def", Link(1e6))}
+    links = {**dict.fromkeys("abc", NodeLink(5e7)), **dict.fromkeys("def", NodeLink(1e6))}
     planned = dict.fromkeys("abcdef", 1) | {"x": 0}
-    assert gain(links, planned) > WORTH
-    assert gain({**links, "x": Link(slow)}, planned) > WORTH
-    assert best_shares({**links, "x": Link(slow)})["a"] > 3 * best_shares({**links, "x": Link(slow)})["d"]
+    assert reshare_speedup(links, planned) > MIN_RESHARE_SPEEDUP
+    assert reshare_speedup({**links, "x": NodeLink(slow)}, planned) > MIN_RESHARE_SPEEDUP
+    assert best_shares({**links, "x": NodeLink(slow)})["a"] > 3 * best_shares({**links, "x": NodeLink(slow)})["d"]
 
 
 @pytest.mark.parametrize(

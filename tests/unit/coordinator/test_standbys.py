@@ -8,10 +8,10 @@ import pytest
 from unit.coordinator.routed import RoutedWorld, card
 from unit.coordinator.test_prefetch import order, told
 from unit.coordinator.test_recovery_of_routes import go_on
-from unit.coordinator.world import FIT, RUN
+from unit.coordinator.world import ELIGIBLE_STATES, RUN
 
 from atoll.coordinator.live import pinning
-from atoll.coordinator.live.span_fit import room_of
+from atoll.coordinator.live.span_fit import span_memory_of
 from atoll.coordinator.runs import admission, recovery
 from atoll.coordinator.services import plan_views
 from atoll.v1 import membership_pb2 as mb
@@ -148,7 +148,7 @@ def test_who_comes_and_goes_stands_by_ever_later(trio: RoutedWorld) -> None:
                 break
         trio.say("cid", mb.NODE_STATE_PAUSED)
         trio.wait(3)
-        trio.say("cid", FIT)
+        trio.say("cid", ELIGIBLE_STATES)
     assert trio.plan.version - began < 16
 
 
@@ -194,7 +194,7 @@ def test_who_has_no_room_for_a_stages_layers_does_not_stand_by() -> None:
 def test_whose_link_would_hold_up_the_rounds_does_not_stand_by(uplink: float, stands: bool) -> None:
     world = RoutedWorld()
     world.begin(ann=6, bob=6)
-    memory, model = world.state.memory[RUN], room_of(world.state, RUN)
+    memory, model = world.state.memory[RUN], span_memory_of(world.state, RUN)
     assert memory.figures is not None
     assert model is not None
     seconds = model.training.round_tokens / memory.figures.predicted_tokens_per_second
@@ -225,7 +225,7 @@ def test_who_may_not_hold_the_layers_any_more_stands_by_no_more(trio: RoutedWorl
         trio.take(pinning.pin(trio.state, trio.now, "cid", (3, 8)))
     else:
         trio.profiles["cid"] = card(3)
-        trio.say("cid", FIT)
+        trio.say("cid", ELIGIBLE_STATES)
     trio.hang_up(lost)
     trio.wait(trio.policy.lost_after_seconds + 4)
     assert trio.spans().get("cid") is None
@@ -274,7 +274,7 @@ def test_a_stage_that_was_started_again_is_replaced_and_stands_by(trio: RoutedWo
     trio.wait(0.4)
     assert "cid" in trio.routes()[0]
     assert lost not in trio.spans()
-    trio.say(lost, FIT)
+    trio.say(lost, ELIGIBLE_STATES)
     trio.wait(trio.policy.standby_seconds + 40)
     assert standing(trio) == {lost: span}
 
@@ -286,13 +286,13 @@ def test_who_is_behind_gets_no_place(trio: RoutedWorld, lacks: str) -> None:
     trio.state = replace(trio.state, runs={RUN: replace(run, head_round=12)})
     trio.heads["cid"] = (5 if lacks == "rounds" else 12, b"h" * 32)
     trio.lost["cid"] = [0] if lacks == "layers" else []
-    trio.say("cid", mb.NODE_STATE_CATCHING_UP if lacks == "state" else FIT)
+    trio.say("cid", mb.NODE_STATE_CATCHING_UP if lacks == "state" else ELIGIBLE_STATES)
     trio.hang_up(lost)
     trio.connect(lost, mb.NODE_STATE_JOINING)
     trio.wait(3)
     assert lost in trio.spans()
     trio.heads["cid"], trio.lost["cid"] = (11, b"h" * 32), []
-    trio.say("cid", FIT)
+    trio.say("cid", ELIGIBLE_STATES)
     trio.wait(0.4)
     assert "cid" in trio.routes()[0]
 
@@ -313,7 +313,7 @@ def test_a_recovery_keeps_who_stands_by(trio: RoutedWorld) -> None:
     for _ in range(3):
         go_on(trio)
     trio.heads["cid"] = trio.heads["ann"]
-    trio.say("cid", FIT)
+    trio.say("cid", ELIGIBLE_STATES)
     before = standing(trio)
     trio.take(recovery.recover(trio.state, trio.now, RUN, force=True))
     assert standing(trio) == before

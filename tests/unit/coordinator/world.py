@@ -26,7 +26,7 @@ RUN = "reef"
 CORPUS = "ab" * 32
 LAYERS = ("embedding", "block.0", "head")
 SECRET = "5" * 48
-FIT = mb.NODE_STATE_READY
+ELIGIBLE_STATES = mb.NODE_STATE_READY
 
 
 def spec_toml(
@@ -235,7 +235,7 @@ class World:
         """Another one every time."""
         return Identity.generate()
 
-    def connect(self, name: str, state: mb.NodeState = FIT, corpus: str = CORPUS) -> Identity:
+    def connect(self, name: str, state: mb.NodeState = ELIGIBLE_STATES, corpus: str = CORPUS) -> Identity:
         """Open a stream and report a state."""
         identity = self.identities[name]
         session = self.take(machine.connect(self.state, self.now, identity.peer_id))
@@ -296,7 +296,7 @@ class World:
         self.join(*names)
         self.wait(0.4)
         writer = self.state.memory[RUN].writer
-        self.say(self.name_of(writer), FIT, genesis=self.genesis())
+        self.say(self.name_of(writer), ELIGIBLE_STATES, genesis=self.genesis())
         for name in names:
             self.say(name)
         assert self.run.state == "TRAINING"

@@ -14,11 +14,11 @@ from atoll.coordinator.cli.output import below, show
 from atoll.coordinator.cli.what_if import COLUMNS, FOR_HELP, check_writable, draw, rows
 from atoll.coordinator.planner.checks import check_layout, check_problem, without_unfit_pins
 from atoll.coordinator.planner.cost import evaluate
-from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.explain import explain
 from atoll.coordinator.planner.problem import Goal, Layout, Pin, Problem, Stage, read_layers
-from atoll.coordinator.planner.problem_from_nodes import problem_of, wishes_of
-from atoll.coordinator.planner.question import Measured, Path, Preferences, of_its_layers
+from atoll.coordinator.planner.problem_from_nodes import problem_from_nodes, wishes_of
+from atoll.coordinator.planner.question import Path, PlannerNode, Preferences, status_for_span
 from atoll.coordinator.planner.report import document, facts
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.sanitize import clean
@@ -60,7 +60,7 @@ def tell(client: Client, run_id: str, seconds: float, output: Output, svg: FileP
     rounds = client.call(client.stub.ListRounds, wire.ListRoundsRequest(run_id=run.run_id, after_round=after)).rounds
     live = live_plan(run, view.plan, nodes, rounds, preferences_of(view))
     clock, rng = SystemClock(), random.Random(0)
-    tables = Tables(live.problem)
+    tables = CostTables(live.problem)
     now = Solution(tables, evaluate(tables, live.layout), 0.0, 0, 0.0)
     why = explain(now, clock=clock, rng=rng, seconds=FOR_HELP * seconds)
     best = solve(live.problem, clock=clock, rng=rng, seconds=seconds, start=live.layout)
@@ -104,7 +104,7 @@ def live_plan(
     alone = {route.peer_ids[0] for route in plan.routes if len(route.peer_ids) == 1}
     spans = {item.peer_id: (item.span.first, item.span.last) for item in plan.assignments}
     known = [_measured(node, name, spans[node.peer_id], alone=node.peer_id in alone) for node, name in _named(members)]
-    seen = problem_of(
+    seen = problem_from_nodes(
         known, read_layers(run.layers, spec.data.sequence_length), spec, wishes_of(preferences, tuple(pins))
     )
     if seen.refused:
@@ -118,7 +118,7 @@ def live_plan(
     place = {node.peer_id: index for index, node in enumerate(members)}
     layout = Layout(tuple(tuple(Stage(place[peer], *spans[peer]) for peer in route.peer_ids) for route in plan.routes))
     check_layout(problem, layout)
-    if not evaluate(Tables(problem), layout).tokens_per_second:
+    if not evaluate(CostTables(problem), layout).tokens_per_second:
         told = "".join(f"; {why}" for why in unfit.values())
         raise InvalidTransition(
             f"with what its members say now this plan cannot go on{told}", "ask again: plans follow"
@@ -169,14 +169,14 @@ def _follows_pin(node: wire.NodeView, span: tuple[int, int]) -> bool:
     return node.pin in ("", f"{span[0]}-{span[1]}")
 
 
-def _measured(node: wire.NodeView, name: str, span: tuple[int, int], *, alone: bool) -> Measured:
+def _measured(node: wire.NodeView, name: str, span: tuple[int, int], *, alone: bool) -> PlannerNode:
     paths = {path.peer_id: Path(path.rtt_seconds, path.bytes_per_second, 0.0) for path in node.paths}
     there = node.availability or 1.0
-    return Measured(
+    return PlannerNode(
         node.peer_id,
         name,
         node.profile,
-        of_its_layers(node.status, *span),
+        status_for_span(node.status, *span),
         tuple(node.multiaddrs),
         paths,
         alone,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atoll.coordinator.cli.output import Column, Plain, below, show
-from atoll.coordinator.planner.explain import Explanation, Place, explain
-from atoll.coordinator.planner.layout_svg import drawing
+from atoll.coordinator.planner.explain import Explanation, StagePlacement, explain
+from atoll.coordinator.planner.layout_svg import layout_svg
 from atoll.coordinator.planner.report import document, sentences
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.planner.what_if import read_what_if
@@ -67,12 +67,12 @@ def draw(path: Path | None, found: Solution, why: Explanation) -> None:
     if path is None:
         return
     try:
-        path.write_text(drawing(found, why), encoding="utf-8")
+        path.write_text(layout_svg(found, why), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def rows(places: Sequence[Place]) -> list[Plain]:
+def rows(places: Sequence[StagePlacement]) -> list[Plain]:
     """The table of who does what."""
     return [
         {

@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atoll.coordinator.live import planner_question
-from atoll.coordinator.live.attendance import present
+from atoll.coordinator.live.attendance import attendance_of
 from atoll.coordinator.state import prefetch
 from atoll.coordinator.state.snapshot import Draft, Policy, State
 from atoll.coordinator.store.records import Node
 
-MOST_SECONDS = 300.0  # beside a preparation's own patience; then the node goes whatever becomes of its layers
+MAX_HAND_OVER_SECONDS = 300.0  # beside a preparation's own patience; then the node goes whatever becomes of its layers
 
 
-def begins(state: State, node: Node) -> bool:
+def must_hand_over(state: State, node: Node) -> bool:
     """Whether others have to take layers over before this node goes: it is a stage of a route that trains."""
     plan = state.memory[node.run_id].plan if node.run_id in state.memory else None
     trains = plan is not None and state.runs[node.run_id].state == "TRAINING"
     return trains and plan is not None and node.peer_id in plan.stages and not plan.is_replica(node.peer_id)
 
 
-def go_on(draft: Draft, run_id: str, policy: Policy) -> None:
+def release_drained(draft: Draft, run_id: str, policy: Policy) -> None:
     """Let nodes go for whose layers there is nothing to wait for any more."""
     now = draft.now.monotonic
     for node in draft.state.members_of(run_id):
@@ -29,16 +29,20 @@ def go_on(draft: Draft, run_id: str, policy: Policy) -> None:
             continue
         since = live.drain_since if live.drain_since is not None else now
         coming = draft.state.memory[run_id].preparation
-        most = MOST_SECONDS + (prefetch.patience(coming, policy.prepare_seconds) if coming is not None else 0.0)
-        if now - since >= most or not begins(draft.state, node) or _is_settled(draft.state, run_id, now):
+        most = MAX_HAND_OVER_SECONDS + (
+            prefetch.patience(coming, policy.prepare_seconds) if coming is not None else 0.0
+        )
+        if now - since >= most or not must_hand_over(draft.state, node) or _is_settled(draft.state, run_id, now):
             draft.set_live(node.peer_id, replace(live, hands_over=False, drain_since=now))
 
 
 def _is_settled(state: State, run_id: str, now: float) -> bool:
     """Whether the planner knows of everybody who goes, and what it gave to others is theirs."""
-    memory, here = state.memory[run_id], present(state, run_id, now)
+    memory, attendance = state.memory[run_id], attendance_of(state, run_id, now)
     if memory.preparation is not None:
         return False  # the plan without them comes first: they are members until then
-    asks = memory.question is not None and not memory.question.wanted
-    known = memory.considered is not None and memory.considered.nodes == planner_question.about(state, run_id, here)
+    asks = memory.question is not None and not memory.question.given_routes
+    known = memory.considered is not None and memory.considered.nodes == planner_question.planning_inputs(
+        state, run_id, attendance
+    )
     return known and not asks

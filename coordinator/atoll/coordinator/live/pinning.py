@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.live.attendance import OUT, wanted
-from atoll.coordinator.live.span_fit import room_of
+from atoll.coordinator.live.attendance import PINNED_OUT, should_train
+from atoll.coordinator.live.span_fit import span_memory_of
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.snapshot import Draft, Moment, State, Step
 from atoll.coordinator.store.records import Node
@@ -21,7 +21,7 @@ def pin(state: State, now: Moment, text: str, span: Span | None) -> Step[Node]:
     node = lookup.node(state, text)
     if span is not None:
         _check_span(state, node, span)
-    pinned = replace(node, pin=OUT if span is None else f"{span[0]}-{span[1]}")
+    pinned = replace(node, pin=PINNED_OUT if span is None else f"{span[0]}-{span[1]}")
     _check_together(state, pinned)
     told = "is pinned out" if span is None else f"is pinned to layers {span[0]}–{span[1]}"
     return _put(state, now, node, pinned, "node.pinned", told)
@@ -33,17 +33,17 @@ def unpin(state: State, now: Moment, text: str) -> Step[Node]:
     return _put(state, now, node, replace(node, pin=""), "node.unpinned", "is not pinned any more")
 
 
-def span_of(node: Node) -> Span | None:
+def pinned_span(node: Node) -> Span | None:
     """The layers that a node is pinned to; None: to none."""
-    if node.pin in ("", OUT):
+    if node.pin in ("", PINNED_OUT):
         return None
     first, _, last = node.pin.partition("-")
     return int(first), int(last)
 
 
-def pins_of(state: State, peers: tuple[str, ...]) -> dict[str, Span]:
+def pinned_spans(state: State, peers: tuple[str, ...]) -> dict[str, Span]:
     """The layers that these peers are pinned to, by name."""
-    spans = ((state.nodes[peer].name, span_of(state.nodes[peer])) for peer in peers)
+    spans = ((state.nodes[peer].name, pinned_span(state.nodes[peer])) for peer in peers)
     return {name: span for name, span in spans if span is not None}
 
 
@@ -57,7 +57,7 @@ def _put(state: State, now: Moment, node: Node, pinned: Node, kind: str, told: s
 
 def _check_span(state: State, node: Node, span: Span) -> None:
     first, last = span
-    model = room_of(state, node.run_id)
+    model = span_memory_of(state, node.run_id)
     if not 0 <= first <= last or (model is not None and last >= model.layers):
         most = f"0 to {model.layers - 1}" if model is not None else "from 0 on"
         raise PlanInputInvalid(f"there are no layers {first}–{last}: they are numbered {most}, first before last")
@@ -73,10 +73,12 @@ def _check_span(state: State, node: Node, span: Span) -> None:
 def _check_together(state: State, pinned: Node) -> None:
     """Nobody may be left for some layer; only who is enrolled now counts."""
     nodes = [pinned if node.peer_id == pinned.peer_id else node for node in state.members_of(pinned.run_id)]
-    nodes = [node for node in nodes if wanted(node)]
+    nodes = [node for node in nodes if should_train(node)]
     if any(not node.pin for node in nodes):
         return
-    gap = _first_gap(sorted(span for span in map(span_of, nodes) if span is not None), state.runs[pinned.run_id].layers)
+    gap = _first_gap(
+        sorted(span for span in map(pinned_span, nodes) if span is not None), state.runs[pinned.run_id].layers
+    )
     if gap is not None:
         raise PlanInputInvalid(
             f"with this pin all nodes are pinned, and nobody may hold layer {gap}",

@@ -7,22 +7,28 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from atoll.coordinator.live.attendance import joined
-from atoll.coordinator.planner.plan_builder import Route, plan_of
-from atoll.coordinator.planner.reduce_shares import MAX_UPLINK, Link, best_shares, needs_relay, span_rates
-from atoll.coordinator.planner.replicas import replicate
+from atoll.coordinator.live.attendance import count_join
+from atoll.coordinator.planner.plan_builder import Route, build_plan
+from atoll.coordinator.planner.reduce_shares import (
+    MAX_UPLINK_BYTES_PER_SECOND,
+    NodeLink,
+    best_shares,
+    needs_relay,
+    span_rates,
+)
+from atoll.coordinator.planner.replicas import build_replica_plan
 from atoll.coordinator.state.snapshot import Draft, RunMemory, State
 from atoll.coordinator.store.records import PlanFigures, Run
 from atoll.core.manifest import manifest_hash
 from atoll.core.plan import Base, Plan
 from atoll.v1 import manifest_pb2, plan_pb2
 
-MOST_FORMER = 32
+MAX_FORMER_MEMBERS = 32
 STATE_BYTES_PER_PARAMETER = 8.0  # anchor and momentum: what a new holder fetches
 
 
 @dataclass(frozen=True)
-class Notes:
+class PlanNotes:
     """What the planner said of a plan."""
 
     tokens_per_second: float = 0.0  # predicted; 0: not
@@ -35,14 +41,16 @@ def next_version(run: Run) -> int:
     return max(run.plan_version, run.plan_floor) + 1
 
 
-def issue(draft: Draft, run_id: str, members: Sequence[str], reason: str, base: Base | None = None) -> None:
+def issue_replica_plan(
+    draft: Draft, run_id: str, members: Sequence[str], reason: str, base: Base | None = None
+) -> None:
     """The next plan, in which each of these peer ids holds everything; `base` when it is a new one."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    plan = replicate(
+    plan = build_replica_plan(
         memory.spec,
         version=next_version(run),
         members=members,
-        shares=best_shares(links(draft.state, members)),
+        shares=best_shares(reported_links(draft.state, members)),
         previous=memory.plan,
         head_round=run.head_round,
         layers=len(plan_pb2.LayerTable.FromString(run.layers).layers),
@@ -50,15 +58,15 @@ def issue(draft: Draft, run_id: str, members: Sequence[str], reason: str, base: 
         issued_unix_ms=draft.now.unix_ms,
         reason=reason,
     )
-    _issue(draft, plan, Notes(moved_bytes=_fetched(run, memory.plan, plan)))
+    _issue(draft, plan, PlanNotes(moved_bytes=_fetched_bytes(run, memory.plan, plan)))
 
 
-def issue_routes(
+def issue_route_plan(
     draft: Draft,
     run_id: str,
     routes: Sequence[Route],
     reason: str,
-    notes: Notes,
+    notes: PlanNotes,
     base: Base | None = None,
     *,
     standbys: Mapping[str, range],
@@ -66,12 +74,12 @@ def issue_routes(
     """The next plan, with these routes (at least one) and, by peer id, layers of those who stand by."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     spans = {part.peer_id: range(part.first, part.last + 1) for route in routes for part in route}
-    plan = plan_of(
+    plan = build_plan(
         memory.spec,
         version=next_version(run),
         routes=routes,
         standbys=standbys,
-        reduce_rates=span_rates(links(draft.state, spans), spans, layer_weights(run)),
+        reduce_rates=span_rates(reported_links(draft.state, spans), spans, layer_weights(run)),
         previous=memory.plan,
         head_round=run.head_round,
         base=base or _base(draft.state, run_id, spans),
@@ -81,14 +89,14 @@ def issue_routes(
     _issue(draft, plan, notes)
 
 
-def links(state: State, members: Iterable[str]) -> dict[str, Link]:
+def reported_links(state: State, members: Iterable[str]) -> dict[str, NodeLink]:
     """What these nodes say of their links."""
     found = {}
     for peer in members:
         live = state.live.get(peer)
         said = live.status.uplink_bytes_per_second if live is not None else 0.0
-        uplink = said if 0 < said <= MAX_UPLINK else 0.0  # false for NaN too
-        found[peer] = Link(uplink, needs_relay(state.nodes[peer].multiaddrs))
+        uplink = said if 0 < said <= MAX_UPLINK_BYTES_PER_SECOND else 0.0  # false for NaN too
+        found[peer] = NodeLink(uplink, needs_relay(state.nodes[peer].multiaddrs))
     return found
 
 
@@ -122,12 +130,12 @@ def _base(state: State, run_id: str, members: Iterable[str]) -> Base:
     return Base(manifest_hash(genesis.payload), tuple(sorted(members)))
 
 
-def _issue(draft: Draft, plan: Plan, notes: Notes) -> None:
+def _issue(draft: Draft, plan: Plan, notes: PlanNotes) -> None:
     run, memory = draft.state.runs[plan.run_id], draft.state.memory[plan.run_id]
     planned = memory.plan.members if memory.plan else ()
     plan = replace(plan, former=_former(draft.state, memory.plan, plan))
     left_out = {peer: why for peer, why in notes.left_out.items() if peer not in plan.members}
-    joins = {peer: joined(memory, peer, draft.now.monotonic) for peer in plan.members if peer not in planned}
+    joins = {peer: count_join(memory, peer, draft.now.monotonic) for peer in plan.members if peer not in planned}
     draft.put(replace(run, plan_version=plan.version))
     draft.remember(plan.run_id, joins={**memory.joins, **joins})
     if memory.figures is not None and memory.figures.measured_seconds:
@@ -142,15 +150,15 @@ def _issue(draft: Draft, plan: Plan, notes: Notes) -> None:
 def _former(state: State, before: Plan | None, plan: Plan) -> tuple[str, ...]:
     """Who was a member and may still be there: in the moment of a change a round may be theirs alone."""
     were = {*before.members, *before.former} - set(plan.members) if before is not None else set()
-    return tuple(sorted(peer for peer in were if _is_there(state, peer)))[:MOST_FORMER]
+    return tuple(sorted(peer for peer in were if _may_still_answer(state, peer)))[:MAX_FORMER_MEMBERS]
 
 
-def _is_there(state: State, peer: str) -> bool:
+def _may_still_answer(state: State, peer: str) -> bool:
     node, live = state.nodes.get(peer), state.live.get(peer)
     return node is not None and not (node.banned or node.left) and live is not None and not live.lost
 
 
-def _figures(plan: Plan, notes: Notes) -> PlanFigures:
+def _figures(plan: Plan, notes: PlanNotes) -> PlanFigures:
     return PlanFigures(
         run_id=plan.run_id,
         version=plan.version,
@@ -164,7 +172,7 @@ def _figures(plan: Plan, notes: Notes) -> PlanFigures:
     )
 
 
-def _fetched(run: Run, before: Plan | None, after: Plan) -> float:
+def _fetched_bytes(run: Run, before: Plan | None, after: Plan) -> float:
     """Bytes of anchor and momentum of layers that members of `after` did not hold."""
     weights, held = layer_weights(run), spans_of(before) if before else {}
     new = (

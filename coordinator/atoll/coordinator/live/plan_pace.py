@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atoll.coordinator.live import planner_question, profile_doubts
-from atoll.coordinator.planner.question import Answer, Question, is_known
+from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
 from atoll.coordinator.store.records import PlanFigures
 from atoll.core.plan import Plan
 
 SAMPLE_SECONDS = 5.0
-KEPT_SECONDS = 60.0  # between rows of the mean so far
+PERSIST_INTERVAL_SECONDS = 60.0  # between rows of the mean so far
 MOST_TOKENS_PER_SECOND = 1e12  # that a driver is believed: a mean of figures near a float's end is none
-MOST_PREDICTED = 256  # members of a plan of replicas: more are not worth a search of its figures
+MAX_PREDICTED_MEMBERS = 256  # members of a plan of replicas: more are not worth a search of its figures
 
 
-def measure(draft: Draft, run_id: str) -> None:
+def sample_pace(draft: Draft, run_id: str) -> None:
     """Take a sample when one is due, and make the mean durable now and then."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     plan, figures = memory.plan, memory.figures
@@ -30,14 +30,14 @@ def measure(draft: Draft, run_id: str) -> None:
     if since is not None and now - since < SAMPLE_SECONDS:
         return
     draft.remember(run_id, sampled_at=now)
-    rate = trained(draft.state, plan)
+    rate = trained_tokens_per_second(draft.state, plan)
     if since is not None and rate:
         after = _with_sample(figures, rate, min(now - since, 2 * SAMPLE_SECONDS))
-        due = after.measured_seconds // KEPT_SECONDS > figures.measured_seconds // KEPT_SECONDS
+        due = after.measured_seconds // PERSIST_INTERVAL_SECONDS > figures.measured_seconds // PERSIST_INTERVAL_SECONDS
         draft.set_figures(after) if due else draft.remember(run_id, figures=after)
 
 
-def trained(state: State, plan: Plan) -> float:
+def trained_tokens_per_second(state: State, plan: Plan) -> float:
     """Tokens per second of all drivers; 0 unless all of them follow this plan now."""
     rates = []
     for route in plan.routes:
@@ -54,17 +54,17 @@ def ask_prediction(draft: Draft, run_id: str, policy: Policy) -> None:
     plan, figures = memory.plan, memory.figures
     if plan is None or figures is None or memory.question is not None or memory.predicted_version == plan.version:
         return
-    if figures.predicted_tokens_per_second or len(plan.members) > MOST_PREDICTED:
+    if figures.predicted_tokens_per_second or len(plan.members) > MAX_PREDICTED_MEMBERS:
         return
     lives = [state.live.get(peer) for peer in plan.members]
-    if not all(live is not None and is_known(live.profile) for live in lives):
+    if not all(live is not None and has_planner_inputs(live.profile) for live in lives):
         return
-    question = planner_question.ask(state, draft.now, run_id, policy)
+    question = planner_question.build_question(state, draft.now, run_id, policy)
     nodes = tuple(node for node in question.nodes if node.peer_id in plan.members)
     if len(nodes) == len(plan.members):
         draft.remember(
             run_id,
-            question=replace(question, nodes=nodes, wanted=question.current),
+            question=replace(question, nodes=nodes, given_routes=question.current),
             questions=question.number,
             predicted_version=plan.version,
         )
@@ -76,8 +76,8 @@ def take_prediction(state: State, now: Moment, run_id: str, question: Question, 
     if memory.question is None or memory.question.number != question.number:
         return draft.done(None)
     draft.remember(run_id, question=None)
-    profile_doubts.learn(draft, run_id, question, answer)
-    standing = planner_question.named(state, memory.plan) == question.wanted
+    profile_doubts.record_findings(draft, run_id, question, answer)
+    standing = planner_question.routes_by_name(state, memory.plan) == question.given_routes
     if standing and memory.figures is not None and answer.tokens_per_second:
         draft.set_figures(replace(memory.figures, predicted_tokens_per_second=answer.tokens_per_second))
     return draft.done(None)

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from atoll.coordinator.live import planner_question, profile_doubts, standbys
-from atoll.coordinator.live.attendance import Present, difference, present
-from atoll.coordinator.live.pinning import span_of
-from atoll.coordinator.live.plan_issue import Notes, issue_routes
-from atoll.coordinator.planner.plan_builder import Part, Route, routes_of
-from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
+from atoll.coordinator.live.attendance import Attendance, attendance_of, membership_change
+from atoll.coordinator.live.pinning import pinned_span
+from atoll.coordinator.live.plan_issue import PlanNotes, issue_route_plan
+from atoll.coordinator.planner.plan_builder import Route, RoutePart, routes_of
+from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs, memory_figures
 from atoll.coordinator.state import prefetch
 from atoll.coordinator.state.run_states import move
 from atoll.coordinator.state.snapshot import Considered, Draft, Moment, Policy, Preparation, State, Step
 from atoll.core.plan import Plan
 
-_TIMES_WAITED = 4.0  # for which nobody waits again for who was waited for in vain
+_UNPREPARED_WAIT_FACTOR = 4.0  # for which nobody waits again for who was waited for in vain
 
 
 def take(
@@ -32,66 +32,77 @@ def take(
         return draft.done(None)
     if waits:
         draft.remember(run_id, question=None)
-    here = present(state, run_id, now.monotonic)
+    attendance = attendance_of(state, run_id, now.monotonic)
     goes_on = state.runs[run_id].state in ("GENESIS", "TRAINING")
-    if not goes_on or not _still_holds(state, run_id, question, answer, here):
+    if not goes_on or not _is_still_valid(state, run_id, question, answer, attendance):
         return draft.done(None)
-    about = memory.asked_about if waits else _about_asked(state, run_id, question, here)
-    draft.remember(run_id, considered=Considered(about, now.monotonic), changed_since=None)
-    profile_doubts.learn(draft, run_id, question, answer)
-    _tell_missing(draft, run_id, answer.missing)
+    planning_inputs = memory.asked_about if waits else _about_asked(state, run_id, question, attendance)
+    draft.remember(run_id, considered=Considered(planning_inputs, now.monotonic), changed_since=None)
+    profile_doubts.record_findings(draft, run_id, question, answer)
+    _report_infeasible(draft, run_id, answer.missing)
     if answer.missing:
         return draft.done(None)
-    if set(answer.routes) == set(question.current) and not planner_question.forgotten(state, run_id):
-        _tell_left_out(draft, run_id, _left_out(state, here, question, answer, now.monotonic))
-    elif ordered or not _prepare(draft, run_id, question, answer, here):
+    if set(answer.routes) == set(question.current) and not planner_question.may_follow_newer_plan(state, run_id):
+        _report_left_out(draft, run_id, _left_out(state, attendance, question, answer, now.monotonic))
+    elif ordered or not _prepare(draft, run_id, question, answer, attendance):
         _issue(draft, run_id, question, answer)
     plan = draft.state.memory[run_id].plan
     return draft.done(plan if plan is not memory.plan else None)
 
 
-def _about_asked(state: State, run_id: str, question: Question, here: Present) -> tuple[tuple[object, ...], ...]:
+def _about_asked(
+    state: State, run_id: str, question: Question, attendance: Attendance
+) -> tuple[tuple[object, ...], ...]:
     """What the operator's question was about: who came after it was asked is looked at by the next one."""
     asked = {node.peer_id for node in question.nodes}
-    return tuple(item for item in planner_question.about(state, run_id, here) if item[0] in asked)
+    return tuple(item for item in planner_question.planning_inputs(state, run_id, attendance) if item[0] in asked)
 
 
-def _still_holds(state: State, run_id: str, question: Question, answer: Answer, here: Present) -> bool:
+def _is_still_valid(state: State, run_id: str, question: Question, answer: Answer, attendance: Attendance) -> bool:
     """Whether those that the answer gives a part are as they were when it was asked for."""
-    peers = _used(question, answer)
+    peers = _placed_peers(question, answer)
     names, plan = question.names(), state.memory[run_id].plan
-    pinned = all(span_of(state.nodes[it]) == question.pins.get(names[it]) for it in peers)
+    pinned = all(pinned_span(state.nodes[it]) == question.pins.get(names[it]) for it in peers)
     as_asked = question.routes == (routes_of(plan) if plan is not None else ())
-    return as_asked and pinned and not _changed(state, question, peers, here)
+    return as_asked and pinned and not _changed(state, question, peers, attendance)
 
 
-def _used(question: Question, answer: Answer) -> list[str]:
+def _placed_peers(question: Question, answer: Answer) -> list[str]:
     """Peer ids of those that the answer gives a part; where it gives none, of all."""
     peers = question.peers()
     return [peers[name] for name in {name for route in answer.routes for name, _, _ in route} or peers.keys()]
 
 
-def _changed(state: State, question: Question, peers: Sequence[str], here: Present) -> list[str]:
+def _changed(state: State, question: Question, peers: Sequence[str], attendance: Attendance) -> list[str]:
     """Of these, who is gone or has other memory than when it was asked."""
-    about, able = {node.peer_id: memory_of(node.profile) for node in question.nodes}, {*here.fit, *here.silent}
-    return [it for it in peers if it not in able or about[it] != memory_of(planner_question.live_of(state, it).profile)]
+    planning_inputs, able = (
+        {node.peer_id: memory_figures(node.profile) for node in question.nodes},
+        {*attendance.eligible, *attendance.awaited},
+    )
+    return [
+        it
+        for it in peers
+        if it not in able or planning_inputs[it] != memory_figures(planner_question.live_of(state, it).profile)
+    ]
 
 
-def go_on(draft: Draft, run_id: str, policy: Policy, coming: Preparation, here: Present) -> None:
+def continue_preparation(
+    draft: Draft, run_id: str, policy: Policy, coming: Preparation, attendance: Attendance
+) -> None:
     """The next plan is prepared: issue it when that is done, or end it when it cannot be."""
     state, memory = draft.state, draft.state.memory[run_id]
     waited = draft.now.monotonic - coming.since
-    if not _still_holds(state, run_id, coming.question, coming.answer, here):
-        changed = _changed(state, coming.question, _used(coming.question, coming.answer), here)
+    if not _is_still_valid(state, run_id, coming.question, coming.answer, attendance):
+        changed = _changed(state, coming.question, _placed_peers(coming.question, coming.answer), attendance)
         _remember_unprepared(
             draft, run_id, [it for it in changed if memory.plan and it not in memory.plan.stages], waited
         )
-        abandon(draft, run_id, "somebody whom it needs is gone or changed")
+        abandon_preparation(draft, run_id, "somebody whom it needs is gone or changed")
         return
     unready = prefetch.unready(state, coming)
     assert memory.plan is not None
-    going = [peer for peer in here.finishing if not planner_question.live_of(state, peer).hands_over]
-    if not memory.plan.stages <= set(here.members) or not (unready or going):
+    going = [peer for peer in attendance.finishing if not planner_question.live_of(state, peer).hands_over]
+    if not memory.plan.stages <= set(attendance.members) or not (unready or going):
         _issue(draft, run_id, coming.question, coming.answer)
     elif refusing := [peer for peer in unready if prefetch.refuses(state, peer, coming.spans[peer])]:
         _give_up_on(draft, run_id, refusing, waited, "found no room for the layers")
@@ -102,16 +113,20 @@ def go_on(draft: Draft, run_id: str, policy: Policy, coming: Preparation, here: 
 def _give_up_on(draft: Draft, run_id: str, peers: Sequence[str], waited: float, why: str) -> None:
     names = ", ".join(draft.state.nodes[peer].name for peer in peers)
     _remember_unprepared(draft, run_id, peers, waited)
-    abandon(draft, run_id, f"{names} {why}")
+    abandon_preparation(draft, run_id, f"{names} {why}")
 
 
-def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, here: Present) -> bool:
+def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, attendance: Attendance) -> bool:
     """Let nodes fetch what this answer gives them; False where nobody has to, or nobody should wait for it."""
     state, plan = draft.state, draft.state.memory[run_id].plan
-    if plan is None or not plan.stages <= set(here.members) or planner_question.forgotten(state, run_id):
+    if (
+        plan is None
+        or not plan.stages <= set(attendance.members)
+        or planner_question.may_follow_newer_plan(state, run_id)
+    ):
         return False
     spans = prefetch.lacking(plan, question, answer)
-    if not spans and not here.finishing:
+    if not spans and not attendance.finishing:
         return False
     draft.remember(run_id, preparation=Preparation(question, answer, spans, draft.now.monotonic))
     fetch = ", ".join(f"{state.nodes[peer].name} {_layers(span)}" for peer, span in sorted(spans.items()))
@@ -122,12 +137,12 @@ def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, here
 def _remember_unprepared(draft: Draft, run_id: str, peers: Sequence[str], waited: float) -> None:
     """Who kept a plan from being issued: newcomers are given nothing for much longer, members no other layers."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
-    until = now + max(planner_question.UNPREPARED_SECONDS, _TIMES_WAITED * waited)
+    until = now + max(planner_question.UNPREPARED_HOLD_SECONDS, _UNPREPARED_WAIT_FACTOR * waited)
     known = {peer: then for peer, then in memory.unprepared.items() if now < then}
     draft.remember(run_id, unprepared={**known, **dict.fromkeys(peers, until)})
 
 
-def abandon(draft: Draft, run_id: str, why: str) -> None:
+def abandon_preparation(draft: Draft, run_id: str, why: str) -> None:
     """Give up the plan that is prepared."""
     draft.event("plan.abandoned", run_id, run_id, f"the plan that was being prepared is given up: {why}")
     draft.remember(run_id, preparation=None, considered=None)
@@ -140,29 +155,29 @@ def _layers(span: range) -> str:
 def _issue(draft: Draft, run_id: str, question: Question, answer: Answer) -> None:
     """The routes of the answer; its names are those of the question, whatever nodes are called by now."""
     state, now, plan = draft.state, draft.now.monotonic, draft.state.memory[run_id].plan
-    left_out, peers = _left_out(state, present(state, run_id, now), question, answer, now), question.peers()
+    left_out, peers = _left_out(state, attendance_of(state, run_id, now), question, answer, now), question.peers()
     routes: list[Route] = [
-        tuple(Part(peers[name], first, last) for name, first, last in route) for route in answer.routes
+        tuple(RoutePart(peers[name], first, last) for name, first, last in route) for route in answer.routes
     ]
-    here = present(state, run_id, now)
-    standing = standbys.kept(state, run_id, routes, [*here.fit, *here.silent])
+    attendance = attendance_of(state, run_id, now)
+    standing = standbys.kept(state, run_id, routes, [*attendance.eligible, *attendance.awaited])
     members = sorted([*standing, *(part.peer_id for route in routes for part in route)])
-    changed = difference(state, plan.members, members) if plan else ""
-    notes = Notes(answer.tokens_per_second, math.fsum(answer.fetched_bytes.values()), left_out)
+    changed = membership_change(state, plan.members, members) if plan else ""
+    notes = PlanNotes(answer.tokens_per_second, math.fsum(answer.fetched_bytes.values()), left_out)
     reason = "; ".join(filter(None, (changed, answer.reason)))
-    issue_routes(draft, run_id, routes, reason, notes, standbys=standing)
+    issue_route_plan(draft, run_id, routes, reason, notes, standbys=standing)
     if state.runs[run_id].state == "GENESIS":
         move(draft, run_id, "TRAINING", f"training begins with {len(members)} nodes")
-    _tell_left_out(draft, run_id, left_out)
+    _report_left_out(draft, run_id, left_out)
 
 
-def _left_out(state: State, here: Present, question: Question, answer: Answer, now: float) -> dict[str, str]:
+def _left_out(state: State, attendance: Attendance, question: Question, answer: Answer, now: float) -> dict[str, str]:
     """By peer id: those that the planner left out, and those that it was not asked about."""
     placed = {name for route in answer.routes for name, _, _ in route}
     names = question.names()
     return {
         peer: answer.left_out.get(names.get(peer, "")) or _why_not_asked_about(state, peer, now)
-        for peer in here.fit
+        for peer in attendance.eligible
         if names.get(peer) not in placed
     }
 
@@ -170,11 +185,11 @@ def _left_out(state: State, here: Present, question: Question, answer: Answer, n
 def _why_not_asked_about(state: State, peer: str, now: float) -> str:
     if planner_question.is_unprepared(state.memory[state.nodes[peer].run_id], peer, now):
         return "did not fetch its layers in time"
-    known = is_known(planner_question.live_of(state, peer).profile)
+    known = has_planner_inputs(planner_question.live_of(state, peer).profile)
     return "joined while the plan was made" if known else "has not told its memory"
 
 
-def _tell_left_out(draft: Draft, run_id: str, left_out: dict[str, str]) -> None:
+def _report_left_out(draft: Draft, run_id: str, left_out: dict[str, str]) -> None:
     """Each once, until it has a part, be it to stand by."""
     memory = draft.state.memory[run_id]
     members = memory.plan.members if memory.plan is not None else ()
@@ -187,7 +202,7 @@ def _tell_left_out(draft: Draft, run_id: str, left_out: dict[str, str]) -> None:
         draft.set_figures(replace(memory.figures, left_out=json.dumps(left_out, sort_keys=True)))
 
 
-def _tell_missing(draft: Draft, run_id: str, missing: str) -> None:
+def _report_infeasible(draft: Draft, run_id: str, missing: str) -> None:
     if missing and missing != draft.state.memory[run_id].missing:
         draft.event("plan.impossible", run_id, run_id, f"no plan is possible: {missing}")
     draft.remember(run_id, missing=missing)

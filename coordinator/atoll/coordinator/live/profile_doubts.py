@@ -11,7 +11,7 @@ from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.state.snapshot import Draft
 
 
-def learn(draft: Draft, run_id: str, question: Question, answer: Answer) -> None:
+def record_findings(draft: Draft, run_id: str, question: Question, answer: Answer) -> None:
     """Of those who were asked about; of the others nothing changes."""
     memory, peers = draft.state.memory[run_id], {node.name: node.peer_id for node in question.nodes}
     found = {peers[name]: told for name, told in answer.doubts.items() if name in peers}

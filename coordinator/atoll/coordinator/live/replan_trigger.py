@@ -23,129 +23,136 @@ from atoll.coordinator.live import (
 from atoll.coordinator.live import (
     planner_question as asking,
 )
-from atoll.coordinator.live.attendance import Present
-from atoll.coordinator.live.pinning import span_of
-from atoll.coordinator.live.plan_issue import Notes, issue_routes
-from atoll.coordinator.live.span_fit import room_of
+from atoll.coordinator.live.attendance import Attendance
+from atoll.coordinator.live.pinning import pinned_span
+from atoll.coordinator.live.plan_issue import PlanNotes, issue_route_plan
+from atoll.coordinator.live.span_fit import span_memory_of
 from atoll.coordinator.planner.plan_builder import routes_of
-from atoll.coordinator.planner.reduce_shares import WORTH, span_gain, span_rates
+from atoll.coordinator.planner.reduce_shares import MIN_RESHARE_SPEEDUP, span_rates, span_reshare_speedup
 from atoll.coordinator.state.snapshot import Draft, Policy, State
 from atoll.core.plan import Plan
 
 if TYPE_CHECKING:
-    from atoll.coordinator.planner.span_memory import Room
+    from atoll.coordinator.planner.span_memory import SpanMemory
 
-_LINKS_SECONDS = 10.0  # between looks at whether other shares of reducing would pay
+_LINK_CHECK_INTERVAL_SECONDS = 10.0  # between looks at whether other shares of reducing would pay
 
 
-def needs_routes(state: State, run_id: str, here: Present) -> bool:
+def needs_routes(state: State, run_id: str, attendance: Attendance) -> bool:
     """Whether somebody cannot hold everything, or is pinned to layers."""
-    model = room_of(state, run_id)
+    model = span_memory_of(state, run_id)
     if model is None:
         return False
     plan = state.memory[run_id].plan
     return any(
-        span_of(state.nodes[peer]) is not None or not _holds_all(state, model, plan, peer) for peer in here.members
+        pinned_span(state.nodes[peer]) is not None or not _holds_all(state, model, plan, peer)
+        for peer in attendance.members
     )
 
 
-def follow(draft: Draft, run_id: str, policy: Policy, here: Present) -> None:
+def follow(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) -> None:
     """Ask when what is known differs from what was asked about last and stays so for the debounce."""
-    if standbys.take_over(draft, run_id, here) or second_copies.take_over(draft, run_id, here):
+    if standbys.take_over(draft, run_id, attendance) or second_copies.take_over(draft, run_id, attendance):
         return
-    second_copies.let_go(draft, run_id)
+    second_copies.drop_unusable_copies(draft, run_id)
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     if memory.preparation is not None:
-        if second_copies.are_needed(draft.state, run_id, here, now):
-            answering.abandon(draft, run_id, "a stage is gone whose layers somebody has who prepares for it")
+        if second_copies.is_set_aside_copy_needed(draft.state, run_id, attendance, now):
+            answering.abandon_preparation(
+                draft, run_id, "a stage is gone whose layers somebody has who prepares for it"
+            )
         else:
-            answering.go_on(draft, run_id, policy, memory.preparation, here)
+            answering.continue_preparation(draft, run_id, policy, memory.preparation, attendance)
         return
-    if memory.question is not None or _unsettled(draft.state, run_id, here):
+    if memory.question is not None or _has_unreturned_member(draft.state, run_id, attendance):
         return
-    _look_at_links(draft, run_id)
+    _check_links(draft, run_id)
     memory = draft.state.memory[run_id]
-    why = _why(draft.state, run_id, policy, here, now)
+    why = _replan_reason(draft.state, run_id, policy, attendance, now)
     if not why:
         if memory.changed_since is not None:
             draft.remember(run_id, changed_since=None)
-        standbys.follow(draft, run_id, policy, here)
-        second_copies.follow(draft, run_id, policy, here)
-    elif now < memory.undisturbed_until and _is_whole(memory.plan, here):
+        standbys.follow(draft, run_id, policy, attendance)
+        second_copies.follow(draft, run_id, policy, attendance)
+    elif now < memory.undisturbed_until and _is_whole(memory.plan, attendance):
         return
     elif memory.changed_since is None or memory.changed_why != why:
         draft.remember(run_id, changed_since=now, changed_why=why)
-    elif now - memory.changed_since < _patience(why, policy):
+    elif now - memory.changed_since < _debounce_seconds(why, policy):
         return
     elif why == "links":
-        _share_anew(draft, run_id)
+        _reissue_with_new_shares(draft, run_id)
     else:
-        question = asking.ask(draft.state, draft.now, run_id, policy)
-        about = asking.about(draft.state, run_id, here)
-        draft.remember(run_id, question=question, questions=question.number, asked_about=about)
+        question = asking.build_question(draft.state, draft.now, run_id, policy)
+        planning_inputs = asking.planning_inputs(draft.state, run_id, attendance)
+        draft.remember(run_id, question=question, questions=question.number, asked_about=planning_inputs)
 
 
 # --- when to ask -------------------------------------------------------------------------------------
 
 
-def _patience(why: str, policy: Policy) -> float:
+def _debounce_seconds(why: str, policy: Policy) -> float:
     """For how many seconds that must have been so. Nobody waits for the first plan."""
     return {"first": 0.0, "links": policy.shares_seconds}.get(why, policy.debounce_seconds)
 
 
-def _why(state: State, run_id: str, policy: Policy, here: Present, now: float) -> str:
+def _replan_reason(state: State, run_id: str, policy: Policy, attendance: Attendance, now: float) -> str:
     memory = state.memory[run_id]
     considered = memory.considered
-    if considered is None or considered.nodes != asking.about(state, run_id, here) or asking.forgotten(state, run_id):
+    if (
+        considered is None
+        or considered.nodes != asking.planning_inputs(state, run_id, attendance)
+        or asking.may_follow_newer_plan(state, run_id)
+    ):
         return "first" if memory.plan is None else "members"
     if now - considered.at >= policy.replan_seconds:
         return "drift"
     return "links" if memory.links_pay and not memory.missing else ""
 
 
-def _is_whole(plan: Plan | None, here: Present) -> bool:
+def _is_whole(plan: Plan | None, attendance: Attendance) -> bool:
     """Whether all stages are there, and nobody is about to go."""
-    return plan is not None and plan.stages <= set(here.members) and not here.finishing
+    return plan is not None and plan.stages <= set(attendance.members) and not attendance.finishing
 
 
-def _unsettled(state: State, run_id: str, here: Present) -> bool:
+def _has_unreturned_member(state: State, run_id: str, attendance: Attendance) -> bool:
     """Whether a member of the plan has not come back since the coordinator started: it will, or be lost, in seconds."""
-    return any(not asking.live_of(state, peer).profile.device for peer in here.silent)
+    return any(not asking.live_of(state, peer).profile.device for peer in attendance.awaited)
 
 
-def _look_at_links(draft: Draft, run_id: str) -> None:
+def _check_links(draft: Draft, run_id: str) -> None:
     """Now and then: it takes a while where members are many, and shares follow slowly anyway."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     looked = memory.links_looked_at
-    if memory.plan is not None and (looked is None or now - looked >= _LINKS_SECONDS):
-        pays = _pays_to_share_anew(draft.state, memory.plan)
+    if memory.plan is not None and (looked is None or now - looked >= _LINK_CHECK_INTERVAL_SECONDS):
+        pays = _new_shares_pay(draft.state, memory.plan)
         draft.remember(run_id, links_looked_at=now, links_pay=pays)
 
 
-def _pays_to_share_anew(state: State, plan: Plan) -> bool:
+def _new_shares_pay(state: State, plan: Plan) -> bool:
     told, spans, planned = (
-        plan_issue.links(state, plan.stages),
+        plan_issue.reported_links(state, plan.stages),
         plan_issue.spans_of(plan),
         plan_issue.reduce_rates(plan),
     )
-    now = span_gain(told, spans, planned)
-    best = span_gain(told, spans, span_rates(told, spans, plan_issue.layer_weights(state.runs[plan.run_id])))
-    return now > WORTH * best and math.isfinite(best)
+    now = span_reshare_speedup(told, spans, planned)
+    best = span_reshare_speedup(told, spans, span_rates(told, spans, plan_issue.layer_weights(state.runs[plan.run_id])))
+    return now > MIN_RESHARE_SPEEDUP * best and math.isfinite(best)
 
 
-def _share_anew(draft: Draft, run_id: str) -> None:
+def _reissue_with_new_shares(draft: Draft, run_id: str) -> None:
     """The same routes, in which others reduce."""
     memory = draft.state.memory[run_id]
     assert memory.plan is not None
     predicted = memory.figures.predicted_tokens_per_second if memory.figures else 0.0
-    notes = Notes(predicted, 0.0, memory.left_out)
+    notes = PlanNotes(predicted, 0.0, memory.left_out)
     reason = "who reduces how much follows what nodes say of their links"
     spans = {peer: memory.plan.span(peer) for peer in memory.plan.standbys}
-    issue_routes(draft, run_id, routes_of(memory.plan), reason, notes, standbys=spans)
+    issue_route_plan(draft, run_id, routes_of(memory.plan), reason, notes, standbys=spans)
     draft.remember(run_id, links_pay=False)
 
 
-def _holds_all(state: State, model: Room, plan: Plan | None, peer: str) -> bool:
+def _holds_all(state: State, model: SpanMemory, plan: Plan | None, peer: str) -> bool:
     """Of who told nothing yet, as the plan has it: a restart makes nobody larger."""
     profile, planned = asking.live_of(state, peer).profile, plan.assignment(peer) if plan else None
     if not profile.device_memory_bytes and planned is not None:

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 from atoll.coordinator.state.snapshot import Live, State
 
 if TYPE_CHECKING:
-    from atoll.coordinator.planner.span_memory import Room
+    from atoll.coordinator.planner.span_memory import SpanMemory
 
 
-def room_of(state: State, run_id: str, table: bytes = b"") -> Room | None:
+def span_memory_of(state: State, run_id: str, table: bytes = b"") -> SpanMemory | None:
     """By the run's layer table, or before genesis by one that a node told; None where there is none to go by."""
     rows = state.runs[run_id].layers or table
     if not rows:
         return None
-    from atoll.coordinator.planner.span_memory import room
+    from atoll.coordinator.planner.span_memory import span_memory
 
-    return room(rows, state.memory[run_id].spec)
+    return span_memory(rows, state.memory[run_id].spec)
 
 
-def has_room(state: State, run_id: str, peer: str, span: range) -> bool:
+def span_fits(state: State, run_id: str, peer: str, span: range) -> bool:
     """Whether these layers fit the memory that a node told, if it did, and the run has layers to go by."""
-    model, live = room_of(state, run_id), state.live.get(peer) or Live(session=0, seen=0.0)
+    model, live = span_memory_of(state, run_id), state.live.get(peer) or Live(session=0, seen=0.0)
     return model is not None and model.fits(live.profile, span.start, span.stop - 1)

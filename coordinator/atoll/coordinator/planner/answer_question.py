@@ -10,40 +10,40 @@ from dataclasses import replace
 from atoll.coordinator.planner.checks import check_problem, without_unfit_pins
 from atoll.coordinator.planner.explain import left_out
 from atoll.coordinator.planner.problem import Pin, Problem, read_layers
-from atoll.coordinator.planner.problem_from_nodes import Seen, problem_of, wishes_of
+from atoll.coordinator.planner.problem_from_nodes import NodeProblem, problem_from_nodes, wishes_of
 from atoll.coordinator.planner.question import Answer, Question
-from atoll.coordinator.planner.replan import Change, fixed, named_routes, replan
+from atoll.coordinator.planner.replan import ReplanResult, assess_layout, named_routes, replan
 from atoll.core.clock import Clock
 from atoll.core.errors import ConfigError, NoFeasiblePlan
 
-_LOOKS = 2000  # at why machines are left out, times machines: each look evaluates layouts of them all
+_LEFT_OUT_EVALUATIONS = 2000  # at why machines are left out, times machines: each look evaluates layouts of them all
 
 
 def answer(question: Question, clock: Clock) -> Answer:
     """Search for as long as the question allows."""
     pins = tuple(Pin(name, span) for name, span in sorted(question.pins.items()))
     layers = read_layers(question.layers, question.spec.data.sequence_length)
-    seen = problem_of(question.nodes, layers, question.spec, wishes_of(question.preferences, pins))
+    seen = problem_from_nodes(question.nodes, layers, question.spec, wishes_of(question.preferences, pins))
     unfit: dict[str, str] = {}
     try:
         check_problem(seen.problem)
         problem, unfit = without_unfit_pins(seen.problem)
-        if question.wanted:
-            change = fixed(problem, question.current, question.wanted, question.standbys)
+        if question.given_routes:
+            change = assess_layout(problem, question.current, question.given_routes, question.standbys)
         else:
             change = _replanned(problem, question, clock)
     except ConfigError as error:  # what it is to be made from, or that none is possible
         why = "; ".join((str(error), *seen.refused.values(), *unfit.values()))
         missing = f"{why}: {error.remedy}" if error.remedy else why
         return Answer(missing=missing, doubts=seen.doubts, corrections=seen.corrections)
-    return _told(change, seen, {**seen.refused, **unfit})
+    return _to_answer(change, seen, {**seen.refused, **unfit})
 
 
-def _replanned(problem: Problem, question: Question, clock: Clock) -> Change:
+def _replanned(problem: Problem, question: Question, clock: Clock) -> ReplanResult:
     """Those who are kept where they are move where no plan is possible without."""
     kept = tuple(Pin(name, span) for name, span in sorted(question.kept.items()))
 
-    def replanned(problem: Problem) -> Change:
+    def replanned(problem: Problem) -> ReplanResult:
         return replan(
             problem,
             question.current,
@@ -60,9 +60,9 @@ def _replanned(problem: Problem, question: Question, clock: Clock) -> Change:
     return replanned(problem)
 
 
-def _told(change: Change, seen: Seen, refused: Mapping[str, str]) -> Answer:
+def _to_answer(change: ReplanResult, seen: NodeProblem, refused: Mapping[str, str]) -> Answer:
     problem = change.tables.problem
-    reasons = left_out(change.tables, change.evaluation, max(2, _LOOKS // change.tables.count))
+    reasons = left_out(change.tables, change.evaluation, max(2, _LEFT_OUT_EVALUATIONS // change.tables.count))
     return Answer(
         routes=named_routes(problem, change.evaluation.layout),
         reason=change.reason,

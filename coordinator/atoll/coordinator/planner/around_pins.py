@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.problem import Route
 from atoll.coordinator.planner.route_builder import Order
 from atoll.coordinator.planner.splits import best_split
@@ -17,7 +17,7 @@ Gap = tuple[int, int]  # layers from, up to
 Step = int | Gap  # a pinned machine, or layers that others must hold
 
 
-def routes_around_pins(tables: Tables, machines: Collection[int]) -> list[Route]:
+def routes_around_pins(tables: CostTables, machines: Collection[int]) -> list[Route]:
     """Routes of these machines that give pinned ones their spans, as many as are found."""
     free = set(machines)
     found: list[Route] = []
@@ -31,11 +31,11 @@ def routes_around_pins(tables: Tables, machines: Collection[int]) -> list[Route]
         free -= {stage.machine for stage in route}
 
 
-def _span(tables: Tables, machine: int) -> tuple[int, int] | None:
+def _span(tables: CostTables, machine: int) -> tuple[int, int] | None:
     return tables.pins.get(tables.problem.machines[machine].name)
 
 
-def _chain(tables: Tables, pinned: Iterable[int]) -> list[Step]:
+def _chain(tables: CostTables, pinned: Iterable[int]) -> list[Step]:
     """Pinned machines and gaps, in the order of layers, with the fewest layers in gaps."""
     spans = {machine: span for machine in pinned if (span := _span(tables, machine)) is not None}
     least: list[tuple[int, list[Step]]] = [(0, [])]
@@ -49,7 +49,7 @@ def _chain(tables: Tables, pinned: Iterable[int]) -> list[Step]:
     return least[-1][1]
 
 
-def _filled(tables: Tables, chain: list[Step], free: Iterable[int]) -> Order:
+def _filled(tables: CostTables, chain: list[Step], free: Iterable[int]) -> Order:
     """The chain with free machines in its gaps; empty where they are too few, or where it has no pinned machine."""
     sizes = {machine: tables.stage(machine).most_layers for machine in free}
     spare = sorted((it for it in sizes if sizes[it]), key=lambda it: sizes[it])

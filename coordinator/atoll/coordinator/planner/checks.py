@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.links import islands
 from atoll.coordinator.planner.problem import Goal, Layer, Layout, Machine, Pin, Problem
 from atoll.core.errors import NoFeasiblePlan, PlanInputInvalid
@@ -62,7 +62,7 @@ def check_layout(problem: Problem, layout: Layout) -> None:
             raise PlanInputInvalid(f"route {number + 1} does not cover the layers once, in order")
 
 
-def why_infeasible(tables: Tables) -> NoFeasiblePlan:
+def why_infeasible(tables: CostTables) -> NoFeasiblePlan:
     """The error for a problem that no layout solves: what is missing, and the largest span that fits."""
     problem = tables.problem
     reach = islands(tables.usable)[0]
@@ -87,7 +87,7 @@ def why_infeasible(tables: Tables) -> NoFeasiblePlan:
     )
 
 
-def _nowhere(tables: Tables, reach: list[int]) -> NoFeasiblePlan | None:
+def _nowhere(tables: CostTables, reach: list[int]) -> NoFeasiblePlan | None:
     """A single layer that no machine may or can hold."""
     for index, layer in enumerate(tables.problem.layers):
         holders = [it for it in reach if np.isfinite(tables.stage(it).period[: index + 1, index + 1 :]).any()]
@@ -108,7 +108,7 @@ def _nowhere(tables: Tables, reach: list[int]) -> NoFeasiblePlan | None:
     return None
 
 
-def _longest_span(tables: Tables, machine: int) -> tuple[int, int]:
+def _longest_span(tables: CostTables, machine: int) -> tuple[int, int]:
     start, end = np.nonzero(np.isfinite(tables.stage(machine).period))
     best = int(np.argmax(end - start))
     return int(start[best]), int(end[best])
@@ -197,13 +197,13 @@ def _check_pin(problem: Problem, pin: Pin) -> None:
         raise PlanInputInvalid(f"{pin.machine} is pinned to an end of the model and is not trusted with one")
 
 
-def check_pins_fit(tables: Tables) -> None:
+def check_pins_fit(tables: CostTables) -> None:
     """Raises `PlanInputInvalid` for a pinned span that does not fit its machine's memory."""
     for told in unfit_pins(tables).values():
         raise PlanInputInvalid(told, "pin it to fewer layers, or lend more memory")
 
 
-def unfit_pins(tables: Tables) -> dict[str, str]:
+def unfit_pins(tables: CostTables) -> dict[str, str]:
     """By machine: pinned spans that do not fit its memory, in words."""
     names = {machine.name: index for index, machine in enumerate(tables.problem.machines)}
     found = {}
@@ -218,6 +218,6 @@ def unfit_pins(tables: Tables) -> dict[str, str]:
 
 def without_unfit_pins(problem: Problem) -> tuple[Problem, dict[str, str]]:
     """With no part for machines whose pinned span does not fit any more, and why, by machine."""
-    unfit = unfit_pins(Tables(problem))
+    unfit = unfit_pins(CostTables(problem))
     pins = tuple(replace(pin, span=None) if pin.machine in unfit else pin for pin in problem.wishes.pins)
     return replace(problem, wishes=replace(problem.wishes, pins=pins)) if unfit else problem, unfit

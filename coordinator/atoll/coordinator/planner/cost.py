@@ -2,7 +2,7 @@
 
 A route trains in flushes of M micro-batches of m tokens. The first one takes `through` seconds, the sum over its stages
 and hops there and back; the others follow one `period` apart, the slowest of its stages, links and of the way between
-two stages, there and back, over the micro-batches that may be between them (`window.py`):
+two stages, there and back, over the micro-batches that may be between them (`in_flight_limit.py`):
 
     flush = through + (M − 1) · period
 
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atoll.coordinator.planner.cost_tables import Tables
-from atoll.coordinator.planner.exchange_time import busy_seconds, levels, most, who_reduces
-from atoll.coordinator.planner.in_flight_limit import Window, window
+from atoll.coordinator.planner.cost_tables import CostTables
+from atoll.coordinator.planner.exchange_time import busy_seconds, finish_seconds_per_byte, largest_shares, reducer_mask
+from atoll.coordinator.planner.in_flight_limit import InFlightLimit, in_flight_limit
 from atoll.coordinator.planner.problem import Goal, IntArray, Layout, Route
 
 
@@ -33,7 +33,7 @@ class RouteCost:
 
     through_seconds: float
     period_seconds: float  # of its slowest stage or link
-    window: Window  # that makes it longer
+    in_flight_limit: InFlightLimit  # that makes it longer
     flush_seconds: float
     tokens_per_second: float  # less what failures cost
     score_rate: float
@@ -67,21 +67,21 @@ class Evaluation:
         return self.price_per_second / self.tokens_per_second if self.tokens_per_second else math.inf
 
 
-def flush_seconds(tables: Tables, through: float, period: float, machines: Collection[int]) -> float:
+def flush_seconds(tables: CostTables, through: float, period: float, machines: Collection[int]) -> float:
     """Seconds of one inner step of a route over these; infinite where it cannot be."""
     if not math.isfinite(through):
         return math.inf  # and not NaN, which 0 · inf would be where M is 1
-    return max(tables.least_step(machines), through + (tables.problem.training.micro_batches - 1) * period)
+    return max(tables.least_step_seconds(machines), through + (tables.problem.training.micro_batches - 1) * period)
 
 
-def least_period(tables: Tables, through: float, period: float, stages: int) -> float:
+def period_lower_bound(tables: CostTables, through: float, period: float, stages: int) -> float:
     """What is known of a period with its window before the route is: from its first stage to its last and back."""
     training = tables.problem.training
     credits = training.in_flight(stages)
     return max(period, through / credits) if credits < training.micro_batches else period
 
 
-def route_rate(tables: Tables, flush: float, machines: Sequence[int]) -> float:
+def route_rate(tables: CostTables, flush: float, machines: Sequence[int]) -> float:
     """Expected tokens per second. A failure costs its recovery and half a flush; who is away longer is planned around,
 
     so that a route loses the share of time that its machines, on average, are not there.
@@ -94,7 +94,7 @@ def route_rate(tables: Tables, flush: float, machines: Sequence[int]) -> float:
     return training.micro_batches * training.micro_batch_tokens / flush * present / (1 + lost)
 
 
-def route_cost(tables: Tables, route: Route) -> RouteCost:
+def route_cost(tables: CostTables, route: Route) -> RouteCost:
     """One route, whatever the others do. A route that cannot be has no rate."""
     period = 0.0
     totals: list[float] = []
@@ -114,17 +114,17 @@ def route_cost(tables: Tables, route: Route) -> RouteCost:
         before = stage.machine
     machines = [stage.machine for stage in route]
     through, penalty = math.fsum((*totals, *hops)), math.fsum(penalties)
-    binds = window(tables.problem.training, totals, hops, period)
+    binds = in_flight_limit(tables.problem.training, totals, hops, period)
     flush = flush_seconds(tables, through, max(period, binds.period_seconds), machines)
     score_flush = flush
     if penalty:
         far = [hop + more for hop, more in zip(hops, penalties, strict=True)]
-        longer = window(tables.problem.training, totals, far, period).period_seconds
+        longer = in_flight_limit(tables.problem.training, totals, far, period).period_seconds
         score_flush = flush_seconds(tables, through + penalty, max(period, longer), machines)
     return RouteCost(
         through_seconds=through,
         period_seconds=period,
-        window=binds,
+        in_flight_limit=binds,
         flush_seconds=flush,
         tokens_per_second=route_rate(tables, flush, machines),
         score_rate=route_rate(tables, score_flush, machines),
@@ -132,7 +132,7 @@ def route_cost(tables: Tables, route: Route) -> RouteCost:
     )
 
 
-def evaluate(tables: Tables, layout: Layout) -> Evaluation:
+def evaluate(tables: CostTables, layout: Layout) -> Evaluation:
     """The whole objective. Routes must be well-formed (`checks.check_layout`); one that does not fit trains nothing."""
     routes = tuple(route_cost(tables, route) for route in layout.routes)
     rate = math.fsum(cost.tokens_per_second for cost in routes)
@@ -145,7 +145,7 @@ def evaluate(tables: Tables, layout: Layout) -> Evaluation:
     )
 
 
-def score(tables: Tables, rate: float, price_per_second: float, routes: int, machines: Sequence[int]) -> float:
+def score(tables: CostTables, rate: float, price_per_second: float, routes: int, machines: Sequence[int]) -> float:
     """What solvers make large, from sums over routes."""
     wishes = tables.problem.wishes
     placed = {tables.problem.machines[machine].name for machine in machines} if tables.pins else set()
@@ -155,7 +155,7 @@ def score(tables: Tables, rate: float, price_per_second: float, routes: int, mac
     return value / price_per_second if wishes.goal is Goal.PRICE and rate else value
 
 
-def round_cost(tables: Tables, layout: Layout, rates: Sequence[float]) -> RoundCost:
+def round_cost(tables: CostTables, layout: Layout, rates: Sequence[float]) -> RoundCost:
     """The outer round under a layout whose routes train `rates` tokens per second."""
     total, training = math.fsum(rates), tables.problem.training
     if not total:
@@ -173,14 +173,14 @@ def round_cost(tables: Tables, layout: Layout, rates: Sequence[float]) -> RoundC
     return RoundCost(interval, max(interval, busy[busiest]) if busiest is not None else interval, busiest, busy)
 
 
-def exchange_seconds(tables: Tables, layout: Layout) -> dict[int, float]:
+def exchange_seconds(tables: CostTables, layout: Layout) -> dict[int, float]:
     """How long each machine's own link is busy with one exchange; empty where nothing is averaged."""
     if len(layout.routes) < 2:
         return {}
     holders = layer_holders(tables, layout)
-    rates, dialled = tables.link_rate[holders], who_reduces(tables.dialled[holders])
-    level = levels(rates, dialled)[:, None]
-    per_byte = busy_seconds(level, rates, dialled, most(dialled), len(layout.routes))
+    rates, dialable = tables.link_bytes_per_second[holders], reducer_mask(tables.dialable[holders])
+    level = finish_seconds_per_byte(rates, dialable)[:, None]
+    per_byte = busy_seconds(level, rates, dialable, largest_shares(dialable), len(layout.routes))
     ends = np.concatenate(
         [np.zeros((1, len(layout.routes))), np.cumsum(per_byte * tables.layer_bytes[:, None], axis=0)]
     )
@@ -192,7 +192,7 @@ def exchange_seconds(tables: Tables, layout: Layout) -> dict[int, float]:
     }
 
 
-def layer_holders(tables: Tables, layout: Layout) -> IntArray:
+def layer_holders(tables: CostTables, layout: Layout) -> IntArray:
     """Who holds each layer in each route, [L, R]."""
     holders = np.empty((tables.layers, len(layout.routes)), dtype=np.int64)
     for column, route in enumerate(layout.routes):
@@ -201,18 +201,18 @@ def layer_holders(tables: Tables, layout: Layout) -> IntArray:
     return holders
 
 
-def round_latency(tables: Tables, machines: Sequence[int]) -> float:
+def round_latency(tables: CostTables, machines: Sequence[int]) -> float:
     """Seconds of an outer round that are waiting for answers."""
     rtt = tables.problem.links.rtt_seconds[np.ix_(machines, machines)].max()
     return tables.problem.training.protocol_round_trips * float(rtt)
 
 
-def link_seconds(tables: Tables, machine: int, a: int, b: int) -> float:
+def link_seconds(tables: CostTables, machine: int, a: int, b: int) -> float:
     """Seconds per token of its route that activations and gradients keep its link busy."""
     spans = tables.spans
     return float(
         max(
-            spans.sent_per_token[a, b] / tables.uplink[machine],
-            spans.received_per_token[a, b] / tables.downlink[machine],
+            spans.sent_bytes_per_token[a, b] / tables.uplink[machine],
+            spans.received_bytes_per_token[a, b] / tables.downlink[machine],
         )
     )

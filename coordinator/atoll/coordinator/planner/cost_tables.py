@@ -43,7 +43,7 @@ class StageTable:
         return inside, np.where(start < 0, np.inf, total), np.where(start < 0, np.inf, period)
 
 
-class Tables:
+class CostTables:
     """Stage tables of machines, made when first asked for, and hops between them."""
 
     def __init__(self, problem: Problem) -> None:
@@ -61,7 +61,7 @@ class Tables:
             back = tokens * training.gradient_ratio / rate.T
         self.hop_total_per_byte: FloatArray = there + back  # [N, N], seconds per byte of `cut_bytes_per_token`
         self.hop_period_per_byte: FloatArray = np.maximum(there, back)
-        self.hop_narrows = self._narrows()
+        self.hop_limits_rate = self._narrows()
         self.hop_latency: FloatArray = np.where(self.usable, rtt, np.inf)
         self.hop_penalty: FloatArray = np.where(
             self.usable, wishes.rtt_weight * np.maximum(0.0, rtt - wishes.rtt_cap_seconds), np.inf
@@ -69,18 +69,18 @@ class Tables:
         efficiency = training.link_efficiency
         self.uplink = np.array([machine.uplink_bytes_per_second for machine in problem.machines]) * efficiency
         self.downlink = np.array([machine.downlink_bytes_per_second for machine in problem.machines]) * efficiency
-        self.link_rate = link_rates(self.uplink, self.downlink)
-        self.dialled = np.array([machine.reach is Reach.PUBLIC for machine in problem.machines])
+        self.link_bytes_per_second = link_rates(self.uplink, self.downlink)
+        self.dialable = np.array([machine.reach is Reach.PUBLIC for machine in problem.machines])
         self.layer_bytes = training.outer_bytes_per_parameter * np.array([layer.parameters for layer in problem.layers])
         self.availability = np.array([machine.availability for machine in problem.machines])
         self.failures_per_second = np.array([machine.failures_per_hour for machine in problem.machines]) / 3600
         self.price_per_second = np.array([machine.price_per_hour for machine in problem.machines]) / 3600
         self.pins = {pin.machine: pin.span for pin in wishes.pins}
-        self._held_to = {pin.machine: pin.span for pin in wishes.kept} | self.pins
+        self._only_span = {pin.machine: pin.span for pin in wishes.kept} | self.pins
         self._stages: dict[int, StageTable] = {}
         self._round_limit_seconds = np.inf
 
-    def least_step(self, machines: Iterable[int]) -> float:
+    def least_step_seconds(self, machines: Iterable[int]) -> float:
         """Seconds that an inner step of a route over these takes at least, by the word of their owners."""
         every = self.problem.machines
         return max((every[machine].minimum_step_seconds for machine in machines), default=0.0)
@@ -92,7 +92,7 @@ class Tables:
             table = self._stages[machine] = self._stage(machine)
         return table
 
-    def limited(self, seconds: float) -> Tables:
+    def with_round_limit(self, seconds: float) -> CostTables:
         """The same, but no span whose own bytes keep its machine's link busy for longer in an outer round."""
         other = copy(self)
         other._stages, other._round_limit_seconds = {}, seconds
@@ -141,7 +141,7 @@ class Tables:
         forward, backward = (np.concatenate([[0.0], np.cumsum(it)]) for it in self.seconds_per_token(machine))
         once, again = (ends[None, :] - ends[:, None] for ends in (forward + backward, forward))
         return np.asarray(
-            self.problem.training.micro_batch_tokens * (once + np.where(self.spans.computes_again, again, 0.0))
+            self.problem.training.micro_batch_tokens * (once + np.where(self.spans.reruns_forward, again, 0.0))
         )
 
     def _stage(self, machine: int) -> StageTable:
@@ -149,17 +149,17 @@ class Tables:
         tokens, up, down = training.micro_batch_tokens, self.uplink[machine], self.downlink[machine]
         compute = self.compute_seconds(machine)
         ties = (spans.borrowed + spans.lent) * training.tie_bytes_per_parameter * (1 / up + 1 / down) / 2
-        sending, receiving = tokens * spans.sent_per_token / up, tokens * spans.received_per_token / down
+        sending, receiving = tokens * spans.sent_bytes_per_token / up, tokens * spans.received_bytes_per_token / down
         allowed = self.fits(machine) & self._permitted(self.problem.machines[machine])
         ends = np.concatenate([[0.0], np.cumsum(self.layer_bytes)])
-        allowed &= ends[None, :] - ends[:, None] <= self._round_limit_seconds * self.link_rate[machine]
+        allowed &= ends[None, :] - ends[:, None] <= self._round_limit_seconds * self.link_bytes_per_second[machine]
         period = np.maximum(compute, np.maximum(sending, receiving))
         return StageTable(np.where(allowed, compute + ties, np.inf), np.where(allowed, period, np.inf))
 
     def _permitted(self, profile: Machine) -> BoolArray:
         allowed = self.spans.is_span.copy()
-        if profile.name in self._held_to:
-            span = self._held_to[profile.name]
+        if profile.name in self._only_span:
+            span = self._only_span[profile.name]
             allowed[:] = False
             if span is not None:
                 allowed[span[0], span[1] + 1] = True

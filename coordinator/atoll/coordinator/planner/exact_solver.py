@@ -22,24 +22,24 @@ from atoll.coordinator.planner.cost import (
     Evaluation,
     evaluate,
     flush_seconds,
-    least_period,
+    period_lower_bound,
     round_latency,
     route_cost,
     route_rate,
     score,
 )
-from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.problem import FloatArray, Layout, Route, Stage
 
 MOST_MACHINES = 8
 _MOST_ROUTES = 20_000  # of the same machines, where a round binds; beyond, the gap is told
 _CHUNK = 64  # values of the period at a time, at most: bounds memory
 _CHUNK_CELLS = 200_000  # of them, times spans
-_HARDLY = 1e-9  # relative: what rounding may make of equal scores
+_RELATIVE_TOLERANCE = 1e-9  # relative: what rounding may make of equal scores
 
 
 @dataclass(frozen=True)
-class Exact:
+class ExactResult:
     """`best` is None where no layout exists. `bound`: no layout has a higher score."""
 
     best: Evaluation | None
@@ -53,33 +53,35 @@ class Exact:
         return max(0.0, self.bound / self.best.score - 1)
 
 
-def solve_exactly(tables: Tables, machines: Sequence[int], budget: Budget) -> Exact:
+def solve_exactly(tables: CostTables, machines: Sequence[int], budget: Budget) -> ExactResult:
     """The optimum over `machines` (at most `MOST_MACHINES`), or what was found when the budget ended."""
     assert len(machines) <= MOST_MACHINES
     routes = best_routes(tables, machines, budget)
     if routes is None:
-        return Exact(None, math.inf)
+        return ExactResult(None, math.inf)
     best: Evaluation | None = None
     unproven = 0.0
-    for bound, subsets in _divisions(tables, routes):
-        if best is not None and bound <= best.score * (1 + _HARDLY):
+    for bound, subsets in _partitions(tables, routes):
+        if best is not None and bound <= best.score * (1 + _RELATIVE_TOLERANCE):
             break
         best, proven = _improve(tables, [routes[subset].route for subset in subsets], bound, best, budget)
         unproven = unproven if proven else max(unproven, bound)
         if budget.over():
-            return Exact(best, max(bound, unproven))
-    return Exact(best, max(unproven, best.score if best else 0.0))
+            return ExactResult(best, max(bound, unproven))
+    return ExactResult(best, max(unproven, best.score if best else 0.0))
 
 
 @dataclass(frozen=True)
-class Fastest:
+class FastestRoute:
     """A route of some machines, and the rate (`RouteCost.score_rate`) that no route of them exceeds."""
 
     route: Route
     bound: float
 
 
-def best_routes(tables: Tables, machines: Sequence[int], budget: Budget) -> dict[frozenset[int], Fastest] | None:
+def best_routes(
+    tables: CostTables, machines: Sequence[int], budget: Budget
+) -> dict[frozenset[int], FastestRoute] | None:
     """The fastest route that uses exactly these machines, for each subset that has one; None: the budget ended.
 
     Where a window binds that is not from end to end it need not be the fastest: then its rate is below its bound.
@@ -91,7 +93,7 @@ def best_routes(tables: Tables, machines: Sequence[int], budget: Budget) -> dict
         chunk = limits[start : start + size]
         for subset, through in _through_by_subset(tables, machines, chunk):
             flush = [
-                flush_seconds(tables, it, least_period(tables, it, limit, len(subset)), subset)
+                flush_seconds(tables, it, period_lower_bound(tables, it, limit, len(subset)), subset)
                 for it, limit in zip(through.tolist(), chunk.tolist(), strict=True)
             ]
             quickest = int(np.argmin(flush))
@@ -100,12 +102,12 @@ def best_routes(tables: Tables, machines: Sequence[int], budget: Budget) -> dict
         if budget.over():
             return None
     return {
-        subset: Fastest(_route(tables, sorted(subset), limit), route_rate(tables, flush, sorted(subset)))
+        subset: FastestRoute(_route(tables, sorted(subset), limit), route_rate(tables, flush, sorted(subset)))
         for subset, (flush, limit) in least.items()
     }
 
 
-def _periods(tables: Tables, machines: Sequence[int]) -> FloatArray:
+def _periods(tables: CostTables, machines: Sequence[int]) -> FloatArray:
     """Every value that the period of a route of these machines can have, ascending."""
     stages = [tables.stage(machine).period.ravel() for machine in machines]
     hops = [tables.hop(one, other)[1][1:-1] for one, other in permutations(machines, 2)]
@@ -114,14 +116,16 @@ def _periods(tables: Tables, machines: Sequence[int]) -> FloatArray:
 
 
 def _through_by_subset(
-    tables: Tables, machines: Sequence[int], limits: FloatArray
+    tables: CostTables, machines: Sequence[int], limits: FloatArray
 ) -> Iterator[tuple[frozenset[int], FloatArray]]:
     """The least sum of a route of exactly that subset, for each limit on its period, [T]."""
-    for members, ends in _walk(tables, machines, limits):
+    for members, ends in _held_karp(tables, machines, limits):
         yield frozenset(machines[member] for member in members), ends[:, :, -1].min(axis=0)
 
 
-def _walk(tables: Tables, machines: Sequence[int], limits: FloatArray) -> Iterator[tuple[tuple[int, ...], FloatArray]]:
+def _held_karp(
+    tables: CostTables, machines: Sequence[int], limits: FloatArray
+) -> Iterator[tuple[tuple[int, ...], FloatArray]]:
     """By subset, smaller ones first: the least sum with that machine last and so many layers covered, [n, T, L + 1]."""
     count, size = len(machines), tables.layers + 1
     stages = [tables.stage(machine) for machine in machines]
@@ -143,16 +147,16 @@ def _walk(tables: Tables, machines: Sequence[int], limits: FloatArray) -> Iterat
             yield members, ends
 
 
-def _bounded_hop(tables: Tables, one: int, other: int, limits: FloatArray) -> FloatArray:
+def _bounded_hop(tables: CostTables, one: int, other: int, limits: FloatArray) -> FloatArray:
     """Totals by cut, infinite above a limit, [T, L + 1]."""
     total, period = tables.hop(one, other)
     return np.where(period <= limits[:, None], total, np.inf)
 
 
-def _route(tables: Tables, machines: Sequence[int], limit: float) -> Route:
+def _route(tables: CostTables, machines: Sequence[int], limit: float) -> Route:
     """The route of exactly these machines with the least sum under that limit of the period."""
     limits = np.array([limit])
-    reached = dict(_walk(tables, machines, limits))
+    reached = dict(_held_karp(tables, machines, limits))
     left, end, follower = tuple(range(len(machines))), tables.layers, -1
     stages: list[Stage] = []
     while left:
@@ -170,7 +174,7 @@ def _route(tables: Tables, machines: Sequence[int], limit: float) -> Route:
 
 
 def _first_layer(
-    tables: Tables, machines: Sequence[int], ends: FloatArray | None, rest: Sequence[int], last: int, end: int,
+    tables: CostTables, machines: Sequence[int], ends: FloatArray | None, rest: Sequence[int], last: int, end: int,
     limits: FloatArray,
 ) -> int:  # fmt: skip
     """Where the stage of `last` begins that ends before layer `end`."""
@@ -181,7 +185,9 @@ def _first_layer(
     return int(np.argmin(before[0] + totals))
 
 
-def _divisions(tables: Tables, routes: dict[frozenset[int], Fastest]) -> list[tuple[float, tuple[frozenset[int], ...]]]:
+def _partitions(
+    tables: CostTables, routes: dict[frozenset[int], FastestRoute]
+) -> list[tuple[float, tuple[frozenset[int], ...]]]:
     """All ways to divide machines into routes, some left out, by what they are worth at most if no round binds."""
     prices = {subset: float(tables.price_per_second[sorted(subset)].sum()) for subset in routes}
     found: list[tuple[float, tuple[frozenset[int], ...]]] = []
@@ -191,7 +197,7 @@ def _divisions(tables: Tables, routes: dict[frozenset[int], Fastest]) -> list[tu
             more = (*chosen, subset)
             rate = math.fsum(routes[it].bound for it in more)
             price = math.fsum(prices[it] for it in more)
-            rate = min(rate, _most_by_rounds(tables, more))
+            rate = min(rate, _rate_bound_by_rounds(tables, more))
             found.append((score(tables, rate, price, len(more), [*frozenset().union(*more)]), more))
             extend(more, [it for it in left[place + 1 :] if not it & subset])
 
@@ -199,7 +205,7 @@ def _divisions(tables: Tables, routes: dict[frozenset[int], Fastest]) -> list[tu
     return sorted(found, key=lambda it: -it[0])
 
 
-def _most_by_rounds(tables: Tables, subsets: Sequence[frozenset[int]]) -> float:
+def _rate_bound_by_rounds(tables: CostTables, subsets: Sequence[frozenset[int]]) -> float:
     """Tokens per second that outer rounds allow at most, however the layers are cut.
 
     Whoever holds V bytes of layers sends at least V; a route must send all layers, at best over all its links at once.
@@ -208,22 +214,22 @@ def _most_by_rounds(tables: Tables, subsets: Sequence[frozenset[int]]) -> float:
         return math.inf
     problem = tables.problem
     size = problem.parameters * problem.training.outer_bytes_per_parameter
-    links = min(float(tables.link_rate[list(subset)].sum()) for subset in subsets)
+    links = min(float(tables.link_bytes_per_second[list(subset)].sum()) for subset in subsets)
     return problem.training.round_tokens / (size / links + round_latency(tables, [*frozenset().union(*subsets)]))
 
 
 def _improve(
-    tables: Tables, fastest: Sequence[Route], bound: float, best: Evaluation | None, budget: Budget
+    tables: CostTables, fastest: Sequence[Route], bound: float, best: Evaluation | None, budget: Budget
 ) -> tuple[Evaluation | None, bool]:
     """The better of `best` and the best layout of these machines, and whether that is certain."""
     first = evaluate(tables, Layout(tuple(fastest)))
     best = first if best is None or first.score > best.score else best
-    if first.score >= bound * (1 - _HARDLY):
+    if first.score >= bound * (1 - _RELATIVE_TOLERANCE):
         return best, True
     counts = [math.factorial(len(it)) * math.comb(tables.layers - 1, len(it) - 1) for it in fastest]
     if max(counts) > _MOST_ROUTES:
         return best, False
-    trial = _Combinations(tables, first, [_choices(tables, route) for route in fastest], best, budget)
+    trial = _BranchAndBound(tables, first, [_choices(tables, route) for route in fastest], best, budget)
     trial.descend((), 0.0)
     return trial.best, not trial.ended
 
@@ -238,10 +244,10 @@ class _Choice:
 
 
 @dataclass
-class _Combinations:
+class _BranchAndBound:
     """Branch and bound over one choice for each route of a division."""
 
-    tables: Tables
+    tables: CostTables
     first: Evaluation  # any layout of the division
     choices: Sequence[Sequence[_Choice]]  # fastest first
     best: Evaluation
@@ -264,20 +270,22 @@ class _Combinations:
             return
         tokens = self.tables.problem.training.round_tokens
         for choice in self.choices[depth]:
-            if self.factor * (rate + choice.rate + self.rest[depth + 1]) <= self.best.score * (1 + _HARDLY):
+            if self.factor * (rate + choice.rate + self.rest[depth + 1]) <= self.best.score * (1 + _RELATIVE_TOLERANCE):
                 return
             if self.ended or self.budget.over():
                 self.ended = True
                 return
-            if self.factor * tokens / (choice.floor_seconds + self.latency) > self.best.score * (1 + _HARDLY):
+            if self.factor * tokens / (choice.floor_seconds + self.latency) > self.best.score * (
+                1 + _RELATIVE_TOLERANCE
+            ):
                 self.descend((*chosen, choice), rate + choice.rate)
 
 
-def _choices(tables: Tables, route: Route) -> list[_Choice]:
+def _choices(tables: CostTables, route: Route) -> list[_Choice]:
     """Every route of exactly the machines of `route`, fastest first."""
     machines = [stage.machine for stage in route]
     size = tables.problem.training.outer_bytes_per_parameter
-    rates, parameters = tables.link_rate, tables.spans.parameters
+    rates, parameters = tables.link_bytes_per_second, tables.spans.parameters
     found = []
     for order in permutations(machines):
         for cuts in combinations(range(1, tables.layers), len(machines) - 1):

@@ -11,22 +11,22 @@ from __future__ import annotations
 import numpy as np
 
 from atoll.coordinator.planner.problem import BoolArray, FloatArray
-from atoll.coordinator.planner.reduce_shares import LEAST, MOST
+from atoll.coordinator.planner.reduce_shares import MAX_SHARE_FACTOR, MIN_LINK_BYTES_PER_SECOND
 
-_HARDLY = 1e-9  # of a vector: what rounding may leave
+_RELATIVE_TOLERANCE = 1e-9  # of a vector: what rounding may leave
 
 
-def levels(rates: FloatArray, dialled: BoolArray) -> FloatArray:
+def finish_seconds_per_byte(rates: FloatArray, dialable: BoolArray) -> FloatArray:
     """Seconds per byte until all who reduce are done, [S].
 
-    `rates` [S, R]: bytes per second of the R holders of S layers; `dialled` [S, R]: who can reduce, one at least.
+    `rates` [S, R]: bytes per second of the R holders of S layers; `dialable` [S, R]: who can reduce, one at least.
     """
     holders = rates.shape[1]
     if holders < 3:
         return np.zeros(len(rates))
-    starts = np.where(dialled, 1 / rates, np.inf)
-    ends = np.where(dialled, (1 + most(dialled) * (holders - 2)) / rates, np.inf)
-    slopes = np.where(dialled, rates / (holders - 2), 0.0)
+    starts = np.where(dialable, 1 / rates, np.inf)
+    ends = np.where(dialable, (1 + largest_shares(dialable) * (holders - 2)) / rates, np.inf)
+    slopes = np.where(dialable, rates / (holders - 2), 0.0)
     points = np.concatenate([starts, ends], axis=1)
     order = points.argsort(axis=1, kind="stable")
     points = np.take_along_axis(points, order, axis=1)
@@ -34,7 +34,7 @@ def levels(rates: FloatArray, dialled: BoolArray) -> FloatArray:
     with np.errstate(invalid="ignore"):
         steps = np.nan_to_num(np.diff(points, axis=1), posinf=0.0) * slope[:, :-1]
     filled = np.concatenate([np.zeros((len(rates), 1)), steps.cumsum(axis=1)], axis=1)  # of one vector, at each point
-    whole = np.minimum(1.0, filled.max(axis=1, keepdims=True)) - _HARDLY
+    whole = np.minimum(1.0, filled.max(axis=1, keepdims=True)) - _RELATIVE_TOLERANCE
     last = np.argmax(filled >= whole, axis=1)  # the first point at which everything is given away
     each = np.arange(len(rates))
     before = np.maximum(last - 1, 0)
@@ -42,9 +42,9 @@ def levels(rates: FloatArray, dialled: BoolArray) -> FloatArray:
     return np.asarray(points[each, before] + missing / np.maximum(slope[each, before], 1e-300))
 
 
-def most(dialled: BoolArray) -> FloatArray:
+def largest_shares(dialable: BoolArray) -> FloatArray:
     """The largest share that a holder of each layer may have, [S, 1]."""
-    return np.asarray(np.maximum(MOST / dialled.shape[1], 1 / dialled.sum(axis=1, keepdims=True)))
+    return np.asarray(np.maximum(MAX_SHARE_FACTOR / dialable.shape[1], 1 / dialable.sum(axis=1, keepdims=True)))
 
 
 def busy_seconds(
@@ -57,11 +57,11 @@ def busy_seconds(
     return np.where(reduces, np.minimum(np.maximum(alone, level), (1 + largest * (holders - 2)) / rate), alone)
 
 
-def who_reduces(dialled: BoolArray) -> BoolArray:
+def reducer_mask(dialable: BoolArray) -> BoolArray:
     """Those whom others can dial; all where nobody can be dialled, [S, R]."""
-    return dialled | ~dialled.any(axis=1, keepdims=True)
+    return dialable | ~dialable.any(axis=1, keepdims=True)
 
 
 def link_rates(uplink: FloatArray, downlink: FloatArray) -> FloatArray:
-    """As much comes in as goes out, so the slower direction counts; nobody is slower than `shares.LEAST`."""
-    return np.maximum(np.minimum(uplink, downlink), LEAST)
+    """As much comes in as goes out, so the slower direction counts; nobody is slower than `shares.MIN_LINK_BYTES_PER_SECOND`."""
+    return np.maximum(np.minimum(uplink, downlink), MIN_LINK_BYTES_PER_SECOND)

@@ -15,22 +15,22 @@ from itertools import pairwise
 import numpy as np
 
 from atoll.coordinator.planner.cost import Evaluation, evaluate, exchange_seconds, link_seconds, route_cost
-from atoll.coordinator.planner.cost_tables import Tables
-from atoll.coordinator.planner.links import complete, islands
+from atoll.coordinator.planner.cost_tables import CostTables
+from atoll.coordinator.planner.links import fill_missing_links, islands
 from atoll.coordinator.planner.problem import Layout, Machine, Problem, Reach, Route, Stage
 from atoll.coordinator.planner.regions import regions
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.planner.splits import best_split
 from atoll.core.clock import Clock
 
-DAY = 86400.0
+DAY_SECONDS = 86400.0
 _SAME_PLACE_SECONDS = 0.001  # of a new machine to the one beside which it is put
-_NOT_A_LOSS = 1e-6  # relative
+_RELATIVE_TOLERANCE = 1e-6  # relative
 _MOST_LEFT_OUT = 200  # machines whose reason is looked for: each takes some layouts to evaluate
 
 
 @dataclass(frozen=True)
-class Place:
+class StagePlacement:
     """One machine's part in a layout."""
 
     machine: str
@@ -56,7 +56,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Help:
+class Improvement:
     """Something that could be had: tokens per second with it, in terms of those with the best layout without it."""
 
     what: str
@@ -77,11 +77,11 @@ class CurvePoint:
 class Explanation:
     """All of it; the evaluation beside it has the totals."""
 
-    places: tuple[Place, ...]
+    places: tuple[StagePlacement, ...]
     left_out: tuple[LeftOut, ...]
     bottleneck: str
     assumed: tuple[str, ...]  # that the routes need and nobody can know
-    help: tuple[Help, ...]
+    help: tuple[Improvement, ...]
     curve: tuple[CurvePoint, ...]
     sweet_spot: int  # machines at which time × price is least
 
@@ -96,13 +96,13 @@ def explain(found: Solution, *, clock: Clock, rng: random.Random, seconds: float
         left_out=left_out(tables, value, _MOST_LEFT_OUT),
         bottleneck=bottleneck(tables, value),
         assumed=tuple(_assumed(tables, value)),
-        help=tuple(_helps(found, clock, rng, seconds)),
+        help=tuple(_improvements(found, clock, rng, seconds)),
         curve=curve,
         sweet_spot=min(curve, key=lambda it: it.price_per_hour / max(it.tokens_per_second, 1e-12) ** 2).machines,
     )
 
 
-def _assumed(tables: Tables, value: Evaluation) -> Iterator[str]:
+def _assumed(tables: CostTables, value: Evaluation) -> Iterator[str]:
     machines = tables.problem.machines
     for before, after in (pair for route in value.layout.routes for pair in pairwise(route)):
         one, other = machines[before.machine], machines[after.machine]
@@ -113,10 +113,10 @@ def _assumed(tables: Tables, value: Evaluation) -> Iterator[str]:
             )
 
 
-def bottleneck(tables: Tables, value: Evaluation) -> str:
+def bottleneck(tables: CostTables, value: Evaluation) -> str:
     """What sets the pace of the whole, in one sentence."""
     outer, machines = value.round, tables.problem.machines
-    if outer.busiest is not None and outer.seconds > outer.interval_seconds * (1 + _NOT_A_LOSS):
+    if outer.busiest is not None and outer.seconds > outer.interval_seconds * (1 + _RELATIVE_TOLERANCE):
         return (
             f"outer rounds: the link of {machines[outer.busiest].name} needs {outer.seconds:.0f} s for a round "
             f"whose tokens are trained in {outer.interval_seconds:.0f} s"
@@ -128,41 +128,45 @@ def bottleneck(tables: Tables, value: Evaluation) -> str:
     return f"{name}, in route {slowest + 1}: {reason}"
 
 
-def _pace_setter(tables: Tables, route: Route) -> tuple[str, str]:
+def _pace_setter(tables: CostTables, route: Route) -> tuple[str, str]:
     """Who or what sets a route's period, and by what."""
     cost, training = route_cost(tables, route), tables.problem.training
     names = [machine.name for machine in tables.problem.machines]
-    slowest = max((stage.machine for stage in route), key=lambda it: tables.least_step([it]))
-    if cost.flush_seconds <= tables.least_step([slowest]):
+    slowest = max((stage.machine for stage in route), key=lambda it: tables.least_step_seconds([it]))
+    if cost.flush_seconds <= tables.least_step_seconds([slowest]):
         return names[slowest], f"its owner lets it step every {cost.flush_seconds:g} s at most"
-    if cost.window.period_seconds > cost.period_seconds * (1 + _NOT_A_LOSS):
-        ends = " – ".join(names[route[place].machine] for place in (cost.window.first, cost.window.last))
-        told = f"{cost.window.in_flight} micro-batches in flight do not cover {cost.window.way_seconds:.2f} s"
+    if cost.in_flight_limit.period_seconds > cost.period_seconds * (1 + _RELATIVE_TOLERANCE):
+        ends = " – ".join(
+            names[route[place].machine] for place in (cost.in_flight_limit.first, cost.in_flight_limit.last)
+        )
+        told = f"{cost.in_flight_limit.in_flight} micro-batches in flight do not cover {cost.in_flight_limit.round_trip_seconds:.2f} s"
         return f"the way {ends} and back", told
     for stage in route:
-        if tables.stage(stage.machine).period[stage.first, stage.last + 1] >= cost.period_seconds * (1 - _NOT_A_LOSS):
+        if tables.stage(stage.machine).period[stage.first, stage.last + 1] >= cost.period_seconds * (
+            1 - _RELATIVE_TOLERANCE
+        ):
             link = training.micro_batch_tokens * link_seconds(tables, stage.machine, stage.first, stage.last + 1)
-            computes = link < cost.period_seconds * (1 - _NOT_A_LOSS)
+            computes = link < cost.period_seconds * (1 - _RELATIVE_TOLERANCE)
             return names[stage.machine], "its computing sets the pace" if computes else "its link sets the pace"
     before, after = max(pairwise(route), key=lambda it: _hop_period(tables, it))
     return f"{names[before.machine]} – {names[after.machine]}", "the path between them sets the pace"
 
 
-def _hop_period(tables: Tables, pair: tuple[Stage, Stage]) -> float:
+def _hop_period(tables: CostTables, pair: tuple[Stage, Stage]) -> float:
     return float(tables.hop(pair[0].machine, pair[1].machine)[1][pair[1].first])
 
 
-def _places(tables: Tables, value: Evaluation, label: Sequence[int]) -> Iterator[Place]:
-    outer, rounds = exchange_seconds(tables, value.layout), DAY / value.round.seconds
+def _places(tables: CostTables, value: Evaluation, label: Sequence[int]) -> Iterator[StagePlacement]:
+    outer, rounds = exchange_seconds(tables, value.layout), DAY_SECONDS / value.round.seconds
     training, slower = tables.problem.training, value.round.interval_seconds / value.round.seconds
     for number, (route, cost) in enumerate(zip(value.layout.routes, value.routes, strict=True)):
         setter, reason = _pace_setter(tables, route)
         for stage in route:
             machine, a, b = tables.problem.machines[stage.machine], stage.first, stage.last + 1
             seconds = tables.compute_seconds(stage.machine)[a, b] * training.micro_batches
-            of_rounds = outer.get(stage.machine, 0.0) * float(tables.link_rate[stage.machine]) * rounds
-            sent = float(tables.spans.sent_per_token[a, b]) * cost.tokens_per_second * slower * DAY
-            yield Place(
+            of_rounds = outer.get(stage.machine, 0.0) * float(tables.link_bytes_per_second[stage.machine]) * rounds
+            sent = float(tables.spans.sent_bytes_per_token[a, b]) * cost.tokens_per_second * slower * DAY_SECONDS
+            yield StagePlacement(
                 machine=machine.name,
                 region=label[stage.machine],
                 route=number,
@@ -177,7 +181,7 @@ def _places(tables: Tables, value: Evaluation, label: Sequence[int]) -> Iterator
             )
 
 
-def left_out(tables: Tables, value: Evaluation, most: int) -> tuple[LeftOut, ...]:
+def left_out(tables: CostTables, value: Evaluation, most: int) -> tuple[LeftOut, ...]:
     """Who has no part in a layout (of one route at least), and why; no more than so many are looked at."""
     placed, label = set(value.layout.machines), regions(tables.problem).tolist()
     home = next((set(island) for island in islands(tables.usable) if placed & set(island)), placed)
@@ -190,7 +194,7 @@ def left_out(tables: Tables, value: Evaluation, most: int) -> tuple[LeftOut, ...
     )
 
 
-def _reason(tables: Tables, value: Evaluation, index: int, home: set[int]) -> str:
+def _reason(tables: CostTables, value: Evaluation, index: int, home: set[int]) -> str:
     machine = tables.problem.machines[index]
     if machine.name in tables.pins and tables.pins[machine.name] is None:
         return "pinned out by the operator"
@@ -199,15 +203,15 @@ def _reason(tables: Tables, value: Evaluation, index: int, home: set[int]) -> st
     if not tables.stage(index).most_layers:
         least = float(tables.spans.device_bytes[tables.spans.is_span].min())
         return f"holds no layer: the smallest takes {least / 1e9:.1f} GB, or it may not hold those that fit"
-    best = max(_with(tables, value.layout, index), key=lambda it: it.score, default=None)
+    best = max(_layouts_with(tables, value.layout, index), key=lambda it: it.score, default=None)
     if best is None:
         return f"holds {tables.stage(index).most_layers} of {tables.layers} layers, and nobody is left to hold the rest"
     worse = 1 - best.score / value.score
-    if worse < -_NOT_A_LOSS:
+    if worse < -_RELATIVE_TOLERANCE:
         return f"with it the swarm would be {-100 * worse:.1f} % better: too little for what moves"
-    if worse < _NOT_A_LOSS:
+    if worse < _RELATIVE_TOLERANCE:
         return "would change nothing"
-    late = best.round.seconds > best.round.interval_seconds * (1 + _NOT_A_LOSS) and best.round.busiest == index
+    late = best.round.seconds > best.round.interval_seconds * (1 + _RELATIVE_TOLERANCE) and best.round.busiest == index
     why = (
         f"its link would need {best.round.seconds:.0f} s for a round"
         if late
@@ -216,7 +220,7 @@ def _reason(tables: Tables, value: Evaluation, index: int, home: set[int]) -> st
     return f"with it the swarm would be {100 * worse:.1f} % worse: {why}"
 
 
-def _with(tables: Tables, layout: Layout, index: int) -> Iterator[Evaluation]:
+def _layouts_with(tables: CostTables, layout: Layout, index: int) -> Iterator[Evaluation]:
     """Layouts with that machine put somewhere: alone, or in the first, middle or last place of each of a few routes."""
     alone = best_split(tables, (index,))
     if alone.rate:
@@ -229,7 +233,7 @@ def _with(tables: Tables, layout: Layout, index: int) -> Iterator[Evaluation]:
                 yield evaluate(tables, Layout((*layout.routes[:place], split.route, *layout.routes[place + 1 :])))
 
 
-def _helps(found: Solution, clock: Clock, rng: random.Random, seconds: float) -> Iterator[Help]:
+def _improvements(found: Solution, clock: Clock, rng: random.Random, seconds: float) -> Iterator[Improvement]:
     """One more of each kind of machine beside the slowest, and that one's link twice as fast."""
     problem, layout = found.problem, found.evaluation.layout
     beside = found.evaluation.round.busiest
@@ -242,7 +246,7 @@ def _helps(found: Solution, clock: Clock, rng: random.Random, seconds: float) ->
     before = max(before, found.evaluation.tokens_per_second)
     for what, changed in changes:
         after = solve(changed, clock=clock, rng=rng, seconds=part, start=layout).evaluation.tokens_per_second
-        yield Help(what, after / before if before else math.inf)
+        yield Improvement(what, after / before if before else math.inf)
 
 
 def _one_more(problem: Problem, model: Machine, beside: int) -> Problem:
@@ -252,7 +256,7 @@ def _one_more(problem: Problem, model: Machine, beside: int) -> Problem:
     rtt[-1, :-1] = rtt[:-1, -1] = problem.links.rtt_seconds[beside] + _SAME_PLACE_SECONDS
     rate = np.pad(problem.links.bytes_per_second, (0, 1), constant_values=np.inf)
     more = replace(model, name=name, region=problem.machines[beside].region)
-    return replace(problem, machines=(*problem.machines, more), links=complete(rtt, rate))
+    return replace(problem, machines=(*problem.machines, more), links=fill_missing_links(rtt, rate))
 
 
 def _twice_the_link(problem: Problem, index: int) -> Problem:
@@ -265,7 +269,7 @@ def _twice_the_link(problem: Problem, index: int) -> Problem:
     return replace(problem, machines=(*problem.machines[:index], faster, *problem.machines[index + 1 :]))
 
 
-def _curve(tables: Tables, value: Evaluation) -> Iterator[CurvePoint]:
+def _curve(tables: CostTables, value: Evaluation) -> Iterator[CurvePoint]:
     """Routes join in the order of tokens for money, or of tokens per machine where nothing has a price."""
     worth = [
         cost.tokens_per_second / (cost.price_per_second or len(route))

@@ -17,7 +17,7 @@ from atoll.coordinator.planner.problem import Training
 
 
 @dataclass(frozen=True)
-class Window:
+class InFlightLimit:
     """The pair of stages that is the least covered, or none: 0 seconds."""
 
     period_seconds: float = 0.0
@@ -26,20 +26,20 @@ class Window:
     in_flight: int = 0  # between them, at most
 
     @property
-    def way_seconds(self) -> float:
+    def round_trip_seconds(self) -> float:
         """From the first to the last of them and back, computing included."""
         return self.period_seconds * self.in_flight
 
 
-NO_WINDOW = Window()
+NO_IN_FLIGHT_LIMIT = InFlightLimit()
 
 
-def window(training: Training, stages: Sequence[float], hops: Sequence[float], period: float) -> Window:
+def in_flight_limit(training: Training, stages: Sequence[float], hops: Sequence[float], period: float) -> InFlightLimit:
     """What binds beyond `period`. `stages`: seconds that a micro-batch spends in each; `hops`: between, both ways."""
     step = 1 + training.ahead
     if (sum(stages) + sum(hops)) / (step + 1) <= period:
-        return NO_WINDOW
-    found, worst = NO_WINDOW, period
+        return NO_IN_FLIGHT_LIMIT
+    found, worst = NO_IN_FLIGHT_LIMIT, period
     for first in range(len(stages) - 1):
         if (len(stages) - 1 - first) * step + 1 >= training.micro_batches:
             continue
@@ -49,5 +49,5 @@ def window(training: Training, stages: Sequence[float], hops: Sequence[float], p
             count = (last - first) * step + 1
             if way > worst * count:
                 worst = way / count
-                found = Window(worst, first, last, count)
+                found = InFlightLimit(worst, first, last, count)
     return found

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from xml.sax.saxutils import escape, quoteattr
 
-from atoll.coordinator.planner.explain import Explanation, Place
+from atoll.coordinator.planner.explain import Explanation, StagePlacement
 from atoll.coordinator.planner.solve import Solution
 from atoll.coordinator.sanitize import clean
 from atoll.core.units import count_text
@@ -28,7 +28,7 @@ _STYLE = (
 )
 
 
-def drawing(found: Solution, why: Explanation) -> str:
+def layout_svg(found: Solution, why: Explanation) -> str:
     """A whole SVG document."""
     layers = len(found.problem.layers)
     routes = [list(places) for _, places in groupby(why.places, key=lambda place: place.route)]
@@ -71,7 +71,7 @@ def _legend(regions: Sequence[int]) -> Iterator[str]:
         yield _text(at + 16, 24, f"region {region + 1}", "small")
 
 
-def _box(place: Place, layers: int, top: int) -> str:
+def _box(place: StagePlacement, layers: int, top: int) -> str:
     x, right, colour = _x(place.first, layers), _x(place.last + 1, layers), _colour(place.region)
     width, filled = max(1.0, right - x - 3), min(1.0, place.computing) * _ROW
     frame = f'stroke="{colour}" stroke-width="{2.5 if place.sets_pace else 1}"'

@@ -50,10 +50,10 @@ def links_from_paths(machines: Sequence[Machine], paths: Iterable[Path]) -> Link
         for (source, target), bytes_per_second in (((0, 1), path.bytes_per_second), ((1, 0), back)):
             cells = np.ix_(ends[source], ends[target])
             rtt[cells], rate[cells] = path.rtt_seconds, bytes_per_second
-    return complete(rtt, rate)
+    return fill_missing_links(rtt, rate)
 
 
-def complete(rtt_seconds: FloatArray, bytes_per_second: FloatArray) -> Links:
+def fill_missing_links(rtt_seconds: FloatArray, bytes_per_second: FloatArray) -> Links:
     """Links with estimates for pairs without a round trip (NaN or inf); of two that differ, the longer holds."""
     known = np.where(np.isfinite(rtt_seconds), rtt_seconds, -1.0)
     rtt = np.maximum(known, known.T)

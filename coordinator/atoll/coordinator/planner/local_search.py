@@ -19,21 +19,21 @@ import numpy as np
 
 from atoll.coordinator.planner.budget import Budget
 from atoll.coordinator.planner.cost import Evaluation, evaluate, route_cost, score
-from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.problem import Layout
-from atoll.coordinator.planner.round_floor import RoundFloor
-from atoll.coordinator.planner.route_builder import ALL_ORDERS, Builder, Order
+from atoll.coordinator.planner.round_floor import RouteRoundTime
+from atoll.coordinator.planner.route_builder import ALL_ORDERS, Order, RouteBuilder
 from atoll.coordinator.planner.splits import Split
 
-_WARMTH = 0.1  # of a route's share of the whole: losses that are taken at the beginning
-_NEAR_A_ROUND = 0.8  # of the interval: from there on, what a round takes is part of every comparison
-_TIGHTER = (1.0, 0.75, 0.55, 0.4, 0.25)  # times the present round
-_RECUTS = 0.25  # of the moves where a round binds
-_AS_IT_IS = 0.3  # of the orders then: the fastest order of a route by itself need not be the best
-_POLISHED = 0.15  # of the moves then: their cuts are tried one by one
+_INITIAL_TEMPERATURE = 0.1  # of a route's share of the whole: losses that are taken at the beginning
+_ROUND_BOUND_THRESHOLD = 0.8  # of the interval: from there on, what a round takes is part of every comparison
+_ROUND_LIMIT_FACTORS = (1.0, 0.75, 0.55, 0.4, 0.25)  # times the present round
+_RECUT_PROBABILITY = 0.25  # of the moves where a round binds
+_KEEP_ORDER_PROBABILITY = 0.3  # of the orders then: the fastest order of a route by itself need not be the best
+_REFINE_CUTS_PROBABILITY = 0.15  # of the moves then: their cuts are tried one by one
 _NEIGHBOURS = 24  # nearest machines that a machine has to do with
-_SMALL = 40  # machines: up to here every accepted layout is evaluated in full
-_CHECKED = 200  # accepted moves after which a larger one is
+_SMALL_SWARM_MACHINES = 40  # machines: up to here every accepted layout is evaluated in full
+_ROUND_CHECK_MOVES = 200  # accepted moves after which a larger one is
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,12 @@ class Search:
     """
 
     def __init__(
-        self, tables: Tables, builder: Builder, machines: Sequence[int], routes: Sequence[Split], rng: random.Random
+        self,
+        tables: CostTables,
+        builder: RouteBuilder,
+        machines: Sequence[int],
+        routes: Sequence[Split],
+        rng: random.Random,
     ) -> None:
         self.builder = builder
         self.tables = tables
@@ -61,10 +66,10 @@ class Search:
         self.machines = list(machines)
         self.routes = list(routes)
         self._near = self._neighbours()
-        self._floor: RoundFloor | None = None  # where a round holds the layout up, or hardly not
-        self._tight: list[Builder] = []  # that cut for shorter rounds, then
+        self._round_time: RouteRoundTime | None = None  # where a round holds the layout up, or hardly not
+        self._round_limited_builders: list[RouteBuilder] = []  # that cut for shorter rounds, then
         self._best = list(self.routes)
-        self._worth = self._best_worth = self._worth_of(self.routes)
+        self._score = self._best_score = self._score_of(self.routes)
         self._check_round()
         self._accepted = 0
         self._index()
@@ -74,7 +79,7 @@ class Search:
         moves = (self._swap, self._shift, self._join, self._leave, self._reorder, self._rebuild)
         weights = (4, 4, 2, 1, 2, 3)
         while not budget.over():
-            recut = self._floor is not None and self.rng.random() < _RECUTS
+            recut = self._round_time is not None and self.rng.random() < _RECUT_PROBABILITY
             move = self._recut() if recut else self.rng.choices(moves, weights)[0]()
             if move is not None:
                 self._consider(move, budget.spent())
@@ -85,40 +90,40 @@ class Search:
         return evaluate(self.tables, Layout(tuple(split.route for split in self._best)))
 
     def _consider(self, move: Move, spent: float) -> None:
-        splits = move.splits or tuple(self._cut(order) for order in move.orders)
+        splits = move.splits or tuple(self._split_of(order) for order in move.orders)
         if any(not split.rate for split in splits):
             return
-        rest = self._cut(move.rest) if move.rest else None
+        rest = self._split_of(move.rest) if move.rest else None
         splits += (rest,) if rest is not None and rest.rate else ()
         others = [split for place, split in enumerate(self.routes) if place not in move.gone]
-        if self._binds() and self.rng.random() < _POLISHED:
-            splits = self._polished(others, list(splits))
+        if self._is_round_bound() and self.rng.random() < _REFINE_CUTS_PROBABILITY:
+            splits = self._refine_cuts(others, list(splits))
         routes = others + list(splits)
-        worth = self._worth_of(routes)
-        share = self._worth / max(1, len(self.routes))
-        warmth = _WARMTH * share * (1 - spent) ** 2
-        loss = self._worth - worth
-        if loss > 0 and (warmth <= 0 or self.rng.random() >= math.exp(-loss / warmth)):
+        worth = self._score_of(routes)
+        share = self._score / max(1, len(self.routes))
+        temperature = _INITIAL_TEMPERATURE * share * (1 - spent) ** 2
+        loss = self._score - worth
+        if loss > 0 and (temperature <= 0 or self.rng.random() >= math.exp(-loss / temperature)):
             return
-        self.routes, self._worth = routes, worth
+        self.routes, self._score = routes, worth
         self._index()
-        if worth > self._best_worth:
-            self._best, self._best_worth = list(routes), worth
+        if worth > self._best_score:
+            self._best, self._best_score = list(routes), worth
         self._accepted += 1
-        few = len(self.machines) <= _SMALL
-        if (few and self._floor is None) or (not few and self._accepted % _CHECKED == 0):
+        few = len(self.machines) <= _SMALL_SWARM_MACHINES
+        if (few and self._round_time is None) or (not few and self._accepted % _ROUND_CHECK_MOVES == 0):
             self._check_round()
 
-    def _polished(self, others: list[Split], changed: list[Split]) -> tuple[Split, ...]:
+    def _refine_cuts(self, others: list[Split], changed: list[Split]) -> tuple[Split, ...]:
         """With cuts moved by a layer for as long as that helps the whole."""
-        worth, better = self._worth_of(others + changed), True
+        worth, better = self._score_of(others + changed), True
         while better:
             better = False
             cuts = [(place, cut) for place, split in enumerate(changed) for cut in range(1, len(split.route))]
             for (place, cut), by in product(cuts, (-1, 1)):
                 moved = self._with_cut(changed[place], cut, changed[place].route[cut].first + by)
                 tried = [*changed[:place], moved, *changed[place + 1 :]] if moved else changed
-                value = self._worth_of(others + tried) if moved else 0.0
+                value = self._score_of(others + tried) if moved else 0.0
                 if value > worth:
                     changed, worth, better = tried, value, True
         return tuple(changed)
@@ -133,14 +138,14 @@ class Search:
         cost = route_cost(self.builder.tables, tuple(stages))
         return Split(cost.score_rate, tuple(stages), cost.price_per_second) if cost.score_rate else None
 
-    def _cut(self, order: Order) -> Split:
+    def _split_of(self, order: Order) -> Split:
         """The best split of that order; of all orders, or both ways round, where that costs little."""
-        builder = self.rng.choice((self.builder, *self._tight))
-        as_it_is = self._binds() and self.rng.random() < _AS_IT_IS
+        builder = self.rng.choice((self.builder, *self._round_limited_builders))
+        as_it_is = self._is_round_bound() and self.rng.random() < _KEEP_ORDER_PROBABILITY
         if len(order) <= ALL_ORDERS and not as_it_is:
-            return builder.arranged(order, self.rng)
+            return builder.best_order(order, self.rng)
         there = builder.split(order)
-        if as_it_is or len(self.machines) > _SMALL:
+        if as_it_is or len(self.machines) > _SMALL_SWARM_MACHINES:
             return there
         back = builder.split(order[::-1])
         return back if back.rate > there.rate else there
@@ -148,32 +153,34 @@ class Search:
     def _check_round(self) -> None:
         known = evaluate(self.tables, Layout(tuple(split.route for split in self.routes)))
         longest = max(known.round.busy_seconds.values(), default=0.0) if known.round.busiest is not None else 0.0
-        if longest > _NEAR_A_ROUND * known.round.interval_seconds:
-            self._floor = RoundFloor(self.tables, known)
-            if len(self.machines) <= _SMALL and not self._tight:
-                limits = [share * known.round.seconds for share in _TIGHTER]
-                self._tight = [Builder(self.builder.tables.limited(limit)) for limit in limits]
-            self._worth, self._best_worth = self._worth_of(self.routes), self._worth_of(self._best)
+        if longest > _ROUND_BOUND_THRESHOLD * known.round.interval_seconds:
+            self._round_time = RouteRoundTime(self.tables, known)
+            if len(self.machines) <= _SMALL_SWARM_MACHINES and not self._round_limited_builders:
+                limits = [share * known.round.seconds for share in _ROUND_LIMIT_FACTORS]
+                self._round_limited_builders = [
+                    RouteBuilder(self.builder.tables.with_round_limit(limit)) for limit in limits
+                ]
+            self._score, self._best_score = self._score_of(self.routes), self._score_of(self._best)
 
-    def _worth_of(self, routes: Sequence[Split]) -> float:
+    def _score_of(self, routes: Sequence[Split]) -> float:
         if not routes:
             return 0.0
-        if self._binds():
+        if self._is_round_bound():
             return evaluate(self.tables, Layout(tuple(split.route for split in routes))).score
         used = [stage.machine for split in routes for stage in split.route] if self.tables.pins else []
         rate, price = sum(split.rate for split in routes), sum(split.price_per_second for split in routes)
-        if self._floor is not None:
-            seconds = max(self._floor.seconds(split) for split in routes)
+        if self._round_time is not None:
+            seconds = max(self._round_time.seconds(split) for split in routes)
             rate = min(rate, self.tables.problem.training.round_tokens / seconds)
         return score(self.tables, rate, price, len(routes), used)
 
-    def _binds(self) -> bool:
+    def _is_round_bound(self) -> bool:
         """Whether a round holds a small swarm up, or hardly not: then a route's own rate says little of its worth."""
-        return self._floor is not None and len(self.machines) <= _SMALL
+        return self._round_time is not None and len(self.machines) <= _SMALL_SWARM_MACHINES
 
     def _index(self) -> None:
         self._place = {stage.machine: place for place, split in enumerate(self.routes) for stage in split.route}
-        self._left = [machine for machine in self.machines if machine not in self._place]
+        self._unplaced = [machine for machine in self.machines if machine not in self._place]
 
     def _neighbours(self) -> dict[int, list[int]]:
         members = np.array(self.machines)
@@ -203,14 +210,14 @@ class Search:
         if pair is None:
             return None
         one, other = pair
-        here, there = self._place[one], self._place.get(other)
+        from_route, there = self._place[one], self._place.get(other)
         if there is None:
-            return Move(frozenset({here}), (_replaced(self._order(here), one, other),))
-        if here == there:
-            order = _replaced(_replaced(_replaced(self._order(here), one, -1), other, one), -1, other)
-            return Move(frozenset({here}), (order,))
-        orders = _replaced(self._order(here), one, other), _replaced(self._order(there), other, one)
-        return Move(frozenset({here, there}), orders)
+            return Move(frozenset({from_route}), (_replaced(self._order(from_route), one, other),))
+        if from_route == there:
+            order = _replaced(_replaced(_replaced(self._order(from_route), one, -1), other, one), -1, other)
+            return Move(frozenset({from_route}), (order,))
+        orders = _replaced(self._order(from_route), one, other), _replaced(self._order(there), other, one)
+        return Move(frozenset({from_route, there}), orders)
 
     def _shift(self) -> Move | None:
         """One machine goes next to another one, in the same route or from its own, which may end with that."""
@@ -218,16 +225,16 @@ class Search:
         if pair is None or pair[1] not in self._place:
             return None
         moving, beside = pair
-        here, there = self._place[moving], self._place[beside]
-        rest = tuple(it for it in self._order(here) if it != moving)
-        target = self._beside(rest if here == there else self._order(there), beside, moving)
-        return Move(frozenset({here, there}), (target,), rest=() if here == there else rest)
+        from_route, there = self._place[moving], self._place[beside]
+        rest = tuple(it for it in self._order(from_route) if it != moving)
+        target = self._beside(rest if from_route == there else self._order(there), beside, moving)
+        return Move(frozenset({from_route, there}), (target,), rest=() if from_route == there else rest)
 
     def _join(self) -> Move | None:
         """One that is left out joins a route, or is one."""
-        if not self._left:
+        if not self._unplaced:
             return None
-        joining = self.rng.choice(self._left)
+        joining = self.rng.choice(self._unplaced)
         if self.rng.random() < 0.2 or len(self.machines) < 2 or not self._place:
             return Move(frozenset(), ((joining,),))
         beside = self.rng.choice(self._near[joining])
@@ -282,8 +289,8 @@ class Search:
             beside = [self._place[it] for it in near if it in self._place]
             gone = {self._place[centre], *beside[: self.rng.randrange(4)]}
         pool = [machine for place in gone for machine in self._order(place)]
-        pool += self.rng.sample(self._left, min(len(self._left), self.rng.randrange(9)))
-        splits = self.builder.shaken(pool, self.rng) if pool else []
+        pool += self.rng.sample(self._unplaced, min(len(self._unplaced), self.rng.randrange(9)))
+        splits = self.builder.random_routes(pool, self.rng) if pool else []
         return Move(frozenset(gone), (), tuple(splits)) if splits else None
 
     def _beside(self, order: Order, beside: int, moving: int) -> Order:

@@ -15,7 +15,7 @@ from atoll.core.run_spec import RunSpec
 
 
 @dataclass(frozen=True)
-class Part:
+class RoutePart:
     """One node's place in a route."""
 
     peer_id: str
@@ -23,10 +23,10 @@ class Part:
     last: int  # inclusive
 
 
-Route = tuple[Part, ...]
+Route = tuple[RoutePart, ...]
 
 
-def plan_of(
+def build_plan(
     spec: RunSpec,
     *,
     version: int,
@@ -47,9 +47,9 @@ def plan_of(
     """
     ordered = sorted(routes, key=lambda route: route[0].peer_id)
     drivers = [route[0].peer_id for route in ordered]
-    holdings = {} if head_round else _holdings(drivers, previous, first_lease_samples(spec))
+    holdings = {} if head_round else _first_data_ranges(drivers, previous, first_lease_samples(spec))
     most_tokens = most_round_tokens(spec, len(ordered), cuts=len(cuts_of(ordered)))
-    standing = [Part(peer, span.start, span.stop - 1) for peer, span in standbys.items()]
+    standing = [RoutePart(peer, span.start, span.stop - 1) for peer, span in standbys.items()]
     known = _names(previous) if previous is not None and previous.base == base else {}
     parts = sorted([*standing, *(part for route in ordered for part in route)], key=lambda part: part.peer_id)
     return Plan(
@@ -76,7 +76,7 @@ def plan_of(
 
 def routes_of(plan: Plan) -> tuple[Route, ...]:
     """The routes of a plan with their spans."""
-    spans = {item.peer_id: Part(item.peer_id, item.first_layer, item.last_layer) for item in plan.assignments}
+    spans = {item.peer_id: RoutePart(item.peer_id, item.first_layer, item.last_layer) for item in plan.assignments}
     return tuple(tuple(spans[peer] for peer in route) for route in plan.routes)
 
 
@@ -108,7 +108,7 @@ def first_lease_samples(spec: RunSpec) -> int:
     return LEASE_ROUNDS * -(-spec.sync.round_tokens // spec.data.sequence_length)
 
 
-def _holdings(
+def _first_data_ranges(
     drivers: Sequence[str], previous: Plan | None, samples_each: int
 ) -> Mapping[str, tuple[SampleRange, ...]]:
     """First samples: as `previous` has them, and for new drivers what follows the highest that it dealt out.

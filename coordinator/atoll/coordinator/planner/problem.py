@@ -26,9 +26,9 @@ INT4_BYTES = 0.5 + 2 / 128  # per parameter
 _BLOCK_WORKSPACE = 12  # activations that one block keeps while it is recomputed, in units of what leaves it
 _EDGE_WORKSPACE = 2  # of the embedding and the head
 FP32_BYTES = 4
-_KEPT_OUTPUTS = 4 / 3  # times that the output of a block's matrix is kept between forward and backward
-_KEPT_WIDTHS = 5.0  # and vectors of the model's width, a block
-_MOVING_OUTPUTS = 1 / 3  # gradients of a block's outputs that exist at once
+_SAVED_OUTPUTS = 4 / 3  # times that the output of a block's matrix is kept between forward and backward
+_SAVED_WIDTHS = 5.0  # and vectors of the model's width, a block
+_GRADIENT_OUTPUTS = 1 / 3  # gradients of a block's outputs that exist at once
 _LARGEST_MATRIX = 0.25  # of a block's elements
 _LOGITS = 3  # logits, their log-softmax, its gradient
 
@@ -59,7 +59,7 @@ class Layer:
     activation_bytes_per_token: int  # what leaves it, fp32
     tied_to: tuple[str, ...] = ()  # layers whose parameters it borrows
     workspace_bytes_per_token: int = 0  # kept while it is recomputed and differentiated
-    kept_bytes_per_token: int = 0  # beside that, while others of its span are; 0: what leaves it
+    saved_bytes_per_token: int = 0  # beside that, while others of its span are; 0: what leaves it
     workspace_bytes: int = 0  # whatever the tokens: a matrix's gradient before it is added
     frozen_parameters: int = 0  # held beside the others; neither trained nor averaged
 
@@ -85,7 +85,7 @@ class Machine:
     failures_per_hour: float = 0.0
     trusted: bool = True
     kind: str = ""  # of hardware, for people
-    proven: bool = True  # its speed is that at which it was seen to work, not only told
+    speed_measured: bool = True  # its speed is that at which it was seen to work, not only told
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,10 @@ class Training:
     gradient_ratio: float = INT8_OF_FP32
     outer_bytes_per_parameter: float = INT4_BYTES
     device_bytes_per_parameter: float = 16.0  # fp32 weight, gradient, two AdamW moments
-    borrowed_bytes_per_parameter: float = 8.0  # of a tied matrix: here are its values and a gradient, elsewhere moments
-    lent_bytes_per_parameter: float = 0.0  # of one: on its way
+    tied_user_bytes_per_parameter: float = (
+        8.0  # of a tied matrix: here are its values and a gradient, elsewhere moments
+    )
+    tied_owner_bytes_per_parameter: float = 0.0  # of one: on its way
     host_bytes_per_parameter: float = 12.0  # anchor, outer momentum, pseudo-gradient
     state_bytes_per_parameter: float = 8.0  # anchor and momentum: what a new holder fetches
     tie_bytes_per_parameter: float = 4.0  # a borrowed matrix comes, and its gradient goes, once a flush
@@ -146,7 +148,9 @@ class Wishes:
     unused_pin_discount: float = 1e-6  # of the score for each pinned machine without a place: only where it must be
     recovery_seconds: float = 60.0  # from a stage's failure until its route trains again
     hysteresis: float = Preferences.hysteresis  # a new plan must be better by this share
-    unproven_hysteresis: float = 0.2  # where it takes a place from somebody for a machine whose speed is only told
+    unmeasured_speed_hysteresis: float = (
+        0.2  # where it takes a place from somebody for a machine whose speed is only told
+    )
     horizon_seconds: float = Preferences.horizon_seconds  # over which it must pay for its moves
 
 
@@ -199,8 +203,8 @@ def read_layers(table: plan_pb2.LayerTable, sequence_length: int) -> tuple[Layer
 
 def _read(row: plan_pb2.LayerInfo, width: float, sequence_length: int) -> Layer:
     outputs = max(0.0, row.flops_per_token_forward / 2 / width - sequence_length) if width else 0.0  # of its matrices
-    kept = FP32_BYTES * (_KEPT_OUTPUTS * outputs + _KEPT_WIDTHS * width)
-    moving = FP32_BYTES * (_MOVING_OUTPUTS * outputs + 2 * width)
+    kept = FP32_BYTES * (_SAVED_OUTPUTS * outputs + _SAVED_WIDTHS * width)
+    moving = FP32_BYTES * (_GRADIENT_OUTPUTS * outputs + 2 * width)
     block = is_block(row.kind)
     logits = _LOGITS * row.activation_bytes_per_token if row.kind == "head" else 0
     return Layer(
@@ -211,7 +215,7 @@ def _read(row: plan_pb2.LayerInfo, width: float, sequence_length: int) -> Layer:
         activation_bytes_per_token=row.activation_bytes_per_token,
         tied_to=tuple(row.tied_to),
         workspace_bytes_per_token=int(moving if block else FP32_BYTES * 2 * width + logits),
-        kept_bytes_per_token=int(kept) if block else 0,
+        saved_bytes_per_token=int(kept) if block else 0,
         frozen_parameters=row.frozen_parameters,
         workspace_bytes=0 if row.frozen_parameters else _dense_bytes(row.parameters, block),
     )

@@ -27,7 +27,7 @@ class Path:
 
 
 @dataclass(frozen=True)
-class Measured:
+class PlannerNode:
     """One node, as the coordinator knows it."""
 
     peer_id: str
@@ -39,7 +39,7 @@ class Measured:
     alone: bool = True  # trains without others; the pace of a stage is its route's and says little of it
     availability: float = 1.0  # share of the time that it is there
     failures_per_hour: float = 0.0
-    learned: float = 0.0  # how many times what it told its layers took when that was measured last; 0: never
+    last_correction: float = 0.0  # how many times what it told its layers took when that was measured last; 0: never
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Question:
     """Which plan should a run have now?"""
 
     number: int  # of its run; grows
-    nodes: tuple[Measured, ...]  # that may have a part
+    nodes: tuple[PlannerNode, ...]  # that may have a part
     layers: plan_pb2.LayerTable
     spec: RunSpec
     pins: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by name: first and last layer
@@ -65,7 +65,7 @@ class Question:
     current: tuple[NamedRoute, ...] = ()  # that they follow, with who is gone by now
     routes: tuple[Route, ...] = ()  # the same by peer ids
     standbys: NamedRoute = ()  # who holds which layers without a place on a route, in no order
-    wanted: tuple[NamedRoute, ...] = ()  # not searched for but given: only its worth is asked
+    given_routes: tuple[NamedRoute, ...] = ()  # not searched for but given: only its worth is asked
     preferences: Preferences = Preferences()
     seconds: float = 2.0  # to search
     steps: int | None = None  # of the search, at most; where a result must repeat
@@ -90,7 +90,9 @@ class Answer:
     fetched_bytes: Mapping[str, float] = field(default_factory=dict)  # by name, of anchor and momentum
     before_tokens_per_second: float = 0.0  # predicted of what can go on as it is
     tokens_per_second: float = 0.0  # predicted
-    corrections: Mapping[str, float] = field(default_factory=dict)  # by name, of those at work: see `Measured.learned`
+    corrections: Mapping[str, float] = field(
+        default_factory=dict
+    )  # by name, of those at work: see `PlannerNode.last_correction`
     doubts: Mapping[str, str] = field(default_factory=dict)  # by name: how its word differs from what others see
 
 
@@ -99,7 +101,7 @@ def shares_memory(profile: mb.NodeProfile) -> bool:
     return profile.device == "cpu"
 
 
-def memory_of(profile: mb.NodeProfile) -> tuple[int, int, bool, int]:
+def memory_figures(profile: mb.NodeProfile) -> tuple[int, int, bool, int]:
     """What a node says of its memory: it decides which spans fit."""
     return (
         profile.device_memory_bytes,
@@ -109,7 +111,7 @@ def memory_of(profile: mb.NodeProfile) -> tuple[int, int, bool, int]:
     )
 
 
-def of_its_layers(status: mb.NodeStatus, first: int, last: int) -> mb.NodeStatus:
+def status_for_span(status: mb.NodeStatus, first: int, last: int) -> mb.NodeStatus:
     """Without the time of other layers than the plan gives it: nobody asked it to compute those."""
     told = status.computed.layers
     if not status.HasField("computed") or (told.first, told.last) == (first, last):
@@ -120,7 +122,7 @@ def of_its_layers(status: mb.NodeStatus, first: int, last: int) -> mb.NodeStatus
     return kept
 
 
-def is_known(profile: mb.NodeProfile) -> bool:
+def has_planner_inputs(profile: mb.NodeProfile) -> bool:
     """Whether a node told what a planner needs: its memory, and how fast it computes."""
     computes = profile.layer_times or profile.tokens_per_second
     return bool(profile.device_memory_bytes and profile.host_memory_bytes and computes)

@@ -18,29 +18,29 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-MOST = 2.0  # of an equal share
-WORTH = 1.25  # times as fast: new shares for less are not worth a new plan
-LEAST = 64 * 1024.0  # bytes per second
-REDUCE_BYTES_PER_SECOND = 125_000_000  # 1 Gbit/s: what an equal share is written as
-MAX_UPLINK = 1e12  # bytes per second that anybody is believed
+MAX_SHARE_FACTOR = 2.0  # of an equal share
+MIN_RESHARE_SPEEDUP = 1.25  # times as fast: new shares for less are not worth a new plan
+MIN_LINK_BYTES_PER_SECOND = 64 * 1024.0  # bytes per second
+EQUAL_SHARE_BYTES_PER_SECOND = 125_000_000  # 1 Gbit/s: what an equal share is written as
+MAX_UPLINK_BYTES_PER_SECOND = 1e12  # bytes per second that anybody is believed
 _HALVINGS = 60
 
 
 @dataclass(frozen=True)
-class Link:
+class NodeLink:
     """What a node says of its link."""
 
     uplink: float = 0.0  # bytes per second; 0: not measured yet
     outbound_only: bool = False  # others cannot dial it
 
 
-def best_shares(links: Mapping[str, Link]) -> dict[str, float]:
+def best_shares(links: Mapping[str, NodeLink]) -> dict[str, float]:
     """The shares, by peer id, that let an exchange among these nodes (at least one) end first; they sum to 1."""
     uplinks, count = _uplinks(links), len(links)
-    dialled = [peer for peer, link in links.items() if not link.outbound_only] or list(links)
-    most = {peer: max(MOST / count, 1 / len(dialled)) if peer in dialled else 0.0 for peer in links}
-    if count <= 2 or len(dialled) == 1:  # two send as much whatever they reduce
-        return {peer: (peer in dialled) / len(dialled) for peer in links}
+    dialable = [peer for peer, link in links.items() if not link.outbound_only] or list(links)
+    most = {peer: max(MAX_SHARE_FACTOR / count, 1 / len(dialable)) if peer in dialable else 0.0 for peer in links}
+    if count <= 2 or len(dialable) == 1:  # two send as much whatever they reduce
+        return {peer: (peer in dialable) / len(dialable) for peer in links}
 
     def shares(seconds: float) -> dict[str, float]:
         """What everybody can reduce in that time a vector."""
@@ -56,7 +56,9 @@ def best_shares(links: Mapping[str, Link]) -> dict[str, float]:
     return {peer: share / total for peer, share in found.items()}
 
 
-def vector_seconds(links: Mapping[str, Link], shares: Mapping[str, float], among: Collection[str] = ()) -> float:
+def exchange_seconds_per_byte(
+    links: Mapping[str, NodeLink], shares: Mapping[str, float], among: Collection[str] = ()
+) -> float:
     """How long it takes at least, for each byte of the vector, until those `among` (all) have sent what they must.
 
     Infinite where somebody whom nobody can dial has a share that another could have.
@@ -68,7 +70,7 @@ def vector_seconds(links: Mapping[str, Link], shares: Mapping[str, float], among
     return max((1 + shares.get(peer, 0.0) * max(0, count - 2)) / uplinks[peer] for peer in among or links)
 
 
-def gain(links: Mapping[str, Link], planned: Mapping[str, int]) -> float:
+def reshare_speedup(links: Mapping[str, NodeLink], planned: Mapping[str, int]) -> float:
     """How many times as fast the best shares are as those in proportion to `planned` (reduce rates by peer id).
 
     Only those who reduce are compared: who is slow with its own vector is slow with any shares, and may be given up.
@@ -76,15 +78,15 @@ def gain(links: Mapping[str, Link], planned: Mapping[str, int]) -> float:
     total, best = sum(planned.get(peer, 0) for peer in links), best_shares(links)
     now = {peer: planned.get(peer, 0) / total if total else 1 / len(links) for peer in links}
     reducers = [peer for peer in links if now[peer] or best[peer]]
-    return vector_seconds(links, now, reducers) / vector_seconds(links, best, reducers)
+    return exchange_seconds_per_byte(links, now, reducers) / exchange_seconds_per_byte(links, best, reducers)
 
 
 def reduce_rate(share: float, holders: int) -> int:
     """How a share among so many holders is written into a plan, in bytes per second."""
-    return round(share * holders * REDUCE_BYTES_PER_SECOND)
+    return round(share * holders * EQUAL_SHARE_BYTES_PER_SECOND)
 
 
-def span_rates(links: Mapping[str, Link], spans: Mapping[str, range], weights: Sequence[float]) -> dict[str, int]:
+def span_rates(links: Mapping[str, NodeLink], spans: Mapping[str, range], weights: Sequence[float]) -> dict[str, int]:
     """What each reduces where they hold different `spans` of layers: the mean over its layers, each among its holders.
 
     `weights` are the layers' sizes. Every layer has a holder.
@@ -97,9 +99,11 @@ def span_rates(links: Mapping[str, Link], spans: Mapping[str, range], weights: S
     return {peer: reduce_rate(share, 1) for peer, share in total.items()}
 
 
-def span_gain(links: Mapping[str, Link], spans: Mapping[str, range], planned: Mapping[str, int]) -> float:
-    """The largest `gain` among those who hold the same layers."""
-    return max(gain({peer: links[peer] for peer in holders}, planned) for _, holders in segments(spans))
+def span_reshare_speedup(
+    links: Mapping[str, NodeLink], spans: Mapping[str, range], planned: Mapping[str, int]
+) -> float:
+    """The largest `reshare_speedup` among those who hold the same layers."""
+    return max(reshare_speedup({peer: links[peer] for peer in holders}, planned) for _, holders in segments(spans))
 
 
 def segments(spans: Mapping[str, range]) -> list[tuple[range, tuple[str, ...]]]:
@@ -115,11 +119,11 @@ def _weight(layers: range, weights: Sequence[float]) -> float:
     return math.fsum(weights[layer] for layer in layers) or 1.0
 
 
-def _uplinks(links: Mapping[str, Link]) -> dict[str, float]:
+def _uplinks(links: Mapping[str, NodeLink]) -> dict[str, float]:
     """With the median for those who measured nothing yet."""
-    known = [max(link.uplink, LEAST) for link in links.values() if link.uplink]
+    known = [max(link.uplink, MIN_LINK_BYTES_PER_SECOND) for link in links.values() if link.uplink]
     usual = statistics.median(known) if known else 1.0
-    return {peer: max(link.uplink, LEAST) if link.uplink else usual for peer, link in links.items()}
+    return {peer: max(link.uplink, MIN_LINK_BYTES_PER_SECOND) if link.uplink else usual for peer, link in links.items()}
 
 
 def needs_relay(multiaddrs: Iterable[str]) -> bool:

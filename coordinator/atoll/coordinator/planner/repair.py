@@ -13,10 +13,10 @@ import numpy as np
 
 from atoll.coordinator.planner.around_pins import routes_around_pins
 from atoll.coordinator.planner.cost import route_cost
-from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.problem import Layout, Problem, Route, Stage
 from atoll.coordinator.planner.question import NamedRoute
-from atoll.coordinator.planner.route_builder import Builder
+from atoll.coordinator.planner.route_builder import RouteBuilder
 from atoll.coordinator.planner.splits import best_split
 
 
@@ -29,41 +29,41 @@ class Slot:
     last: int
 
 
-def able_routes(tables: Tables, current: Sequence[NamedRoute]) -> Layout:
+def intact_routes(tables: CostTables, current: Sequence[NamedRoute]) -> Layout:
     """The routes that can go on as they are."""
-    return Layout(tuple(route for named in current if (route := _able(tables, _slots(tables, named)))))
+    return Layout(tuple(route for named in current if (route := _if_feasible(tables, _slots(tables, named)))))
 
 
-def repaired(tables: Tables, current: Sequence[NamedRoute]) -> Layout:
+def repair_layout(tables: CostTables, current: Sequence[NamedRoute]) -> Layout:
     """The routes that can go on, and the others as far as they can be mended."""
-    found = list(able_routes(tables, current).routes)
-    broken = [named for named in current if not _able(tables, _slots(tables, named))]
-    places = _places(tables.problem)
+    found = list(intact_routes(tables, current).routes)
+    broken = [named for named in current if not _if_feasible(tables, _slots(tables, named))]
+    places = _index_by_name(tables.problem)
     left = {places[name] for named in broken for name, _, _ in named if name in places}
     spares = set(range(tables.count)) - left - {stage.machine for route in found for stage in route}
     for named in broken:
-        route = _mended(tables, _slots(tables, named), spares) or _recut(tables, named)
+        route = _mended(tables, _slots(tables, named), spares) or _resplit(tables, named)
         if route:
             found.append(route)
             spares -= {stage.machine for stage in route}
     return Layout(tuple(found))
 
 
-def extended(tables: Tables, layout: Layout) -> Layout:
+def extend_layout(tables: CostTables, layout: Layout) -> Layout:
     """With routes of those that have no place, where they can make any."""
     free = set(range(tables.count)) - set(layout.machines)
     pinned = routes_around_pins(tables, free) if any(tables.pins.values()) else []
     free -= {stage.machine for route in pinned for stage in route}
-    fresh = Builder(tables).first_routes(sorted(free)) if free else []
+    fresh = RouteBuilder(tables).first_routes(sorted(free)) if free else []
     return Layout((*layout.routes, *pinned, *(split.route for split in fresh)))
 
 
-def _places(problem: Problem) -> dict[str, int]:
+def _index_by_name(problem: Problem) -> dict[str, int]:
     return {machine.name: index for index, machine in enumerate(problem.machines)}
 
 
-def _slots(tables: Tables, named: NamedRoute) -> list[Slot]:
-    places = _places(tables.problem)
+def _slots(tables: CostTables, named: NamedRoute) -> list[Slot]:
+    places = _index_by_name(tables.problem)
     slots = []
     for name, first, last in named:
         machine = places.get(name)
@@ -78,17 +78,19 @@ def _route(slots: Sequence[Slot]) -> Route:
     return stages if len(stages) == len(slots) else ()
 
 
-def _able(tables: Tables, slots: Sequence[Slot]) -> Route:
+def _if_feasible(tables: CostTables, slots: Sequence[Slot]) -> Route:
     """The route, if all its slots have holders that reach each other."""
     route = _route(slots)
     return route if route and route_cost(tables, route).score_rate else ()
 
 
-def _mended(tables: Tables, slots: Sequence[Slot], spares: Collection[int]) -> Route:
-    return _able(tables, _with_spares(tables, slots, spares)) or _able(tables, _closed(tables, slots))
+def _mended(tables: CostTables, slots: Sequence[Slot], spares: Collection[int]) -> Route:
+    return _if_feasible(tables, _with_spares(tables, slots, spares)) or _if_feasible(
+        tables, _absorb_gaps(tables, slots)
+    )
 
 
-def _with_spares(tables: Tables, slots: Sequence[Slot], spares: Collection[int]) -> list[Slot]:
+def _with_spares(tables: CostTables, slots: Sequence[Slot], spares: Collection[int]) -> list[Slot]:
     """Each gap with the spare that is through with its layers first."""
     free, filled = set(spares), []
     for slot in slots:
@@ -103,7 +105,7 @@ def _with_spares(tables: Tables, slots: Sequence[Slot], spares: Collection[int])
     return filled
 
 
-def _closed(tables: Tables, slots: Sequence[Slot]) -> list[Slot]:
+def _absorb_gaps(tables: CostTables, slots: Sequence[Slot]) -> list[Slot]:
     """Each gap's layers with its neighbours, cut so that the slower of the two is fast."""
     kept: list[Slot] = [slot for slot in slots if slot.machine is not None]
     if not kept:
@@ -118,7 +120,7 @@ def _closed(tables: Tables, slots: Sequence[Slot]) -> list[Slot]:
     return kept
 
 
-def _slower(tables: Tables, before: Slot, after: Slot, last: int) -> float:
+def _slower(tables: CostTables, before: Slot, after: Slot, last: int) -> float:
     """The longer period of two neighbours when the first ends with layer `last`."""
     assert before.machine is not None
     assert after.machine is not None
@@ -127,8 +129,8 @@ def _slower(tables: Tables, before: Slot, after: Slot, last: int) -> float:
     return float(max(one, other))
 
 
-def _recut(tables: Tables, named: NamedRoute) -> Route:
+def _resplit(tables: CostTables, named: NamedRoute) -> Route:
     """The machines that are left of a route, in their order, with other cuts."""
-    places = _places(tables.problem)
+    places = _index_by_name(tables.problem)
     order = [places[name] for name, _, _ in named if name in places]
     return best_split(tables, order).route if order else ()

@@ -16,24 +16,24 @@ from dataclasses import dataclass, field
 
 from atoll.coordinator.planner.checks import check_pins_fit, check_problem
 from atoll.coordinator.planner.cost import Evaluation, evaluate
-from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.problem import Layout, Problem, Wishes
 from atoll.coordinator.planner.question import NamedRoute
-from atoll.coordinator.planner.repair import able_routes, extended, repaired
+from atoll.coordinator.planner.repair import extend_layout, intact_routes, repair_layout
 from atoll.coordinator.planner.solve import solve
 from atoll.core.clock import Clock
 from atoll.core.units import bytes_text, duration_text
 
-_WORTH_ADDING = 0.002  # relative, where nobody who has a place is disturbed
-_MANY_TIMES = 1000.0  # per cent: figures beyond say nothing
-_LAST_RESORT = 1e-3  # of the score of a layout that is not ready within the horizon
+_UNDISTURBED_MIN_GAIN = 0.002  # relative, where nobody who has a place is disturbed
+_MAX_SHOWN_GAIN_PERCENT = 1000.0  # per cent: figures beyond say nothing
+_LATE_LAYOUT_FACTOR = 1e-3  # of the score of a layout that is not ready within the horizon
 
 
 @dataclass(frozen=True)
-class Change:
+class ReplanResult:
     """What is to be done. `layout` is the old one, as far as it still can be, where `moves` is false."""
 
-    tables: Tables
+    tables: CostTables
     before: Evaluation  # of what can go on as it is
     evaluation: Evaluation
     moves: bool
@@ -48,30 +48,30 @@ class _Option:
     net_score: float  # less what is not trained while machines fetch
     moved_bytes: float  # of that, by machines that have a place already
     placed: frozenset[str]  # of those
-    unproven: frozenset[str]  # who would get a place, and whose speed is only told
+    speed_only_claimed: frozenset[str]  # who would get a place, and whose speed is only told
 
-    def needed(self, other: _Option, before: _Option, wishes: Wishes) -> float:
+    def required_gain(self, other: _Option, before: _Option, wishes: Wishes) -> float:
         """By which share it must be better than `other` to be taken instead, where `before` is what stands."""
         if self.placed >= other.placed and self.moved_bytes <= other.moved_bytes:
-            return _WORTH_ADDING
-        ousts = not self.placed >= before.placed and self.unproven
-        return wishes.unproven_hysteresis if ousts else wishes.hysteresis
+            return _UNDISTURBED_MIN_GAIN
+        ousts = not self.placed >= before.placed and self.speed_only_claimed
+        return wishes.unmeasured_speed_hysteresis if ousts else wishes.hysteresis
 
 
 def replan(
     problem: Problem, current: Sequence[NamedRoute], *, clock: Clock, rng: random.Random, seconds: float,
     steps: int | None = None, standbys: NamedRoute = (),
-) -> Change:  # fmt: skip
+) -> ReplanResult:  # fmt: skip
     """The layout to go to from `current`, whose machines may be gone or slower by now. Raises what `solve` raises.
 
     `standbys` hold layers without a place on a route.
     """
     check_problem(problem)
-    tables = Tables(problem)
+    tables = CostTables(problem)
     check_pins_fit(tables)
-    kept = able_routes(tables, current)
-    mended = repaired(tables, current)
-    start = extended(tables, mended)
+    kept = intact_routes(tables, current)
+    mended = repair_layout(tables, current)
+    start = extend_layout(tables, mended)
     found = solve(problem, clock=clock, rng=rng, seconds=seconds / 2, steps=steps, start=start)
     layouts = [kept, mended, start, found.evaluation.layout]
     if not found.gap:  # the exact solver does not look at what is; a search finds what is as good and nearby
@@ -80,15 +80,15 @@ def replan(
     return _chosen(tables, current, standbys, kept, layouts)
 
 
-def fixed(
+def assess_layout(
     problem: Problem, current: Sequence[NamedRoute], layout: Sequence[NamedRoute], standbys: NamedRoute = ()
-) -> Change:
+) -> ReplanResult:
     """What going from `current` to `layout` means, whether it pays or not. Raises `PlanInputInvalid`."""
     check_problem(problem)
-    tables = Tables(problem)
-    option = _option(tables, current, standbys, able_routes(tables, layout))
-    before = evaluate(tables, able_routes(tables, current))
-    return Change(tables, before, option.value, bool(option.fetched_bytes), "as ordered", option.fetched_bytes)
+    tables = CostTables(problem)
+    option = _option(tables, current, standbys, intact_routes(tables, layout))
+    before = evaluate(tables, intact_routes(tables, current))
+    return ReplanResult(tables, before, option.value, bool(option.fetched_bytes), "as ordered", option.fetched_bytes)
 
 
 def named_routes(problem: Problem, layout: Layout) -> tuple[NamedRoute, ...]:
@@ -100,7 +100,7 @@ def named_routes(problem: Problem, layout: Layout) -> tuple[NamedRoute, ...]:
 
 
 def fetched_bytes(
-    tables: Tables, current: Sequence[NamedRoute], layout: Layout, standbys: NamedRoute = ()
+    tables: CostTables, current: Sequence[NamedRoute], layout: Layout, standbys: NamedRoute = ()
 ) -> dict[str, float]:
     """What each machine of `layout` must fetch of layers that it does not hold, on a route or as a standby."""
     held = {name: range(first, last + 1) for route in (*current, standbys) for name, first, last in route}
@@ -115,36 +115,36 @@ def fetched_bytes(
 
 
 def _chosen(
-    tables: Tables,
+    tables: CostTables,
     current: Sequence[NamedRoute],
     standbys: NamedRoute,
     kept: Layout,
     layouts: Sequence[Layout],
-) -> Change:
+) -> ReplanResult:
     options = [_option(tables, current, standbys, layout) for layout in layouts]
     before = best = options[0]
     for option in sorted(options[1:], key=lambda it: it.moved_bytes):
-        if option.net_score > best.net_score * (1 + option.needed(best, before, tables.problem.wishes)):
+        if option.net_score > best.net_score * (1 + option.required_gain(best, before, tables.problem.wishes)):
             best = option
     total, over = bytes_text(sum(best.fetched_bytes.values())), duration_text(tables.problem.wishes.horizon_seconds)
     if not before.value.score:
-        return Change(tables, before.value, best.value, True, _from_nothing(current, total), best.fetched_bytes)
+        return ReplanResult(tables, before.value, best.value, True, _from_nothing(current, total), best.fetched_bytes)
     if best is not before:
         gain = 100 * (best.net_score / before.net_score - 1)
-        better = f"{gain:.1f} %" if gain < _MANY_TIMES else "many times"
+        better = f"{gain:.1f} %" if gain < _MAX_SHOWN_GAIN_PERCENT else "many times"
         reason = f"{better} better over {over}, after moving {total}"
-        return Change(tables, before.value, best.value, True, reason, best.fetched_bytes)
+        return ReplanResult(tables, before.value, best.value, True, reason, best.fetched_bytes)
     most = max(options, key=lambda it: it.net_score)
     gain, total = 100 * (most.net_score / before.net_score - 1), bytes_text(sum(most.fetched_bytes.values()))
     reason = f"moving {total} would bring {gain:.1f} % over {over}: too little"
-    return Change(tables, before.value, before.value, False, reason)
+    return ReplanResult(tables, before.value, before.value, False, reason)
 
 
 def _from_nothing(current: Sequence[NamedRoute], total: str) -> str:
     return f"no route of the old plan can go on; moving {total}" if current else "the first plan"
 
 
-def _option(tables: Tables, current: Sequence[NamedRoute], standbys: NamedRoute, layout: Layout) -> _Option:
+def _option(tables: CostTables, current: Sequence[NamedRoute], standbys: NamedRoute, layout: Layout) -> _Option:
     value, fetched = evaluate(tables, layout), fetched_bytes(tables, current, layout, standbys)
     held = {name for route in current for name, _, _ in route}
     machines = [tables.problem.machines[machine] for machine in layout.machines]
@@ -154,11 +154,13 @@ def _option(tables: Tables, current: Sequence[NamedRoute], standbys: NamedRoute,
         net_score=_net_score(tables, value, fetched),
         moved_bytes=sum(size for name, size in fetched.items() if name in held),
         placed=frozenset(held & {machine.name for machine in machines}),
-        unproven=frozenset(machine.name for machine in machines if not machine.proven and machine.name not in held),
+        speed_only_claimed=frozenset(
+            machine.name for machine in machines if not machine.speed_measured and machine.name not in held
+        ),
     )
 
 
-def _net_score(tables: Tables, value: Evaluation, fetched: Mapping[str, float]) -> float:
+def _net_score(tables: CostTables, value: Evaluation, fetched: Mapping[str, float]) -> float:
     """Less the share of the horizon's tokens that routes do not train while their machines fetch."""
     problem, lost, kept = tables.problem, 0.0, 1.0
     horizon = problem.wishes.horizon_seconds
@@ -167,7 +169,7 @@ def _net_score(tables: Tables, value: Evaluation, fetched: Mapping[str, float]) 
             fetched.get(problem.machines[stage.machine].name, 0.0) / float(tables.downlink[stage.machine])
             for stage in route
         ]
-        kept = _LAST_RESORT if max(waits) >= horizon else kept
+        kept = _LATE_LAYOUT_FACTOR if max(waits) >= horizon else kept
         lost += cost.tokens_per_second * min(max(waits), horizon)
     total = math.fsum(cost.tokens_per_second for cost in value.routes) * horizon
     return kept * value.score * (1 - lost / total if total else 0.0)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from atoll.coordinator.planner.plan_builder import Part, plan_of
+from atoll.coordinator.planner.plan_builder import RoutePart, build_plan
 from atoll.coordinator.planner.reduce_shares import reduce_rate
 from atoll.core.plan import Base, Plan
 from atoll.core.run_spec import RunSpec
 
 
-def replicate(
+def build_replica_plan(
     spec: RunSpec,
     *,
     version: int,
@@ -28,10 +28,10 @@ def replicate(
     It follows `previous`; `head_round` is the newest committed round, 0 for none; `shares` are what each reduces.
     """
     ordered = sorted(members)
-    return plan_of(
+    return build_plan(
         spec,
         version=version,
-        routes=[(Part(peer, 0, layers - 1),) for peer in ordered],
+        routes=[(RoutePart(peer, 0, layers - 1),) for peer in ordered],
         standbys={},
         reduce_rates={peer: reduce_rate(shares[peer], len(ordered)) for peer in ordered},
         previous=previous,

@@ -9,21 +9,21 @@ from __future__ import annotations
 import numpy as np
 
 from atoll.coordinator.planner.cost import Evaluation, layer_holders, link_seconds, round_latency
-from atoll.coordinator.planner.cost_tables import Tables
-from atoll.coordinator.planner.exchange_time import busy_seconds, levels, most, who_reduces
+from atoll.coordinator.planner.cost_tables import CostTables
+from atoll.coordinator.planner.exchange_time import busy_seconds, finish_seconds_per_byte, largest_shares, reducer_mask
 from atoll.coordinator.planner.problem import Stage
 from atoll.coordinator.planner.splits import Split
 
 
-class RoundFloor:
+class RouteRoundTime:
     """The least time of a round by route, as it was when `known` was evaluated."""
 
-    def __init__(self, tables: Tables, known: Evaluation) -> None:
+    def __init__(self, tables: CostTables, known: Evaluation) -> None:
         holders = layer_holders(tables, known.layout)
-        reduces = who_reduces(tables.dialled[holders])
+        reduces = reducer_mask(tables.dialable[holders])
         self._tables = tables
-        self._level = levels(tables.link_rate[holders], reduces)
-        self._most = most(reduces)[:, 0]
+        self._level = finish_seconds_per_byte(tables.link_bytes_per_second[holders], reduces)
+        self._most = largest_shares(reduces)[:, 0]
         self._routes = len(known.layout.routes)
         self._interval = known.round.interval_seconds
         self._latency = round_latency(tables, known.layout.machines)
@@ -40,9 +40,9 @@ class RoundFloor:
     def _stage(self, stage: Stage, rate: float) -> float:
         tables, span = self._tables, slice(stage.first, stage.last + 1)
         level, largest = self._level[span], self._most[span]
-        reduces = np.full(level.shape, tables.dialled[stage.machine])
+        reduces = np.full(level.shape, tables.dialable[stage.machine])
         per_byte = busy_seconds(
-            level, np.full(level.shape, tables.link_rate[stage.machine]), reduces, largest, self._routes
+            level, np.full(level.shape, tables.link_bytes_per_second[stage.machine]), reduces, largest, self._routes
         )
         own = self._interval * rate * link_seconds(tables, stage.machine, stage.first, stage.last + 1)
         return float((per_byte * tables.layer_bytes[span]).sum()) + own

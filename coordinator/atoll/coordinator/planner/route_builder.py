@@ -13,29 +13,29 @@ from itertools import permutations
 
 import numpy as np
 
-from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.problem import FloatArray
 from atoll.coordinator.planner.regions import groups_within
 from atoll.coordinator.planner.splits import Split, best_split
 
-CIRCLES_SECONDS = (0.01, 0.03, 0.08, 0.2, 10.0)
-_FULLNESS = (1.0, 0.85, 0.7, 0.5, 0.3)  # of the most routes that the memory of a pool allows
+GROUPING_RTT_SECONDS = (0.01, 0.03, 0.08, 0.2, 10.0)
+_ROUTE_COUNT_FACTORS = (1.0, 0.85, 0.7, 0.5, 0.3)  # of the most routes that the memory of a pool allows
 ALL_ORDERS = 3  # machines: up to here all orders of a group are tried
-_FEW = 12  # machines in a pool: of fewer, many may be left out at a time
+_SMALL_POOL_MACHINES = 12  # machines in a pool: of fewer, many may be left out at a time
 _ORDERS_TRIED = 6  # changes to the order of a larger one
 _SPLITS_REMEMBERED = 200_000
 
 Order = tuple[int, ...]
 
 
-class Builder:
+class RouteBuilder:
     """Makes routes and remembers what each order of machines was worth."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: CostTables) -> None:
         self.tables = tables
         self._splits: dict[Order, Split] = {}
         self._layers = np.array([tables.stage(machine).most_layers for machine in range(tables.count)])
-        self._speed = np.array([self._pace(machine) for machine in range(tables.count)])
+        self._speed = np.array([self._max_micro_batches_per_second(machine) for machine in range(tables.count)])
         cut = float(np.median(tables.spans.cut_bytes_per_token[1:-1])) if tables.layers > 1 else 0.0
         self.distance: FloatArray = tables.hop_total_per_byte * cut + tables.hop_latency + tables.hop_penalty
 
@@ -57,7 +57,7 @@ class Builder:
             alone = self.split((machine,))
             (singles if alone.rate else left).append(machine)
         routes = [self.split((machine,)) for machine in singles]
-        for within in CIRCLES_SECONDS:
+        for within in GROUPING_RTT_SECONDS:
             remaining: list[int] = []
             for pool in groups_within(self.tables.problem, left, within):
                 made = self.best_of_pool(pool)
@@ -70,15 +70,17 @@ class Builder:
     def best_of_pool(self, pool: Sequence[int]) -> list[Split]:
         """The best of several ways to make routes of one pool; none where its memory is too little."""
         most = int(self._layers[list(pool)].sum() // self.tables.layers)
-        counts = sorted({max(1, round(most * share)) for share in _FULLNESS}) if most else []
+        counts = sorted({max(1, round(most * share)) for share in _ROUTE_COUNT_FACTORS}) if most else []
         trials = [
-            self._routes(groups) for count in counts for groups in (self._even(pool, count), self._alike(pool, count))
+            self._routes(groups)
+            for count in counts
+            for groups in (self._by_memory(pool, count), self._by_speed(pool, count))
         ]
         return max(trials, key=lambda routes: sum(it.rate for it in routes), default=[])
 
-    def shaken(self, pool: Sequence[int], rng: random.Random) -> list[Split]:
+    def random_routes(self, pool: Sequence[int], rng: random.Random) -> list[Split]:
         """Routes of a pool in one way of many, at random; not all of it need be used."""
-        likely = rng.uniform(0.3 if len(pool) <= _FEW else 0.8, 1.0) if rng.random() < 0.5 else 1.0
+        likely = rng.uniform(0.3 if len(pool) <= _SMALL_POOL_MACHINES else 0.8, 1.0) if rng.random() < 0.5 else 1.0
         kept = [it for it in pool if rng.random() < likely]
         rng.shuffle(kept)
         singles = [it for it in kept if self._layers[it] == self.tables.layers and rng.random() < 0.6]
@@ -87,11 +89,11 @@ class Builder:
         groups: list[list[int]] = []
         if most:
             count = rng.randint(max(1, most // 2), most)
-            groups = (self._even, self._alike, self._random)[rng.randrange(3)](rest, count)
-        splits = [self.arranged(group, rng) for group in [*([it] for it in singles), *groups] if group]
+            groups = (self._by_memory, self._by_speed, self._random)[rng.randrange(3)](rest, count)
+        splits = [self.best_order(group, rng) for group in [*([it] for it in singles), *groups] if group]
         return [split for split in splits if split.rate]
 
-    def arranged(self, group: Sequence[int], rng: random.Random) -> Split:
+    def best_order(self, group: Sequence[int], rng: random.Random) -> Split:
         """A good order of a group: the best of all where they are few, else of a short path and changes to it."""
         if len(group) <= ALL_ORDERS:
             return max((self.split(order) for order in permutations(group)), key=lambda it: it.rate)
@@ -121,7 +123,7 @@ class Builder:
         splits = [self.split(self.path(group)) for group in groups if group]
         return [split for split in splits if split.rate]
 
-    def _even(self, pool: Sequence[int], count: int) -> list[list[int]]:
+    def _by_memory(self, pool: Sequence[int], count: int) -> list[list[int]]:
         """Largest memory first, each to the group that has least."""
         groups: list[list[int]] = [[] for _ in range(count)]
         held = np.zeros(count)
@@ -131,7 +133,7 @@ class Builder:
             held[least] += self._layers[machine]
         return groups
 
-    def _alike(self, pool: Sequence[int], count: int) -> list[list[int]]:
+    def _by_speed(self, pool: Sequence[int], count: int) -> list[list[int]]:
         """Fastest first, in chunks that each have enough memory."""
         return self._chunks(sorted(pool, key=lambda it: -self._speed[it]), count)
 
@@ -150,7 +152,7 @@ class Builder:
             held += self._layers[machine]
         return groups
 
-    def _pace(self, machine: int) -> float:
+    def _max_micro_batches_per_second(self, machine: int) -> float:
         """Micro-batches per second that it can take at most, with one layer in the middle of a route."""
         period = self.tables.stage(machine).period
         finite = period[np.isfinite(period)]

@@ -14,30 +14,30 @@ from dataclasses import dataclass
 from atoll.coordinator.planner.budget import Budget
 from atoll.coordinator.planner.checks import check_pins_fit, check_problem, why_infeasible
 from atoll.coordinator.planner.cost import Evaluation, evaluate, route_cost
-from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.exact_solver import MOST_MACHINES, solve_exactly
 from atoll.coordinator.planner.links import islands
 from atoll.coordinator.planner.local_search import Search
 from atoll.coordinator.planner.problem import Goal, Layout, Problem
-from atoll.coordinator.planner.route_builder import Builder
+from atoll.coordinator.planner.route_builder import RouteBuilder
 from atoll.coordinator.planner.splits import Split
 from atoll.core.clock import Clock
 
-_FOR_EXACT = 0.6  # of the time, before the other way is gone
-_FOR_CONSTRUCTION = 0.4  # of the time for the search
+_EXACT_TIME_SHARE = 0.6  # of the time, before the other way is gone
+_CONSTRUCTION_TIME_SHARE = 0.4  # of the time for the search
 _PHASES = 3  # searches, each from the best layout of those before
-_PHASES_OF_FEW = 10  # of few machines, every second from routes made at random
-_FEW = 16  # machines
-_ROUNDS_TRIED = (0.7, 0.45, 0.3, 0.2, 0.1, 0.05)  # times the round of the first routes
-_SHORTER = (0.3, 1.0)  # times the round of the best layout, where that binds, or nothing is averaged
-_LIMITED = 0.7  # of the searches then have such a limit
+_SMALL_POOL_PHASES = 10  # of few machines, every second from routes made at random
+_SMALL_POOL_MACHINES = 16  # machines
+_ROUND_LIMIT_FACTORS = (0.7, 0.45, 0.3, 0.2, 0.1, 0.05)  # times the round of the first routes
+_ROUND_LIMIT_RANGE = (0.3, 1.0)  # times the round of the best layout, where that binds, or nothing is averaged
+_ROUND_LIMIT_PROBABILITY = 0.7  # of the searches then have such a limit
 
 
 @dataclass(frozen=True)
 class Solution:
     """A layout and how good it is known to be."""
 
-    tables: Tables
+    tables: CostTables
     evaluation: Evaluation
     gap: float  # the optimum is better by this share at most; 0: it is this one; inf: nothing is proven
     steps: int
@@ -65,7 +65,7 @@ def solve(
     """
     began, budget = clock.monotonic(), Budget.of_seconds(clock, seconds, steps)
     check_problem(problem)
-    tables = Tables(problem)
+    tables = CostTables(problem)
     check_pins_fit(tables)
     best: Evaluation | None = None
     gap, taken = 0.0, 0
@@ -82,7 +82,7 @@ def solve(
 
 
 def _solve_island(
-    tables: Tables, island: Sequence[int], budget: Budget, rng: random.Random, start: Layout | None, exact: bool
+    tables: CostTables, island: Sequence[int], budget: Budget, rng: random.Random, start: Layout | None, exact: bool
 ) -> tuple[Evaluation | None, float, int]:
     """The best of one island, its gap, and the steps taken."""
     if sum(tables.stage(machine).most_layers for machine in island) < tables.layers:
@@ -90,7 +90,7 @@ def _solve_island(
     known = math.inf
     first: Evaluation | None = None
     if exact and len(island) <= MOST_MACHINES:
-        found = solve_exactly(tables, island, budget.part(_FOR_EXACT))
+        found = solve_exactly(tables, island, budget.part(_EXACT_TIME_SHARE))
         if not found.gap:
             return found.best, 0.0, 0
         first, known = found.best, found.bound
@@ -102,15 +102,15 @@ def _solve_island(
 
 
 def _search(
-    tables: Tables, island: Sequence[int], budget: Budget, rng: random.Random, given: Layout | None
+    tables: CostTables, island: Sequence[int], budget: Budget, rng: random.Random, given: Layout | None
 ) -> tuple[Evaluation, int]:
     """Construction and local search, and where a round binds again with shorter rounds in mind; the steps taken."""
-    free = builder = Builder(tables)
+    free = builder = RouteBuilder(tables)
     routes = _routes_of(builder, given, island)
     if not routes:
         routes, builder = _constructed(tables, island, budget)
     best, taken = evaluate(tables, _layout(routes)), 0
-    phases = _PHASES_OF_FEW if len(island) <= _FEW else 1 if given else _PHASES
+    phases = _SMALL_POOL_PHASES if len(island) <= _SMALL_POOL_MACHINES else 1 if given else _PHASES
     for phase in range(phases):
         part = budget.part(1 / (phases - phase))
         found = Search(tables, builder, island, routes, rng).run(part)
@@ -120,22 +120,22 @@ def _search(
             break
         builder = free
         binds = len(best.layout.routes) < 2 or best.round.seconds > best.round.interval_seconds
-        if binds and rng.random() < _LIMITED:
-            builder = Builder(tables.limited(rng.uniform(*_SHORTER) * best.round.seconds))
-        afresh = len(island) <= _FEW and phase % 2 == 0
-        routes = builder.shaken(island, rng) if afresh else _routes_of(builder, best.layout, island)
+        if binds and rng.random() < _ROUND_LIMIT_PROBABILITY:
+            builder = RouteBuilder(tables.with_round_limit(rng.uniform(*_ROUND_LIMIT_RANGE) * best.round.seconds))
+        afresh = len(island) <= _SMALL_POOL_MACHINES and phase % 2 == 0
+        routes = builder.random_routes(island, rng) if afresh else _routes_of(builder, best.layout, island)
     return best, taken
 
 
-def _constructed(tables: Tables, island: Sequence[int], budget: Budget) -> tuple[list[Split], Builder]:
+def _constructed(tables: CostTables, island: Sequence[int], budget: Budget) -> tuple[list[Split], RouteBuilder]:
     """First routes; where a round holds them up, those for the length of a round with which they are worth most."""
-    builder = Builder(tables)
+    builder = RouteBuilder(tables)
     routes = builder.first_routes(island)
     first = best = evaluate(tables, _layout(routes))
-    for share in _ROUNDS_TRIED:
-        if best.round.seconds <= best.round.interval_seconds or budget.spent() > _FOR_CONSTRUCTION:
+    for share in _ROUND_LIMIT_FACTORS:
+        if best.round.seconds <= best.round.interval_seconds or budget.spent() > _CONSTRUCTION_TIME_SHARE:
             break
-        shorter = Builder(tables.limited(share * first.round.seconds))
+        shorter = RouteBuilder(tables.with_round_limit(share * first.round.seconds))
         tried = shorter.first_routes(island)
         value = evaluate(tables, _layout(tried))
         if value.score > best.score:
@@ -147,7 +147,7 @@ def _layout(routes: Sequence[Split]) -> Layout:
     return Layout(tuple(split.route for split in routes))
 
 
-def _routes_of(builder: Builder, layout: Layout | None, island: Sequence[int]) -> list[Split]:
+def _routes_of(builder: RouteBuilder, layout: Layout | None, island: Sequence[int]) -> list[Split]:
     """The routes of a layout that can still be; cut anew where their cuts cannot."""
     members, found = set(island), []
     for route in layout.routes if layout else ():
@@ -159,7 +159,7 @@ def _routes_of(builder: Builder, layout: Layout | None, island: Sequence[int]) -
     return [split for split in found if split.rate]
 
 
-def _no_better(tables: Tables, island: Sequence[int], best: Evaluation) -> bool:
+def _no_better(tables: CostTables, island: Sequence[int], best: Evaluation) -> bool:
     """Whether an island trains less than `best` even if nothing but computing took time."""
     if tables.problem.wishes.goal is Goal.PRICE:
         return False

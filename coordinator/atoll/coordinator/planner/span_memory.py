@@ -44,7 +44,7 @@ _CODEC_BYTES = {  # per parameter; `auto` counts as int4, which it begins with
 }
 
 
-class Room:
+class SpanMemory:
     """What spans of one model take. `layers`: at most `MOST_LAYERS`."""
 
     def __init__(self, layers: tuple[Layer, ...], training: Training) -> None:
@@ -85,12 +85,12 @@ class Room:
 
 
 @lru_cache(maxsize=16)  # asked about every node of a run, several times a second
-def room(table: bytes, spec: RunSpec) -> Room | None:
+def span_memory(table: bytes, spec: RunSpec) -> SpanMemory | None:
     """For the model of a serialised layer table; None where it has none, or more layers than are ever cut."""
     rows = plan_pb2.LayerTable.FromString(table)
     if not 0 < len(rows.layers) <= MOST_LAYERS:
         return None
-    return Room(read_layers(rows, spec.data.sequence_length), training_of(spec))
+    return SpanMemory(read_layers(rows, spec.data.sequence_length), training_of(spec))
 
 
 def holds_whole(profile: mb.NodeProfile) -> bool | None:
@@ -113,8 +113,8 @@ def training_of(spec: RunSpec) -> Training:
         outer_bytes_per_parameter=_CODEC_BYTES.get(spec.sync.codec, _CODEC_BYTES["int4"]),
         activation_checkpointing=optimizer.activation_checkpointing,
         device_bytes_per_parameter=_DEVICE_BYTES,
-        borrowed_bytes_per_parameter=16.0,  # values and gradient, here and on their way
-        lent_bytes_per_parameter=8.0,
+        tied_user_bytes_per_parameter=16.0,  # values and gradient, here and on their way
+        tied_owner_bytes_per_parameter=8.0,
         ahead=spec.pipeline.ahead,
     )
 

@@ -29,22 +29,24 @@ class SpanTables:
         self.cut_bytes_per_token: FloatArray = leaves  # [L + 1], fp32, over the cut before layer b
         sent = leaves[end] * training.activation_ratio + leaves[start] * training.gradient_ratio
         received = leaves[start] * training.activation_ratio + leaves[end] * training.gradient_ratio
-        self.sent_per_token, self.received_per_token = sent, received
+        self.sent_bytes_per_token, self.received_bytes_per_token = sent, received
         self.recomputes: BoolArray = ~self.is_whole | training.activation_checkpointing
-        self.computes_again: BoolArray = self.recomputes & ((end < count) | self.is_whole)  # the last keeps its graph
+        self.reruns_forward: BoolArray = self.recomputes & ((end < count) | self.is_whole)  # the last keeps its graph
         self.device_bytes = self._device_bytes(problem, leaves[start], leaves[end])
         self.host_bytes = self.parameters * training.host_bytes_per_parameter
 
     def _device_bytes(self, problem: Problem, enters: FloatArray, leaves: FloatArray) -> FloatArray:
         training, layers = problem.training, problem.layers
         held = self.parameters * training.device_bytes_per_parameter + self.frozen * FP32_BYTES
-        held += self.borrowed * training.borrowed_bytes_per_parameter + self.lent * training.lent_bytes_per_parameter
-        kept = self._sums([it.kept_bytes_per_token or it.activation_bytes_per_token for it in layers[:-1]] + [0])
+        held += (
+            self.borrowed * training.tied_user_bytes_per_parameter + self.lent * training.tied_owner_bytes_per_parameter
+        )
+        kept = self._sums([it.saved_bytes_per_token or it.activation_bytes_per_token for it in layers[:-1]] + [0])
         stages = len(layers) - np.arange(len(layers))  # from here on, at most
         most = np.array([*(training.in_flight(int(it)) for it in stages), 1])[:, None]
         waiting = (enters + leaves + _TOKENS_BYTES) * np.where(self.is_whole, 1, most)
-        at_once = self._sums([float(it.kept_bytes_per_token or it.workspace_bytes_per_token) for it in layers])
-        tokens, phases = training.micro_batch_tokens, _phases(problem)
+        at_once = self._sums([float(it.saved_bytes_per_token or it.workspace_bytes_per_token) for it in layers])
+        tokens, phases = training.micro_batch_tokens, _layer_peak_bytes(problem)
         last = self._maxima([0.0 if it.kind == "embedding" else each for it, each in zip(layers, phases, strict=True)])
         alone = self._maxima([each if it.kind == "embedding" else 0.0 for it, each in zip(layers, phases, strict=True)])
         recomputed = tokens * waiting + np.maximum(tokens * kept + last, alone)
@@ -77,7 +79,7 @@ class SpanTables:
         return (index[:, None] <= layer) & (index[None, :] > layer)
 
 
-def _phases(problem: Problem) -> list[float]:
+def _layer_peak_bytes(problem: Problem) -> list[float]:
     """Bytes that exist only while one layer is differentiated, by layer; these phases follow each other.
 
     A head has its logits, their log-softmax and its gradient, then the gradients of logits and of its matrix. When the

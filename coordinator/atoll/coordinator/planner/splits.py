@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atoll.coordinator.planner.cost import flush_seconds, least_period, route_cost
-from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.cost import flush_seconds, period_lower_bound, route_cost
+from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.problem import FloatArray, Route, Stage
 
-BOUNDS = (1.0, 1.02, 1.06, 1.15, 1.35, 2.0)  # times the least period
+PERIOD_BOUND_FACTORS = (1.0, 1.02, 1.06, 1.15, 1.35, 2.0)  # times the least period
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,21 @@ class Split:
     price_per_second: float
 
 
-IMPOSSIBLE = Split(0.0, (), 0.0)
+NO_SPLIT = Split(0.0, (), 0.0)
 
 
-def best_split(tables: Tables, order: Sequence[int], bounds: Sequence[float] = BOUNDS) -> Split:
+def best_split(tables: CostTables, order: Sequence[int], bounds: Sequence[float] = PERIOD_BOUND_FACTORS) -> Split:
     """The best split over machines in that order, each with one layer at least."""
     if not all(tables.stage(machine).most_layers for machine in order):
-        return IMPOSSIBLE
+        return NO_SPLIT
     least = _least_period(tables, order)
     if not np.isfinite(least):
-        return IMPOSSIBLE
+        return NO_SPLIT
     limits = least * (1 + 1e-12) * np.array(bounds)
     sums = _sums(tables, order, limits)
     through = sums[-1][:, :, -1].min(axis=1).tolist()
     flush = [
-        flush_seconds(tables, it, least_period(tables, it, limit, len(order)), order)
+        flush_seconds(tables, it, period_lower_bound(tables, it, limit, len(order)), order)
         for it, limit in zip(through, limits.tolist(), strict=True)
     ]
     best = min(range(len(flush)), key=lambda place: flush[place])
@@ -55,13 +55,13 @@ def best_split(tables: Tables, order: Sequence[int], bounds: Sequence[float] = B
     return Split(cost.score_rate, tuple(reversed(route)), cost.price_per_second)
 
 
-def _least_period(tables: Tables, order: Sequence[int]) -> float:
+def _least_period(tables: CostTables, order: Sequence[int]) -> float:
     """The least that the slowest stage or hop can take."""
     reached = np.full(tables.layers + 1, np.inf)  # by layers covered
     reached[0] = 0.0
     before = None
     for machine in order:
-        if before is not None and tables.hop_narrows[before, machine]:
+        if before is not None and tables.hop_limits_rate[before, machine]:
             reached = np.maximum(reached, tables.hop(before, machine)[1])
         start, _, period = tables.stage(machine).by_length
         reached = np.maximum(reached[start], period).min(axis=0)
@@ -69,7 +69,7 @@ def _least_period(tables: Tables, order: Sequence[int]) -> float:
     return float(reached[-1])
 
 
-def _sums(tables: Tables, order: Sequence[int], limits: FloatArray) -> list[FloatArray]:
+def _sums(tables: CostTables, order: Sequence[int], limits: FloatArray) -> list[FloatArray]:
     """By stage, for each of T limits on the period: the least sum by the stage's length and end, [T, K, L + 1]."""
     reached = np.full((len(limits), tables.layers + 1), np.inf)
     reached[:, 0] = 0.0
@@ -79,7 +79,7 @@ def _sums(tables: Tables, order: Sequence[int], limits: FloatArray) -> list[Floa
         if before is not None:
             total, period = tables.hop(before, machine)
             reached = reached + total
-            if tables.hop_narrows[before, machine]:
+            if tables.hop_limits_rate[before, machine]:
                 reached[period > limits[:, None]] = np.inf
         start, total, period = tables.stage(machine).by_length
         sums = reached[:, start] + total

@@ -97,7 +97,7 @@ def take_genesis(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisRepo
     genesis = Commit(manifest_hash(report.manifest.payload))
     draft.remember(run_id, committed={**memory.committed, 0: genesis}, head_since=draft.now.monotonic)
     draft.event("run.genesis-written", run_id, peer_id, f"genesis has {len(report.layers.layers)} layers")
-    plan_upkeep.begin(draft, run_id)
+    plan_upkeep.issue_first_plan(draft, run_id)
 
 
 def tell_gap(draft: Draft, run_id: str) -> None:

@@ -176,7 +176,7 @@ def drain(state: State, now: Moment, text: str) -> Step[Node]:
         live = state.live.get(node.peer_id)
         if live is not None:
             draft.set_live(
-                node.peer_id, replace(live, drain_since=now.monotonic, hands_over=hand_over.begins(state, node))
+                node.peer_id, replace(live, drain_since=now.monotonic, hands_over=hand_over.must_hand_over(state, node))
             )
         draft.event("node.draining", node.run_id, node.peer_id, f"{node.name} is asked to drain")
     return draft.done(node)

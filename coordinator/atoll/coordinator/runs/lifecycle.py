@@ -14,14 +14,14 @@ from collections import Counter
 from dataclasses import replace
 
 from atoll.coordinator.live.attendance import (
+    can_still_write_genesis,
     corpus_expected,
     most_common_corpus,
+    nodes_with_other_corpus,
     ready_nodes,
-    still_there,
-    stray_corpora,
 )
-from atoll.coordinator.live.plan_upkeep import follow_members
-from atoll.coordinator.live.span_fit import room_of
+from atoll.coordinator.live.plan_upkeep import update_plan
+from atoll.coordinator.live.span_fit import span_memory_of
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.run_states import move
 from atoll.coordinator.state.snapshot import Draft, Moment, Policy, RunMemory, State, Step, may_store
@@ -83,7 +83,7 @@ def advance(draft: Draft, run_id: str, policy: Policy) -> None:
         case "GENESIS" if not run.genesis:
             _watch_writer(draft, run_id, policy)
         case "GENESIS" | "TRAINING":
-            follow_members(draft, run_id, policy)
+            update_plan(draft, run_id, policy)
 
 
 # --- waiting and genesis ---------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def _seek_genesis(draft: Draft, run_id: str) -> None:
 def _missing_memory(state: State, run_id: str, ready: list[str]) -> str:
     """What these nodes lack to hold the model together; empty where they lack nothing, or nobody told its layers."""
     tables = Counter(state.live[peer].layers for peer in ready if state.live[peer].layers)
-    model = room_of(state, run_id, max(tables, key=lambda it: tables[it], default=b""))
+    model = span_memory_of(state, run_id, max(tables, key=lambda it: tables[it], default=b""))
     if model is None:
         return ""
     held = sum(model.most_layers(state.live[peer].profile) for peer in ready)
@@ -128,7 +128,9 @@ def _watch_writer(draft: Draft, run_id: str, policy: Policy) -> None:
     state, memory = draft.state, draft.state.memory[run_id]
     ready = ready_nodes(state, run_id, corpus_expected(state, run_id))
     in_time = draft.now.monotonic - memory.writer_since < policy.genesis_seconds
-    may_deliver = memory.writer and memory.writer not in memory.passed_over and still_there(state, memory.writer)
+    may_deliver = (
+        memory.writer and memory.writer not in memory.passed_over and can_still_write_genesis(state, memory.writer)
+    )
     if in_time and may_deliver:
         return
     if len(ready) >= memory.spec.run.min_nodes:
@@ -160,7 +162,7 @@ def _appoint(draft: Draft, run_id: str, ready: list[str]) -> None:
 def _tell_corpora(draft: Draft, run_id: str, digest: str) -> None:
     """Say it, once per digest, when a fit node's text is not that of most: it does not count towards genesis."""
     memory = draft.state.memory[run_id]
-    for node, other in stray_corpora(draft.state, run_id, digest):
+    for node, other in nodes_with_other_corpus(draft.state, run_id, digest):
         if memory.told_corpora.get(node.peer_id) == other:
             continue
         memory = replace(memory, told_corpora={**memory.told_corpora, node.peer_id: other})

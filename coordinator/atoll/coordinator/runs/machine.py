@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from atoll.coordinator.live import hand_over, plan_pace, planner_answer
-from atoll.coordinator.live.attendance import FIT, corpus_expected
-from atoll.coordinator.planner.question import Answer, Question, is_known, memory_of
+from atoll.coordinator.live.attendance import ELIGIBLE_STATES, corpus_expected
+from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs, memory_figures
 from atoll.coordinator.rounds import reports
 from atoll.coordinator.rounds.round_checks import check_table
 from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
@@ -81,7 +81,9 @@ def restore(
         deny_reserved=contents.deny.number if contents.deny else 0,
         last_event_id=contents.last_event_id,
     )
-    stages = [peer for peer in live if state.nodes[peer].draining and hand_over.begins(state, state.nodes[peer])]
+    stages = [
+        peer for peer in live if state.nodes[peer].draining and hand_over.must_hand_over(state, state.nodes[peer])
+    ]
     return replace(state, live={**live, **{peer: replace(live[peer], hands_over=True) for peer in stages}})
 
 
@@ -196,7 +198,7 @@ def tick_run(state: State, now: Moment, policy: Policy, run_id: str) -> Step[Non
 
 def take_answer(state: State, now: Moment, run_id: str, question: Question, answer: Answer) -> Step[Any]:
     """The planner answered what a run wanted to know."""
-    if question.wanted:
+    if question.given_routes:
         return plan_pace.take_prediction(state, now, run_id, question, answer)
     return planner_answer.take(state, now, run_id, question, answer)
 
@@ -214,11 +216,11 @@ def _watch_streams(draft: Draft, policy: Policy) -> None:
 def _advance(draft: Draft, run_id: str, policy: Policy) -> None:
     _tell_strays(draft, run_id)
     reports.tell_gap(draft, run_id)
-    hand_over.go_on(draft, run_id, policy)
+    hand_over.release_drained(draft, run_id, policy)
     lifecycle.advance(draft, run_id, policy)
     if draft.state.runs[run_id].state == "TRAINING":
         recovery.watch(draft, run_id, policy)
-        plan_pace.measure(draft, run_id)
+        plan_pace.sample_pace(draft, run_id)
         plan_pace.ask_prediction(draft, run_id, policy)
 
 
@@ -287,7 +289,7 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
 
 def _unfit_since(live: Live, state: mb.NodeState, now: float) -> float | None:
     """No new word, and no new stream, begins the time anew: only being fit."""
-    if state in FIT:
+    if state in ELIGIBLE_STATES:
         return None
     return now if live.unfit_since is None else live.unfit_since
 
@@ -297,7 +299,10 @@ def _told_profile(live: Live, request: mb.HeartbeatRequest, now: float) -> dict[
     if not request.HasField("profile"):
         return {}
     profile = peer_paths.tidied_profile(request.profile)
-    if (memory_of(profile), is_known(profile)) == (memory_of(live.profile), is_known(live.profile)):
+    if (memory_figures(profile), has_planner_inputs(profile)) == (
+        memory_figures(live.profile),
+        has_planner_inputs(live.profile),
+    ):
         return {"profile": profile}
     left = live.resized.spend(RESIZED, now)
     return {} if left is None else {"profile": profile, "resized": left}

@@ -14,8 +14,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from atoll.coordinator.live import replan_trigger, standbys
-from atoll.coordinator.live.attendance import fit_nodes, present
-from atoll.coordinator.live.plan_issue import Notes, issue, issue_routes, next_version
+from atoll.coordinator.live.attendance import attendance_of, eligible_nodes
+from atoll.coordinator.live.plan_issue import PlanNotes, issue_replica_plan, issue_route_plan, next_version
 from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.rounds import tie_break_votes
 from atoll.coordinator.rounds.round_checks import MAX_GAP
@@ -51,7 +51,7 @@ def recover(state: State, now: Moment, run_id: str, *, force: bool = False) -> S
             f"run {run.run_id!r} is {run.state.lower()}: only a run that trains can be recovered",
             "start it first: `atollctl run start`",
         )
-    here = fit_nodes(state, run.run_id)
+    here = eligible_nodes(state, run.run_id)
     left = _goes_on_from(state, run)
     if left is None:
         raise InvalidTransition(
@@ -91,10 +91,10 @@ def watch(draft: Draft, run_id: str, policy: Policy) -> None:
 def newest_left(state: State, run: Run) -> Left | None:
     """The newest committed state that fit nodes say they hold."""
     memory = state.memory[run.run_id]
-    told = (state.live[peer].status for peer in fit_nodes(state, run.run_id))
+    told = (state.live[peer].status for peer in eligible_nodes(state, run.run_id))
     held = Counter((status.head_round, status.head_hash) for status in told if len(status.head_hash) == _HASH_BYTES)
     found = (Left(number, count, digest) for (number, digest), count in held.items())
-    most = len(fit_nodes(state, run.run_id)) / 2
+    most = len(eligible_nodes(state, run.run_id)) / 2
     return max((item for item in found if _counts(run, memory, item, most)), default=None)
 
 
@@ -112,7 +112,7 @@ def _left_to_all(state: State, run_id: str) -> Left | None:
     """What is left, if every node that decides the next round or is planned is here and holds an older one."""
     run, memory = state.runs[run_id], state.memory[run_id]
     electorate = electorate_after(memory, run.head_round)
-    here = set(fit_nodes(state, run_id))
+    here = set(eligible_nodes(state, run_id))
     if memory.plan is None or electorate is None or not electorate.members:
         return None
     if not here >= electorate.members | set(memory.plan.members):
@@ -125,7 +125,7 @@ def _left_to_all(state: State, run_id: str) -> Left | None:
 def _left_of_lost(state: State, run_id: str) -> Left | None:
     """What is left, if some layer is lost to all planned nodes that should hold it, and who may know more is here."""
     run, memory = state.runs[run_id], state.memory[run_id]
-    here, electorate = set(fit_nodes(state, run_id)), electorate_after(memory, run.head_round)
+    here, electorate = set(eligible_nodes(state, run_id)), electorate_after(memory, run.head_round)
     if memory.plan is None or electorate is None:
         return None
     gone = {peer for peer in electorate.members if peer in state.nodes and not _may_return(state, peer)}
@@ -158,7 +158,7 @@ def _newest_whole(state: State, run: Run, below: int | None = None) -> Left | No
 
     Others may hold some, too, but nobody would ask them.
     """
-    memory, here = state.memory[run.run_id], fit_nodes(state, run.run_id)
+    memory, here = state.memory[run.run_id], eligible_nodes(state, run.run_id)
     assert memory.plan is not None
     count = memory.plan.layers
     held: dict[tuple[int, bytes], list[tuple[str, range]]] = {}
@@ -189,7 +189,7 @@ def _covers(count: int, spans: list[range]) -> bool:
 
 def _go_on_from(draft: Draft, run_id: str, left: Left, why: str) -> None:
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    here = fit_nodes(draft.state, run_id)
+    here = eligible_nodes(draft.state, run_id)
     void = {number: commit for number, commit in memory.committed.items() if number > left.round}
     kept = {number: commit for number, commit in memory.committed.items() if number <= left.round}
     kept.setdefault(left.round, Commit(left.manifest_hash, committed_tokens=None))
@@ -215,9 +215,11 @@ def _issue(draft: Draft, run_id: str, left: Left, here: list[str], reason: str) 
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     version = next_version(run)
     if memory.plan is None or not replan_trigger.needs_routes(
-        draft.state, run_id, present(draft.state, run_id, draft.now.monotonic)
+        draft.state, run_id, attendance_of(draft.state, run_id, draft.now.monotonic)
     ):
-        issue(draft, run_id, here, reason, Base(left.manifest_hash, tuple(sorted(here)), left.round, version))
+        issue_replica_plan(
+            draft, run_id, here, reason, Base(left.manifest_hash, tuple(sorted(here)), left.round, version)
+        )
         return
     routes = routes_of(memory.plan)
     whole = [route for route in routes if all(part.peer_id in here for part in route)] or list(routes)
@@ -225,7 +227,7 @@ def _issue(draft: Draft, run_id: str, left: Left, here: list[str], reason: str) 
     voters = tuple(sorted(members & set(here))) or tuple(sorted(here))
     base = Base(left.manifest_hash, voters, left.round, version)
     standing = standbys.kept(draft.state, run_id, whole, here)
-    issue_routes(draft, run_id, whole, reason, Notes(left_out=memory.left_out), base, standbys=standing)
+    issue_route_plan(draft, run_id, whole, reason, PlanNotes(left_out=memory.left_out), base, standbys=standing)
 
 
 def _nodes(count: int) -> str:

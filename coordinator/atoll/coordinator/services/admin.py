@@ -174,7 +174,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ApplyPlan(self, request: wire.ApplyPlanRequest, context: Context) -> wire.ApplyPlanResponse:
         """Plan now, or say what that would change."""
         run = lookup.run(self._controller.state, request.run_id)
-        question = plan_apply.question_of(
+        question = plan_apply.operator_question(
             self._controller.state, self._controller.moment(), run.run_id, self._controller.policy
         )
         found = await self._controller.plan(question)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from atoll.coordinator.live import neighbour_copies
 from atoll.coordinator.live.plan_issue import STATE_BYTES_PER_PARAMETER
-from atoll.coordinator.live.span_fit import room_of
+from atoll.coordinator.live.span_fit import span_memory_of
 from atoll.coordinator.planner.question import Answer, NamedRoute, Preferences, Question
 from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Node, PlanFigures
@@ -58,11 +58,11 @@ def proposal_view(
 ) -> admin.ApplyPlanResponse:
     """What a plan would change, or, where `plan` was issued, did."""
     peers = {node.name: node.peer_id for node in state.members_of(run_id)}
-    after = question.wanted or answer.routes
-    moves = [] if answer.missing and not question.wanted else list(_moves(question, after, peers))
+    after = question.given_routes or answer.routes
+    moves = [] if answer.missing and not question.given_routes else list(_moves(question, after, peers))
     return admin.ApplyPlanResponse(
         changes=bool(moves),
-        reason=answer.reason if not question.wanted else "every node can hold the whole model",
+        reason=answer.reason if not question.given_routes else "every node can hold the whole model",
         version=plan.version if plan else 0,
         before_tokens_per_second=answer.before_tokens_per_second,
         after_tokens_per_second=answer.tokens_per_second,
@@ -71,7 +71,7 @@ def proposal_view(
             admin.LeftOutNode(peer_id=peers.get(name, ""), name=name, reason=reason)
             for name, reason in sorted(answer.left_out.items())
         ],
-        missing="" if question.wanted else answer.missing,
+        missing="" if question.given_routes else answer.missing,
     )
 
 
@@ -91,11 +91,11 @@ def part_in_plan(state: State, node: Node) -> admin.NodeView:
 def _copies(state: State, plan: Plan) -> Iterator[tuple[str, plan_pb2.Span]]:
     """By peer id: the layers of a neighbour that it has, too."""
     for pair in neighbour_copies.kept(state, plan):
-        yield pair.keeper, plan_pb2.Span(first=pair.of_span.start, last=pair.of_span.stop - 1)
+        yield pair.holder, plan_pb2.Span(first=pair.stage_span.start, last=pair.stage_span.stop - 1)
 
 
 def _placed(state: State, plan: Plan, copies: Mapping[str, plan_pb2.Span]) -> Iterator[admin.PlacedNode]:
-    model = room_of(state, plan.run_id)
+    model = span_memory_of(state, plan.run_id)
     routes = {peer: number for number, route in enumerate(plan.routes, 1) for peer in route}
     along = [*(peer for route in plan.routes for peer in route), *plan.standbys]
     for peer in along:

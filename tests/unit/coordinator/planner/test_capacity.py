@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 from unit.coordinator.planner.worlds import LAYERS, TRAINING, machine, swarm
 from unit.coordinator.world import spec_toml
 
-from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.problem import Wishes
-from atoll.coordinator.planner.problem_from_nodes import problem_of
-from atoll.coordinator.planner.question import Measured
-from atoll.coordinator.planner.span_memory import Room, room
+from atoll.coordinator.planner.problem_from_nodes import problem_from_nodes
+from atoll.coordinator.planner.question import PlannerNode
+from atoll.coordinator.planner.span_memory import SpanMemory, span_memory
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.model.memory_estimate import StageTraffic, stage_trainer_memory_bytes
 from atoll.node.model.span import Span
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
-ROOM = Room(LAYERS, TRAINING)
+ROOM = SpanMemory(LAYERS, TRAINING)
 WHOLE = int(ROOM.device_bytes(0, len(LAYERS) - 1))
 
 
@@ -43,7 +43,7 @@ def test_what_fits_is_what_the_planner_may_place(device_bytes: int, host_bytes: 
         host_memory_bytes=float(host_bytes),
         shares_memory=device == "cpu",
     )
-    fitting = Tables(swarm([same])).fits(0)
+    fitting = CostTables(swarm([same])).fits(0)
     start, end = np.nonzero(fitting)
     assert ROOM.most_layers(told) == int((end - start).max(initial=0))
     assert ROOM.holds_all(told) == bool(fitting[0, len(LAYERS)])
@@ -100,7 +100,7 @@ def test_no_span_is_planned_that_its_trainer_would_refuse(
             row.parameters = 64 * width if row.kind == "block" else 0
     first = data.draw(st.integers(0, blocks + 1))
     last = data.draw(st.integers(first, blocks if first == 0 else blocks + 1))
-    planned = room(table.SerializeToString(), spec)
+    planned = span_memory(table.SerializeToString(), spec)
     assert planned is not None
     ahead = spec.pipeline.ahead
     most = min(micro_batches, (1 + ahead) * (blocks + 1 - first) + 1)  # credits of a stage, before one stage a layer
@@ -117,6 +117,6 @@ def test_who_tells_no_memory_counts_as_holding_everything() -> None:
 def test_the_word_of_a_node_about_the_whole_model_counts() -> None:
     for told, holds in ((profile(WHOLE // 2, whole=WHOLE // 3), True), (profile(2 * WHOLE, whole=3 * WHOLE), False)):
         assert ROOM.holds_all(told) is holds
-        node = Measured("peer", "ann", told, mb.NodeStatus(), (), {})
-        fits = Tables(problem_of([node], LAYERS, parse_run_spec(spec_toml()), Wishes()).problem).fits(0)
+        node = PlannerNode("peer", "ann", told, mb.NodeStatus(), (), {})
+        fits = CostTables(problem_from_nodes([node], LAYERS, parse_run_spec(spec_toml()), Wishes()).problem).fits(0)
         assert fits[0, len(LAYERS)] == holds

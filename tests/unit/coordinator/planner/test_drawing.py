@@ -12,7 +12,7 @@ from unit.coordinator.planner.worlds import GB, machine, swarm
 
 from atoll.coordinator.cli import main
 from atoll.coordinator.planner.explain import explain
-from atoll.coordinator.planner.layout_svg import drawing
+from atoll.coordinator.planner.layout_svg import layout_svg
 from atoll.coordinator.planner.solve import solve
 from atoll.core.clock import SystemClock
 
@@ -25,7 +25,7 @@ def test_every_machine_has_a_box_over_its_layers_and_names_are_text() -> None:
     machines = [machine(name, device_memory_bytes=10 * GB) for name in wild]
     found = solve(swarm(machines), clock=SystemClock(), rng=random.Random(0), seconds=5)
     why = explain(found, clock=SystemClock(), rng=random.Random(0), seconds=0.2)
-    root = ElementTree.fromstring(drawing(found, why))
+    root = ElementTree.fromstring(layout_svg(found, why))
     assert root.find(f".//{SVG}script") is None
     told = {str(item.text).split(": ")[0]: item for item in root.iter(f"{SVG}title")}
     assert told.keys() == {"<script>alert(1)</script>", "a & b", "[31mred"}

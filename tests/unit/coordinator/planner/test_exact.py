@@ -15,7 +15,7 @@ from atoll.coordinator.planner import exact_solver
 from atoll.coordinator.planner.budget import Budget
 from atoll.coordinator.planner.checks import check_layout
 from atoll.coordinator.planner.cost import evaluate
-from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.exact_solver import solve_exactly
 from atoll.coordinator.planner.links import Path
 from atoll.coordinator.planner.solve import solve
@@ -47,7 +47,7 @@ def test_without_time_it_says_that_nothing_is_proven() -> None:
     problem = small(random.Random(1), most=5)
     budget = Budget.of_seconds(ManualClock(), 60, steps=1)
     budget.taken = 1
-    found = solve_exactly(Tables(problem), range(len(problem.machines)), budget)
+    found = solve_exactly(CostTables(problem), range(len(problem.machines)), budget)
     assert found.gap > 0
 
 
@@ -74,7 +74,7 @@ def test_a_bound_that_was_left_unproven_is_told_when_the_budget_ends(monkeypatch
         pairs = combinations([it.name for it in machines], 2)
         paths = [Path(one, other, rng.choice([0.005, 0.4])) for one, other in pairs]
         training = replace(TRAINING, micro_batches=64, ahead=rng.choice([0, 1]))
-        tables = Tables(swarm(machines, paths, training=training))
+        tables = CostTables(swarm(machines, paths, training=training))
         monkeypatch.setattr(exact_solver, "_MOST_ROUTES", 10**9)
         full = exact_solver.solve_exactly(tables, range(4), Steps(10**9))  # type: ignore[arg-type]
         if full.best is None or full.gap:

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.coordinator.planner.worlds import MBIT, machine, swarm
 
-from atoll.coordinator.planner.links import RELAY_BYTES_PER_SECOND, Path, complete, islands, transfer_rates
+from atoll.coordinator.planner.links import RELAY_BYTES_PER_SECOND, Path, fill_missing_links, islands, transfer_rates
 from atoll.coordinator.planner.problem import Reach
 from atoll.coordinator.planner.regions import regions
 
 
 def test_a_pair_that_was_not_measured_is_as_far_as_the_shortest_way() -> None:
     rtt = np.array([[0, 0.01, np.nan], [0.01, 0, 0.03], [np.nan, 0.02, 0]])
-    links = complete(rtt, np.full((3, 3), np.inf))
+    links = fill_missing_links(rtt, np.full((3, 3), np.inf))
     assert links.rtt_seconds[0, 2] == pytest.approx(0.04)
     assert links.rtt_seconds[1, 2] == 0.03, "of two that differ the longer holds"
     assert links.unknown_pairs == 1
@@ -24,7 +24,7 @@ def test_a_pair_that_was_not_measured_is_as_far_as_the_shortest_way() -> None:
 def test_machines_without_any_path_are_islands() -> None:
     rtt = np.full((3, 3), np.inf)
     rtt[0, 1] = rtt[1, 0] = 0.01
-    links = complete(rtt, np.full((3, 3), np.inf))
+    links = fill_missing_links(rtt, np.full((3, 3), np.inf))
     assert islands(np.isfinite(links.rtt_seconds)) == [[0, 1], [2]]
 
 

@@ -11,24 +11,24 @@ from unit.coordinator.planner.worlds import GB, LAYERS, machine, swarm
 
 from atoll.coordinator.planner.checks import check_layout
 from atoll.coordinator.planner.cost import evaluate
-from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.problem import Layout, Pin, Problem, Wishes
 from atoll.coordinator.planner.question import NamedRoute
-from atoll.coordinator.planner.repair import able_routes, extended, repaired
+from atoll.coordinator.planner.repair import extend_layout, intact_routes, repair_layout
 from atoll.coordinator.planner.replan import named_routes
 
 LAST = len(LAYERS) - 1
 THIRDS: NamedRoute = (("ann", 0, 3), ("ben", 4, 7), ("cleo", 8, LAST))
 
 
-def of(wishes: Wishes = Wishes(), **memory_gb: float) -> Tables:  # noqa: B008
+def of(wishes: Wishes = Wishes(), **memory_gb: float) -> CostTables:  # noqa: B008
     """Machines by memory: a third of the layers takes 7 GB, two thirds 13 GB."""
     cards = [machine(name, device_memory_bytes=size * GB) for name, size in memory_gb.items()]
-    return Tables(swarm(cards, wishes=wishes))
+    return CostTables(swarm(cards, wishes=wishes))
 
 
-def mended(tables: Tables, *current: NamedRoute) -> tuple[NamedRoute, ...]:
-    return named_routes(tables.problem, repaired(tables, current))
+def mended(tables: CostTables, *current: NamedRoute) -> tuple[NamedRoute, ...]:
+    return named_routes(tables.problem, repair_layout(tables, current))
 
 
 def test_a_spare_takes_the_same_layers() -> None:
@@ -55,7 +55,7 @@ def test_an_end_that_is_gone_is_taken_by_its_only_neighbour(gone: str) -> None:
 
 def test_a_card_that_shrank_keeps_what_still_fits() -> None:
     (route,) = mended(of(ann=14, ben=4, cleo=14), THIRDS)
-    check_layout(of(ann=14, ben=4, cleo=14).problem, Layout(repaired(of(ann=14, ben=4, cleo=14), [THIRDS]).routes))
+    check_layout(of(ann=14, ben=4, cleo=14).problem, Layout(repair_layout(of(ann=14, ben=4, cleo=14), [THIRDS]).routes))
     assert {name for name, _, _ in route} <= {"ann", "ben", "cleo"}
 
 
@@ -70,9 +70,9 @@ def test_a_spare_that_is_pinned_elsewhere_is_none() -> None:
 
 def test_newcomers_make_routes_of_their_own() -> None:
     tables = of(ann=8, ben=8, cleo=8, dora=14, emil=14, whale=24)
-    kept = able_routes(tables, [THIRDS])
+    kept = intact_routes(tables, [THIRDS])
     assert named_routes(tables.problem, kept) == (THIRDS,)
-    assert sorted(len(route) for route in extended(tables, kept).routes) == [1, 2, 3]
+    assert sorted(len(route) for route in extend_layout(tables, kept).routes) == [1, 2, 3]
 
 
 @settings(deadline=None)
@@ -81,15 +81,15 @@ def test_whatever_happens_what_is_repaired_can_be(seed: int) -> None:
     rng = random.Random(seed)
     names = [f"m{number}" for number in range(rng.randint(1, 7))]
     before = of(**{name: rng.choice([4.0, 8.0, 14.0, 24.0]) for name in names})
-    current = named_routes(before.problem, extended(before, Layout(())))
+    current = named_routes(before.problem, extend_layout(before, Layout(())))
     left = {name: rng.choice([4.0, 8.0, 14.0, 24.0]) for name in names if rng.random() < 0.7}
     left |= {f"new{number}": 8.0 for number in range(rng.randint(0, 2))} or {"new": 8.0}
     problem: Problem = of(**left).problem
-    tables = Tables(problem)
-    layout = repaired(tables, current)
+    tables = CostTables(problem)
+    layout = repair_layout(tables, current)
     check_layout(problem, layout)
     assert all(cost.score_rate > 0 for cost in evaluate(tables, layout).routes)
-    whole = named_routes(problem, able_routes(tables, current))
+    whole = named_routes(problem, intact_routes(tables, current))
     assert set(whole) <= set(named_routes(problem, layout))
 
 
@@ -107,8 +107,8 @@ def test_pinned_machines_get_routes_through_their_spans(
 ) -> None:
     wishes = Wishes(pins=tuple(Pin(name, span) for name, span in pins.items()))
     tables = of(wishes, **dict.fromkeys(pins, 24.0), **free)
-    routes = named_routes(tables.problem, extended(tables, Layout(())))
+    routes = named_routes(tables.problem, extend_layout(tables, Layout(())))
     assert routes
-    check_layout(tables.problem, extended(tables, Layout(())))
+    check_layout(tables.problem, extend_layout(tables, Layout(())))
     assert all((first, last) == pins[name] for route in routes for name, first, last in route if name in pins)
     assert stages is None or [name for name, _, _ in routes[0]] == stages

@@ -9,7 +9,7 @@ import pytest
 from unit.coordinator.planner.worlds import GB, MBIT, TRAINING, machine, swarm
 
 from atoll.coordinator.planner.problem import Pin, Problem, Wishes
-from atoll.coordinator.planner.replan import Change, NamedRoute, named_routes, replan
+from atoll.coordinator.planner.replan import NamedRoute, ReplanResult, named_routes, replan
 from atoll.core.clock import SystemClock
 
 ROUTE: NamedRoute = (("ann", 0, 5), ("ben", 6, 11))
@@ -21,7 +21,7 @@ def halves(*names: str, wishes: Wishes = Wishes(), **changed: float) -> Problem:
     return swarm(machines, training=replace(TRAINING, round_tokens=10**8), wishes=wishes)
 
 
-def planned(problem: Problem, *routes: NamedRoute) -> Change:
+def planned(problem: Problem, *routes: NamedRoute) -> ReplanResult:
     return replan(problem, routes, clock=SystemClock(), rng=random.Random(0), seconds=20, steps=100)
 
 
@@ -70,13 +70,13 @@ def test_noise_is_not_worth_a_move_and_a_real_change_is(speed: float, moves: boo
 
 @pytest.mark.parametrize(("speed", "proven", "moves"), [(1.12, False, False), (1.12, True, True), (1.5, False, True)])
 def test_nobody_loses_a_place_to_a_machine_that_only_says_to_be_a_little_faster(
-    speed: float, proven: bool, moves: bool
+    speed: float, speed_measured: bool, moves: bool
 ) -> None:
     """Only one of the two that may hold the second half can have a place, and it sets the pace."""
     pins = (Pin("ann", (0, 5)), Pin("ben", (6, 11)), Pin("cleo", (6, 11)))
     problem = halves("ann", "ben", "cleo", wishes=Wishes(pins=pins))
     fast = [replace(it, flops_per_second=pace * 1e12) for it, pace in zip(problem.machines, (9, 1, speed), strict=True)]
-    other = replace(fast[2], proven=proven)
+    other = replace(fast[2], speed_measured=speed_measured)
     change = planned(replace(problem, machines=(*fast[:2], other)), ROUTE)
     assert change.moves is moves
     assert (other.name in {name for name, _, _ in named_routes(problem, change.evaluation.layout)[0]}) is moves

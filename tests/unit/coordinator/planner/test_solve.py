@@ -11,7 +11,7 @@ from unit.coordinator.planner.worlds import GB, MBIT, TRAINING, machine, swarm
 
 from atoll.coordinator.planner.checks import check_layout, check_problem
 from atoll.coordinator.planner.cost import evaluate
-from atoll.coordinator.planner.cost_tables import Tables
+from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.problem import Goal, Layout, Pin, Problem, Wishes
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.planner.splits import best_split
@@ -97,7 +97,7 @@ def test_no_other_cuts_of_an_order_are_much_better(seed: int) -> None:
     """Bounds on the period are a grid: what it gives away is at most a step of it."""
     problem = consumers(random.Random(seed), 8)
     check_problem(problem)
-    tables, order, rng = Tables(problem), list(range(8)), random.Random(seed)
+    tables, order, rng = CostTables(problem), list(range(8)), random.Random(seed)
     rng.shuffle(order)
     coarse, fine = best_split(tables, order), best_split(tables, order, [1 + 0.01 * step for step in range(200)])
     assert fine.rate >= coarse.rate >= 0.93 * fine.rate

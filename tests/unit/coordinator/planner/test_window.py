@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.coordinator.planner.in_flight_limit import NO_WINDOW, window
+from atoll.coordinator.planner.in_flight_limit import NO_IN_FLIGHT_LIMIT, in_flight_limit
 from atoll.coordinator.planner.problem import Training
 from atoll.node.pipeline.schedule import Backward, Forward, flush_actions, stage_credits
 
@@ -43,7 +43,7 @@ def played(micro_batches: int, ahead: int, stages: list[float], hops: list[float
 
 def predicted(micro_batches: int, ahead: int, stages: list[float], hops: list[float]) -> float:
     training = Training(micro_batch_tokens=1, micro_batches=micro_batches, round_tokens=1, ahead=ahead)
-    period = max(max(stages), window(training, stages, hops, max(stages)).period_seconds)
+    period = max(max(stages), in_flight_limit(training, stages, hops, max(stages)).period_seconds)
     return sum(stages) + sum(hops) + (micro_batches - 1) * period
 
 
@@ -74,11 +74,11 @@ def test_a_flush_that_fits_into_the_credits_waits_for_none() -> None:
         took = played(8, 5, stages, hops)
         assert 0.999 < predicted(8, 5, stages, hops) / took < 1.35  # its last stages wait once
     training = Training(micro_batch_tokens=1, micro_batches=7, round_tokens=1)
-    assert window(training, [0.015, 0.015], [0.2], 0.015) == NO_WINDOW
+    assert in_flight_limit(training, [0.015, 0.015], [0.2], 0.015) == NO_IN_FLIGHT_LIMIT
 
 
 def test_the_pair_that_is_covered_least_is_named() -> None:
     training = Training(micro_batch_tokens=1, micro_batches=64, round_tokens=1)
-    found = window(training, [0.01] * 4, [0.0, 0.4, 0.0], 0.01)
+    found = in_flight_limit(training, [0.01] * 4, [0.0, 0.4, 0.0], 0.01)
     assert (found.first, found.last, found.in_flight) == (1, 2, 7)
-    assert abs(found.way_seconds - 0.42) < 1e-9
+    assert abs(found.round_trip_seconds - 0.42) < 1e-9
