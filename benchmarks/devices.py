@@ -5,7 +5,8 @@
 No machine here has GPUs, so devices are processes with one core each, over gloo. Each case trains the whole model for
 some steps, evaluates the anchor, takes a snapshot and goes on. `largest_mb` is the peak of the largest process's own
 resident memory, less the same of a model of next to nothing; `planned_mb` a device's part of what the trainer counts
-before it takes the model (`loading.whole_model_bytes` and `usable_facts`). `speed_up` is against one process with one core.
+before it takes the model (`loading.whole_model_bytes` and `usable_facts`). `speed_up` is against one process with one
+core.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ Between them stand the shipped bridges, over streams within this process. Some f
 whole span is taken, and flushes go on. `measured` is the peak of a process's resident memory without what it shares
 with its daemon, less the same of a route of a model of next to nothing (interpreter, torch, threads, corpus). The
 estimate is the planner's for this span (`Room.device_bytes`), less its estimate for that small model; `trainer_mb` is
-the figure by which the trainer itself refuses a span (`stage_trainer_memory_bytes`), which may not be above the planner's.
+the figure by which the trainer itself refuses a span (`stage_trainer_memory_bytes`), which may not be above the
+planner's.
 
 No machine here has a GPU: there the allocator's figure would be asked for.
 """

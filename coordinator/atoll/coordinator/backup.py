@@ -34,13 +34,13 @@ from atoll.core.membership import EMPTY_DENY_LIST, issue_deny_list
 DATABASE = "coordinator.db"
 KEYS = ("ca.key", "ca.crt", "operator.key")
 CREDENTIAL = ("admin/admin.key", "admin/admin.crt", "admin/ca.crt", "admin/admin.toml")
-SPARE_NUMBERS = 1000  # that may have been issued since the backup, and
-SPARE_PER_SECOND = 10  # as many more for every second since
+SKIPPED_NUMBERS = 1000  # that may have been issued since the backup, and
+SKIPPED_NUMBERS_PER_SECOND = 10  # as many more for every second since
 _BUSY_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Made:
+class BackupResult:
     """What a backup or a restore ended with, for people."""
 
     path: Path
@@ -48,7 +48,7 @@ class Made:
     created_unix_ms: int
 
 
-def write(data_dir: Path, database_url: str, target: Path, unix_ms: int) -> Made:
+def write(data_dir: Path, database_url: str, target: Path, unix_ms: int) -> BackupResult:
     """Everything into a new file `target`, mode 0600. Raises `AlreadyExists`, `DataDirUnusable`, `DatabaseCorrupt`."""
     missing = [name for name in KEYS if not (data_dir / name).is_file()]
     if missing:
@@ -77,7 +77,7 @@ def write(data_dir: Path, database_url: str, target: Path, unix_ms: int) -> Made
     return _made(target, data_dir, unix_ms)
 
 
-def restore(archive: Path, data_dir: Path, database_url: str, unix_ms: int) -> Made:
+def restore(archive: Path, data_dir: Path, database_url: str, unix_ms: int) -> BackupResult:
     """A new data directory from a backup; `database_url` is empty for SQLite in it, else an empty database's.
 
     Raises `AlreadyExists` for a directory or a database that is not empty, `BackupCorrupt`, `DataDirUnusable`.
@@ -89,8 +89,8 @@ def restore(archive: Path, data_dir: Path, database_url: str, unix_ms: int) -> M
         directory.mkdir(mode=0o700)
         created = unpack(archive, directory, (*KEYS, DATABASE), CREDENTIAL)
         database = directory / DATABASE
-        _leave_marks(f"sqlite:///{database}", directory / "operator.key", created, unix_ms)
-        _flatten(database)
+        _mark_as_restored(f"sqlite:///{database}", directory / "operator.key", created, unix_ms)
+        _check_and_merge_wal(database)
         if database_url:
             copy_rows(f"sqlite:///{database}", database_url)
             database.unlink()
@@ -103,9 +103,9 @@ def restore(archive: Path, data_dir: Path, database_url: str, unix_ms: int) -> M
     return _made(data_dir, data_dir, created)
 
 
-def _leave_marks(url: str, operator_key: Path, created_ms: int, unix_ms: int) -> None:
+def _mark_as_restored(url: str, operator_key: Path, created_ms: int, unix_ms: int) -> None:
     """What the restored coordinator must know of its own forgetting, in one transaction."""
-    spare = SPARE_NUMBERS + SPARE_PER_SECOND * max(0, unix_ms - created_ms) // 1000
+    spare = SKIPPED_NUMBERS + SKIPPED_NUMBERS_PER_SECOND * max(0, unix_ms - created_ms) // 1000
     operator = Identity.load(operator_key)
     store = SqlStore(url)
     try:
@@ -144,12 +144,12 @@ def _copy_sqlite(source: Path, target: Path) -> None:
         finally:
             reading.close()
         target.chmod(0o600)
-        _flatten(target)
+        _check_and_merge_wal(target)
     except sqlite3.Error as error:
         raise DatabaseCorrupt(f"the database {source} cannot be copied: {error}") from error
 
 
-def _flatten(path: Path) -> None:
+def _check_and_merge_wal(path: Path) -> None:
     """One sound file without companions. Raises `DatabaseCorrupt`."""
     try:
         connection = sqlite3.connect(path)
@@ -181,5 +181,5 @@ def _staging(target: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _made(path: Path, directory: Path, unix_ms: int) -> Made:
-    return Made(path, certificate_sha256((directory / "ca.crt").read_bytes()), unix_ms)
+def _made(path: Path, directory: Path, unix_ms: int) -> BackupResult:
+    return BackupResult(path, certificate_sha256((directory / "ca.crt").read_bytes()), unix_ms)

@@ -50,12 +50,12 @@ def unpack(archive: Path, directory: Path, required: Collection[str], possible: 
     except OSError as error:
         raise ConfigError(f"cannot read {archive}: {error.strerror or error}") from error
     except tarfile.TarError as error:
-        raise _none(archive, error) from error
+        raise _not_a_backup(archive, error) from error
     try:
         with tar:
             return _unpack(tar, archive, directory, set(required), {*required, *possible})
     except (tarfile.TarError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _none(archive, error) from error
+        raise _not_a_backup(archive, error) from error
     except OSError as error:
         raise data_dir_unusable(directory, error) from error
 
@@ -114,5 +114,5 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _none(archive: Path, error: Exception) -> BackupCorrupt:
+def _not_a_backup(archive: Path, error: Exception) -> BackupCorrupt:
     return BackupCorrupt(f"{archive} is not a backup: {error}", "`atoll-coordinator backup` writes one")

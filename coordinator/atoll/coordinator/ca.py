@@ -26,12 +26,12 @@ ADMIN_LIFETIME = timedelta(days=365)
 SERVER_LIFETIME = timedelta(days=30)
 
 
-class Keys:
+class CoordinatorKeys:
     """The authority and the operator's key, loaded or created. Raises `KeyFileCorrupt`, `DataDirUnusable`."""
 
     def __init__(self, data_dir: Path, clock: Clock) -> None:
         now = clock.unix()
-        _forget_a_start_that_was_cut(data_dir)
+        _remove_incomplete_authority(data_dir)
         self.ca = certs.CertificateAuthority.load_or_create(data_dir / "ca.key", data_dir / "ca.crt", now)
         self.operator = Identity.load_or_create(data_dir / "operator.key")
         self._clock = clock
@@ -74,11 +74,11 @@ class ServerCertificate:
         )
 
 
-def write_admin_credential(keys: Keys, directory: Path, endpoint: str, now: float) -> None:
+def write_admin_credential(keys: CoordinatorKeys, directory: Path, endpoint: str, now: float) -> None:
     """Make `atollctl`'s credential, or keep a good one, and write where the coordinator listens now."""
     make_private_dir(directory)
     chain = directory / "admin.crt"
-    if not _still_good(chain, keys.ca, now):
+    if not _is_renewal_not_due(chain, keys.ca, now):
         fresh = keys.ca.issue_with_new_key(ADMIN_SUBJECT, now, lifetime=ADMIN_LIFETIME)
         write_private(directory / "admin.key", fresh.key_pem)
         write_private(directory / "ca.crt", fresh.ca_pem)
@@ -88,7 +88,7 @@ def write_admin_credential(keys: Keys, directory: Path, endpoint: str, now: floa
     write_private(directory / "admin.toml", ("\n".join(lines) + "\n").encode())
 
 
-def _forget_a_start_that_was_cut(data_dir: Path) -> None:
+def _remove_incomplete_authority(data_dir: Path) -> None:
     """Begin anew where the very first start ended between the authority's two files.
 
     The operator's key and the database are made after both: without them nothing was ever signed, and no backup
@@ -98,7 +98,7 @@ def _forget_a_start_that_was_cut(data_dir: Path) -> None:
         (data_dir / "ca.key").unlink(missing_ok=True)
 
 
-def _still_good(chain: Path, ca: certs.CertificateAuthority, now: float) -> bool:
+def _is_renewal_not_due(chain: Path, ca: certs.CertificateAuthority, now: float) -> bool:
     """Of our CA, and not in the last third of its life."""
     if not chain.exists() or not (chain.parent / "admin.key").exists() or not (chain.parent / "ca.crt").exists():
         return False

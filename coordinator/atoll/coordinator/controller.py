@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.runs import machine
-from atoll.coordinator.state.snapshot import Moment, Policy, State, Step
+from atoll.coordinator.state.snapshot import Policy, State, Step, StepTime
 from atoll.coordinator.store.records import Change, DenyRow, Event, PlanRow
 from atoll.coordinator.store.store import Store
 from atoll.core import log
@@ -31,7 +31,7 @@ from atoll.core.plan import Plan, sign_plan, verify_plan
 from atoll.v1 import common_pb2 as pb
 
 T = TypeVar("T")
-Operation = Callable[[State, Moment], Step[T]]
+Operation = Callable[[State, StepTime], Step[T]]
 TICK_SECONDS = 0.2
 
 
@@ -44,13 +44,15 @@ class Controller:
         self.clock = clock
         self.policy = policy
         self.tick_failures = 0
-        self.failure: str = ""  # why the last write failed; empty when it did not
+        self.store_failure: str = ""  # why the last write failed; empty when it did not
         self._log: structlog.stdlib.BoundLogger = log.get("controller")
         self._thread = ThreadPoolExecutor(1, "controller")
         self._planner = ThreadPoolExecutor(1, "planner")
-        self._watchers: set[asyncio.Event] = set()
-        self._sealed_plans: dict[str, pb.Signed] = {}
-        self._sealed_deny = issue_deny_list(operator, EMPTY_DENY_LIST.number, EMPTY_DENY_LIST.peer_ids, clock.unix())
+        self._change_events: set[asyncio.Event] = set()
+        self._signed_plans: dict[str, pb.Signed] = {}
+        self._signed_deny_list = issue_deny_list(
+            operator, EMPTY_DENY_LIST.number, EMPTY_DENY_LIST.peer_ids, clock.unix()
+        )
         self.state = self._restore()
 
     async def do(self, operation: Operation[T]) -> T:
@@ -89,30 +91,30 @@ class Controller:
     async def plan(self, question: Question) -> Answer:
         """The planner's answer; other calls are served meanwhile."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._planner, _answer, question, self.clock)
+        return await loop.run_in_executor(self._planner, _solve_question, question, self.clock)
 
     @contextmanager
-    def watching(self) -> Iterator[asyncio.Event]:
+    def change_event(self) -> Iterator[asyncio.Event]:
         """An event that is set whenever something durable changed."""
         changed = asyncio.Event()
-        self._watchers.add(changed)
+        self._change_events.add(changed)
         try:
             yield changed
         finally:
-            self._watchers.discard(changed)
+            self._change_events.discard(changed)
 
     def signed_plan(self, run_id: str) -> pb.Signed | None:
         """The run's newest plan, signed."""
-        return self._sealed_plans.get(run_id)
+        return self._signed_plans.get(run_id)
 
     @property
-    def sealed_deny(self) -> pb.Signed:
+    def signed_deny_list(self) -> pb.Signed:
         """The deny-list in force, signed."""
-        return self._sealed_deny
+        return self._signed_deny_list
 
-    def moment(self) -> Moment:
+    def moment(self) -> StepTime:
         """Now."""
-        return Moment(unix_ms(self.clock), self.clock.monotonic())
+        return StepTime(unix_ms(self.clock), self.clock.monotonic())
 
     def close(self) -> None:
         """Finish what was begun, then close the store. A search in progress ends by itself, for nobody."""
@@ -122,7 +124,7 @@ class Controller:
 
     def notify(self) -> None:
         """Wake everyone who watches."""
-        for watcher in self._watchers:
+        for watcher in self._change_events:
             watcher.set()
 
     async def _attempt(self, operation: Operation[Any]) -> None:
@@ -139,7 +141,7 @@ class Controller:
             self.tick_failures += 1
             self._log.error("planning failed", run=run_id, error=str(error), error_type=type(error).__name__)
             found = Answer(missing="the planner failed on this problem; the coordinator's log says how")
-        await self._attempt(lambda state, now: machine.take_answer(state, now, run_id, question, found))
+        await self._attempt(lambda state, now: machine.apply_planner_answer(state, now, run_id, question, found))
 
     def _announce(self, records: Sequence[Change]) -> None:
         """Wake first: a log that cannot be written must not keep news from anyone."""
@@ -150,15 +152,15 @@ class Controller:
 
     def _perform(self, operation: Operation[T], loop: asyncio.AbstractEventLoop) -> Step[T]:
         step = operation(self.state, self.moment())
-        plans = [PlanRow(plan.run_id, plan.version, self._seal(plan), plan.issued_unix_ms) for plan in step.plans]
-        deny = [DenyRow(step.deny.number, self._seal_deny(step.deny))] if step.deny else []
+        plans = [PlanRow(plan.run_id, plan.version, self._sign_plan(plan), plan.issued_unix_ms) for plan in step.plans]
+        deny = [DenyRow(step.deny.number, self._sign_deny_list(step.deny))] if step.deny else []
         rows: list[Change] = [*step.records, *plans, *deny]
         if rows:
             self._store(rows)
         for row in plans:
-            self._sealed_plans[row.run_id] = pb.Signed.FromString(row.sealed)
+            self._signed_plans[row.run_id] = pb.Signed.FromString(row.sealed)
         for row_of_deny in deny:
-            self._sealed_deny = pb.Signed.FromString(row_of_deny.sealed)
+            self._signed_deny_list = pb.Signed.FromString(row_of_deny.sealed)
         self.state = step.state
         if rows:  # from here, because the caller may have gone away meanwhile
             loop.call_soon_threadsafe(self._announce, step.records)
@@ -168,22 +170,22 @@ class Controller:
         try:
             self.store.apply(rows)
         except AtollError as error:
-            self.failure = str(error)
+            self.store_failure = str(error)
             raise
-        self.failure = ""
+        self.store_failure = ""
 
-    def _seal(self, plan: Plan) -> bytes:
+    def _sign_plan(self, plan: Plan) -> bytes:
         return sign_plan(self.operator, plan).SerializeToString()
 
-    def _seal_deny(self, deny: DenyList) -> bytes:
+    def _sign_deny_list(self, deny: DenyList) -> bytes:
         sealed = issue_deny_list(self.operator, deny.number, deny.peer_ids, self.clock.unix())
         return sealed.SerializeToString()
 
     def _restore(self) -> State:
         contents = self.store.load()
         try:
-            plans = tuple(self._opened_plan(row) for row in contents.plans)
-            deny = self._opened_deny(contents.deny) if contents.deny else None
+            plans = tuple(self._verified_plan(row) for row in contents.plans)
+            deny = self._verified_deny_list(contents.deny) if contents.deny else None
         except (Rejected, DecodeError) as error:
             raise DatabaseCorrupt(
                 f"the database holds something that this coordinator's key did not sign: {error}",
@@ -191,18 +193,18 @@ class Controller:
             ) from error
         return machine.restore(contents, plans, deny, self.moment(), self.operator.public_key)
 
-    def _opened_plan(self, row: PlanRow) -> Plan:
+    def _verified_plan(self, row: PlanRow) -> Plan:
         sealed = pb.Signed.FromString(row.sealed)
         plan = verify_plan(sealed, self.operator.public_key, row.run_id)
-        self._sealed_plans[row.run_id] = sealed  # rows come in order of version: the newest stays
+        self._signed_plans[row.run_id] = sealed  # rows come in order of version: the newest stays
         return plan
 
-    def _opened_deny(self, row: DenyRow) -> DenyList:
-        self._sealed_deny = pb.Signed.FromString(row.sealed)
-        return MembershipVerifier(self.operator.public_key, "").verify_deny_list(self._sealed_deny)
+    def _verified_deny_list(self, row: DenyRow) -> DenyList:
+        self._signed_deny_list = pb.Signed.FromString(row.sealed)
+        return MembershipVerifier(self.operator.public_key, "").verify_deny_list(self._signed_deny_list)
 
 
-def _answer(question: Question, clock: Clock) -> Answer:
+def _solve_question(question: Question, clock: Clock) -> Answer:
     from atoll.coordinator.planner.answer_question import (
         answer,  # SciPy: a second, and only runs that need routes pay for it
     )

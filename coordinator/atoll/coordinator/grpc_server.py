@@ -14,10 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from atoll.coordinator import addresses
-from atoll.coordinator.interceptors import Guard
+from atoll.coordinator.interceptors import AuthInterceptor
 from atoll.core.errors import PortInUse
 
-_STRANGERS = (
+_UNAUTHENTICATED_OPTIONS = (
     ("grpc.max_concurrent_streams", 8),  # of one connection
     ("grpc.max_connection_idle_ms", 5_000),
     ("grpc.max_connection_age_ms", 5_000),  # a call that was begun and never finished ends with its connection
@@ -40,14 +40,14 @@ class GrpcServer:
         port: int,
         flag: str,
         credentials: grpc.ServerCredentials,
-        guard: Guard,
+        guard: AuthInterceptor,
         *,
         max_message_bytes: int,
         max_calls: int | None = None,  # set on the strangers' port
     ) -> None:
         """Raises `PortInUse`, `ConfigError`."""
         addresses.check_free(host, port, flag)
-        bounds = () if max_calls is None else _STRANGERS
+        bounds = () if max_calls is None else _UNAUTHENTICATED_OPTIONS
         options = (*_OPTIONS, *bounds, ("grpc.max_receive_message_length", max_message_bytes))
         self.server = grpc.aio.server(interceptors=(guard,), options=options, maximum_concurrent_rpcs=max_calls)
         self._health = HealthServicer()

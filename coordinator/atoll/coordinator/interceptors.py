@@ -17,15 +17,15 @@ from atoll.core import grpc_errors, log
 from atoll.core.certs import subject_uri
 from atoll.core.errors import AtollError, NotPermitted
 
-NODE = "atoll://node/"
-ADMIN = "atoll://admin/"
-_REQUIRED = {"/atoll.v1.MembershipService/": NODE, "/atoll.v1.Admin/": ADMIN}
+NODE_SUBJECT_PREFIX = "atoll://node/"
+ADMIN_SUBJECT_PREFIX = "atoll://admin/"
+_REQUIRED = {"/atoll.v1.MembershipService/": NODE_SUBJECT_PREFIX, "/atoll.v1.Admin/": ADMIN_SUBJECT_PREFIX}
 _OURS = "/atoll.v1."
 Behaviour = Callable[[Any, Any], Awaitable[Any]]  # gRPC's own signature: messages of any service
 _log = log.get("rpc")
 
 
-class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Checks the caller's role and translates errors. Handlers are coroutines (streams use `context.write`)."""
 
     def __init__(self, errors: Counter) -> None:
@@ -72,7 +72,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
 
 
 def caller(context: grpc.aio.ServicerContext[Any, Any], role: str) -> str:
-    """The name behind `role` (`NODE`, `ADMIN`) in the client's certificate. Raises `NotPermitted`."""
+    """Return the name after the subject prefix `role` in the client's certificate. Raises `NotPermitted`."""
     pem = next(iter(context.auth_context().get("x509_pem_cert", ())), b"")
     subject = subject_uri(pem) if pem else ""
     if not subject.startswith(role):

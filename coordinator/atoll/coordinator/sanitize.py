@@ -33,7 +33,7 @@ def clean(text: str, limit: int = MAX_SENTENCE_CHARACTERS) -> str:
     return "".join(kept)[:limit]
 
 
-def tidied(message: _M, limit: int = MAX_NAME_CHARACTERS) -> _M:
+def sanitized_message(message: _M, limit: int = MAX_NAME_CHARACTERS) -> _M:
     """A message as we keep it: fields and enum values that we know, clean strings, finite figures that make sense.
 
     So are messages inside it; lists are left as they are.
@@ -49,7 +49,7 @@ def tidied(message: _M, limit: int = MAX_NAME_CHARACTERS) -> _M:
         elif field.enum_type is not None and value not in field.enum_type.values_by_number:
             setattr(kept, field.name, 0)
         elif isinstance(value, Message):
-            getattr(kept, field.name).CopyFrom(tidied(value, limit))
+            getattr(kept, field.name).CopyFrom(sanitized_message(value, limit))
     return kept
 
 

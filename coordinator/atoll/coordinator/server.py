@@ -20,14 +20,14 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from atoll.coordinator import addresses
-from atoll.coordinator.ca import Keys, ServerCertificate, write_admin_credential
+from atoll.coordinator.ca import CoordinatorKeys, ServerCertificate, write_admin_credential
 from atoll.coordinator.config import CoordinatorConfig
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.grpc_server import GrpcServer, stop_all
-from atoll.coordinator.interceptors import Guard
+from atoll.coordinator.interceptors import AuthInterceptor
 from atoll.coordinator.paths import credentials_dir
 from atoll.coordinator.services.admin import AdminService
-from atoll.coordinator.services.checkpoint_relay import Uploads
+from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.services.enrolment import EnrolmentService
 from atoll.coordinator.services.membership import MembershipService
 from atoll.coordinator.store.sql import SqlStore
@@ -42,12 +42,12 @@ from atoll.core.sdnotify import notify
 from atoll.v1 import admin_pb2_grpc, enrolment_pb2_grpc, membership_pb2_grpc
 
 MAX_ENROLMENT_BYTES = 64 << 10  # strangers get little
-MAX_STRANGERS_CALLS = 4096  # most of them unfinished, if somebody means harm; each ends within ten seconds
+MAX_ENROLMENT_CALLS = 4096  # most of them unfinished, if somebody means harm; each ends within ten seconds
 MAX_FILES = 1 << 16  # a connection costs 22 kB before it has shown anything: 1.4 GB at the most
 FEW_FILES = 8192
 MAX_MEMBER_BYTES = 8 << 20  # a heartbeat with many manifests
 CREDENTIAL_SECONDS = 3600.0  # between looks at the admin credential
-SIGNALLED_TWICE = 130
+EXIT_ON_SECOND_SIGNAL = 130
 _log = log.get("server")
 
 
@@ -66,8 +66,8 @@ async def serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd, *, ne
     """
     with private_files():
         make_private_dir(config.data_dir)
-        with only_one(config.data_dir):
-            _take_all_files()
+        with lock_data_dir(config.data_dir):
+            _raise_file_limit()
             await _serve(config, clock, systemd, new_database)
 
 
@@ -76,11 +76,11 @@ async def _serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd, new_
     stopping = asyncio.Event()
     _on_signals(stopping, controller)
     try:
-        async with serving(config, controller, keys, stopping) as endpoints:
+        async with running_servers(config, controller, keys, stopping) as endpoints:
             write_admin_credential(keys, credentials_dir(config.data_dir), endpoints.local, clock.unix())
             endpoints.write(config.data_dir / "endpoints.json")
             _log.info("the coordinator serves", page=f"http://{endpoints.http}/", public=endpoints.public)
-            async with background(controller, keys, config, endpoints, systemd):
+            async with background_tasks(controller, keys, config, endpoints, systemd):
                 await stopping.wait()
             _log.info("stopping", deadline_seconds=config.drain_seconds)
     finally:
@@ -97,24 +97,26 @@ def private_files() -> Iterator[None]:
         os.umask(before)
 
 
-def _take_all_files() -> None:
+def _raise_file_limit() -> None:
     """Every connection is one."""
     have = raise_descriptor_limit(MAX_FILES)
     if have < FEW_FILES:
         _log.warning("few file descriptors: a thousand nodes and a few strangers need more", limit=have)
 
 
-def open_state(config: CoordinatorConfig, clock: Clock, *, new_database: bool = False) -> tuple[Keys, Controller]:
+def open_state(
+    config: CoordinatorConfig, clock: Clock, *, new_database: bool = False
+) -> tuple[CoordinatorKeys, Controller]:
     """Keys and state as they were left, or new. Raises `StateError`, `ConfigError`.
 
     At the first start the database comes first: if it fails, no keys are left that would need one.
     """
     first_start = not (config.data_dir / "operator.key").exists()
     owner = f"process {os.getpid()} on {socket.gethostname()}, data directory {config.data_dir}"
-    keys = None if first_start else Keys(config.data_dir, clock)
+    keys = None if first_start else CoordinatorKeys(config.data_dir, clock)
     store = SqlStore(config.database_url, owner, may_create=first_start or new_database)
     try:
-        keys = keys or Keys(config.data_dir, clock)
+        keys = keys or CoordinatorKeys(config.data_dir, clock)
         return keys, Controller(store, keys.operator, clock, config.policy)
     except AtollError:
         store.close()
@@ -122,12 +124,12 @@ def open_state(config: CoordinatorConfig, clock: Clock, *, new_database: bool = 
 
 
 @asynccontextmanager
-async def serving(
-    config: CoordinatorConfig, controller: Controller, keys: Keys, stopping: asyncio.Event
+async def running_servers(
+    config: CoordinatorConfig, controller: Controller, keys: CoordinatorKeys, stopping: asyncio.Event
 ) -> AsyncIterator[addresses.Endpoints]:
     """All servers answer inside; at the end they drain. `stopping` must be set by then: it ends open streams."""
     registry = CollectorRegistry()
-    guard = Guard(rpc_errors(registry))
+    guard = AuthInterceptor(rpc_errors(registry))
     registry.register(StateCollector(controller))
     enrol = GrpcServer(
         config.listen,
@@ -136,7 +138,7 @@ async def serving(
         ServerCertificate(keys.ca, controller.clock).credentials(mutual=False),
         guard,
         max_message_bytes=MAX_ENROLMENT_BYTES,
-        max_calls=MAX_STRANGERS_CALLS,
+        max_calls=MAX_ENROLMENT_CALLS,
     )
     member = GrpcServer(
         config.listen,
@@ -147,7 +149,7 @@ async def serving(
         max_message_bytes=MAX_MEMBER_BYTES,
     )
     listener = addresses.bind(config.http_host, config.http_port, "--http-port")
-    uploads = Uploads(controller)
+    uploads = CheckpointRelay(controller)
     endpoints = _endpoints(config, enrol.port, member.port, listener.getsockname()[1])
     enrolment_pb2_grpc.add_EnrolmentServicer_to_server(
         EnrolmentService(controller, keys, config.public_member_endpoint or f":{member.port}"), enrol.server
@@ -173,9 +175,9 @@ async def serving(
 
 
 @asynccontextmanager
-async def background(
+async def background_tasks(
     controller: Controller,
-    keys: Keys,
+    keys: CoordinatorKeys,
     config: CoordinatorConfig,
     endpoints: addresses.Endpoints,
     systemd: Systemd,
@@ -195,7 +197,7 @@ async def background(
 
 
 @contextmanager
-def only_one(data_dir: Path) -> Iterator[None]:
+def lock_data_dir(data_dir: Path) -> Iterator[None]:
     """Hold the data directory for this process. Raises `AlreadyRunning`, `DataDirUnusable`."""
     path = data_dir / "lock"
     try:
@@ -223,7 +225,7 @@ def only_one(data_dir: Path) -> Iterator[None]:
 def _on_signals(stopping: asyncio.Event, controller: Controller) -> None:
     def stop() -> None:
         if stopping.is_set():
-            os._exit(SIGNALLED_TWICE)
+            os._exit(EXIT_ON_SECOND_SIGNAL)
         stopping.set()
         controller.notify()
 
@@ -248,7 +250,7 @@ async def _feed_watchdog(systemd: Systemd) -> None:
         await asyncio.sleep(systemd.watchdog_seconds)
 
 
-async def _renew_credential(keys: Keys, data_dir: Path, endpoint: str, clock: Clock) -> None:
+async def _renew_credential(keys: CoordinatorKeys, data_dir: Path, endpoint: str, clock: Clock) -> None:
     while True:
         await asyncio.sleep(CREDENTIAL_SECONDS)
         try:

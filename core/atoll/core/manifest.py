@@ -139,7 +139,8 @@ def parse_and_verify_head(committed: manifest_pb2.CommittedManifest, run_id: str
 def parse_head(committed: manifest_pb2.CommittedManifest, run_id: str, max_signatures: int = MAX_MEMBERS) -> Head:
     """What `parse_and_verify_head` checks without any cryptography: who signed is only a claim until `verify_votes`.
 
-    A key signs once, and `max_signatures` keys at most: else a few bytes could cost minutes of verifying. Raises the same.
+    A key signs once, and `max_signatures` keys at most: else a few bytes could cost minutes of verifying. Raises the
+    same.
     """
     head = Head(committed)
     try:

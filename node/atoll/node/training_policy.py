@@ -78,7 +78,7 @@ class TrainingDecision:
 def decide(
     policy: TrainingPolicy, seen: MachineObservation, last: TrainingDecision, overruled: Collection[PauseCause] = ()
 ) -> TrainingDecision:
-    """Whether to train now; `last` is the previous answer, `TrainingDecision()` at first. Some limits may be `overruled`."""
+    """Decide whether to train now. `last` is the previous answer (at first `TrainingDecision()`)."""
     for verdict in _blocking_decisions(policy, seen):
         if verdict.cause not in overruled:
             return verdict

@@ -15,10 +15,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from unit.coordinator.world import CORPUS, spec_toml
 
 from atoll.coordinator.addresses import Endpoints
-from atoll.coordinator.ca import Keys, write_admin_credential
+from atoll.coordinator.ca import CoordinatorKeys, write_admin_credential
 from atoll.coordinator.config import CoordinatorConfig
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.server import Systemd, background, open_state, serving
+from atoll.coordinator.server import Systemd, background_tasks, open_state, running_servers
 from atoll.core import protocol
 from atoll.core.certs import SERVER_NAME
 from atoll.core.clock import SystemClock, unix_ms
@@ -40,7 +40,7 @@ class Coordinator:
     """One that runs."""
 
     controller: Controller
-    keys: Keys
+    keys: CoordinatorKeys
     endpoints: Endpoints
     admin: admin_pb2_grpc.AdminAsyncStub
     data_dir: Path
@@ -73,8 +73,8 @@ async def coordinator(data_dir: Path, **settings: object) -> AsyncIterator[Coord
     stopping = asyncio.Event()
     async with AsyncExitStack() as stack:
         stack.callback(controller.close)
-        endpoints = await stack.enter_async_context(serving(config, controller, keys, stopping))
-        await stack.enter_async_context(background(controller, keys, config, endpoints, Systemd()))
+        endpoints = await stack.enter_async_context(running_servers(config, controller, keys, stopping))
+        await stack.enter_async_context(background_tasks(controller, keys, config, endpoints, Systemd()))
         write_admin_credential(keys, data_dir / "admin", endpoints.local, clock.unix())
         endpoints.write(data_dir / "endpoints.json")
         channel = await stack.enter_async_context(admin_channel(data_dir / "admin", endpoints.local))

@@ -17,7 +17,12 @@ from unit.coordinator.model_files import Files, checkpoint, committed_checkpoint
 from unit.coordinator.world import genesis_report, hash_of
 
 from atoll.coordinator.cli import main
-from atoll.coordinator.services.checkpoint_relay import BETWEEN, PARTS_AT_ONCE, Upload, Uploads
+from atoll.coordinator.services.checkpoint_relay import (
+    MAX_BUFFERED_MESSAGES,
+    MAX_CONCURRENT_PARTS,
+    CheckpointRelay,
+    RelayedUpload,
+)
 from atoll.coordinator.store.records import Checkpoint
 from atoll.core.errors import AtollError, CheckpointCorrupt, NotFound, PeerMisbehaved, Unreachable
 from atoll.core.identity import Identity
@@ -82,9 +87,9 @@ async def test_parts_of_a_round_are_asked_for_together_and_come_together(tmp_pat
         assert "layer 2 of round 1" in str(error)
         await hold(nodes[1], parts[1])
         pulling = asyncio.create_task(ctl(home, "pull", "--to", str(target), "--output", "json"))
-        orders = [await ordered(node) for node in nodes]  # before either has answered
+        pending_orders = [await ordered(node) for node in nodes]  # before either has answered
         for index in (1, 0):
-            await upload(nodes[index], parts[index].messages(orders[index].ticket, 1 << 20))
+            await upload(nodes[index], parts[index].messages(pending_orders[index].ticket, 1 << 20))
         result = await pulling
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)["checkpoint"]["parts"] == ["layers-0-1", "layers-2-2"]
@@ -100,11 +105,11 @@ async def test_when_one_part_fails_the_others_are_told_and_nothing_is_left(tmp_p
         for node, files in zip(nodes, parts, strict=True):
             await hold(node, files)
         pulling = asyncio.create_task(refused(home, tmp_path / "pulled"))
-        orders = [await ordered(node) for node in nodes]
-        refusal = mb.CheckpointOpening(ticket=orders[1].ticket, round=5, refusal="dropped it")
+        pending_orders = [await ordered(node) for node in nodes]
+        refusal = mb.CheckpointOpening(ticket=pending_orders[1].ticket, round=5, refusal="dropped it")
         await upload(bob, [mb.CheckpointUpload(opening=refusal)])
         assert str(await pulling).endswith("does not send it: dropped it")
-        assert await refusal_of(ann, parts[0], orders[0].ticket) is grpc.StatusCode.NOT_FOUND
+        assert await refusal_of(ann, parts[0], pending_orders[0].ticket) is grpc.StatusCode.NOT_FOUND
 
 
 async def test_the_list_outlives_a_restart(tmp_path: Path) -> None:
@@ -242,13 +247,13 @@ async def test_an_operator_who_goes_ends_the_nodes_upload(tmp_path: Path) -> Non
 
 async def test_of_a_set_of_many_some_come_at_a_time_and_all_in_the_end(tmp_path: Path) -> None:
     """Without a network: nodes are what answers orders."""
-    count = PARTS_AT_ONCE + 3
+    count = MAX_CONCURRENT_PARTS + 3
     files = checkpoint(Identity.generate())
     wanted = [Checkpoint(f"peer-{part}", 5, "reef", b"h", 1, 0, 0, part, part) for part in range(count)]
     named = {item.peer_id: SimpleNamespace(name=item.peer_id, banned=False) for item in wanted}
     live = {item.peer_id: SimpleNamespace(connected=True) for item in wanted}
     asked = asyncio.Event()
-    uploads = Uploads(SimpleNamespace(notify=asked.set, state=SimpleNamespace(nodes=named, live=live)))  # type: ignore[arg-type]
+    uploads = CheckpointRelay(SimpleNamespace(notify=asked.set, state=SimpleNamespace(nodes=named, live=live)))  # type: ignore[arg-type]
     passed: list[mb.CheckpointUpload] = []
     checked: list[str] = []
 
@@ -262,12 +267,14 @@ async def test_of_a_set_of_many_some_come_at_a_time_and_all_in_the_end(tmp_path:
     pulling = asyncio.create_task(uploads.pull(wanted, lambda item, _: checked.append(item.peer_id), write))
     async with asyncio.timeout(SECONDS):
         for _ in range(count):
-            while not (open_ := {name: orders[0] for name in named if (orders := uploads.orders(name))}):
+            while not (
+                open_ := {name: pending_orders[0] for name in named if (pending_orders := uploads.pending_orders(name))}
+            ):
                 asked.clear()
                 await asyncio.wait((asyncio.create_task(asked.wait()), pulling), return_when=asyncio.FIRST_COMPLETED)
-            assert len(open_) <= PARTS_AT_ONCE
+            assert len(open_) <= MAX_CONCURRENT_PARTS
             name, order = open_.popitem()
-            await uploads.take(name, sent(order.ticket))
+            await uploads.receive_upload(name, sent(order.ticket))
         await pulling
     assert sorted(checked) == sorted(named)
     for part in range(count):
@@ -277,7 +284,7 @@ async def test_of_a_set_of_many_some_come_at_a_time_and_all_in_the_end(tmp_path:
 
 
 async def test_whoever_is_slower_sets_the_pace() -> None:
-    upload = Upload("peer", 1)
+    upload = RelayedUpload("peer", 1)
     messages = [mb.CheckpointUpload(data=bytes([number])) for number in range(12)]
 
     async def send() -> None:
@@ -289,7 +296,7 @@ async def test_whoever_is_slower_sets_the_pace() -> None:
     for number, message in enumerate(messages):
         for _ in range(20):  # as often as the sender could want to run
             await asyncio.sleep(0)
-        assert sending.done() is (number >= len(messages) - BETWEEN)
+        assert sending.done() is (number >= len(messages) - MAX_BUFFERED_MESSAGES)
         assert await upload.get() == message
     assert await upload.get() is None
     await sending

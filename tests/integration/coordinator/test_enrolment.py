@@ -11,7 +11,7 @@ import grpc
 import pytest
 from integration.coordinator.lab import SECONDS, Coordinator, Node, coordinator, error_of
 
-from atoll.coordinator.services.enrolment import MAX_AT_ONCE
+from atoll.coordinator.services.enrolment import MAX_CONCURRENT_ENROLMENTS
 from atoll.core import certs
 from atoll.core.certs import SERVER_NAME
 from atoll.core.clock import SystemClock
@@ -139,7 +139,7 @@ async def test_calls_that_are_never_finished_keep_nobody_out_and_end_within_seco
     async with coordinator(tmp_path / "c") as home, AsyncExitStack() as strangers:
         await home.create_run()
         unfinished = []
-        for _ in range(2 * MAX_AT_ONCE // 8):
+        for _ in range(2 * MAX_CONCURRENT_ENROLMENTS // 8):
             channel = await strangers.enter_async_context(strangers_channel(home))
             for _ in range(8):  # as many as one connection may have
                 call = channel.stream_unary("/atoll.v1.Enrolment/Enrol")()  # its message never comes
@@ -166,10 +166,10 @@ async def test_connections_that_say_nothing_are_closed_within_seconds(tmp_path: 
 async def test_more_whole_requests_at_once_than_can_be_worked_on_are_told_to_come_again(tmp_path: Path) -> None:
     async with coordinator(tmp_path / "c") as home:
         await home.create_run()
-        token = await home.token(uses=MAX_AT_ONCE)
+        token = await home.token(uses=MAX_CONCURRENT_ENROLMENTS)
         stuck = threading.Event()
         home.controller._thread.submit(stuck.wait, SECONDS)  # a disk that takes its time
-        nodes = [Node(home, Identity.generate(), f"n{number}") for number in range(MAX_AT_ONCE + 1)]
+        nodes = [Node(home, Identity.generate(), f"n{number}") for number in range(MAX_CONCURRENT_ENROLMENTS + 1)]
         calls = [asyncio.create_task(node.enrol(token)) for node in nodes]
         async with asyncio.timeout(4 * SECONDS):
             (refused_one,), _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
@@ -178,4 +178,4 @@ async def test_more_whole_requests_at_once_than_can_be_worked_on_are_told_to_com
             assert error_of(failure).reason == "Busy"
             stuck.set()
             results = await asyncio.gather(*calls, return_exceptions=True)
-        assert sum(isinstance(result, Node) for result in results) == MAX_AT_ONCE
+        assert sum(isinstance(result, Node) for result in results) == MAX_CONCURRENT_ENROLMENTS

@@ -26,7 +26,7 @@ async def test_page_assets_status_metrics_and_probes(tmp_path: Path) -> None:
         assert 'atoll_run_head_round{run="reef"} 0.0' in (await web.get("/metrics")).text
         assert (await web.get("/livez")).text == "ok\n"
         assert (await web.get("/readyz")).status_code == 200
-        home.controller.failure = "the disk is full"
+        home.controller.store_failure = "the disk is full"
         assert (await web.get("/readyz")).status_code == 503
         assert (await web.get("/assets/../app.py")).status_code == 404
         assert (await web.post("/api/status")).status_code == 405

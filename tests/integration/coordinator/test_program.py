@@ -21,7 +21,7 @@ from unit.coordinator.world import spec_toml
 
 from atoll.coordinator.cli import serve
 from atoll.coordinator.config import CoordinatorConfig
-from atoll.coordinator.server import MAX_FILES, only_one, open_state
+from atoll.coordinator.server import MAX_FILES, lock_data_dir, open_state
 from atoll.core import log
 from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError, DataDirUnusable, ExitCode
@@ -210,7 +210,7 @@ def test_half_an_authority_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_one_data_directory_serves_one_coordinator(tmp_path: Path) -> None:
-    with only_one(tmp_path):
+    with lock_data_dir(tmp_path):
         error = run_in_process("--data-dir", str(tmp_path), *FREE_PORTS)
     assert (error.reason, error.exit_code) == ("AlreadyRunning", ExitCode.RETRY)
     assert f"process {os.getpid()}" in str(error)

@@ -101,7 +101,7 @@ class RoutedWorld(World):
 
     def bring(self, question: Question, found: Answer) -> None:
         """The answer arrives."""
-        self.take(machine.take_answer(self.state, self.now, RUN, question, found))
+        self.take(machine.apply_planner_answer(self.state, self.now, RUN, question, found))
 
     def cards(self, **layers: int) -> None:
         """Nodes come, each with a card for so many layers."""

@@ -11,7 +11,7 @@ from unit.coordinator.world import ELIGIBLE_STATES, World
 from atoll.coordinator.planner.problem import Wishes, read_layers
 from atoll.coordinator.planner.problem_from_nodes import problem_from_nodes
 from atoll.coordinator.state import availability
-from atoll.coordinator.state.snapshot import Live, Moment
+from atoll.coordinator.state.snapshot import LiveNode, StepTime
 from atoll.coordinator.store.records import Node
 
 DAY, HOUR = 86400.0, 3600.0
@@ -21,9 +21,9 @@ def after(*spells: tuple[float, float], lost: bool = True) -> Node:
     """A node that was there, then away, for so many seconds each time, and came back."""
     node, now = Node("peer", "ann", "reef", ("node",), b"", 1, 0), 0.0
     for there, away in spells:
-        node = availability.went(node, Live(session=1, seen=now, came=now), now + there)
-        node = availability.lost(node, Live(session=0, seen=now, came=1.0)) if lost else node
-        node = availability.came(node, Live(session=0, seen=now + there), now + there + away)
+        node = availability.went(node, LiveNode(session=1, seen=now, came=now), now + there)
+        node = availability.lost(node, LiveNode(session=0, seen=now, came=1.0)) if lost else node
+        node = availability.came(node, LiveNode(session=0, seen=now + there), now + there + away)
         now += there + away
     return node
 
@@ -59,7 +59,7 @@ def test_a_node_that_has_become_better_is_believed() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9)), max_size=30), st.floats(0, 1e12))
 def test_it_is_a_share_and_a_rate_whatever_happens(spells: list[tuple[float, float]], now: float) -> None:
-    node, live = after(*spells), Live(session=1, seen=now, came=0.0)
+    node, live = after(*spells), LiveNode(session=1, seen=now, came=0.0)
     assert 0 < availability.availability(node, live, now) <= 1
     assert 0 <= availability.failures_per_hour(node, live, now) < 3600
 
@@ -78,7 +78,7 @@ def test_the_coordinator_keeps_it_over_a_restart_and_does_not_count_its_own_abse
     assert kept.there_seconds == pytest.approx(140, abs=5)
     assert kept.away_seconds == pytest.approx(50, abs=1)
     assert kept.losses == pytest.approx(1, abs=0.01)
-    world.now = Moment(world.now.unix_ms + 10**6, world.now.monotonic + 1000)
+    world.now = StepTime(world.now.unix_ms + 10**6, world.now.monotonic + 1000)
     world.restart()
     assert world.state.nodes[ann] == kept
     world.connect("ann")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from unit.coordinator.world import RUN, World
 
 from atoll.coordinator import backup, backup_archive
-from atoll.coordinator.ca import Keys, write_admin_credential
+from atoll.coordinator.ca import CoordinatorKeys, write_admin_credential
 from atoll.coordinator.cli import serve
 from atoll.coordinator.store.records import DenyRow, Event
 from atoll.coordinator.store.sql import SqlStore
@@ -36,7 +36,7 @@ def home(tmp_path: Path) -> Path:
     data_dir = tmp_path / "home"
     data_dir.mkdir()
     clock = SystemClock()
-    keys = Keys(data_dir, clock)
+    keys = CoordinatorKeys(data_dir, clock)
     write_admin_credential(keys, data_dir / "admin", "127.0.0.1:1", clock.unix())
     world = World()
     world.train("ann", "bob")
@@ -55,7 +55,7 @@ def test_keys_come_back_as_they_were_and_nothing_is_open_to_others(home: Path, t
     made = backup.write(home, url(home), tmp_path / "b.tar", MADE_MS)
     assert made.path.stat().st_mode & 0o777 == 0o600
     restored = backup.restore(made.path, tmp_path / "new", "", MADE_MS)
-    assert restored.ca_sha256 == made.ca_sha256 == Keys(tmp_path / "new", SystemClock()).ca.sha256
+    assert restored.ca_sha256 == made.ca_sha256 == CoordinatorKeys(tmp_path / "new", SystemClock()).ca.sha256
     before, after = files(home), files(tmp_path / "new")
     assert {name: data for name, data in after.items() if "coordinator.db" not in name} == {
         name: data for name, data in before.items() if "coordinator.db" not in name
@@ -116,7 +116,7 @@ def test_a_backup_moves_a_coordinator_to_another_database_and_back(home: Path, t
     store = SqlStore(url(tmp_path / "back"))
     (run,) = store.load().runs
     store.close()
-    assert (run.run_id, run.plan_floor) == (RUN, 1 + 2 * backup.SPARE_NUMBERS)
+    assert (run.run_id, run.plan_floor) == (RUN, 1 + 2 * backup.SKIPPED_NUMBERS)
 
 
 def test_a_backup_is_never_written_over_anything(home: Path, tmp_path: Path) -> None:

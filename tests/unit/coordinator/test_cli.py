@@ -482,7 +482,7 @@ def test_where_a_terminal_is_narrow_whole_columns_go_and_names_stay(monkeypatch,
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("LINES", "25")  # else a dumb terminal has 80 columns whatever it says
-    columns = [Column("name"), Column("peer", goes=1), Column("run", goes=2), Column("state")]
+    columns = [Column("name"), Column("peer", drop_order=1), Column("run", drop_order=2), Column("state")]
     row = {"name": "a-name-of-some-length", "peer": "…6xy9abcd", "run": "reef", "state": "training"}
     widths = {80: {"NAME", "PEER", "RUN", "STATE"}, 40: {"NAME", "RUN", "STATE"}, 32: {"NAME", "STATE"}}
     for width, headings in widths.items():

@@ -43,14 +43,14 @@ async def test_what_was_not_stored_did_not_happen() -> None:
     store = FullDisk()
     controller = Controller(store, Identity.generate(), ManualClock(), Policy())
     store.full = True
-    with controller.watching() as changed:
+    with controller.change_event() as changed:
         with pytest.raises(DataDirUnusable):
             await controller.do(lambda state, now: lifecycle.create_run(state, now, spec_toml(), start=True))
         assert controller.state.runs == {}
-        assert controller.failure == "the disk is full"
+        assert controller.store_failure == "the disk is full"
         store.full = False
         run = await controller.do(lambda state, now: lifecycle.create_run(state, now, spec_toml(), start=True))
-        assert controller.failure == ""
+        assert controller.store_failure == ""
         await changed.wait()
     assert controller.state.runs[RUN] == run
     controller.close()
@@ -83,7 +83,7 @@ async def test_bans_and_plans_are_signed_stored_and_restored() -> None:
     first.close()
     again = Controller(store, operator, ManualClock(), Policy())
     assert again.state.deny.peer_ids == {world.identities["ann"].peer_id}
-    assert again.sealed_deny == first.sealed_deny
+    assert again.signed_deny_list == first.signed_deny_list
     again.close()
 
 

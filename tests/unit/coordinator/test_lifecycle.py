@@ -14,7 +14,7 @@ from atoll.coordinator.live.attendance import DRAIN_SECONDS, corpus_notice, read
 from atoll.coordinator.runs import admission, lifecycle, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.run_states import EDGES
+from atoll.coordinator.state.run_states import TRANSITIONS
 from atoll.coordinator.state.snapshot import Policy
 from atoll.coordinator.store.records import Node, Run
 from atoll.core.data_position import LEASE_ROUNDS
@@ -104,7 +104,7 @@ def test_orders_that_make_no_sense_say_what_would() -> None:
 
 
 def test_ends_are_ends() -> None:
-    assert {state for state, targets in EDGES.items() if not targets} == {"FINISHED", "STOPPED"}
+    assert {state for state, targets in TRANSITIONS.items() if not targets} == {"FINISHED", "STOPPED"}
 
 
 # --- genesis ---------------------------------------------------------------------------------------
@@ -507,36 +507,36 @@ def swarm_with(uplinks: dict[str, float]) -> World:
 def test_who_has_a_thin_uplink_reduces_less_once_that_was_so_for_a_while() -> None:
     world = swarm_with({"ann": 12.5e6, "bob": 12.5e6, "cid": 12.5e6, "dan": 2.5e6})
     assert len(set(reducing(world).values())) == 1
-    world.wait(world.policy.shares_seconds - 1)
+    world.wait(world.policy.reshare_after_seconds - 1)
     assert len(world.plans) == 1
     world.wait(2)
     rates = reducing(world)
     assert rates["dan"] == 0
     assert rates["ann"] == rates["bob"] == rates["cid"] > 0
     assert "say of their links" in world.plans[-1].reason
-    world.wait(3 * world.policy.shares_seconds)
+    world.wait(3 * world.policy.reshare_after_seconds)
     assert len(world.plans) == 2
 
 
 def test_a_measurement_that_does_not_last_changes_nothing() -> None:
     world = swarm_with({"dan": 2.5e6, "ann": 12.5e6})
-    world.wait(world.policy.shares_seconds / 2)
+    world.wait(world.policy.reshare_after_seconds / 2)
     world.uplinks["dan"] = 12.5e6
     world.say("dan")
-    world.wait(2 * world.policy.shares_seconds)
+    world.wait(2 * world.policy.reshare_after_seconds)
     assert len(world.plans) == 1
 
 
 @pytest.mark.parametrize("said", [math.nan, math.inf, -1.0, 1e300])
 def test_an_uplink_that_cannot_be_is_none(said: float) -> None:
     world = swarm_with(dict.fromkeys(NAMES, 1e6) | {"dan": said})
-    world.wait(2 * world.policy.shares_seconds)
+    world.wait(2 * world.policy.reshare_after_seconds)
     assert len(world.plans) == 1
 
 
 def test_a_boast_brings_no_more_than_twice_an_equal_share() -> None:
     world = swarm_with(dict.fromkeys(NAMES, 1e6) | {"dan": 1e12})
-    world.wait(2 * world.policy.shares_seconds)
+    world.wait(2 * world.policy.reshare_after_seconds)
     rates = reducing(world)
     assert rates["dan"] <= 0.5 * sum(rates.values()) * 1.000001
 
@@ -552,7 +552,7 @@ def test_who_cannot_be_dialled_reduces_nothing_unless_nobody_can(relayed: set[st
     for name in NAMES:
         addresses = [RELAYED] if name in relayed else [RELAYED, DIRECT]
         world.say(name, multiaddrs=[form.format(world.identities[name].peer_id) for form in addresses])
-    world.wait(world.policy.shares_seconds + 1)
+    world.wait(world.policy.reshare_after_seconds + 1)
     assert {name for name, rate in reducing(world).items() if not rate} == idle
 
 
@@ -566,7 +566,7 @@ def test_a_new_member_changes_the_plan_at_once_and_the_shares_with_it() -> None:
 
 def test_a_newcomer_waits_for_its_own_debounce_also_while_shares_are_about_to_change() -> None:
     world = swarm_with({"ann": 12.5e6, "bob": 12.5e6, "cid": 12.5e6, "dan": 2.5e6})
-    world.wait(world.policy.shares_seconds / 2)
+    world.wait(world.policy.reshare_after_seconds / 2)
     world.join("eve")
     world.wait(world.policy.debounce_seconds / 2)
     assert len(world.plans) == 1

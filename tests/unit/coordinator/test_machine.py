@@ -14,7 +14,7 @@ from support.memory_store import MemoryStore
 from unit.coordinator.world import RUN, World, abandoned_report, genesis_report, round_report, spec_toml
 
 from atoll.coordinator.runs import admission, lifecycle, machine
-from atoll.coordinator.state.run_states import EDGES
+from atoll.coordinator.state.run_states import TRANSITIONS
 from atoll.coordinator.state.snapshot import Draft, State, Step, electorate_after
 from atoll.coordinator.store.records import Event, Run
 from atoll.core.errors import AtollError, InvalidRequest, InvalidTransition
@@ -184,7 +184,7 @@ class Swarm(RuleBasedStateMachine):
     @invariant()
     def states_move_along_edges(self) -> None:
         for old, new in self.world.history:
-            assert old == new or old == "" or new in EDGES[old]
+            assert old == new or old == "" or new in TRANSITIONS[old]
 
     @invariant()
     def a_training_run_has_a_plan(self) -> None:

@@ -17,7 +17,7 @@ from atoll.coordinator.live.neighbour_copies import NeighbourPair
 from atoll.coordinator.live.plan_issue import round_seconds
 from atoll.coordinator.runs import admission, lifecycle
 from atoll.coordinator.services import plan_views
-from atoll.coordinator.state.snapshot import Coming, Draft
+from atoll.coordinator.state.snapshot import Draft, PendingFetch
 from atoll.core.plan import sign_plan
 from atoll.v1 import membership_pb2 as mb
 
@@ -290,7 +290,7 @@ def test_a_keeper_whose_line_blinks_keeps_its_copy(swarm: RoutedWorld) -> None:
     swarm.say("bob", TRAINING)
     swarm.wait(3)
     assert copies(swarm)["bob"] == "ann"
-    assert swarm.state.memory[RUN].slow_to_fetch == {}
+    assert swarm.state.memory[RUN].fetch_timeouts == {}
 
 
 def test_a_stage_that_drains_still_hands_its_layers_over_when_another_is_gone() -> None:
@@ -337,7 +337,7 @@ def test_a_copy_outlives_its_stage(swarm: RoutedWorld) -> None:
     bob, cid = (swarm.identities[name].peer_id for name in ("bob", "cid"))
     swarm.wait(5)
     draft = Draft(swarm.state, swarm.now)
-    draft.remember(RUN, copies_looked_at=None)
+    draft.remember(RUN, copies_checked_at=None)
     neighbour_copies.follow(
         draft, RUN, swarm.policy, Attendance(eligible=tuple(sorted((bob, cid))), awaited=(), finishing=())
     )
@@ -361,7 +361,7 @@ def test_long_preparations_make_no_copy_late() -> None:
     memory = world.state.memory[RUN]
     world.state = replace(world.state, memory={RUN: replace(memory, preparation=None)})
     world.wait(3)
-    assert world.state.memory[RUN].slow_to_fetch == {}
+    assert world.state.memory[RUN].fetch_timeouts == {}
 
 
 def test_another_stage_that_is_gone_is_not_waited_for(swarm: RoutedWorld) -> None:
@@ -401,7 +401,7 @@ def test_a_keeper_is_believed_alone_once_a_minute(swarm: RoutedWorld) -> None:
     memory = swarm.state.memory[RUN]
     bob = swarm.identities["bob"].peer_id
     swarm.state = replace(
-        swarm.state, memory={RUN: replace(memory, plan=swarm.plans[0], copies={bob: Coming(range(8), 0.0)})}
+        swarm.state, memory={RUN: replace(memory, plan=swarm.plans[0], copies={bob: PendingFetch(range(8), 0.0)})}
     )
     swarm.connect("ann", TRAINING)
     swarm.wait(1)

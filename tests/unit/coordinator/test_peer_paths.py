@@ -19,9 +19,9 @@ from atoll.coordinator.planner.problem_from_nodes import MAX_MISMATCH_FACTOR, Pl
 from atoll.coordinator.planner.question import Path, Preferences
 from atoll.coordinator.planner.reduce_shares import MAX_UPLINK_BYTES_PER_SECOND
 from atoll.coordinator.planner.solve import solve
-from atoll.coordinator.sanitize import tidied
+from atoll.coordinator.sanitize import sanitized_message
 from atoll.coordinator.state import peer_paths
-from atoll.coordinator.state.peer_paths import MOST_PATHS
+from atoll.coordinator.state.peer_paths import MAX_PATHS
 from atoll.core.clock import SystemClock
 from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import membership_pb2 as mb
@@ -193,9 +193,9 @@ def test_figures_are_smoothed_grow_stale_and_are_bounded():
     known = peer_paths.take(known, [mb.PeerPath(peer_id="a", rtt_seconds=0.2)], {"a"}, 10.0)
     assert known["a"].rtt_seconds == pytest.approx(0.13)
     assert not peer_paths.take(known, [], {"a"}, 10.0 + peer_paths.STALE_SECONDS)
-    many = [f"peer-{number}" for number in range(2 * MOST_PATHS)]
+    many = [f"peer-{number}" for number in range(2 * MAX_PATHS)]
     flood = [mb.PeerPath(peer_id=peer, rtt_seconds=0.1) for peer in many]
-    assert len(peer_paths.take({}, flood, set(many), 0.0)) == MOST_PATHS
+    assert len(peer_paths.take({}, flood, set(many), 0.0)) == MAX_PATHS
     asked: list[str] = []
 
     def endless() -> Iterator[mb.PeerPath]:
@@ -204,11 +204,11 @@ def test_figures_are_smoothed_grow_stale_and_are_bounded():
             yield mb.PeerPath(peer_id="stranger", rtt_seconds=0.1)
 
     peer_paths.take({}, endless(), {"a"}, 0.0)
-    assert len(asked) <= MOST_PATHS
+    assert len(asked) <= MAX_PATHS
 
 
 def test_a_figure_inside_a_figure_is_looked_at_too():
-    kept = tidied(mb.NodeStatus(computed=mb.SpanTime(layers=Span(first=3), seconds_per_token=math.inf)))
+    kept = sanitized_message(mb.NodeStatus(computed=mb.SpanTime(layers=Span(first=3), seconds_per_token=math.inf)))
     assert kept.computed == mb.SpanTime(layers=Span(first=3))
 
 

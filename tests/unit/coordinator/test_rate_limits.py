@@ -23,8 +23,8 @@ from atoll.coordinator.live import attendance
 from atoll.coordinator.rounds import reports, tie_break_votes
 from atoll.coordinator.runs import admission, checkpoints, machine
 from atoll.coordinator.state import snapshot
-from atoll.coordinator.state.rate_limits import REFUSED, STORED, Allowance, Rate
-from atoll.coordinator.store.records import Event, PlanRow, Round, Waiting
+from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE, STORED_ROWS_RATE, Allowance, Rate
+from atoll.coordinator.store.records import Event, PlanRow, Round, WaitingRound
 from atoll.core import manifest as manifests
 from atoll.core.errors import InvalidRequest, NotFound, PeerMisbehaved, SignatureInvalid
 from atoll.core.identity import Identity
@@ -117,7 +117,7 @@ def test_who_was_refused_too_often_is_not_listened_to_for_a_while(world: World, 
         signature.signature = b"\0" * 64
     for _ in range(4):
         world.say("eve", rounds=[forged] * 100)
-    assert len(verified) == REFUSED.burst
+    assert len(verified) == REFUSED_REPORTS_RATE.burst
     world.say("eve", rounds=[true])
     assert world.run.head_round == 0
     world.say("ann", rounds=[true])  # nobody else suffers
@@ -196,15 +196,15 @@ def test_a_flood_of_reports_costs_a_bounded_number_of_rows(world: World) -> None
     for _ in range(4):
         world.say("eve", rounds=[abandoned_report(9)] * 256, evaluations=losses)
     kinds = Counter(type(record) for record in world.records[before:])
-    assert kinds[Round] == STORED.burst - 1  # one was its connecting
-    assert kinds[Event] == STORED.burst - 1 + REFUSED.burst
+    assert kinds[Round] == STORED_ROWS_RATE.burst - 1  # one was its connecting
+    assert kinds[Event] == STORED_ROWS_RATE.burst - 1 + REFUSED_REPORTS_RATE.burst
     world.wait(15)
     (line,) = [row for row in world.records if isinstance(row, Event) and row.kind == "reports.dropped"]
     assert "2511 reports of eve were dropped" in line.message
     world.hang_up("eve")
     world.connect("eve")  # changes nothing
     world.say("eve", rounds=own_attempts(world, "eve")[750:])
-    assert Counter(type(record) for record in world.records[before:])[Round] <= STORED.burst + 20
+    assert Counter(type(record) for record in world.records[before:])[Round] <= STORED_ROWS_RATE.burst + 20
     world.say(world.opener_of(abandoned_report(2)), rounds=[abandoned_report(2)])
     report = next(report for report in own_attempts(world, "ann"))
     world.say("ann", rounds=[report])
@@ -213,18 +213,20 @@ def test_a_flood_of_reports_costs_a_bounded_number_of_rows(world: World) -> None
 
 def test_who_only_hangs_up_and_calls_again_is_not_told_for_ever(world: World) -> None:
     before = world.kinds().count("node.connected")
-    for _ in range(2 * int(STORED.burst)):
+    for _ in range(2 * int(STORED_ROWS_RATE.burst)):
         world.connect("eve")
-    assert world.kinds().count("node.connected") - before < STORED.burst
+    assert world.kinds().count("node.connected") - before < STORED_ROWS_RATE.burst
 
 
 def test_who_only_leaves_and_comes_back_is_not_told_for_ever(world: World) -> None:
     peer = world.identities["eve"].peer_id
-    for _ in range(2 * int(STORED.burst)):
+    for _ in range(2 * int(STORED_ROWS_RATE.burst)):
         world.take(admission.leave(world.state, world.now, peer, "bye"))
         assert world.state.nodes[peer].left
         world.connect("eve")
-    assert world.kinds().count("node.left") + world.kinds().count("node.connected") < STORED.burst + 2 * len(ALL)
+    assert world.kinds().count("node.left") + world.kinds().count("node.connected") < STORED_ROWS_RATE.burst + 2 * len(
+        ALL
+    )
 
 
 def test_who_only_enrols_again_is_not_told_for_ever(world: World) -> None:
@@ -232,27 +234,30 @@ def test_who_only_enrols_again_is_not_told_for_ever(world: World) -> None:
     world.enrol("eve", token)
     before = world.kinds().count("node.enrolled")
     identity = world.identities["eve"]
-    for number in range(2 * int(STORED.burst)):
+    for number in range(2 * int(STORED_ROWS_RATE.burst)):
         name = f"eve-{number // 2}"  # each twice
         again = admission.Applicant(token.token_id, SECRET, identity.peer_id, identity.public_key, name)
         world.take(admission.enrol(world.state, world.now, again))
         assert world.state.nodes[identity.peer_id].name == name
-    assert 0 < world.kinds().count("node.enrolled") - before <= STORED.burst
+    assert 0 < world.kinds().count("node.enrolled") - before <= STORED_ROWS_RATE.burst
 
 
 def test_who_tells_another_text_all_the_time_is_not_told_for_ever() -> None:
     world = World()
     world.create_run(min_nodes=9)
     world.join("ann", "bob", "eve")
-    for number in range(2 * int(STORED.burst)):
+    for number in range(2 * int(STORED_ROWS_RATE.burst)):
         world.say("eve", ELIGIBLE_STATES, corpus_digest=f"{number:064x}")
         world.take(machine.tick(world.state, world.now, world.policy))
-    assert 0 < world.kinds().count("node.corpus-differs") <= STORED.burst
-    assert len(world.state.memory[RUN].told_corpora) == 1
+    assert 0 < world.kinds().count("node.corpus-differs") <= STORED_ROWS_RATE.burst
+    assert len(world.state.memory[RUN].logged_corpus_mismatches) == 1
 
 
 def test_a_flood_of_checkpoints_is_refused_before_it_is_read(world: World) -> None:
-    told = [mb.CheckpointInfo(round=number, manifest_hash=b"h" * 32) for number in range(checkpoints.MAX_TOLD + 1)]
+    told = [
+        mb.CheckpointInfo(round=number, manifest_hash=b"h" * 32)
+        for number in range(checkpoints.MAX_REPORTED_CHECKPOINTS + 1)
+    ]
     with pytest.raises(InvalidRequest, match="at most 4096 checkpoints"):
         world.say("eve", checkpoints_changed=True, checkpoints=told)
 
@@ -297,7 +302,7 @@ def test_large_rows_cost_more(world: World) -> None:
         world.say("eve", rounds=[report])
     waiting = world.state.memory[RUN].waiting
     assert sum(len(row.report) for row in waiting.values()) <= reports.MAX_WAITING_BYTES
-    assert len([row for row in world.records if isinstance(row, Waiting)]) < STORED.burst / 16
+    assert len([row for row in world.records if isinstance(row, WaitingRound)]) < STORED_ROWS_RATE.burst / 16
 
 
 def test_an_allowance_comes_back_with_time() -> None:

@@ -10,7 +10,7 @@ import pytest
 from unit.coordinator.world import RUN, World, abandoned_report, commit, genesis_report, hash_of, round_report
 
 from atoll.coordinator.rounds import reports
-from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT, MAX_GAP
+from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT, MAX_ROUNDS_AHEAD
 from atoll.coordinator.runs import recovery
 from atoll.coordinator.store.records import Evaluation, Event, Round
 from atoll.core.identity import Identity
@@ -123,7 +123,7 @@ def heavier_than_its_tokens(world: World) -> mb.RoundReport:
 
 
 def too_far_ahead(world: World) -> mb.RoundReport:
-    return round_report(MAX_GAP + 1, b"x" * 32, members(world), committed_before=10**6)
+    return round_report(MAX_ROUNDS_AHEAD + 1, b"x" * 32, members(world), committed_before=10**6)
 
 
 def abandoned_in_the_future(world: World) -> mb.RoundReport:

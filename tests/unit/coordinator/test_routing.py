@@ -12,7 +12,7 @@ from unit.coordinator.world import ELIGIBLE_STATES, RUN, layer_table
 from atoll.coordinator.planner.plan_builder import most_round_tokens, routes_of
 from atoll.coordinator.planner.question import Answer, Preferences
 from atoll.coordinator.runs import admission, machine, recovery
-from atoll.coordinator.services.plan_views import part_in_plan
+from atoll.coordinator.services.plan_views import plan_fields
 from atoll.core.errors import InvalidTransition, PeerMisbehaved
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
@@ -86,7 +86,7 @@ def test_who_computes_far_slower_than_it_said_is_named_once_and_shown(pair: Rout
             pair.computed[other] = times * (last - first + 1) * (3e-6 + again)
             pair.say(other)
         pair.wait(pair.policy.replan_seconds + 5)
-        return part_in_plan(pair.state, pair.state.nodes[pair.identities[name].peer_id]).doubt
+        return plan_fields(pair.state, pair.state.nodes[pair.identities[name].peer_id]).doubt
 
     assert doubt("ann", ann=10, bob=1.2).startswith("ann trains 10.0 times slower than its profile says")
     assert doubt("ann", ann=11).startswith("ann trains 11.0 times slower")
@@ -377,12 +377,12 @@ def test_who_may_reduce_follows_links_and_the_routes_stay() -> None:
     world.uplinks = dict.fromkeys(world.spans(), 12.5e6) | {"fay": 2e6}
     for name in world.spans():
         world.say(name)
-    world.wait(world.policy.shares_seconds + 15)
+    world.wait(world.policy.reshare_after_seconds + 15)
     assert world.routes() == before
     rates = {world.name_of(item.peer_id): item.max_reduce_bytes_per_second for item in world.plan.assignments}
     assert rates["fay"] < min(rate for name, rate in rates.items() if name != "fay")
     version = world.plan.version
-    world.wait(2 * world.policy.shares_seconds)
+    world.wait(2 * world.policy.reshare_after_seconds)
     assert world.plan.version == version
 
 

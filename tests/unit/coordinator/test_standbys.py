@@ -58,7 +58,7 @@ def test_a_spare_comes_to_hold_the_layers_of_a_stage(trio: RoutedWorld) -> None:
     assert [bool(item.data_ranges) for item in trio.plan.assignments].count(True) == 1
     assert "cid stands by with layers" in trio.plan.reason
     assert trio.state.memory[RUN].left_out == {}
-    view = plan_views.part_in_plan(trio.state, trio.state.nodes[trio.identities["cid"].peer_id])
+    view = plan_views.plan_fields(trio.state, trio.state.nodes[trio.identities["cid"].peer_id])
     assert (view.route, (view.span.first, view.span.last)) == (0, trio.spans()["cid"])
 
 

@@ -23,7 +23,7 @@ from atoll.coordinator.runs import machine
 from atoll.coordinator.state.snapshot import Policy
 from atoll.coordinator.store.records import Evaluation
 from atoll.coordinator.web.metrics import StateCollector
-from atoll.coordinator.web.status import Logs, status, thin
+from atoll.coordinator.web.status import Logs, downsample, status
 from atoll.core.clock import ManualClock
 from atoll.core.identity import Identity
 from atoll.core.sdnotify import notify, watchdog_seconds
@@ -33,7 +33,7 @@ from atoll.v1 import membership_pb2 as mb
 @given(st.lists(st.integers(), max_size=1000), st.integers(1, 50))
 def test_thinning_keeps_order_and_the_last(items: list[int], most: int) -> None:
     numbered = list(enumerate(items))
-    kept = thin(numbered, most)
+    kept = downsample(numbered, most)
     assert len(kept) == min(most, len(items))
     assert kept == sorted(kept)
     assert kept[-1:] == numbered[-1:]

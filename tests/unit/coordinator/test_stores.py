@@ -17,7 +17,7 @@ from unit.coordinator.world import round_report
 
 from atoll.coordinator.store import migrations
 from atoll.coordinator.store.copying import copy_rows
-from atoll.coordinator.store.database_lock import OWNER
+from atoll.coordinator.store.database_lock import OWNER_TABLE
 from atoll.coordinator.store.records import (
     RECORDS,
     Checkpoint,
@@ -32,7 +32,7 @@ from atoll.coordinator.store.records import (
     Run,
     Token,
     Vote,
-    Waiting,
+    WaitingRound,
 )
 from atoll.coordinator.store.sql import SqlStore
 from atoll.coordinator.store.store import Contents, Store
@@ -61,7 +61,7 @@ DENY = DenyRow(1, b"list")
 EVENT = Event(1, 10, "run.created", "reef", "reef", "run reef created · 3 ±")
 VOTE = Vote("reef", 8, 3, 2**32 - 1, 3, 2, b"\0payload")
 HELD = Checkpoint("p1", 7, "reef", b"hash", 2**40, 13, 2**50)
-WAITS = Waiting("reef", 9, "p1", b"\0report", 14)
+WAITS = WaitingRound("reef", 9, "p1", b"\0report", 14)
 ALL = (TOKEN, NODE, RUN, PLAN, FIGURES, ROUND, WAITS, VOTE, HELD, LOSS, DENY, EVENT)
 
 
@@ -278,7 +278,7 @@ def test_the_migrations_make_exactly_the_tables_of_the_records(url: str) -> None
     SqlStore(url, "ann").close()
     engine = create_engine(url)
     with engine.connect() as connection:
-        ours = {"include_name": lambda name, kind, _parent: kind != "table" or name != OWNER.name}
+        ours = {"include_name": lambda name, kind, _parent: kind != "table" or name != OWNER_TABLE.name}
         assert compare_metadata(MigrationContext.configure(connection, opts=ours), METADATA) == []
     engine.dispose()
     assert len(METADATA.tables) == len(RECORDS)

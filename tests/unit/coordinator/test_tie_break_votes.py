@@ -124,10 +124,10 @@ def payload(world: World, round_id: RoundId, *, previous: bytes | None = None) -
     return manifest.SerializeToString(deterministic=True)
 
 
-def ask(world: World, round_id: RoundId, text: bytes = b"", *, by: str = "ann") -> tie_break_votes.Answer:
+def ask(world: World, round_id: RoundId, text: bytes = b"", *, by: str = "ann") -> tie_break_votes.VoteReply:
     peer = world.identities[by].peer_id
     answer = world.take(tie_break_votes.answer(world.state, world.now, peer, round_id, text))
-    assert isinstance(answer, tie_break_votes.Answer)
+    assert isinstance(answer, tie_break_votes.VoteReply)
     return answer
 
 
@@ -231,7 +231,7 @@ def test_votes_are_kept_for_a_bounded_number_of_rounds(world: World) -> None:
         assert ask(world, attempt(world, number=number)).granted
     assert not ask(world, attempt(world, number=2000)).granted
     assert ask(world, attempt(world, number=far[0])).granted
-    for number in range(1, tie_break_votes.AHEAD + 1):  # the next rounds are not crowded out
+    for number in range(1, tie_break_votes.MAX_UNREPORTED_ROUNDS + 1):  # the next rounds are not crowded out
         assert ask(world, attempt(world, number=number)).granted
 
 

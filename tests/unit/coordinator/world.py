@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from support.memory_store import MemoryStore
 
 from atoll.coordinator.runs import admission, lifecycle, machine
-from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
+from atoll.coordinator.state.snapshot import Draft, Policy, State, Step, StepTime
 from atoll.coordinator.store.records import Change, Event, Node, Run, Token
 from atoll.core import protocol
 from atoll.core.fragments import fragment_of_round
@@ -151,7 +151,7 @@ class World:
     policy: Policy = field(default_factory=Policy)
     operator: Identity = field(default_factory=Identity.generate)
     state: State = field(default_factory=State)
-    now: Moment = field(default_factory=lambda: Moment(1_700_000_000_000, 100.0))
+    now: StepTime = field(default_factory=lambda: StepTime(1_700_000_000_000, 100.0))
     records: list[Change] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     identities: dict[str, Identity] = field(default_factory=dict)
@@ -195,7 +195,7 @@ class World:
         end = self.now.monotonic + seconds
         while self.now.monotonic < end:
             pause = min(0.2, end - self.now.monotonic)
-            self.now = Moment(self.now.unix_ms + int(pause * 1000), self.now.monotonic + pause)
+            self.now = StepTime(self.now.unix_ms + int(pause * 1000), self.now.monotonic + pause)
             for peer, session in self.sessions.items():
                 live = self.state.live.get(peer)
                 if live is not None and live.session == session:  # nodes that are there keep sending

@@ -12,7 +12,7 @@ import typer
 from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 
 if TYPE_CHECKING:
-    from atoll.coordinator.backup import Made
+    from atoll.coordinator.backup import BackupResult
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="a TOML file with settings")]
 DataDirOption = Annotated[Path | None, typer.Option(help="of the coordinator")]
@@ -81,7 +81,7 @@ def restore(
     )
 
 
-def _tell(made: Made, output: Output, sentence: str) -> None:
+def _tell(made: BackupResult, output: Output, sentence: str) -> None:
     if output is Output.JSON:
         facts = {"path": str(made.path), "ca_sha256": made.ca_sha256, "created_unix_ms": made.created_unix_ms}
         print_json({"backup": facts})

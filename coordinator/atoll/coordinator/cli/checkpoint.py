@@ -10,23 +10,23 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.formatting import count, moment, size
+from atoll.coordinator.cli.formatting import count, local_time, size
 from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption, RunOption
-from atoll.coordinator.cli.output import Column, Plain, plain, show
+from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show
 from atoll.coordinator.sanitize import clean
 from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
 
 app = typer.Typer(help="Checkpoints: list, pull.", no_args_is_help=True)
 _COLUMNS = [
-    Column("round", right=True),
+    Column("round", align_right=True),
     Column("node"),
     Column("layers"),
     Column("state"),
-    Column("tokens", right=True, goes=3),
-    Column("size", right=True, goes=2),
+    Column("tokens", align_right=True, drop_order=3),
+    Column("size", align_right=True, drop_order=2),
     Column("written"),
-    Column("manifest", goes=1),
+    Column("manifest", drop_order=1),
     Column("committed"),
 ]
 _STEPS = 10  # lines of progress where it does not go to a terminal
@@ -44,7 +44,7 @@ def list_checkpoints(
     """
     with connect(credentials) as client:
         found = client.call(client.stub.ListCheckpoints, wire.ListCheckpointsRequest(run_id=run)).checkpoints
-    show(output, {"checkpoints": [plain(item) for item in found]}, _COLUMNS, [_row(item) for item in found])
+    show(output, {"checkpoints": [message_dict(item) for item in found]}, _COLUMNS, [_row(item) for item in found])
 
 
 @app.command()
@@ -102,14 +102,14 @@ class Progress:
     """Says on stderr how much has come: in place on a terminal, else now and then."""
 
     def __init__(self) -> None:
-        self._told = 0
+        self._last_step = 0
 
     def __call__(self, done: int, total: int) -> None:
         """`done` of `total` bytes are here."""
         step = _STEPS * 10 * done // total // (1 if sys.stderr.isatty() else 10) if total else 0
-        if step == self._told:
+        if step == self._last_step:
             return
-        self._told = step
+        self._last_step = step
         line = f"{size(done)} of {size(total)}"
         if sys.stderr.isatty():
             print(f"\r{line:<40}", end="\n" if done == total else "", file=sys.stderr, flush=True)
@@ -117,7 +117,7 @@ class Progress:
             print_to_stderr(line)
 
 
-def _row(item: wire.CheckpointView) -> Plain:
+def _row(item: wire.CheckpointView) -> JsonObject:
     held = item.checkpoint
     return {
         "round": held.round,
@@ -126,7 +126,7 @@ def _row(item: wire.CheckpointView) -> Plain:
         "state": "connected" if item.connected else "offline",
         "tokens": count(held.committed_tokens),
         "size": size(held.bytes),
-        "written": moment(held.written_unix_ms),
+        "written": local_time(held.written_unix_ms),
         "manifest": f"{held.manifest_hash.hex()[:12]}…",
         "committed": "yes" if item.committed else "unknown",
     }

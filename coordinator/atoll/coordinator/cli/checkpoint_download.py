@@ -36,7 +36,7 @@ _FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Pulled:
+class DownloadedCheckpoint:
     """What is there now."""
 
     head: Head
@@ -49,7 +49,7 @@ def receive(
     run_id: str,
     layers: Sequence[str],
     progress: Callable[[int, int], None],
-) -> Pulled:
+) -> DownloadedCheckpoint:
     """Write what `messages` bring to the directory `target`; `progress` is told bytes so far and in all.
 
     `layers` are the names in the layer table. Raises `AlreadyExists`, `CheckpointCorrupt`, `DataDirUnusable`, and
@@ -60,7 +60,7 @@ def receive(
     try:
         temporary.mkdir(parents=True, mode=0o755)
         try:
-            pulled = _fill(temporary, messages, run_id, layers, progress)
+            pulled = _write_messages(temporary, messages, run_id, layers, progress)
             OS_DISK.sync_directory(temporary)
             OS_DISK.rename(temporary, target)
             OS_DISK.sync_directory(target.parent)
@@ -82,18 +82,18 @@ def refuse_existing(target: Path) -> None:
         raise AlreadyExists(f"{target} exists already", "name a new directory with --to")
 
 
-def _fill(
+def _write_messages(
     directory: Path,
     messages: Iterator[mb.CheckpointUpload],
     run_id: str,
     layers: Sequence[str],
     progress: Callable[[int, int], None],
-) -> Pulled:
+) -> DownloadedCheckpoint:
     first = next(messages, mb.CheckpointUpload())
     count = max(1, first.opening.parts)
     if count > len(layers):
         raise CheckpointCorrupt(f"{count} checkpoints were announced of a model of {len(layers)} layers")
-    arriving: dict[int, _Arrival] = {}
+    arriving: dict[int, _CheckpointWriter] = {}
     with ExitStack() as held:
         message: mb.CheckpointUpload | None = first
         while message is not None:
@@ -101,21 +101,23 @@ def _fill(
                 if message.part in arriving or message.part >= count:
                     raise CheckpointCorrupt("another checkpoint came than was announced")
                 place = directory if count == 1 else directory / str(message.part)
-                arriving[message.part] = held.enter_context(closing(_Arrival(place, message.opening, run_id)))
+                arriving[message.part] = held.enter_context(closing(_CheckpointWriter(place, message.opening, run_id)))
             elif message.part not in arriving or not message.data:
                 raise CheckpointCorrupt("the checkpoint ended before all of it had come", "try again")
             else:
                 arriving[message.part].take(message.data)
                 announced = sum(each.bytes for each in arriving.values())
-                progress(sum(each.done for each in arriving.values()), announced * count // len(arriving))
-            whole = len(arriving) == count and all(each.whole for each in arriving.values())
-            message = None if whole else next(messages, None)
-    if len(arriving) < count or not all(each.whole for each in arriving.values()):
+                progress(sum(each.bytes_received for each in arriving.values()), announced * count // len(arriving))
+            complete = len(arriving) == count and all(each.complete for each in arriving.values())
+            message = None if complete else next(messages, None)
+    if len(arriving) < count or not all(each.complete for each in arriving.values()):
         raise CheckpointCorrupt("the checkpoint ended before all of it had come", "try again")
-    return _settle(directory, list(arriving.values()), layers)
+    return _verify_and_name(directory, list(arriving.values()), layers)
 
 
-def _settle(directory: Path, arrived: Sequence[_Arrival], layers: Sequence[str]) -> Pulled:
+def _verify_and_name(
+    directory: Path, arrived: Sequence[_CheckpointWriter], layers: Sequence[str]
+) -> DownloadedCheckpoint:
     """Check what came against its manifest, and name it by its layers."""
     head, names, known = arrived[0].head, list[str](), set[int]()
     for each in arrived:
@@ -129,10 +131,10 @@ def _settle(directory: Path, arrived: Sequence[_Arrival], layers: Sequence[str])
             OS_DISK.rename(each.directory, directory / names[-1])
     if missing := set(range(len(layers))) - known:
         raise CheckpointCorrupt(f"what came does not hold {layers_text(missing)}")
-    return Pulled(head, tuple(sorted(names, key=lambda name: int(name.split("-")[1]))))
+    return DownloadedCheckpoint(head, tuple(sorted(names, key=lambda name: int(name.split("-")[1]))))
 
 
-class _Arrival:
+class _CheckpointWriter:
     """One checkpoint that comes."""
 
     def __init__(self, directory: Path, opening: mb.CheckpointOpening, run_id: str) -> None:
@@ -146,23 +148,23 @@ class _Arrival:
         if self.head.round != opening.round:
             raise CheckpointCorrupt(f"the node sent the manifest of round {self.head.round} for round {opening.round}")
         self.directory = directory
-        self.bytes, self.done = sum(item.bytes for item in files.values()), 0
+        self.bytes, self.bytes_received = sum(item.bytes for item in files.values()), 0
         self._manifest, self._manifest_sent = opening.manifest, MANIFEST in files
         directory.mkdir(exist_ok=True)
-        self._writing = _write(directory, list(files.values()))
-        self.whole = False
-        self._go_on(None)
+        self._file_writer = _write(directory, list(files.values()))
+        self.complete = False
+        self._feed_writer(None)
 
     def take(self, data: bytes) -> None:
         """The next bytes of its files. Raises `CheckpointCorrupt`, `OSError`."""
-        self.done += len(data)
-        if self.whole or self.done > self.bytes:
+        self.bytes_received += len(data)
+        if self.complete or self.bytes_received > self.bytes:
             raise CheckpointCorrupt("the node sent more than it announced")
-        self._go_on(data)
+        self._feed_writer(data)
 
     def close(self) -> None:
         """Nothing more is written."""
-        self._writing.close()
+        self._file_writer.close()
 
     def check(self, layers: Sequence[str]) -> range:
         """The layers that it holds, all of them true. Raises `CheckpointCorrupt`, `OSError`."""
@@ -176,11 +178,11 @@ class _Arrival:
             check_layers(self.directory / f"{kind}.safetensors", digests)
         return held
 
-    def _go_on(self, data: bytes | None) -> None:
+    def _feed_writer(self, data: bytes | None) -> None:
         try:
-            self._writing.send(data)
+            self._file_writer.send(data)
         except StopIteration:
-            self.whole = True
+            self.complete = True
 
 
 def _write(directory: Path, files: Sequence[mb.CheckpointFile]) -> Generator[None, bytes | None, None]:
@@ -207,7 +209,7 @@ def _write(directory: Path, files: Sequence[mb.CheckpointFile]) -> Generator[Non
 
 def held_layers(path: Path, layers: Sequence[str]) -> range:
     """The consecutive layers that a safetensors file says it holds. Raises `CheckpointCorrupt`, `OSError`."""
-    with _opened(path) as file:
+    with _open_received(path) as file:
         names = set(read_header(file, path, _MAX_HEADER_BYTES)[0])
     numbers = [number for number, name in enumerate(layers) if name in names]
     if not numbers or len(numbers) != len(names) or numbers[-1] - numbers[0] + 1 != len(numbers):
@@ -217,7 +219,7 @@ def held_layers(path: Path, layers: Sequence[str]) -> range:
 
 def check_layers(path: Path, digests: Mapping[str, bytes]) -> None:
     """Raise `CheckpointCorrupt` unless a safetensors file holds exactly these fp32 layers with these SHA-256."""
-    with _opened(path) as file:
+    with _open_received(path) as file:
         header, data = read_header(file, path, _MAX_HEADER_BYTES)
         if header.keys() != digests.keys():
             raise CheckpointCorrupt(f"{path.name} does not hold the run's layers")
@@ -230,7 +232,7 @@ def check_layers(path: Path, digests: Mapping[str, bytes]) -> None:
                 raise CheckpointCorrupt(f"layer {name} in {path.name} is not what the manifest says")
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open_received(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except FileNotFoundError as error:

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.formatting import moment
+from atoll.coordinator.cli.formatting import local_time
 from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption
-from atoll.coordinator.cli.output import plain
+from atoll.coordinator.cli.output import message_dict
 from atoll.coordinator.sanitize import clean
 from atoll.core.output import Output, OutputOption, print_json_line
 from atoll.v1 import admin_pb2 as wire
@@ -38,7 +38,7 @@ def events(
         try:
             for event in client.stream(client.stub.Events, wire.EventsRequest(after_id=after, follow=follow)):
                 if output is Output.JSON:
-                    print_json_line({"event": plain(event)})
+                    print_json_line({"event": message_dict(event)})
                 else:
                     console.print(_line(event))
         except KeyboardInterrupt:  # how one ends --follow
@@ -48,7 +48,7 @@ def events(
 def _line(event: wire.Event) -> Text:
     return Text.assemble(
         (f"{event.id:>6} ", "dim"),
-        (f"{moment(event.unix_ms)} ", "dim"),
+        (f"{local_time(event.unix_ms)} ", "dim"),
         (f"{clean(event.kind):<20} ", "bold"),
         clean(event.message, MAX_MESSAGE_CHARACTERS),
     )

@@ -7,18 +7,18 @@ import time
 from atoll.core.units import bytes_text, count_text, duration_text
 
 
-def ago(unix_ms: int, now: float) -> str:
+def time_ago(unix_ms: int, now: float) -> str:
     """`3 s ago`; a dash for never."""
     return "–" if not unix_ms else f"{duration_text(max(0.0, now - unix_ms / 1000))} ago"
 
 
-def ahead(unix_ms: int, now: float) -> str:
+def time_until(unix_ms: int, now: float) -> str:
     """`in 12 min 03 s`, or `expired`."""
     left = unix_ms / 1000 - now
     return f"in {duration_text(left)}" if left > 0 else "expired"
 
 
-def moment(unix_ms: int) -> str:
+def local_time(unix_ms: int) -> str:
     """Local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_ms / 1000))
 

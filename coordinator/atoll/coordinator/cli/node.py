@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.formatting import ago, count, loss, moment, size
+from atoll.coordinator.cli.formatting import count, local_time, loss, size, time_ago
 from atoll.coordinator.cli.options import CredentialsOption, NodeArgument, RunOption
-from atoll.coordinator.cli.output import Column, Plain, plain, show, show_facts
+from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show, show_facts
 from atoll.coordinator.sanitize import clean, enum_word
 from atoll.core.errors import UsageError
 from atoll.core.output import Output, OutputOption, ask_interactively, print_to_stderr
@@ -24,16 +24,16 @@ app = typer.Typer(help="Nodes: list, show, drain, ban.", no_args_is_help=True)
 _CLOCK_AGREES_SECONDS = 0.5
 _COLUMNS = [
     Column("name"),
-    Column("peer", "peer", goes=1),
-    Column("run", "run_id", goes=2),
-    Column("role", "role", goes=4),
+    Column("peer", "peer", drop_order=1),
+    Column("run", "run_id", drop_order=2),
+    Column("role", "role", drop_order=4),
     Column("state", "state"),
     Column("device", "device"),
-    Column("tok/s", "pace", right=True),
-    Column("steps", "steps", right=True, goes=3),
-    Column("round", "round", right=True, goes=5),
-    Column("loss", "loss", right=True, goes=6),
-    Column("seen", "seen", right=True),
+    Column("tok/s", "pace", align_right=True),
+    Column("steps", "steps", align_right=True, drop_order=3),
+    Column("round", "round", align_right=True, drop_order=5),
+    Column("loss", "loss", align_right=True, drop_order=6),
+    Column("seen", "seen", align_right=True),
 ]
 
 
@@ -50,7 +50,7 @@ def list_nodes(run: RunOption = "", output: OutputOption = Output.TEXT, credenti
     with connect(credentials) as client:
         nodes = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=run)).nodes
     rows = [_row(node, time.time()) for node in nodes]
-    show(output, {"nodes": [plain(node) for node in nodes]}, _columns(nodes), rows)
+    show(output, {"nodes": [message_dict(node) for node in nodes]}, _columns(nodes), rows)
 
 
 @app.command("show")
@@ -63,7 +63,7 @@ def show_node(node: NodeArgument, output: OutputOption = Output.TEXT, credential
     """
     with connect(credentials) as client:
         view = client.call(client.stub.GetNode, wire.GetNodeRequest(node=node))
-    show_facts(output, {"node": plain(view)}, _facts(view, time.time()))
+    show_facts(output, {"node": message_dict(view)}, _facts(view, time.time()))
 
 
 @app.command()
@@ -76,7 +76,7 @@ def drain(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: C
     """
     with connect(credentials) as client:
         view = client.call(client.stub.DrainNode, wire.DrainNodeRequest(node=node))
-    show(output, {"node": plain(view)}, _COLUMNS, [_row(view, time.time())])
+    show(output, {"node": message_dict(view)}, _COLUMNS, [_row(view, time.time())])
 
 
 @app.command()
@@ -100,13 +100,13 @@ def ban(
             if not ask_interactively(lambda: typer.confirm("ban it?", err=True)):
                 raise UsageError("nothing was done", "say yes, or pass --yes")
         view = client.call(client.stub.BanNode, wire.BanNodeRequest(node=view.peer_id, reason=reason))
-    show(output, {"node": plain(view)}, _COLUMNS, [_row(view, time.time())])
+    show(output, {"node": message_dict(view)}, _COLUMNS, [_row(view, time.time())])
 
 
 def _columns(nodes: Sequence[wire.NodeView]) -> list[Column]:
     """Of several runs, nodes are told apart by their run, however narrow the terminal is."""
     several = len({node.run_id for node in nodes}) > 1
-    return [replace(column, goes=0) if several and column.key == "run_id" else column for column in _COLUMNS]
+    return [replace(column, drop_order=0) if several and column.key == "run_id" else column for column in _COLUMNS]
 
 
 def _state(node: wire.NodeView) -> str:
@@ -118,7 +118,7 @@ def _state(node: wire.NodeView) -> str:
     return f"{word}, to drain" if node.draining and word != "draining" else word
 
 
-def _row(node: wire.NodeView, now: float) -> Plain:
+def _row(node: wire.NodeView, now: float) -> JsonObject:
     return {
         "name": node.name,
         "peer": f"…{node.peer_id[-8:]}",
@@ -130,7 +130,7 @@ def _row(node: wire.NodeView, now: float) -> Plain:
         "steps": node.status.steps or "–",
         "round": node.status.head_round or "–",
         "loss": loss(node.status.train_loss),
-        "seen": ago(node.last_seen_unix_ms, now),
+        "seen": time_ago(node.last_seen_unix_ms, now),
     }
 
 
@@ -143,8 +143,8 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("role", _roles(node)),
         ("state", _state(node)),
         ("says", status.detail or "–"),
-        ("enrolled", moment(node.enrolled_unix_ms)),
-        ("last seen", ago(node.last_seen_unix_ms, now)),
+        ("enrolled", local_time(node.enrolled_unix_ms)),
+        ("last seen", time_ago(node.last_seen_unix_ms, now)),
         ("device", profile.device_name or profile.device or "–"),
         ("device memory", size(profile.device_memory_bytes)),
         ("atoll version", profile.atoll_version or "–"),
@@ -156,9 +156,9 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("training loss", loss(status.train_loss)),
         ("head round", status.head_round),
         ("follows plan", status.plan_version or "–"),
-        ("part in the plan", _part(node)),
+        ("part in the plan", _plan_part_text(node)),
         ("pinned", f"to layers {node.pin}" if node.pin and node.pin != "out" else node.pin or "–"),
-        ("there", _there(node)),
+        ("there", _availability_text(node)),
         ("in doubt", node.doubt or "–"),
         ("clock", _clock(status)),
         ("sent for averaging", size(status.averaging_bytes_sent)),
@@ -170,7 +170,7 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
     return facts + [("address", address) for address in node.multiaddrs]
 
 
-def _there(node: wire.NodeView) -> str:
+def _availability_text(node: wire.NodeView) -> str:
     if not node.availability:
         return "–"
     return f"{node.availability:.1%} of the time, lost {24 * node.failures_per_hour:.1f} times a day"
@@ -197,7 +197,7 @@ def _computing(status: mb.NodeStatus) -> str:
     return f"{1000 * took.seconds_per_token:.3g} ms, layers {took.layers.first}–{took.layers.last}"
 
 
-def _part(node: wire.NodeView) -> str:
+def _plan_part_text(node: wire.NodeView) -> str:
     if node.route:
         return f"layers {node.span.first}–{node.span.last}, in route {node.route}"
     if node.HasField("span"):

@@ -19,7 +19,7 @@ from rich.text import Text
 from atoll.coordinator.sanitize import clean, enum_word
 from atoll.core.output import Output, print_json, wrap_for_terminal
 
-Plain = dict[str, object]
+JsonObject = dict[str, object]
 _MAX_LINE_CHARACTERS = 4096
 
 
@@ -29,26 +29,26 @@ class Column:
 
     heading: str
     key: str = ""
-    right: bool = False
+    align_right: bool = False
     prose: bool = False  # it is what gives way on a narrow terminal
-    goes: int = 0  # where that is not enough, columns go: 1 first, and so on; 0 never does
+    drop_order: int = 0  # where that is not enough, columns go: 1 first, and so on; 0 never does
 
 
-def show(output: Output, document: Mapping[str, object], columns: Sequence[Column], rows: Sequence[Plain]) -> None:
+def show(output: Output, document: Mapping[str, object], columns: Sequence[Column], rows: Sequence[JsonObject]) -> None:
     """Print `document` as JSON, or `rows` as a table."""
     if output is Output.JSON:
         print_json(document)
         return
-    left = sorted({column.goes for column in columns if column.goes})
+    left = sorted({column.drop_order for column in columns if column.drop_order})
     table, endless = _table(columns, rows), Console(width=10_000)  # one that is narrow measures no more than that
     while left and endless.measure(table).maximum > _console().width:
         del left[0]
-        columns = [column for column in columns if not column.goes or column.goes in left]
+        columns = [column for column in columns if not column.drop_order or column.drop_order in left]
         table = _table(columns, rows)
     _print(table)
 
 
-def below(sentences: Iterable[str]) -> None:
+def print_sentences(sentences: Iterable[str]) -> None:
     """Below a table, a line each; where a terminal is narrower, broken between words."""
     for sentence in map(clean, sentences):
         print(wrap_for_terminal(sentence, sys.stdout))
@@ -67,7 +67,7 @@ def show_facts(output: Output, document: Mapping[str, object], facts: Sequence[t
     _print(table)
 
 
-def plain(message: Message) -> Plain:
+def message_dict(message: Message) -> JsonObject:
     """A message as a dictionary of plain values, every field present."""
     return {field.name: _value(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
@@ -80,7 +80,7 @@ def _value(field: Any, value: Any) -> object:
 
 def _single(field: Any, value: object) -> object:
     if isinstance(value, Message):
-        return plain(value)
+        return message_dict(value)
     if isinstance(value, bytes):
         return value.hex()
     if field.enum_type is not None and isinstance(value, int):
@@ -93,10 +93,12 @@ def _plain_text(value: object) -> Text:
     return Text("\n".join(clean(line, _MAX_LINE_CHARACTERS) for line in str(value).split("\n")))
 
 
-def _table(columns: Sequence[Column], rows: Sequence[Plain]) -> Table:
+def _table(columns: Sequence[Column], rows: Sequence[JsonObject]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for column in columns:
-        table.add_column(column.heading.upper(), justify="right" if column.right else "left", no_wrap=not column.prose)
+        table.add_column(
+            column.heading.upper(), justify="right" if column.align_right else "left", no_wrap=not column.prose
+        )
     for row in rows:
         table.add_row(*(_plain_text(row[column.key or column.heading]) for column in columns))
     return table

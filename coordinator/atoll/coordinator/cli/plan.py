@@ -10,9 +10,9 @@ import typer
 
 from atoll.coordinator.cli import plan_change
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.formatting import count, moment, size
+from atoll.coordinator.cli.formatting import count, local_time, size
 from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption, NodeArgument, RunOption
-from atoll.coordinator.cli.output import Column, Plain, plain, show
+from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show
 from atoll.coordinator.sanitize import clean
 from atoll.core.output import Output, OutputOption, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
@@ -22,25 +22,25 @@ VersionArgument = Annotated[int, typer.Argument(min=1, max=MAX_NUMBER)]
 SvgOption = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="draw the plan into this file, too")]
 _COPIES = Column("copy of", "copies")
 _COLUMNS = [
-    Column("route", right=True),
+    Column("route", align_right=True),
     Column("node"),
-    Column("peer", goes=1),
+    Column("peer", drop_order=1),
     Column("layers"),
     _COPIES,
-    Column("memory", right=True),
-    Column("first samples", "samples", right=True, goes=3),
-    Column("token cap", "cap", right=True, goes=2),
-    Column("reduces", right=True),
+    Column("memory", align_right=True),
+    Column("first samples", "samples", align_right=True, drop_order=3),
+    Column("token cap", "cap", align_right=True, drop_order=2),
+    Column("reduces", align_right=True),
 ]
 _HISTORY_COLUMNS = [
-    Column("plan", right=True),
+    Column("plan", align_right=True),
     Column("issued"),
-    Column("nodes", right=True),
-    Column("routes", right=True),
-    Column("predicted", right=True),
-    Column("measured", right=True),
-    Column("off by", "off", right=True, goes=1),
-    Column("moved", right=True, goes=2),
+    Column("nodes", align_right=True),
+    Column("routes", align_right=True),
+    Column("predicted", align_right=True),
+    Column("measured", align_right=True),
+    Column("off by", "off", align_right=True, drop_order=1),
+    Column("moved", align_right=True, drop_order=2),
     Column("why", prose=True),
 ]
 
@@ -65,13 +65,13 @@ def show_plan(
     """
     with connect(credentials) as client:
         view = client.call(client.stub.GetPlan, wire.GetPlanRequest(run_id=run, version=version))
-    document = {key: value for key, value in plain(view).items() if key != "plan"}
+    document = {key: value for key, value in message_dict(view).items() if key != "plan"}
     columns = [item for item in _COLUMNS if item is not _COPIES or any(node.copies for node in view.nodes)]
-    show(output, {"plan": plain(view.plan), **document}, columns, list(_rows(view)))
+    show(output, {"plan": message_dict(view.plan), **document}, columns, list(_rows(view)))
     if output is Output.TEXT:
         plan = view.plan
         print_to_stderr(
-            f"plan {plan.version} of run {plan.run_id}, issued {moment(plan.issued_unix_ms)}: {clean(plan.reason)}"
+            f"plan {plan.version} of run {plan.run_id}, issued {local_time(plan.issued_unix_ms)}: {clean(plan.reason)}"
         )
         for item in view.left_out:
             print_to_stderr(f"left out: {clean(item.name or item.peer_id)}: {clean(item.reason)}")
@@ -89,7 +89,7 @@ def history(run: RunOption = "", output: OutputOption = Output.TEXT, credentials
     """
     with connect(credentials) as client:
         plans = client.call(client.stub.PlanHistory, wire.PlanHistoryRequest(run_id=run)).plans
-    show(output, {"plans": [plain(item) for item in plans]}, _HISTORY_COLUMNS, [_line(item) for item in plans])
+    show(output, {"plans": [message_dict(item) for item in plans]}, _HISTORY_COLUMNS, [_line(item) for item in plans])
 
 
 @app.command("diff")
@@ -197,7 +197,7 @@ def what_if(
     tell(topology, seconds, output, svg)
 
 
-def _rows(view: wire.PlanView) -> Iterator[Plain]:
+def _rows(view: wire.PlanView) -> Iterator[JsonObject]:
     """By route, then along it; then those who stand by."""
     plan, nodes = view.plan, {item.peer_id: item for item in view.nodes}
     assigned = {item.peer_id: item for item in plan.assignments}
@@ -221,11 +221,11 @@ def _rows(view: wire.PlanView) -> Iterator[Plain]:
         }
 
 
-def _line(item: wire.PlanFigures) -> Plain:
+def _line(item: wire.PlanFigures) -> JsonObject:
     predicted, measured = item.predicted_tokens_per_second, item.measured_tokens_per_second
     return {
         "plan": item.version,
-        "issued": moment(item.issued_unix_ms),
+        "issued": local_time(item.issued_unix_ms),
         "nodes": item.nodes,
         "routes": item.routes,
         "predicted": count(predicted),

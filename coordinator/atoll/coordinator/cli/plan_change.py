@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from atoll.coordinator.cli.client import Client
 from atoll.coordinator.cli.formatting import count, size
-from atoll.coordinator.cli.output import Column, Plain, plain, show
+from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show
 from atoll.coordinator.sanitize import clean
 from atoll.core.errors import UsageError
 from atoll.core.output import Output, print_to_stderr
@@ -16,7 +16,7 @@ from atoll.v1 import plan_pb2
 
 _SPAN = re.compile(r"(\d{1,6})-(\d{1,6})")
 _DIFF_COLUMNS = [Column("node"), Column("peer"), Column("before"), Column("after")]
-_CHANGE_COLUMNS = [*_DIFF_COLUMNS, Column("fetches", right=True)]
+_CHANGE_COLUMNS = [*_DIFF_COLUMNS, Column("fetches", align_right=True)]
 _PIN_COLUMNS = [Column("node", "name"), Column("peer"), Column("pin"), Column("layers now", "layers")]
 
 
@@ -43,18 +43,18 @@ def pin_request(node: str, layers: str, *, out: bool) -> wire.PinNodeRequest:
 
 def show_pin(node: wire.NodeView, output: Output) -> None:
     """The node, after its pin changed."""
-    row: Plain = {
+    row: JsonObject = {
         "name": node.name,
         "peer": f"…{node.peer_id[-8:]}",
         "pin": node.pin or "–",
         "layers": _span(node.span) if node.HasField("span") else "–",
     }
-    show(output, {"node": plain(node)}, _PIN_COLUMNS, [row])
+    show(output, {"node": message_dict(node)}, _PIN_COLUMNS, [row])
 
 
 def show_change(response: wire.ApplyPlanResponse, output: Output, *, dry_run: bool) -> None:
     """What a plan changes, or would."""
-    rows: list[Plain] = [
+    rows: list[JsonObject] = [
         {
             "node": item.name,
             "peer": f"…{item.peer_id[-8:]}",
@@ -64,7 +64,7 @@ def show_change(response: wire.ApplyPlanResponse, output: Output, *, dry_run: bo
         }
         for item in response.moves
     ]
-    show(output, {"dry_run": dry_run, "change": plain(response)}, _CHANGE_COLUMNS, rows)
+    show(output, {"dry_run": dry_run, "change": message_dict(response)}, _CHANGE_COLUMNS, rows)
     if output is Output.TEXT:
         for line in _sentences(response, dry_run=dry_run):
             print_to_stderr(clean(line))
@@ -87,7 +87,7 @@ def _sentences(response: wire.ApplyPlanResponse, *, dry_run: bool) -> Iterator[s
         yield f"the plan stays: {response.reason}"
 
 
-def _changes(earlier: wire.PlanView, later: wire.PlanView) -> Iterator[Plain]:
+def _changes(earlier: wire.PlanView, later: wire.PlanView) -> Iterator[JsonObject]:
     """Who holds other layers, by name."""
     names = {item.peer_id: item.name for view in (earlier, later) for item in view.nodes}
     before, after = ({item.peer_id: _span(item.span) for item in view.plan.assignments} for view in (earlier, later))

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 
 from atoll.coordinator.cli.client import Client
-from atoll.coordinator.cli.output import below, show
-from atoll.coordinator.cli.what_if import COLUMNS, FOR_HELP, check_writable, draw, rows
+from atoll.coordinator.cli.output import print_sentences, show
+from atoll.coordinator.cli.what_if import COLUMNS, EXPLAIN_TIME_FRACTION, check_writable, draw, rows
 from atoll.coordinator.planner.checks import check_layout, check_problem, without_unfit_pins
 from atoll.coordinator.planner.cost import evaluate
 from atoll.coordinator.planner.cost_tables import CostTables
@@ -30,12 +30,12 @@ from atoll.core.units import count_text
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import plan_pb2
 
-_USUAL = Preferences()
+_DEFAULT_PREFERENCES = Preferences()
 _ROUNDS = 20  # the last ones, whose pace is compared
 
 
 @dataclass(frozen=True)
-class Live:
+class RunningPlan:
     """A run's plan as a problem and a layout, and what was measured of the whole."""
 
     problem: Problem
@@ -62,15 +62,15 @@ def tell(client: Client, run_id: str, seconds: float, output: Output, svg: FileP
     clock, rng = SystemClock(), random.Random(0)
     tables = CostTables(live.problem)
     now = Solution(tables, evaluate(tables, live.layout), 0.0, 0, 0.0)
-    why = explain(now, clock=clock, rng=rng, seconds=FOR_HELP * seconds)
+    why = explain(now, clock=clock, rng=rng, seconds=EXPLAIN_TIME_FRACTION * seconds)
     best = solve(live.problem, clock=clock, rng=rng, seconds=seconds, start=live.layout)
     measured = {"tokens_per_second": live.tokens_per_second, "round_seconds": live.round_seconds}
-    told = {"plan": document(now, why), "measured": measured, "doubts": live.doubts, "best": best_of(best)}
+    told = {"plan": document(now, why), "measured": measured, "doubts": live.doubts, "best": layout_document(best)}
     draw(svg, now, why)
     show(output, told, COLUMNS, rows(why.places))
     if output is Output.TEXT:
         print()
-        below((*compared(now, live), *facts(why), *advice(now, best), *live.doubts))
+        print_sentences((*predicted_and_measured(now, live), *facts(why), *advice(now, best), *live.doubts))
 
 
 def preferences_of(view: wire.PlanView) -> Preferences:
@@ -86,8 +86,8 @@ def live_plan(
     plan: plan_pb2.Plan,
     nodes: Sequence[wire.NodeView],
     rounds: Sequence[wire.RoundView],
-    preferences: Preferences = _USUAL,
-) -> Live:
+    preferences: Preferences = _DEFAULT_PREFERENCES,
+) -> RunningPlan:
     """From the coordinator's answers. Raises `InvalidTransition` while a member has not said what it is."""
     by_peer = {node.peer_id: node for node in nodes}
     members = [by_peer[item.peer_id] for item in plan.assignments if item.peer_id in by_peer]
@@ -98,12 +98,15 @@ def live_plan(
             "ask again when it is connected",
         )
     spec, pins = parse_run_spec(run.spec_toml), []
-    for node, name in _named(members):
+    for node, name in _distinct_names(members):
         first, _, last = node.pin.partition("-")
         pins += [Pin(name, (int(first), int(last)))] if last else []
     alone = {route.peer_ids[0] for route in plan.routes if len(route.peer_ids) == 1}
     spans = {item.peer_id: (item.span.first, item.span.last) for item in plan.assignments}
-    known = [_measured(node, name, spans[node.peer_id], alone=node.peer_id in alone) for node, name in _named(members)]
+    known = [
+        _measured(node, name, spans[node.peer_id], alone=node.peer_id in alone)
+        for node, name in _distinct_names(members)
+    ]
     seen = problem_from_nodes(
         known, read_layers(run.layers, spec.data.sequence_length), spec, wishes_of(preferences, tuple(pins))
     )
@@ -111,7 +114,7 @@ def live_plan(
         raise InvalidTransition(f"this plan cannot be judged: {'; '.join(seen.refused.values())}")
     check_problem(seen.problem)
     problem, unfit = without_unfit_pins(seen.problem)
-    late = [name for node, name in _named(members) if not _follows_pin(node, spans[node.peer_id])]
+    late = [name for node, name in _distinct_names(members) if not _follows_pin(node, spans[node.peer_id])]
     if late:  # what stands cannot be judged by pins that it does not follow yet
         problem = replace(problem, wishes=replace(problem.wishes, pins=()))
         unfit |= {name: f"{name} is pinned otherwise: this plan does not follow that yet" for name in late}
@@ -126,10 +129,10 @@ def live_plan(
     drivers = {route.peer_ids[0] for route in plan.routes}
     trained = sum(node.status.tokens_per_second for node in members if node.connected and node.peer_id in drivers)
     doubts = (*seen.doubts.values(), *unfit.values())
-    return Live(problem, layout, doubts, trained, _between(rounds))
+    return RunningPlan(problem, layout, doubts, trained, _median_round_seconds(rounds))
 
 
-def compared(now: Solution, live: Live) -> Iterator[str]:
+def predicted_and_measured(now: Solution, live: RunningPlan) -> Iterator[str]:
     """What the plan predicts beside what is measured."""
     predicted = now.evaluation.tokens_per_second
     told = f"predicted: {count_text(predicted)} tokens/s"
@@ -153,7 +156,7 @@ def advice(now: Solution, best: Solution) -> Iterator[str]:
     yield f"another layout would reach {100 * gain:+.0f} %{what}: routes × stages {shapes}"
 
 
-def best_of(best: Solution) -> dict[str, object]:
+def layout_document(best: Solution) -> dict[str, object]:
     """The planner's own layout as plain values."""
     names = [machine.name for machine in best.problem.machines]
     return {
@@ -185,14 +188,14 @@ def _measured(node: wire.NodeView, name: str, span: tuple[int, int], *, alone: b
     )
 
 
-def _named(nodes: Sequence[wire.NodeView]) -> Iterator[tuple[wire.NodeView, str]]:
+def _distinct_names(nodes: Sequence[wire.NodeView]) -> Iterator[tuple[wire.NodeView, str]]:
     """With names that tell them apart."""
     usage = Counter(node.name for node in nodes)
     for node in nodes:
         yield node, node.name if usage[node.name] == 1 else f"{node.name} …{node.peer_id[-6:]}"
 
 
-def _between(rounds: Sequence[wire.RoundView]) -> float | None:
+def _median_round_seconds(rounds: Sequence[wire.RoundView]) -> float | None:
     """The median time from one committed round to the next, in seconds."""
     times = {view.round.number: view.unix_ms / 1000 for view in rounds if view.committed and not view.void}
     gaps = [times[number + 1] - times[number] for number in times if number + 1 in times]

@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.formatting import count, loss, moment
+from atoll.coordinator.cli.formatting import count, local_time, loss
 from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption
-from atoll.coordinator.cli.output import Column, Plain, plain, show, show_facts
+from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show, show_facts
 from atoll.coordinator.sanitize import clean, enum_word
 from atoll.core.errors import ConfigError, RunSpecError, UsageError
 from atoll.core.output import Output, OutputOption, ask_interactively, print_to_stderr
@@ -27,27 +27,27 @@ RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="its name; not
 _COLUMNS = [
     Column("run", "run_id"),
     Column("state"),
-    Column("round", right=True),
-    Column("tokens", right=True),
-    Column("done", right=True),
-    Column("loss", right=True),
-    Column("nodes", right=True),
-    Column("plan", right=True),
+    Column("round", align_right=True),
+    Column("tokens", align_right=True),
+    Column("done", align_right=True),
+    Column("loss", align_right=True),
+    Column("nodes", align_right=True),
+    Column("plan", align_right=True),
 ]
 _ROUNDS = 1000  # rows at once; abandoned attempts are some of them
 _ROUND_COLUMNS = [
-    Column("round", right=True),
-    Column("attempt", right=True, goes=1),
-    Column("plan", right=True, goes=2),
+    Column("round", align_right=True),
+    Column("attempt", align_right=True, drop_order=1),
+    Column("plan", align_right=True, drop_order=2),
     Column("outcome"),
-    Column("nodes", right=True),
-    Column("present", right=True, goes=5),
-    Column("partial", right=True, goes=6),
-    Column("screened", right=True, goes=3),
-    Column("zeroed", right=True, goes=4),
+    Column("nodes", align_right=True),
+    Column("present", align_right=True, drop_order=5),
+    Column("partial", align_right=True, drop_order=6),
+    Column("screened", align_right=True, drop_order=3),
+    Column("zeroed", align_right=True, drop_order=4),
     Column("codec"),
-    Column("tokens", right=True),
-    Column("seconds", right=True),
+    Column("tokens", align_right=True),
+    Column("seconds", align_right=True),
     Column("when"),
 ]
 
@@ -69,13 +69,13 @@ def create(
     request = wire.CreateRunRequest(spec_toml=text, start=start)
     with connect(credentials) as client:
         run = client.call(client.stub.CreateRun, request)
-    _show_rows(output, {"run": plain(run)}, [run])
-    _tell_doubts(text)
+    _show_rows(output, {"run": message_dict(run)}, [run])
+    _print_spec_notes(text)
     if not start:
         print_to_stderr(f"start it with: atollctl run start {run.run_id}")
 
 
-def _tell_doubts(text: str) -> None:
+def _print_spec_notes(text: str) -> None:
     from atoll.core.run_spec import parse_run_spec, spec_warnings  # pydantic: not for the commands that only look
 
     with suppress(RunSpecError):  # the coordinator took it: its release knows more
@@ -93,7 +93,7 @@ def list_runs(output: OutputOption = Output.TEXT, credentials: CredentialsOption
     """
     with connect(credentials) as client:
         runs = client.call(client.stub.ListRuns, wire.ListRunsRequest()).runs
-    _show_rows(output, {"runs": [plain(run) for run in runs]}, list(runs))
+    _show_rows(output, {"runs": [message_dict(run) for run in runs]}, list(runs))
 
 
 @app.command("show")
@@ -106,7 +106,7 @@ def show_run(run: RunArgument = "", output: OutputOption = Output.TEXT, credenti
     """
     with connect(credentials) as client:
         view = client.call(client.stub.GetRun, wire.RunRequest(run_id=run))
-    show_facts(output, {"run": plain(view)}, _facts(view))
+    show_facts(output, {"run": message_dict(view)}, _facts(view))
 
 
 @app.command()
@@ -130,7 +130,9 @@ def rounds(
     with connect(credentials) as client:
         request = wire.ListRoundsRequest(run_id=run, after_round=after or 0, limit=_ROUNDS, newest=after is None)
         found = client.call(client.stub.ListRounds, request).rounds
-    show(output, {"rounds": [plain(item) for item in found]}, _ROUND_COLUMNS, [_round_row(item) for item in found])
+    show(
+        output, {"rounds": [message_dict(item) for item in found]}, _ROUND_COLUMNS, [_round_row(item) for item in found]
+    )
     if len(found) == _ROUNDS:
         first, last = found[0].round.number, found[-1].round.number
         print_to_stderr(f"These are rounds {first} to {last}; `--after ROUND` shows others.")
@@ -146,7 +148,7 @@ def start(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials
     """
     with connect(credentials) as client:
         view = client.call(client.stub.StartRun, wire.RunRequest(run_id=run))
-    _show_rows(output, {"run": plain(view)}, [view])
+    _show_rows(output, {"run": message_dict(view)}, [view])
 
 
 @app.command()
@@ -159,7 +161,7 @@ def pause(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials
     """
     with connect(credentials) as client:
         view = client.call(client.stub.PauseRun, wire.RunRequest(run_id=run))
-    _show_rows(output, {"run": plain(view)}, [view])
+    _show_rows(output, {"run": message_dict(view)}, [view])
 
 
 @app.command()
@@ -172,7 +174,7 @@ def stop(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials:
     """
     with connect(credentials) as client:
         view = client.call(client.stub.StopRun, wire.RunRequest(run_id=run))
-    _show_rows(output, {"run": plain(view)}, [view])
+    _show_rows(output, {"run": message_dict(view)}, [view])
 
 
 @app.command()
@@ -199,16 +201,17 @@ def recover(
             nodes = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=view.run_id)).nodes
             held = [node.status.head_round for node in nodes if node.connected and node.status.head_hash]
             print_to_stderr(
-                f"run {clean(view.run_id)} is at round {view.head_round}; connected nodes hold: {_tally(held)}"
+                f"run {clean(view.run_id)} is at round {view.head_round}; "
+                f"connected nodes hold: {_holders_by_round(held)}"
             )
             print_to_stderr("newer rounds than the newest of these become void for good, wherever they are")
             if not ask_interactively(lambda: typer.confirm("recover it?", err=True)):
                 raise UsageError("nothing was done", "say yes, or pass --yes")
         view = client.call(client.stub.RecoverRun, wire.RecoverRunRequest(run_id=view.run_id, force=force))
-    _show_rows(output, {"run": plain(view)}, [view])
+    _show_rows(output, {"run": message_dict(view)}, [view])
 
 
-def _tally(rounds: list[int]) -> str:
+def _holders_by_round(rounds: list[int]) -> str:
     found = Counter(rounds)
     return ", ".join(f"round {number} on {found[number]}" for number in sorted(found, reverse=True)) or "nothing"
 
@@ -222,7 +225,7 @@ def _read(file: Path) -> str:
         raise ConfigError(f"{file} is not text", "a run spec is a TOML file in UTF-8") from error
 
 
-def _show_rows(output: Output, document: Plain, runs: list[wire.RunView]) -> None:
+def _show_rows(output: Output, document: JsonObject, runs: list[wire.RunView]) -> None:
     show(output, document, _COLUMNS, [_row(run) for run in runs])
 
 
@@ -230,7 +233,7 @@ def _state(run: wire.RunView) -> str:
     return enum_word(mb.RunState.DESCRIPTOR, run.state)
 
 
-def _row(run: wire.RunView) -> Plain:
+def _row(run: wire.RunView) -> JsonObject:
     return {
         "run_id": run.run_id,
         "state": _state(run),
@@ -243,7 +246,7 @@ def _row(run: wire.RunView) -> Plain:
     }
 
 
-def _round_row(item: wire.RoundView) -> Plain:
+def _round_row(item: wire.RoundView) -> JsonObject:
     committed = "void" if item.void else "committed"
     return {
         "round": item.round.number,
@@ -258,7 +261,7 @@ def _round_row(item: wire.RoundView) -> Plain:
         "codec": clean(item.codec, 8) or "–",
         "tokens": count(item.tokens),
         "seconds": f"{item.seconds:.1f}",
-        "when": moment(item.unix_ms),
+        "when": local_time(item.unix_ms),
     }
 
 
@@ -269,7 +272,7 @@ def _facts(run: wire.RunView) -> list[tuple[str, object]]:
         ("tokens", f"{count(run.committed_tokens)} of {count(run.stop_tokens)}"),
         ("rounds", f"{run.rounds_committed} committed of {run.rounds_opened} opened; head {run.head_round}"),
         ("nodes", f"{run.nodes_ready} ready; {run.min_nodes} needed to begin"),
-        *([("not counted", _some(run.uncounted))] if run.uncounted else []),
+        *([("not counted", _first_few(run.uncounted))] if run.uncounted else []),
         ("plan", run.plan_version or "–"),
         *([("no plan is possible", run.missing)] if run.missing else []),
         ("validation loss", _losses(run)),
@@ -279,7 +282,7 @@ def _facts(run: wire.RunView) -> list[tuple[str, object]]:
     return facts
 
 
-def _some(words: Sequence[str]) -> str:
+def _first_few(words: Sequence[str]) -> str:
     """The first of them; hundreds of nodes may load at once."""
     shown, more = [clean(text, 80) for text in words[:_SHOWN]], len(words) - _SHOWN
     return "; ".join(shown) + (f"; {more} more" if more > 0 else "")

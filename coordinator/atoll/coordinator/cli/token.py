@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.formatting import ahead
+from atoll.coordinator.cli.formatting import time_until
 from atoll.coordinator.cli.options import CredentialsOption, RunOption
-from atoll.coordinator.cli.output import Column, Plain, plain, show
+from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show
 from atoll.coordinator.sanitize import enum_word
 from atoll.core.errors import UsageError
 from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
@@ -25,7 +25,7 @@ _COLUMNS = [
     Column("id"),
     Column("run", "run_id"),
     Column("admits", "admits"),
-    Column("uses left", "uses", right=True),
+    Column("uses left", "uses", align_right=True),
     Column("expires", "expires"),
     Column("state", "state"),
 ]
@@ -60,7 +60,7 @@ def create(
         made = client.call(client.stub.CreateToken, request)
     view = made.view
     if output is Output.JSON:
-        print_json({"token": made.token, "view": plain(view)})
+        print_json({"token": made.token, "view": message_dict(view)})
         return
     uses_text = "one use" if view.uses_total == 1 else f"{view.uses_total} uses"
     life = duration_text((view.expires_unix_ms - view.created_unix_ms) / 1000)
@@ -80,7 +80,10 @@ def list_tokens(output: OutputOption = Output.TEXT, credentials: CredentialsOpti
     with connect(credentials) as client:
         tokens = client.call(client.stub.ListTokens, wire.ListTokensRequest()).tokens
     show(
-        output, {"tokens": [plain(token) for token in tokens]}, _COLUMNS, [_row(token, time.time()) for token in tokens]
+        output,
+        {"tokens": [message_dict(token) for token in tokens]},
+        _COLUMNS,
+        [_row(token, time.time()) for token in tokens],
     )
 
 
@@ -98,12 +101,12 @@ def revoke(
     """
     with connect(credentials) as client:
         view = client.call(client.stub.RevokeToken, wire.RevokeTokenRequest(id=token_id)).view
-    show(output, {"token": plain(view)}, _COLUMNS, [_row(view, time.time())])
+    show(output, {"token": message_dict(view)}, _COLUMNS, [_row(view, time.time())])
 
 
-def _row(token: wire.TokenView, now: float) -> Plain:
+def _row(token: wire.TokenView, now: float) -> JsonObject:
     spent = "revoked" if token.revoked else "used up" if not token.uses_left else ""
-    expires = ahead(token.expires_unix_ms, now)
+    expires = time_until(token.expires_unix_ms, now)
     return {
         "id": token.id,
         "run_id": token.run_id,

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from atoll.coordinator.cli.output import Column, Plain, below, show
+from atoll.coordinator.cli.output import Column, JsonObject, print_sentences, show
 from atoll.coordinator.planner.explain import Explanation, StagePlacement, explain
 from atoll.coordinator.planner.layout_svg import layout_svg
 from atoll.coordinator.planner.report import document, sentences
@@ -16,15 +16,15 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError
 from atoll.core.output import Output
 
-FOR_HELP = 0.5  # of the time to search, again, for what would help
+EXPLAIN_TIME_FRACTION = 0.5  # of the time to search, again, for what would help
 COLUMNS = [
-    Column("route", right=True),
-    Column("region", right=True),
+    Column("route", align_right=True),
+    Column("region", align_right=True),
     Column("machine"),
     Column("layers"),
-    Column("memory", right=True),
-    Column("computes", right=True),
-    Column("GB a day", "gigabytes", right=True),
+    Column("memory", align_right=True),
+    Column("computes", align_right=True),
+    Column("GB a day", "gigabytes", align_right=True),
     Column("waits for", "waits_for", prose=True),
 ]
 
@@ -41,12 +41,12 @@ def tell(path: Path, seconds: float, output: Output, svg: Path | None = None) ->
     check_writable(svg)
     clock, rng = SystemClock(), random.Random(0)
     found = solve(read_what_if(text, path.name), clock=clock, rng=rng, seconds=seconds)
-    why = explain(found, clock=clock, rng=rng, seconds=FOR_HELP * seconds)
+    why = explain(found, clock=clock, rng=rng, seconds=EXPLAIN_TIME_FRACTION * seconds)
     draw(svg, found, why)
     show(output, {"plan": document(found, why)}, COLUMNS, rows(why.places))
     if output is Output.TEXT:
         print()
-        below(sentences(found, why))
+        print_sentences(sentences(found, why))
 
 
 def check_writable(path: Path | None) -> None:
@@ -72,7 +72,7 @@ def draw(path: Path | None, found: Solution, why: Explanation) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def rows(places: Sequence[StagePlacement]) -> list[Plain]:
+def rows(places: Sequence[StagePlacement]) -> list[JsonObject]:
     """The table of who does what."""
     return [
         {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from atoll.coordinator.sanitize import enum_word
-from atoll.coordinator.state.snapshot import Joins, Live, RunMemory, State
+from atoll.coordinator.state.snapshot import LiveNode, PlanJoins, RunMemory, State
 from atoll.coordinator.store.records import Node
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
@@ -135,7 +135,7 @@ def corpus_notice(state: State, node: Node) -> str:
     live = state.live.get(node.peer_id)
     if live is None or not live.corpus_digest or corpus_expected(state, node.run_id):
         return ""
-    usual = state.memory[node.run_id].usual_corpus
+    usual = state.memory[node.run_id].most_common_corpus_digest
     if usual in ("", live.corpus_digest):
         return ""
     return f"its text ({live.corpus_digest[:12]}…) is not that of the other nodes ({usual[:12]}…): it does not count"
@@ -154,16 +154,16 @@ def can_still_write_genesis(state: State, peer_id: str) -> bool:
 
 def may_join(memory: RunMemory, peer_id: str, now: float) -> bool:
     """Whether a node may come into the plan: at once at first, and ever later the more often it comes and goes."""
-    joins = memory.joins.get(peer_id, Joins())
-    wait = REJOIN_DELAYS_SECONDS[min(joins.count, len(REJOIN_DELAYS_SECONDS) - 1)]
-    return now - joins.at >= wait
+    plan_joins = memory.plan_joins.get(peer_id, PlanJoins())
+    wait = REJOIN_DELAYS_SECONDS[min(plan_joins.count, len(REJOIN_DELAYS_SECONDS) - 1)]
+    return now - plan_joins.at >= wait
 
 
-def count_join(memory: RunMemory, peer_id: str, now: float) -> Joins:
+def count_join(memory: RunMemory, peer_id: str, now: float) -> PlanJoins:
     """Once more."""
-    joins = memory.joins.get(peer_id, Joins())
-    lately = joins.count if now - joins.at < JOINS_FORGOTTEN_SECONDS else 0
-    return Joins(lately + 1, now)
+    plan_joins = memory.plan_joins.get(peer_id, PlanJoins())
+    lately = plan_joins.count if now - plan_joins.at < JOINS_FORGOTTEN_SECONDS else 0
+    return PlanJoins(lately + 1, now)
 
 
 def should_train(node: Node) -> bool:
@@ -207,7 +207,7 @@ def _finishing(state: State, node: Node, now: float) -> bool:
     if live is None or live.lost or not node.draining or node.banned or node.left:
         return False
     in_time = live.drain_since is not None and now - live.drain_since < DRAIN_SECONDS
-    in_time |= live.hands_over
+    in_time |= live.handing_over
     return in_time and (not live.connected or live.status.state in ELIGIBLE_STATES)
 
 
@@ -219,7 +219,7 @@ def _is_loading_stage(state: State, plan: Plan | None, peer_id: str, now: float)
     return stage and joining and live is not None and _within_loading_timeout(live, now)
 
 
-def _within_loading_timeout(live: Live, now: float) -> bool:
+def _within_loading_timeout(live: LiveNode, now: float) -> bool:
     return live.unfit_since is None or now - live.unfit_since < STAGE_LOADING_TIMEOUT_SECONDS
 
 

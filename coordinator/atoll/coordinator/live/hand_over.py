@@ -25,15 +25,15 @@ def release_drained(draft: Draft, run_id: str, policy: Policy) -> None:
     now = draft.now.monotonic
     for node in draft.state.members_of(run_id):
         live = draft.state.live.get(node.peer_id)
-        if live is None or not live.hands_over:
+        if live is None or not live.handing_over:
             continue
         since = live.drain_since if live.drain_since is not None else now
         coming = draft.state.memory[run_id].preparation
         most = MAX_HAND_OVER_SECONDS + (
-            prefetch.patience(coming, policy.prepare_seconds) if coming is not None else 0.0
+            prefetch.fetch_deadline_seconds(coming, policy.prepare_seconds) if coming is not None else 0.0
         )
         if now - since >= most or not must_hand_over(draft.state, node) or _is_settled(draft.state, run_id, now):
-            draft.set_live(node.peer_id, replace(live, hands_over=False, drain_since=now))
+            draft.set_live(node.peer_id, replace(live, handing_over=False, drain_since=now))
 
 
 def _is_settled(state: State, run_id: str, now: float) -> bool:
@@ -42,7 +42,7 @@ def _is_settled(state: State, run_id: str, now: float) -> bool:
     if memory.preparation is not None:
         return False  # the plan without them comes first: they are members until then
     asks = memory.question is not None and not memory.question.given_routes
-    known = memory.considered is not None and memory.considered.nodes == planner_question.planning_inputs(
+    known = memory.answered_question is not None and memory.answered_question.nodes == planner_question.planning_inputs(
         state, run_id, attendance
     )
     return known and not asks

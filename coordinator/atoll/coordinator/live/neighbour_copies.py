@@ -24,7 +24,7 @@ from atoll.coordinator.live.span_fit import span_fits
 from atoll.coordinator.planner.plan_builder import Route, routes_of
 from atoll.coordinator.planner.question import has_planner_inputs
 from atoll.coordinator.state import prefetch
-from atoll.coordinator.state.snapshot import Coming, Draft, Policy, State
+from atoll.coordinator.state.snapshot import Draft, PendingFetch, Policy, State
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
@@ -69,8 +69,8 @@ def take_over(draft: Draft, run_id: str, attendance: Attendance) -> bool:
     draft.remember(
         run_id,
         copies={peer: it for peer, it in memory.copies.items() if peer not in copy_holders},
-        took_over={**memory.took_over, **dict.fromkeys(alone, now)},
-        undisturbed_until=now + _SETTLE_SECONDS,
+        unconfirmed_takeovers={**memory.unconfirmed_takeovers, **dict.fromkeys(alone, now)},
+        no_question_before=now + _SETTLE_SECONDS,
     )
     told = sorted(
         f"{state.nodes[it.holder].name} takes the layers of {state.nodes[it.stage].name}, too" for it in taken
@@ -97,18 +97,22 @@ def is_set_aside_copy_needed(state: State, run_id: str, attendance: Attendance, 
 def follow(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) -> None:
     """Who should have a copy of which layers; each is told to fetch them (`preparation.told`)."""
     state, memory, now = draft.state, draft.state.memory[run_id], draft.now.monotonic
-    plan, looked = memory.plan, memory.copies_looked_at
+    plan, looked = memory.plan, memory.copies_checked_at
     if plan is None or memory.missing or (looked is not None and now - looked < _CHECK_INTERVAL_SECONDS):
         return
-    draft.remember(run_id, copies_looked_at=now)
+    draft.remember(run_id, copies_checked_at=now)
     settled = draft.now.unix_ms - plan.issued_unix_ms >= 1000 * policy.standby_seconds
     wanted = _wanted(state, plan, attendance, now, settled=settled)
     copies = {peer: _refreshed(state, peer, pair, memory.copies.get(peer), now) for peer, pair in wanted.items()}
-    lacking = {peer: it for peer, it in copies.items() if not prefetch.holds(state, peer, it.span)}
-    late = {peer for peer, it in lacking.items() if now - it.since >= standbys.patience(state, run_id, it, policy)}
-    late |= {peer for peer, it in copies.items() if prefetch.refuses(state, peer, it.span)}
+    lacking = {peer: it for peer, it in copies.items() if not prefetch.has_prefetched(state, peer, it.span)}
+    late = {
+        peer
+        for peer, it in lacking.items()
+        if now - it.since >= standbys.fetch_deadline_seconds(state, run_id, it, policy)
+    }
+    late |= {peer for peer, it in copies.items() if prefetch.reports_no_room(state, peer, it.span)}
     if late:
-        draft.remember(run_id, slow_to_fetch={**memory.slow_to_fetch, **dict.fromkeys(late, now)})
+        draft.remember(run_id, fetch_timeouts={**memory.fetch_timeouts, **dict.fromkeys(late, now)})
     copies = {peer: it for peer, it in copies.items() if peer not in late}
     if copies == memory.copies:
         return
@@ -126,7 +130,7 @@ def drop_unusable_copies(draft: Draft, run_id: str) -> None:
         useful = {(pair.holder, pair.joint_span) for pair in neighbour_pairs(memory.plan)}
         busy = memory.preparation.spans if memory.preparation is not None else {}
         copies = {
-            peer: Coming(it.span, now) if peer in busy and now - it.since >= _REFRESH_INTERVAL_SECONDS else it
+            peer: PendingFetch(it.span, now) if peer in busy and now - it.since >= _REFRESH_INTERVAL_SECONDS else it
             for peer, it in memory.copies.items()
             if (peer, it.span) in useful
         }
@@ -142,7 +146,7 @@ def kept(state: State, plan: Plan) -> Iterator[NeighbourPair]:
         if (
             coming is not None
             and coming.span == pair.joint_span
-            and prefetch.holds(state, pair.holder, pair.joint_span)
+            and prefetch.has_prefetched(state, pair.holder, pair.joint_span)
         ):
             yield pair
 
@@ -193,7 +197,7 @@ def _can_take(state: State, plan: Plan, pair: NeighbourPair, attendance: Attenda
     trains = pair.holder in attendance.eligible and _trains(state, pair.holder)
     if not (trains and _can_hold_both(state, plan.run_id, pair) and _is_newest(state, pair, attendance)):
         return False
-    before = state.memory[plan.run_id].took_over.get(pair.holder)
+    before = state.memory[plan.run_id].unconfirmed_takeovers.get(pair.holder)
     lately = before is not None and now - before < _UNCONFIRMED_TAKE_OVER_SECONDS
     return not lately or stage_liveness.is_gone(state, plan, pair.stage, attendance, now, ignoring=pair.holder)
 
@@ -256,12 +260,12 @@ def _wanted(state: State, plan: Plan, attendance: Attendance, now: float, *, set
     return choose_copies([*held, *sorted(able, key=lambda it: holders[it.stage_span])])  # of equals along the route
 
 
-def _refreshed(state: State, peer: str, pair: NeighbourPair, before: Coming | None, now: float) -> Coming:
+def _refreshed(state: State, peer: str, pair: NeighbourPair, before: PendingFetch | None, now: float) -> PendingFetch:
     """A copy that is there is not late: its time begins anew."""
     if before is None or before.span != pair.joint_span:
-        return Coming(pair.joint_span, now)
-    fresh = now - before.since < _REFRESH_INTERVAL_SECONDS or not prefetch.holds(state, peer, pair.joint_span)
-    return before if fresh else Coming(pair.joint_span, now)
+        return PendingFetch(pair.joint_span, now)
+    fresh = now - before.since < _REFRESH_INTERVAL_SECONDS or not prefetch.has_prefetched(state, peer, pair.joint_span)
+    return before if fresh else PendingFetch(pair.joint_span, now)
 
 
 def _can_hold_both(state: State, run_id: str, pair: NeighbourPair) -> bool:
@@ -273,7 +277,7 @@ def _can_hold_both(state: State, run_id: str, pair: NeighbourPair) -> bool:
 
 def _can_fetch(state: State, run_id: str, pair: NeighbourPair, attendance: Attendance, now: float) -> bool:
     """Whether this node trains, told what it computes with, and was not too slow lately."""
-    slow = planner_question.lately(state.memory[run_id].slow_to_fetch, pair.holder, now)
+    slow = planner_question.lately(state.memory[run_id].fetch_timeouts, pair.holder, now)
     known = has_planner_inputs(planner_question.live_of(state, pair.holder).profile)
     trains = pair.holder in attendance.eligible and _trains(state, pair.holder)
     return trains and known and not slow

@@ -7,7 +7,7 @@ from dataclasses import replace
 from atoll.coordinator.live.attendance import PINNED_OUT, should_train
 from atoll.coordinator.live.span_fit import span_memory_of
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import Draft, Moment, State, Step
+from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime
 from atoll.coordinator.store.records import Node
 from atoll.core.errors import PlanInputInvalid
 from atoll.core.units import bytes_text
@@ -16,7 +16,7 @@ from atoll.v1 import plan_pb2
 Span = tuple[int, int]
 
 
-def pin(state: State, now: Moment, text: str, span: Span | None) -> Step[Node]:
+def pin(state: State, now: StepTime, text: str, span: Span | None) -> Step[Node]:
     """Pin a node to layers (first, last), or out. Raises `NotFound`, `Ambiguous`, `PlanInputInvalid`."""
     node = lookup.node(state, text)
     if span is not None:
@@ -27,7 +27,7 @@ def pin(state: State, now: Moment, text: str, span: Span | None) -> Step[Node]:
     return _put(state, now, node, pinned, "node.pinned", told)
 
 
-def unpin(state: State, now: Moment, text: str) -> Step[Node]:
+def unpin(state: State, now: StepTime, text: str) -> Step[Node]:
     """Let the planner decide again. Twice is fine. Raises `NotFound`, `Ambiguous`."""
     node = lookup.node(state, text)
     return _put(state, now, node, replace(node, pin=""), "node.unpinned", "is not pinned any more")
@@ -47,7 +47,7 @@ def pinned_spans(state: State, peers: tuple[str, ...]) -> dict[str, Span]:
     return {name: span for name, span in spans if span is not None}
 
 
-def _put(state: State, now: Moment, node: Node, pinned: Node, kind: str, told: str) -> Step[Node]:
+def _put(state: State, now: StepTime, node: Node, pinned: Node, kind: str, told: str) -> Step[Node]:
     draft = Draft(state, now)
     if pinned != node:
         draft.put(pinned)

@@ -8,12 +8,12 @@ from atoll.coordinator.live import planner_answer, planner_question, replan_trig
 from atoll.coordinator.live.attendance import attendance_of, membership_change
 from atoll.coordinator.live.plan_issue import issue_replica_plan
 from atoll.coordinator.planner.question import Answer, NamedRoute, Question
-from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
+from atoll.coordinator.state.snapshot import Draft, Policy, State, Step, StepTime
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Plan
 
 
-def operator_question(state: State, now: Moment, run_id: str, policy: Policy) -> Question:
+def operator_question(state: State, now: StepTime, run_id: str, policy: Policy) -> Question:
     """What to ask the planner. Where all hold everything the plan is known, and only its worth is asked.
 
     Raises `InvalidTransition` while the run does not train.
@@ -34,7 +34,7 @@ def operator_question(state: State, now: Moment, run_id: str, policy: Policy) ->
     return replace(question, given_routes=given_routes)
 
 
-def apply(state: State, now: Moment, run_id: str, question: Question, answer: Answer) -> Step[Plan | None]:
+def apply(state: State, now: StepTime, run_id: str, question: Question, answer: Answer) -> Step[Plan | None]:
     """The plan that was issued; None where the present one stays."""
     if not question.given_routes:
         return planner_answer.take(state, now, run_id, question, answer, ordered=True)

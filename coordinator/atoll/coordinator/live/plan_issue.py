@@ -135,9 +135,9 @@ def _issue(draft: Draft, plan: Plan, notes: PlanNotes) -> None:
     planned = memory.plan.members if memory.plan else ()
     plan = replace(plan, former=_former(draft.state, memory.plan, plan))
     left_out = {peer: why for peer, why in notes.left_out.items() if peer not in plan.members}
-    joins = {peer: count_join(memory, peer, draft.now.monotonic) for peer in plan.members if peer not in planned}
+    plan_joins = {peer: count_join(memory, peer, draft.now.monotonic) for peer in plan.members if peer not in planned}
     draft.put(replace(run, plan_version=plan.version))
-    draft.remember(plan.run_id, joins={**memory.joins, **joins})
+    draft.remember(plan.run_id, plan_joins={**memory.plan_joins, **plan_joins})
     if memory.figures is not None and memory.figures.measured_seconds:
         draft.set_figures(memory.figures)  # as they are at its end
     draft.issue_plan(plan, _figures(plan, replace(notes, left_out=left_out)))

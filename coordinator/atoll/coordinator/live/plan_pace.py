@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from atoll.coordinator.live import planner_question, profile_doubts
 from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs
-from atoll.coordinator.state.snapshot import Draft, Moment, Policy, State, Step
+from atoll.coordinator.state.snapshot import Draft, Policy, State, Step, StepTime
 from atoll.coordinator.store.records import PlanFigures
 from atoll.core.plan import Plan
 
@@ -70,7 +70,7 @@ def ask_prediction(draft: Draft, run_id: str, policy: Policy) -> None:
         )
 
 
-def take_prediction(state: State, now: Moment, run_id: str, question: Question, answer: Answer) -> Step[None]:
+def take_prediction(state: State, now: StepTime, run_id: str, question: Question, answer: Answer) -> Step[None]:
     """The figure for the plan, if that still stands."""
     draft, memory = Draft(state, now), state.memory[run_id]
     if memory.question is None or memory.question.number != question.number:

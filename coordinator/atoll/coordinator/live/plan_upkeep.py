@@ -12,7 +12,7 @@ from atoll.coordinator.live import replan_trigger
 from atoll.coordinator.live.attendance import Attendance, attendance_of, eligible_nodes, membership_change
 from atoll.coordinator.live.plan_issue import issue_replica_plan, reduce_rates, reported_links
 from atoll.coordinator.planner.reduce_shares import MIN_RESHARE_SPEEDUP, reshare_speedup
-from atoll.coordinator.state.run_states import move
+from atoll.coordinator.state.run_states import transition_run
 from atoll.coordinator.state.snapshot import Draft, Policy
 from atoll.core.plan import Plan
 
@@ -27,13 +27,13 @@ def issue_first_plan(draft: Draft, run_id: str) -> None:
         draft.remember(run_id, question=None, missing="")
         issue_replica_plan(draft, run_id, ready, "the run begins")
         if state.runs[run_id].state == "GENESIS":
-            move(draft, run_id, "TRAINING", f"training begins with {len(ready)} nodes")
+            transition_run(draft, run_id, "TRAINING", f"training begins with {len(ready)} nodes")
 
 
 def update_plan(draft: Draft, run_id: str, policy: Policy) -> None:
     """Issue the next plan, or ask for it, when it is due."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
-    if now < memory.hold_until:
+    if now < memory.no_plan_before:
         return
     attendance = attendance_of(draft.state, run_id, now)
     if replan_trigger.needs_routes(draft.state, run_id, attendance):
@@ -61,7 +61,9 @@ def _follow_replicas(draft: Draft, run_id: str, policy: Policy, attendance: Atte
         members
         and (times := reshare_speedup(reported_links(draft.state, members), reduce_rates(plan))) > MIN_RESHARE_SPEEDUP
     ):
-        why, patience = ("reach", policy.debounce_seconds) if math.isinf(times) else ("links", policy.shares_seconds)
+        why, patience = (
+            ("reach", policy.debounce_seconds) if math.isinf(times) else ("links", policy.reshare_after_seconds)
+        )
         reason = "who reduces how much follows what nodes say of their links"
     else:
         if memory.changed_since is not None:
@@ -70,7 +72,7 @@ def _follow_replicas(draft: Draft, run_id: str, policy: Policy, attendance: Atte
     if memory.changed_since is None or memory.changed_why != why:
         draft.remember(run_id, changed_since=now, changed_why=why)
     elif now - memory.changed_since >= patience:
-        draft.remember(run_id, question=None, considered=None, left_out={}, missing="")
+        draft.remember(run_id, question=None, answered_question=None, left_out={}, missing="")
         issue_replica_plan(draft, run_id, members, reason)
 
 

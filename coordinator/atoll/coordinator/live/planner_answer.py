@@ -14,15 +14,15 @@ from atoll.coordinator.live.plan_issue import PlanNotes, issue_route_plan
 from atoll.coordinator.planner.plan_builder import Route, RoutePart, routes_of
 from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs, memory_figures
 from atoll.coordinator.state import prefetch
-from atoll.coordinator.state.run_states import move
-from atoll.coordinator.state.snapshot import Considered, Draft, Moment, Policy, Preparation, State, Step
+from atoll.coordinator.state.run_states import transition_run
+from atoll.coordinator.state.snapshot import AnsweredQuestion, Draft, Policy, Preparation, State, Step, StepTime
 from atoll.core.plan import Plan
 
 _UNPREPARED_WAIT_FACTOR = 4.0  # for which nobody waits again for who was waited for in vain
 
 
 def take(
-    state: State, now: Moment, run_id: str, question: Question, answer: Answer, *, ordered: bool = False
+    state: State, now: StepTime, run_id: str, question: Question, answer: Answer, *, ordered: bool = False
 ) -> Step[Plan | None]:
     """The planner answered: the plan that was issued, if any. `ordered`: by the operator, who is not kept waiting."""
     draft = Draft(state, now)
@@ -36,8 +36,8 @@ def take(
     goes_on = state.runs[run_id].state in ("GENESIS", "TRAINING")
     if not goes_on or not _is_still_valid(state, run_id, question, answer, attendance):
         return draft.done(None)
-    planning_inputs = memory.asked_about if waits else _about_asked(state, run_id, question, attendance)
-    draft.remember(run_id, considered=Considered(planning_inputs, now.monotonic), changed_since=None)
+    planning_inputs = memory.question_nodes if waits else _about_asked(state, run_id, question, attendance)
+    draft.remember(run_id, answered_question=AnsweredQuestion(planning_inputs, now.monotonic), changed_since=None)
     profile_doubts.record_findings(draft, run_id, question, answer)
     _report_infeasible(draft, run_id, answer.missing)
     if answer.missing:
@@ -99,15 +99,17 @@ def continue_preparation(
         )
         abandon_preparation(draft, run_id, "somebody whom it needs is gone or changed")
         return
-    unready = prefetch.unready(state, coming)
+    peers_still_fetching = prefetch.peers_still_fetching(state, coming)
     assert memory.plan is not None
-    going = [peer for peer in attendance.finishing if not planner_question.live_of(state, peer).hands_over]
-    if not memory.plan.stages <= set(attendance.members) or not (unready or going):
+    going = [peer for peer in attendance.finishing if not planner_question.live_of(state, peer).handing_over]
+    if not memory.plan.stages <= set(attendance.members) or not (peers_still_fetching or going):
         _issue(draft, run_id, coming.question, coming.answer)
-    elif refusing := [peer for peer in unready if prefetch.refuses(state, peer, coming.spans[peer])]:
+    elif refusing := [
+        peer for peer in peers_still_fetching if prefetch.reports_no_room(state, peer, coming.spans[peer])
+    ]:
         _give_up_on(draft, run_id, refusing, waited, "found no room for the layers")
-    elif unready and waited >= prefetch.patience(coming, policy.prepare_seconds):
-        _give_up_on(draft, run_id, unready, waited, "did not fetch the layers in time")
+    elif peers_still_fetching and waited >= prefetch.fetch_deadline_seconds(coming, policy.prepare_seconds):
+        _give_up_on(draft, run_id, peers_still_fetching, waited, "did not fetch the layers in time")
 
 
 def _give_up_on(draft: Draft, run_id: str, peers: Sequence[str], waited: float, why: str) -> None:
@@ -125,7 +127,7 @@ def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, atte
         or planner_question.may_follow_newer_plan(state, run_id)
     ):
         return False
-    spans = prefetch.lacking(plan, question, answer)
+    spans = prefetch.spans_to_fetch(plan, question, answer)
     if not spans and not attendance.finishing:
         return False
     draft.remember(run_id, preparation=Preparation(question, answer, spans, draft.now.monotonic))
@@ -138,14 +140,14 @@ def _remember_unprepared(draft: Draft, run_id: str, peers: Sequence[str], waited
     """Who kept a plan from being issued: newcomers are given nothing for much longer, members no other layers."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     until = now + max(planner_question.UNPREPARED_HOLD_SECONDS, _UNPREPARED_WAIT_FACTOR * waited)
-    known = {peer: then for peer, then in memory.unprepared.items() if now < then}
-    draft.remember(run_id, unprepared={**known, **dict.fromkeys(peers, until)})
+    known = {peer: then for peer, then in memory.prepare_retry_at.items() if now < then}
+    draft.remember(run_id, prepare_retry_at={**known, **dict.fromkeys(peers, until)})
 
 
 def abandon_preparation(draft: Draft, run_id: str, why: str) -> None:
     """Give up the plan that is prepared."""
     draft.event("plan.abandoned", run_id, run_id, f"the plan that was being prepared is given up: {why}")
-    draft.remember(run_id, preparation=None, considered=None)
+    draft.remember(run_id, preparation=None, answered_question=None)
 
 
 def _layers(span: range) -> str:
@@ -167,7 +169,7 @@ def _issue(draft: Draft, run_id: str, question: Question, answer: Answer) -> Non
     reason = "; ".join(filter(None, (changed, answer.reason)))
     issue_route_plan(draft, run_id, routes, reason, notes, standbys=standing)
     if state.runs[run_id].state == "GENESIS":
-        move(draft, run_id, "TRAINING", f"training begins with {len(members)} nodes")
+        transition_run(draft, run_id, "TRAINING", f"training begins with {len(members)} nodes")
     _report_left_out(draft, run_id, left_out)
 
 

@@ -17,7 +17,7 @@ from atoll.coordinator.planner.question import (
 )
 from atoll.coordinator.state import availability
 from atoll.coordinator.state.peer_paths import fresh
-from atoll.coordinator.state.snapshot import Live, Moment, Policy, RunMemory, State
+from atoll.coordinator.state.snapshot import LiveNode, Policy, RunMemory, State, StepTime
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Plan
 from atoll.v1 import plan_pb2
@@ -25,7 +25,7 @@ from atoll.v1 import plan_pb2
 UNPREPARED_HOLD_SECONDS = 600.0  # for which who did not fetch its layers in time is given none, at least
 
 
-def build_question(state: State, now: Moment, run_id: str, policy: Policy) -> Question:
+def build_question(state: State, now: StepTime, run_id: str, policy: Policy) -> Question:
     """What the planner has to find for a run as things are now. Raises `InvalidTransition` before genesis."""
     run, memory = state.runs[run_id], state.memory[run_id]
     if not run.genesis:
@@ -68,7 +68,7 @@ def may_follow_newer_plan(state: State, run_id: str) -> bool:
 
 def is_unprepared(memory: RunMemory, peer: str, now: float) -> bool:
     """Whether this node was given layers lately that it did not fetch in time."""
-    return now < memory.unprepared.get(peer, now)
+    return now < memory.prepare_retry_at.get(peer, now)
 
 
 def lately(slow: Mapping[str, float], peer: str, now: float) -> bool:
@@ -96,7 +96,7 @@ def _spans_to_keep(state: State, memory: RunMemory, peers: tuple[str, ...], now:
     return {name: (span.start, span.stop - 1) for name, span in spans.items()}
 
 
-def _measured(state: State, memory: RunMemory, peer: str, now: Moment) -> PlannerNode:
+def _measured(state: State, memory: RunMemory, peer: str, now: StepTime) -> PlannerNode:
     live, node, plan = live_of(state, peer), state.nodes[peer], memory.plan
     span = plan.span(peer) if plan else range(0)
     planned = plan.assignment(peer) if plan else None
@@ -129,5 +129,5 @@ def _standbys(state: State, plan: Plan | None) -> NamedRoute:
     return tuple((state.nodes[peer].name, span.start, span.stop - 1) for peer, span in spans)
 
 
-def live_of(state: State, peer: str) -> Live:
-    return state.live.get(peer) or Live(session=0, seen=0.0)
+def live_of(state: State, peer: str) -> LiveNode:
+    return state.live.get(peer) or LiveNode(session=0, seen=0.0)

@@ -15,9 +15,9 @@ def record_findings(draft: Draft, run_id: str, question: Question, answer: Answe
     """Of those who were asked about; of the others nothing changes."""
     memory, peers = draft.state.memory[run_id], {node.name: node.peer_id for node in question.nodes}
     found = {peers[name]: told for name, told in answer.doubts.items() if name in peers}
-    for peer in sorted(found.keys() - memory.doubted.keys()):
+    for peer in sorted(found.keys() - memory.claim_doubts.keys()):
         draft.event("node.doubted", run_id, peer, f"{found[peer]}: plans go by what was measured")
     asked = set(peers.values())
-    doubted = {peer: told for peer, told in memory.doubted.items() if peer not in asked} | found
+    claim_doubts = {peer: told for peer, told in memory.claim_doubts.items() if peer not in asked} | found
     learned = {peers[name]: factor for name, factor in answer.corrections.items() if name in peers}
-    draft.remember(run_id, doubted=doubted, corrections={**memory.corrections, **learned})
+    draft.remember(run_id, claim_doubts=claim_doubts, corrections={**memory.corrections, **learned})

@@ -74,7 +74,7 @@ def follow(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) ->
             draft.remember(run_id, changed_since=None)
         standbys.follow(draft, run_id, policy, attendance)
         second_copies.follow(draft, run_id, policy, attendance)
-    elif now < memory.undisturbed_until and _is_whole(memory.plan, attendance):
+    elif now < memory.no_question_before and _is_whole(memory.plan, attendance):
         return
     elif memory.changed_since is None or memory.changed_why != why:
         draft.remember(run_id, changed_since=now, changed_why=why)
@@ -85,7 +85,7 @@ def follow(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) ->
     else:
         question = asking.build_question(draft.state, draft.now, run_id, policy)
         planning_inputs = asking.planning_inputs(draft.state, run_id, attendance)
-        draft.remember(run_id, question=question, questions=question.number, asked_about=planning_inputs)
+        draft.remember(run_id, question=question, questions=question.number, question_nodes=planning_inputs)
 
 
 # --- when to ask -------------------------------------------------------------------------------------
@@ -93,21 +93,21 @@ def follow(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) ->
 
 def _debounce_seconds(why: str, policy: Policy) -> float:
     """For how many seconds that must have been so. Nobody waits for the first plan."""
-    return {"first": 0.0, "links": policy.shares_seconds}.get(why, policy.debounce_seconds)
+    return {"first": 0.0, "links": policy.reshare_after_seconds}.get(why, policy.debounce_seconds)
 
 
 def _replan_reason(state: State, run_id: str, policy: Policy, attendance: Attendance, now: float) -> str:
     memory = state.memory[run_id]
-    considered = memory.considered
+    answered_question = memory.answered_question
     if (
-        considered is None
-        or considered.nodes != asking.planning_inputs(state, run_id, attendance)
+        answered_question is None
+        or answered_question.nodes != asking.planning_inputs(state, run_id, attendance)
         or asking.may_follow_newer_plan(state, run_id)
     ):
         return "first" if memory.plan is None else "members"
-    if now - considered.at >= policy.replan_seconds:
+    if now - answered_question.at >= policy.replan_seconds:
         return "drift"
-    return "links" if memory.links_pay and not memory.missing else ""
+    return "links" if memory.new_shares_pay and not memory.missing else ""
 
 
 def _is_whole(plan: Plan | None, attendance: Attendance) -> bool:
@@ -123,10 +123,10 @@ def _has_unreturned_member(state: State, run_id: str, attendance: Attendance) ->
 def _check_links(draft: Draft, run_id: str) -> None:
     """Now and then: it takes a while where members are many, and shares follow slowly anyway."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
-    looked = memory.links_looked_at
+    looked = memory.shares_checked_at
     if memory.plan is not None and (looked is None or now - looked >= _LINK_CHECK_INTERVAL_SECONDS):
         pays = _new_shares_pay(draft.state, memory.plan)
-        draft.remember(run_id, links_looked_at=now, links_pay=pays)
+        draft.remember(run_id, shares_checked_at=now, new_shares_pay=pays)
 
 
 def _new_shares_pay(state: State, plan: Plan) -> bool:
@@ -149,7 +149,7 @@ def _reissue_with_new_shares(draft: Draft, run_id: str) -> None:
     reason = "who reduces how much follows what nodes say of their links"
     spans = {peer: memory.plan.span(peer) for peer in memory.plan.standbys}
     issue_route_plan(draft, run_id, routes_of(memory.plan), reason, notes, standbys=spans)
-    draft.remember(run_id, links_pay=False)
+    draft.remember(run_id, new_shares_pay=False)
 
 
 def _holds_all(state: State, model: SpanMemory, plan: Plan | None, peer: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from atoll.coordinator.state.snapshot import Live, State
+from atoll.coordinator.state.snapshot import LiveNode, State
 
 if TYPE_CHECKING:
     from atoll.coordinator.planner.span_memory import SpanMemory
@@ -22,5 +22,5 @@ def span_memory_of(state: State, run_id: str, table: bytes = b"") -> SpanMemory 
 
 def span_fits(state: State, run_id: str, peer: str, span: range) -> bool:
     """Whether these layers fit the memory that a node told, if it did, and the run has layers to go by."""
-    model, live = span_memory_of(state, run_id), state.live.get(peer) or Live(session=0, seen=0.0)
+    model, live = span_memory_of(state, run_id), state.live.get(peer) or LiveNode(session=0, seen=0.0)
     return model is not None and model.fits(live.profile, span.start, span.stop - 1)

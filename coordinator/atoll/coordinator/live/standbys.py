@@ -23,7 +23,7 @@ from atoll.coordinator.live.span_fit import span_fits, span_memory_of
 from atoll.coordinator.planner.plan_builder import Route, routes_of
 from atoll.coordinator.planner.question import has_planner_inputs
 from atoll.coordinator.state import prefetch
-from atoll.coordinator.state.snapshot import Coming, Draft, Joins, Policy, RunMemory, State
+from atoll.coordinator.state.snapshot import Draft, PendingFetch, PlanJoins, Policy, RunMemory, State
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
@@ -70,14 +70,16 @@ def follow(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) ->
     wanted, standing = _wanted(state, run_id, plan, attendance, now), _standby_spans(plan)
     new = {peer: span for peer, span in wanted.items() if standing.get(peer) != span}
     coming = {
-        peer: before if (before := memory.standbys.get(peer)) and before.span == span else Coming(span, now)
+        peer: before if (before := memory.standbys.get(peer)) and before.span == span else PendingFetch(span, now)
         for peer, span in new.items()
     }
-    ready = {peer for peer, it in coming.items() if prefetch.holds(state, peer, it.span)}
-    late = {peer for peer, it in coming.items() if now - it.since >= patience(state, run_id, it, policy)} - ready
-    late |= {peer for peer, it in coming.items() if prefetch.refuses(state, peer, it.span)}
+    ready = {peer for peer, it in coming.items() if prefetch.has_prefetched(state, peer, it.span)}
+    late = {
+        peer for peer, it in coming.items() if now - it.since >= fetch_deadline_seconds(state, run_id, it, policy)
+    } - ready
+    late |= {peer for peer, it in coming.items() if prefetch.reports_no_room(state, peer, it.span)}
     if late:
-        draft.remember(run_id, slow_to_fetch={**memory.slow_to_fetch, **dict.fromkeys(late, now)})
+        draft.remember(run_id, fetch_timeouts={**memory.fetch_timeouts, **dict.fromkeys(late, now)})
     coming = {peer: it for peer, it in coming.items() if peer not in late}
     waited = {peer for peer in ready if now - coming[peer].since >= _standby_delay_seconds(memory, peer, policy, now)}
     longest = max((now - coming[peer].since for peer in waited), default=0.0)
@@ -98,11 +100,11 @@ def kept(state: State, run_id: str, routes: Sequence[Route], present_peers: Coll
     return _able(state, run_id, routes, present_peers, standing)
 
 
-def patience(state: State, run_id: str, coming: Coming, policy: Policy) -> float:
+def fetch_deadline_seconds(state: State, run_id: str, coming: PendingFetch, policy: Policy) -> float:
     """Seconds that a node may take to fetch its layers."""
     weights = plan_issue.layer_weights(state.runs[run_id])
     fetched = STATE_BYTES_PER_PARAMETER * sum(weights[layer] for layer in coming.span)
-    return policy.prepare_seconds + fetched / prefetch.SLOWEST_BYTES_PER_SECOND
+    return policy.prepare_seconds + fetched / prefetch.ASSUMED_MIN_BYTES_PER_SECOND
 
 
 # --- who stands by -----------------------------------------------------------------------------------
@@ -120,7 +122,7 @@ def _wanted(state: State, run_id: str, plan: Plan, attendance: Attendance, now: 
     fetching = {
         peer: it.span
         for peer, it in memory.standbys.items()
-        if not planner_question.lately(memory.slow_to_fetch, peer, now)
+        if not planner_question.lately(memory.fetch_timeouts, peer, now)
     }
     for peer, span in sorted(_able(state, run_id, routes, attendance.eligible, fetching).items()):
         found.setdefault(span, peer)
@@ -162,7 +164,7 @@ def _stage_spans(routes: Collection[Route]) -> frozenset[range]:
 
 
 def _may_stand_by(state: State, run_id: str, peer: str, now: float) -> bool:
-    slow = planner_question.lately(state.memory[run_id].slow_to_fetch, peer, now)
+    slow = planner_question.lately(state.memory[run_id].fetch_timeouts, peer, now)
     return has_planner_inputs(planner_question.live_of(state, peer).profile) and not slow
 
 
@@ -192,15 +194,15 @@ def _preference(state: State, peer: str, span: range) -> tuple[bool, int, str]:
 
 def _standby_delay_seconds(memory: RunMemory, peer: str, policy: Policy, now: float) -> float:
     """Seconds without a place before a node stands by: longer the more often it came into plans lately."""
-    joins = memory.joins.get(peer, Joins())
-    lately = joins.count if now - joins.at < JOINS_FORGOTTEN_SECONDS else 0
+    plan_joins = memory.plan_joins.get(peer, PlanJoins())
+    lately = plan_joins.count if now - plan_joins.at < JOINS_FORGOTTEN_SECONDS else 0
     return min(_MAX_STANDBY_DELAY_SECONDS, policy.standby_seconds * 2.0 ** max(0, lately - 1))
 
 
 def _is_current(state: State, run_id: str, peer: str) -> bool:
     """Whether who stands by has the newest round of its layers, or nearly."""
     status = planner_question.live_of(state, peer).status
-    recent = status.head_round + prefetch.MOST_BEHIND >= state.runs[run_id].head_round
+    recent = status.head_round + prefetch.MAX_ROUNDS_BEHIND >= state.runs[run_id].head_round
     return recent and status.state in _SERVING_STATES and not status.lost_layers
 
 

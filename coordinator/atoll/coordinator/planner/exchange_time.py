@@ -63,5 +63,5 @@ def reducer_mask(dialable: BoolArray) -> BoolArray:
 
 
 def link_rates(uplink: FloatArray, downlink: FloatArray) -> FloatArray:
-    """As much comes in as goes out, so the slower direction counts; nobody is slower than `shares.MIN_LINK_BYTES_PER_SECOND`."""
+    """Rate of the slower direction, because as many bytes come in as go out; at least `MIN_LINK_BYTES_PER_SECOND`."""
     return np.maximum(np.minimum(uplink, downlink), MIN_LINK_BYTES_PER_SECOND)

@@ -139,7 +139,8 @@ def _pace_setter(tables: CostTables, route: Route) -> tuple[str, str]:
         ends = " – ".join(
             names[route[place].machine] for place in (cost.in_flight_limit.first, cost.in_flight_limit.last)
         )
-        told = f"{cost.in_flight_limit.in_flight} micro-batches in flight do not cover {cost.in_flight_limit.round_trip_seconds:.2f} s"
+        limit = cost.in_flight_limit
+        told = f"{limit.in_flight} micro-batches in flight do not cover {limit.round_trip_seconds:.2f} s"
         return f"the way {ends} and back", told
     for stage in route:
         if tables.stage(stage.machine).period[stage.first, stage.last + 1] >= cost.period_seconds * (

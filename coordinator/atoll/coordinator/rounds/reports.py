@@ -11,18 +11,18 @@ from dataclasses import replace
 
 from atoll.coordinator.live import plan_upkeep
 from atoll.coordinator.rounds.round_checks import (
+    check_layer_table,
     check_layers,
-    check_table,
-    claimed_head,
+    check_reported_head,
     is_decided,
     report_key,
-    told_row,
+    row_from_report,
 )
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import run_states
-from atoll.coordinator.state.rate_limits import REFUSED
-from atoll.coordinator.state.snapshot import Commit, Draft, RunMemory, commit_of, key_of, may_store
-from atoll.coordinator.store.records import Evaluation, Round, Run, Waiting
+from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE
+from atoll.coordinator.state.snapshot import Commit, Draft, RunMemory, attempt_key, charge_row, commit_from_row
+from atoll.coordinator.store.records import Evaluation, Round, Run, WaitingRound
 from atoll.core.data_position import DataPosition
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.manifest import (
@@ -40,52 +40,52 @@ MAX_WAITING = 256  # rounds that one node told
 MAX_WAITING_BYTES = 4 << 20  # of these together
 GAP_SECONDS = 60.0  # that rounds wait before the operator is told
 DROPPED_SECONDS = 10.0  # for which dropped reports are told together
-_NAMED = 5  # in one sentence
+_MAX_NAMED_NODES = 5  # in one sentence
 _ROW_BYTES = 64 << 10  # of a large row cost as much as a small one
 
 
-def take_round(draft: Draft, peer_id: str, run_id: str, report: mb.RoundReport) -> None:
+def apply_round_report(draft: Draft, peer_id: str, run_id: str, report: mb.RoundReport) -> None:
     """Store how a round ended, move the head, and finish the run when its tokens are reached."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    if _is_told(memory, peer_id, report):
+    if _is_known_report(memory, peer_id, report):
         return
     try:
-        row = told_row(draft.state, draft.now.unix_ms, peer_id, run, report)
+        row = row_from_report(draft.state, draft.now.unix_ms, peer_id, run, report)
         if row.committed:
-            _take_committed(draft, run, row, report)
-        elif _may_store(draft, peer_id):
+            _judge_committed(draft, run, row, report)
+        elif _charge_row(draft, peer_id):
             _log_round(draft, row)
-            draft.add_abandoned(run_id, key_of(row))
+            draft.add_abandoned(run_id, attempt_key(row))
             told = f"round {row.number} was abandoned: {row.reason}"
             draft.event("round.abandoned", run_id, str(row.number), told)
     except AtollError as error:
         _reject(draft, run_id, peer_id, "round", error)
 
 
-def take_evaluation(draft: Draft, peer_id: str, run_id: str, report: mb.EvaluationReport) -> None:
+def apply_evaluation_report(draft: Draft, peer_id: str, run_id: str, report: mb.EvaluationReport) -> None:
     """Store a validation loss; the same round may be evaluated twice, the later word stands."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     try:
-        tokens = _evaluated(peer_id, memory, report)
+        tokens = _check_evaluation(peer_id, memory, report)
     except AtollError as error:
         _reject(draft, run_id, peer_id, "evaluation", error)
         return
-    if (run.loss and report.round <= run.loss_round) and not _may_store(draft, peer_id):
+    if (run.loss and report.round <= run.loss_round) and not _charge_row(draft, peer_id):
         return
     draft.log(Evaluation(run_id, report.round, report.loss, tokens))
     if report.round >= run.loss_round:
         draft.put(replace(run, loss_round=report.round, loss=report.loss))
 
 
-def take_genesis(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisReport) -> None:
+def apply_genesis_report(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisReport) -> None:
     """The first anchor: check it, keep it, issue plan 1. Anyone but the writer who was asked is ignored."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    if run.state != "GENESIS" or run.genesis or memory.writer != peer_id or peer_id in memory.passed_over:
+    if run.state != "GENESIS" or run.genesis or memory.writer != peer_id or peer_id in memory.failed_genesis_writers:
         return
     try:
         _check_genesis(run, peer_id, report)
     except AtollError as error:
-        draft.remember(run_id, passed_over=memory.passed_over | {peer_id})
+        draft.remember(run_id, failed_genesis_writers=memory.failed_genesis_writers | {peer_id})
         _reject(draft, run_id, peer_id, "genesis", error)
         return
     report.layers.DiscardUnknownFields()
@@ -95,12 +95,12 @@ def take_genesis(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisRepo
     )
     draft.put(replace(run, layers=table, genesis=manifest))
     genesis = Commit(manifest_hash(report.manifest.payload))
-    draft.remember(run_id, committed={**memory.committed, 0: genesis}, head_since=draft.now.monotonic)
+    draft.remember(run_id, committed={**memory.committed, 0: genesis}, head_known_since=draft.now.monotonic)
     draft.event("run.genesis-written", run_id, peer_id, f"genesis has {len(report.layers.layers)} layers")
     plan_upkeep.issue_first_plan(draft, run_id)
 
 
-def tell_gap(draft: Draft, run_id: str) -> None:
+def warn_of_round_gap(draft: Draft, run_id: str) -> None:
     """Say it, once, when rounds wait for others that nobody tells."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     if memory.waiting_since is None or draft.now.monotonic - memory.waiting_since < GAP_SECONDS:
@@ -115,20 +115,20 @@ def tell_gap(draft: Draft, run_id: str) -> None:
         draft.event("run.gap", run_id, str(newest), told)
 
 
-def tell_dropped(draft: Draft) -> None:
+def log_dropped_reports(draft: Draft) -> None:
     """Name those who sent more than their allowance, with how much, in one line each."""
     for peer_id, live in draft.state.live.items():
-        if live.dropped and draft.now.monotonic - live.dropped_since >= DROPPED_SECONDS:
-            draft.set_live(peer_id, replace(live, dropped=0))
+        if live.dropped_reports and draft.now.monotonic - live.dropped_since >= DROPPED_SECONDS:
+            draft.set_live(peer_id, replace(live, dropped_reports=0))
             node = draft.state.nodes[peer_id]
-            told = f"{live.dropped} reports of {node.name} were dropped: it sends more than a node has to tell"
+            told = f"{live.dropped_reports} reports of {node.name} were dropped: it sends more than a node has to tell"
             draft.event("reports.dropped", node.run_id, peer_id, told)
 
 
 # --- rounds that committed ---------------------------------------------------------------------------
 
 
-def _is_told(memory: RunMemory, peer_id: str, report: mb.RoundReport) -> bool:
+def _is_known_report(memory: RunMemory, peer_id: str, report: mb.RoundReport) -> bool:
     """Whether exactly this is known, or waits, already."""
     known, key = memory.committed.get(report.round.number), report_key(report)
     if not report.committed:
@@ -140,23 +140,23 @@ def _is_told(memory: RunMemory, peer_id: str, report: mb.RoundReport) -> bool:
     return waiting is not None and _report_of(waiting).manifest.payload == report.manifest.payload
 
 
-def _take_committed(draft: Draft, run: Run, row: Round, report: mb.RoundReport) -> None:
+def _judge_committed(draft: Draft, run: Run, row: Round, report: mb.RoundReport) -> None:
     """Judge it now, or let it wait. Raises what is wrong with it; signatures are looked at last."""
-    if draft.state.live[row.opener].refused.spend(REFUSED, draft.now.monotonic) is None:
+    if draft.state.live[row.opener].refused.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) is None:
         raise PeerMisbehaved("too many reports of this node were refused")
-    head, row = claimed_head(draft.state, run, row, report)
+    head, row = check_reported_head(draft.state, run, row, report)
     decided = is_decided(head, draft.state.memory[run.run_id], draft.state.operator_key)
     verify_votes(head)
     if decided:
         _commit(draft, row)
-        _judge_again(draft, run.run_id, row.number)
+        _judge_waiting_rounds(draft, run.run_id, row.number)
         return
     kept = mb.RoundReport(round=report.round, committed=True, manifest=head.committed, seconds=row.seconds)
     kept.wire_bytes = row.wire_bytes
     kept.DiscardUnknownFields()
     text = kept.SerializeToString()
-    if _may_store(draft, row.opener, 1 + len(text) / _ROW_BYTES):
-        _wait(draft, Waiting(run.run_id, row.number, row.opener, text, draft.now.unix_ms))
+    if _charge_row(draft, row.opener, 1 + len(text) / _ROW_BYTES):
+        _store_waiting(draft, WaitingRound(run.run_id, row.number, row.opener, text, draft.now.unix_ms))
 
 
 def _commit(draft: Draft, row: Round) -> None:
@@ -165,19 +165,19 @@ def _commit(draft: Draft, row: Round) -> None:
     _log_round(draft, row)
     draft.remember(
         run_id,
-        committed={**memory.committed, number: commit_of(row, memory.committed.get(number - 1))},
-        abandoned=memory.abandoned - {key_of(row)},
+        committed={**memory.committed, number: commit_from_row(row, memory.committed.get(number - 1))},
+        abandoned=memory.abandoned - {attempt_key(row)},
     )
     draft.event("round.committed", run_id, str(number), _committed_sentence(draft, row))
     run = draft.state.runs[run_id]
     if number >= run.head_round:  # equal: a base that we only knew by its hash
         draft.put(replace(run, head_round=number, committed_tokens=row.committed_tokens))
-        draft.remember(run_id, head_since=draft.now.monotonic)
+        draft.remember(run_id, head_known_since=draft.now.monotonic)
         draft.forget_votes(run_id, [decided for decided in memory.votes if decided <= number])
         run_states.finish_if_due(draft, run_id)
 
 
-def _wait(draft: Draft, row: Waiting) -> None:
+def _store_waiting(draft: Draft, row: WaitingRound) -> None:
     """Keep it, at the cost of the lowest that this node told when there are too many."""
     memory = draft.state.memory[row.run_id]
     own = {key: other for key, other in memory.waiting.items() if key[1] == row.peer_id and key[0] != row.number}
@@ -192,7 +192,7 @@ def _wait(draft: Draft, row: Waiting) -> None:
     draft.set_waiting(row)
 
 
-def _judge_again(draft: Draft, run_id: str, number: int) -> None:
+def _judge_waiting_rounds(draft: Draft, run_id: str, number: int) -> None:
     """Look at the rounds that wait and that a newly known one may have something to say about."""
     known = [number]
     while known:
@@ -201,11 +201,11 @@ def _judge_again(draft: Draft, run_id: str, number: int) -> None:
         draft.forget_waiting(run_id, [key for key in waiting if key[0] == number])
         above = min((key[0] for key in waiting if key[0] > number), default=number)
         for key in sorted(waiting):
-            if key[0] in {number - 1, number + 1, above} - {number} and _judged(draft, waiting[key]):
+            if key[0] in {number - 1, number + 1, above} - {number} and _commit_if_decided(draft, waiting[key]):
                 known.append(key[0])
 
 
-def _judged(draft: Draft, waiting: Waiting) -> bool:
+def _commit_if_decided(draft: Draft, waiting: WaitingRound) -> bool:
     """Commit a round that waited, if it can be now; what turns out to be wrong is dropped."""
     run_id, report = waiting.run_id, _report_of(waiting)
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
@@ -213,8 +213,8 @@ def _judged(draft: Draft, waiting: Waiting) -> bool:
     if key not in memory.waiting or waiting.number in memory.committed:
         return False
     try:
-        row = told_row(draft.state, waiting.told_ms, waiting.peer_id, run, report)
-        head, row = claimed_head(draft.state, run, row, report)
+        row = row_from_report(draft.state, waiting.told_ms, waiting.peer_id, run, report)
+        head, row = check_reported_head(draft.state, run, row, report)
         if not is_decided(head, memory, draft.state.operator_key):
             return False
     except AtollError as error:
@@ -225,22 +225,22 @@ def _judged(draft: Draft, waiting: Waiting) -> bool:
     return True
 
 
-def _report_of(waiting: Waiting) -> mb.RoundReport:
+def _report_of(waiting: WaitingRound) -> mb.RoundReport:
     return mb.RoundReport.FromString(waiting.report)
 
 
 def _log_round(draft: Draft, row: Round) -> None:
     run, memory = draft.state.runs[row.run_id], draft.state.memory[row.run_id]
     draft.log(row)
-    if key_of(row) not in memory.abandoned:
+    if attempt_key(row) not in memory.abandoned:
         draft.put(replace(run, rounds_opened=run.rounds_opened + 1))
 
 
 def _committed_sentence(draft: Draft, row: Round) -> str:
     gone = row.members - len(row.present)
     nodes = draft.state.nodes
-    screened = [nodes[peer].name if peer in nodes else peer for peer in row.screened[:_NAMED]]
-    more = f" and {len(row.screened) - _NAMED} more" if len(row.screened) > _NAMED else ""
+    screened = [nodes[peer].name if peer in nodes else peer for peer in row.screened[:_MAX_NAMED_NODES]]
+    more = f" and {len(row.screened) - _MAX_NAMED_NODES} more" if len(row.screened) > _MAX_NAMED_NODES else ""
     notes = [
         f"{gone} of them gone by then" if gone else "",
         f"{row.partial} only in part" if row.partial else "",
@@ -255,9 +255,9 @@ def _committed_sentence(draft: Draft, row: Round) -> str:
 # --- allowances --------------------------------------------------------------------------------------
 
 
-def _may_store(draft: Draft, peer_id: str, cost: float = 1.0) -> bool:
+def _charge_row(draft: Draft, peer_id: str, cost: float = 1.0) -> bool:
     """Whether this node may have one more row; what is beyond is counted."""
-    if may_store(draft, peer_id, cost):
+    if charge_row(draft, peer_id, cost):
         return True
     _drop(draft, peer_id)
     return False
@@ -265,7 +265,7 @@ def _may_store(draft: Draft, peer_id: str, cost: float = 1.0) -> bool:
 
 def _reject(draft: Draft, run_id: str, peer_id: str, what: str, error: AtollError) -> None:
     live = draft.state.live.get(peer_id)
-    left = live.refused.spend(REFUSED, draft.now.monotonic) if live else None
+    left = live.refused.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) if live else None
     if live is None or left is None:
         _drop(draft, peer_id)
         return
@@ -277,14 +277,14 @@ def _reject(draft: Draft, run_id: str, peer_id: str, what: str, error: AtollErro
 def _drop(draft: Draft, peer_id: str) -> None:
     live = draft.state.live.get(peer_id)
     if live is not None:
-        since = live.dropped_since if live.dropped else draft.now.monotonic
-        draft.set_live(peer_id, replace(live, dropped=live.dropped + 1, dropped_since=since))
+        since = live.dropped_since if live.dropped_reports else draft.now.monotonic
+        draft.set_live(peer_id, replace(live, dropped_reports=live.dropped_reports + 1, dropped_since=since))
 
 
 # --- losses and genesis ------------------------------------------------------------------------------
 
 
-def _evaluated(peer_id: str, memory: RunMemory, report: mb.EvaluationReport) -> int:
+def _check_evaluation(peer_id: str, memory: RunMemory, report: mb.EvaluationReport) -> int:
     """Tokens of the round that was evaluated, if this node can have done it.
 
     Who opened the round or was present in it can; genesis, any member of any plan.
@@ -304,7 +304,7 @@ def _evaluated(peer_id: str, memory: RunMemory, report: mb.EvaluationReport) -> 
 
 
 def _check_genesis(run: Run, writer: str, report: mb.GenesisReport) -> None:
-    check_table(report.layers, parse_run_spec(run.spec_toml).model_hash())
+    check_layer_table(report.layers, parse_run_spec(run.spec_toml).model_hash())
     if len(report.manifest.signatures) != 1:
         raise PeerMisbehaved("genesis is signed by its writer alone")
     head = parse_and_verify_head(report.manifest, run.run_id)

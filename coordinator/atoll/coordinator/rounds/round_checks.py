@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from atoll.coordinator.sanitize import clean
-from atoll.coordinator.state.snapshot import RoundKey, RunMemory, State, electorate_after, is_void
+from atoll.coordinator.state.snapshot import AttemptKey, RunMemory, State, electorate_after, is_void
 from atoll.coordinator.store.records import Round, Run
 from atoll.core.errors import PeerMisbehaved, SignatureInvalid
 from atoll.core.fragments import fragment_count, fragment_of_round
@@ -32,27 +32,29 @@ from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
 MAX_LAYERS = 4096
-MAX_GAP = 10_000  # rounds between the head and a committed one that is told before those between
+MAX_ROUNDS_AHEAD = 10_000  # rounds between the head and a committed one that is told before those between
 MAX_ATTEMPT = 10**6  # weeks without a majority
 MAX_PAYLOAD_BYTES = 2 << 20  # a manifest of thousands of members and layers
-RECENT = 256  # rounds below the head of which abandoned attempts are still kept
+ABANDONED_WINDOW_ROUNDS = 256  # rounds below the head of which abandoned attempts are still kept
 _MAX = 2**62  # databases keep 63 bits
-_MOST_FLOPS = 1e18  # of a layer, for one token
+_MAX_FLOPS_PER_TOKEN = 1e18  # of a layer, for one token
 _DIGEST_BYTES = 32
 _SIGNATURE_BYTES = 64
 
 
-def report_key(report: mb.RoundReport) -> RoundKey:
+def report_key(report: mb.RoundReport) -> AttemptKey:
     """The attempt that a report is of."""
     return (report.round.number, report.round.plan_version, report.round.fragment, report.round.attempt)
 
 
-def told_row(state: State, unix_ms: int, peer_id: str, run: Run, report: mb.RoundReport) -> Round:
+def row_from_report(state: State, unix_ms: int, peer_id: str, run: Run, report: mb.RoundReport) -> Round:
     """The row of an attempt, as far as its opener's word goes. Raises `PeerMisbehaved` for what cannot be."""
     named, memory = report.round, state.memory[run.run_id]
     if named.run_id != run.run_id or peer_id not in memory.caps.get(named.plan_version, {}):
         raise PeerMisbehaved(f"round {named.number} under plan {named.plan_version} is not one this node was part of")
-    ahead = MAX_GAP if report.committed else 2  # who abandons a round knows the one before it, or is about to tell it
+    ahead = (
+        MAX_ROUNDS_AHEAD if report.committed else 2
+    )  # who abandons a round knows the one before it, or is about to tell it
     if not 1 <= named.number <= run.head_round + ahead:
         raise PeerMisbehaved(f"round {named.number} is too far from round {run.head_round}, the newest known")
     if named.attempt > MAX_ATTEMPT or named.fragment != fragment_of_round(
@@ -78,7 +80,7 @@ def told_row(state: State, unix_ms: int, peer_id: str, run: Run, report: mb.Roun
     )
 
 
-def claimed_head(state: State, run: Run, row: Round, report: mb.RoundReport) -> tuple[Head, Round]:
+def check_reported_head(state: State, run: Run, row: Round, report: mb.RoundReport) -> tuple[Head, Round]:
     """The manifest of a committed round and its row, if it fits what is known; nobody's signature is checked yet.
 
     Raises `PeerMisbehaved`, `ProtocolMismatch`, `SignatureInvalid`.
@@ -101,8 +103,8 @@ def claimed_head(state: State, run: Run, row: Round, report: mb.RoundReport) -> 
     check_layers(head.manifest, _layer_count(run.layers))
     if head.manifest.fragments != fragments_of(run, memory, made.plan_version):
         raise PeerMisbehaved(f"round {head.round} is of other fragments than those of its plan")
-    tokens = _contributed(head, memory.caps.get(made.plan_version, {}))
-    _check_place(head, run, memory, tokens)
+    tokens = _contributed_tokens(head, memory.caps.get(made.plan_version, {}))
+    _check_history(head, run, memory, tokens)
     contributions = head.manifest.contributions
     return head, replace(
         row,
@@ -146,7 +148,7 @@ def is_decided(head: Head, memory: RunMemory, operator_key: bytes) -> bool:
     """
     known, after = memory.committed.get(head.round), memory.committed.get(head.round + 1)
     if known is not None or (after is not None and after.previous_hash == head.hash):
-        return True  # known by its hash: `claimed_head` compared them
+        return True  # known by its hash: `check_reported_head` compared them
     electorate = electorate_after(memory, head.round - 1)
     if electorate is not None:
         require_quorum(head, electorate, operator_key)
@@ -156,14 +158,16 @@ def is_decided(head: Head, memory: RunMemory, operator_key: bytes) -> bool:
     return newest is not None and newest.decides(head.signers) and planned.decides(head.signers)
 
 
-def check_table(table: plan_pb2.LayerTable, model_hash: str) -> None:
+def check_layer_table(table: plan_pb2.LayerTable, model_hash: str) -> None:
     """Raise `PeerMisbehaved` unless the layers are few enough, have names, can be, and are of the run's model."""
     names = {layer.name for layer in table.layers}
     if not 1 <= len(table.layers) <= MAX_LAYERS or len(names) != len(table.layers) or "" in names:
         raise PeerMisbehaved(f"a layer table has 1 to {MAX_LAYERS} layers with names of their own")
     if any(not names.issuperset(layer.tied_to) for layer in table.layers):
         raise PeerMisbehaved("a layer table ties a layer to one that is not in it")
-    if any(not 0 <= layer.flops_per_token_forward <= _MOST_FLOPS for layer in table.layers):  # false for NaN, too
+    if any(
+        not 0 <= layer.flops_per_token_forward <= _MAX_FLOPS_PER_TOKEN for layer in table.layers
+    ):  # false for NaN, too
         raise PeerMisbehaved("a layer table has figures that cannot be")
     if table.model_hash != model_hash:
         raise PeerMisbehaved("the layer table is of another model than the run's")
@@ -190,7 +194,7 @@ def _check_size(committed: manifest_pb2.CommittedManifest, operator_key: bytes) 
 def _check_abandoned(run: Run, memory: RunMemory, peer_id: str, report: mb.RoundReport) -> None:
     """Only its opener knows that an attempt was abandoned, and only of late ones it is worth a row."""
     named = report.round
-    if named.number <= run.head_round - RECENT:
+    if named.number <= run.head_round - ABANDONED_WINDOW_ROUNDS:
         raise PeerMisbehaved(f"round {named.number} is long over; attempts at it are not kept any more")
     if is_void(memory.bases, named.number, named.plan_version):
         raise PeerMisbehaved(f"round {named.number} is void: the run was recovered from before it")
@@ -198,7 +202,7 @@ def _check_abandoned(run: Run, memory: RunMemory, peer_id: str, report: mb.Round
         raise PeerMisbehaved(f"attempt {named.attempt} at round {named.number} was not this node's to open")
 
 
-def _contributed(head: Head, caps: Mapping[str, int]) -> int:
+def _contributed_tokens(head: Head, caps: Mapping[str, int]) -> int:
     """Tokens of a round to which members of its plan contributed, each once and within its cap."""
     contributions = head.manifest.contributions
     names = {item.peer_id for item in contributions}
@@ -211,7 +215,7 @@ def _contributed(head: Head, caps: Mapping[str, int]) -> int:
     return sum(item.tokens for item in contributions)
 
 
-def _check_place(head: Head, run: Run, memory: RunMemory, tokens: int) -> None:
+def _check_history(head: Head, run: Run, memory: RunMemory, tokens: int) -> None:
     """Whether the round fits between those that are known: hashes, plan version, tokens of the run."""
     number, plan_version = head.round, head.manifest.round.plan_version
     before, after = memory.committed.get(number - 1), memory.committed.get(number + 1)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 from google.protobuf.message import DecodeError
 
-from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT, MAX_GAP, MAX_PAYLOAD_BYTES, fragments_of
+from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT, MAX_PAYLOAD_BYTES, MAX_ROUNDS_AHEAD, fragments_of
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.rate_limits import ATTEMPTS, Allowance
-from atoll.coordinator.state.snapshot import Draft, Moment, RunMemory, State, Step, is_void
+from atoll.coordinator.state.rate_limits import ATTEMPT_RAISES_RATE, Allowance
+from atoll.coordinator.state.snapshot import Draft, RunMemory, State, Step, StepTime, is_void
 from atoll.coordinator.store.records import Run, Vote
 from atoll.core.errors import Banned, InvalidRequest
 from atoll.core.fragments import fragment_of_round
@@ -25,13 +25,13 @@ from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
 from atoll.v1 import manifest_pb2
 
-AHEAD = 16  # rounds that may have been committed without our knowing: openers tell them within seconds
+MAX_UNREPORTED_ROUNDS = 16  # rounds that may have been committed without our knowing: openers tell them within seconds
 MAX_FAR_ROUNDS = 8  # further ahead than that, so that nobody's asking can crowd out the next rounds
 MAX_FIRST_ATTEMPT = 10_000  # at a round that was never asked about, and one more a second since the head is known
 
 
 @dataclass(frozen=True)
-class Answer:
+class VoteReply:
     """What the opener is told. Refusals carry `reason`, and what was promised, if anything."""
 
     granted: bool
@@ -39,28 +39,28 @@ class Answer:
     reason: str = ""
 
 
-def promise(known: Vote | None, run_id: str, number: int, ballot: Ballot) -> Answer:
+def promise(known: Vote | None, run_id: str, number: int, ballot: Ballot) -> VoteReply:
     """Not to vote in attempts before `ballot`, unless a later one was promised already."""
     if known is not None and ballot < _promised(known):
-        return Answer(False, known, _overtaken(known))
+        return VoteReply(False, known, _later_promise_text(known))
     if known is None:
-        return Answer(True, Vote(run_id, number, *ballot))
-    return Answer(True, replace(known, promised_plan=ballot.plan_version, promised_attempt=ballot.attempt))
+        return VoteReply(True, Vote(run_id, number, *ballot))
+    return VoteReply(True, replace(known, promised_plan=ballot.plan_version, promised_attempt=ballot.attempt))
 
 
-def cast(known: Vote | None, run_id: str, number: int, ballot: Ballot, payload: bytes) -> Answer:
+def cast(known: Vote | None, run_id: str, number: int, ballot: Ballot, payload: bytes) -> VoteReply:
     """A vote for `payload` in `ballot`, unless a later attempt was promised or another payload has the vote."""
     promised = promise(known, run_id, number, ballot)
     if not promised.granted or promised.vote is None:
         return promised
     vote = promised.vote
     if vote.payload and Ballot(vote.voted_plan, vote.voted_attempt) == ballot and vote.payload != payload:
-        return Answer(False, known, "the coordinator voted for another result in this attempt")
+        return VoteReply(False, known, "the coordinator voted for another result in this attempt")
     voted = replace(vote, voted_plan=ballot.plan_version, voted_attempt=ballot.attempt, payload=payload)
-    return Answer(True, voted)
+    return VoteReply(True, voted)
 
 
-def answer(state: State, now: Moment, peer_id: str, round_id: RoundId, payload: bytes) -> Step[Answer]:
+def answer(state: State, now: StepTime, peer_id: str, round_id: RoundId, payload: bytes) -> Step[VoteReply]:
     """What `peer_id` gets that opened `round_id`: a promise, or with a payload a vote for it.
 
     Raises `InvalidRequest` for what no correct opener sends, `Banned`, `CertificateInvalid`.
@@ -71,14 +71,14 @@ def answer(state: State, now: Moment, peer_id: str, round_id: RoundId, payload: 
         raise Banned(f"peer {peer_id} was banned by the operator")
     run = state.runs[node.run_id]
     memory = state.memory[run.run_id]
-    _check(run, memory, peer_id, round_id)
+    _check_request(run, memory, peer_id, round_id)
     if payload:
         _check_payload(memory, round_id, payload)
     known = memory.votes.get(round_id.number)
     refusal = _refusal(run, memory, round_id.number)
     if refusal:
-        return draft.done(Answer(False, known, refusal))
-    asked = _raised(memory, now, peer_id, round_id)
+        return draft.done(VoteReply(False, known, refusal))
+    asked = _allowance_after_raise(memory, now, peer_id, round_id)
     if payload:
         given = cast(known, run.run_id, round_id.number, round_id.ballot, payload)
     else:
@@ -106,20 +106,20 @@ def _refusal(run: Run, memory: RunMemory, number: int) -> str:
         return f"round {number} is committed; the newest known is {run.head_round}"
     if abstains(run, memory):
         return "the coordinator was restored from a backup and does not vote until a round has committed without it"
-    far = [voted for voted in memory.votes if voted > run.head_round + AHEAD]
-    if number not in memory.votes and number > run.head_round + AHEAD and len(far) >= MAX_FAR_ROUNDS:
+    far = [voted for voted in memory.votes if voted > run.head_round + MAX_UNREPORTED_ROUNDS]
+    if number not in memory.votes and number > run.head_round + MAX_UNREPORTED_ROUNDS and len(far) >= MAX_FAR_ROUNDS:
         return f"round {number} is far from round {run.head_round}, the newest known: tell the rounds between first"
     return ""
 
 
-def _check(run: Run, memory: RunMemory, peer_id: str, round_id: RoundId) -> None:
+def _check_request(run: Run, memory: RunMemory, peer_id: str, round_id: RoundId) -> None:
     members = memory.caps.get(round_id.plan_version, {})
     current = memory.plan.members if memory.plan else ()
     if round_id.run_id != run.run_id or peer_id not in current or peer_id not in members:
         raise InvalidRequest("a vote is asked for by a member of the run's plan, about its own run")
     if round_id.fragment != fragment_of_round(round_id.number, fragments_of(run, memory, round_id.plan_version)):
         raise InvalidRequest(f"round {round_id.number} is not one of fragment {round_id.fragment}")
-    if not 0 < round_id.number <= run.head_round + MAX_GAP:
+    if not 0 < round_id.number <= run.head_round + MAX_ROUNDS_AHEAD:
         raise InvalidRequest(f"round {round_id.number} is too far from round {run.head_round}, the newest known")
     if round_id.attempt > MAX_ATTEMPT:
         raise InvalidRequest(f"attempt {round_id.attempt} is too far: a round has at most {MAX_ATTEMPT}")
@@ -129,7 +129,7 @@ def _check(run: Run, memory: RunMemory, peer_id: str, round_id: RoundId) -> None
         raise InvalidRequest(f"round {round_id.number} under plan {round_id.plan_version} is void")
 
 
-def _raised(memory: RunMemory, now: Moment, peer_id: str, round_id: RoundId) -> Allowance:
+def _allowance_after_raise(memory: RunMemory, now: StepTime, peer_id: str, round_id: RoundId) -> Allowance:
     """What is left of the opener's allowance after this attempt. Raises `InvalidRequest` when it goes too far.
 
     Attempts are finite, so nobody may use them up alone: every opener has an allowance of its own for raising what was
@@ -138,12 +138,16 @@ def _raised(memory: RunMemory, now: Moment, peer_id: str, round_id: RoundId) -> 
     """
     known, before = memory.votes.get(round_id.number), memory.asked.get(peer_id, Allowance())
     if known is None or known.promised_plan < round_id.plan_version:
-        patience = now.monotonic - memory.head_since
-        enough = round_id.attempt <= MAX_FIRST_ATTEMPT + ATTEMPTS.per_second * patience
+        patience = now.monotonic - memory.head_known_since
+        enough = round_id.attempt <= MAX_FIRST_ATTEMPT + ATTEMPT_RAISES_RATE.per_second * patience
         left = before if enough else None
     else:
         raised = max(0, round_id.attempt - known.promised_attempt)
-        left = before.spend(ATTEMPTS, now.monotonic, raised) if known.promised_plan == round_id.plan_version else before
+        left = (
+            before.spend(ATTEMPT_RAISES_RATE, now.monotonic, raised)
+            if known.promised_plan == round_id.plan_version
+            else before
+        )
     if left is None:
         raise InvalidRequest(f"attempt {round_id.attempt} at round {round_id.number} is too far from those before it")
     return left
@@ -171,5 +175,5 @@ def _promised(vote: Vote) -> Ballot:
     return Ballot(vote.promised_plan, vote.promised_attempt)
 
 
-def _overtaken(vote: Vote) -> str:
+def _later_promise_text(vote: Vote) -> str:
     return f"attempt {vote.promised_attempt} under plan {vote.promised_plan} was promised already"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from atoll.coordinator.live import hand_over
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import Draft, Moment, State, Step, may_store
+from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime, charge_row
 from atoll.coordinator.store.records import Node, Token
 from atoll.core.errors import (
     AlreadyExists,
@@ -33,7 +33,7 @@ MAX_REASON_CHARACTERS = 200
 MAX_USES = 100_000
 MAX_TTL_SECONDS = 366 * 24 * 3600
 _NAME = re.compile(r"[a-z0-9-]{1,63}")
-_ASK_AGAIN = "ask your operator for a new one: `atollctl token create`"
+_ASK_OPERATOR = "ask your operator for a new one: `atollctl token create`"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Applicant:
     node_name: str
 
 
-def create_token(state: State, now: Moment, request: TokenRequest) -> Step[Token]:
+def create_token(state: State, now: StepTime, request: TokenRequest) -> Step[Token]:
     """A new token. Raises `NotFound`, `Ambiguous`, `InvalidRequest`."""
     run = lookup.run(state, request.run_id)
     roles = request.roles or ("node",)
@@ -84,7 +84,7 @@ def create_token(state: State, now: Moment, request: TokenRequest) -> Step[Token
     return draft.done(token)
 
 
-def revoke_token(state: State, now: Moment, token_id: str) -> Step[Token]:
+def revoke_token(state: State, now: StepTime, token_id: str) -> Step[Token]:
     """Make a token useless. Twice is fine. Raises `NotFound`."""
     token = lookup.token(state, token_id)
     draft = Draft(state, now)
@@ -95,7 +95,7 @@ def revoke_token(state: State, now: Moment, token_id: str) -> Step[Token]:
     return draft.done(token)
 
 
-def enrol(state: State, now: Moment, applicant: Applicant) -> Step[Node]:
+def enrol(state: State, now: StepTime, applicant: Applicant) -> Step[Node]:
     """Spend one use of the token and write the node's row. Raises `Rejected` and kin, `AlreadyExists`.
 
     Who was admitted by this very token is answered again at no cost: the first answer may have been lost.
@@ -104,7 +104,7 @@ def enrol(state: State, now: Moment, applicant: Applicant) -> Step[Node]:
         raise InvalidRequest("a node's name has 1 to 63 characters of a-z, 0-9 and -", "join with another --name")
     known = state.nodes.get(applicant.peer_id)
     repeated = known is not None and known.token_id == applicant.token_id
-    token = _usable(state, now, applicant, spent=repeated)
+    token = _check_token(state, now, applicant, spent=repeated)
     if applicant.peer_id in state.deny.peer_ids or (known and known.banned):
         raise Banned(f"peer {applicant.peer_id} was banned by the operator")
     live = state.live.get(applicant.peer_id)
@@ -119,20 +119,20 @@ def enrol(state: State, now: Moment, applicant: Applicant) -> Step[Node]:
     if not repeated:
         token = replace(token, uses_left=token.uses_left - 1)
         draft.put(token)
-        _tell_enrolled(draft, node, again=known is not None)
+        _log_enrolled(draft, node, again=known is not None)
         if token.uses_left == 0:
             draft.event("token.used-up", token.run_id, token.token_id, "the token has no uses left")
-    elif known is not None and live is not None and known.name != node.name and may_store(draft, node.peer_id):
-        _tell_enrolled(draft, node, again=True)
+    elif known is not None and live is not None and known.name != node.name and charge_row(draft, node.peer_id):
+        _log_enrolled(draft, node, again=True)
     return draft.done(node)
 
 
-def _enrolled(state: State, now: Moment, known: Node | None, token: Token, applicant: Applicant) -> Node:
+def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, applicant: Applicant) -> Node:
     """The row of who is admitted. In the same run it stays what it was known as: pinned, often away.
 
     Who was asked to drain and shows a new token is wanted again.
     """
-    name = _free_name(state, token.run_id, applicant)
+    name = _unique_name(state, token.run_id, applicant)
     if known is not None and known.run_id == token.run_id:
         admitted = replace(known, name=name, roles=token.roles, enrolled_ms=now.unix_ms, token_id=token.token_id)
         draining = known.draining and known.token_id == token.token_id
@@ -150,23 +150,23 @@ def _enrolled(state: State, now: Moment, known: Node | None, token: Token, appli
     )
 
 
-def _tell_enrolled(draft: Draft, node: Node, *, again: bool) -> None:
+def _log_enrolled(draft: Draft, node: Node, *, again: bool) -> None:
     told = f"{node.name} enrolled{' again' if again else ''} as {', '.join(node.roles)}"
     draft.event("node.enrolled", node.run_id, node.peer_id, told)
     if "seed" not in node.roles and not _seeds(draft.state, node.run_id):
         draft.event("run.no-seed", node.run_id, node.run_id, "nodes cannot find each other: this run has no seed yet")
 
 
-def renew(state: State, now: Moment, peer_id: str) -> Step[Node]:
+def renew(state: State, now: StepTime, peer_id: str) -> Step[Node]:
     """The next epoch of a member. Raises `Banned`, `CertificateInvalid`."""
-    node = _welcome(state, peer_id)
+    node = _unbanned_member(state, peer_id)
     draft = Draft(state, now)
     node = replace(node, epoch=node.epoch + 1)
     draft.put(node)
     return draft.done(node)
 
 
-def drain(state: State, now: Moment, text: str) -> Step[Node]:
+def drain(state: State, now: StepTime, text: str) -> Step[Node]:
     """Ask a node to finish its round and leave. Raises `NotFound`, `Ambiguous`."""
     node = lookup.node(state, text)
     draft = Draft(state, now)
@@ -176,13 +176,14 @@ def drain(state: State, now: Moment, text: str) -> Step[Node]:
         live = state.live.get(node.peer_id)
         if live is not None:
             draft.set_live(
-                node.peer_id, replace(live, drain_since=now.monotonic, hands_over=hand_over.must_hand_over(state, node))
+                node.peer_id,
+                replace(live, drain_since=now.monotonic, handing_over=hand_over.must_hand_over(state, node)),
             )
         draft.event("node.draining", node.run_id, node.peer_id, f"{node.name} is asked to drain")
     return draft.done(node)
 
 
-def ban(state: State, now: Moment, text: str, reason: str) -> Step[Node]:
+def ban(state: State, now: StepTime, text: str, reason: str) -> Step[Node]:
     """Put a peer on the deny-list, for good. Raises `NotFound`, `Ambiguous`."""
     node, reason = lookup.node(state, text), clean(reason, MAX_REASON_CHARACTERS)
     draft = Draft(state, now)
@@ -197,7 +198,7 @@ def ban(state: State, now: Moment, text: str, reason: str) -> Step[Node]:
     return draft.done(node)
 
 
-def take_deny_list(draft: Draft, sealed: pb.Signed) -> None:
+def merge_deny_list(draft: Draft, sealed: pb.Signed) -> None:
     """A member holds a newer deny-list of ours than we do: this is a restored coordinator, and it is put right.
 
     Raises `SignatureInvalid`, `CertificateInvalid` for one that is not ours.
@@ -216,14 +217,14 @@ def take_deny_list(draft: Draft, sealed: pb.Signed) -> None:
         draft.event("node.banned", node.run_id if node else "", peer_id, f"{name} was banned before the restore")
 
 
-def leave(state: State, now: Moment, peer_id: str, reason: str) -> Step[None]:
+def leave(state: State, now: StepTime, peer_id: str, reason: str) -> Step[None]:
     """An orderly goodbye. The node may come back while its certificate lasts. Raises `CertificateInvalid`."""
     node, reason = lookup.caller(state, peer_id), clean(reason, MAX_REASON_CHARACTERS)
     draft = Draft(state, now)
     if not node.left:
         draft.put(replace(node, left=True, draining=False, last_seen_ms=now.unix_ms))
         because = f": {reason}" if reason else ""
-        if may_store(draft, peer_id):
+        if charge_row(draft, peer_id):
             draft.event("node.left", node.run_id, peer_id, f"{node.name} left{because}")
     return draft.done(None)
 
@@ -247,29 +248,29 @@ def _seeds(state: State, run_id: str) -> list[Node]:
     return [node for node in members if "seed" in node.roles and not (node.banned or node.left)]
 
 
-def _welcome(state: State, peer_id: str) -> Node:
+def _unbanned_member(state: State, peer_id: str) -> Node:
     node = lookup.caller(state, peer_id)
     if node.banned:
         raise Banned(f"peer {peer_id} was banned by the operator")
     return node
 
 
-def _usable(state: State, now: Moment, applicant: Applicant, *, spent: bool) -> Token:
+def _check_token(state: State, now: StepTime, applicant: Applicant, *, spent: bool) -> Token:
     """The token, if it admits the applicant; `spent`: it did before, so no use need be left."""
     token = state.tokens.get(applicant.token_id)
     if token is None or not secret_matches(applicant.secret, token.secret_hash):
         raise TokenUnknown("no such token here, or its secret is wrong", "copy the whole token again")
     if token.revoked:
-        raise TokenRevoked("the operator revoked this token", _ASK_AGAIN)
+        raise TokenRevoked("the operator revoked this token", _ASK_OPERATOR)
     if token.expires_ms <= now.unix_ms:
         ago = duration_text((now.unix_ms - token.expires_ms) / 1000)
-        raise TokenExpired(f"the token expired {ago} ago", _ASK_AGAIN)
+        raise TokenExpired(f"the token expired {ago} ago", _ASK_OPERATOR)
     if token.uses_left <= 0 and not spent:
-        raise TokenUsedUp(f"the token was good for {token.uses_total} and has been used up", _ASK_AGAIN)
+        raise TokenUsedUp(f"the token was good for {token.uses_total} and has been used up", _ASK_OPERATOR)
     return token
 
 
-def _free_name(state: State, run_id: str, applicant: Applicant) -> str:
+def _unique_name(state: State, run_id: str, applicant: Applicant) -> str:
     """The name asked for, or with a number when another peer of the run has it, or one that the plan still names."""
     plan = state.memory[run_id].plan
     peers = {*(node.peer_id for node in state.members_of(run_id)), *(plan.members if plan else ())}

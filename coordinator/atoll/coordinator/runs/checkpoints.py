@@ -19,7 +19,7 @@ from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
 MAX_CHECKPOINTS = 64  # of one node; the newest ones are kept
-MAX_TOLD = 4096  # in one message
+MAX_REPORTED_CHECKPOINTS = 4096  # in one message
 _MAX = 2**62  # databases keep 63 bits
 _DIGEST_BYTES = 32
 _LOOK = "see `atollctl checkpoint list`"
@@ -58,7 +58,7 @@ def take(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> None:
         draft.set_checkpoints(node.peer_id, held)
 
 
-def held_in(state: State, run_id: str) -> list[Checkpoint]:
+def checkpoints_of_run(state: State, run_id: str) -> list[Checkpoint]:
     """All of a run, the newest first, by node name then."""
     found = [item for held in state.checkpoints.values() for item in held if item.run_id == run_id]
     return sorted(found, key=lambda item: (-item.round, state.nodes[item.peer_id].name))
@@ -87,7 +87,9 @@ def choose(
     run = lookup.run(state, run_id)
     peer_id = lookup.node(state, node).peer_id if node else ""
     told = [
-        item for item in held_in(state, run.run_id) if round_number in (0, item.round) and peer_id in ("", item.peer_id)
+        item
+        for item in checkpoints_of_run(state, run.run_id)
+        if round_number in (0, item.round) and peer_id in ("", item.peer_id)
     ]
     which = f"of round {round_number} " if round_number else ""
     known = [item for item in told if unverified or is_committed(state, item)]
@@ -103,12 +105,12 @@ def choose(
     for item in known:
         states.setdefault((item.round, item.manifest_hash), []).append(item)
     for held in states.values():
-        if found := cover([item for item in held if connected(state, item.peer_id)], count):
+        if found := fewest_covering([item for item in held if connected(state, item.peer_id)], count):
             return found
-    raise _why_none(state, list(states.values()), count)
+    raise _no_checkpoint_error(state, list(states.values()), count)
 
 
-def cover(held: Sequence[Checkpoint], count: int) -> tuple[Checkpoint, ...]:
+def fewest_covering(held: Sequence[Checkpoint], count: int) -> tuple[Checkpoint, ...]:
     """As few as have all of `count` layers, in their order; nothing when layers are missing."""
     chosen: list[Checkpoint] = []
     reached = 0
@@ -121,10 +123,10 @@ def cover(held: Sequence[Checkpoint], count: int) -> tuple[Checkpoint, ...]:
     return tuple(chosen)
 
 
-def _why_none(state: State, states: Sequence[Sequence[Checkpoint]], count: int) -> AtollError:
+def _no_checkpoint_error(state: State, states: Sequence[Sequence[Checkpoint]], count: int) -> AtollError:
     """Of the round that lacks the fewest layers, the newest of these."""
     for held in states:
-        if any(not connected(state, item.peer_id) for item in cover(held, count)):
+        if any(not connected(state, item.peer_id) for item in fewest_covering(held, count)):
             away = sorted({state.nodes[item.peer_id].name for item in held if not connected(state, item.peer_id)})
             names = ", ".join(away[:5])
             return Unreachable(f"nodes that hold layers of round {held[0].round} are not connected: {names}", _LOOK)

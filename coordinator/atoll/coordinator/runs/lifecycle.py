@@ -23,15 +23,15 @@ from atoll.coordinator.live.attendance import (
 from atoll.coordinator.live.plan_upkeep import update_plan
 from atoll.coordinator.live.span_fit import span_memory_of
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.run_states import move
-from atoll.coordinator.state.snapshot import Draft, Moment, Policy, RunMemory, State, Step, may_store
+from atoll.coordinator.state.run_states import transition_run
+from atoll.coordinator.state.snapshot import Draft, Policy, RunMemory, State, Step, StepTime, charge_row
 from atoll.coordinator.store.records import Run
 from atoll.core.errors import AlreadyExists, InvalidTransition, RunSpecError
 from atoll.core.run_spec import parse_run_spec
 from atoll.core.units import bytes_text
 
 
-def create_run(state: State, now: Moment, spec_toml: str, *, start: bool) -> Step[Run]:
+def create_run(state: State, now: StepTime, spec_toml: str, *, start: bool) -> Step[Run]:
     """A run from a spec. Raises `RunSpecError`, `AlreadyExists`."""
     spec = parse_run_spec(spec_toml)
     stored = spec.resolved_toml()
@@ -45,11 +45,11 @@ def create_run(state: State, now: Moment, spec_toml: str, *, start: bool) -> Ste
     draft.add_memory(name, RunMemory(spec=spec))
     draft.event("run.created", name, name, f"run {name} created: {spec.run.stop_tokens} tokens")
     if start:
-        move(draft, name, "WAITING", "the run was started")
+        transition_run(draft, name, "WAITING", "the run was started")
     return draft.done(draft.state.runs[name])
 
 
-def start(state: State, now: Moment, run_id: str, policy: Policy) -> Step[Run]:
+def start(state: State, now: StepTime, run_id: str, policy: Policy) -> Step[Run]:
     """Start a created run, or go on with a paused one. Raises `NotFound`, `InvalidTransition`."""
     run = lookup.run(state, run_id)
     draft = Draft(state, now)
@@ -59,19 +59,21 @@ def start(state: State, now: Moment, run_id: str, policy: Policy) -> Step[Run]:
             "see `atollctl run show`",
         )
     resumed = run.state == "PAUSED"
-    move(draft, run.run_id, "TRAINING" if run.genesis else "WAITING", "the run goes on" if resumed else "started")
-    draft.remember(run.run_id, hold_until=now.monotonic + policy.resume_seconds, changed_since=None)
+    transition_run(
+        draft, run.run_id, "TRAINING" if run.genesis else "WAITING", "the run goes on" if resumed else "started"
+    )
+    draft.remember(run.run_id, no_plan_before=now.monotonic + policy.resume_seconds, changed_since=None)
     return draft.done(draft.state.runs[run.run_id])
 
 
-def pause(state: State, now: Moment, run_id: str) -> Step[Run]:
+def pause(state: State, now: StepTime, run_id: str) -> Step[Run]:
     """Let the nodes wait. Raises `NotFound`, `InvalidTransition`."""
-    return _ordered(state, now, run_id, "PAUSED", "the operator paused the run")
+    return _transition_by_operator(state, now, run_id, "PAUSED", "the operator paused the run")
 
 
-def stop(state: State, now: Moment, run_id: str) -> Step[Run]:
+def stop(state: State, now: StepTime, run_id: str) -> Step[Run]:
     """End the run for good. Raises `NotFound`, `InvalidTransition`."""
-    return _ordered(state, now, run_id, "STOPPED", "the operator stopped the run")
+    return _transition_by_operator(state, now, run_id, "STOPPED", "the operator stopped the run")
 
 
 def advance(draft: Draft, run_id: str, policy: Policy) -> None:
@@ -79,9 +81,9 @@ def advance(draft: Draft, run_id: str, policy: Policy) -> None:
     run = draft.state.runs[run_id]
     match run.state:
         case "WAITING":
-            _seek_genesis(draft, run_id)
+            _begin_genesis_if_ready(draft, run_id)
         case "GENESIS" if not run.genesis:
-            _watch_writer(draft, run_id, policy)
+            _replace_late_genesis_writer(draft, run_id, policy)
         case "GENESIS" | "TRAINING":
             update_plan(draft, run_id, policy)
 
@@ -89,17 +91,17 @@ def advance(draft: Draft, run_id: str, policy: Policy) -> None:
 # --- waiting and genesis ---------------------------------------------------------------------------
 
 
-def _seek_genesis(draft: Draft, run_id: str) -> None:
+def _begin_genesis_if_ready(draft: Draft, run_id: str) -> None:
     state = draft.state
     needed = state.memory[run_id].spec.run.min_nodes
     digest = most_common_corpus(state, run_id)
-    if digest != state.memory[run_id].usual_corpus:
-        draft.remember(run_id, usual_corpus=digest)
+    if digest != state.memory[run_id].most_common_corpus_digest:
+        draft.remember(run_id, most_common_corpus_digest=digest)
     ready = ready_nodes(state, run_id, digest)
     if not digest or len(ready) < needed:
-        _tell_corpora(draft, run_id, digest)
+        _log_corpus_mismatches(draft, run_id, digest)
         return
-    missing = _missing_memory(state, run_id, ready)
+    missing = _memory_shortage(state, run_id, ready)
     if missing != state.memory[run_id].missing:
         draft.remember(run_id, missing=missing)
         if missing:
@@ -107,11 +109,11 @@ def _seek_genesis(draft: Draft, run_id: str) -> None:
     if missing:
         return
     draft.put(replace(state.runs[run_id], corpus_digest=digest))
-    move(draft, run_id, "GENESIS", f"{len(ready)} of {needed} nodes are ready")
-    _appoint(draft, run_id, ready)
+    transition_run(draft, run_id, "GENESIS", f"{len(ready)} of {needed} nodes are ready")
+    _choose_genesis_writer(draft, run_id, ready)
 
 
-def _missing_memory(state: State, run_id: str, ready: list[str]) -> str:
+def _memory_shortage(state: State, run_id: str, ready: list[str]) -> str:
     """What these nodes lack to hold the model together; empty where they lack nothing, or nobody told its layers."""
     tables = Counter(state.live[peer].layers for peer in ready if state.live[peer].layers)
     model = span_memory_of(state, run_id, max(tables, key=lambda it: tables[it], default=b""))
@@ -124,56 +126,58 @@ def _missing_memory(state: State, run_id: str, ready: list[str]) -> str:
     return f"needs {missing} more memory: the {len(ready)} ready nodes hold {held} of {model.layers} layers together"
 
 
-def _watch_writer(draft: Draft, run_id: str, policy: Policy) -> None:
+def _replace_late_genesis_writer(draft: Draft, run_id: str, policy: Policy) -> None:
     state, memory = draft.state, draft.state.memory[run_id]
     ready = ready_nodes(state, run_id, corpus_expected(state, run_id))
-    in_time = draft.now.monotonic - memory.writer_since < policy.genesis_seconds
+    in_time = draft.now.monotonic - memory.genesis_writer_since < policy.genesis_seconds
     may_deliver = (
-        memory.writer and memory.writer not in memory.passed_over and can_still_write_genesis(state, memory.writer)
+        memory.writer
+        and memory.writer not in memory.failed_genesis_writers
+        and can_still_write_genesis(state, memory.writer)
     )
     if in_time and may_deliver:
         return
     if len(ready) >= memory.spec.run.min_nodes:
-        nobody_else = memory.writer in ready and set(ready) <= memory.passed_over
+        nobody_else = memory.writer in ready and set(ready) <= memory.failed_genesis_writers
         if not (in_time and nobody_else):
-            _appoint(draft, run_id, ready)
+            _choose_genesis_writer(draft, run_id, ready)
         return
     draft.put(replace(state.runs[run_id], corpus_digest=""))
     draft.remember(run_id, writer="")
-    move(draft, run_id, "WAITING", "too few ready nodes are left to begin")
+    transition_run(draft, run_id, "WAITING", "too few ready nodes are left to begin")
 
 
-def _appoint(draft: Draft, run_id: str, ready: list[str]) -> None:
+def _choose_genesis_writer(draft: Draft, run_id: str, ready: list[str]) -> None:
     """Ask the lowest peer id that was not asked in vain; when all were, start over."""
     memory = draft.state.memory[run_id]
-    passed = memory.passed_over | ({memory.writer} if memory.writer else set())
+    passed = memory.failed_genesis_writers | ({memory.writer} if memory.writer else set())
     fresh = [peer for peer in ready if peer not in passed]
     writer = fresh[0] if fresh else ready[0]
     draft.remember(
         run_id,
         writer=writer,
-        writer_since=draft.now.monotonic,
-        passed_over=passed if fresh else frozenset(),
+        genesis_writer_since=draft.now.monotonic,
+        failed_genesis_writers=passed if fresh else frozenset(),
     )
     name = draft.state.nodes[writer].name
     draft.event("run.genesis-writer", run_id, writer, f"{name} writes the genesis anchor")
 
 
-def _tell_corpora(draft: Draft, run_id: str, digest: str) -> None:
+def _log_corpus_mismatches(draft: Draft, run_id: str, digest: str) -> None:
     """Say it, once per digest, when a fit node's text is not that of most: it does not count towards genesis."""
     memory = draft.state.memory[run_id]
     for node, other in nodes_with_other_corpus(draft.state, run_id, digest):
-        if memory.told_corpora.get(node.peer_id) == other:
+        if memory.logged_corpus_mismatches.get(node.peer_id) == other:
             continue
-        memory = replace(memory, told_corpora={**memory.told_corpora, node.peer_id: other})
-        draft.remember(run_id, told_corpora=memory.told_corpora)
-        if may_store(draft, node.peer_id):
+        memory = replace(memory, logged_corpus_mismatches={**memory.logged_corpus_mismatches, node.peer_id: other})
+        draft.remember(run_id, logged_corpus_mismatches=memory.logged_corpus_mismatches)
+        if charge_row(draft, node.peer_id):
             told = f"{node.name} has the corpus {other[:12]}…, others have {digest[:12]}…: it does not count"
             draft.event("node.corpus-differs", run_id, node.peer_id, told)
 
 
-def _ordered(state: State, now: Moment, run_id: str, target: str, why: str) -> Step[Run]:
+def _transition_by_operator(state: State, now: StepTime, run_id: str, target: str, why: str) -> Step[Run]:
     run = lookup.run(state, run_id)
     draft = Draft(state, now)
-    move(draft, run.run_id, target, why)
+    transition_run(draft, run.run_id, target, why)
     return draft.done(draft.state.runs[run.run_id])

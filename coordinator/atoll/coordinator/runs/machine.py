@@ -17,26 +17,26 @@ from atoll.coordinator.live import hand_over, plan_pace, planner_answer
 from atoll.coordinator.live.attendance import ELIGIBLE_STATES, corpus_expected
 from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs, memory_figures
 from atoll.coordinator.rounds import reports
-from atoll.coordinator.rounds.round_checks import check_table
+from atoll.coordinator.rounds.round_checks import check_layer_table
 from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
-from atoll.coordinator.sanitize import MAX_SENTENCE_CHARACTERS, clean, tidied
+from atoll.coordinator.sanitize import MAX_SENTENCE_CHARACTERS, clean, sanitized_message
 from atoll.coordinator.state import availability, lookup, peer_paths
-from atoll.coordinator.state.rate_limits import RESIZED
+from atoll.coordinator.state.rate_limits import MEMORY_CHANGES_RATE
 from atoll.coordinator.state.snapshot import (
     Commit,
     Draft,
-    Live,
-    Moment,
+    LiveNode,
     Policy,
     RunMemory,
     State,
     Step,
-    caps_of,
-    commit_of,
+    StepTime,
+    add_base,
+    attempt_key,
+    charge_row,
+    commit_from_row,
     is_void,
-    key_of,
-    may_store,
-    with_base,
+    token_caps_of,
 )
 from atoll.coordinator.store.records import Checkpoint, Node
 from atoll.coordinator.store.store import Contents
@@ -56,16 +56,16 @@ _CORPUS_DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 
 
 def restore(
-    contents: Contents, plans: tuple[Plan, ...], deny: DenyList | None, now: Moment, operator_key: bytes = b""
+    contents: Contents, plans: tuple[Plan, ...], deny: DenyList | None, now: StepTime, operator_key: bytes = b""
 ) -> State:
     """The state after a restart. `plans` and `deny` are the stored ones, their signatures checked.
 
     Members of the newest plans get the usual grace to come back, as if their streams had ended just now.
     """
     runs = {run.run_id: run for run in contents.runs}
-    memory = {run_id: _remembered(run_id, contents, plans, now) for run_id in runs}
+    memory = {run_id: _rebuild_run_memory(run_id, contents, plans, now) for run_id in runs}
     live = {
-        peer: Live(session=0, seen=now.monotonic, drain_since=now.monotonic)
+        peer: LiveNode(session=0, seen=now.monotonic, drain_since=now.monotonic)
         for item in memory.values()
         for peer in (item.plan.members if item.plan else ())
     }
@@ -84,10 +84,10 @@ def restore(
     stages = [
         peer for peer in live if state.nodes[peer].draining and hand_over.must_hand_over(state, state.nodes[peer])
     ]
-    return replace(state, live={**live, **{peer: replace(live[peer], hands_over=True) for peer in stages}})
+    return replace(state, live={**live, **{peer: replace(live[peer], handing_over=True) for peer in stages}})
 
 
-def connect(state: State, now: Moment, peer_id: str) -> Step[int]:
+def connect(state: State, now: StepTime, peer_id: str) -> Step[int]:
     """A heartbeat stream opened: its session number. An older stream of the peer is over with this.
 
     Raises `Banned`, `CertificateInvalid`.
@@ -99,27 +99,27 @@ def connect(state: State, now: Moment, peer_id: str) -> Step[int]:
     session = draft.new_session()
     old = state.live.get(peer_id)
     drain_since = old.drain_since if old else now.monotonic
-    fresh = Live(session=session, seen=now.monotonic, came=now.monotonic, drain_since=drain_since)
+    fresh = LiveNode(session=session, seen=now.monotonic, came=now.monotonic, drain_since=drain_since)
     if old is not None:  # who hangs up and calls again has no more to spend
         fresh = replace(
             fresh,
-            hands_over=old.hands_over,
+            handing_over=old.handing_over,
             unfit_since=old.unfit_since,
             profile=old.profile,  # until it is told anew, so that nobody is planned anew for a blink
-            stored=old.stored,
+            row_allowance=old.row_allowance,
             refused=old.refused,
             resized=old.resized,
-            dropped=old.dropped,
+            dropped_reports=old.dropped_reports,
             dropped_since=old.dropped_since,
         )
     draft.set_live(peer_id, fresh)
     draft.put(replace(availability.came(node, old, now.monotonic), left=False, last_seen_ms=now.unix_ms))
-    if may_store(draft, peer_id):  # who does nothing else is not news
+    if charge_row(draft, peer_id):  # who does nothing else is not news
         draft.event("node.connected", node.run_id, peer_id, f"{node.name} connected")
     return draft.done(session)
 
 
-def heartbeat(state: State, now: Moment, peer_id: str, session: int, request: mb.HeartbeatRequest) -> Step[None]:
+def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: mb.HeartbeatRequest) -> Step[None]:
     """One message of a stream. Raises `InvalidTransition` when the stream is no longer the node's,
     `CorpusError` when its text is not the run's, `InvalidRequest`."""
     node, live = check_session(state, peer_id, session)
@@ -127,19 +127,19 @@ def heartbeat(state: State, now: Moment, peer_id: str, session: int, request: mb
     if len(request.status.lost_layers) > checkpoints.layer_count(state, node.run_id):
         raise InvalidRequest("a node has lost more layers than there are")
     draft = Draft(state, now)
-    status = tidied(request.status, MAX_SENTENCE_CHARACTERS)
+    status = sanitized_message(request.status, MAX_SENTENCE_CHARACTERS)
     if request.HasField("deny_list"):
-        admission.take_deny_list(draft, request.deny_list)
+        admission.merge_deny_list(draft, request.deny_list)
     _take_addresses(draft, node, request)
     live = replace(
         live,
         seen=now.monotonic,
         status=status,
         unfit_since=_unfit_since(live, status.state, now.monotonic),
-        **_told_profile(live, request, now.monotonic),
+        **_accepted_profile(live, request, now.monotonic),
         paths=peer_paths.take(live.paths, request.paths, state.nodes, now.monotonic) if request.paths else live.paths,
         corpus_digest=request.corpus_digest or live.corpus_digest,
-        layers=_told_layers(state, node, live, request),
+        layers=_accepted_layer_table(state, node, live, request),
     )
     draft.set_live(peer_id, live)
     if "node" in node.roles:
@@ -148,7 +148,7 @@ def heartbeat(state: State, now: Moment, peer_id: str, session: int, request: mb
     return draft.done(None)
 
 
-def check_session(state: State, peer_id: str, session: int) -> tuple[Node, Live]:
+def check_session(state: State, peer_id: str, session: int) -> tuple[Node, LiveNode]:
     """The node and what it told us, if its stream may go on. Raises `Banned`, `InvalidTransition`, `CorpusError`."""
     node, live = lookup.caller(state, peer_id), state.live.get(peer_id)
     if node.banned:
@@ -164,7 +164,7 @@ def check_session(state: State, peer_id: str, session: int) -> tuple[Node, Live]
     return node, live
 
 
-def disconnect(state: State, now: Moment, peer_id: str, session: int) -> Step[None]:
+def disconnect(state: State, now: StepTime, peer_id: str, session: int) -> Step[None]:
     """A stream ended. Nothing happens when the node has another one by now."""
     draft = Draft(state, now)
     live = state.live.get(peer_id)
@@ -173,49 +173,49 @@ def disconnect(state: State, now: Moment, peer_id: str, session: int) -> Step[No
     return draft.done(None)
 
 
-def tick(state: State, now: Moment, policy: Policy) -> Step[None]:
+def tick(state: State, now: StepTime, policy: Policy) -> Step[None]:
     """What time alone brings about."""
     draft = Draft(state, now)
-    _watch_streams(draft, policy)
+    _end_silent_streams(draft, policy)
     for run_id in state.runs:
-        _advance(draft, run_id, policy)
+        _tick_run(draft, run_id, policy)
     return draft.done(None)
 
 
-def tick_streams(state: State, now: Moment, policy: Policy) -> Step[None]:
+def tick_streams(state: State, now: StepTime, policy: Policy) -> Step[None]:
     """The part of `tick` that belongs to no run."""
     draft = Draft(state, now)
-    _watch_streams(draft, policy)
+    _end_silent_streams(draft, policy)
     return draft.done(None)
 
 
-def tick_run(state: State, now: Moment, policy: Policy, run_id: str) -> Step[None]:
+def tick_run(state: State, now: StepTime, policy: Policy, run_id: str) -> Step[None]:
     """The part of `tick` that belongs to one run: a step of its own, so that no run can hold up another."""
     draft = Draft(state, now)
-    _advance(draft, run_id, policy)
+    _tick_run(draft, run_id, policy)
     return draft.done(None)
 
 
-def take_answer(state: State, now: Moment, run_id: str, question: Question, answer: Answer) -> Step[Any]:
+def apply_planner_answer(state: State, now: StepTime, run_id: str, question: Question, answer: Answer) -> Step[Any]:
     """The planner answered what a run wanted to know."""
     if question.given_routes:
         return plan_pace.take_prediction(state, now, run_id, question, answer)
     return planner_answer.take(state, now, run_id, question, answer)
 
 
-def _watch_streams(draft: Draft, policy: Policy) -> None:
+def _end_silent_streams(draft: Draft, policy: Policy) -> None:
     now = draft.now
-    reports.tell_dropped(draft)
+    reports.log_dropped_reports(draft)
     for peer_id, live in draft.state.live.items():
         if live.connected and now.monotonic - live.seen > policy.silence_seconds:
             _end_stream(draft, peer_id, live)
         elif not live.connected and not live.lost and now.monotonic - live.seen > policy.lost_after_seconds:
-            _lose(draft, peer_id, live)
+            _mark_lost(draft, peer_id, live)
 
 
-def _advance(draft: Draft, run_id: str, policy: Policy) -> None:
-    _tell_strays(draft, run_id)
-    reports.tell_gap(draft, run_id)
+def _tick_run(draft: Draft, run_id: str, policy: Policy) -> None:
+    _end_streams_with_other_corpus(draft, run_id)
+    reports.warn_of_round_gap(draft, run_id)
     hand_over.release_drained(draft, run_id, policy)
     lifecycle.advance(draft, run_id, policy)
     if draft.state.runs[run_id].state == "TRAINING":
@@ -224,30 +224,30 @@ def _advance(draft: Draft, run_id: str, policy: Policy) -> None:
         plan_pace.ask_prediction(draft, run_id, policy)
 
 
-def _remembered(run_id: str, contents: Contents, plans: tuple[Plan, ...], now: Moment) -> RunMemory:
+def _rebuild_run_memory(run_id: str, contents: Contents, plans: tuple[Plan, ...], now: StepTime) -> RunMemory:
     run = next(item for item in contents.runs if item.run_id == run_id)
     own = sorted((plan for plan in plans if plan.run_id == run_id), key=lambda plan: plan.version)
     rounds = [row for row in contents.rounds if row.run_id == run_id]
     bases: tuple[Base, ...] = ()
     for plan in own:
-        bases = with_base(bases, plan.base)
+        bases = add_base(bases, plan.base)
     void = {row.manifest_hash for row in rounds if row.committed and is_void(bases, row.number, row.made_under)}
     committed = {base.round: Commit(base.manifest_hash, committed_tokens=None) for base in bases[-1:]}
     for row in sorted(rounds, key=lambda row: row.number):
         if row.committed and row.manifest_hash not in void:
-            committed[row.number] = commit_of(row, committed.get(row.number - 1))
+            committed[row.number] = commit_from_row(row, committed.get(row.number - 1))
     if run.genesis:
         committed[0] = Commit(_genesis_hash(run.genesis))
     figures = next((row for row in reversed(contents.plan_figures) if row.run_id == run_id), None)
     return RunMemory(
         spec=parse_run_spec(run.spec_toml, f"the stored spec of run {run_id!r}"),
         plan=own[-1] if own else None,
-        caps={plan.version: caps_of(plan) for plan in own},
+        caps={plan.version: token_caps_of(plan) for plan in own},
         cuts={plan.version: len(plan.cuts) for plan in own},
-        abandoned=frozenset(key_of(row) for row in rounds if not row.committed),
+        abandoned=frozenset(attempt_key(row) for row in rounds if not row.committed),
         waiting={(row.number, row.peer_id): row for row in contents.waiting if row.run_id == run_id},
         waiting_since=now.monotonic if any(row.run_id == run_id for row in contents.waiting) else None,
-        head_since=now.monotonic,
+        head_known_since=now.monotonic,
         committed=committed,
         votes={vote.number: vote for vote in contents.votes if vote.run_id == run_id},
         bases=bases,
@@ -275,8 +275,8 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
         raise InvalidRequest(f"a hash has {_HASH_BYTES} bytes")
     if len(request.rounds) > MAX_REPORTS or len(request.evaluations) > MAX_REPORTS:
         raise InvalidRequest(f"a heartbeat carries at most {MAX_REPORTS} reports of a kind")
-    if len(request.checkpoints) > checkpoints.MAX_TOLD:
-        raise InvalidRequest(f"a heartbeat tells at most {checkpoints.MAX_TOLD} checkpoints")
+    if len(request.checkpoints) > checkpoints.MAX_REPORTED_CHECKPOINTS:
+        raise InvalidRequest(f"a heartbeat tells at most {checkpoints.MAX_REPORTED_CHECKPOINTS} checkpoints")
     for address in request.multiaddrs[:MAX_MULTIADDRS]:
         if (
             not 0 < len(address) <= MAX_MULTIADDR_CHARACTERS
@@ -287,32 +287,32 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
             raise InvalidRequest("a multiaddr starts with / and has no spaces and at most 256 characters")
 
 
-def _unfit_since(live: Live, state: mb.NodeState, now: float) -> float | None:
+def _unfit_since(live: LiveNode, state: mb.NodeState, now: float) -> float | None:
     """No new word, and no new stream, begins the time anew: only being fit."""
     if state in ELIGIBLE_STATES:
         return None
     return now if live.unfit_since is None else live.unfit_since
 
 
-def _told_profile(live: Live, request: mb.HeartbeatRequest, now: float) -> dict[str, Any]:
+def _accepted_profile(live: LiveNode, request: mb.HeartbeatRequest, now: float) -> dict[str, Any]:
     """What a node says of itself from now on. Who changes its memory too often is believed again after a while."""
     if not request.HasField("profile"):
         return {}
-    profile = peer_paths.tidied_profile(request.profile)
+    profile = peer_paths.sanitized_profile(request.profile)
     if (memory_figures(profile), has_planner_inputs(profile)) == (
         memory_figures(live.profile),
         has_planner_inputs(live.profile),
     ):
         return {"profile": profile}
-    left = live.resized.spend(RESIZED, now)
+    left = live.resized.spend(MEMORY_CHANGES_RATE, now)
     return {} if left is None else {"profile": profile, "resized": left}
 
 
-def _told_layers(state: State, node: Node, live: Live, request: mb.HeartbeatRequest) -> bytes:
+def _accepted_layer_table(state: State, node: Node, live: LiveNode, request: mb.HeartbeatRequest) -> bytes:
     """The layer table that counts until genesis brings one. Raises `PeerMisbehaved`."""
     if state.runs[node.run_id].genesis or not request.HasField("layers"):
         return b"" if state.runs[node.run_id].genesis else live.layers
-    check_table(request.layers, state.memory[node.run_id].spec.model_hash())
+    check_layer_table(request.layers, state.memory[node.run_id].spec.model_hash())
     return request.layers.SerializeToString(deterministic=True)
 
 
@@ -324,20 +324,20 @@ def _take_addresses(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> N
 
 def _take_reports(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> None:
     for item in request.rounds:
-        reports.take_round(draft, node.peer_id, node.run_id, item)
+        reports.apply_round_report(draft, node.peer_id, node.run_id, item)
     for evaluation in request.evaluations:
-        reports.take_evaluation(draft, node.peer_id, node.run_id, evaluation)
+        reports.apply_evaluation_report(draft, node.peer_id, node.run_id, evaluation)
     if request.HasField("genesis"):
-        reports.take_genesis(draft, node.peer_id, node.run_id, request.genesis)
+        reports.apply_genesis_report(draft, node.peer_id, node.run_id, request.genesis)
 
 
-def _end_stream(draft: Draft, peer_id: str, live: Live) -> None:
+def _end_stream(draft: Draft, peer_id: str, live: LiveNode) -> None:
     draft.set_live(peer_id, replace(live, session=0, seen=draft.now.monotonic))
     node = availability.went(draft.state.nodes[peer_id], live, draft.now.monotonic)
     draft.put(replace(node, last_seen_ms=draft.now.unix_ms))
 
 
-def _lose(draft: Draft, peer_id: str, live: Live) -> None:
+def _mark_lost(draft: Draft, peer_id: str, live: LiveNode) -> None:
     draft.set_live(peer_id, replace(live, lost=True))
     node = draft.state.nodes[peer_id]
     if not (node.left or node.banned):
@@ -345,7 +345,7 @@ def _lose(draft: Draft, peer_id: str, live: Live) -> None:
         draft.event("node.lost", node.run_id, peer_id, f"{node.name} was lost: no heartbeat")
 
 
-def _tell_strays(draft: Draft, run_id: str) -> None:
+def _end_streams_with_other_corpus(draft: Draft, run_id: str) -> None:
     """Once per stream, name the nodes whose text is not the run's; `check_session` ends their streams."""
     expected = corpus_expected(draft.state, run_id)
     if not expected:
@@ -353,7 +353,7 @@ def _tell_strays(draft: Draft, run_id: str) -> None:
     for node in draft.state.members_of(run_id):
         live = draft.state.live.get(node.peer_id)
         if live and live.connected and live.corpus_digest not in ("", expected):
-            if may_store(draft, node.peer_id):
+            if charge_row(draft, node.peer_id):
                 told = f"{node.name} has another corpus than the run"
                 draft.event("node.corpus-differs", run_id, node.peer_id, told)
             _end_stream(draft, node.peer_id, live)

@@ -18,9 +18,9 @@ from atoll.coordinator.live.attendance import attendance_of, eligible_nodes
 from atoll.coordinator.live.plan_issue import PlanNotes, issue_replica_plan, issue_route_plan, next_version
 from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.rounds import tie_break_votes
-from atoll.coordinator.rounds.round_checks import MAX_GAP
+from atoll.coordinator.rounds.round_checks import MAX_ROUNDS_AHEAD
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import Commit, Draft, Moment, Policy, RunMemory, State, Step, electorate_after
+from atoll.coordinator.state.snapshot import Commit, Draft, Policy, RunMemory, State, Step, StepTime, electorate_after
 from atoll.coordinator.store.records import Run
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Base
@@ -30,7 +30,7 @@ _HASH_BYTES = 32
 
 
 @dataclass(frozen=True, order=True)
-class Left:
+class RecoveryPoint:
     """A committed state that connected nodes hold."""
 
     round: int
@@ -38,7 +38,7 @@ class Left:
     manifest_hash: bytes
 
 
-def recover(state: State, now: Moment, run_id: str, *, force: bool = False) -> Step[Run]:
+def recover(state: State, now: StepTime, run_id: str, *, force: bool = False) -> Step[Run]:
     """Go on from the newest state that is left. Raises `NotFound`, `InvalidTransition`.
 
     `force`: although enough nodes to decide are here. They cannot, when a result that they voted for may have been
@@ -52,7 +52,7 @@ def recover(state: State, now: Moment, run_id: str, *, force: bool = False) -> S
             "start it first: `atollctl run start`",
         )
     here = eligible_nodes(state, run.run_id)
-    left = _goes_on_from(state, run)
+    left = _choose_recovery_point(state, run)
     if left is None:
         raise InvalidTransition(
             f"no connected nodes hold any whole state of run {run.run_id!r}: there is nothing to go on from",
@@ -68,16 +68,16 @@ def recover(state: State, now: Moment, run_id: str, *, force: bool = False) -> S
             "see `atollctl run rounds` for how rounds end; if a lost result blocks them, recover with --force",
         )
     draft = Draft(state, now)
-    _go_on_from(draft, run.run_id, left, "the operator recovered the run")
+    _recover_from(draft, run.run_id, left, "the operator recovered the run")
     return draft.done(draft.state.runs[run.run_id])
 
 
 def watch(draft: Draft, run_id: str, policy: Policy) -> None:
     """Recover by itself once it has been plain for a while that the newest round is lost to all who decide."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
-    left = _left_to_all(draft.state, run_id)
+    left = _point_if_all_are_behind(draft.state, run_id)
     patience = policy.recover_seconds
-    if left is None and (left := _left_of_lost(draft.state, run_id)) is not None:
+    if left is None and (left := _point_if_layers_are_lost(draft.state, run_id)) is not None:
         patience = policy.lost_layers_seconds
     if left is None:
         if memory.recoverable_since is not None:
@@ -85,30 +85,30 @@ def watch(draft: Draft, run_id: str, policy: Policy) -> None:
     elif memory.recoverable_since is None:
         draft.remember(run_id, recoverable_since=now)
     elif now - memory.recoverable_since >= patience:
-        _go_on_from(draft, run_id, left, "the newest state is lost to all who held it")
+        _recover_from(draft, run_id, left, "the newest state is lost to all who held it")
 
 
-def newest_left(state: State, run: Run) -> Left | None:
+def newest_held_state(state: State, run: Run) -> RecoveryPoint | None:
     """The newest committed state that fit nodes say they hold."""
     memory = state.memory[run.run_id]
     told = (state.live[peer].status for peer in eligible_nodes(state, run.run_id))
     held = Counter((status.head_round, status.head_hash) for status in told if len(status.head_hash) == _HASH_BYTES)
-    found = (Left(number, count, digest) for (number, digest), count in held.items())
+    found = (RecoveryPoint(number, count, digest) for (number, digest), count in held.items())
     most = len(eligible_nodes(state, run.run_id)) / 2
-    return max((item for item in found if _counts(run, memory, item, most)), default=None)
+    return max((item for item in found if _is_in_valid_history(run, memory, item, most)), default=None)
 
 
-def _counts(run: Run, memory: RunMemory, left: Left, most: float) -> bool:
+def _is_in_valid_history(run: Run, memory: RunMemory, left: RecoveryPoint, most: float) -> bool:
     """Whether a state is of the history that counts: known here, or told by more than `most` nodes."""
     commit = memory.committed.get(left.round)
     if commit is not None:
         return commit.manifest_hash == left.manifest_hash
     known_base = memory.bases[-1].round if memory.bases else 0
-    possible = known_base < left.round <= run.head_round + MAX_GAP and left.manifest_hash not in memory.void
+    possible = known_base < left.round <= run.head_round + MAX_ROUNDS_AHEAD and left.manifest_hash not in memory.void
     return possible and left.holders > most
 
 
-def _left_to_all(state: State, run_id: str) -> Left | None:
+def _point_if_all_are_behind(state: State, run_id: str) -> RecoveryPoint | None:
     """What is left, if every node that decides the next round or is planned is here and holds an older one."""
     run, memory = state.runs[run_id], state.memory[run_id]
     electorate = electorate_after(memory, run.head_round)
@@ -119,10 +119,10 @@ def _left_to_all(state: State, run_id: str) -> Left | None:
         return None
     if any(state.live[peer].status.head_round >= run.head_round for peer in here):
         return None
-    return _goes_on_from(state, run)
+    return _choose_recovery_point(state, run)
 
 
-def _left_of_lost(state: State, run_id: str) -> Left | None:
+def _point_if_layers_are_lost(state: State, run_id: str) -> RecoveryPoint | None:
     """What is left, if some layer is lost to all planned nodes that should hold it, and who may know more is here."""
     run, memory = state.runs[run_id], state.memory[run_id]
     here, electorate = set(eligible_nodes(state, run_id)), electorate_after(memory, run.head_round)
@@ -137,7 +137,7 @@ def _left_of_lost(state: State, run_id: str) -> Left | None:
         held |= frozenset(range(item.first_layer, item.last_layer + 1)) - lost
     if len(held) == memory.plan.layers:
         return None
-    return _newest_whole(state, run, below=run.head_round)
+    return _newest_complete_round(state, run, below=run.head_round)
 
 
 def _may_return(state: State, peer: str) -> bool:
@@ -146,14 +146,14 @@ def _may_return(state: State, peer: str) -> bool:
     return not (node.banned or node.left)
 
 
-def _goes_on_from(state: State, run: Run) -> Left | None:
+def _choose_recovery_point(state: State, run: Run) -> RecoveryPoint | None:
     """The newest state that is left, of all layers."""
     memory = state.memory[run.run_id]
     cut = memory.plan is not None and len(memory.plan.routes) < len(memory.plan.stages)
-    return _newest_whole(state, run) if cut else newest_left(state, run)
+    return _newest_complete_round(state, run) if cut else newest_held_state(state, run)
 
 
-def _newest_whole(state: State, run: Run, below: int | None = None) -> Left | None:
+def _newest_complete_round(state: State, run: Run, below: int | None = None) -> RecoveryPoint | None:
     """The newest committed round of which planned nodes hold all layers: as their state, or in checkpoints.
 
     Others may hold some, too, but nobody would ask them.
@@ -170,11 +170,11 @@ def _newest_whole(state: State, run: Run, below: int | None = None) -> Left | No
         for item in state.checkpoints.get(peer, ()) if span else ():
             held.setdefault((item.round, item.manifest_hash), []).append((peer, item.layers))
     whole = (
-        Left(number, len({peer for peer, _ in those}), digest)
+        RecoveryPoint(number, len({peer for peer, _ in those}), digest)
         for (number, digest), those in held.items()
         if (below is None or number < below) and _covers(count, [span for _, span in those])
     )
-    return max((item for item in whole if _counts(run, memory, item, len(here) / 2)), default=None)
+    return max((item for item in whole if _is_in_valid_history(run, memory, item, len(here) / 2)), default=None)
 
 
 def _covers(count: int, spans: list[range]) -> bool:
@@ -187,7 +187,7 @@ def _covers(count: int, spans: list[range]) -> bool:
     return end >= count
 
 
-def _go_on_from(draft: Draft, run_id: str, left: Left, why: str) -> None:
+def _recover_from(draft: Draft, run_id: str, left: RecoveryPoint, why: str) -> None:
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     here = eligible_nodes(draft.state, run_id)
     void = {number: commit for number, commit in memory.committed.items() if number > left.round}
@@ -210,7 +210,7 @@ def _go_on_from(draft: Draft, run_id: str, left: Left, why: str) -> None:
     _issue(draft, run_id, left, here, f"{why}, from round {left.round}")
 
 
-def _issue(draft: Draft, run_id: str, left: Left, here: list[str], reason: str) -> None:
+def _issue(draft: Draft, run_id: str, left: RecoveryPoint, here: list[str], reason: str) -> None:
     """The plan with the new base, for who is here. Routes stay as they are: `routing` mends them afterwards."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     version = next_version(run)

@@ -14,7 +14,7 @@ from atoll.coordinator.controller import Controller
 from atoll.coordinator.live import pinning, plan_apply
 from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
 from atoll.coordinator.services import plan_views, views
-from atoll.coordinator.services.checkpoint_relay import Uploads
+from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.state import lookup
 from atoll.coordinator.store.records import Checkpoint, Node, Round, Run
 from atoll.coordinator.store.store import Store
@@ -38,7 +38,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     def __init__(
         self,
         controller: Controller,
-        uploads: Uploads,
+        uploads: CheckpointRelay,
         *,
         ca_sha256: str,
         public_endpoint: str,
@@ -209,7 +209,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Events(self, request: wire.EventsRequest, context: Context) -> None:  # type: ignore[override]
         """Everything after an id; with `follow` until the caller goes or we stop."""
         after_id = min(request.after_id, MAX_NUMBER)
-        with self._controller.watching() as changed:
+        with self._controller.change_event() as changed:
             while not self._stopping.is_set():
                 rows = await self._controller.read(lambda store, after=after_id: store.events(after, EVENT_BATCH))  # type: ignore[misc]
                 for row in rows:
@@ -231,7 +231,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> wire.ListCheckpointsResponse:
         """The newest first."""
         state = self._controller.state
-        found = checkpoints.held_in(state, lookup.run(state, request.run_id).run_id)
+        found = checkpoints.checkpoints_of_run(state, lookup.run(state, request.run_id).run_id)
         return wire.ListCheckpointsResponse(checkpoints=[views.checkpoint_view(state, item) for item in found])
 
     async def PullCheckpoint(self, request: wire.PullCheckpointRequest, context: Context) -> None:  # type: ignore[override]

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from atoll.coordinator.ca import Keys
+from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.runs import admission
 from atoll.coordinator.store.records import Node
@@ -20,13 +20,13 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import enrolment_pb2 as wire
 from atoll.v1 import enrolment_pb2_grpc
 
-MAX_AT_ONCE = 64  # whole requests under way; one that never comes whole takes no place
+MAX_CONCURRENT_ENROLMENTS = 64  # whole requests under way; one that never comes whole takes no place
 
 
 class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
     """`Enrol`."""
 
-    def __init__(self, controller: Controller, keys: Keys, membership_endpoint: str) -> None:
+    def __init__(self, controller: Controller, keys: CoordinatorKeys, membership_endpoint: str) -> None:
         self._controller = controller
         self._keys = keys
         self._membership_endpoint = membership_endpoint
@@ -36,8 +36,8 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         self, request: wire.EnrolRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> wire.EnrolResponse:
         """Check the applicant's keys, spend the token, hand out everything a member needs."""
-        if self._under_way >= MAX_AT_ONCE:
-            raise Busy(f"{MAX_AT_ONCE} nodes are joining at this moment", "try again in a few seconds")
+        if self._under_way >= MAX_CONCURRENT_ENROLMENTS:
+            raise Busy(f"{MAX_CONCURRENT_ENROLMENTS} nodes are joining at this moment", "try again in a few seconds")
         self._under_way += 1
         try:
             return await self._enrol(request)
@@ -63,7 +63,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
             certificate_chain_pem=self._keys.issue_node(request.csr_der, peer_id),
             membership=membership_of(self._controller, node),
             operator_public_key=self._keys.operator.public_key,
-            deny_list=self._controller.sealed_deny,
+            deny_list=self._controller.signed_deny_list,
             seeds=admission.seeds_of(state, node.run_id),
             run_spec_toml=state.runs[node.run_id].spec_toml,
             membership_endpoint=self._membership_endpoint,

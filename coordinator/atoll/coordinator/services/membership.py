@@ -12,15 +12,15 @@ from typing import Any
 
 import grpc
 
-from atoll.coordinator.ca import Keys
+from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.interceptors import NODE, caller
+from atoll.coordinator.interceptors import NODE_SUBJECT_PREFIX, caller
 from atoll.coordinator.rounds import tie_break_votes
 from atoll.coordinator.runs import admission, machine
 from atoll.coordinator.services import views
-from atoll.coordinator.services.checkpoint_relay import Uploads
+from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.services.enrolment import membership_of
-from atoll.coordinator.services.heartbeat_session import Conversation
+from atoll.coordinator.services.heartbeat_session import HeartbeatSession
 from atoll.coordinator.state import lookup
 from atoll.core.certs import csr_public_key
 from atoll.core.identity import verify
@@ -35,7 +35,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
     """`Renew`, `Heartbeat`, `Vote`, `UploadCheckpoint`, `Leave`."""
 
-    def __init__(self, controller: Controller, keys: Keys, uploads: Uploads, stopping: asyncio.Event) -> None:
+    def __init__(
+        self, controller: Controller, keys: CoordinatorKeys, uploads: CheckpointRelay, stopping: asyncio.Event
+    ) -> None:
         self._controller = controller
         self._uploads = uploads
         self._keys = keys
@@ -45,7 +47,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         self, request: mb.RenewRequest, context: Context
     ) -> mb.RenewResponse:
         """A new TLS certificate and the next epoch of the membership."""
-        peer_id = caller(context, NODE)
+        peer_id = caller(context, NODE_SUBJECT_PREFIX)
         known = lookup.caller(self._controller.state, peer_id)
         verify("csr", request.csr_der, request.csr_signature, known.public_key)
         csr_public_key(request.csr_der)
@@ -53,18 +55,18 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         return mb.RenewResponse(
             certificate_chain_pem=self._keys.issue_node(request.csr_der, peer_id),
             membership=membership_of(self._controller, node),
-            deny_list=self._controller.sealed_deny,
+            deny_list=self._controller.signed_deny_list,
         )
 
     async def Leave(self, request: mb.LeaveRequest, context: Context) -> mb.LeaveResponse:  # noqa: N802
         """The node goes; the next plan is made without it."""
-        peer_id = caller(context, NODE)
+        peer_id = caller(context, NODE_SUBJECT_PREFIX)
         await self._controller.do(lambda state, now: admission.leave(state, now, peer_id, request.reason))
         return mb.LeaveResponse()
 
     async def Vote(self, request: mb.VoteRequest, context: Context) -> mb.VoteResponse:  # noqa: N802
         """A promise or a vote, signed once it is durable."""
-        peer_id, round_id = caller(context, NODE), RoundId.from_proto(request.round)
+        peer_id, round_id = caller(context, NODE_SUBJECT_PREFIX), RoundId.from_proto(request.round)
         given = await self._controller.do(
             lambda state, now: tie_break_votes.answer(state, now, peer_id, round_id, request.payload)
         )
@@ -78,21 +80,21 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         self, request_iterator: AsyncIterator[mb.CheckpointUpload], context: Context
     ) -> mb.CheckpointUploadResponse:
         """Pass a checkpoint on to the operator who waits for it."""
-        await self._uploads.take(caller(context, NODE), request_iterator)
+        await self._uploads.receive_upload(caller(context, NODE_SUBJECT_PREFIX), request_iterator)
         return mb.CheckpointUploadResponse()
 
     async def Heartbeat(  # type: ignore[override]  # noqa: N802 - a coroutine that writes, which gRPC also takes
         self, request_iterator: AsyncIterator[mb.HeartbeatRequest], context: Context
     ) -> None:
         """Serve one stream until the node ends it, it falls silent, or we stop."""
-        peer_id = caller(context, NODE)
+        peer_id = caller(context, NODE_SUBJECT_PREFIX)
         session = await self._controller.do(lambda state, now: machine.connect(state, now, peer_id))
-        talk = Conversation(self._controller, self._uploads, peer_id, session)
+        heartbeat_session = HeartbeatSession(self._controller, self._uploads, peer_id, session)
         try:
-            with self._controller.watching() as changed:
-                listening = asyncio.create_task(talk.listen(request_iterator, changed))
+            with self._controller.change_event() as changed:
+                listening = asyncio.create_task(heartbeat_session.receive_requests(request_iterator, changed))
                 try:
-                    await self._speak(talk, listening, changed, context)
+                    await self._send_responses(heartbeat_session, listening, changed, context)
                 finally:
                     listening.cancel()
                     await asyncio.gather(listening, return_exceptions=True)
@@ -100,8 +102,12 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
             ending = self._controller.do(lambda state, now: machine.disconnect(state, now, peer_id, session))
             await asyncio.shield(ending)
 
-    async def _speak(
-        self, talk: Conversation, listening: asyncio.Task[None], changed: asyncio.Event, context: Context
+    async def _send_responses(
+        self,
+        heartbeat_session: HeartbeatSession,
+        listening: asyncio.Task[None],
+        changed: asyncio.Event,
+        context: Context,
     ) -> None:
         while not self._stopping.is_set():
             # The tick ends silent streams, so this waits no longer than its patience; the deadline is for its bugs.
@@ -111,6 +117,6 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
             if listening.done():
                 listening.result()
                 return
-            response = talk.next_response()
+            response = heartbeat_session.next_response()
             if response is not None:
                 await context.write(response)

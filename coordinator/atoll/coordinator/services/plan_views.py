@@ -27,7 +27,7 @@ def plan_view(state: State, sealed: pb.Signed, figures: PlanFigures | None, wish
     return admin.PlanView(
         plan=message,
         signed=sealed,
-        nodes=_placed(state, plan, dict(_copies(state, plan)) if newest else {}),
+        nodes=_placed_nodes(state, plan, dict(_copies(state, plan)) if newest else {}),
         left_out=[
             admin.LeftOutNode(peer_id=peer, name=_name(state, peer), reason=reason)
             for peer, reason in sorted(left_out.items(), key=lambda it: _name(state, it[0]))
@@ -75,11 +75,11 @@ def proposal_view(
     )
 
 
-def part_in_plan(state: State, node: Node) -> admin.NodeView:
+def plan_fields(state: State, node: Node) -> admin.NodeView:
     """The fields of a node's view that tell its part in the newest plan, and nothing else."""
     memory = state.memory[node.run_id]
     plan = memory.plan
-    left_out, doubt = memory.left_out.get(node.peer_id, ""), memory.doubted.get(node.peer_id, "")
+    left_out, doubt = memory.left_out.get(node.peer_id, ""), memory.claim_doubts.get(node.peer_id, "")
     view = admin.NodeView(pin=node.pin, left_out=left_out, doubt=doubt)
     assigned = plan.assignment(node.peer_id) if plan else None
     if plan is not None and assigned is not None:
@@ -94,7 +94,7 @@ def _copies(state: State, plan: Plan) -> Iterator[tuple[str, plan_pb2.Span]]:
         yield pair.holder, plan_pb2.Span(first=pair.stage_span.start, last=pair.stage_span.stop - 1)
 
 
-def _placed(state: State, plan: Plan, copies: Mapping[str, plan_pb2.Span]) -> Iterator[admin.PlacedNode]:
+def _placed_nodes(state: State, plan: Plan, copies: Mapping[str, plan_pb2.Span]) -> Iterator[admin.PlacedNode]:
     model = span_memory_of(state, plan.run_id)
     routes = {peer: number for number, route in enumerate(plan.routes, 1) for peer in route}
     along = [*(peer for route in plan.routes for peer in route), *plan.standbys]

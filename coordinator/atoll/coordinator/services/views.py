@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import cast
 
 from atoll.coordinator.live.attendance import ready_count, uncounted
-from atoll.coordinator.rounds.tie_break_votes import Answer
+from atoll.coordinator.rounds.tie_break_votes import VoteReply
 from atoll.coordinator.runs import checkpoints
-from atoll.coordinator.services.plan_views import part_in_plan
+from atoll.coordinator.services.plan_views import plan_fields
 from atoll.coordinator.state.availability import availability, failures_per_hour
 from atoll.coordinator.state.peer_paths import fresh
 from atoll.coordinator.state.snapshot import State, is_void
@@ -64,7 +64,7 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
             for peer, path in sorted(fresh(live.paths, monotonic).items() if live else ())
         ],
     )
-    view.MergeFrom(part_in_plan(state, node))
+    view.MergeFrom(plan_fields(state, node))
     return view
 
 
@@ -120,7 +120,7 @@ def round_view(state: State, row: Round) -> admin.RoundView:
     )
 
 
-def vote_answer(round_id: RoundId, given: Answer) -> mb.VoteResponse:
+def vote_answer(round_id: RoundId, given: VoteReply) -> mb.VoteResponse:
     """What the coordinator promised and voted for, to be signed."""
     response = mb.VoteResponse(granted=given.granted, reason=given.reason)
     if given.vote is not None:
@@ -171,14 +171,14 @@ def run_state(run: Run) -> mb.RunState:
 def order_for(state: State, node: Node) -> mb.Order:
     """What the operator wants of a node now."""
     live = state.live.get(node.peer_id)
-    if node.draining and not (live is not None and live.hands_over):
+    if node.draining and not (live is not None and live.handing_over):
         return mb.ORDER_DRAIN
     memory, run = state.memory[node.run_id], state.runs[node.run_id]
     if (
         run.state == "GENESIS"
         and not run.genesis
         and memory.writer == node.peer_id
-        and node.peer_id not in memory.passed_over
+        and node.peer_id not in memory.failed_genesis_writers
     ):
         return mb.ORDER_WRITE_GENESIS
     return mb.ORDER_UNSPECIFIED

@@ -9,54 +9,54 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.state.snapshot import Live
+from atoll.coordinator.state.snapshot import LiveNode
 from atoll.coordinator.store.records import Node
 
 HALF_LIFE_SECONDS = 7 * 86400.0
-LENT_SECONDS = 86400.0
-MOST_AWAY_SECONDS = 86400.0
+PRIOR_UPTIME_SECONDS = 86400.0
+MAX_COUNTED_ABSENCE_SECONDS = 86400.0
 _HOUR = 3600.0
 
 
-def came(node: Node, before: Live | None, now: float) -> Node:
+def came(node: Node, before: LiveNode | None, now: float) -> Node:
     """With the absence, or the older stream, that is over now. `now`: monotonic, as are the times in `before`."""
     if before is None:
         return node
     if before.connected:
         return went(node, before, now)
-    away = min(max(0.0, now - before.seen), MOST_AWAY_SECONDS)
-    faded = _faded(node, away)
+    away = min(max(0.0, now - before.seen), MAX_COUNTED_ABSENCE_SECONDS)
+    faded = _decayed(node, away)
     return replace(faded, away_seconds=faded.away_seconds + away)
 
 
-def went(node: Node, live: Live, now: float) -> Node:
+def went(node: Node, live: LiveNode, now: float) -> Node:
     """With the stream that is over now."""
     there = max(0.0, now - live.came)
-    faded = _faded(node, there)
+    faded = _decayed(node, there)
     return replace(faded, there_seconds=faded.there_seconds + there)
 
 
-def lost(node: Node, live: Live) -> Node:
+def lost(node: Node, live: LiveNode) -> Node:
     """It was gone for too long, and had not said goodbye; since our start, else each start would count it again."""
     return replace(node, losses=node.losses + 1) if live.came else node
 
 
-def availability(node: Node, live: Live | None, now: float) -> float:
+def availability(node: Node, live: LiveNode | None, now: float) -> float:
     """Share of the time that it is there, above 0."""
-    there = node.there_seconds + _this_time(live, now) + LENT_SECONDS
+    there = node.there_seconds + _current_stream_seconds(live, now) + PRIOR_UPTIME_SECONDS
     return there / (there + node.away_seconds)
 
 
-def failures_per_hour(node: Node, live: Live | None, now: float) -> float:
+def failures_per_hour(node: Node, live: LiveNode | None, now: float) -> float:
     """That it is lost, while it is there."""
-    return node.losses * _HOUR / (node.there_seconds + _this_time(live, now) + LENT_SECONDS)
+    return node.losses * _HOUR / (node.there_seconds + _current_stream_seconds(live, now) + PRIOR_UPTIME_SECONDS)
 
 
-def _this_time(live: Live | None, now: float) -> float:
+def _current_stream_seconds(live: LiveNode | None, now: float) -> float:
     return max(0.0, now - live.came) if live is not None and live.connected else 0.0
 
 
-def _faded(node: Node, seconds: float) -> Node:
+def _decayed(node: Node, seconds: float) -> Node:
     kept = 0.5 ** (seconds / HALF_LIFE_SECONDS)
     return replace(
         node,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.coordinator.state.run_states import EDGES
+from atoll.coordinator.state.run_states import TRANSITIONS
 from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Node, Run, Token
 from atoll.core.errors import Ambiguous, CertificateInvalid, NotFound
@@ -17,7 +17,7 @@ def run(state: State, run_id: str) -> Run:
         return found
     if not state.runs:
         raise NotFound("there is no run yet", "create one: `atollctl run create FILE`")
-    meant = [found for found in state.runs.values() if EDGES[found.state]] or list(state.runs.values())
+    meant = [found for found in state.runs.values() if TRANSITIONS[found.state]] or list(state.runs.values())
     if len(meant) > 1:
         names = sorted(found.run_id for found in meant)
         which = f"say which: --run {names[0]}; commands of `run` take the name alone"

@@ -17,28 +17,28 @@ from atoll.coordinator.state.snapshot import Preparation, State
 if TYPE_CHECKING:
     from atoll.core.plan import Plan
 
-MOST_BEHIND = 2  # rounds: one that is being followed, one that was told before that
-SLOWEST_BYTES_PER_SECOND = 1e6  # that a preparation allows for
+MAX_ROUNDS_BEHIND = 2  # rounds: one that is being followed, one that was told before that
+ASSUMED_MIN_BYTES_PER_SECOND = 1e6  # that a preparation allows for
 
 
-def lacking(plan: Plan, question: Question, answer: Answer) -> dict[str, range]:
+def spans_to_fetch(plan: Plan, question: Question, answer: Answer) -> dict[str, range]:
     """By peer id, the spans of an answer whose nodes do not hold all of it under `plan`."""
     peers = question.peers()
     spans = {peers[name]: range(first, last + 1) for route in answer.routes for name, first, last in route}
     return {peer: span for peer, span in spans.items() if not _within(span, plan.span(peer))}
 
 
-def patience(preparation: Preparation, least: float) -> float:
+def fetch_deadline_seconds(preparation: Preparation, least: float) -> float:
     """Seconds that it may take: `least`, and what the most that one node fetches needs on a slow link."""
-    return least + max(preparation.answer.fetched_bytes.values(), default=0.0) / SLOWEST_BYTES_PER_SECOND
+    return least + max(preparation.answer.fetched_bytes.values(), default=0.0) / ASSUMED_MIN_BYTES_PER_SECOND
 
 
-def unready(state: State, preparation: Preparation) -> tuple[str, ...]:
+def peers_still_fetching(state: State, preparation: Preparation) -> tuple[str, ...]:
     """Peer ids of those that do not say yet that they hold their next span, ordered."""
-    return tuple(peer for peer, span in sorted(preparation.spans.items()) if not holds(state, peer, span))
+    return tuple(peer for peer, span in sorted(preparation.spans.items()) if not has_prefetched(state, peer, span))
 
 
-def told(state: State, peer_id: str) -> range:
+def layers_to_fetch(state: State, peer_id: str) -> range:
     """What a node is to fetch; empty: nothing."""
     node = state.nodes[peer_id]
     memory = state.memory.get(node.run_id)
@@ -49,17 +49,17 @@ def told(state: State, peer_id: str) -> range:
     return memory.preparation.spans.get(peer_id, beside) if memory.preparation is not None else beside
 
 
-def holds(state: State, peer: str, span: range) -> bool:
+def has_prefetched(state: State, peer: str, span: range) -> bool:
     """Whether a node says that it has these layers as they are now, or nearly."""
     live = state.live.get(peer)
     if live is None or not live.connected or not live.status.HasField("prepared"):
         return False
     newest = state.runs[state.nodes[peer].run_id].head_round
-    recent = live.status.prepared_round + MOST_BEHIND >= newest
+    recent = live.status.prepared_round + MAX_ROUNDS_BEHIND >= newest
     return recent and _within(span, range(live.status.prepared.first, live.status.prepared.last + 1))
 
 
-def refuses(state: State, peer: str, span: range) -> bool:
+def reports_no_room(state: State, peer: str, span: range) -> bool:
     """Whether a node says that it has no room for these layers, which it was told to fetch."""
     live = state.live.get(peer)
     if live is None or not live.connected or not live.status.HasField("refused"):

@@ -30,7 +30,11 @@ class Allowance:
         return Allowance(used, now) if used <= rate.burst else None
 
 
-STORED = Rate(256, 1.0)  # rows that no other member vouches for: abandoned attempts, rounds that wait, losses again
-REFUSED = Rate(32, 0.2)  # reports that are refused, an event each
-RESIZED = Rate(8, 1 / 60)  # changes of what a node says of its memory: each may have the planner search anew
-ATTEMPTS = Rate(1000, 1.0)  # by how much an opener may raise the attempt promised at a round
+STORED_ROWS_RATE = Rate(
+    256, 1.0
+)  # rows that no other member vouches for: abandoned attempts, rounds that wait, losses again
+REFUSED_REPORTS_RATE = Rate(32, 0.2)  # reports that are refused, an event each
+MEMORY_CHANGES_RATE = Rate(
+    8, 1 / 60
+)  # changes of what a node says of its memory: each may have the planner search anew
+ATTEMPT_RAISES_RATE = Rate(1000, 1.0)  # by how much an opener may raise the attempt promised at a round

@@ -7,7 +7,7 @@ from dataclasses import replace
 from atoll.coordinator.state.snapshot import Draft
 from atoll.core.errors import InvalidTransition
 
-EDGES: dict[str, frozenset[str]] = {
+TRANSITIONS: dict[str, frozenset[str]] = {
     "CREATED": frozenset({"WAITING", "STOPPED"}),
     "WAITING": frozenset({"GENESIS", "PAUSED", "STOPPED"}),
     "GENESIS": frozenset({"WAITING", "TRAINING", "PAUSED", "STOPPED"}),
@@ -18,11 +18,11 @@ EDGES: dict[str, frozenset[str]] = {
 }
 
 
-def move(draft: Draft, run_id: str, target: str, why: str) -> None:
+def transition_run(draft: Draft, run_id: str, target: str, why: str) -> None:
     """Raises `InvalidTransition`."""
     run = draft.state.runs[run_id]
-    if target not in EDGES[run.state]:
-        possible = ", ".join(sorted(EDGES[run.state])).lower()
+    if target not in TRANSITIONS[run.state]:
+        possible = ", ".join(sorted(TRANSITIONS[run.state])).lower()
         raise InvalidTransition(
             f"run {run_id!r} is {run.state.lower()}: it cannot become {target.lower()}",
             f"from here it can become: {possible}" if possible else "that is its end; create another run",
@@ -30,7 +30,7 @@ def move(draft: Draft, run_id: str, target: str, why: str) -> None:
     draft.put(replace(run, state=target))
     draft.remember(run_id, standbys={}, copies={})
     if draft.state.memory[run_id].preparation is not None:  # it is asked for anew
-        draft.remember(run_id, preparation=None, considered=None)
+        draft.remember(run_id, preparation=None, answered_question=None)
     draft.event(f"run.{target.lower()}", run_id, run_id, why)
 
 
@@ -38,4 +38,6 @@ def finish_if_due(draft: Draft, run_id: str) -> None:
     """FINISHED, once the committed tokens are those that the spec asks for."""
     run, spec = draft.state.runs[run_id], draft.state.memory[run_id].spec
     if run.committed_tokens >= spec.run.stop_tokens and run.state in ("TRAINING", "PAUSED"):
-        move(draft, run_id, "FINISHED", f"the run reached {run.committed_tokens} tokens in {run.head_round} rounds")
+        transition_run(
+            draft, run_id, "FINISHED", f"the run reached {run.committed_tokens} tokens in {run.head_round} rounds"
+        )

@@ -1,7 +1,7 @@
 """Everything the coordinator decides from, as one immutable value, and the draft that makes the next one.
 
-Durable rows (`records.py`) and what only lives while connections do (`Live`) stand side by side, so that a
-decision reads one thing. A function of the machine takes a `State` and a `Moment`, works on a `Draft`, and
+Durable rows (`records.py`) and what only lives while connections do (`LiveNode`) stand side by side, so that a
+decision reads one thing. A function of the machine takes a `State` and a `StepTime`, works on a `Draft`, and
 returns a `Step`: the next state, the rows to make durable *before anyone is told*, and what the operator
 key has to sign. Nothing here does I/O.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from atoll.coordinator.planner.question import Answer, Path, Preferences, Question
-from atoll.coordinator.state.rate_limits import STORED, Allowance
+from atoll.coordinator.state.rate_limits import STORED_ROWS_RATE, Allowance
 from atoll.coordinator.store.records import (
     Change,
     Checkpoint,
@@ -27,7 +27,7 @@ from atoll.coordinator.store.records import (
     Run,
     Token,
     Vote,
-    Waiting,
+    WaitingRound,
 )
 from atoll.core.membership import EMPTY_DENY_LIST, DenyList
 from atoll.core.plan import Base, Plan
@@ -36,14 +36,14 @@ from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 
 T = TypeVar("T")
-RoundKey = tuple[int, int, int, int]  # number, plan version, fragment, attempt
+AttemptKey = tuple[int, int, int, int]  # number, plan version, fragment, attempt
 KEPT_EVENTS = 100_000
 KEPT_PLANS = 256  # of a run, beside those that set a base
 KEPT_ATTEMPTS = 4096  # abandoned ones of a run
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepTime:
     """Now, read once per step: for people and certificates, and for deadlines."""
 
     unix_ms: int
@@ -57,7 +57,7 @@ class Policy:
     silence_seconds: float = 15.0  # without a heartbeat a stream counts as gone
     lost_after_seconds: float = 20.0  # without a stream a node leaves the plan
     debounce_seconds: float = 1.0  # changes this close together make one plan
-    shares_seconds: float = 60.0  # that other shares of reducing must have been better for so long
+    reshare_after_seconds: float = 60.0  # that other shares of reducing must have been better for so long
     replan_seconds: float = 120.0  # after which routes are looked at again, because links and speeds drift
     solve_seconds: float = 2.0  # that the planner may search
     prepare_seconds: float = 60.0  # for nodes to fetch layers before a plan gives them, beside the bytes' time
@@ -73,7 +73,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Live:
+class LiveNode:
     """What a node told us since this process started. `session` 0: no stream is open."""
 
     session: int
@@ -87,11 +87,11 @@ class Live:
     corpus_digest: str = ""
     layers: bytes = b""  # LayerTable of the run's model, as told before genesis
     drain_since: float | None = None  # monotonic; when the operator asked the node to leave, or it may leave since
-    hands_over: bool = False  # it drains, but is not told yet: others fetch its layers
-    stored: Allowance = field(default_factory=Allowance)
+    handing_over: bool = False  # it drains, but is not told yet: others fetch its layers
+    row_allowance: Allowance = field(default_factory=Allowance)
     refused: Allowance = field(default_factory=Allowance)
     resized: Allowance = field(default_factory=Allowance)
-    dropped: int = 0  # reports beyond those, not told yet
+    dropped_reports: int = 0  # reports beyond those, not told yet
     dropped_since: float = 0.0  # monotonic
 
     @property
@@ -114,11 +114,11 @@ class Commit:
     partial: int = 0  # of them, in some of the sums only
     screened: int = 0  # of them, left out of more than half of all parts by screening
     parts_zeroed: int = 0
-    attempt: RoundKey | None = None  # that committed it
+    attempt: AttemptKey | None = None  # that committed it
 
 
 @dataclass(frozen=True)
-class Joins:
+class PlanJoins:
     """How often a node came into a run's plan lately."""
 
     count: int = 0
@@ -126,7 +126,7 @@ class Joins:
 
 
 @dataclass(frozen=True)
-class Considered:
+class AnsweredQuestion:
     """What the planner last found an answer to."""
 
     nodes: tuple[tuple[object, ...], ...]  # who might have a part, with what decides which
@@ -144,7 +144,7 @@ class Preparation:
 
 
 @dataclass(frozen=True)
-class Coming:
+class PendingFetch:
     """A node that fetches layers which no plan gives it yet: to stand by with them, or as a second copy."""
 
     span: range
@@ -159,43 +159,55 @@ class RunMemory:
     plan: Plan | None = None
     caps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)  # plan version → member → tokens a round
     cuts: Mapping[int, int] = field(default_factory=dict)  # plan version → how many places its spans are cut at
-    abandoned: frozenset[RoundKey] = frozenset()  # attempts whose rows are kept
+    abandoned: frozenset[AttemptKey] = frozenset()  # attempts whose rows are kept
     committed: Mapping[int, Commit] = field(default_factory=dict)  # by round number; what a recovery made void is out
-    waiting: Mapping[tuple[int, str], Waiting] = field(default_factory=dict)  # by round number and who told it
+    waiting: Mapping[tuple[int, str], WaitingRound] = field(default_factory=dict)  # by round number and who told it
     waiting_since: float | None = None  # monotonic; cleared when the operator was told
-    head_since: float = 0.0  # monotonic, since when the newest round is known
+    head_known_since: float = 0.0  # monotonic, since when the newest round is known
     asked: Mapping[str, Allowance] = field(default_factory=dict)  # of openers, for raising attempts
-    joins: Mapping[str, Joins] = field(default_factory=dict)  # of nodes, into the plan
+    plan_joins: Mapping[str, PlanJoins] = field(default_factory=dict)  # of nodes, into the plan
     votes: Mapping[int, Vote] = field(default_factory=dict)  # by round number: those that may still matter
     bases: tuple[Base, ...] = ()  # of all plans, each once, the newest last
     void: frozenset[bytes] = frozenset()  # manifest hashes of rounds that a recovery went back behind
     recoverable_since: float | None = None  # when it was first seen that the newest round is lost to all who decide
     writer: str = ""  # who writes genesis
-    writer_since: float = 0.0
-    passed_over: frozenset[str] = frozenset()  # asked for genesis in vain
-    usual_corpus: str = ""  # the digest that most fit nodes share, as last counted before genesis
-    told_corpora: Mapping[str, str] = field(default_factory=dict)  # by peer id: digest that differed before genesis
+    genesis_writer_since: float = 0.0
+    failed_genesis_writers: frozenset[str] = frozenset()  # asked for genesis in vain
+    most_common_corpus_digest: str = ""  # the digest that most fit nodes share, as last counted before genesis
+    logged_corpus_mismatches: Mapping[str, str] = field(
+        default_factory=dict
+    )  # by peer id: digest that differed before genesis
     changed_since: float | None = None  # when what is wanted first differed from the plan
     changed_why: str = ""  # in members, reach or links
-    hold_until: float = 0.0  # no new plan before
+    no_plan_before: float = 0.0  # no new plan before
     question: Question | None = None  # that waits for the planner's answer
     questions: int = 0  # that were asked
-    asked_about: tuple[tuple[object, ...], ...] = ()  # by that question: see `Considered`
-    considered: Considered | None = None
+    question_nodes: tuple[tuple[object, ...], ...] = ()  # by that question: see `AnsweredQuestion`
+    answered_question: AnsweredQuestion | None = None
     preparation: Preparation | None = None  # of the next plan
-    standbys: Mapping[str, Coming] = field(default_factory=dict)  # by peer id: who fetches layers to stand by with
-    copies: Mapping[str, Coming] = field(default_factory=dict)  # by peer id: stages with a copy of a neighbour's layers
-    slow_to_fetch: Mapping[str, float] = field(
+    standbys: Mapping[str, PendingFetch] = field(
+        default_factory=dict
+    )  # by peer id: who fetches layers to stand by with
+    copies: Mapping[str, PendingFetch] = field(
+        default_factory=dict
+    )  # by peer id: stages with a copy of a neighbour's layers
+    fetch_timeouts: Mapping[str, float] = field(
         default_factory=dict
     )  # by peer id: who did not fetch any of those in time, when
-    copies_looked_at: float | None = None  # monotonic: when it was last asked who should have one
-    took_over: Mapping[str, float] = field(default_factory=dict)  # by peer id: who did on its own word alone, when
-    undisturbed_until: float = 0.0  # a route became shorter, and is to work again before the planner is asked
-    unprepared: Mapping[str, float] = field(default_factory=dict)  # by peer id: who did not fetch in time, until when
-    links_looked_at: float | None = None  # monotonic: when it was last asked whether other shares would pay
-    links_pay: bool = False  # what came of it
+    copies_checked_at: float | None = None  # monotonic: when it was last asked who should have one
+    unconfirmed_takeovers: Mapping[str, float] = field(
+        default_factory=dict
+    )  # by peer id: who did on its own word alone, when
+    no_question_before: float = 0.0  # a route became shorter, and is to work again before the planner is asked
+    prepare_retry_at: Mapping[str, float] = field(
+        default_factory=dict
+    )  # by peer id: who did not fetch in time, until when
+    shares_checked_at: float | None = None  # monotonic: when it was last asked whether other shares would pay
+    new_shares_pay: bool = False  # what came of it
     left_out: Mapping[str, str] = field(default_factory=dict)  # by peer id: why it has no part in the plan
-    doubted: Mapping[str, str] = field(default_factory=dict)  # by peer id: how its word differs from what others see
+    claim_doubts: Mapping[str, str] = field(
+        default_factory=dict
+    )  # by peer id: how its word differs from what others see
     corrections: Mapping[str, float] = field(default_factory=dict)  # by peer id: see `Measured.learned`
     missing: str = ""  # why there is no plan that could be followed now
     figures: PlanFigures | None = None  # of the newest plan
@@ -212,7 +224,7 @@ class State:
     nodes: Mapping[str, Node] = field(default_factory=dict)
     runs: Mapping[str, Run] = field(default_factory=dict)
     memory: Mapping[str, RunMemory] = field(default_factory=dict)  # by run id
-    live: Mapping[str, Live] = field(default_factory=dict)  # by peer id
+    live: Mapping[str, LiveNode] = field(default_factory=dict)  # by peer id
     checkpoints: Mapping[str, tuple[Checkpoint, ...]] = field(default_factory=dict)  # by peer id, newest first
     deny: DenyList = EMPTY_DENY_LIST
     deny_reserved: int = 0  # numbers up to here may have been issued and forgotten
@@ -235,17 +247,17 @@ class Step(Generic[T]):
     deny: DenyList | None = None  # to be signed
 
 
-def caps_of(plan: Plan) -> Mapping[str, int]:
+def token_caps_of(plan: Plan) -> Mapping[str, int]:
     """The members of a plan, and how many tokens each may claim in a round."""
     return {item.peer_id: item.max_round_tokens for item in plan.assignments}
 
 
-def key_of(row: Round) -> RoundKey:
+def attempt_key(row: Round) -> AttemptKey:
     """What names an attempt within its run."""
     return (row.number, row.plan_version, row.fragment, row.attempt)
 
 
-def commit_of(row: Round, before: Commit | None) -> Commit:
+def commit_from_row(row: Round, before: Commit | None) -> Commit:
     """What is remembered of a committed round. Who was present mostly were so `before`: one set serves both."""
     present = frozenset(row.present)
     return Commit(
@@ -259,11 +271,11 @@ def commit_of(row: Round, before: Commit | None) -> Commit:
         partial=row.partial,
         screened=len(row.screened),
         parts_zeroed=row.parts_zeroed,
-        attempt=key_of(row),
+        attempt=attempt_key(row),
     )
 
 
-def with_base(bases: tuple[Base, ...], base: Base) -> tuple[Base, ...]:
+def add_base(bases: tuple[Base, ...], base: Base) -> tuple[Base, ...]:
     """The bases of a run once a plan with `base` is known."""
     return bases if base in bases else (*bases, base)
 
@@ -285,7 +297,7 @@ def electorate_after(memory: RunMemory, number: int) -> Electorate | None:
 class Draft:
     """Collects one step. Tables are copied when first written, so the state it began from never changes."""
 
-    def __init__(self, state: State, now: Moment) -> None:
+    def __init__(self, state: State, now: StepTime) -> None:
         self.state = state
         self.now = now
         self._records: list[Change] = []
@@ -319,7 +331,7 @@ class Draft:
             self.remember(run_id, votes={number: vote for number, vote in votes.items() if number not in numbers})
             self._records += [Delete(Vote, (run_id, number)) for number in numbers]
 
-    def add_abandoned(self, run_id: str, key: RoundKey) -> None:
+    def add_abandoned(self, run_id: str, key: AttemptKey) -> None:
         """One more attempt whose row is kept; the oldest row goes when there are too many."""
         kept = self.state.memory[run_id].abandoned | {key}
         if len(kept) > KEPT_ATTEMPTS:
@@ -328,7 +340,7 @@ class Draft:
             self._records.append(Delete(Round, (run_id, *oldest)))
         self.remember(run_id, abandoned=kept)
 
-    def set_waiting(self, row: Waiting) -> None:
+    def set_waiting(self, row: WaitingRound) -> None:
         """A round that cannot be judged yet, durably."""
         memory = self.state.memory[row.run_id]
         since = self.now.monotonic if memory.waiting_since is None else memory.waiting_since
@@ -342,7 +354,7 @@ class Draft:
             memory = self.state.memory[run_id]
             left = {key: row for key, row in memory.waiting.items() if key not in keys}
             self.remember(run_id, waiting=left, waiting_since=self.now.monotonic if left else None)
-            self._records += [Delete(Waiting, (run_id, *key)) for key in keys]
+            self._records += [Delete(WaitingRound, (run_id, *key)) for key in keys]
 
     def set_checkpoints(self, peer_id: str, held: tuple[Checkpoint, ...]) -> None:
         """All checkpoints that a node holds, the newest first."""
@@ -359,7 +371,7 @@ class Draft:
         """Begin a run's memory."""
         self._set("memory", run_id, memory)
 
-    def set_live(self, peer_id: str, live: Live) -> None:
+    def set_live(self, peer_id: str, live: LiveNode) -> None:
         """Change what a connection told us."""
         self._set("live", peer_id, live)
 
@@ -379,8 +391,8 @@ class Draft:
     def issue_plan(self, plan: Plan, figures: PlanFigures) -> None:
         """Make `plan` the run's newest; the operator's key signs it before anyone sees it."""
         memory = self.state.memory[plan.run_id]
-        bases = with_base(memory.bases, plan.base)
-        caps = {**memory.caps, plan.version: caps_of(plan)}
+        bases = add_base(memory.bases, plan.base)
+        caps = {**memory.caps, plan.version: token_caps_of(plan)}
         cuts = {**memory.cuts, plan.version: len(plan.cuts)}
         for version in sorted(caps)[:-KEPT_PLANS]:
             del caps[version]
@@ -410,12 +422,12 @@ class Draft:
         self.state = replace(self.state, **changes)
 
 
-def may_store(draft: Draft, peer_id: str, cost: float = 1.0) -> bool:
+def charge_row(draft: Draft, peer_id: str, cost: float = 1.0) -> bool:
     """Spend one more row or event of this peer's, if it may have that: whether it may. Free for who never connected."""
     live = draft.state.live.get(peer_id)
     if live is None:
         return True
-    left = live.stored.spend(STORED, draft.now.monotonic, cost)
+    left = live.row_allowance.spend(STORED_ROWS_RATE, draft.now.monotonic, cost)
     if left is not None:
-        draft.set_live(peer_id, replace(live, stored=left))
+        draft.set_live(peer_id, replace(live, row_allowance=left))
     return left is not None

@@ -2,8 +2,8 @@
 
 Whoever opens a database takes a lock that ends with its process (on a file beside SQLite's, an advisory lock of a
 session in PostgreSQL) and counts the generation in the table `owner` up. Every transaction that writes begins with
-`check`: should a lock have been lost, as when a database server restarts, and the database been taken meanwhile,
-nothing is written over. The table is not part of the state: no migration makes it.
+`check_ownership`: should a lock have been lost, as when a database server restarts, and the database been taken
+meanwhile, nothing is written over. The table is not part of the state: no migration makes it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sqlalchemy import BigInteger, Column, Connection, Engine, MetaData, Table, 
 
 from atoll.core.errors import AlreadyRunning, DataDirUnusable
 
-OWNER = Table(
+OWNER_TABLE = Table(
     "owner",
     MetaData(),
     Column("id", BigInteger, primary_key=True, autoincrement=False),
@@ -28,7 +28,7 @@ _ONLY_ROW = 1
 _ADVISORY_LOCK = int.from_bytes(b"atoll", "big")  # PostgreSQL's are per database
 
 
-class Lock:
+class DatabaseLock:
     """Held until `close` or the end of the process. Raises `AlreadyRunning` naming the holder, `DataDirUnusable`."""
 
     def __init__(self, engine: Engine, holder: str) -> None:
@@ -51,7 +51,7 @@ class Lock:
         except BlockingIOError:
             first = os.read(descriptor, 1000).decode(errors="replace")
             os.close(descriptor)
-            raise taken(first) from None
+            raise already_owned(first) from None
         os.truncate(descriptor, 0)
         os.write(descriptor, holder.encode())
         self.close = lambda: os.close(descriptor)
@@ -61,7 +61,7 @@ class Lock:
         if not session.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _ADVISORY_LOCK}):
             first = _holder(session)
             session.close()
-            raise taken(first)
+            raise already_owned(first)
 
         def end() -> None:
             session.invalidate()  # a pool would keep the session, and with it the lock
@@ -70,27 +70,27 @@ class Lock:
         self.close = end
 
 
-def claim(connection: Connection, holder: str) -> int:
-    """Become the owner, as a lock allows; the generation for `check`."""
-    OWNER.create(connection, checkfirst=True)
-    before = connection.scalar(select(OWNER.c.generation).where(OWNER.c.id == _ONLY_ROW).with_for_update())
+def claim_ownership(connection: Connection, holder: str) -> int:
+    """Become the owner, as a lock allows; the generation for `check_ownership`."""
+    OWNER_TABLE.create(connection, checkfirst=True)
+    before = connection.scalar(select(OWNER_TABLE.c.generation).where(OWNER_TABLE.c.id == _ONLY_ROW).with_for_update())
     generation = (before or 0) + 1
     values = {"generation": generation, "holder": holder}
     if before is None:
-        connection.execute(OWNER.insert().values(id=_ONLY_ROW, **values))
+        connection.execute(OWNER_TABLE.insert().values(id=_ONLY_ROW, **values))
     else:
-        connection.execute(OWNER.update().where(OWNER.c.id == _ONLY_ROW).values(**values))
+        connection.execute(OWNER_TABLE.update().where(OWNER_TABLE.c.id == _ONLY_ROW).values(**values))
     return generation
 
 
-def check(connection: Connection, generation: int) -> None:
+def check_ownership(connection: Connection, generation: int) -> None:
     """Raise `AlreadyRunning` unless that claim is the newest; a later one waits until this transaction has ended."""
-    same = OWNER.c.generation == generation
-    if connection.execute(OWNER.update().where(same).values(generation=generation)).rowcount == 0:
-        raise taken(_holder(connection))
+    same = OWNER_TABLE.c.generation == generation
+    if connection.execute(OWNER_TABLE.update().where(same).values(generation=generation)).rowcount == 0:
+        raise already_owned(_holder(connection))
 
 
-def taken(holder: str) -> AlreadyRunning:
+def already_owned(holder: str) -> AlreadyRunning:
     """The error of whoever is not the owner."""
     who = f" ({holder})" if holder else ""
     return AlreadyRunning(
@@ -107,6 +107,6 @@ def sqlite_file(engine: Engine) -> Path | None:
 
 
 def _holder(connection: Connection) -> str:
-    if not connection.dialect.has_table(connection, OWNER.name):
+    if not connection.dialect.has_table(connection, OWNER_TABLE.name):
         return ""
-    return connection.scalar(select(OWNER.c.holder)) or ""
+    return connection.scalar(select(OWNER_TABLE.c.holder)) or ""

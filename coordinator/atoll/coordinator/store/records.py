@@ -138,7 +138,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitingRound:
     """A report of a committed round that cannot be judged yet: the round before it is not known here."""
 
     KEY: ClassVar[tuple[str, ...]] = ("run_id", "number", "peer_id")
@@ -227,7 +227,9 @@ class Event:
     message: str
 
 
-Record = Token | Node | Run | PlanRow | PlanFigures | Round | Waiting | Vote | Checkpoint | Evaluation | DenyRow | Event
+Record = (
+    Token | Node | Run | PlanRow | PlanFigures | Round | WaitingRound | Vote | Checkpoint | Evaluation | DenyRow | Event
+)
 RECORDS: tuple[type[Record], ...] = (
     Token,
     Node,
@@ -235,7 +237,7 @@ RECORDS: tuple[type[Record], ...] = (
     PlanRow,
     PlanFigures,
     Round,
-    Waiting,
+    WaitingRound,
     Vote,
     Checkpoint,
     Evaluation,

@@ -26,7 +26,13 @@ from sqlalchemy.exc import (
 
 from atoll.coordinator.database_url import printable
 from atoll.coordinator.store import migrations
-from atoll.coordinator.store.database_lock import Lock, check, claim, sqlite_file, taken
+from atoll.coordinator.store.database_lock import (
+    DatabaseLock,
+    already_owned,
+    check_ownership,
+    claim_ownership,
+    sqlite_file,
+)
 from atoll.coordinator.store.records import (
     Change,
     Checkpoint,
@@ -42,14 +48,14 @@ from atoll.coordinator.store.records import (
     Run,
     Token,
     Vote,
-    Waiting,
+    WaitingRound,
 )
 from atoll.coordinator.store.store import Contents, Store
 from atoll.coordinator.store.tables import TABLES
 from atoll.core.errors import AtollError, ConfigError, DatabaseCorrupt, DatabaseMissing, DataDirUnusable, Unreachable
 
 _R = TypeVar("_R", bound=Record)
-_NOT_ADMITTED = ("authentication failed", "does not exist", "no password supplied")  # of PostgreSQL, for good
+_ACCESS_DENIED_TEXTS = ("authentication failed", "does not exist", "no password supplied")  # of PostgreSQL, for good
 _BUSY_SECONDS = 10
 
 
@@ -66,26 +72,26 @@ class SqlStore(Store):
         Raises `AlreadyRunning` while another owner has it, `DatabaseMissing` where there are no tables and none may be
         made.
         """
-        self._where = printable(url)
+        self._printable_url = printable(url)
         self._engine = open_engine(url)
-        self._lock: Lock | None = None
+        self._lock: DatabaseLock | None = None
         self._generation = 0
         try:
-            with self._translated():
+            with self._store_errors():
                 if not may_create and self._is_empty():
                     raise DatabaseMissing(
-                        f"there is no coordinator's database in {self._where}",
+                        f"there is no coordinator's database in {self._printable_url}",
                         "put it back, or restore a backup; to begin with an empty one, where every node must enrol "
                         "again: `atoll-coordinator serve --new-database`, once",
                     )
                 if owner:
-                    self._lock = Lock(self._engine, owner)
+                    self._lock = DatabaseLock(self._engine, owner)
                 if self._engine.dialect.name == "sqlite":
                     self._check_file()
                 migrations.upgrade(self._engine)
                 if owner:
                     with self._engine.begin() as connection:
-                        self._generation = claim(connection, owner)
+                        self._generation = claim_ownership(connection, owner)
         except AtollError:
             self.close()
             raise
@@ -104,16 +110,16 @@ class SqlStore(Store):
                 last_event_id=connection.scalar(select(func.max(TABLES[Event].c.event_id))) or 0,
                 votes=_all(connection, Vote, _select(Vote)),
                 checkpoints=_all(connection, Checkpoint, _select(Checkpoint)),
-                waiting=_all(connection, Waiting, _select(Waiting)),
+                waiting=_all(connection, WaitingRound, _select(WaitingRound)),
                 plan_figures=_all(connection, PlanFigures, _select(PlanFigures)),
             )
 
     def apply(self, changes: Sequence[Change]) -> None:
         if not changes:
             return
-        with self._translated(), self._engine.begin() as connection:
+        with self._store_errors(), self._engine.begin() as connection:
             if self._lock is not None:
-                check(connection, self._generation)
+                check_ownership(connection, self._generation)
             for change in changes:
                 if isinstance(change, Delete):
                     _delete(connection, change)
@@ -174,44 +180,44 @@ class SqlStore(Store):
 
     @contextmanager
     def _reading(self) -> Iterator[Connection]:
-        with self._translated(), self._engine.connect() as connection:
+        with self._store_errors(), self._engine.connect() as connection:
             yield connection
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _store_errors(self) -> Iterator[None]:
         try:
             yield
         except migrations.UnknownRevision as error:
             raise DatabaseCorrupt(
-                f"{self._where} was written by another release: {error}",
+                f"{self._printable_url} was written by another release: {error}",
                 "run the release that wrote it, or a newer one",
             ) from error
         except DBAPIError as error:
             text, lost = str(error.orig), self._engine.dialect.name != "sqlite" and isinstance(error, OperationalError)
-            if lost and any(word in text for word in _NOT_ADMITTED):
-                raise ConfigError(f"{self._where} does not admit us: {text}", "see --database") from error
-            raise (self._no_server if lost else self._failure)(text) from error
+            if lost and any(word in text for word in _ACCESS_DENIED_TEXTS):
+                raise ConfigError(f"{self._printable_url} does not admit us: {text}", "see --database") from error
+            raise (self._no_server if lost else self._local_error)(text) from error
         except (SQLAlchemyError, ValueError) as error:
             raise self._corrupt(str(error)) from error
 
-    def _failure(self, text: str) -> AtollError:
+    def _local_error(self, text: str) -> AtollError:
         unusable = ("unable to open", "readonly", "disk is full", "disk I/O", "locked", "permission")
         if any(word in text for word in unusable):
             return DataDirUnusable(
-                f"cannot use the database {self._where}: {text}",
+                f"cannot use the database {self._printable_url}: {text}",
                 "check the owner, the permissions and the free space of its directory",
             )
         return self._corrupt(text)
 
     def _no_server(self, text: str) -> Unreachable:
         return Unreachable(
-            f"cannot reach the database {self._where}: {text}",
+            f"cannot reach the database {self._printable_url}: {text}",
             "see that its server runs and admits the coordinator; what was acknowledged is there",
         )
 
     def _corrupt(self, text: str) -> DatabaseCorrupt:
         return DatabaseCorrupt(
-            f"the database {self._where} cannot be used: {text}",
+            f"the database {self._printable_url} cannot be used: {text}",
             "restore it (with its -wal file) from a backup; it was left as it is. "
             "With an empty one every node must enrol again",
         )
@@ -270,7 +276,7 @@ def _append(connection: Connection, event: Event) -> None:
     try:
         connection.execute(TABLES[Event].insert().values(**values))
     except IntegrityError as error:
-        raise taken("") from error
+        raise already_owned("") from error
 
 
 def _delete(connection: Connection, change: Delete) -> None:

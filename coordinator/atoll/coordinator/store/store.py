@@ -24,7 +24,7 @@ from atoll.coordinator.store.records import (
     Run,
     Token,
     Vote,
-    Waiting,
+    WaitingRound,
 )
 
 
@@ -41,7 +41,7 @@ class Contents:
     last_event_id: int  # 0: none yet
     votes: tuple[Vote, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
-    waiting: tuple[Waiting, ...] = ()
+    waiting: tuple[WaitingRound, ...] = ()
     plan_figures: tuple[PlanFigures, ...] = ()
 
 

@@ -21,11 +21,11 @@ from atoll.coordinator.store.records import (
     Run,
     Token,
     Vote,
-    Waiting,
+    WaitingRound,
 )
 
 
-class Words(TypeDecorator[tuple[str, ...]]):
+class StringTuple(TypeDecorator[tuple[str, ...]]):
     """A tuple of words without white space (roles, multiaddrs), one a line."""
 
     impl = Text
@@ -46,7 +46,7 @@ _NAMES: dict[type[Record], str] = {
     PlanRow: "plans",
     PlanFigures: "plan_figures",
     Round: "rounds",
-    Waiting: "waiting_rounds",
+    WaitingRound: "waiting_rounds",
     Vote: "votes",
     Checkpoint: "checkpoints",
     Evaluation: "evaluations",
@@ -59,7 +59,7 @@ _TYPES: dict[object, type[TypeEngine[Any]]] = {
     bool: Boolean,
     float: Double,
     bytes: LargeBinary,
-    tuple[str, ...]: Words,
+    tuple[str, ...]: StringTuple,
 }
 
 

@@ -69,8 +69,10 @@ class _Site:
         return PlainTextResponse("ok\n")
 
     async def readyz(self, _request: Request) -> Response:
-        failure = self._controller.failure
-        return PlainTextResponse(f"not ready: {failure}\n" if failure else "ok\n", 503 if failure else 200)
+        store_failure = self._controller.store_failure
+        return PlainTextResponse(
+            f"not ready: {store_failure}\n" if store_failure else "ok\n", 503 if store_failure else 200
+        )
 
     def _logs(self, store: Store) -> Logs:
         state = self._controller.state

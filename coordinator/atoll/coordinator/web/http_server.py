@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 _START_SECONDS = 10.0
 
 
-class _Guest(uvicorn.Server):
+class _EmbeddedServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are the program's business."""
@@ -34,7 +34,7 @@ class HttpServer:
             server_header=False,
             timeout_graceful_shutdown=1,
         )
-        self._server = _Guest(settings)
+        self._server = _EmbeddedServer(settings)
         self._listener = listener
         self._task: asyncio.Task[None] | None = None
 

@@ -35,7 +35,7 @@ class StateCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Called at each scrape."""
         state = self._controller.state
-        healthy = not self._controller.failure
+        healthy = not self._controller.store_failure
         yield GaugeMetricFamily("atoll_store_healthy", "1 unless the last write failed", value=healthy)
         failures = self._controller.tick_failures
         yield CounterMetricFamily("atoll_tick_failures", "Ticks that failed", value=failures)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from atoll.coordinator.sanitize import enum_word
 from atoll.coordinator.services import views
-from atoll.coordinator.state.snapshot import Moment, State
+from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.coordinator.store.records import Evaluation, Event, Node, Round, Run
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
@@ -33,7 +33,7 @@ class Logs:
     events: tuple[Event, ...] = ()
 
 
-def status(state: State, now: Moment, logs: Logs, atoll_version: str) -> dict[str, object]:
+def status(state: State, now: StepTime, logs: Logs, atoll_version: str) -> dict[str, object]:
     """Everything, JSON-ready."""
     return {
         "version": VERSION,
@@ -50,7 +50,7 @@ def status(state: State, now: Moment, logs: Logs, atoll_version: str) -> dict[st
     }
 
 
-def thin(items: Sequence[T], most: int = MAX_POINTS) -> list[T]:
+def downsample(items: Sequence[T], most: int = MAX_POINTS) -> list[T]:
     """At most `most` of the items, evenly picked, the last one always among them."""
     if len(items) <= most:
         return list(items)
@@ -75,7 +75,7 @@ def _run(state: State, run: Run, evaluations: Sequence[Evaluation], rounds: Sequ
         "parameters": sum(layer.parameters for layer in view.layers.layers),
         "losses": [
             {"round": item.round, "loss": item.loss, "committed_tokens": item.committed_tokens}
-            for item in thin(evaluations)
+            for item in downsample(evaluations)
         ],
         "rounds": [_round(state, row) for row in rounds[-RECENT_ROUNDS:]],
     }
@@ -120,7 +120,7 @@ def _round(state: State, row: Round) -> dict[str, object]:
     }
 
 
-def _node(state: State, node: Node, now: Moment) -> dict[str, object]:
+def _node(state: State, node: Node, now: StepTime) -> dict[str, object]:
     view = views.node_view(state, node, now.unix_ms, now.monotonic)
     plan = state.memory[node.run_id].plan
     return {

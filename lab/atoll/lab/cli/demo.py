@@ -177,8 +177,10 @@ def _print_result(result: DemoResult, keep: Path | None) -> None:
     if result.kills or result.freezes or result.coordinator_restarts:
         console.print(
             f"  trouble           {result.kills} killed, {result.freezes} frozen, coordinator restarted "
-            f"{result.coordinator_restarts}×; {result.rejoined} of {result.kills + result.freezes} back in the last round; "
-            f"{result.rounds_tie_broken} ties broken; chains {'[green]equal[/]' if result.chains_equal else '[red]DIFFER[/]'}"
+            f"{result.coordinator_restarts}×; "
+            f"{result.rejoined} of {result.kills + result.freezes} back in the last round; "
+            f"{result.rounds_tie_broken} ties broken; "
+            f"chains {'[green]equal[/]' if result.chains_equal else '[red]DIFFER[/]'}"
         )
     console.print(f"  steps             {steps}")
     console.print(

@@ -72,7 +72,7 @@ class Dialler:
         loopback: bool,
         optimistic: Collection[str],
     ) -> None:
-        """`loopback`: whether addresses of this machine are dialled. `optimistic`: protocols that need not be let in."""
+        """`loopback`: dial addresses of this machine, too. `optimistic`: protocols that need no admission first."""
         self._me = me
         self._optimistic_protocols = optimistic
         self._loopback = loopback

@@ -135,7 +135,7 @@ class PathEstimate:
 
 
 def fair_shares(budget: float, limits: Mapping[Key, float]) -> dict[Key, float]:
-    """Equal shares of `budget`; what somebody's limit leaves goes to the others. Nobody gets less than `MIN_BYTES_PER_SECOND`."""
+    """Share `budget` equally; pass on what a limit leaves. Each share is at least `MIN_BYTES_PER_SECOND`."""
     if math.isinf(budget):
         return dict.fromkeys(limits, math.inf)
     given: dict[Key, float] = {}

@@ -60,7 +60,7 @@ class Average:
         return self._bodies[index]
 
     def header(self, index: int, number_in_stream: int | None = None) -> bytes:
-        """The `PartHeader` of a part, which one stream may number otherwise (`number_in_stream`) than the vector does."""
+        """Return the `PartHeader` of a part; `number_in_stream` replaces its number in the vector."""
         elements = self._parts[index].elements
         number = index if number_in_stream is None else number_in_stream
         return dp.PartHeader(index=number, elements=elements, codec=self.codec.number).SerializeToString()

@@ -99,7 +99,7 @@ class Codec(ABC):
 
 
 class PartEncoder:
-    """Bytes of a part that is encoded piece by piece, none longer than `PIECE_ELEMENTS`, from elements at whole pieces on."""
+    """Encodes a part piece by piece. A piece has at most `PIECE_ELEMENTS` and begins at a multiple of them."""
 
     def __init__(self, codec: Codec, elements: int) -> None:
         self._codec = codec

@@ -24,8 +24,8 @@ def _never() -> bool:
 async def next_frame(stream: Stream, frame_timeout: timedelta, should_give_up: Callable[[], bool] = _never) -> Frame:
     """The next frame. Raises `DeadlineExceeded` when none came, `FrameInvalid`, and `Unreachable` for every other end.
 
-    From half of the patience on, `should_give_up` may end it. What a peer says when it refuses us is its own view; it does
-    not become a fault of ours or of the peer's.
+    From half of the patience on, `should_give_up` may end it. What a peer says when it refuses us is its own view; it
+    does not become a fault of ours or of the peer's.
     """
     for slice_number in range(1, WAIT_SLICES + 1):
         try:

@@ -72,7 +72,10 @@ class StoredModel:
 
 
 def open_checkpoint(directory: Path, exit_stack: ExitStack) -> StoredModel:
-    """A checkpoint, every byte of it checked; `exit_stack` closes it. Raises `CheckpointCorrupt` and `DataDirUnusable`."""
+    """Open a checkpoint and check every byte; `exit_stack` closes it.
+
+    Raises `CheckpointCorrupt` and `DataDirUnusable`.
+    """
     with checkpoint_errors(directory):
         frame = read_metadata(directory)
         file = exit_stack.enter_context((directory / ANCHOR).open("rb", buffering=0))

@@ -44,8 +44,8 @@ def write_huggingface_model(
 ) -> None:
     """Into an empty directory, without the tokenizer.
 
-    Raises `ConfigError` when the checkpoint is of another model than its spec says, `UsageError`, `PretrainedWeightsUnusable`,
-    `CheckpointCorrupt`, `OSError`.
+    Raises `ConfigError` when the checkpoint is of another model than its spec says, `UsageError`,
+    `PretrainedWeightsUnusable`, `CheckpointCorrupt`, `OSError`.
     """
     sequence_length = model.spec.data.sequence_length
     architecture = architecture_of(section, tokenizer.vocabulary, sequence_length)

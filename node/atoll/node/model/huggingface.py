@@ -1,7 +1,7 @@
 """Cuts of Hugging Face decoders, with the code of `transformers` as it is.
 
-Nothing here knows a family. The parts of a model are found by their roles (`module_paths.py`), those outside the span are
-replaced by holes, and the family's own `forward` runs the rest: it makes masks, positions and rotary embeddings on
+Nothing here knows a family. The parts of a model are found by their roles (`module_paths.py`), those outside the span
+are replaced by holes, and the family's own `forward` runs the rest: it makes masks, positions and rotary embeddings on
 every span as it would for the whole model, because blocks keep their numbers.
 
 Shape suffixes: B batch, T sequence, D model.
@@ -143,8 +143,8 @@ class HuggingFaceArchitecture:
             passed = self._runner(model, Span(1, 1))(given_BTD)
         if not isinstance(passed, Tensor) or not torch.equal(passed, given_BTD):
             raise UnsupportedModel(
-                f"{self.config.model_type} cannot be cut: its {self.module_paths.body} does more to activations than its "
-                "blocks do (scaled or positional embeddings, several streams, blocks that return tuples)",
+                f"{self.config.model_type} cannot be cut: its {self.module_paths.body} does more to activations than "
+                "its blocks do (scaled or positional embeddings, several streams, blocks that return tuples)",
                 "choose a decoder whose body is embedding, blocks and final norm",
             )
 

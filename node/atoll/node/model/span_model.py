@@ -1,8 +1,8 @@
 """One span of a model in memory, and nothing else of it.
 
-A `SpanDefinition` is the whole model built on the meta device, where it takes no memory, with holes where other spans are: its
-own `forward` then runs the layers that are left. `SpanModel` gives those their memory: flat fp32 vectors in layer
-order, like those of `model/flat.py`, so that a layer is a slice whatever span it is part of.
+A `SpanDefinition` is the whole model built on the meta device, where it takes no memory, with holes where other spans
+are: its own `forward` then runs the layers that are left. `SpanModel` gives those their memory: flat fp32 vectors in
+layer order, like those of `model/flat.py`, so that a layer is a slice whatever span it is part of.
 
 Shape suffixes: B batch, T sequence, D model, V vocabulary, E all elements.
 """

@@ -5,8 +5,8 @@ None. Messages of one link must come in order; how links interleave changes noth
 drives: it is fed micro-batches and decides how each flush ends.
 
 A flush ends by one verdict, which only the first stage makes: step, or no step (a gradient is not finite). Before the
-verdict nothing on any stage has changed but gradients. When anything goes wrong, all links are cut (`disconnect`): stages
-that had not settled the flush drop those gradients, and so does every other stage when the route begins anew
+verdict nothing on any stage has changed but gradients. When anything goes wrong, all links are cut (`disconnect`):
+stages that had not settled the flush drop those gradients, and so does every other stage when the route begins anew
 (`begin`) and it hears that the flush was not decided. What was decided is stepped then by a stage that missed it. It
 can have missed one decision at most, because none is made without its report.
 """

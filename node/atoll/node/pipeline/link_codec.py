@@ -49,7 +49,7 @@ class LinkCodecs:
         micro_batch_seconds: Callable[[], float],
         bytes_per_second_to: Callable[[str], float],
     ) -> None:
-        """`micro_batch_seconds`: what computing takes, 0 while unknown. `bytes_per_second_to`: bytes per second to a peer."""
+        """`micro_batch_seconds`: compute time, 0 while unknown. `bytes_per_second_to`: measured rate to a peer."""
         neighbours = (stage for stage in (place.stage - 1, place.stage + 1) if 0 <= stage < place.stages)
         self.codecs = dict.fromkeys(neighbours, NARROW_CODEC)  # by the stage that a link leads to
         self._cable, self._peers = cable, place.peers

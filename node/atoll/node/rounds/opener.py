@@ -68,7 +68,7 @@ class StageDeadlines:
     answers: ResponseTimes  # from Open to each member's Ready
     exchanges: dict[int, LearnedDeadline]  # by the number of the codec
     decision: LearnedDeadline
-    decision_with_repair: LearnedDeadline  # the same where somebody has to make its state anew: what it has was not settled, or it has none
+    decision_with_repair: LearnedDeadline  # the same where a member has to build its state again
     codec: CodecChoice
     exchange_ceiling: float
 

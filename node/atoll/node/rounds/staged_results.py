@@ -1,7 +1,7 @@
 """The exchange of the attempt under way, and the states that may still be committed.
 
-An attempt's exchange leads to digests of the average (`ExchangeDone`), with the opener's word to a state (`Staged`), which is
-kept for as long as the machine holds its payload: a commit may come late, or in another attempt.
+An attempt's exchange leads to digests of the average (`ExchangeDone`), with the opener's word to a state (`Staged`),
+which is kept for as long as the machine holds its payload: a commit may come late, or in another attempt.
 """
 
 from __future__ import annotations

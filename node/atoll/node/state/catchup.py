@@ -70,11 +70,11 @@ async def catch_up(
 ) -> FetchedState | None:
     """The state at the head that the plan's members agree on, every digest checked.
 
-    None when `held` is that head, or is newer and part of the history that counts, unless `state` is `incomplete` some of
-    its layers. `state` is what this node holds; it is not changed, and of what `held` has in common with the head
+    None when `held` is that head, or is newer and part of the history that counts, unless `state` is `incomplete` some
+    of its layers. `state` is what this node holds; it is not changed, and of what `held` has in common with the head
     nothing is fetched; nor of what `local_states` hold, states that are whole for their layers, each with its head.
-    `on_head` hears of the head that counts, and `on_lost_layers` which layers nobody who answered holds as they are there, nor
-    we. `allocate` makes the vectors that are returned.
+    `on_head` hears of the head that counts, and `on_lost_layers` which layers nobody who answered holds as they are
+    there, nor we. `allocate` makes the vectors that are returned.
 
     Raises `Unreachable` when no head can be believed yet or nobody's bytes were true, `CheckpointCorrupt` when the head
     is not of this model.

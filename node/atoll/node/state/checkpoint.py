@@ -110,8 +110,8 @@ class CheckpointStore:
         """Make `state` durable, then drop what is older than the last few; returns the directory.
 
         Of `extra_rounds` rounds the last two stay, and do not count among the others.
-        `before_piece` is called before every piece and may raise to give up. Raises `CheckpointCorrupt` when the vectors
-        are not what the manifest says, and `DataDirUnusable`; older checkpoints are as they were then.
+        `before_piece` is called before every piece and may raise to give up. Raises `CheckpointCorrupt` when the
+        vectors are not what the manifest says, and `DataDirUnusable`; older checkpoints are as they were then.
         """
         head = state.head
         if not _matches_manifest(head, state.layers, state.anchor_E, state.momentum_E):

@@ -62,8 +62,8 @@ async def fetch_state(
     `held` are the layers of those donors that do not hold all. Conversations that were `begun` with donors are taken
     out and gone on with: a new connection takes some round trips and starts slowly. Ends by itself: every answer has a
     deadline, a donor that lied or failed too often is not asked again, and once the head moved on for some and no more
-    than half of the donors are left, these have `policy.stragglers_timeout`. Raises `StateMoved`, or `Unreachable` naming what became
-    of each donor; pieces that were verified stay in `workspace`.
+    than half of the donors are left, these have `policy.stragglers_timeout`. Raises `StateMoved`, or `Unreachable`
+    naming what became of each donor; pieces that were verified stay in `workspace`.
     """
     await _Fetch(network, donors, wanted, workspace, policy, {} if begun is None else begun, held or {}).run()
 

@@ -197,8 +197,8 @@ def load(
 ) -> TrainerState:
     """`facts` are of all devices together.
 
-    Raises `RunSpecError`, `UnsupportedModel`, `ModelTooLarge`, `PretrainedWeightsUnusable`, `CorpusError`, `InvalidRequest`,
-    `ConfigError`.
+    Raises `RunSpecError`, `UnsupportedModel`, `ModelTooLarge`, `PretrainedWeightsUnusable`, `CorpusError`,
+    `InvalidRequest`, `ConfigError`.
     """
     devices = rendezvous.devices if rendezvous is not None else [torch.device(facts.device)]
     device = devices[config.rank]

@@ -150,8 +150,9 @@ class Trainer:
     ) -> Trainer:
         """Tell a child what to train and wait until it has corpus, model and device; it is this trainer's then.
 
-        That takes as long as it takes: `timeout` is for a child that does not get on; `on_progress` is told when it does.
-        Raises the child's own error (`CorpusError`, `ModelTooLarge`, `ConfigError`), `ChildDied`, `DeadlineExceeded`.
+        That takes as long as it takes: `timeout` is for a child that does not get on; `on_progress` is told when it
+        does. Raises the child's own error (`CorpusError`, `ModelTooLarge`, `ConfigError`), `ChildDied`,
+        `DeadlineExceeded`.
         """
         try:
             reader, writer = await asyncio.open_connection(sock=child.control, limit=ms.MAX_LINE_BYTES)
@@ -231,8 +232,8 @@ class Trainer:
     ) -> None:
         """A round went by without us: weights := `anchor` + (weights − old anchor); all progress stays.
 
-        `moved` are the elements in which the anchor is another one (all). `consumed_samples` samples of the ranges before the
-        round took all the same, for what an earlier life of this node brought.
+        `moved` are the elements in which the anchor is another one (all). `consumed_samples` samples of the ranges
+        before the round took all the same, for what an earlier life of this node brought.
         """
         await self._order(ms.Rebase(tuple(ranges), committed_tokens, moved or self._all, consumed_samples), timeout)
 

@@ -26,7 +26,7 @@ _FUSED = ("cpu", "cuda", "mps")
 
 
 class InnerOptimizer:
-    """Steps some of a model's parameters, of which `embedding` may be one; `muon_matrices` are those that Muon may take."""
+    """Steps some of a model's parameters. `embedding` may be one of them; `muon_matrices` lists those for Muon."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """What was trained and not counted by a round yet, and since when. Pure bookkeeping.
 
-Counters run from one round that counted this node to the next: `mark_snapshot` marks what a snapshot holds, `commit_snapshot` takes the
-marked part away (it stands in a manifest now), `discard_snapshot` forgets the mark. The totals only grow; they are for status and
-metrics.
+Counters run from one round that counted this node to the next: `mark_snapshot` marks what a snapshot holds,
+`commit_snapshot` takes the marked part away (it stands in a manifest now), `discard_snapshot` forgets the mark. The
+totals only grow; they are for status and metrics.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ class Replica:
     def pseudo_gradient_into(self, out_E: Tensor) -> None:
         """anchor − weights as of the snapshot, into the snapshot's part of a host vector.
 
-        A piece at a time: the device has no room for one more copy (`FLAT_COPIES`). Raises `WeightsNotFinite`: such weights
-        do not become good again, so who has them starts anew from the anchor.
+        A piece at a time: the device has no room for one more copy (`FLAT_COPIES`). Raises `WeightsNotFinite`: such
+        weights do not become good again, so who has them starts anew from the anchor.
         """
         frozen, done = self._require_snapshot(), 0
         start, end, _ = self._snapshot_part.indices(len(out_E))
@@ -120,8 +120,8 @@ class Replica:
         """A round was committed without us: weights := new anchor + (weights − old anchor); all progress stays.
 
         It enters the next round as a pseudo-gradient. `ranges` are those not consumed as of the old anchor, without the
-        `consumed_samples` samples that an earlier life of this node brought to the round; `moved` holds the elements in which the
-        new anchor differs.
+        `consumed_samples` samples that an earlier life of this node brought to the round; `moved` holds the elements in
+        which the new anchor differs.
         """
         self._rebase_onto(new_anchor_E, moved)
         self.discard()

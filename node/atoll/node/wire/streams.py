@@ -141,7 +141,7 @@ class SocketStream:
         await self.close()
 
     async def refuse_after_reading(self, header: Buffer) -> None:
-        """As `refuse_and_close`, somebody who has said a few words already: p2pd loses ours if we close on unread bytes.
+        """Refuse a peer that has already sent data: p2pd loses our answer if we close with bytes unread.
 
         For a moment, so many are thrown away.
         """
