@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.coordinator.planner.reduce_shares import Link, best_shares, reduce_rate
+from atoll.coordinator.planner.reduce_shares import NodeLink, best_shares, reduce_rate
 from atoll.core.round_id import RoundId
 from atoll.lab.wan.hub import DEVICE
 from atoll.node.exchange.allreduce import Exchange, ExchangeServer
@@ -104,7 +104,7 @@ class Atoll:
 
 def planned_rates(mbit: dict[str, float]) -> dict[str, int]:
     """What a plan has each reduce, by peer id, once nodes have said what they measured of their uplinks."""
-    shares = best_shares({peer: Link(rate * 1e6 / 8) for peer, rate in mbit.items()})
+    shares = best_shares({peer: NodeLink(rate * 1e6 / 8) for peer, rate in mbit.items()})
     return {peer: reduce_rate(share, len(mbit)) for peer, share in shares.items()}
 
 

@@ -29,7 +29,7 @@ from atoll.node.trainer.loading import usable_facts, whole_model_bytes
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
 from atoll.node.training.device import DeviceFacts
 from benchmarks.common import Report
-from benchmarks.memory import KNOWN, LIMIT, MODELS, NOTHING, Model, Watch, decoder
+from benchmarks.memory import KNOWN, LIMIT, MODELS, NOTHING, Model, PeakMemory, decoder
 
 DEVICES = (1, 2)
 STEPS = 6
@@ -64,7 +64,7 @@ async def train(model: Model, devices: int, corpus: Path) -> CaseResult:
         await trainer.initialise()
         await trainer.load(ranges=((0, 10_000),), committed_tokens=0)
         processes = [trainer.pid, *(child.pid for child in psutil.Process(trainer.pid).children())]
-        watches = [Watch(pid) for pid in processes]
+        watches = [PeakMemory(pid) for pid in processes]
         await trainer.train()
         began = await _stepped(trainer, 1)
         ended = await _stepped(trainer, STEPS)

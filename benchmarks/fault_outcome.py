@@ -23,7 +23,7 @@ class FaultOutcome:
     strikes: tuple[Fault, ...]
     audit: AttemptAudit
     behind: int
-    back: int
+    recovered_members: int
     losses: dict[int, float]  # by committed tokens
 
     @property

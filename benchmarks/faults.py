@@ -28,7 +28,7 @@ from atoll.lab.faults import frozen, kill
 from benchmarks.attempt_audit import AttemptAudit, Fault, Row, audit_attempts, parse_attempt
 from benchmarks.common import Report
 from benchmarks.fault_outcome import FaultOutcome, compare
-from benchmarks.process_swarm import Chain, LabSwarm, first_commits, longest_round_seconds, node_names, reported, start
+from benchmarks.process_swarm import Chain, LabSwarm, first_commits, longest_round_seconds, node_names, report_on_exit, start
 
 VICTIMS = 3
 STRIKE_EVERY = 30.0  # seconds
@@ -276,7 +276,7 @@ async def main() -> None:
     options = parser.parse_args()
     report = Report("faults")
     notes = f"{options.minutes:g} minutes for each swarm of {options.nodes} nodes. {NOTES}"
-    with tempfile.TemporaryDirectory(prefix="atoll-") as scratch, reported(report, notes):
+    with tempfile.TemporaryDirectory(prefix="atoll-") as scratch, report_on_exit(report, notes):
         corpus = Path(scratch) / "corpus.txt"
         write_python_corpus(corpus)
         peace: FaultOutcome | None = None

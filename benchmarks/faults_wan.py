@@ -25,7 +25,7 @@ from benchmarks.attempt_audit import Fault
 from benchmarks.common import Report
 from benchmarks.fault_outcome import FaultOutcome
 from benchmarks.faults import KINDS, NOTES, FaultSession, run_with_faults, strikes, tell, tell_loss
-from benchmarks.process_swarm import LabSwarm, reported, start
+from benchmarks.process_swarm import LabSwarm, report_on_exit, start
 
 TOPOLOGY = "two-regions-8"
 AWAY = "america"  # the region without the coordinator
@@ -94,7 +94,7 @@ async def main() -> None:
     report, topology = Report("faults_wan"), load_topology(TOPOLOGY)
     names = [host.name for host in topology.trainers]
     notes = f"{TOPOLOGY}, {options.minutes:g} minutes for each swarm of {len(names)} nodes. {NOTES}"
-    with tempfile.TemporaryDirectory(prefix="atoll-") as scratch, reported(report, notes):
+    with tempfile.TemporaryDirectory(prefix="atoll-") as scratch, report_on_exit(report, notes):
         corpus = Path(scratch) / "corpus.txt"
         write_python_corpus(corpus)
         peace: FaultOutcome | None = None

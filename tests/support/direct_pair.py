@@ -112,7 +112,7 @@ class Pair:
 def unhurried_dialling() -> Iterator[None]:
     """A test process that stops for a moment is no reason to go over libp2p."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dialler, "PATIENCE", timedelta(seconds=10))
+        patch.setattr(dialler, "CONNECT_WAIT", timedelta(seconds=10))
         patch.setattr(dialler, "DIAL_TIMEOUT", timedelta(seconds=10))
         yield
 

@@ -106,7 +106,7 @@ class Swarm:
             self.executor,
             timeout,
             STALL,
-            screen=Screen(change=1.0) if self.screening else None,
+            screen=Screen(max_change_per_token=1.0) if self.screening else None,
             weigh=self.weigh,
         )
         self.exchanges[peer] = exchange

@@ -128,5 +128,5 @@ async def starve():
 
 
 def test_without_descriptors_the_line_waits_and_the_node_lives():
-    program = [sys.executable, "-c", "import asyncio, test_link; asyncio.run(test_link.starve())"]
+    program = [sys.executable, "-c", "import asyncio, test_coordinator_link as it; asyncio.run(it.starve())"]
     subprocess.run(program, cwd=Path(__file__).parent, check=True, timeout=60)

@@ -30,7 +30,7 @@ for thread in threads:
     thread.join()
 libc.malloc_stats()
 """
-_SHARED = "from atoll.node.system.malloc_arenas import limit_malloc_arenas\nshare_heaps()"
+_SHARED = "from atoll.node.system.malloc_arenas import limit_malloc_arenas\nlimit_malloc_arenas()"
 
 
 def heaps(asked: str) -> int:

@@ -82,7 +82,7 @@ async def test_without_a_direct_path_on_both_sides_all_goes_over_libp2p(lab: Lab
 @pytest.mark.parametrize("how", ["refused", "swallowed"])
 async def test_a_blocked_port_costs_little_and_once(lab: Lab, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Behind NAT, or a firewall that drops: libp2p it is, and nobody waits for it at the next opening."""
-    monkeypatch.setattr(dialler, "PATIENCE", timedelta(seconds=1.5))
+    monkeypatch.setattr(dialler, "CONNECT_WAIT", timedelta(seconds=1.5))
     monkeypatch.setattr(dialler, "DIAL_TIMEOUT", timedelta(seconds=9))
     seed, a = await two(lab)
     assert seed._direct is not None

@@ -116,7 +116,7 @@ class Doorkeeper:
             await self.awake.wait()
             await admit_and_serve(asked, stream)
 
-        monkeypatch.setattr(StreamAcceptor, "let_in", late)
+        monkeypatch.setattr(StreamAcceptor, "admit_and_serve", late)
 
 
 async def test_on_a_connection_that_was_proved_a_moment_ago_nobody_waits_to_be_let_in(
@@ -135,7 +135,7 @@ async def test_on_a_connection_that_was_proved_a_moment_ago_nobody_waits_to_be_l
             await pair.settled()
             keeper.awake.clear()
         assert pair.a.asked == 1
-        monkeypatch.setattr(dialler, "PROVED", timedelta(0))  # it was long ago
+        monkeypatch.setattr(dialler, "OPTIMISTIC_WITHIN", timedelta(0))  # it was long ago
         opening = asyncio.create_task(pair.a.talk(pair.b))
         assert not (await asyncio.wait({opening}, timeout=0.3))[0]
         keeper.awake.set()
@@ -243,11 +243,11 @@ async def test_whatever_is_not_clean_costs_the_connection(tmp_path: Path, how: s
         waiting: asyncio.Task[object] | None = None
         if how == "half a frame read":
             await stream.send(FrameKind.PART, b"", bytes(4 << 20))
-            pair.a.traffic.down.change(1e6)
+            pair.a.traffic.down.set_rate(1e6)
             pair.a.traffic.down.slot_start(10**8, small=False)  # the limit lets the prefix pass and nothing after it
             with pytest.raises(DeadlineExceeded):
                 await stream.receive(timedelta(seconds=1))
-            pair.a.traffic.down.change(0)
+            pair.a.traffic.down.set_rate(0)
         elif how == "unread frames":
             await stream.send(FrameKind.MESSAGE, b"an answer comes and nobody reads it")
         elif how == "reader waiting":

@@ -128,5 +128,5 @@ async def test_the_owners_limit_bounds_what_a_member_is_said_to_take(lab: Lab, m
     assert host.bytes_per_second_to("nobody") == 0.0
     monkeypatch.setattr(host._pacer, "bytes_per_second_to", lambda peer: math.inf)
     assert math.isinf(host.bytes_per_second_to("bob"))
-    host.traffic.up.change(1e6)
+    host.traffic.up.set_rate(1e6)
     assert host.bytes_per_second_to("bob") == 1e6

@@ -82,7 +82,7 @@ async def test_a_spent_month_is_a_wall_for_state_and_none_for_heads(lab: Lab, tm
     us.learn_addresses(ann.peer_id, ann.multiaddrs())
     plan = plan_of(lab.identity("ann"), lab.identity("us"), voters=(lab.identity("ann"),))
     empty = AnchorState(torch.zeros(ELEMENTS), OFFSETS)
-    ann.traffic.allow(allowed := 12 * ELEMENTS)  # both vectors are 8 bytes an element
+    ann.traffic.set_remaining_bytes(allowed := 12 * ELEMENTS)  # both vectors are 8 bytes an element
     async with asyncio.timeout(60):
         assert await catch_up(us, plan, empty, None, operator_key=OPERATOR.public_key) is not None
         with pytest.raises(Unreachable, match="month's traffic is spent"):

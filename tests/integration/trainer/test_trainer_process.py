@@ -151,9 +151,9 @@ async def test_it_dies_with_its_parent_before_anybody_took_it(tmp_path: Path) ->
     told = tmp_path / "pid"
     program = (
         "import asyncio, pathlib, sys\n"
-        "from atoll.node.trainer.trainer_process import Child\n"
+        "from atoll.node.trainer.trainer_process import TrainerProcess\n"
         "async def main():\n"
-        "    child = await Child.start(pathlib.Path(sys.argv[1]))\n"
+        "    child = await TrainerProcess.start(pathlib.Path(sys.argv[1]))\n"
         "    pathlib.Path(sys.argv[2]).write_text(str(child.process.pid))\n"
         "    assert 'torch' not in sys.modules\n"
         "    await asyncio.sleep(60)\n"

@@ -87,7 +87,7 @@ class RoutedWorld(World):
     def fetch_told(self) -> None:
         """All nodes that are there come to have the layers that they were told to fetch, and say so."""
         for name, identity in self.identities.items():
-            span, peer = prefetch.told(self.state, identity.peer_id), identity.peer_id
+            span, peer = prefetch.layers_to_fetch(self.state, identity.peer_id), identity.peer_id
             if span and self.prepared.get(name, span) != span:
                 del self.prepared[name]  # a node says of what it is told now whether it has that
             if span and peer in self.sessions and self.prepared.get(name) != span:

@@ -118,7 +118,7 @@ async def test_while_the_planner_thinks_the_coordinator_works_and_then_the_plan_
         may_end.wait()
         return answer(question, clock)
 
-    monkeypatch.setattr(coordinator, "_answer", slowly)
+    monkeypatch.setattr(coordinator, "_solve_question", slowly)
     controller = Controller(MemoryStore(), operator, ManualClock(), world.policy)
     controller.state = world.state
     planning = asyncio.create_task(controller.answer_questions())
@@ -138,7 +138,7 @@ async def test_a_planner_that_breaks_is_told_and_breaks_nothing_else(monkeypatch
     def broken(_question: Question, _clock: Clock) -> Answer:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(coordinator, "_answer", broken)
+    monkeypatch.setattr(coordinator, "_solve_question", broken)
     controller = Controller(MemoryStore(), Identity.generate(), ManualClock(), world.policy)
     controller.state = world.state
     await controller.answer_questions()

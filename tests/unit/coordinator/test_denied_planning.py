@@ -34,7 +34,7 @@ class Fetching(RoutedWorld):
         self.fetches = False
         super().tick_done()
         for name, identity in self.identities.items():
-            span = prefetch.told(self.state, identity.peer_id)
+            span = prefetch.layers_to_fetch(self.state, identity.peer_id)
             if name != self.slow and span and self.prepared.get(name) != span:
                 self.prepared[name] = span
                 self.say(name, self.state.live[identity.peer_id].status.state)

@@ -25,7 +25,7 @@ def pair() -> RoutedWorld:
 
 def told(world: RoutedWorld) -> dict[str, range]:
     """By name: the layers that each node is told to fetch."""
-    spans = {name: prefetch.told(world.state, it.peer_id) for name, it in world.identities.items()}
+    spans = {name: prefetch.layers_to_fetch(world.state, it.peer_id) for name, it in world.identities.items()}
     return {name: span for name, span in spans.items() if span}
 
 

@@ -384,7 +384,7 @@ def test_one_opener_cannot_use_up_the_attempts_of_a_round(world: World) -> None:
             answer = world.take(tie_break_votes.answer(world.state, world.now, peer, round_id, b""))
         except InvalidRequest:
             return False
-        assert isinstance(answer, tie_break_votes.Answer)
+        assert isinstance(answer, tie_break_votes.VoteReply)
         return answer.granted
 
     top = 0

@@ -44,9 +44,9 @@ class Wire:
 
 @pytest.fixture
 def wires(monkeypatch: pytest.MonkeyPatch) -> list[Wire]:
-    monkeypatch.setattr(tcp, "PACES", False)  # no task: windows are cut here
+    monkeypatch.setattr(tcp, "PACING_SUPPORTED", False)  # no task: windows are cut here
     monkeypatch.setattr(tcp, "info", lambda wire: wire.figures)
-    monkeypatch.setattr(tcp, "pace", lambda wire, rate: setattr(wire, "paced", rate))
+    monkeypatch.setattr(tcp, "set_pacing_rate", lambda wire, rate: setattr(wire, "paced", rate))
     return [Wire("ann", 4e6), Wire("bob", 4e6), Wire("cleo", 4e6)]
 
 
@@ -143,7 +143,7 @@ async def test_windows_are_of_some_round_trips_and_some_bytes(
 
 
 async def test_a_fault_of_ours_leaves_nobody_paced(wires: list[Wire], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "PACES", True)
+    monkeypatch.setattr(tcp, "PACING_SUPPORTED", True)
     monkeypatch.setattr(pacer, "_AFTER_A_FAULT", 0.01)
     monkeypatch.setattr(pacer, "MIN_WINDOW_SECONDS", 0.01)
     made = Pacer(SystemClock())

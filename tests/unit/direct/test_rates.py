@@ -145,7 +145,7 @@ def test_a_start_asks_for_more_only_after_it_got_through() -> None:
     assert state.observe(SECONDS, [WindowSample(1000, backlogged=True)]).budget == START_STEP * START_BYTES_PER_SECOND
 
 
-@pytest.mark.parametrize(("wide", "busy"), [(False, 1.0), (True, 0.25), (False, 0.25)])
+@pytest.mark.parametrize(("is_link_bound", "busy"), [(False, 1.0), (True, 0.25), (False, 0.25)])
 def test_a_start_grows_for_one_peer_of_several_and_for_bursts_too(is_link_bound: bool, busy: float) -> None:
     """Neither says what the link carries, but both got through."""
     state = UplinkEstimate()

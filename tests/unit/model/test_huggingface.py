@@ -33,7 +33,7 @@ def weights_of(route_stages: RouteStages, without_head: bool) -> dict[str, Tenso
         found |= {name: view.clone() for name, view in model.trained.views(model.weights_E)}
         found |= {name: view.clone() for name, view in model.frozen.views(model.frozen_E)}
     if without_head:
-        assert torch.equal(found.pop("lm_head.weight"), found[f"{route_stages.models[0].cut.embedding}"])
+        assert torch.equal(found.pop("lm_head.weight"), found[f"{route_stages.models[0].span_definition.embedding}"])
     return found
 
 

@@ -33,10 +33,10 @@ def test_the_time_of_its_layers_is_told_once_it_is_known() -> None:
 
 def test_how_far_a_trainer_is_that_loads_is_told_while_nothing_else_is_going_on() -> None:
     status = LiveStatus()
-    status.loading(Loading(0))
+    status.show_loading_progress(Loading(0))
     assert status.detail == "starting"
-    status.loading(Loading(1234567))
+    status.show_loading_progress(Loading(1234567))
     assert status.detail == "reading the corpus: 1,234,567 tokens so far"
     status.enter(mb.NODE_STATE_DRAINING, "leaving")
-    status.loading(Loading(2345678))
+    status.show_loading_progress(Loading(2345678))
     assert status.detail == "leaving"

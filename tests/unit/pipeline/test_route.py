@@ -358,7 +358,7 @@ async def test_a_flush_that_its_driver_does_not_end_is_ended_by_a_stage_that_has
     async def fault(passage: FrameInTransit) -> Frame | AtollError | None:
         return None if kind_of(passage) == "report" else passage.frame
 
-    monkeypatch.setattr(stage_loop, "STALE_SECONDS", 0.5)
+    monkeypatch.setattr(stage_loop, "STALLED_DRIVER_SECONDS", 0.5)
     async with route_on(MemoryHub(fault), corpus) as route, route.on():
         driver_loop = route.driver.session._loop
         assert isinstance(driver_loop, StageLoop)
@@ -537,8 +537,8 @@ def opening(data: bytes) -> tuple[FrameKind, bytes, bytes]:
 async def test_strangers_second_streams_and_what_is_another_s_to_say_are_refused_before_a_body_is_read(
     corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(route_connection, "WAIT", timedelta(milliseconds=50))
-    monkeypatch.setattr(dispatcher, "WAIT", timedelta(milliseconds=50))
+    monkeypatch.setattr(route_connection, "START_TIMEOUT", timedelta(milliseconds=50))
+    monkeypatch.setattr(dispatcher, "START_TIMEOUT", timedelta(milliseconds=50))
     hub = MemoryHub()
     async with route_on(hub, corpus) as route:
         stranger = hub.join("stranger")

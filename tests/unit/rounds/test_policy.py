@@ -23,7 +23,7 @@ def test_a_home_uplink_is_never_too_thin_for_the_first_rounds(codec, elements):
     assert policy.stall.total_seconds() > coded(length) / HOME_UPLINK
 
 
-@pytest.mark.parametrize(("weights", "pull"), [("tokens", 4.0), ("roots", 2.0)])
+@pytest.mark.parametrize(("weights", "weigh"), [("tokens", 4.0), ("roots", 2.0)])
 def test_the_spec_says_what_contributions_weigh(weights, weigh):
     spec = SPEC.model_copy(update={"sync": SPEC.sync.model_copy(update={"weights": weights})})
     policy = policy_of(spec, (0, 10, 20, 1000))
@@ -61,5 +61,5 @@ def test_a_route_of_smaller_steps_than_a_replica_s_may_move_as_far_in_each() -> 
     spec = SPEC.model_copy(update={"optimizer": optimizer, "pipeline": pipeline})
     assert spec.tokens_per_flush < spec.tokens_per_step
     replicas, routes = screen_of(spec), screen_of(spec, cuts=(3,))
-    assert replicas.change == pytest.approx(spec.optimizer.learning_rate / spec.tokens_per_step)
-    assert routes.change == pytest.approx(spec.optimizer.learning_rate / spec.tokens_per_flush)
+    assert replicas.max_change_per_token == pytest.approx(spec.optimizer.learning_rate / spec.tokens_per_step)
+    assert routes.max_change_per_token == pytest.approx(spec.optimizer.learning_rate / spec.tokens_per_flush)

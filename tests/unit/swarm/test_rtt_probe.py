@@ -69,7 +69,7 @@ def measured(delays: dict[str, float], lies: str = "") -> dict[str, float]:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await hub.close()
-        return {peer: time.rtt_seconds for peer, time in mine.times.items()}
+        return {peer: time.rtt_seconds for peer, time in mine.rtts.items()}
 
     return run_virtually(scene())
 

@@ -156,7 +156,7 @@ async def test_who_waits_notices_that_another_stream_is_over(
     monkeypatch: pytest.MonkeyPatch, how: str, waits_for: int, seconds: float, asks_again: float
 ) -> None:
     """At once where its bytes are due, else after so many seconds, however often a read is given up in between."""
-    monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(stripes, "_POLL_SECONDS", 0.02)
     monkeypatch.setattr(stripes, "_END_GRACE_SECONDS", seconds)
     readers = [reader_of(b"", ends=False) for _ in range(STRIPES)]
     clock = asyncio.get_running_loop().time
@@ -181,7 +181,7 @@ async def ask(reader: StripedReader, count: int, again: float) -> None:
 async def test_bytes_that_trickle_in_while_another_stream_has_ended_are_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(stripes, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(stripes, "_END_GRACE_SECONDS", 1.0)
     readers = [reader_of(b"", ends=False) for _ in range(STRIPES)]
     readers[1].feed_eof()
@@ -194,7 +194,7 @@ async def test_bytes_that_trickle_in_while_another_stream_has_ended_are_waited_f
 
 async def test_bytes_that_come_after_the_end_of_another_stream_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who sends its last frame and closes: the end of one stream may overtake what is under way on another."""
-    monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(stripes, "_POLL_SECONDS", 0.01)
     data = bytes(range(256)) * (STRIPE_UNIT_BYTES * 5 // 256)
     streams = dealt(STRIPES, [data])
     readers = [reader_of(stream, ends=index > 0) for index, stream in enumerate([b"", *streams[1:]])]
@@ -296,7 +296,7 @@ async def test_of_one_peer_only_so_many_wait_and_all_are_told_that_some_did_not_
 ) -> None:
     """Also the stream that its dialler reads, whichever came first."""
     monkeypatch.setattr(stripes, "ASSEMBLE_TIMEOUT", timedelta(seconds=0.05))
-    monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(stripes, "_POLL_SECONDS", 0.02)
     gatherings = StripeAssembler(FakeGate(), {AVERAGE})
     names = [bytes([number]) * 16 for number in range(stripes.MAX_PARTIAL_PER_PEER)]
     waiting = [coming(gatherings, index, name=name) for name in names for index in (2, 0)]
@@ -314,7 +314,7 @@ async def test_of_one_peer_only_so_many_wait_and_all_are_told_that_some_did_not_
 
 @pytest.mark.parametrize("how", ["ends", "breaks"])
 async def test_who_hangs_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(stripes, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(stripes, "_POLL_SECONDS", 0.02)
     gatherings = StripeAssembler(FakeGate(), {AVERAGE})
     waiting, second = coming(gatherings, 0), ends()
     other = asyncio.create_task(gatherings.add("ann", told(1), second))

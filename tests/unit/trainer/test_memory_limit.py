@@ -23,7 +23,7 @@ here = loading.load(config, facts, StageIO(one, queue.SimpleQueue().put), System
 scratch_E = torch.zeros(here.elements)
 if not {span!r}:
     here.loop.initialise_into(scratch_E)
-here.introduction(here.probe(scratch_E, 0.0))
+here.ready_message(here.probe(scratch_E, 0.0))
 here.loop.close()
 print(json.dumps(sorted(set(sys.modules) - known)))
 """

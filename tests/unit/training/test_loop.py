@@ -144,7 +144,7 @@ class Allocations(TorchDispatchMode):
 def test_a_device_has_room_for_a_piece_of_a_pseudo_gradient_and_no_more(
     devices: int, start: int, end: int | None, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "PIECE_ELEMENTS", 1000)
+    monkeypatch.setattr(replica, "CHUNK_ELEMENTS", 1000)
     layout = FlatLayout.of_layers({f"p{rows}": torch.empty(rows, 40)} for rows in (50, 1, 49, 60))
     anchor_E, weights_E = (torch.randn(layout.elements, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
     out_E, part = torch.zeros(layout.elements), slice(start, end)
@@ -227,7 +227,7 @@ def test_applying_mid_stream_does_not_repeat_or_skip_a_sample(make_loop: LoopMak
     assert rounds.progress.samples_repeated == 0
 
 
-@pytest.mark.parametrize(("spent", "first"), [(40, 40), (8, 12), (0, 12)])
+@pytest.mark.parametrize(("consumed_samples", "first"), [(40, 40), (8, 12), (0, 12)])
 def test_samples_that_an_earlier_life_brought_to_a_round_are_not_skipped_once_more(
     make_loop: LoopMaker, consumed_samples: int, first: int
 ) -> None:

@@ -34,7 +34,7 @@ class RankProcesses:
     def __init__(
         self, config: ms.TrainerConfig, descriptors: tuple[int, int, int], lost: Callable[[ms.Refused], None]
     ) -> None:
-        """`descriptors`: anchor, pseudo-gradient and meeting place.
+        """`descriptors`: anchor, pseudo-gradient and rendezvous.
 
         `lost` is called in a thread when one ends, or says why it cannot begin.
         """
@@ -48,9 +48,9 @@ class RankProcesses:
 
     def _start(self, config: ms.TrainerConfig, descriptors: tuple[int, int, int]) -> None:
         ours, theirs = socket.socketpair()
-        anchor, gradient, meeting = descriptors
+        anchor, gradient, rendezvous = descriptors
         command = [sys.executable, "-P", "-m", "atoll.node.trainer.worker", f"--control-fd={theirs.fileno()}"]
-        command += [f"--anchor-fd={anchor}", f"--gradient-fd={gradient}", f"--meeting-fd={meeting}"]
+        command += [f"--anchor-fd={anchor}", f"--gradient-fd={gradient}", f"--rendezvous-fd={rendezvous}"]
         command.append(f"--parent-pid={os.getpid()}")
         with theirs:
             subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *descriptors])

@@ -72,7 +72,7 @@ class Session:
         self._ranks: RankProcesses | None = None
         rendezvous: Rendezvous | None = None
         if len(devices) > 1:
-            rendezvous_fd = open_anonymous_file("atoll-meeting")
+            rendezvous_fd = open_anonymous_file("atoll-rendezvous")
             self._ranks = RankProcesses(config, (anchor_fd, gradient_fd, rendezvous_fd), self._exit_on_rank_failure)
             rendezvous = Rendezvous(devices, 0, rendezvous_fd, self._ranks.send_to_ranks)
         self._state = load(config, facts, end, self._clock, rendezvous, self._report_loading)

@@ -104,7 +104,7 @@ def main() -> int:
     for name in ("--control-fd", "--anchor-fd", "--gradient-fd", "--parent-pid"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--cable-fd", type=int, help="of a trainer that may hold a span")
-    parser.add_argument("--meeting-fd", type=int, help="of a process for another device of the same trainer")
+    parser.add_argument("--rendezvous-fd", type=int, help="of a process for another device of the same trainer")
     options = parser.parse_args()
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
