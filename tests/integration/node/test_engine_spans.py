@@ -294,7 +294,7 @@ async def test_who_is_in_a_round_with_what_an_earlier_life_brought_skips_no_samp
         async def watched(**how):
             before = whole.trainer.ahead[0][0]
             await rebase(**how)
-            if how["spent"]:
+            if how["consumed_samples"]:
                 ahead.append((before, whole.trainer.ahead[0][0]))
 
         monkeypatch.setattr(whole.trainer, "rebase", watched)

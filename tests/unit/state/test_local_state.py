@@ -225,7 +225,7 @@ async def test_a_copy_is_given_out_for_as_long_as_it_is_true(make):
     holdings = node.holdings
     assert holdings.head is not None
     assert holdings.head.round == 2
-    for where in ("held", "aside"):
+    for where in ("held", "set_aside"):
         setattr(holdings.prefetcher, where, ((HEADS[1], part(1, THEIRS)),))
         assert THEIRS not in [state.layers for _, state in holdings._idle_states()]
         setattr(holdings.prefetcher, where, ((HEADS[2], part(2, THEIRS)),))
