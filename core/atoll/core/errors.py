@@ -281,6 +281,12 @@ class PartInvalid(PeerMisbehaved):
     """A part has a wrong size, codec, count or order, or holds values that are not finite."""
 
 
+class MessageTooLarge(AtollError):
+    """A message of ours exceeds the limit of one frame, so it was not sent. A fault of this program, not of a peer."""
+
+    grpc_status = "RESOURCE_EXHAUSTED"
+
+
 class RoundAbandoned(AtollError):
     """An outer round did not commit. Progress is kept and enters the next attempt."""
 
