@@ -24,6 +24,7 @@ from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.exchange.arithmetic_check import require_equal_bits
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.background import BackgroundTasks
 from atoll.node.rounds.decide import is_witness, position_at
@@ -194,6 +195,7 @@ class AveragingEngine:
 
     async def run(self, links: RoundLinks) -> None:
         """Take part in rounds until cancelled or `finished`. Raises what the trainer or the disk raise."""
+        await asyncio.to_thread(require_equal_bits)
         self._links = links
         if self._machine.finished:
             self.finished.set()
