@@ -28,7 +28,15 @@ from atoll.lab.faults import frozen, kill
 from benchmarks.attempt_audit import AttemptAudit, Fault, Row, audit_attempts, parse_attempt
 from benchmarks.common import Report
 from benchmarks.fault_outcome import FaultOutcome, compare
-from benchmarks.process_swarm import Chain, LabSwarm, first_commits, longest_round_seconds, node_names, report_on_exit, start
+from benchmarks.process_swarm import (
+    Chain,
+    LabSwarm,
+    first_commits,
+    longest_round_seconds,
+    node_names,
+    report_on_exit,
+    start,
+)
 
 VICTIMS = 3
 STRIKE_EVERY = 30.0  # seconds

@@ -67,7 +67,7 @@ class Side:
             me=self.peer_id,
             pacer=self.pacer,
         )
-        self.network.handle(direct.PROTOCOL, self.path.offer)
+        self.network.handle(direct.PROTOCOL, self.path.serve_offer)
         self.path.listen(config)
 
     async def way_into(self, peer_id: str, timeout: timedelta = SOON) -> CheckedOffer:

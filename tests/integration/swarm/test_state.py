@@ -85,7 +85,7 @@ async def test_a_spent_month_is_a_wall_for_state_and_none_for_heads(lab: Lab, tm
     ann.traffic.set_remaining_bytes(allowed := 12 * ELEMENTS)  # both vectors are 8 bytes an element
     async with asyncio.timeout(60):
         assert await catch_up(us, plan, empty, None, operator_key=OPERATOR.public_key) is not None
-        with pytest.raises(Unreachable, match="month's traffic is spent"):
+        with pytest.raises(Unreachable, match="monthly traffic allowance is spent"):
             await catch_up(us, plan, empty, None, operator_key=OPERATOR.public_key)
     assert allowed <= ann.traffic.bytes_total < allowed + 3 * ELEMENTS
     conversation = await StateClient.connect(us, ann.peer_id, "r", SOON)

@@ -18,7 +18,7 @@ from atoll.node.swarm.host import SwarmHost
 from atoll.node.swarm.stream_acceptor import MAX_STREAMS_PER_PROTOCOL
 from atoll.node.swarm.stripes import PROTOCOL, STRIPES
 from atoll.node.wire.transport import Stream
-from atoll.v1 import dataplane_pb2 as wire
+from atoll.v1 import dataplane_pb2 as dp
 
 AVERAGE = "/atoll/average/1"
 BODY = bytes(range(256)) * 4096 * 7  # 7 MiB
@@ -112,14 +112,14 @@ async def test_streams_of_which_the_rest_never_comes_are_ended_by_name(
 ) -> None:
     seed, node = await two(lab)
     whole = await node.open(seed.peer_id, AVERAGE, SOON)
-    stripe = wire.Stripe(conversation=bytes(16), index=0, protocol=AVERAGE).SerializeToString()
+    stripe = dp.Stripe(conversation=bytes(16), index=0, protocol=AVERAGE).SerializeToString()
     for said in ([], [stripe]):
         monkeypatch.setattr(stripes, "ASSEMBLE_TIMEOUT", timedelta(seconds=3 if said else 0.5))
         refused = seed.streams_refused
         stream = node._stream(seed.peer_id, AVERAGE, *await node._p2p.open_socket(seed.peer_id, PROTOCOL, SOON))
         for header in said:
             await stream.send(FrameKind.MESSAGE, header)
-        with pytest.raises(DeadlineExceeded, match="1 of 4 streams" if said else "no whole frame"):
+        with pytest.raises(DeadlineExceeded, match="1 of 4 stripes" if said else "no whole frame"):
             await stream.receive(SOON)
         await stream.close()
         assert seed.streams_refused == refused + 1
@@ -137,7 +137,7 @@ async def test_who_is_evicted_while_it_opens_says_hello_and_opens_again(lab: Lab
     opened = [await node._p2p.open_socket(seed.peer_id, PROTOCOL, SOON) for _ in range(STRIPES - 1)]
     streams = [node._stream(seed.peer_id, AVERAGE, *ends) for ends in opened]
     for index, stream in zip((2, 0, 1), streams, strict=True):
-        stripe = wire.Stripe(conversation=bytes(16), index=index, protocol=AVERAGE)
+        stripe = dp.Stripe(conversation=bytes(16), index=index, protocol=AVERAGE)
         await stream.send(FrameKind.MESSAGE, stripe.SerializeToString())
         await until(lambda index=index: index in {it for one in waiting.values() for it in one.ends})
     seed.gate.evict(node.peer_id)

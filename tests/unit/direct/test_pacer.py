@@ -65,7 +65,7 @@ async def started(wires: list[Wire]) -> Pacer:
         wire.backlog = True
         made.add(wire)  # type: ignore[arg-type]
     pass_windows(made, wires, 12)
-    assert made.uplink.rate == pytest.approx(12e6, rel=0.02)
+    assert made.uplink.bytes_per_second == pytest.approx(12e6, rel=0.02)
     return made
 
 
@@ -76,7 +76,7 @@ async def test_one_slow_peer_says_nothing_about_our_uplink(wires: list[Wire], re
         wire.backlog, wire.rate = False, 0.0
     wires[0].rate, wires[0].receiver_stops = 100.0, receiver_stops
     pass_windows(made, wires, 3 * MEMORY_WINDOWS)
-    assert made.uplink.rate == pytest.approx(12e6, rel=0.02)
+    assert made.uplink.bytes_per_second == pytest.approx(12e6, rel=0.02)
     assert all(wire.paced >= 4e6 for wire in wires[1:])  # they may begin as before
 
 
@@ -95,7 +95,7 @@ async def test_the_only_peer_does(wires: list[Wire]) -> None:
     for one in made._watched:
         one.rate = 1e6  # type: ignore[attr-defined]
     pass_windows(made, list(made._watched), 3 * MEMORY_WINDOWS)  # type: ignore[arg-type]
-    assert made.uplink.rate == pytest.approx(2e6, rel=0.05)
+    assert made.uplink.bytes_per_second == pytest.approx(2e6, rel=0.05)
 
 
 async def test_nobody_idle_is_left_at_a_rate_at_which_nothing_moves(wires: list[Wire]) -> None:
@@ -105,7 +105,7 @@ async def test_nobody_idle_is_left_at_a_rate_at_which_nothing_moves(wires: list[
     idle = Wire("dan")
     made.add(idle)  # type: ignore[arg-type]
     pass_windows(made, [*wires, idle], 3 * MEMORY_WINDOWS)
-    assert made.uplink.rate < 1000
+    assert made.uplink.bytes_per_second < 1000
     assert all(wire.paced >= MIN_BYTES_PER_SECOND for wire in (*wires, idle))
 
 
@@ -217,7 +217,7 @@ async def test_exchanges_of_a_few_windows_do_not_make_the_link_look_slower(wires
             for wire in late:
                 wire.backlog = backlog
             look_on(made, late, looks)
-    assert made.uplink.rate == pytest.approx(12e6, rel=0.04)
+    assert made.uplink.bytes_per_second == pytest.approx(12e6, rel=0.04)
 
 
 @pytest.mark.parametrize(("sending", "pause"), [(1, 4), (1, 5), (2, 6), (3, 7), (5, 4)])
@@ -230,7 +230,7 @@ async def test_a_start_grows_in_bursts_too(wires: list[Wire], sending: int, paus
         for backlog, looks in ((True, sending), (False, pause)):
             late[0].backlog = backlog
             look_on(made, late, looks, link=100e6)
-    assert made.uplink.budget > 50e6
+    assert made.uplink.budget_bytes_per_second > 50e6
 
 
 async def test_who_begins_while_others_send_is_not_taken_for_held_up(wires: list[Wire]) -> None:
@@ -251,7 +251,7 @@ async def test_who_begins_while_others_send_is_not_taken_for_held_up(wires: list
             wire.backlog = wire in first
         look_on(made, first + later, 5)
     assert made.path_limits_bytes_per_second() == {}
-    assert made.uplink.rate == pytest.approx(12e6, rel=0.05)
+    assert made.uplink.bytes_per_second == pytest.approx(12e6, rel=0.05)
 
 
 async def test_one_slow_peer_with_a_connection_of_p2pd_s_beside_ours_says_nothing_about_our_uplink(
@@ -265,7 +265,7 @@ async def test_one_slow_peer_with_a_connection_of_p2pd_s_beside_ours_says_nothin
     for wire in slow:
         wire.rate = 50_000.0
     pass_windows(made, [*wires, slow[1]], 3 * MEMORY_WINDOWS)
-    assert made.uplink.rate == pytest.approx(12e6, rel=0.02)
+    assert made.uplink.bytes_per_second == pytest.approx(12e6, rel=0.02)
 
 
 async def test_with_one_peer_that_p2pd_leads_to_as_well_the_uplink_is_learnt(wires: list[Wire]) -> None:
@@ -275,7 +275,7 @@ async def test_with_one_peer_that_p2pd_leads_to_as_well_the_uplink_is_learnt(wir
     for wire in (only, beside):
         made.add(wire)
     pass_windows(made, [only, beside], 12)
-    assert made.uplink.rate == pytest.approx(12e6, rel=0.05)
+    assert made.uplink.bytes_per_second == pytest.approx(12e6, rel=0.05)
 
 
 def test_a_rate_is_of_one_peer_infinite_where_it_is_near_and_0_where_nothing_is_known(wires: list[Wire]) -> None:

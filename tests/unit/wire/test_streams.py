@@ -177,6 +177,6 @@ async def test_a_slow_peer_is_waited_for_and_a_stuck_one_given_up(monkeypatch: p
     writer.left_in_buffer = [900, 600, 300]  # moves each time, then drains
     await stream.send(FrameKind.PART, b"")
     writer.left_in_buffer = [900, 600, 600, 600]
-    with pytest.raises(Unreachable, match="took nothing"):
+    with pytest.raises(Unreachable, match="took no data"):
         await stream.send(FrameKind.PART, b"")
     assert writer.closed

@@ -1,6 +1,8 @@
-"""Where members dial in directly: TCP, TLS, a ticket, then conversations through the same door as all others.
+"""Listener: accepts direct connections from members: TCP, TLS, the proof of a ticket, then streams.
 
-A stranger gets no word: so many at once, in all and from one address, five seconds each, 48 bytes read, then a close.
+Each stream passes the same acceptor as streams over libp2p. An unauthenticated connection gets no answer: it has five
+seconds to send a frame with a valid proof (at most 32 bytes), or it is closed. The number of unauthenticated
+connections is bounded, in all and from one address.
 """
 
 from __future__ import annotations
@@ -20,20 +22,20 @@ from atoll.node.direct.stream import Connection, DirectStream
 from atoll.node.direct.tickets import PROOF_BYTES, Tickets
 from atoll.node.direct.tls_streams import TlsStreams, accept
 
-STRANGER_TIMEOUT = timedelta(seconds=5)  # from the connection to a good ticket
+STRANGER_TIMEOUT = timedelta(seconds=5)  # from the connection to a valid ticket
 MAX_STRANGERS = 32
 MAX_STRANGERS_PER_ADDRESS = 16
 MAX_CONNECTIONS_PER_PEER = 8
-IDLE_TIMEOUT = timedelta(minutes=10)  # longer than any dialler keeps one
-_ACCEPT_AGAIN = timedelta(seconds=0.5)  # after the kernel had no descriptor for us
+IDLE_TIMEOUT = timedelta(minutes=10)  # longer than any dialler keeps an idle connection
+_ACCEPT_AGAIN = timedelta(seconds=0.5)  # after accept failed, for example for lack of file descriptors
 
 _log = log.get("direct")
 
-RegisterConnection = Callable[[str, TlsStreams], Connection]  # raises when the peer is no member any more
+RegisterConnection = Callable[[str, TlsStreams], Connection]  # raises if the peer is no longer a member
 
 
 class Listener:
-    """One TCP port, on one or more addresses of ours."""
+    """One TCP port on one or more addresses of this node."""
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class Listener:
         max_frame_bytes: Callable[[str], int],
     ) -> None:
         self.port = 0
-        self.strangers_refused = 0  # strangers
+        self.strangers_refused = 0  # unauthenticated connections
         self._context = context
         self._tickets = tickets
         self._register = register
@@ -58,7 +60,7 @@ class Listener:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def listen(self, hosts: Sequence[str], port: int) -> None:
-        """Bind all `hosts` to one port, 0 for a free one. Raises `PortInUse`."""
+        """Listen on one port of all `hosts`; 0 takes a free one. Raises `PortInUse`."""
         try:
             for host in hosts:
                 sock = socket.create_server(
@@ -75,7 +77,7 @@ class Listener:
             self._start(self._accept(sock))
 
     async def close(self) -> None:
-        """End everything."""
+        """Stop listening and close every connection."""
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -105,7 +107,7 @@ class Listener:
                 connection = await self._identify(sock)
         except (OSError, EOFError, TimeoutError, AtollError) as error:
             self.strangers_refused += 1
-            _log.debug("stranger turned away", address=host, reason=str(error))
+            _log.debug("unauthenticated connection refused", address=host, reason=str(error))
         finally:
             self._strangers[host] -= 1
             self._strangers += Counter()  # drops what is not positive
@@ -121,7 +123,7 @@ class Listener:
             presented = check_frame(prefix, bytes(await reader.readexactly(PROOF_BYTES)), b"").header
             peer_id = self._tickets.redeem(presented)
             if peer_id is None:
-                raise FrameInvalid("the ticket is not good, or not any more")
+                raise FrameInvalid("the ticket is unknown, used or expired")
             if self._connections[peer_id] >= MAX_CONNECTIONS_PER_PEER:
                 raise FrameInvalid(f"peer {peer_id} has {MAX_CONNECTIONS_PER_PEER} direct connections already")
             return self._register(peer_id, (reader, writer))
@@ -130,7 +132,7 @@ class Listener:
             raise
 
     async def _serve_connection(self, connection: Connection) -> None:
-        """One conversation after another, as long as all is clean."""
+        """Serve one stream after another, until one does not end cleanly."""
         peer_id = connection.peer_id
         self._connections[peer_id] += 1
         try:
@@ -140,7 +142,7 @@ class Listener:
                 if not await stream.wait_peer_ended():
                     break
         except Unreachable:
-            pass  # it hung up, or was idle for long
+            pass  # the peer closed the connection, or it was idle too long
         except AtollError as error:
             _log.info("direct connection closed", peer=peer_id, reason=str(error))
         finally:

@@ -1,8 +1,9 @@
-"""How much came in at most, of all peers together: what the link carries at least. Pure: it is told the time.
+"""Downlink estimate: a lower bound of this node's download rate, from all peers together.
 
-Nobody can measure a downlink alone, and others send when they have something. So this is a lower bound, of windows of
-two seconds. The largest piece of each is left out, because most of it may have come before; and the best window,
-because all that waited while this process stood still comes in one. What was seen is forgotten after an hour.
+A node cannot measure its downlink alone, and peers send only when they have data. So this takes windows of two seconds.
+It ignores the largest piece of each window, because most of it may have arrived before the window began. It ignores the
+best window, because data that waited while this process stood still arrives in one window. It forgets windows after an
+hour. Pure: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -14,30 +15,30 @@ MEMORY_SECONDS = 3600.0
 
 
 class Downlink:
-    """Fed with what came."""
+    """The second-best window of the last hour, in bytes per second."""
 
     def __init__(self) -> None:
-        self._began = float("-inf")  # of the window
-        self._bytes = self._largest = 0
-        self._windows: deque[tuple[float, float]] = deque(maxlen=int(MEMORY_SECONDS / WINDOW_SECONDS))  # when, bytes/s
+        self._window_start = float("-inf")
+        self._bytes = self._largest_piece = 0
+        self._windows: deque[tuple[float, float]] = deque(maxlen=int(MEMORY_SECONDS / WINDOW_SECONDS))  # start, bytes/s
 
     def record(self, count: int, now: float) -> None:
-        """So many bytes were read at once."""
-        if now - self._began >= WINDOW_SECONDS:
+        """Count bytes that were read at once."""
+        if now - self._window_start >= WINDOW_SECONDS:
             self._end_window()
-            self._began, self._bytes, self._largest = now, 0, 0
+            self._window_start, self._bytes, self._largest_piece = now, 0, 0
         self._bytes += count
-        self._largest = max(self._largest, count)
+        self._largest_piece = max(self._largest_piece, count)
 
     def bytes_per_second(self, now: float) -> float:
-        """0: nothing worth speaking of came."""
-        if now - self._began >= WINDOW_SECONDS:
+        """Return the estimate; 0 if almost nothing came."""
+        if now - self._window_start >= WINDOW_SECONDS:
             self._end_window()
-            self._bytes = self._largest = 0
+            self._bytes = self._largest_piece = 0
         rates = sorted(rate for at, rate in self._windows if now - at <= MEMORY_SECONDS)
         return rates[-2] if len(rates) > 1 else 0.0
 
     def _end_window(self) -> None:
-        rate = (self._bytes - self._largest) / WINDOW_SECONDS
+        rate = (self._bytes - self._largest_piece) / WINDOW_SECONDS
         if rate > 0:
-            self._windows.append((self._began, rate))
+            self._windows.append((self._window_start, rate))
