@@ -22,7 +22,7 @@ from support.mutation import Mutator, on_wire
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.frames import MAX_FRAME_BYTES, PREFIX, Frame, FrameKind
-from atoll.core.records import build_head_record, heads_key
+from atoll.core.records import build_address_record, nodes_key
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
 from atoll.node.exchange.allreduce import ExchangeServer
@@ -50,7 +50,7 @@ ATTACKERS_STREAM = 4 * len(CHUNK)  # what asyncio buffers, out and in, at our en
 STATE_NOW = state_of(1.0)
 HEAD = commit(STATE_NOW, 1, [ANN], after=GENESIS)
 NUMBER = RoundId("r", 1, 0, 1, 0).to_proto()
-KEY = DHTID.generate(source=heads_key("reef")).to_bytes()
+KEY = DHTID.generate(source=nodes_key("reef")).to_bytes()
 
 
 class Node:
@@ -179,8 +179,8 @@ async def honest_life_goes_on(lab: Lab, node: Node, name: str) -> None:
         while (honest.peer_id, word) not in node.heard:
             await asyncio.sleep(0.01)
     await links.close()
-    await honest.publish_head(1, HEAD.hash, timedelta(minutes=5))
-    assert (await node.host.lookup_heads())[honest.peer_id] == (1, HEAD.hash)
+    await honest.publish_address(timedelta(minutes=5))
+    assert (await node.host.lookup_addresses())[honest.peer_id] == honest.multiaddrs()
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,8 @@ async def test_whatever_bytes_a_member_writes(lab: Lab, tmp_path: Path, examples
     await node.host.ready()
     attacker = await lab.start("attacker", seeds=node.host.multiaddrs())
     victim, expires = node.host.peer_id, time.time() + 300
-    record = build_head_record(lab.identity("attacker"), lab.certificate("attacker"), "reef", expires, (9, b"x" * 32))
+    identity, certificate = lab.identity("attacker"), lab.certificate("attacker")
+    record = build_address_record(identity, certificate, "reef", expires, attacker.multiaddrs())
     await asyncio.gather(*(write(attacker, victim, seed) for seed in range(AT_ONCE)))  # what is loaded lazily
     with structlog.testing.capture_logs() as logs, little_memory("all of it"):
         for start in range(0, examples, AT_ONCE):

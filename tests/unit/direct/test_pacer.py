@@ -139,7 +139,7 @@ async def test_windows_are_of_some_round_trips_and_some_bytes(
     for wire in wires:
         wire.figures = replace(wire.figures, min_rtt_seconds=round_trip)
         made._watched[wire].last_info = wire.figures  # type: ignore[index]
-    assert made._window() == pytest.approx(seconds, rel=0.03)
+    assert made._window_seconds() == pytest.approx(seconds, rel=0.03)
 
 
 async def test_a_fault_of_ours_leaves_nobody_paced(wires: list[Wire], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,6 @@ def test_one_peer_cannot_fill_the_book_nor_take_anothers_place() -> None:
 def test_nothing_that_is_kept_lets_anybody_in() -> None:
     book = book_of_bob()
     ticket = book.issue("alice")
-    assert ticket not in book._good
-    assert shown(ticket) not in book._good
-    assert all(book.redeem(digest) is None for digest in list(book._good))
+    assert ticket not in book._valid
+    assert shown(ticket) not in book._valid
+    assert all(book.redeem(digest) is None for digest in list(book._valid))

@@ -51,7 +51,7 @@ class HelloLimiter:
         self._filled = clock.monotonic()
 
     def enter(self, peer_id: str, known: bool) -> bool:
-        """Return True if this hello may be served; `leave` must follow. The total limits do not apply to `known` peers."""
+        """Return True to serve this hello; `leave` must follow. The total limits do not apply to `known` peers."""
         now = self._clock.monotonic()
         self._tokens = min(BURST, self._tokens + (now - self._filled) * HELLOS_PER_SECOND)
         self._filled = now

@@ -28,7 +28,7 @@ from atoll.core.errors import ChildDied, DeadlineExceeded, HelloRequired
 from atoll.core.frames import FrameKind
 from atoll.core.identity import Identity
 from atoll.core.membership import DenyList, MembershipVerifier
-from atoll.core.records import MAX_MULTIADDRS, build_address_record, build_head_record, heads_key, nodes_key
+from atoll.core.records import MAX_MULTIADDRS, build_address_record, nodes_key
 from atoll.node.direct import protocol as direct
 from atoll.node.direct.dialler import CheckedOffer
 from atoll.node.direct.direct_path import DirectConfig, DirectPath, parse_offer
@@ -225,7 +225,7 @@ class SwarmHost:
         """Store this node's addresses in the DHT. Raises `Unreachable`."""
         await self.ready()
         await self._p2p.refresh_multiaddrs()
-        expires = self._expiry(lifetime)
+        expires = self._clock.unix() + min(lifetime, MAX_LIFETIME).total_seconds()
         addresses = self.multiaddrs()[:MAX_MULTIADDRS]
         record = build_address_record(self._identity, self.gate.membership, self._run_id, expires, addresses)
         await self._directory.store(nodes_key(self._run_id), record, expires)
@@ -237,24 +237,12 @@ class SwarmHost:
         addresses = self.multiaddrs()[:MAX_MULTIADDRS]
         return bool(addresses) and addresses != self._published  # empty: behind NAT, and no relay found yet
 
-    async def publish_head(self, round_number: int, manifest_hash: bytes, lifetime: timedelta) -> None:
-        """Store which manifest is our newest. Raises `Unreachable`."""
-        expires = self._expiry(lifetime)
-        head = (round_number, manifest_hash)
-        record = build_head_record(self._identity, self.gate.membership, self._run_id, expires, head)
-        await self._directory.store(heads_key(self._run_id), record, expires)
-
     async def lookup_addresses(self) -> dict[str, tuple[str, ...]]:
         """Look up the published addresses of all members, and put them into the address book."""
         records = await self._directory.lookup(nodes_key(self._run_id))
         for peer_id, record in records.items():
             self.learn_addresses(peer_id, record.multiaddrs)
         return {peer_id: record.multiaddrs for peer_id, record in records.items()}
-
-    async def lookup_heads(self) -> dict[str, tuple[int, bytes]]:
-        """Everybody's newest manifest as published: round and hash. Claims, not facts: fetch and verify."""
-        records = await self._directory.lookup(heads_key(self._run_id))
-        return {peer_id: record.head for peer_id, record in records.items() if record.head is not None}
 
     def bytes_sent(self, protocol: str) -> int:
         """Bytes sent so far on streams of `protocol`, ended ones included; "dht" counts the DHT's messages."""
@@ -355,9 +343,6 @@ class SwarmHost:
             require_member=lambda: self.gate.require(peer_id),
             traffic=self._p2p.traffic,
         )
-
-    def _expiry(self, lifetime: timedelta) -> float:
-        return self._clock.unix() + min(lifetime, MAX_LIFETIME).total_seconds()
 
     def _connection_lost(self) -> None:
         if not self._closed:

@@ -20,7 +20,7 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.membership import MembershipVerifier
-from atoll.core.records import MAX_RECORD_BYTES, Record, RecordLocation, heads_key, nodes_key, verify_record
+from atoll.core.records import MAX_RECORD_BYTES, Record, RecordLocation, nodes_key, verify_record
 from atoll.node.swarm.msgpack_scan import check_msgpack
 
 MAX_CACHED_RECORDS = 4096
@@ -34,8 +34,8 @@ class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
     def __init__(self, authority: MembershipVerifier, clock: Clock) -> None:
         self._authority = authority
         self._clock = clock
-        names = (nodes_key(authority.run_id), heads_key(authority.run_id))
-        self._names = {DHTID.generate(source=name).to_bytes(): name for name in names}
+        self._name = nodes_key(authority.run_id)
+        self._key = DHTID.generate(source=self._name).to_bytes()
         self._accepted: OrderedDict[DHTRecord, None] = OrderedDict()
 
     def validate(self, record: DHTRecord) -> bool:
@@ -68,8 +68,7 @@ class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
         return verify_record(value, RecordLocation(name, subkey, expires), self._authority, self._clock.unix())
 
     def _check(self, record: DHTRecord) -> None:
-        name = self._names.get(record.key)
-        if name is None:
+        if record.key != self._key:
             raise PeerMisbehaved(f"the DHT of this run has no key {record.key.hex()}")
         if len(record.value) > MAX_RECORD_BYTES + _ENVELOPE_BYTES:
             raise PeerMisbehaved(f"a DHT record has at most {MAX_RECORD_BYTES} bytes")
@@ -81,4 +80,4 @@ class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
             raise PeerMisbehaved(f"a DHT record cannot be read: {error}") from error
         if not isinstance(subkey, str) or not isinstance(value, bytes):
             raise PeerMisbehaved("a DHT record must be a byte string, and its subkey a string")
-        self.read(name, subkey, value, record.expiration_time)
+        self.read(self._name, subkey, value, record.expiration_time)
