@@ -49,7 +49,7 @@ class Side:
         )
         self.traffic, self.pacer = Traffic(self.clock), Pacer(self.clock)
         self.traffic.bulk_send_callbacks.append(self.pacer.wake)
-        self.door = StreamAcceptor(
+        self.acceptor = StreamAcceptor(
             self.gate, Introductions(self.gate, _no_socket, self.traffic, self.clock), self.traffic
         )
         self.network = hub.join(self.peer_id)
@@ -61,7 +61,7 @@ class Side:
             gate=self.gate,
             traffic=self.traffic,
             clock=self.clock,
-            serve=self.door.admit_and_serve,
+            serve=self.acceptor.admit_and_serve,
             max_frame_bytes=max_request_bytes,
             request_offer=self.way_into,
             me=self.peer_id,
@@ -87,7 +87,7 @@ class Side:
     async def close(self) -> None:
         await self.path.close()
         await self.pacer.close()
-        await self.door.close()
+        await self.acceptor.close()
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Pair:
     async def settled(self) -> None:
         """Wait until every conversation has ended on both sides: kept connections are free, others are gone."""
         async with asyncio.timeout(SOON.total_seconds()):
-            while self.b.door._active_streams or any(
+            while self.b.acceptor._active_streams or any(
                 one.is_open and one not in [kept for kept, _ in self.a.path._dialler._idle.get(one.peer_id, ())]
                 for made in self.a.path._dialler._connections_by_peer.values()
                 for one in made

@@ -26,8 +26,7 @@ from atoll.core.membership import DenyList
 from atoll.node.direct import dialler, listener, tcp
 from atoll.node.direct.dialler import CheckedOffer
 from atoll.node.direct.stream import DirectStream
-from atoll.node.swarm import stream_acceptor
-from atoll.node.swarm.stream_acceptor import StreamAcceptor
+from atoll.node.swarm.stream_acceptor import MAX_STREAMS_PER_PROTOCOL, StreamAcceptor
 from atoll.node.wire import streams
 from atoll.node.wire.streams import SocketStream
 from atoll.node.wire.transport import Stream
@@ -43,7 +42,7 @@ async def echoes(stream: DirectStream, body: bytes = b"x") -> bool:
 
 async def test_one_connection_serves_one_conversation_after_another(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         for _ in range(20):
             stream = await pair.a.talk(pair.b)
             assert await echoes(stream, BODY)
@@ -58,7 +57,7 @@ async def test_one_connection_serves_one_conversation_after_another(tmp_path: Pa
 
 async def test_conversations_at_once_have_connections_of_their_own_up_to_a_bound(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         most = dialler.MAX_CONNECTIONS_PER_PEER
         streams = await asyncio.gather(*(pair.a.talk(pair.b) for _ in range(most)))
         assert all(await asyncio.gather(*(echoes(stream, BODY) for stream in streams)))
@@ -75,7 +74,7 @@ async def test_the_side_that_serves_may_end_first(tmp_path: Path) -> None:
         await stream.send(FrameKind.MESSAGE, b"that is all")
 
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, once)
+        pair.b.acceptor.handle(TALK, once)
         for _ in range(3):
             stream = await pair.a.talk(pair.b)
             assert (await stream.receive(SOON)).header == b"that is all"
@@ -94,7 +93,7 @@ async def test_a_refusal_is_raised_by_its_class_and_costs_no_connection(tmp_path
         raise RoundAbandoned("not this one")
 
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, refuse)
+        pair.b.acceptor.handle(TALK, refuse)
         for _ in range(3):
             stream = await pair.a.talk(pair.b)
             await stream.send(FrameKind.MESSAGE, b"please")
@@ -124,7 +123,7 @@ async def test_on_a_connection_that_was_proved_a_moment_ago_nobody_waits_to_be_l
 ) -> None:
     keeper = Doorkeeper(monkeypatch)
     async with direct_pair(tmp_path, optimistic={TALK}) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         for _ in range(3):
             stream = await pair.a.talk(pair.b)
             await stream.send(FrameKind.PART, b"h", BODY)
@@ -142,25 +141,27 @@ async def test_on_a_connection_that_was_proved_a_moment_ago_nobody_waits_to_be_l
         assert await echoes(await opening)
 
 
-async def test_who_is_refused_after_it_began_to_send_hears_why_and_the_path_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_dialler_that_is_refused_after_it_began_to_send_hears_why_and_keeps_the_connection(
+    tmp_path: Path,
 ) -> None:
     async with direct_pair(tmp_path, optimistic={TALK}) as pair:
-        pair.b.door.handle(TALK, shout)
-        most = stream_acceptor.MAX_STREAMS_PER_PROTOCOL
+        pair.b.acceptor.handle(TALK, shout)
+        slots, key = pair.b.acceptor._active_streams, (pair.a.peer_id, TALK)
         for body in (b"", BODY):
             stream = await pair.a.talk(pair.b)
             assert await echoes(stream)
             await stream.close()
             await pair.settled()
-            monkeypatch.setattr(stream_acceptor, "MAX_STREAMS_PER_PROTOCOL", 0)
+            for _ in range(MAX_STREAMS_PER_PROTOCOL):
+                slots.take(key, "streams")
             refused = await pair.a.talk(pair.b)
             with suppress(Unreachable):  # it may hear so early
                 await refused.send(FrameKind.PART, b"", body)
             with pytest.raises(PeerMisbehaved, match="at most"):
                 await refused.receive(SOON)
             await refused.close()
-            monkeypatch.setattr(stream_acceptor, "MAX_STREAMS_PER_PROTOCOL", most)
+            for _ in range(MAX_STREAMS_PER_PROTOCOL):
+                slots.release(key)
             await pair.settled()
         assert await echoes(await pair.a.talk(pair.b))
 
@@ -170,7 +171,7 @@ async def test_who_is_not_answered_takes_the_other_path_the_next_time(
 ) -> None:
     keeper = Doorkeeper(monkeypatch)
     async with direct_pair(tmp_path, optimistic={TALK}) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         warm = await asyncio.gather(*(pair.a.talk(pair.b) for _ in range(3)))
         for stream in warm:
             assert await echoes(stream)
@@ -190,7 +191,7 @@ async def test_who_is_answered_late_was_not_ignored(tmp_path: Path, monkeypatch:
     """Exchanges wait in slices, so that a machine that slept does not give everybody up."""
     keeper = Doorkeeper(monkeypatch)
     async with direct_pair(tmp_path, optimistic={TALK}) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         first = await pair.a.talk(pair.b)
         assert await echoes(first)
         await first.close()
@@ -212,7 +213,7 @@ async def test_a_conversation_that_is_ended_before_it_was_let_in_costs_no_connec
 ) -> None:
     keeper = Doorkeeper(monkeypatch)
     async with direct_pair(tmp_path, optimistic={TALK}) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         for _ in range(3):
             keeper.awake.set()
             stream = await pair.a.talk(pair.b)
@@ -238,7 +239,7 @@ async def test_whatever_is_not_clean_costs_the_connection(tmp_path: Path, how: s
             ended.set()
 
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, serve)
+        pair.b.acceptor.handle(TALK, serve)
         stream = await pair.a.talk(pair.b)
         waiting: asyncio.Task[object] | None = None
         if how == "half a frame read":
@@ -278,7 +279,7 @@ async def _send_forever(stream: DirectStream) -> None:
 
 async def test_a_frame_after_the_end_closes_the_connection(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         stream = await pair.a.talk(pair.b)
         stream._writer.write(pack_prefix(FrameKind.END, b"") + pack_prefix(FrameKind.PART, b"x") + b"x")
         await stream._writer.drain()
@@ -319,7 +320,7 @@ async def test_a_bit_that_flips_on_the_way_ends_the_connection(tmp_path: Path) -
             return replace(await pair.a.way_into(peer_id, timeout), port=between.sockets[0].getsockname()[1])
 
         pair.a.path._dialler._request_offer = way_past
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         assert await echoes(await pair.a.talk(pair.b), BODY)
         damages = True
         stream = await pair.a.talk(pair.b)
@@ -345,7 +346,7 @@ async def test_a_header_that_is_damaged_before_tls_is_found(tmp_path: Path) -> N
                 faults.append(error)
                 raise
 
-        pair.b.door.handle(TALK, listen)
+        pair.b.acceptor.handle(TALK, listen)
         stream = await pair.a.talk(pair.b)
         stream._writer.write(pack_prefix(FrameKind.PART, b"head", b"body", checksum_body=False) + b"headbody")
         stream._writer.write(pack_prefix(FrameKind.PART, b"head", b"body", checksum_body=False) + b"heaDbody")
@@ -357,7 +358,7 @@ async def test_a_header_that_is_damaged_before_tls_is_found(tmp_path: Path) -> N
 
 async def test_a_ban_cuts_what_is_under_way_and_what_is_kept(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         first, second = await pair.a.talk(pair.b), await pair.a.talk(pair.b)
         assert all([await echoes(stream) for stream in (first, second)])
         await first.close()
@@ -374,7 +375,7 @@ async def test_a_ban_cuts_what_is_under_way_and_what_is_kept(tmp_path: Path) -> 
 
 async def test_an_eviction_by_the_dialler_cuts_too(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         stream = await pair.a.talk(pair.b)
         pair.a.gate.set_deny_list(DenyList(1, frozenset({pair.b.peer_id})))
         with pytest.raises(Banned):
@@ -391,19 +392,20 @@ async def test_the_doors_limits_hold(tmp_path: Path) -> None:
         raise AssertionError("no frame is small enough")
 
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle("/atoll/state/1", never)
+        pair.b.acceptor.handle("/atoll/state/1", never)
         stream = await pair.a.talk(pair.b, "/atoll/state/1")
         await stream.send(FrameKind.MESSAGE, bytes(1 << 17))
         with pytest.raises(FrameInvalid, match="the cap is 65536"):
             await stream.receive(SOON)
         with pytest.raises(Unreachable, match="not served"):
             await pair.a.path.open(pair.b.peer_id, TALK, SOON)
-        assert pair.b.door.refused["Unreachable"] >= 1
-        pair.b.door.handle(TALK, shout)
-        pair.b.door._active_streams[pair.a.peer_id, TALK] = 6
+        assert pair.b.acceptor.refused["Unreachable"] >= 1
+        pair.b.acceptor.handle(TALK, shout)
+        for _ in range(6):
+            pair.b.acceptor._active_streams.take((pair.a.peer_id, TALK), "streams")
         with pytest.raises(PeerMisbehaved, match="at most 6 streams"):
             await pair.a.path.open(pair.b.peer_id, TALK, SOON)
-        assert pair.b.door.crashes == 0
+        assert pair.b.acceptor.crashes == 0
 
 
 async def test_more_connections_than_a_peer_may_have_are_not_let_in(
@@ -411,7 +413,7 @@ async def test_more_connections_than_a_peer_may_have_are_not_let_in(
 ) -> None:
     monkeypatch.setattr(listener, "MAX_CONNECTIONS_PER_PEER", 2)
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         first, second = await pair.a.talk(pair.b), await pair.a.talk(pair.b)
         assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None
         assert all([await echoes(stream) for stream in (first, second)])
@@ -422,7 +424,7 @@ async def test_more_connections_than_a_peer_may_have_are_not_let_in(
 async def test_idle_connections_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dialler, "IDLE_TIMEOUT", timedelta(seconds=1))
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         stream = await pair.a.talk(pair.b)
         await stream.close()
         async with asyncio.timeout(SOON.total_seconds()):
@@ -433,7 +435,7 @@ async def test_idle_connections_are_closed(tmp_path: Path, monkeypatch: pytest.M
 
 async def test_a_kept_connection_that_the_other_side_lost_is_replaced(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         stream = await pair.a.talk(pair.b)
         await stream.close()
         await pair.settled()
@@ -454,7 +456,7 @@ async def test_a_refusal_costs_no_connection(tmp_path: Path) -> None:
 
 async def test_after_a_conversation_broke_the_other_path_is_taken_for_a_while(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         kept, broken = await pair.a.talk(pair.b), await pair.a.talk(pair.b)
         await kept.close()
         for connection in tuple(pair.b.path._connections):
@@ -477,7 +479,7 @@ async def test_slow_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Buffers that filled while the link was fast empty late; the other side takes all the time."""
     monkeypatch.setattr(streams, "STALL_TIMEOUT", timedelta(seconds=0.5))
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         stream = await pair.a.talk(pair.b)
         for _ in range(8):
             assert await echoes(stream, BODY)
@@ -489,7 +491,7 @@ async def test_slow_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 async def test_who_is_closed_dials_nobody(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         await (await pair.a.talk(pair.b)).close()
         await pair.a.path.close()
         assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None

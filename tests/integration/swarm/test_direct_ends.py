@@ -84,7 +84,7 @@ async def test_what_comes_over_a_direct_connection_is_counted_as_it_comes(tmp_pa
     async with direct_pair(tmp_path) as pair:
         pieces: list[int] = []
         pair.a.traffic.count_arrived = pieces.append  # type: ignore[method-assign]
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         stream = await pair.a.talk(pair.b)
         await stream.send(FrameKind.MESSAGE, b"", body)
         frame = await stream.receive(PATIENCE)

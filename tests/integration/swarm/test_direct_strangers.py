@@ -80,7 +80,7 @@ async def honest_life_goes_on(pair: Pair) -> None:
 
 async def test_a_ticket_is_good_once_soon_and_nothing_else_is(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         good = (await pair.a.way_into(pair.b.peer_id)).ticket
         async with dialled(pair) as (reader, writer):  # the raw bytes of an honest dialler
             writer.write(ticket_frame(pair, good) + on_wire(BEGIN))
@@ -104,7 +104,7 @@ async def test_a_ticket_of_somebody_who_was_banned_meanwhile_is_worth_nothing(tm
 async def test_who_passes_on_anothers_offer_joins_nobody(tmp_path: Path) -> None:
     """Mallory answers `a` with what she got from `b`: the certificate is right, and still `b` serves nobody."""
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         honest = pair.a.way_into
 
         async def passed_on(peer_id: str, timeout: timedelta) -> CheckedOffer:
@@ -139,7 +139,7 @@ async def test_who_shows_another_certificate_sees_no_ticket(tmp_path: Path) -> N
     server = await asyncio.start_server(listen, "127.0.0.1", 0, ssl=context)
     port = server.sockets[0].getsockname()[1]
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         honest = pair.a.way_into
 
         async def diverted(peer_id: str, timeout: timedelta) -> CheckedOffer:
@@ -159,7 +159,7 @@ async def test_who_shows_another_certificate_sees_no_ticket(tmp_path: Path) -> N
 async def test_who_says_nothing_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(listener, "STRANGER_TIMEOUT", timedelta(seconds=1))
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         if how == "no TLS":
             reader, writer = await asyncio.open_connection("127.0.0.1", pair.b.path.port)
             with suppress(ConnectionError):
@@ -175,13 +175,13 @@ async def test_who_says_nothing_is_hung_up_on(tmp_path: Path, monkeypatch: pytes
 async def test_a_crowd_of_strangers_is_bounded_and_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "STRANGER_TIMEOUT", timedelta(seconds=1))
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         most, crowd = listener.MAX_STRANGERS_PER_ADDRESS, 100
         ends = [await asyncio.open_connection("127.0.0.1", pair.b.path.port) for _ in range(crowd)]
         async with asyncio.timeout(SOON.total_seconds()):
             while pair.b.path.strangers_refused < crowd - most:
                 await asyncio.sleep(0.005)
-        assert pair.b.path._listener._strangers.total() <= most
+        assert len(pair.b.path._listener._strangers) <= most
         for reader, writer in ends:
             with suppress(ConnectionError):
                 assert await asyncio.wait_for(reader.read(), SOON.total_seconds()) == b""
@@ -202,7 +202,7 @@ async def test_a_peer_that_is_killed_is_noticed(tmp_path: Path) -> None:
             raise
 
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, wait)
+        pair.b.acceptor.handle(TALK, wait)
         first = ticket_frame(pair, (await pair.a.way_into(pair.b.peer_id)).ticket) + on_wire(BEGIN)
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-c", CHILD, str(pair.b.path.port), first.hex(), stdout=asyncio.subprocess.PIPE
@@ -224,7 +224,7 @@ async def test_a_peer_that_is_killed_is_noticed(tmp_path: Path) -> None:
 async def test_whatever_comes_first(tmp_path: Path, examples: int) -> None:
     """Damaged tickets, and, with a good one, damaged beginnings and what comes after them."""
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         part = Frame(FrameKind.PART, b"h", b"body")
         good = (await pair.a.way_into(pair.b.peer_id)).ticket
         async with dialled(pair) as (reader, writer), asyncio.timeout(SOON.total_seconds()):
@@ -248,9 +248,9 @@ async def test_whatever_comes_first(tmp_path: Path, examples: int) -> None:
                         while await reader.read(1 << 16):
                             pass
         async with asyncio.timeout(SOON.total_seconds()):
-            while pair.b.gate.open_streams(pair.a.peer_id) or pair.b.path._listener._strangers.total():
+            while pair.b.gate.open_streams(pair.a.peer_id) or len(pair.b.path._listener._strangers):
                 await asyncio.sleep(0.01)
-        assert pair.b.door.crashes == 0
+        assert pair.b.acceptor.crashes == 0
         await honest_life_goes_on(pair)
 
 

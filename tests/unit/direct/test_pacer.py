@@ -14,7 +14,7 @@ from atoll.node.direct.pacer import SAMPLES_PER_WINDOW, Pacer
 from atoll.node.direct.rates import BEST_WINDOWS, MEMORY_WINDOWS, MIN_BYTES_PER_SECOND, UplinkEstimate
 
 SECONDS, SEGMENT = 0.32, 1400
-STILL = tcp.TcpInfo(0, SEGMENT, 0, 0, 0.08, 0.08, 0.0)
+STILL = tcp.TcpInfo(0, SEGMENT, 0, 0.08, 0.0)
 
 
 @dataclass(eq=False)

@@ -228,10 +228,10 @@ class FakeGate(Gate):
     def __init__(self) -> None:
         self.held: list[Any] = []
 
-    def opened(self, peer_id: str, stream: Any) -> None:
+    def track_stream(self, peer_id: str, stream: Any) -> None:
         self.held.append(stream)
 
-    def closed(self, peer_id: str, stream: Any) -> None:
+    def untrack_stream(self, peer_id: str, stream: Any) -> None:
         self.held.remove(stream)
 
 

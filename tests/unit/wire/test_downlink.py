@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.node.wire.downlink import MEMORY_SECONDS, WINDOW_SECONDS, Downlink
+from atoll.node.wire.traffic import DOWNLINK_MEMORY_SECONDS, DOWNLINK_WINDOW_SECONDS, DownlinkEstimate
 
 
 @given(
@@ -15,16 +15,16 @@ from atoll.node.wire.downlink import MEMORY_SECONDS, WINDOW_SECONDS, Downlink
 )
 def test_it_never_says_more_than_the_link_carries(rate: float, pieces: list[tuple[int, float]]) -> None:
     """Pieces come one after the other over a link of that rate, with pauses."""
-    link, now = Downlink(), 100.0
+    link, now = DownlinkEstimate(), 100.0
     for size, pause in pieces:
         now += pause + size / rate
         link.record(size, now)
         assert link.bytes_per_second(now) <= rate * 1.001
-    assert link.bytes_per_second(now + WINDOW_SECONDS) <= rate * 1.001
+    assert link.bytes_per_second(now + DOWNLINK_WINDOW_SECONDS) <= rate * 1.001
 
 
 def test_it_says_most_of_what_a_busy_link_carries_and_forgets_it_after_an_hour() -> None:
-    link, now = Downlink(), 0.0
+    link, now = DownlinkEstimate(), 0.0
     for _ in range(100):
         now += 0.1
         link.record(100_000, now)
@@ -35,5 +35,5 @@ def test_it_says_most_of_what_a_busy_link_carries_and_forgets_it_after_an_hour()
     now += 3
     for minute in range(50):
         link.record(1000, now + 60 * minute)
-    assert link.bytes_per_second(now + 0.9 * MEMORY_SECONDS) == pytest.approx(1e6, rel=0.06)
-    assert link.bytes_per_second(now + 1.1 * MEMORY_SECONDS) < 1000
+    assert link.bytes_per_second(now + 0.9 * DOWNLINK_MEMORY_SECONDS) == pytest.approx(1e6, rel=0.06)
+    assert link.bytes_per_second(now + 1.1 * DOWNLINK_MEMORY_SECONDS) < 1000

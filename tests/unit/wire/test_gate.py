@@ -48,7 +48,7 @@ def test_a_peer_is_known_after_its_hello_only(gate: Gate, clock: ManualClock) ->
         gate.require(PEER.peer_id)
     gate.admit(PEER.peer_id, make_gate(PEER, clock).hello())
     assert gate.require(PEER.peer_id).peer_id == PEER.peer_id
-    assert [member.peer_id for member in gate.members()] == [PEER.peer_id]
+    assert gate.is_admitted(PEER.peer_id)
 
 
 def test_a_hello_must_be_the_callers_own_and_of_our_major(gate: Gate, clock: ManualClock) -> None:
@@ -73,7 +73,7 @@ def test_membership_ends_with_certificate_and_grace(gate: Gate, clock: ManualClo
 def test_a_ban_cuts_streams_and_older_lists_change_nothing(gate: Gate, clock: ManualClock) -> None:
     gate.admit(PEER.peer_id, make_gate(PEER, clock).hello())
     stream = FakeStream()
-    gate.opened(PEER.peer_id, stream)
+    gate.track_stream(PEER.peer_id, stream)
     gate.set_deny_list(DenyList(2, frozenset({PEER.peer_id})))
     assert stream.aborted
     assert gate.open_streams(PEER.peer_id) == 0

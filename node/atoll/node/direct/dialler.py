@@ -28,9 +28,10 @@ from atoll.core.errors import AtollError, DeadlineExceeded, FrameInvalid, Reject
 from atoll.node.direct import tls
 from atoll.node.direct.hosts import is_ip_address, may_be_dialled
 from atoll.node.direct.protocol import MAX_HOSTS
-from atoll.node.direct.stream import Connection, DirectStream
+from atoll.node.direct.stream import Connection, DirectStream, RegisterConnection
 from atoll.node.direct.tickets import proof
 from atoll.node.direct.tls_streams import TlsStreams, dial
+from atoll.node.system.background_tasks import BackgroundTasks
 
 DIAL_TIMEOUT = timedelta(seconds=3)  # TCP and TLS
 OFFER_TIMEOUT = timedelta(seconds=5)  # for the peer's direct offer
@@ -56,7 +57,6 @@ class CheckedOffer:
 
 
 RequestOffer = Callable[[str, timedelta], Awaitable[CheckedOffer]]
-RegisterConnection = Callable[[str, TlsStreams], Connection]
 
 
 class Dialler:
@@ -87,7 +87,7 @@ class Dialler:
         self._last_clean_end: dict[Connection, float] = {}  # monotonic time of the last clean end of a stream
         self._dialling: defaultdict[str, set[asyncio.Task[None]]] = defaultdict(set)
         self._failures: dict[str, tuple[int, float]] = {}  # failures in a row, monotonic time of the next attempt
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
     def connected(self) -> frozenset[str]:
         """Peers with an open connection."""
@@ -107,7 +107,7 @@ class Dialler:
                     raise  # the peer refused; the connection works
         if not self._may_dial(peer_id):
             return None
-        dialling = self._start(self._dial(peer_id))
+        dialling = self._tasks.begin(self._dial(peer_id))
         self._dialling[peer_id].add(dialling)
         dialling.add_done_callback(lambda task: self._dialled(peer_id, task))
         await asyncio.wait({dialling}, timeout=min(timeout / 2, CONNECT_WAIT).total_seconds())
@@ -125,9 +125,7 @@ class Dialler:
     async def close(self) -> None:
         """Stop dialling. The caller closes the open connections."""
         self._closed = True
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.stop()
         for free in self._idle.values():
             for _, timer in free:
                 timer.cancel()
@@ -164,7 +162,7 @@ class Dialler:
             connection.abort()
             self._drop_idle(connection.peer_id, Unreachable("a stream broke or was never accepted"))
         elif connection.is_open and not self._closed:
-            self._start(self._reuse_when_ended(connection, stream))
+            self._tasks.begin(self._reuse_when_ended(connection, stream))
 
     async def _reuse_when_ended(self, connection: Connection, stream: DirectStream) -> None:
         if await stream.wait_peer_ended():
@@ -291,12 +289,6 @@ class Dialler:
         self._dialling[peer_id].discard(task)
         if not self._dialling[peer_id]:
             del self._dialling[peer_id]
-
-    def _start(self, work: Awaitable[None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def _look_up(name: str) -> list[Any]:

@@ -150,14 +150,14 @@ class DirectPath:
         )
         reader.count_arrived = self._traffic.count_arrived
         self._connections.add(connection)
-        self._gate.opened(peer_id, connection)
+        self._gate.track_stream(peer_id, connection)
         self._pacer.add(connection)
         on_connection_lost(writer, lambda: self._lost(connection))
         return connection
 
     def _lost(self, connection: Connection) -> None:
         self._connections.discard(connection)
-        self._gate.closed(connection.peer_id, connection)
+        self._gate.untrack_stream(connection.peer_id, connection)
         self._pacer.remove(connection)
         self._dialler.lost(connection)
 

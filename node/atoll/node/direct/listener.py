@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -18,9 +17,11 @@ from datetime import timedelta
 from atoll.core import log
 from atoll.core.errors import AtollError, FrameInvalid, PortInUse, Unreachable
 from atoll.core.frames import PREFIX, FrameKind, check_frame, unpack_prefix
-from atoll.node.direct.stream import Connection, DirectStream
+from atoll.node.direct.stream import Connection, DirectStream, RegisterConnection
 from atoll.node.direct.tickets import PROOF_BYTES, Tickets
-from atoll.node.direct.tls_streams import TlsStreams, accept
+from atoll.node.direct.tls_streams import accept
+from atoll.node.system.background_tasks import BackgroundTasks
+from atoll.node.wire.peer_slots import PeerSlots
 
 STRANGER_TIMEOUT = timedelta(seconds=5)  # from the connection to a valid ticket
 MAX_STRANGERS = 32
@@ -30,8 +31,6 @@ IDLE_TIMEOUT = timedelta(minutes=10)  # longer than any dialler keeps an idle co
 _ACCEPT_AGAIN = timedelta(seconds=0.5)  # after accept failed, for example for lack of file descriptors
 
 _log = log.get("direct")
-
-RegisterConnection = Callable[[str, TlsStreams], Connection]  # raises if the peer is no longer a member
 
 
 class Listener:
@@ -55,9 +54,9 @@ class Listener:
         self._protocols = protocols
         self._max_frame_bytes = max_frame_bytes
         self._sockets: list[socket.socket] = []
-        self._strangers: Counter[str] = Counter()  # by address
-        self._connections: Counter[str] = Counter()  # by peer
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers = PeerSlots[str](MAX_STRANGERS_PER_ADDRESS, MAX_STRANGERS)  # by address
+        self._connections = PeerSlots[str](MAX_CONNECTIONS_PER_PEER)
+        self._tasks = BackgroundTasks()
 
     def listen(self, hosts: Sequence[str], port: int) -> None:
         """Listen on one port of all `hosts`; 0 takes a free one. Raises `PortInUse`."""
@@ -74,13 +73,11 @@ class Listener:
             self.port = 0
             raise PortInUse(f"cannot listen on {host} port {port}: {error.strerror}", "choose another port") from error
         for sock in self._sockets:
-            self._start(self._accept(sock))
+            self._tasks.begin(self._accept(sock))
 
     async def close(self) -> None:
         """Stop listening and close every connection."""
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.stop()
         self._close_sockets()
 
     async def _accept(self, listening: socket.socket) -> None:
@@ -93,12 +90,11 @@ class Listener:
                 await asyncio.sleep(_ACCEPT_AGAIN.total_seconds())
                 continue
             host = address[0]
-            if self._strangers.total() >= MAX_STRANGERS or self._strangers[host] >= MAX_STRANGERS_PER_ADDRESS:
+            if self._strangers.try_take(host):
+                self._tasks.begin(self._handle_stranger(sock, host))
+            else:
                 self.strangers_refused += 1
                 sock.close()
-            else:
-                self._strangers[host] += 1
-                self._start(self._handle_stranger(sock, host))
 
     async def _handle_stranger(self, sock: socket.socket, host: str) -> None:
         connection: Connection | None = None
@@ -109,8 +105,7 @@ class Listener:
             self.strangers_refused += 1
             _log.debug("unauthenticated connection refused", address=host, reason=str(error))
         finally:
-            self._strangers[host] -= 1
-            self._strangers += Counter()  # drops what is not positive
+            self._strangers.release(host)
         if connection is not None:
             await self._serve_connection(connection)
 
@@ -124,17 +119,18 @@ class Listener:
             peer_id = self._tickets.redeem(presented)
             if peer_id is None:
                 raise FrameInvalid("the ticket is unknown, used or expired")
-            if self._connections[peer_id] >= MAX_CONNECTIONS_PER_PEER:
-                raise FrameInvalid(f"peer {peer_id} has {MAX_CONNECTIONS_PER_PEER} direct connections already")
-            return self._register(peer_id, (reader, writer))
+            self._connections.take(peer_id, "direct connections")
+            try:
+                return self._register(peer_id, (reader, writer))
+            except BaseException:
+                self._connections.release(peer_id)
+                raise
         except BaseException:
             writer.transport.abort()
             raise
 
     async def _serve_connection(self, connection: Connection) -> None:
         """Serve one stream after another, until one does not end cleanly."""
-        peer_id = connection.peer_id
-        self._connections[peer_id] += 1
         try:
             while connection.is_open:
                 stream = await connection.accept_next(IDLE_TIMEOUT, self._protocols, self._max_frame_bytes)
@@ -144,16 +140,10 @@ class Listener:
         except Unreachable:
             pass  # the peer closed the connection, or it was idle too long
         except AtollError as error:
-            _log.info("direct connection closed", peer=peer_id, reason=str(error))
+            _log.info("direct connection closed", peer=connection.peer_id, reason=str(error))
         finally:
             connection.abort()
-            self._connections[peer_id] -= 1
-            self._connections += Counter()
-
-    def _start(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            self._connections.release(connection.peer_id)
 
     def _close_sockets(self) -> None:
         for sock in self._sockets:

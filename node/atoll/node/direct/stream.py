@@ -12,7 +12,7 @@ the connection: an incomplete frame, a frame after END, an interrupted reader or
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 
 from google.protobuf.message import DecodeError
@@ -21,10 +21,12 @@ from atoll.core.errors import AtollError, DeadlineExceeded, FrameInvalid, Unreac
 from atoll.core.frames import MAX_FRAME_BYTES, Buffer, Frame, FrameKind, Prefix, check_frame, pack_prefix
 from atoll.node.direct import tcp
 from atoll.node.direct.protocol import MAX_BEGIN_BYTES, PROTOCOL
+from atoll.node.direct.tls_streams import TlsStreams
 from atoll.node.wire.streams import SocketStream
 from atoll.node.wire.traffic import Traffic
 from atoll.v1 import dataplane_pb2 as dp
 
+RegisterConnection = Callable[[str, TlsStreams], "Connection"]  # raises if the peer is no longer a member
 END_TIMEOUT = timedelta(seconds=10)  # for the peer's END after ours: its handler may be busy
 _WRITE_BYTES = 256 * 1024  # encrypted at once, in the event loop
 _LITTLE_BYTES = _WRITE_BYTES // 4  # asyncio's low-water mark: a waiting writer continues below it
@@ -36,6 +38,7 @@ class _TlsStream(SocketStream):
     buffer_high_bytes = _WRITE_BYTES  # these are encrypted copies, so bodies may be overwritten; 0 would never resume
     checksums_bodies = False  # TLS has checked each record
     flushes_pieces = True
+    max_write_bytes = _WRITE_BYTES
 
     def __init__(self, connection: Connection, protocol: str, max_frame_bytes: int) -> None:
         super().__init__(
@@ -146,14 +149,6 @@ class DirectStream(_TlsStream):
 
     def _is_over(self) -> bool:
         return self._closed or self._peer_closed or super()._is_over()
-
-    def _pieces(self, frame: list[Buffer]) -> Iterable[Buffer]:
-        for piece in super()._pieces(frame):
-            if len(piece) <= _WRITE_BYTES:
-                yield piece
-            else:
-                view = memoryview(piece)
-                yield from (view[start : start + _WRITE_BYTES] for start in range(0, len(view), _WRITE_BYTES))
 
     def expect_accept(self) -> None:
         """On the dialler's end: let the first `receive` read the acceptor's answer."""

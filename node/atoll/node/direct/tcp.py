@@ -16,8 +16,8 @@ UNSENT_BYTES = 4 * 1024 * 1024  # unsent data that the kernel buffers; bounds me
 _SO_MAX_PACING_RATE = 47
 _UNPACED = -1
 _MAX_PACE = 2**31 - 1  # bytes per second that fit the option; a faster rate is set as unpaced
-# snd_mss, rtt, total_retrans, notsent, min_rtt, rwnd_limited, delivered
-_INFO = struct.Struct("@16xI48xI28xI40xII24xQ8xI")
+# struct tcp_info of linux/tcp.h: snd_mss, notsent_bytes, min_rtt, rwnd_limited, delivered
+_INFO = struct.Struct("@16xI124xII24xQ8xI")
 _SEGMENTS = 2**32  # the kernel's counter of delivered segments wraps here
 
 
@@ -36,8 +36,7 @@ class TcpInfo:
     delivered_segments: int  # acknowledged, also out of order; wraps at 2^32
     segment_bytes: int
     unsent_bytes: int  # in the kernel's send buffer
-    retransmitted_segments: int
-    rtt_seconds: float
+
     min_rtt_seconds: float
     receiver_limited_seconds: float  # time in which the peer's receive window stopped the sender
 
@@ -82,5 +81,5 @@ def info(sock: SocketOptions) -> TcpInfo | None:
         return None
     if len(data) < _INFO.size:
         return None
-    segment, rtt, retransmitted, unsent, min_rtt, limited, delivered = _INFO.unpack(data)
-    return TcpInfo(delivered, segment, unsent, retransmitted, rtt / 1e6, min_rtt / 1e6, limited / 1e6)
+    segment, unsent, min_rtt, limited, delivered = _INFO.unpack(data)
+    return TcpInfo(delivered, segment, unsent, min_rtt / 1e6, limited / 1e6)

@@ -13,7 +13,6 @@ seconds or more. So the member with the higher peer id first waits a second to b
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 
@@ -23,6 +22,7 @@ from atoll.core.clock import Clock
 from atoll.core.errors import FrameInvalid
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.wire.gate import Gate
+from atoll.node.wire.peer_slots import PeerSlots
 from atoll.node.wire.refusals import run_handler
 from atoll.node.wire.streams import SocketStream
 from atoll.node.wire.traffic import Traffic
@@ -46,7 +46,7 @@ class HelloLimiter:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._running: Counter[str] = Counter()
+        self._running = PeerSlots[str](MAX_AT_ONCE_PER_PEER)
         self._tokens = BURST
         self._filled = clock.monotonic()
 
@@ -55,16 +55,14 @@ class HelloLimiter:
         now = self._clock.monotonic()
         self._tokens = min(BURST, self._tokens + (now - self._filled) * HELLOS_PER_SECOND)
         self._filled = now
-        crowded = not known and (self._running.total() >= MAX_AT_ONCE or self._tokens < 1)
-        if crowded or self._running[peer_id] >= MAX_AT_ONCE_PER_PEER:
+        crowded = not known and (len(self._running) >= MAX_AT_ONCE or self._tokens < 1)
+        if crowded or not self._running.try_take(peer_id):
             return False
         self._tokens -= 0 if known else 1
-        self._running[peer_id] += 1
         return True
 
     def leave(self, peer_id: str) -> None:
-        self._running[peer_id] -= 1
-        self._running += Counter()  # drops what is not positive
+        self._running.release(peer_id)
 
 
 class Introductions:

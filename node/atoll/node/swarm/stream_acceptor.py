@@ -27,7 +27,9 @@ from atoll.core.frames import MAX_FRAME_BYTES, FrameKind
 from atoll.node.direct import protocol as direct
 from atoll.node.swarm import hello, stripes
 from atoll.node.swarm.p2pd_control import CONTROL_TIMEOUT, STREAM_BUFFER_BYTES
+from atoll.node.system.background_tasks import BackgroundTasks
 from atoll.node.wire.gate import Gate
+from atoll.node.wire.peer_slots import PeerSlots
 from atoll.node.wire.refusals import refusal_header, run_handler
 from atoll.node.wire.streams import ByteReader, ByteWriter, SocketStream
 from atoll.node.wire.traffic import Traffic
@@ -63,11 +65,11 @@ class StreamAcceptor:
         self._introductions = introductions
         self._traffic = traffic
         self._handlers: dict[str, Handler] = {}
-        self._active_streams: Counter[tuple[str, str]] = Counter()  # streams under way, by peer and protocol
+        self._active_streams = PeerSlots[tuple[str, str]](MAX_STREAMS_PER_PROTOCOL)  # by peer and protocol
         self._assembler = stripes.StripeAssembler(gate, direct.BULK_PROTOCOLS)
-        self._opening: Counter[str] = Counter()  # streams of conversations of which some are missing, by peer
-        self._lingering: Counter[str] = Counter()  # streams that were refused and are read a moment longer, by peer
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._opening_stripes = PeerSlots[str](MAX_OPENING_PER_PEER)  # stripes of streams that are not complete
+        self._lingering = PeerSlots[str](MAX_LINGERING_PER_PEER, MAX_LINGERING)  # refused streams that are still read
+        self._tasks = BackgroundTasks()
         self._server: asyncio.Server | None = None
 
     async def listen(self, path: Path) -> None:
@@ -82,14 +84,10 @@ class StreamAcceptor:
         """Stop listening and cancel every handler."""
         if self._server is not None:
             self._server.close()
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.stop()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(self._serve(reader, writer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.begin(self._serve(reader, writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         info = p2pd.StreamInfo()
@@ -114,20 +112,18 @@ class StreamAcceptor:
         """Serve a stream from a peer, over libp2p or a direct connection, to its end; or refuse it."""
         peer_id, protocol = stream.peer_id, stream.protocol
         try:
-            self._check(peer_id, protocol)
+            self._take_slot(peer_id, protocol)
         except AtollError as error:
             await self._refuse(stream, error)
             return
         self.abort_on_eviction(stream)
-        self._active_streams[peer_id, protocol] += 1
         try:
             with suppress(Unreachable):
                 await stream.send(FrameKind.MESSAGE, b"")
                 await run_handler(protocol, stream, self._handlers[protocol], self._count_crash)
             await stream.close()
         finally:
-            self._active_streams[peer_id, protocol] -= 1
-            self._active_streams += Counter()  # drops what is not positive
+            self._active_streams.release((peer_id, protocol))
 
     async def _serve_stripe(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Take one stripe. The task of the first stripe serves the whole stream.
@@ -156,31 +152,25 @@ class StreamAcceptor:
     ) -> tuple[str, stripes.StripedReaderWriter] | None:
         """Check the gate, read the stripe's first frame, and return the result of `StripeAssembler.add`."""
         peer_id = stream.peer_id
-        self._opening[peer_id] += 1
-        try:
-            self._gate.require(peer_id)
-            if self._opening[peer_id] > MAX_OPENING_PER_PEER:
-                raise PeerMisbehaved(f"a peer opens at most {MAX_OPENING_PER_PEER} stripes at once")
+        self._gate.require(peer_id)
+        with self._opening_stripes.hold(peer_id, "stripes of incomplete streams"):
             first = await stream.receive(stripes.ASSEMBLE_TIMEOUT)
             self._gate.require(peer_id)
             return await self._assembler.add(peer_id, first, ends)
-        finally:
-            self._opening[peer_id] -= 1
-            self._opening += Counter()  # drops what is not positive
 
     def abort_on_eviction(self, stream: SocketStream) -> None:
         """Let the gate abort `stream` when its peer is evicted."""
-        self._gate.opened(stream.peer_id, stream)
-        stream.on_close(lambda: self._gate.closed(stream.peer_id, stream))
+        self._gate.track_stream(stream.peer_id, stream)
+        stream.on_close(lambda: self._gate.untrack_stream(stream.peer_id, stream))
 
-    def _check(self, peer_id: str, protocol: str) -> None:
+    def _take_slot(self, peer_id: str, protocol: str) -> None:
+        """Check that the peer may open this stream, and take a slot of `_active_streams`. Raises `AtollError`."""
         self._gate.require(peer_id)
         if protocol not in self._handlers:
             raise Unreachable(f"{protocol} is not served on this node")
         if self._gate.open_streams(peer_id) >= MAX_STREAMS_PER_PEER:
-            raise PeerMisbehaved(f"a peer holds at most {MAX_STREAMS_PER_PEER} streams at once")
-        if self._active_streams[peer_id, protocol] >= MAX_STREAMS_PER_PROTOCOL:
-            raise PeerMisbehaved(f"a peer holds at most {MAX_STREAMS_PER_PROTOCOL} streams of {protocol} at once")
+            raise PeerMisbehaved(f"a peer has at most {MAX_STREAMS_PER_PEER} streams at once")
+        self._active_streams.take((peer_id, protocol), f"streams of {protocol}")
 
     async def _refuse(self, stream: SocketStream, error: AtollError) -> None:
         self._count_refusal(stream, error)
@@ -188,17 +178,14 @@ class StreamAcceptor:
 
     async def _refuse_after_reading(self, stream: SocketStream, error: AtollError) -> None:
         """Refuse a peer that has sent data already: read for a second longer, unless too many do."""
-        peer_id = stream.peer_id
-        if self._lingering.total() >= MAX_LINGERING or self._lingering[peer_id] >= MAX_LINGERING_PER_PEER:
+        if not self._lingering.try_take(stream.peer_id):
             await self._refuse(stream, error)
             return
         self._count_refusal(stream, error)
-        self._lingering[peer_id] += 1
         try:
             await stream.refuse_after_reading(refusal_header(error))
         finally:
-            self._lingering[peer_id] -= 1
-            self._lingering += Counter()  # drops what is not positive
+            self._lingering.release(stream.peer_id)
 
     def _count_refusal(self, stream: SocketStream, error: AtollError) -> None:
         self.refused[error.reason] += 1

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -29,6 +28,7 @@ from google.protobuf.message import DecodeError
 from atoll.core.errors import AtollError, DeadlineExceeded, HelloRequired, PeerMisbehaved, Unreachable, first_error
 from atoll.core.frames import Buffer, Frame, FrameKind
 from atoll.node.wire.gate import Gate
+from atoll.node.wire.peer_slots import PeerSlots
 from atoll.node.wire.refusals import printable
 from atoll.node.wire.streams import ByteReader, ByteTransport, ByteWriter
 from atoll.node.wire.transport import Stream
@@ -252,7 +252,7 @@ class StripeAssembler:
         self._gate = gate
         self._protocols = protocols
         self._open: dict[tuple[str, bytes], _PartialStream] = {}  # by peer and stream id
-        self._count: Counter[str] = Counter()  # of them, by peer
+        self._partial = PeerSlots[str](MAX_PARTIAL_PER_PEER)
 
     async def add(self, peer_id: str, frame: Frame, ends: ReaderWriter) -> tuple[str, StripedReaderWriter] | None:
         """Add a stripe and wait until its stream is complete.
@@ -271,21 +271,17 @@ class StripeAssembler:
             if found.error is not None:
                 raise found.error
             return None
-        if self._count[peer_id] >= MAX_PARTIAL_PER_PEER:
-            raise PeerMisbehaved(f"a peer has at most {MAX_PARTIAL_PER_PEER} streams of which stripes are missing")
-        partial = _PartialStream(stripe.protocol)
-        partial.join(stripe, ends)
-        self._open[key] = partial
-        self._count[peer_id] += 1
-        self._gate.opened(peer_id, partial)
-        try:
-            await partial.wait()
-        finally:
-            partial.fail(Unreachable("this node stops"))  # no effect if it is complete
-            self._gate.closed(peer_id, partial)
-            del self._open[key]
-            self._count[peer_id] -= 1
-            self._count += Counter()  # drops what is not positive
+        with self._partial.hold(peer_id, "streams of which stripes are missing"):
+            partial = _PartialStream(stripe.protocol)
+            partial.join(stripe, ends)
+            self._open[key] = partial
+            self._gate.track_stream(peer_id, partial)
+            try:
+                await partial.wait()
+            finally:
+                partial.fail(Unreachable("this node stops"))  # no effect if it is complete
+                self._gate.untrack_stream(peer_id, partial)
+                del self._open[key]
         if partial.error is not None:
             raise partial.error
         return partial.protocol, join_stripes([partial.ends[index] for index in range(STRIPES)])

@@ -52,10 +52,6 @@ class Gate:
     def deny(self) -> DenyList:
         return self._deny
 
-    def members(self) -> tuple[Member, ...]:
-        """All members admitted now."""
-        return tuple(member for member in self._members.values() if self.is_admitted(member.peer_id))
-
     def set_membership(self, membership: pb.Signed) -> None:
         """Show a renewed certificate from now on. Raises `CertificateInvalid` if it is not this node's."""
         self._membership = self._checked(membership)
@@ -99,11 +95,11 @@ class Gate:
         for stream in self._streams.pop(peer_id, set()):
             stream.abort()
 
-    def opened(self, peer_id: str, stream: Closable) -> None:
+    def track_stream(self, peer_id: str, stream: Closable) -> None:
         """Remember an open stream, so that eviction closes it."""
         self._streams[peer_id].add(stream)
 
-    def closed(self, peer_id: str, stream: Closable) -> None:
+    def untrack_stream(self, peer_id: str, stream: Closable) -> None:
         """Forget a stream that ended."""
         streams = self._streams.get(peer_id)
         if streams is not None:

@@ -17,7 +17,8 @@ Streams are never half-closed: p2pd would lose the reply.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol, cast
@@ -82,6 +83,7 @@ class SocketStream:
     buffer_high_bytes = 0  # `drain` waits until the kernel has everything
     checksums_bodies = True  # checksums cover bodies, not only headers
     flushes_pieces = False  # flush after each piece of a frame, even without an upload limit
+    max_write_bytes = sys.maxsize  # largest piece of a frame
 
     def __init__(
         self,
@@ -194,7 +196,7 @@ class SocketStream:
         up = self._traffic.up
         async with self._sending:
             try:
-                for piece in self._pieces(frame):
+                for piece in up.pieces(frame, self.max_write_bytes):
                     await up.wait(len(piece), small=size <= SMALL_FRAME_BYTES)
                     if self._is_over():
                         raise self._ended_error()
@@ -207,10 +209,6 @@ class SocketStream:
                 if 0 < left < size:
                     self.abort()
                 raise
-
-    def _pieces(self, frame: list[Buffer]) -> Iterable[Buffer]:
-        """Split a frame into the pieces of one write each, as the upload limit requires."""
-        return self._traffic.up.pieces(frame)
 
     def _is_over(self) -> bool:
         """Tell whether this end can send no more."""

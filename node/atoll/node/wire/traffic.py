@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 
 from atoll.core.clock import Clock
 from atoll.core.errors import Busy
 from atoll.core.frames import Buffer
-from atoll.node.wire.downlink import Downlink
 
 SMALL_FRAME_BYTES = 4 * 1024
 _PIECE_SECONDS = 0.05  # of the rate that one stream may use before another stream's turn
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 4 * 1024, 256 * 1024
 _BURST_SECONDS = 0.1  # of the rate that an idle limiter saves up
+DOWNLINK_WINDOW_SECONDS = 2.0
+DOWNLINK_MEMORY_SECONDS = 3600.0
 
 
 class RateLimiter:
@@ -75,15 +76,55 @@ class RateLimiter:
         """Wait until `count` more bytes may pass."""
         await self.sleep_until(self.slot_start(count, small=small))
 
-    def pieces(self, buffers: Iterable[Buffer]) -> Iterator[Buffer]:
-        """Split buffers into pieces of one turn each; without a limit, leave them whole."""
-        size = int(min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, self._bytes_per_second * _PIECE_SECONDS)))
+    def pieces(self, buffers: Iterable[Buffer], max_bytes: int) -> Iterator[Buffer]:
+        """Split buffers into pieces of one turn each; without a limit, into pieces of at most `max_bytes`."""
+        size = max_bytes
+        if self.limited:
+            turn = int(max(_MIN_PIECE_BYTES, self._bytes_per_second * _PIECE_SECONDS))
+            size = min(size, turn, _MAX_PIECE_BYTES)
         for buffer in buffers:
-            if self.limited and len(buffer) > size:
+            if len(buffer) > size:
                 view = memoryview(buffer)
                 yield from (view[start : start + size] for start in range(0, len(view), size))
             else:
                 yield buffer
+
+
+class DownlinkEstimate:
+    """A lower bound of this node's download rate, from all peers together. Pure: the caller passes the time.
+
+    A node cannot measure its downlink alone, and peers send only when they have data. So this takes the second-best
+    window of two seconds of the last hour. It ignores the best window, because data that waited while this process
+    stood still arrives in one window. It ignores the largest piece of each window, because most of it may have arrived
+    before the window began.
+    """
+
+    def __init__(self) -> None:
+        self._window_start = float("-inf")
+        self._bytes = self._largest_piece = 0
+        most = int(DOWNLINK_MEMORY_SECONDS / DOWNLINK_WINDOW_SECONDS)
+        self._windows: deque[tuple[float, float]] = deque(maxlen=most)  # start, bytes per second
+
+    def record(self, count: int, now: float) -> None:
+        """Count bytes that were read at once."""
+        if now - self._window_start >= DOWNLINK_WINDOW_SECONDS:
+            self._end_window()
+            self._window_start, self._bytes, self._largest_piece = now, 0, 0
+        self._bytes += count
+        self._largest_piece = max(self._largest_piece, count)
+
+    def bytes_per_second(self, now: float) -> float:
+        """Return the estimate; 0 if almost nothing came."""
+        if now - self._window_start >= DOWNLINK_WINDOW_SECONDS:
+            self._end_window()
+            self._bytes = self._largest_piece = 0
+        rates = sorted(rate for start, rate in self._windows if now - start <= DOWNLINK_MEMORY_SECONDS)
+        return rates[-2] if len(rates) > 1 else 0.0
+
+    def _end_window(self) -> None:
+        rate = (self._bytes - self._largest_piece) / DOWNLINK_WINDOW_SECONDS
+        if rate > 0:
+            self._windows.append((self._window_start, rate))
 
 
 class Traffic:
@@ -95,7 +136,7 @@ class Traffic:
         self.up, self.down = RateLimiter(clock), RateLimiter(clock)
         self.bulk_send_callbacks: list[Callable[[], None]] = []  # called when more than a small frame is sent
         self._clock = clock
-        self._downlink = Downlink()
+        self._downlink = DownlinkEstimate()
         self._allowed_total = math.inf
 
     @property
