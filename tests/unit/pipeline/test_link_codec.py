@@ -111,9 +111,8 @@ def test_a_link_wants_what_a_micro_batch_takes_in_the_time_that_the_stage_comput
     network = SimpleNamespace(handle=lambda protocol, handler: None, bytes_per_second_to=lambda peer: rates[peer])
     on_route = RouteMembership(cast("Network", network), spec, "ann", SystemClock())
     told = Told()
-    codecs = on_route._link_codec_choice(
-        RoutePlace(1, 0, ("ann", "bob"), 0), cast("StageSocket", told), cast("Trainer", trainer)
-    )
+    place, socket = RoutePlace(1, 0, ("ann", "bob"), 0), cast("StageSocket", told)
+    codecs = on_route._link_codec_choice(place, socket, cast("Trainer", trainer))
     assert codecs is not None
     wanted = 2 * 64 / 0.001  # bytes of a token in bf16, and how long it is computed: 128 kB/s
     rates = {"bob": 0.99 * wanted / WIDEN_BELOW}
@@ -123,12 +122,7 @@ def test_a_link_wants_what_a_micro_batch_takes_in_the_time_that_the_stage_comput
     codecs.update()
     assert told.words == [(FrameType.CODEC, 1, b"bf16")]
     fixed = RouteMembership(cast("Network", network), parse_run_spec(SPEC.format(codec="int8")), "ann", SystemClock())
-    assert (
-        fixed._link_codec_choice(
-            RoutePlace(1, 0, ("ann", "bob"), 0), cast("StageSocket", told), cast("Trainer", trainer)
-        )
-        is None
-    )
+    assert fixed._link_codec_choice(place, socket, cast("Trainer", trainer)) is None
 
 
 def test_the_ends_of_a_route_have_one_link() -> None:
