@@ -37,7 +37,7 @@ CONFIG = DirectConfig(("127.0.0.1",), protocols=frozenset({TALK, "/atoll/state/1
 
 
 class Side:
-    """One member."""
+    """One member of a pair."""
 
     def __init__(self, name: str, operator: Identity, hub: MemoryHub, directory: Path, config: DirectConfig) -> None:
         self.clock = SystemClock()
@@ -53,8 +53,8 @@ class Side:
             self.gate, Introductions(self.gate, _no_socket, self.traffic, self.clock), self.traffic
         )
         self.network = hub.join(self.peer_id)
-        self.asked = 0  # for ways in
-        self.hosts: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/1",)  # known of others
+        self.offers_requested = 0
+        self.hosts: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/1",)  # that this side knows for others
         self.path = DirectPath(
             config,
             directory=directory,
@@ -63,15 +63,15 @@ class Side:
             clock=self.clock,
             serve=self.acceptor.admit_and_serve,
             max_frame_bytes=max_request_bytes,
-            request_offer=self.way_into,
+            request_offer=self.request_offer,
             me=self.peer_id,
             pacer=self.pacer,
         )
         self.network.handle(direct.PROTOCOL, self.path.serve_offer)
         self.path.listen(config)
 
-    async def way_into(self, peer_id: str, timeout: timedelta = SOON) -> CheckedOffer:
-        self.asked += 1
+    async def request_offer(self, peer_id: str, timeout: timedelta = SOON) -> CheckedOffer:
+        self.offers_requested += 1
         stream = await self.network.open(peer_id, direct.PROTOCOL, timeout)
         try:
             return parse_offer(await stream.receive(timeout), self.hosts)
@@ -79,7 +79,7 @@ class Side:
             await stream.close()
 
     async def talk(self, other: Side, protocol: str = TALK) -> DirectStream:
-        """A conversation that must come about."""
+        """Open a direct stream; fails if there is none."""
         stream = await self.path.open(other.peer_id, protocol, SOON)
         assert stream is not None
         return stream
@@ -98,7 +98,7 @@ class Pair:
     b: Side
 
     async def settled(self) -> None:
-        """Wait until every conversation has ended on both sides: kept connections are free, others are gone."""
+        """Wait until every stream has ended on both sides: each connection is idle or closed."""
         async with asyncio.timeout(SOON.total_seconds()):
             while self.b.acceptor._active_streams or any(
                 one.is_open and one not in [kept for kept, _ in self.a.path._dialler._idle.get(one.peer_id, ())]

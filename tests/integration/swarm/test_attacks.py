@@ -1,4 +1,4 @@
-"""Attacks that succeed against bare hivemind (each shown to, where that is quick) and fail at our gate."""
+"""Attacks that succeed against bare hivemind (shown where that is quick) and fail at the gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What destroys a round of bare hivemind, sent to ours: each of these attacks has a row in docs/explain/trust.md."""
+"""Attacks that destroy a round of bare hivemind, on an Atoll round. docs/explain/trust.md has a row for each."""
 
 from __future__ import annotations
 

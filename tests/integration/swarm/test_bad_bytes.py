@@ -1,4 +1,4 @@
-"""Bad bytes over libp2p, on every protocol that a node serves: refused by name, in time, for little memory."""
+"""Bad bytes over libp2p, on every protocol of a node: refused with a reason, in time, with little memory."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def _length(number: int) -> bytes:
     return bytes(made) + bytes([number])
 
 
-async def test_what_a_member_can_make_us_remember_is_bounded(lab: Lab, tmp_path: Path) -> None:
+async def test_the_memory_that_one_member_can_use_is_bounded(lab: Lab, tmp_path: Path) -> None:
     """The largest frames that pass, made of the smallest things, and as many streams as there may be."""
     node = Node(await lab.start("victim", relay_service=True), tmp_path)
     await node.host.ready()

@@ -1,4 +1,4 @@
-"""What the other side sent before it ended is read to the last byte, however late we are."""
+"""A slow reader gets all bytes that the peer sent before it closed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def both(folder: Path) -> tuple[tls_streams.TlsStreams, tls_streams.TlsStr
 
 @pytest.mark.parametrize("late", [True, False], ids=["late", "waiting"])
 @pytest.mark.parametrize("sizes", [SMALL, MANY, LARGE, BETWEEN], ids=["small", "many", "large", "between"])
-async def test_all_that_was_sent_before_the_end_is_read(tmp_path: Path, sizes: list[int], late: bool) -> None:
+async def test_all_bytes_that_were_sent_before_the_end_are_read(tmp_path: Path, sizes: list[int], late: bool) -> None:
     (reader, writer), (_, theirs) = await both(tmp_path)
     sent = [bytes([number % 251]) * size for number, size in enumerate(sizes)]
 
@@ -78,7 +78,7 @@ async def test_a_read_on_a_connection_that_was_lost_meanwhile_says_so(tmp_path: 
     writer.transport.abort()
 
 
-async def test_what_comes_over_a_direct_connection_is_counted_as_it_comes(tmp_path: Path) -> None:
+async def test_bytes_on_a_direct_connection_are_counted_as_they_arrive(tmp_path: Path) -> None:
     """Not when a whole frame is there: several large ones that end together would look like a fast link."""
     body = bytes(4 << 20)
     async with direct_pair(tmp_path) as pair:

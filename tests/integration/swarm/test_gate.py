@@ -67,7 +67,7 @@ async def test_after_a_restart_the_dialler_says_hello_again(lab: Lab) -> None:
     assert await again.lookup_addresses() == {node.peer_id: node.multiaddrs()}
 
 
-async def test_a_node_that_nobody_told_us_of_is_found_through_a_seed(lab: Lab) -> None:
+async def test_an_unknown_peer_is_found_through_a_seed(lab: Lab) -> None:
     seed = await lab.start("seed", relay_service=True)
     b = await lab.start("b", seeds=seed.multiaddrs())
     b.handle("/echo/1", echo)
@@ -78,7 +78,7 @@ async def test_a_node_that_nobody_told_us_of_is_found_through_a_seed(lab: Lab) -
     await stream.close()
 
 
-async def test_a_frozen_seed_does_not_delay_who_asks_for_an_address(lab: Lab) -> None:
+async def test_a_frozen_seed_does_not_delay_the_lookup_of_an_address(lab: Lab) -> None:
     seeds = [await lab.start(name, relay_service=True) for name in ("seed", "frozen")]
     addresses = tuple(address for seed in seeds for address in seed.multiaddrs())
     b = await lab.start("b", seeds=addresses)
@@ -96,7 +96,7 @@ async def test_a_frozen_seed_does_not_delay_who_asks_for_an_address(lab: Lab) ->
         os.kill(seeds[1].p2pd_pid, signal.SIGCONT)
 
 
-async def test_p2pd_killed_is_told_and_nothing_hangs(lab: Lab) -> None:
+async def test_a_killed_p2pd_is_reported_and_nothing_hangs(lab: Lab) -> None:
     seed = await lab.start("seed", relay_service=True)
     node = await lab.start("node", seeds=seed.multiaddrs())
     seed.handle("/echo/1", echo)

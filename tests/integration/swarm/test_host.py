@@ -85,7 +85,7 @@ async def test_members_that_began_without_a_seed_meet_through_one_that_came_late
         assert await host.lookup_addresses() == {a.peer_id: a.multiaddrs(), b.peer_id: b.multiaddrs()}
 
 
-async def test_a_seed_is_met_at_whichever_of_its_addresses_answers(lab: Lab) -> None:
+async def test_a_seed_is_found_at_any_of_its_addresses(lab: Lab) -> None:
     seed = await lab.start("seed", relay_service=True)
     dead = f"/ip4/127.0.0.1/tcp/1/p2p/{seed.peer_id}"
     told = (*seed.multiaddrs(), dead, "/ip4/127.0.0.1/tcp/1/p2p/0OIl")
@@ -121,7 +121,7 @@ async def test_a_protocol_that_p2pd_did_not_take_is_offered_again(lab: Lab, monk
         await stream.close()
 
 
-async def test_the_owners_limit_bounds_what_a_member_is_said_to_take(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_owners_limit_bounds_the_reported_rate_to_a_member(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     host = await lab.start("ann")
     assert host.bytes_per_second_to("nobody") == 0.0
     monkeypatch.setattr(host._pacer, "bytes_per_second_to", lambda peer: math.inf)

@@ -1,4 +1,4 @@
-"""What a daemon imports of hivemind."""
+"""The parts of hivemind that a daemon imports."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The owner's Mbit/s between two hosts, on either path."""
+"""The owner's rate limits between two hosts, over libp2p and direct connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joining over real libp2p streams, among donors that lie."""
+"""Catch-up over real libp2p streams, from donors of which some lie."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_three_of_four_poisoned_and_one_forged_head_do_not_keep_anyone_out
     assert not any(host.handler_crashes for host in hosts)
 
 
-async def test_a_spent_month_is_a_wall_for_state_and_none_for_heads(lab: Lab, tmp_path: Path) -> None:
+async def test_a_spent_allowance_stops_state_and_not_heads(lab: Lab, tmp_path: Path) -> None:
     """Nobody can make a volunteer pay for more than agreed: one frame over the allowance is the most."""
     true = state_of(1)
     us = await lab.start("us", relay_service=True)

@@ -1,4 +1,4 @@
-"""Bulk between running hosts without a direct path: several libp2p streams, one conversation, one gate."""
+"""Striped streams between running hosts without a direct path."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_frames_of_every_size_pass_both_ways_and_count_once(lab: Lab) -> N
     assert node.gate.open_streams(seed.peer_id) == 0
 
 
-async def test_many_at_once_do_not_mix_and_beyond_the_limit_they_are_refused_by_name(lab: Lab) -> None:
+async def test_concurrent_streams_do_not_mix_and_the_limit_is_refused_with_its_reason(lab: Lab) -> None:
     seed, node = await two(lab)
     opened = await asyncio.gather(*(node.open(seed.peer_id, AVERAGE, SOON) for _ in range(MAX_STREAMS_PER_PROTOCOL)))
 
@@ -71,13 +71,13 @@ async def test_many_at_once_do_not_mix_and_beyond_the_limit_they_are_refused_by_
     await asyncio.gather(*(stream.close() for stream in opened))
 
 
-async def test_what_is_not_served_is_said(lab: Lab) -> None:
+async def test_an_unserved_protocol_is_refused_with_its_name(lab: Lab) -> None:
     seed, node = await two(lab)
     with pytest.raises(Unreachable, match="not served"):
         await node.open(seed.peer_id, "/atoll/state/1", SOON)
 
 
-async def test_as_many_as_there_may_be_are_opened_at_once(lab: Lab) -> None:
+async def test_the_allowed_number_of_streams_opens_at_once(lab: Lab) -> None:
     seed, node = await two(lab)
     for protocol in BULK_PROTOCOLS - {AVERAGE}:
         seed.handle(protocol, echo)
@@ -88,7 +88,7 @@ async def test_as_many_as_there_may_be_are_opened_at_once(lab: Lab) -> None:
     await asyncio.gather(*(stream.close() for stream in opened))
 
 
-async def test_who_is_banned_is_cut_off_and_whose_hello_was_lost_says_it_again(lab: Lab) -> None:
+async def test_a_ban_cuts_a_peer_off_and_a_lost_hello_is_said_again(lab: Lab) -> None:
     seed, node = await two(lab)
     stream = await node.open(seed.peer_id, AVERAGE, SOON)
     seed.gate.evict(node.peer_id)
@@ -107,7 +107,7 @@ async def test_who_is_banned_is_cut_off_and_whose_hello_was_lost_says_it_again(l
     await again.close()
 
 
-async def test_streams_of_which_the_rest_never_comes_are_ended_by_name(
+async def test_stripes_of_an_incomplete_stream_are_refused_with_a_reason(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seed, node = await two(lab)
@@ -129,7 +129,7 @@ async def test_streams_of_which_the_rest_never_comes_are_ended_by_name(
     await whole.close()
 
 
-async def test_who_is_evicted_while_it_opens_says_hello_and_opens_again(lab: Lab) -> None:
+async def test_a_peer_that_is_evicted_while_it_opens_says_hello_and_opens_again(lab: Lab) -> None:
     """Whichever of its streams came first: all are told."""
     seed, node = await two(lab)
     await (await node.open(seed.peer_id, AVERAGE, SOON)).close()
@@ -147,9 +147,7 @@ async def test_who_is_evicted_while_it_opens_says_hello_and_opens_again(lab: Lab
     await (await node.open(seed.peer_id, AVERAGE, SOON)).close()
 
 
-async def test_one_stream_that_breaks_ends_the_conversation_on_both_sides(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_stripe_that_breaks_ends_the_stream_on_both_sides(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stripes, "_END_GRACE_SECONDS", 1.0)
     seed, node = await two(lab)
     stream = await node.open(seed.peer_id, AVERAGE, SOON)

@@ -1,4 +1,4 @@
-"""What the pacer makes of the kernel's figures, with connections that we make up."""
+"""The pacer on simulated connections with made-up TCP_INFO."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_one_slow_peer_says_nothing_about_our_uplink(wires: list[Wire], re
     assert all(wire.paced >= 4e6 for wire in wires[1:])  # they may begin as before
 
 
-async def test_who_has_sent_all_leaves_its_share_to_the_others_at_once(wires: list[Wire]) -> None:
+async def test_a_connection_that_is_done_leaves_its_share_to_the_others_at_once(wires: list[Wire]) -> None:
     made = await started(wires)
     assert all(wire.paced < 4.7e6 for wire in wires)  # a third of the link, and of a probe of it
     wires[0].backlog = False  # its last bytes are still acknowledged
@@ -90,7 +90,7 @@ async def test_who_has_sent_all_leaves_its_share_to_the_others_at_once(wires: li
     assert all(wire.paced >= 5.6e6 for wire in wires[1:])
 
 
-async def test_the_only_peer_does(wires: list[Wire]) -> None:
+async def test_the_only_peer_counts_even_if_it_is_slow(wires: list[Wire]) -> None:
     made = await started([wires[0], Wire("ann", 8e6)])
     for one in made._watched:
         one.rate = 1e6  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ async def test_the_only_peer_does(wires: list[Wire]) -> None:
     assert made.uplink.bytes_per_second == pytest.approx(2e6, rel=0.05)
 
 
-async def test_nobody_idle_is_left_at_a_rate_at_which_nothing_moves(wires: list[Wire]) -> None:
+async def test_no_idle_connection_is_left_at_a_rate_near_zero(wires: list[Wire]) -> None:
     made = await started(wires)
     for wire in wires:
         wire.rate = 50.0  # all of them: the link is as good as down
@@ -109,7 +109,7 @@ async def test_nobody_idle_is_left_at_a_rate_at_which_nothing_moves(wires: list[
     assert all(wire.paced >= MIN_BYTES_PER_SECOND for wire in (*wires, idle))
 
 
-async def test_a_path_that_changes_its_segments_rewrites_no_history(wires: list[Wire]) -> None:
+async def test_a_change_of_segment_size_does_not_change_earlier_bytes(wires: list[Wire]) -> None:
     made = await started(wires)
     for wire in wires:
         wire.figures = replace(wire.figures, delivered_segments=2**32 - 5, segment_bytes=SEGMENT + 60)
@@ -142,7 +142,9 @@ async def test_windows_are_of_some_round_trips_and_some_bytes(
     assert made._window_seconds() == pytest.approx(seconds, rel=0.03)
 
 
-async def test_a_fault_of_ours_leaves_nobody_paced(wires: list[Wire], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_in_the_pacer_unpaces_all_connections(
+    wires: list[Wire], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp, "PACING_SUPPORTED", True)
     monkeypatch.setattr(pacer, "_AFTER_A_FAULT", 0.01)
     monkeypatch.setattr(pacer, "MIN_WINDOW_SECONDS", 0.01)
@@ -200,7 +202,7 @@ def late_wires(made: Pacer, *peers: str) -> list[Late]:
     return found
 
 
-async def test_who_turns_out_to_be_near_leaves_its_share(wires: list[Wire]) -> None:
+async def test_a_connection_that_turns_out_to_be_local_leaves_its_share(wires: list[Wire]) -> None:
     made = await started(wires)
     wires[0].figures = replace(wires[0].figures, min_rtt_seconds=0.0015)
     pass_windows(made, wires, 1)
@@ -233,7 +235,7 @@ async def test_a_start_grows_in_bursts_too(wires: list[Wire], sending: int, paus
     assert made.uplink.budget_bytes_per_second > 50e6
 
 
-async def test_who_begins_while_others_send_is_not_taken_for_held_up(wires: list[Wire]) -> None:
+async def test_a_connection_that_starts_while_others_send_is_not_taken_for_limited(wires: list[Wire]) -> None:
     """Its share is another now than it was when it began, and its first bytes are not acknowledged yet."""
     made = Pacer(SystemClock())
     first, later = (late_wires(made, "ann", "bob", "cleo") for _ in range(2))
@@ -278,7 +280,7 @@ async def test_with_one_peer_that_p2pd_leads_to_as_well_the_uplink_is_learnt(wir
     assert made.uplink.bytes_per_second == pytest.approx(12e6, rel=0.05)
 
 
-def test_a_rate_is_of_one_peer_infinite_where_it_is_near_and_0_where_nothing_is_known(wires: list[Wire]) -> None:
+def test_a_rate_to_a_peer_is_infinite_if_it_is_near_and_0_if_it_is_unknown(wires: list[Wire]) -> None:
     made = Pacer(SystemClock())
     ann, bob, cleo = wires
     for wire in wires:

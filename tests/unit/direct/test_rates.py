@@ -1,4 +1,4 @@
-"""The estimate of the uplink and its shares, against links that we make up."""
+"""The uplink estimate and its shares on simulated links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DHT records: what the owner signs is what anybody reads, and nothing else passes."""
+"""DHT records: readers get what the owner signed, and every other record is refused."""
 
 from __future__ import annotations
 

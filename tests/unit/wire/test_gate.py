@@ -1,4 +1,4 @@
-"""The gate's table: who may talk to us, and for how long."""
+"""The gate: which peers may open streams, and for how long."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_only_our_own_certificate_replaces_ours(gate: Gate, clock: ManualClock) 
     assert gate.membership == renewed
 
 
-def test_strangers_are_bounded_at_once_and_per_second(clock: ManualClock) -> None:
+def test_hellos_of_non_members_are_bounded_at_once_and_per_second(clock: ManualClock) -> None:
     limit = HelloLimiter(clock)
     assert [limit.enter("p", known=False) for _ in range(3)] == [True] * MAX_AT_ONCE_PER_PEER + [False]
     others = [limit.enter(f"p{i}", known=False) for i in range(MAX_AT_ONCE)]

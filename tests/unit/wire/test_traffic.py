@@ -1,4 +1,4 @@
-"""A line with a rate: never faster over any span, in turns, and nobody waits without a limit."""
+"""Rate limits: never faster over any interval, streams take turns, and without a limit no stream waits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """P2pdControl: the client of p2pd's control socket, which is hivemind's client with bounded waits.
 
 One persistent connection carries unary calls; every other request uses its own short connection. In contrast to
-hivemind's client, short connections are always closed, failures become `AtollError`s, every wait has a deadline, a late
+hivemind's client, short connections have a deadline and are always closed, their failures become `AtollError`s, a late
 reply to a cancelled call does not stop the reader of the persistent connection, and raw streams get a larger buffer.
 """
 

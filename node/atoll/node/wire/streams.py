@@ -109,7 +109,6 @@ class SocketStream:
         self.broken = False  # the peer or the path failed
         self._sending = asyncio.Lock()
         self._sent = 0
-        self._received = 0
         self._on_close: list[Callable[[], None]] = []
         writer.transport.set_write_buffer_limits(high=self.buffer_high_bytes)
 
@@ -120,10 +119,6 @@ class SocketStream:
     @property
     def bytes_sent(self) -> int:
         return self._sent
-
-    @property
-    def bytes_received(self) -> int:
-        return self._received
 
     @property
     def has_own_connection(self) -> bool:
@@ -217,7 +212,7 @@ class SocketStream:
     async def _read_prefix(self) -> Prefix:
         if self._prefix is None:
             start = await self._reader.readexactly(PREFIX.size)
-            self._got(len(start))
+            self._traffic.received[self.protocol] += len(start)
             self._prefix = unpack_prefix(start, self._max_frame_bytes)
             size = PREFIX.size + self._prefix.header_bytes + self._prefix.body_bytes
             self._body_start = self._traffic.down.slot_start(size, small=size <= SMALL_FRAME_BYTES)
@@ -232,7 +227,7 @@ class SocketStream:
         await self._traffic.down.sleep_until(self._body_start)
         rest = memoryview(await self._reader.readexactly(prefix.header_bytes + prefix.body_bytes))
         self._prefix, self._reserved_download_bytes = None, 0
-        self._got(len(rest))
+        self._traffic.received[self.protocol] += len(rest)
         header, body = bytes(rest[: prefix.header_bytes]), rest[prefix.header_bytes :]
         return check_frame(prefix, header, body, checksum_body=self.checksums_bodies)
 
@@ -240,10 +235,6 @@ class SocketStream:
         self._writer.write(piece)
         self._sent += len(piece)
         self._traffic.count_sent(self.protocol, len(piece))
-
-    def _got(self, count: int) -> None:
-        self._received += count
-        self._traffic.received[self.protocol] += count
 
     async def _flush(self) -> None:
         before = self._progress()

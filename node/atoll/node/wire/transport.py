@@ -28,11 +28,6 @@ class Stream(Protocol):
         ...
 
     @property
-    def bytes_received(self) -> int:
-        """Bytes taken from the socket so far."""
-        ...
-
-    @property
     def has_own_connection(self) -> bool:
         """Tell whether no other stream shares its connection. A new stream would then need a new, slow connection."""
         ...
