@@ -328,9 +328,7 @@ async def test_a_flipped_bit_ends_the_connection(tmp_path: Path) -> None:
             await stream.send(FrameKind.PART, b"h", BODY)
         with pytest.raises(Unreachable):
             await stream.receive(SOON)
-        assert (
-            pair.a.offers_requested == 1 + 2
-        )  # each conversation had a connection of its own, and this one a relay that damages
+        assert pair.a.offers_requested == 1 + 2  # each stream has its own connection, and this one a damaging relay
         await stream.close()
         await pair.a.close()  # so that the relays end
         between.close()
