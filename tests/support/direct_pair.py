@@ -110,7 +110,7 @@ class Pair:
 
 @contextmanager
 def unhurried_dialling() -> Iterator[None]:
-    """A test process that stops for a moment is no reason to go over libp2p."""
+    """Longer timeouts, so that a test process that pauses does not fall back to libp2p."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dialler, "CONNECT_WAIT", timedelta(seconds=10))
         patch.setattr(dialler, "DIAL_TIMEOUT", timedelta(seconds=10))
@@ -119,7 +119,7 @@ def unhurried_dialling() -> Iterator[None]:
 
 @asynccontextmanager
 async def direct_pair(directory: Path, optimistic: Collection[str] = ()) -> AsyncIterator[Pair]:
-    """Two members of one run that know each other; `optimistic`: protocols whose conversations need not be let in."""
+    """Two members of one run that know each other; `optimistic`: protocols that need not await the accept."""
     operator, hub, config = Identity.generate(), MemoryHub(), replace(CONFIG, optimistic=frozenset(optimistic))
     pair = Pair(*(Side(name, operator, hub, directory, config) for name in "ab"))
     pair.a.gate.admit(pair.b.peer_id, pair.b.gate.hello())
@@ -141,7 +141,7 @@ async def _no_socket(peer_id: str, protocol: str, timeout: timedelta) -> NoRetur
 
 
 async def shout(stream: Stream) -> None:
-    """A handler that sends everything back until the other side has enough."""
+    """A handler that echoes frames until the peer closes."""
     while True:
         frame = await stream.receive(SOON)
         await stream.send(frame.kind, frame.header, frame.body)

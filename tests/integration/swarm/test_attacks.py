@@ -54,7 +54,7 @@ async def outsider() -> AsyncIterator[P2P]:
 
 
 async def pair(lab: Lab) -> tuple[SwarmHost, SwarmHost]:
-    """A victim, and an attacker who is a member: certificates do not make honest."""
+    """A victim, and an attacker that is a member: a certificate does not prove honesty."""
     victim = await lab.start("victim", relay_service=True)
     return victim, await lab.start("attacker", seeds=victim.multiaddrs())
 

@@ -81,7 +81,7 @@ async def test_without_a_direct_path_on_both_sides_bulk_uses_libp2p(lab: Lab, ho
 
 @pytest.mark.parametrize("how", ["refused", "swallowed"])
 async def test_a_blocked_port_costs_one_short_wait(lab: Lab, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Behind NAT, or a firewall that drops: libp2p it is, and nobody waits for it at the next opening."""
+    """Behind NAT or a firewall that drops packets: streams use libp2p, and the next one does not wait."""
     monkeypatch.setattr(dialler, "CONNECT_WAIT", timedelta(seconds=1.5))
     monkeypatch.setattr(dialler, "DIAL_TIMEOUT", timedelta(seconds=9))
     seed, a = await two(lab)
@@ -152,7 +152,7 @@ async def test_the_port_that_was_named_is_taken_or_refused(lab: Lab) -> None:
 
 
 async def test_dead_machines_are_noticed_by_the_kernel(lab: Lab) -> None:
-    """A pulled cable is silence: keepalive and an end to waiting for acknowledgements are set on both sides."""
+    """Keepalive and the acknowledgement timeout are set on both sides: a pulled cable is only silence."""
     seed, a = await two(lab)
     stream = await a.open(seed.peer_id, "/echo/1", SOON)
     for host in (seed, a):

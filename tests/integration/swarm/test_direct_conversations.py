@@ -104,7 +104,7 @@ async def test_a_refusal_is_raised_by_its_class_and_costs_no_connection(tmp_path
 
 
 class Doorkeeper:
-    """Answers who begins a conversation only while `awake`."""
+    """Accepts streams only while `awake`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.awake = asyncio.Event()
@@ -188,7 +188,7 @@ async def test_after_an_unanswered_stream_the_next_one_uses_libp2p(
 
 
 async def test_a_late_accept_does_not_count_as_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exchanges wait in slices, so that a machine that slept does not give everybody up."""
+    """Exchanges wait in slices, so that a machine that slept does not drop all its peers."""
     keeper = Doorkeeper(monkeypatch)
     async with direct_pair(tmp_path, optimistic={TALK}) as pair:
         pair.b.acceptor.handle(TALK, shout)
@@ -292,7 +292,7 @@ async def test_a_frame_after_the_end_closes_the_connection(tmp_path: Path) -> No
 
 
 async def test_a_flipped_bit_ends_the_connection(tmp_path: Path) -> None:
-    """Sums of frames leave out bodies here, because TLS does not."""
+    """Frame checksums leave out bodies here, because TLS protects them."""
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flips: bool) -> None:
         came = 0
@@ -385,7 +385,7 @@ async def test_an_eviction_by_the_dialler_cuts_too(tmp_path: Path) -> None:
 
 
 async def test_the_limits_of_the_acceptor_hold(tmp_path: Path) -> None:
-    """Frames above a protocol's cap, protocols that nobody serves, too many streams."""
+    """Frames above a protocol's cap, unserved protocols, too many streams."""
 
     async def never(stream: Stream) -> None:
         await stream.receive(SOON)
@@ -476,7 +476,7 @@ async def test_after_a_stream_broke_libp2p_is_used_for_a_while(tmp_path: Path) -
 
 
 async def test_a_slow_peer_is_not_taken_for_a_silent_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers that filled while the link was fast empty late; the other side takes all the time."""
+    """Buffers that filled while the link was fast drain slowly; the peer takes data all the time."""
     monkeypatch.setattr(streams, "STALL_TIMEOUT", timedelta(seconds=0.5))
     async with direct_pair(tmp_path) as pair:
         pair.b.acceptor.handle(TALK, shout)

@@ -41,13 +41,13 @@ time.sleep(60)
 
 
 def ticket_frame(pair: Pair, ticket: bytes) -> bytes:
-    """What `a` shows to `b`."""
+    """Build the frame that `a` shows to `b`."""
     return on_wire(Frame(FrameKind.MESSAGE, proof(ticket, pair.a.peer_id, pair.b.peer_id)))
 
 
 @asynccontextmanager
 async def dialled(pair: Pair) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A TLS connection to `b` by somebody."""
+    """Open a TLS connection to `b` from an unauthenticated peer."""
     reader, writer = await asyncio.open_connection(
         "127.0.0.1", pair.b.path.port, ssl=tls.dialling_context(), server_hostname=""
     )
@@ -60,7 +60,7 @@ async def dialled(pair: Pair) -> AsyncIterator[tuple[asyncio.StreamReader, async
 
 
 async def answer_to(pair: Pair, data: bytes) -> bytes:
-    """All that `b` says to somebody who writes `data`, until it closes the connection."""
+    """Write `data` to `b` and return all bytes that `b` sends until it closes the connection."""
     async with dialled(pair) as (reader, writer):
         writer.write(data)
         said = b""
@@ -102,7 +102,7 @@ async def test_a_ticket_of_a_peer_that_was_banned_meanwhile_is_refused(tmp_path:
 
 
 async def test_a_member_that_forwards_an_offer_gains_no_connection(tmp_path: Path) -> None:
-    """Mallory answers `a` with what she got from `b`: the certificate is right, and still `b` serves nobody."""
+    """Mallory answers `a` with the offer of `b`: the certificate is right, and yet `b` refuses."""
     async with direct_pair(tmp_path) as pair:
         pair.b.acceptor.handle(TALK, shout)
         honest = pair.a.request_offer
@@ -127,7 +127,7 @@ async def test_names_that_a_member_makes_up_are_not_kept(tmp_path: Path) -> None
 
 
 async def test_a_listener_with_another_certificate_gets_no_ticket(tmp_path: Path) -> None:
-    """A man in the middle, or another machine with that private address: TLS is up, and not a byte is sent."""
+    """A man in the middle, or another machine at that private address: TLS completes, and no byte is sent."""
     heard: list[bytes] = []
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -195,7 +195,7 @@ async def test_a_crowd_of_unauthenticated_connections_is_bounded(
 
 
 async def test_a_peer_that_is_killed_is_noticed(tmp_path: Path) -> None:
-    """Another process dials with a ticket, begins, and dies."""
+    """Another process dials with a ticket, begins a stream, and dies."""
     outcome: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     async def wait(stream: Stream) -> None:
@@ -226,7 +226,7 @@ async def test_a_peer_that_is_killed_is_noticed(tmp_path: Path) -> None:
     ],
 )
 async def test_whatever_comes_first(tmp_path: Path, examples: int) -> None:
-    """Damaged tickets, and, with a good one, damaged beginnings and what comes after them."""
+    """Damaged tickets; and, with a valid one, damaged first frames and what follows them."""
     async with direct_pair(tmp_path) as pair:
         pair.b.acceptor.handle(TALK, shout)
         part = Frame(FrameKind.PART, b"h", b"body")
@@ -260,7 +260,7 @@ async def test_whatever_comes_first(tmp_path: Path, examples: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_whatever_a_member_offers(tmp_path: Path, seed: int) -> None:
-    """An offer that is none costs a while without a direct path, nothing else."""
+    """A malformed offer costs a pause without a direct path, and nothing else."""
     async with direct_pair(tmp_path) as pair:
         mutator = Mutator(seed)
         offer = dp.DirectOffer(port=1, certificate_sha256=bytes(32), ticket=bytes(32))

@@ -45,7 +45,7 @@ for line in sys.stdin:
 
 
 class Child:
-    """Stands in for p2pd: dials, closes, and says how it is paced."""
+    """A stand-in for p2pd that dials, closes, and reports its pacing rate."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -96,7 +96,7 @@ class Watching:
             await self.changed.wait()
 
     async def until_watched(self, sockets: P2pdSockets, before: Any = None) -> list[Any]:
-        """Other connections than that; the child's bytes may come after the first look."""
+        """Wait for other connections than that; the child's bytes may arrive after the first scan."""
         async with asyncio.timeout(SECONDS):
             while not self.watched or before in self.watched:
                 await self.until_looked(sockets)
@@ -109,7 +109,7 @@ def watched(dialler: Child, *, loopback: bool = True) -> tuple[Watching, P2pdSoc
 
 
 class Conversation:
-    """A connection of the child to us, on which it sends more than we took."""
+    """A connection from the child, on which it sends more than this process reads."""
 
     def __init__(self, dialler: Child, size: int = LARGE) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))

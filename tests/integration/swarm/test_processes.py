@@ -32,7 +32,7 @@ asyncio.run(main())
 
 
 def wait_gone(pid: int, seconds: float = 5) -> bool:
-    """Whether the process ended in time; a pidfd becomes readable then."""
+    """Tell whether the process ended in time; its pidfd becomes readable then."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

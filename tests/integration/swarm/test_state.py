@@ -69,7 +69,7 @@ async def test_three_of_four_poisoned_and_one_forged_head_do_not_keep_anyone_out
 
 
 async def test_a_spent_allowance_stops_state_and_not_heads(lab: Lab, tmp_path: Path) -> None:
-    """Nobody can make a volunteer pay for more than agreed: one frame over the allowance is the most."""
+    """A peer cannot make a volunteer exceed the allowance by more than one frame."""
     true = state_of(1)
     us = await lab.start("us", relay_service=True)
     ann = await lab.start("ann", seeds=us.multiaddrs())

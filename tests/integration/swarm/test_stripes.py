@@ -47,7 +47,7 @@ async def test_frames_of_every_size_pass_both_ways_and_count_once(lab: Lab) -> N
     sent = 4 * (PREFIX.size + len(b"header")) + 64 * 1024 - PREFIX.size + 1 + len(BODY)
     assert (
         node.bytes_sent(AVERAGE) == stream.bytes_sent == sent == seed.bytes_sent(AVERAGE) - PREFIX.size
-    )  # it let us in
+    )  # the accept frame has no header
     assert node.bytes_sent(PROTOCOL) > 0
     assert seed.gate.open_streams(node.peer_id) == node.gate.open_streams(seed.peer_id) == 1
     await stream.close()
@@ -130,7 +130,7 @@ async def test_stripes_of_an_incomplete_stream_are_refused_with_a_reason(
 
 
 async def test_a_peer_that_is_evicted_while_it_opens_says_hello_and_opens_again(lab: Lab) -> None:
-    """Whichever of its streams came first: all are told."""
+    """The refusal reaches all stripes, in any order of arrival."""
     seed, node = await two(lab)
     await (await node.open(seed.peer_id, AVERAGE, SOON)).close()
     waiting = seed._acceptor._assembler._open

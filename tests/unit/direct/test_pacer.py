@@ -19,7 +19,7 @@ STILL = tcp.TcpInfo(0, SEGMENT, 0, 0.08, 0.0)
 
 @dataclass(eq=False)
 class Wire:
-    """A connection and its socket in one; each look the kernel has delivered some more."""
+    """A connection and its socket in one; time that passes delivers bytes."""
 
     peer_id: str
     rate: float = 0.0  # bytes per second that get through
@@ -59,7 +59,7 @@ def pass_windows(made: Pacer, wires: list[Wire], count: int) -> None:
 
 
 async def started(wires: list[Wire]) -> Pacer:
-    """All send as much as they can, until the uplink is known."""
+    """Let all connections send as much as they can, until the uplink is known."""
     made = Pacer(SystemClock())
     for wire in wires:
         wire.backlog = True
@@ -172,7 +172,7 @@ async def test_an_error_in_the_pacer_unpaces_all_connections(
 
 @dataclass(eq=False)
 class Late(Wire):
-    """What it sends is acknowledged a look later."""
+    """A wire whose bytes are acknowledged one sample later."""
 
     under_way: float = 0.0  # bytes
 
@@ -186,7 +186,7 @@ class Late(Wire):
 
 
 def look_on(made: Pacer, wires: list[Late], looks: int, link: float = 12e6) -> None:
-    """All send at their pace over a link of `link` bytes per second."""
+    """Let all wires send at their pacing rate over a link of `link` bytes per second."""
     for _ in range(looks):
         paces = [min(wire.paced, link) if wire.backlog else 0.0 for wire in wires]
         fits = min(1.0, link / max(sum(paces), 1.0))
@@ -211,7 +211,7 @@ async def test_a_connection_that_turns_out_to_be_local_leaves_its_share(wires: l
 
 @pytest.mark.parametrize("sending", [7, 9, 14])
 async def test_exchanges_of_a_few_windows_do_not_make_the_link_look_slower(wires: list[Wire], sending: int) -> None:
-    """Each begins with a round trip in which nothing is acknowledged."""
+    """Each connection starts with a round trip without acknowledgements."""
     made = Pacer(SystemClock())
     late = late_wires(made, "ann", "bob", "cleo")
     for _ in range(40):
@@ -224,7 +224,7 @@ async def test_exchanges_of_a_few_windows_do_not_make_the_link_look_slower(wires
 
 @pytest.mark.parametrize(("sending", "pause"), [(1, 4), (1, 5), (2, 6), (3, 7), (5, 4)])
 async def test_a_start_grows_in_bursts_too(wires: list[Wire], sending: int, pause: int) -> None:
-    """A stage of a pipeline may send so: never for a whole window."""
+    """A pipeline stage may send like this: never for a whole window."""
     made = Pacer(SystemClock())
     late = late_wires(made, "ann")
     look_on(made, late, 2)
@@ -236,7 +236,7 @@ async def test_a_start_grows_in_bursts_too(wires: list[Wire], sending: int, paus
 
 
 async def test_a_connection_that_starts_while_others_send_is_not_taken_for_limited(wires: list[Wire]) -> None:
-    """Its share is another now than it was when it began, and its first bytes are not acknowledged yet."""
+    """Its share has changed since it started, and its first bytes are not acknowledged yet."""
     made = Pacer(SystemClock())
     first, later = (late_wires(made, "ann", "bob", "cleo") for _ in range(2))
     for wire in first:

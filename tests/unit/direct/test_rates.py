@@ -29,7 +29,7 @@ rates = st.floats(1e6, 1e9)
 
 @dataclass
 class Link:
-    """Senders behind one uplink, some of them with a narrower path of their own."""
+    """Senders behind one uplink; some have a narrower path."""
 
     uplink: float
     paths: list[float]
@@ -38,7 +38,7 @@ class Link:
     def window(
         self, state: UplinkEstimate, known: list[PathEstimate]
     ) -> tuple[UplinkEstimate, list[PathEstimate], float]:
-        """One window in which everybody has more to send than passes."""
+        """Pass one window in which every sender has a backlog."""
         given = fair_shares(
             state.budget_bytes_per_second, {i: path.limit_bytes_per_second for i, path in enumerate(known)}
         )
@@ -52,7 +52,7 @@ class Link:
         return state.observe(SECONDS, sent), known, sum(passes)
 
     def _split(self, wanted: list[float]) -> list[float]:
-        """A full link serves everybody the same, as far as they ask."""
+        """A full link serves all senders equally, up to their rates."""
         fair = fair_shares(self.uplink, dict(enumerate(wanted)))
         return [min(fair[i], rate) for i, rate in enumerate(wanted)]
 
@@ -76,7 +76,7 @@ def test_a_steady_link_is_known_soon_and_kept_nearly_full(uplink: float, senders
 
 @pytest.mark.parametrize("late", [0.0, 0.25, 0.4])
 def test_an_estimate_from_bursts_finds_a_link_that_carries_more_though_acknowledgements_are_late(late: float) -> None:
-    """Of each window, the share `late` still shows the rate before; streams of a route begin as such bursts."""
+    """A fraction `late` of each window still shows the previous rate; streams of a route start with such bursts."""
     state, before = UplinkEstimate((4e6,) * MEMORY_WINDOWS, started=True), 4e6
     for _ in range(60):
         given = state.budget_bytes_per_second
@@ -95,7 +95,7 @@ def test_it_follows_the_link_both_ways(uplink: float, change: float, senders: in
 
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_does_not_run_away_with_it(seed: int) -> None:
-    """The largest of several noisy figures is too large; not by more than the noise."""
+    """The largest of several noisy values is too large, but not by more than the noise."""
     rng = random.Random(seed)
     link = Link(12.5e6, [math.inf] * 3, noise=lambda: rng.uniform(0.95, 1.05))
     state, _ = link.run(400)
@@ -154,7 +154,7 @@ def test_a_start_asks_for_more_only_after_it_got_through() -> None:
 
 @pytest.mark.parametrize(("is_link_bound", "busy"), [(False, 1.0), (True, 0.25), (False, 0.25)])
 def test_a_start_grows_for_one_peer_of_several_and_for_bursts_too(is_link_bound: bool, busy: float) -> None:
-    """Neither says what the link carries, but both got through."""
+    """Neither window measures the link, but both got through."""
     state = UplinkEstimate()
     for _ in range(4):
         delivered = int(busy * state.budget_bytes_per_second * SECONDS)
@@ -171,7 +171,7 @@ def test_a_start_grows_for_one_peer_of_several_and_for_bursts_too(is_link_bound:
 
 
 def test_connections_that_only_begin_to_grow_are_not_taken_for_the_link() -> None:
-    """TCP doubles what it sends in every round trip; so slow a beginning is not what the link carries."""
+    """TCP doubles its rate every round trip; a slow start is not the link's rate."""
     state = UplinkEstimate()
     for share in (0.05, 0.1, 0.2, 0.4):
         state = state.observe(SECONDS, [WindowSample(int(share * START_BYTES_PER_SECOND * SECONDS), backlogged=True)])

@@ -22,7 +22,7 @@ LARGE = SMALL_BUFFER_BYTES + 100_000
 
 
 class FakeTransport(asyncio.ReadTransport):
-    """Remembers what is asked of it."""
+    """A transport that records the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def connected() -> tuple[DirectReader, FakeTransport]:
 
 
 def feed(incoming: DirectReader, data: bytes) -> int:
-    """As TLS does: into the room there is. How much of it fitted."""
+    """Feed bytes as TLS does, into the available buffer. Return how many fitted."""
     buffer_for = incoming.buffer_for(len(data))
     count = min(len(buffer_for), len(data))
     buffer_for[:count] = data[:count]
@@ -60,7 +60,7 @@ def feed(incoming: DirectReader, data: bytes) -> int:
 async def feed_all(
     incoming: DirectReader, transport: FakeTransport, data: bytes, pieces: list[int], vain: tuple[int, ...] = (0,)
 ) -> None:
-    """`vain`: for how much TLS asks for room before it, of a record that is not whole yet, and then brings nothing."""
+    """`vain`: size of the buffer that TLS requests first, for an incomplete record, without delivering bytes."""
     position = turn = 0
     while position < len(data):
         if transport.paused:
@@ -103,7 +103,7 @@ def test_reads_of_any_size_give_what_was_sent_in_order(reads: list[int], pieces:
 
 
 async def test_an_unused_buffer_does_not_overwrite_later_bytes():
-    """TLS had 12,000 bytes of a last record and asked for room beside; the rest of the record fits into the read."""
+    """TLS had 12,000 bytes of a last record and requested an extra buffer; the rest of the record fits the read."""
     incoming, _ = connected()
     sent = numbered(LARGE)
     reading = asyncio.create_task(incoming.readexactly(LARGE))

@@ -36,7 +36,7 @@ def test_a_ticket_is_valid_for_half_a_minute() -> None:
 
 
 def test_a_forwarded_offer_does_not_connect_to_another_node() -> None:
-    """Mallory gets a ticket of bob's and offers it to alice as a way into mallory."""
+    """Mallory gets a ticket from bob and offers it to alice as her own."""
     book = book_of_bob()
     ticket = book.issue("mallory")
     assert book.redeem(shown(ticket, "alice", "mallory")) is None

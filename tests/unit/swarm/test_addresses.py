@@ -92,7 +92,7 @@ def test_loopback_is_told_only_when_there_is_nothing_else() -> None:
 
 
 def test_announced_addresses_are_at_most_as_many_as_the_coordinator_takes() -> None:
-    """It used to refuse the whole heartbeat, and the node was gone for good."""
+    """Fixed bug: the coordinator refused the whole heartbeat, and the node never came back."""
     many = announceable_multiaddrs(f"/ip4/192.0.2.{number}/tcp/1" for number in range(200))
     world = World()
     world.train("ann", "bob")

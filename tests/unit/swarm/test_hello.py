@@ -24,7 +24,7 @@ LOW, HIGH = sorted((Identity.generate(), Identity.generate()), key=lambda identi
 
 
 class Side:
-    """One that introduces itself; its dials are only counted, with when."""
+    """Introductions that record the time of each dial and open no socket."""
 
     def __init__(self, identity: Identity) -> None:
         clock = ManualClock()
@@ -39,7 +39,7 @@ class Side:
         raise Unreachable(f"peer {peer_id} is not there")
 
     async def hear(self, other: Side) -> None:
-        """The other's hello comes in."""
+        """Receive the other peer's hello."""
         said = on_wire(Frame(FrameKind.MESSAGE, other.gate.hello().SerializeToString()))
         await self.introductions.answer(other.gate.own_peer_id, reader_of(said), RecordingWriter())  # type: ignore[arg-type]
 

@@ -50,7 +50,7 @@ def test_the_peer_that_waited_longest_is_measured_next(tried, now):
 
 
 def measured(delays: dict[str, float], lies: str = "") -> dict[str, float]:
-    """What "me" finds when frames to and from these peers take half of that time each way."""
+    """Run a prober named "me"; frames take half of the given round trip each way. Return what it measured."""
 
     async def scene() -> dict[str, float]:
         async def fault(passage):

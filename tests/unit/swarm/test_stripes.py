@@ -42,7 +42,7 @@ cuts = st.lists(st.integers(0, 3 * STRIPE_UNIT_BYTES), min_size=1, max_size=12)
 
 
 def dealt(count: int, pieces: list[bytes]) -> list[bytes]:
-    """What goes out on each of so many streams."""
+    """Return the bytes that leave on each of `count` stripes."""
     writers = [RecordingWriter() for _ in range(count)]
     striped = StripedWriter(writers)
     for piece in pieces:
@@ -107,7 +107,7 @@ def stream_on(reader: Any, writer: Any) -> SocketStream:
 
 
 async def test_a_send_returns_when_every_stripe_has_taken_its_bytes() -> None:
-    """Until then the body must not be overwritten: from Python 3.12 on, transports keep it instead of a copy."""
+    """Until then the body must not be overwritten: since Python 3.12, transports keep it and not a copy."""
     writers = [SlowWriter() for _ in range(STRIPES)]
     sending = asyncio.create_task(stream_on(StripedReader([]), StripedWriter(writers)).send(FrameKind.PART, b"", BODY))
     for writer in writers:
@@ -133,7 +133,7 @@ async def test_a_sender_waits_as_long_as_any_stripe_moves(monkeypatch: pytest.Mo
 
 
 class SlowWriter(RecordingWriter):
-    """Holds what it is given until it is told."""
+    """A transport that holds data until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class SlowWriter(RecordingWriter):
 async def test_a_waiting_read_notices_the_end_of_another_stripe(
     monkeypatch: pytest.MonkeyPatch, how: str, waits_for: int, seconds: float, asks_again: float
 ) -> None:
-    """At once where its bytes are due, else after so many seconds, however often a read is given up in between."""
+    """At once if the read needs its bytes, else after the grace, also if reads are cancelled in between."""
     monkeypatch.setattr(stripes, "_POLL_SECONDS", 0.02)
     monkeypatch.setattr(stripes, "_END_GRACE_SECONDS", seconds)
     readers = [reader_of(b"", ends=False) for _ in range(STRIPES)]
@@ -171,7 +171,7 @@ async def test_a_waiting_read_notices_the_end_of_another_stripe(
 
 
 async def ask(reader: StripedReader, count: int, again: float) -> None:
-    """As rounds do, who give a read up from time to time to look whether somebody is silent."""
+    """Rounds cancel reads from time to time to check whether a peer is silent."""
     while True:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(reader.readexactly(count), again)
@@ -193,7 +193,7 @@ async def test_a_read_waits_for_slow_bytes_after_the_end_of_another_stripe(
 
 
 async def test_bytes_that_arrive_after_the_end_of_another_stripe_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who sends its last frame and closes: the end of one stream may overtake what is under way on another."""
+    """After the peer's last frame, the end of one stripe may overtake bytes on another."""
     monkeypatch.setattr(stripes, "_POLL_SECONDS", 0.01)
     data = bytes(range(256)) * (STRIPE_UNIT_BYTES * 5 // 256)
     streams = dealt(STRIPES, [data])
@@ -223,7 +223,7 @@ async def test_memory_grows_with_received_bytes_and_not_with_announced_ones() ->
 
 
 class FakeGate(Gate):
-    """Holds what is open, and admits everybody."""
+    """A gate that admits every peer and records tracked streams."""
 
     def __init__(self) -> None:
         self.held: list[Any] = []
@@ -294,7 +294,7 @@ async def test_a_stripe_that_does_not_fit_is_refused_and_the_others_continue(fra
 async def test_incomplete_streams_of_a_peer_are_bounded_and_all_their_stripes_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also the stream that its dialler reads, whichever came first."""
+    """This includes the stripe that the dialler reads, in any order of arrival."""
     monkeypatch.setattr(stripes, "ASSEMBLE_TIMEOUT", timedelta(seconds=0.05))
     monkeypatch.setattr(stripes, "_POLL_SECONDS", 0.02)
     assembler = StripeAssembler(FakeGate(), {AVERAGE})

@@ -14,7 +14,7 @@ from atoll.node.wire.traffic import DOWNLINK_MEMORY_SECONDS, DOWNLINK_WINDOW_SEC
     st.lists(st.tuples(st.integers(1, 128 * 1024), st.floats(0.0, 20.0)), min_size=1, max_size=80),
 )
 def test_the_estimate_never_exceeds_the_link(rate: float, pieces: list[tuple[int, float]]) -> None:
-    """Pieces come one after the other over a link of that rate, with pauses."""
+    """Pieces arrive one after another over a link of that rate, with pauses."""
     link, now = DownlinkEstimate(), 100.0
     for size, pause in pieces:
         now += pause + size / rate

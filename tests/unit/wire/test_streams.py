@@ -32,7 +32,7 @@ SOON = timedelta(milliseconds=20)
 
 
 class FakeWriter:
-    """What `SocketStream` uses of an asyncio writer and its transport; keeps what is written."""
+    """The part of an asyncio writer and its transport that `SocketStream` uses; keeps the written bytes."""
 
     def __init__(self) -> None:
         self.written = bytearray()
@@ -141,7 +141,7 @@ async def test_a_refusal_is_raised_as_its_class_and_ends_the_stream() -> None:
 
 @pytest.mark.parametrize("trouble", [ChildDied, CheckpointCorrupt, ModelTooLarge, UsageError, PortInUse])
 async def test_an_error_about_the_peers_own_machine_becomes_unreachable(trouble: type[AtollError]) -> None:
-    """A node whose own trainer has died starts another, and gives up in the end: no peer may make it."""
+    """A node restarts its own trainer and gives up after too many failures; a peer's error must not cause that."""
     stream, reader, _, _ = make_stream()
     reader.feed_data(frame(FrameKind.REFUSAL, refusal_header(trouble("my trainer is gone"))))
     with pytest.raises(Unreachable, match="my trainer is gone"):
