@@ -26,7 +26,7 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY_LIST, MembershipVerifier
-from atoll.core.records import build_head_record, heads_key
+from atoll.core.records import build_address_record, nodes_key
 from atoll.node.swarm.addresses import AddressBook
 from atoll.node.swarm.dht_messages import node_id_bytes
 from atoll.node.swarm.msgpack_scan import MAX_DEPTH
@@ -38,15 +38,17 @@ from atoll.v1 import common_pb2 as pb
 
 OPERATOR, OWN, PEER, HONEST = (Identity.generate() for _ in range(4))
 AUTHORITY = MembershipVerifier(OPERATOR.public_key, "reef")
-KEY = DHTID.generate(source=heads_key("reef"))
+KEY = DHTID.generate(source=nodes_key("reef"))
 UNTIL = time.time() + 590  # renewed for every test; a record lives ten minutes at most
-HASH = b"h" * 32
+ADDRESSES = ("/ip4/192.0.2.1/tcp/4001",)
 
 Serve = Callable[[bytes, PeerID], Awaitable[bytes]]
 
 
 CARDS = {who.peer_id: certificate_of(who, OPERATOR, time.time()) for who in (OWN, PEER, HONEST)}
-RECORDS = {who.peer_id: build_head_record(who, CARDS[who.peer_id], "reef", UNTIL, (5, HASH)) for who in (PEER, HONEST)}
+RECORDS = {
+    who.peer_id: build_address_record(who, CARDS[who.peer_id], "reef", UNTIL, ADDRESSES) for who in (PEER, HONEST)
+}
 NODE = dht.NodeInfo(node_id=node_id_bytes(PeerID.from_base58(PEER.peer_id).to_bytes()))
 PEER_ID = PeerID.from_base58(PEER.peer_id)
 
@@ -57,7 +59,7 @@ def fresh_records() -> None:
     global UNTIL
     UNTIL = time.time() + 590
     RECORDS.update(
-        {who.peer_id: build_head_record(who, CARDS[who.peer_id], "reef", UNTIL, (5, HASH)) for who in (PEER, HONEST)}
+        {who.peer_id: build_address_record(who, CARDS[who.peer_id], "reef", UNTIL, ADDRESSES) for who in (PEER, HONEST)}
     )
     ENTRY[1:] = [msgpack.packb(RECORDS[PEER.peer_id]), UNTIL]
 
@@ -209,7 +211,7 @@ def test_whatever_is_asked_of_the_dht(examples: int) -> None:
 
 
 def answer(seed: int) -> bytes:
-    """What a peer may answer when it is asked for the heads."""
+    """What a peer may answer when it is asked for addresses."""
     mutator = Mutator(seed)
     pick = mutator.rng.choice
     held = [

@@ -37,7 +37,7 @@ CONFIG = DirectConfig(("127.0.0.1",), protocols=frozenset({TALK, "/atoll/state/1
 
 
 class Side:
-    """One member."""
+    """One member of a pair."""
 
     def __init__(self, name: str, operator: Identity, hub: MemoryHub, directory: Path, config: DirectConfig) -> None:
         self.clock = SystemClock()
@@ -49,29 +49,29 @@ class Side:
         )
         self.traffic, self.pacer = Traffic(self.clock), Pacer(self.clock)
         self.traffic.bulk_send_callbacks.append(self.pacer.wake)
-        self.door = StreamAcceptor(
+        self.acceptor = StreamAcceptor(
             self.gate, Introductions(self.gate, _no_socket, self.traffic, self.clock), self.traffic
         )
         self.network = hub.join(self.peer_id)
-        self.asked = 0  # for ways in
-        self.hosts: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/1",)  # known of others
+        self.offers_requested = 0
+        self.hosts: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/1",)  # that this side knows for others
         self.path = DirectPath(
             config,
             directory=directory,
             gate=self.gate,
             traffic=self.traffic,
             clock=self.clock,
-            serve=self.door.admit_and_serve,
+            serve=self.acceptor.admit_and_serve,
             max_frame_bytes=max_request_bytes,
-            request_offer=self.way_into,
+            request_offer=self.request_offer,
             me=self.peer_id,
             pacer=self.pacer,
         )
-        self.network.handle(direct.PROTOCOL, self.path.offer)
+        self.network.handle(direct.PROTOCOL, self.path.serve_offer)
         self.path.listen(config)
 
-    async def way_into(self, peer_id: str, timeout: timedelta = SOON) -> CheckedOffer:
-        self.asked += 1
+    async def request_offer(self, peer_id: str, timeout: timedelta = SOON) -> CheckedOffer:
+        self.offers_requested += 1
         stream = await self.network.open(peer_id, direct.PROTOCOL, timeout)
         try:
             return parse_offer(await stream.receive(timeout), self.hosts)
@@ -79,7 +79,7 @@ class Side:
             await stream.close()
 
     async def talk(self, other: Side, protocol: str = TALK) -> DirectStream:
-        """A conversation that must come about."""
+        """Open a direct stream; fails if there is none."""
         stream = await self.path.open(other.peer_id, protocol, SOON)
         assert stream is not None
         return stream
@@ -87,7 +87,7 @@ class Side:
     async def close(self) -> None:
         await self.path.close()
         await self.pacer.close()
-        await self.door.close()
+        await self.acceptor.close()
 
 
 @dataclass
@@ -98,9 +98,9 @@ class Pair:
     b: Side
 
     async def settled(self) -> None:
-        """Wait until every conversation has ended on both sides: kept connections are free, others are gone."""
+        """Wait until every stream has ended on both sides: each connection is idle or closed."""
         async with asyncio.timeout(SOON.total_seconds()):
-            while self.b.door._active_streams or any(
+            while self.b.acceptor._active_streams or any(
                 one.is_open and one not in [kept for kept, _ in self.a.path._dialler._idle.get(one.peer_id, ())]
                 for made in self.a.path._dialler._connections_by_peer.values()
                 for one in made
@@ -110,7 +110,7 @@ class Pair:
 
 @contextmanager
 def unhurried_dialling() -> Iterator[None]:
-    """A test process that stops for a moment is no reason to go over libp2p."""
+    """Longer timeouts, so that a test process that pauses does not fall back to libp2p."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dialler, "CONNECT_WAIT", timedelta(seconds=10))
         patch.setattr(dialler, "DIAL_TIMEOUT", timedelta(seconds=10))
@@ -119,7 +119,7 @@ def unhurried_dialling() -> Iterator[None]:
 
 @asynccontextmanager
 async def direct_pair(directory: Path, optimistic: Collection[str] = ()) -> AsyncIterator[Pair]:
-    """Two members of one run that know each other; `optimistic`: protocols whose conversations need not be let in."""
+    """Two members of one run that know each other; `optimistic`: protocols that need not await the accept."""
     operator, hub, config = Identity.generate(), MemoryHub(), replace(CONFIG, optimistic=frozenset(optimistic))
     pair = Pair(*(Side(name, operator, hub, directory, config) for name in "ab"))
     pair.a.gate.admit(pair.b.peer_id, pair.b.gate.hello())
@@ -141,7 +141,7 @@ async def _no_socket(peer_id: str, protocol: str, timeout: timedelta) -> NoRetur
 
 
 async def shout(stream: Stream) -> None:
-    """A handler that sends everything back until the other side has enough."""
+    """A handler that echoes frames until the peer closes."""
     while True:
         frame = await stream.receive(SOON)
         await stream.send(frame.kind, frame.header, frame.body)

@@ -88,7 +88,6 @@ class MemoryStream:
         self._incoming = incoming
         self._fault = fault
         self._sent = 0
-        self._received = 0
 
     @property
     def peer_id(self) -> str:
@@ -97,10 +96,6 @@ class MemoryStream:
     @property
     def bytes_sent(self) -> int:
         return self._sent
-
-    @property
-    def bytes_received(self) -> int:
-        return self._received
 
     @property
     def has_own_connection(self) -> bool:
@@ -124,7 +119,6 @@ class MemoryStream:
             raise self._ended()
         if isinstance(arrival, AtollError):
             raise arrival
-        self._received += _wire_bytes(arrival)
         return await raise_if_refusal(self, arrival)
 
     async def close(self) -> None:

@@ -1,10 +1,9 @@
-"""What members may put into the DHT: built and checked here, without I/O.
+"""DHT records: builds and checks the address records that members store in the DHT. No I/O.
 
-A record is a `DhtRecord` sealed by its owner. It carries the owner's membership certificate, so that any
-storer can check it offline, and it names the key, the owner and the expiry it is stored under, so that it
-cannot be moved to another place or kept alive by somebody else. The list of keys is closed: addresses and
-heads of one run. Checks depend on the record's own expiry and not on a deny-list, because every storer and
-reader must judge alike: readers drop banned owners afterwards.
+A record is a `DhtRecord` that its owner signs. It contains the owner's membership certificate, so that any storer can
+check it offline. It also names the key, the owner and the expiry under which it is stored, so that a peer cannot store
+it elsewhere or keep it alive. There is one key per run. The checks depend on the record's own expiry and not on a
+deny-list, because every storer and reader must reach the same result; readers drop banned owners afterwards.
 """
 
 from __future__ import annotations
@@ -36,11 +35,6 @@ def nodes_key(run_id: str) -> str:
     return f"{run_id}.nodes"
 
 
-def heads_key(run_id: str) -> str:
-    """Where members publish their newest manifest."""
-    return f"{run_id}.heads"
-
-
 @dataclass(frozen=True)
 class RecordLocation:
     """Where a record is stored: what the DHT says about it from outside."""
@@ -52,12 +46,11 @@ class RecordLocation:
 
 @dataclass(frozen=True)
 class Record:
-    """A verified record. Exactly one of `multiaddrs` and `head` is set, by key."""
+    """A verified record."""
 
     owner: Member
     expires: float  # Unix seconds
-    multiaddrs: tuple[str, ...] = ()
-    head: tuple[int, bytes] | None = None  # round, manifest hash
+    multiaddrs: tuple[str, ...]
 
 
 def build_address_record(
@@ -66,18 +59,18 @@ def build_address_record(
     """The sealed record that says where its owner can be dialled. Raises `InvalidRequest`."""
     if not 0 < len(multiaddrs) <= MAX_MULTIADDRS or any(len(a.encode()) > MAX_MULTIADDR_BYTES for a in multiaddrs):
         raise InvalidRequest(f"a node publishes 1 to {MAX_MULTIADDRS} addresses of {MAX_MULTIADDR_BYTES} bytes")
-    record = _blank(identity, membership, nodes_key(run_id), expires)
-    record.address.multiaddrs.extend(multiaddrs)
-    return _sign_record(identity, record)
-
-
-def build_head_record(
-    identity: Identity, membership: pb.Signed, run_id: str, expires: float, head: tuple[int, bytes]
-) -> bytes:
-    """The sealed record that names its owner's newest manifest. Raises `InvalidRequest`."""
-    record = _blank(identity, membership, heads_key(run_id), expires)
-    record.head.round, record.head.manifest_hash = head
-    return _sign_record(identity, record)
+    record = records.DhtRecord(
+        protocol=protocol.ours(),
+        key=nodes_key(run_id),
+        peer_id=identity.peer_id,
+        expires_unix_ms=int(expires * 1000),
+        membership=membership,
+        address=records.AddressRecord(multiaddrs=multiaddrs),
+    )
+    data = identity.sign_message(_CONTEXT, record.SerializeToString()).SerializeToString()
+    if len(data) > MAX_RECORD_BYTES:
+        raise InvalidRequest(f"a DHT record of {len(data)} bytes is over the cap of {MAX_RECORD_BYTES}")
+    return data
 
 
 def verify_record(data: bytes, place: RecordLocation, authority: MembershipVerifier, now: float) -> Record:
@@ -99,23 +92,6 @@ def verify_record(data: bytes, place: RecordLocation, authority: MembershipVerif
     return _read_body(record, owner, place, authority.run_id)
 
 
-def _blank(identity: Identity, membership: pb.Signed, key: str, expires: float) -> records.DhtRecord:
-    return records.DhtRecord(
-        protocol=protocol.ours(),
-        key=key,
-        peer_id=identity.peer_id,
-        expires_unix_ms=int(expires * 1000),
-        membership=membership,
-    )
-
-
-def _sign_record(identity: Identity, record: records.DhtRecord) -> bytes:
-    data = identity.sign_message(_CONTEXT, record.SerializeToString()).SerializeToString()
-    if len(data) > MAX_RECORD_BYTES:
-        raise InvalidRequest(f"a DHT record of {len(data)} bytes is over the cap of {MAX_RECORD_BYTES}")
-    return data
-
-
 def _check_location(record: records.DhtRecord, place: RecordLocation) -> None:
     if (record.key, record.peer_id) != (place.key, place.subkey):
         raise PeerMisbehaved(f"a DHT record of {record.peer_id} was stored under another key or owner")
@@ -124,11 +100,8 @@ def _check_location(record: records.DhtRecord, place: RecordLocation) -> None:
 
 
 def _read_body(record: records.DhtRecord, owner: Member, place: RecordLocation, run_id: str) -> Record:
-    kind = record.WhichOneof("body")
-    if place.key == nodes_key(run_id) and kind == "address":
+    if place.key == nodes_key(run_id) and record.WhichOneof("body") == "address":
         multiaddrs = tuple(record.address.multiaddrs)
         if len(multiaddrs) <= MAX_MULTIADDRS and all(len(a.encode()) <= MAX_MULTIADDR_BYTES for a in multiaddrs):
             return Record(owner, place.expires, multiaddrs=multiaddrs)
-    if place.key == heads_key(run_id) and kind == "head" and len(record.head.manifest_hash) == 32:
-        return Record(owner, place.expires, head=(record.head.round, record.head.manifest_hash))
     raise PeerMisbehaved(f"a DHT record of {owner.peer_id} does not hold what {place.key} is for")

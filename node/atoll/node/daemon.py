@@ -320,25 +320,21 @@ class Daemon:
             await asyncio.sleep(seconds)
 
     async def _publish_address(self, host: SwarmHost) -> None:
-        """Our address and head in the DHT, renewed long before they expire."""
+        """Publish this node's addresses in the DHT: when they change, and long before the record expires."""
         while True:
             pause = ADDRESS_REFRESH
             try:
                 await host.publish_address(ADDRESS_LIFETIME)
-                if self._status.head_hash:
-                    await host.publish_head(self._status.head_round, self._status.head_hash, ADDRESS_LIFETIME)
             except AtollError as error:
                 _log.warning("could not publish in the DHT", reason=str(error))
                 pause = ADDRESS_RETRY
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause.total_seconds()):
-                    await self._until_head_or_address_moves(host, self._status.head_round)
+                    await self._wait_for_address_change(host)
 
-    async def _until_head_or_address_moves(self, host: SwarmHost, known: int) -> None:
-        while not self._head_is_past(known):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ADDRESS_CHECK_INTERVAL.total_seconds()):
-                    await self._directives.until(partial(self._head_is_past, known))
+    async def _wait_for_address_change(self, host: SwarmHost) -> None:
+        while True:
+            await asyncio.sleep(ADDRESS_CHECK_INTERVAL.total_seconds())
             with contextlib.suppress(Unreachable, DeadlineExceeded):
                 if await host.address_changed():
                     return
@@ -359,9 +355,6 @@ class Daemon:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause.total_seconds()):
                     await self._directives.until(partial(self._newer_plan, version))
-
-    def _head_is_past(self, round_number: int) -> bool:
-        return self._status.head_round > round_number
 
     def _newer_plan(self, version: int) -> bool:
         return self._directives.plan is not None and self._directives.plan.version > version

@@ -23,6 +23,7 @@ from atoll.node.control.credentials import Credentials
 from atoll.node.control.enrol import enrol
 from atoll.node.limits.owner_files import OwnerIntent, save_owner_intent
 from atoll.node.state.vote_store import VoteStore
+from atoll.node.swarm.lazy_hivemind import install_lazy_hivemind
 from atoll.node.system.malloc_arenas import limit_malloc_arenas
 from atoll.node.trainer.trainer_process import LOG_NAME, TrainerProcess
 
@@ -45,6 +46,7 @@ async def run_daemon(loaded: LoadedConfig, token: JoinToken | None, clock: Clock
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.path("torch-cache")))
         use_huge_pages()
         raise_descriptor_limit(MAX_FILES)  # p2pd gets as many
+        install_lazy_hivemind()
         async with contextlib.AsyncExitStack() as undo:
             child = await _start_child(config, credentials, clock)
             if child is not None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from atoll.v1 import common_pb2 as atoll_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x61toll/v1/records.proto\x12\x08\x61toll.v1\x1a\x15\x61toll/v1/common.proto\"\xef\x01\n\tDhtRecord\x12+\n\x08protocol\x18\x01 \x01(\x0b\x32\x19.atoll.v1.ProtocolVersion\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0f\n\x07peer_id\x18\x03 \x01(\t\x12\x17\n\x0f\x65xpires_unix_ms\x18\x04 \x01(\x03\x12$\n\nmembership\x18\x05 \x01(\x0b\x32\x10.atoll.v1.Signed\x12*\n\x07\x61\x64\x64ress\x18\x06 \x01(\x0b\x32\x17.atoll.v1.AddressRecordH\x00\x12$\n\x04head\x18\x07 \x01(\x0b\x32\x14.atoll.v1.HeadRecordH\x00\x42\x06\n\x04\x62ody\"#\n\rAddressRecord\x12\x12\n\nmultiaddrs\x18\x01 \x03(\t\"2\n\nHeadRecord\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x15\n\rmanifest_hash\x18\x02 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x61toll/v1/records.proto\x12\x08\x61toll.v1\x1a\x15\x61toll/v1/common.proto\"\xd5\x01\n\tDhtRecord\x12+\n\x08protocol\x18\x01 \x01(\x0b\x32\x19.atoll.v1.ProtocolVersion\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0f\n\x07peer_id\x18\x03 \x01(\t\x12\x17\n\x0f\x65xpires_unix_ms\x18\x04 \x01(\x03\x12$\n\nmembership\x18\x05 \x01(\x0b\x32\x10.atoll.v1.Signed\x12*\n\x07\x61\x64\x64ress\x18\x06 \x01(\x0b\x32\x17.atoll.v1.AddressRecordH\x00\x42\x06\n\x04\x62odyJ\x04\x08\x07\x10\x08R\x04head\"#\n\rAddressRecord\x12\x12\n\nmultiaddrs\x18\x01 \x03(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'atoll.v1.records_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DHTRECORD']._serialized_start=60
-  _globals['_DHTRECORD']._serialized_end=299
-  _globals['_ADDRESSRECORD']._serialized_start=301
-  _globals['_ADDRESSRECORD']._serialized_end=336
-  _globals['_HEADRECORD']._serialized_start=338
-  _globals['_HEADRECORD']._serialized_end=388
+  _globals['_DHTRECORD']._serialized_end=273
+  _globals['_ADDRESSRECORD']._serialized_start=275
+  _globals['_ADDRESSRECORD']._serialized_end=310
 # @@protoc_insertion_point(module_scope)

@@ -8,33 +8,23 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DhtRecord(_message.Message):
-    __slots__ = ("protocol", "key", "peer_id", "expires_unix_ms", "membership", "address", "head")
+    __slots__ = ("protocol", "key", "peer_id", "expires_unix_ms", "membership", "address")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    HEAD_FIELD_NUMBER: _ClassVar[int]
     protocol: _common_pb2.ProtocolVersion
     key: str
     peer_id: str
     expires_unix_ms: int
     membership: _common_pb2.Signed
     address: AddressRecord
-    head: HeadRecord
-    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolVersion, _Mapping]] = ..., key: _Optional[str] = ..., peer_id: _Optional[str] = ..., expires_unix_ms: _Optional[int] = ..., membership: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., address: _Optional[_Union[AddressRecord, _Mapping]] = ..., head: _Optional[_Union[HeadRecord, _Mapping]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolVersion, _Mapping]] = ..., key: _Optional[str] = ..., peer_id: _Optional[str] = ..., expires_unix_ms: _Optional[int] = ..., membership: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., address: _Optional[_Union[AddressRecord, _Mapping]] = ...) -> None: ...
 
 class AddressRecord(_message.Message):
     __slots__ = ("multiaddrs",)
     MULTIADDRS_FIELD_NUMBER: _ClassVar[int]
     multiaddrs: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, multiaddrs: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class HeadRecord(_message.Message):
-    __slots__ = ("round", "manifest_hash")
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    MANIFEST_HASH_FIELD_NUMBER: _ClassVar[int]
-    round: int
-    manifest_hash: bytes
-    def __init__(self, round: _Optional[int] = ..., manifest_hash: _Optional[bytes] = ...) -> None: ...

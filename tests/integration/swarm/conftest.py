@@ -1,4 +1,4 @@
-"""The lab that every test here starts its hosts in."""
+"""The fixture that starts the hosts of each test."""
 
 from support.loopback_hosts import lab, short_dir
 

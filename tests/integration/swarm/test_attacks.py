@@ -1,4 +1,4 @@
-"""Attacks that succeed against bare hivemind (each shown to, where that is quick) and fail at our gate."""
+"""Attacks that succeed against bare hivemind (shown where that is quick) and fail at the gate."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from support.loopback_hosts import Lab
 from atoll.core.errors import PeerMisbehaved, Rejected
 from atoll.core.frames import FrameKind, unpack_prefix
 from atoll.core.identity import Identity
-from atoll.core.records import build_head_record, heads_key
+from atoll.core.records import build_address_record, nodes_key
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.transport import Stream
 
 SOON = timedelta(seconds=10)
+ADDRESSES = ("/ip4/192.0.2.9/tcp/9",)
 PROTOCOL = "/atoll/state/1"
 BOMB = """
 import msgpack
@@ -53,7 +54,7 @@ async def outsider() -> AsyncIterator[P2P]:
 
 
 async def pair(lab: Lab) -> tuple[SwarmHost, SwarmHost]:
-    """A victim, and an attacker who is a member: certificates do not make honest."""
+    """A victim, and an attacker that is a member: a certificate does not prove honesty."""
     victim = await lab.start("victim", relay_service=True)
     return victim, await lab.start("attacker", seeds=victim.multiaddrs())
 
@@ -108,7 +109,7 @@ async def test_a_foreign_certificate_opens_nothing(lab: Lab) -> None:
     other_swarm = Lab(lab.directory)
     with pytest.raises(Rejected, match="not from our operator"):
         await other_swarm.start("stranger", seeds=victim.multiaddrs(), membership=None, authority=other_swarm.authority)
-    assert not victim.gate.members()
+    assert not victim.gate.is_admitted(other_swarm.identity("stranger").peer_id)
 
 
 def test_nested_msgpack_kills_bare_hivemind() -> None:
@@ -121,7 +122,7 @@ async def test_nested_msgpack_is_refused(lab: Lab) -> None:
     victim, attacker = await pair(lab)
     built: dict[str, bytes] = {}
     exec(BOMB.format(levels=200, action="built['bomb'] = value"), {"built": built})
-    key = DHTID.generate(source=heads_key("reef")).to_bytes()
+    key = DHTID.generate(source=nodes_key("reef")).to_bytes()
     for subkey in (b"", MSGPackSerializer.dumps(attacker.peer_id), built["bomb"]):
         request = dht.StoreRequest(
             keys=[key],
@@ -140,7 +141,7 @@ async def test_nested_msgpack_is_refused(lab: Lab) -> None:
 async def test_records_of_others_and_endless_ones_are_stored_by_bare_hivemind_only(lab: Lab) -> None:
     naive, thief = await bare(), await bare()
     first = await DHTNode.create(p2p=naive)
-    key = DHTID.generate(source=heads_key("reef"))
+    key = DHTID.generate(source=nodes_key("reef"))
     await thief._client.connect(naive.peer_id, naive._visible_maddrs)
     stub = bare_stub(thief, naive.peer_id)
     theft = dht.StoreRequest(
@@ -151,15 +152,14 @@ async def test_records_of_others_and_endless_ones_are_stored_by_bare_hivemind_on
         in_cache=[False],
     )
     assert (await stub.rpc_store(theft, timeout=30)).store_ok == [True]
-    assert not await first.store(heads_key("reef"), b"the owner's", time.time() + 60, subkey="owner")
+    assert not await first.store(nodes_key("reef"), b"the owner's", time.time() + 60, subkey="owner")
     await first.shutdown()
     await naive.shutdown()
     await thief.shutdown()
 
     victim, attacker = await pair(lab)
-    record = build_head_record(
-        lab.identity("attacker"), lab.certificate("attacker"), "reef", (expires := time.time() + 60), (9, b"x" * 32)
-    )
+    identity, certificate, expires = lab.identity("attacker"), lab.certificate("attacker"), time.time() + 60
+    record = build_address_record(identity, certificate, "reef", expires, ADDRESSES)
 
     async def store(subkey: str, value: bytes, until: float) -> list[bool] | None:
         peer, values = PeerID.from_base58(victim.peer_id), [MSGPackSerializer.dumps(value)]
@@ -169,15 +169,15 @@ async def test_records_of_others_and_endless_ones_are_stored_by_bare_hivemind_on
     assert await store(victim.peer_id, record, expires) == [False]
     assert await store(attacker.peer_id, record, 1e300) is None
     assert await store(attacker.peer_id, record, expires) == [True]
-    assert await victim.lookup_heads() == {attacker.peer_id: (9, b"x" * 32)}
+    assert await victim.lookup_addresses() == {attacker.peer_id: ADDRESSES}
 
 
-async def test_self_signed_progress_is_not_believed(lab: Lab) -> None:
+async def test_a_record_with_a_self_signed_certificate_is_refused(lab: Lab) -> None:
     victim, attacker = await pair(lab)
     identity, expires = lab.identity("attacker"), time.time() + 60
     certificate = certificate_of(identity, Identity.generate(), time.time())
-    record = build_head_record(identity, certificate, "reef", expires, (10**9, b"x" * 32))
-    key = DHTID.generate(source=heads_key("reef"))
+    record = build_address_record(identity, certificate, "reef", expires, ADDRESSES)
+    key = DHTID.generate(source=nodes_key("reef"))
     stored = await rpc(attacker).call_store(
         PeerID.from_base58(victim.peer_id),
         [key],
@@ -186,7 +186,7 @@ async def test_self_signed_progress_is_not_believed(lab: Lab) -> None:
         subkeys=[attacker.peer_id],
     )
     assert stored == [False]
-    assert await victim.lookup_heads() == {}
+    assert await victim.lookup_addresses() == {}
 
 
 async def test_a_header_of_2_to_the_40_bytes_ends_the_stream(lab: Lab) -> None:
@@ -228,8 +228,8 @@ async def test_a_fake_peer_id_in_a_certificate_is_refused(lab: Lab) -> None:
 async def test_one_bad_entry_does_not_hide_the_others(lab: Lab) -> None:
     victim, liar = await pair(lab)
     third = await lab.start("third", seeds=victim.multiaddrs())
-    await victim.publish_head(5, b"v" * 32, timedelta(minutes=5))
-    key, until = DHTID.generate(source=heads_key("reef")), time.time() + 60
+    await victim.publish_address(timedelta(minutes=5))
+    key, until = DHTID.generate(source=nodes_key("reef")), time.time() + 60
     for host in (victim, liar):  # as if both had accepted it
         rpc(host).storage.store_subkey(key, "nobody", MSGPackSerializer.dumps(b"junk"), until)
-    assert await third.lookup_heads() == {victim.peer_id: (5, b"v" * 32)}
+    assert await third.lookup_addresses() == {victim.peer_id: victim.multiaddrs()}

@@ -1,4 +1,4 @@
-"""What destroys a round of bare hivemind, sent to ours: each of these attacks has a row in docs/explain/trust.md."""
+"""Attacks that destroy a round of bare hivemind, on an Atoll round. docs/explain/trust.md has a row for each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def filled(value: float) -> Change:
 
 
 async def attack(change: Change, bandwidth: dict[str, int], nth: int = 0) -> Swarm:
-    """b sends to a something else than its nth part; a and c settle and repair without it."""
+    """b replaces its nth part to a; a and c settle and repair without it."""
     swarm = Swarm({"a": 1, "b": 2, "c": 3}, "fp32", bandwidth, part_frames("b", "a", nth, change))
     await swarm.run()
     assert swarm.seconds < STALL.total_seconds()  # nobody waited
@@ -67,7 +67,7 @@ def test_a_part_that_is_not_what_is_due_is_refused_by_name_and_nobody_waits(chan
 
 
 def test_an_update_of_1e30_makes_no_replica_differ() -> None:
-    """Whether numbers help is not judged yet: this one still moves the average. See `What a member can still do`."""
+    """Atoll does not detect this yet: it moves the average. See `What a member can still do` in trust.md."""
 
     async def scene() -> None:
         swarm = await attack(filled(1e30), {"a": 1, "c": 1})

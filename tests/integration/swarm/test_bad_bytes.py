@@ -1,4 +1,4 @@
-"""Bad bytes over libp2p, on every protocol that a node serves: refused by name, in time, for little memory."""
+"""Bad bytes over libp2p, on every protocol of a node: refused with a reason, in time, with little memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.mutation import Mutator, on_wire
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.frames import MAX_FRAME_BYTES, PREFIX, Frame, FrameKind
-from atoll.core.records import build_head_record, heads_key
+from atoll.core.records import build_address_record, nodes_key
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
 from atoll.node.exchange.allreduce import ExchangeServer
@@ -50,7 +50,7 @@ ATTACKERS_STREAM = 4 * len(CHUNK)  # what asyncio buffers, out and in, at our en
 STATE_NOW = state_of(1.0)
 HEAD = commit(STATE_NOW, 1, [ANN], after=GENESIS)
 NUMBER = RoundId("r", 1, 0, 1, 0).to_proto()
-KEY = DHTID.generate(source=heads_key("reef")).to_bytes()
+KEY = DHTID.generate(source=nodes_key("reef")).to_bytes()
 
 
 class Node:
@@ -103,7 +103,7 @@ VALID: dict[str, list[tuple[Frame, type]]] = {
 
 
 async def write(attacker: SwarmHost, victim: str, seed: int) -> None:
-    """Some frames on a stream of some protocol, then whatever comes back, then hang up."""
+    """Send some frames in some protocol, read what comes back, then close."""
     mutator = Mutator(seed)
     protocol = mutator.rng.choice(list(VALID))
     valid = VALID[protocol] or [(Frame(FrameKind.MESSAGE, attacker.gate.hello().SerializeToString()), dp.Hello)]
@@ -121,7 +121,7 @@ async def write(attacker: SwarmHost, victim: str, seed: int) -> None:
 
 
 async def call(attacker: SwarmHost, record: bytes, expires: float, victim: str, seed: int) -> None:
-    """A call of the DHT with a message that is none."""
+    """Call the DHT with a malformed message."""
     mutator = Mutator(seed)
     dictionary = msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([None, expires, [["a", b"b", expires]]])))
     name, message = mutator.rng.choice(
@@ -154,7 +154,7 @@ def store(owner: str, record: bytes, expires: float, **changes: object) -> dht.S
 
 @contextmanager
 def little_memory(what: str, beside: int = 0) -> Iterator[None]:
-    """Nothing inside may make this process grow beyond the limit, not for a moment; `beside` is the attacker's."""
+    """Assert that the peak memory of this process stays below the limit, plus `beside` for the attacker's buffers."""
     before = psutil.Process().memory_info().rss
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     yield
@@ -179,8 +179,8 @@ async def honest_life_goes_on(lab: Lab, node: Node, name: str) -> None:
         while (honest.peer_id, word) not in node.heard:
             await asyncio.sleep(0.01)
     await links.close()
-    await honest.publish_head(1, HEAD.hash, timedelta(minutes=5))
-    assert (await node.host.lookup_heads())[honest.peer_id] == (1, HEAD.hash)
+    await honest.publish_address(timedelta(minutes=5))
+    assert (await node.host.lookup_addresses())[honest.peer_id] == honest.multiaddrs()
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,8 @@ async def test_whatever_bytes_a_member_writes(lab: Lab, tmp_path: Path, examples
     await node.host.ready()
     attacker = await lab.start("attacker", seeds=node.host.multiaddrs())
     victim, expires = node.host.peer_id, time.time() + 300
-    record = build_head_record(lab.identity("attacker"), lab.certificate("attacker"), "reef", expires, (9, b"x" * 32))
+    identity, certificate = lab.identity("attacker"), lab.certificate("attacker")
+    record = build_address_record(identity, certificate, "reef", expires, attacker.multiaddrs())
     await asyncio.gather(*(write(attacker, victim, seed) for seed in range(AT_ONCE)))  # what is loaded lazily
     with structlog.testing.capture_logs() as logs, little_memory("all of it"):
         for start in range(0, examples, AT_ONCE):
@@ -207,8 +208,8 @@ async def test_whatever_bytes_a_member_writes(lab: Lab, tmp_path: Path, examples
     assert len(refused) > examples / 10
     assert {line["peer"] for line in refused} == {attacker.peer_id}
     assert {peer for peer, _ in node.heard} <= {attacker.peer_id}
-    patience = ASSEMBLE_TIMEOUT + SOON  # a stream that says it is one of four waits for the others
-    async with asyncio.timeout(patience.total_seconds()):
+    wait = ASSEMBLE_TIMEOUT + SOON  # a stream that says it is one of four waits for the others
+    async with asyncio.timeout(wait.total_seconds()):
         while any(stream.protocol != HELLO for stream in node.host.gate._streams.get(attacker.peer_id, ())):  # type: ignore[attr-defined]
             await asyncio.sleep(0.05)
     await honest_life_goes_on(lab, node, "honest")
@@ -228,8 +229,8 @@ def _length(number: int) -> bytes:
     return bytes(made) + bytes([number])
 
 
-async def test_what_a_member_can_make_us_remember_is_bounded(lab: Lab, tmp_path: Path) -> None:
-    """The largest frames that pass, made of the smallest things, and as many streams as there may be."""
+async def test_the_memory_that_one_member_can_use_is_bounded(lab: Lab, tmp_path: Path) -> None:
+    """Send the largest frames that pass, made of the smallest items, on as many streams as allowed."""
     node = Node(await lab.start("victim", relay_service=True), tmp_path)
     await node.host.ready()
     attacker = await lab.start("attacker", seeds=node.host.multiaddrs())
@@ -271,7 +272,7 @@ async def test_what_a_member_can_make_us_remember_is_bounded(lab: Lab, tmp_path:
 
 
 async def leave_unfinished(attacker: SwarmHost, victim: str, *, several: bool = False) -> None:
-    """Announce the largest frame there may be, send all but its last byte as far as it is taken, and wait."""
+    """Announce the largest frame, send as much of it as is taken except its last byte, and wait."""
     if several:
         try:
             stream = await attacker._open_over_libp2p(victim, AVERAGE, SOON)

@@ -1,4 +1,4 @@
-"""Hosts that reach each other directly, and what happens when they do not."""
+"""Direct connections between hosts, and the fallback to libp2p."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_bulk_goes_over_the_direct_connection(lab: Lab) -> None:
     await stream.close()
 
 
-async def test_what_is_no_bulk_stays_with_libp2p(lab: Lab) -> None:
+async def test_other_protocols_than_bulk_stay_on_libp2p(lab: Lab) -> None:
     seed, a = await two(lab)
     seed.handle("/small/1", echo)
     await seed.ready()
@@ -67,7 +67,7 @@ async def test_what_is_no_bulk_stays_with_libp2p(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("how", ["the other side has none", "we have none"])
-async def test_without_a_direct_path_on_both_sides_all_goes_over_libp2p(lab: Lab, how: str) -> None:
+async def test_without_a_direct_path_on_both_sides_bulk_uses_libp2p(lab: Lab, how: str) -> None:
     seed = await lab.start("seed", relay_service=True, direct=None if how == "the other side has none" else DIRECT)
     seed.handle("/echo/1", echo)
     await seed.ready()
@@ -80,8 +80,8 @@ async def test_without_a_direct_path_on_both_sides_all_goes_over_libp2p(lab: Lab
 
 
 @pytest.mark.parametrize("how", ["refused", "swallowed"])
-async def test_a_blocked_port_costs_little_and_once(lab: Lab, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Behind NAT, or a firewall that drops: libp2p it is, and nobody waits for it at the next opening."""
+async def test_a_blocked_port_costs_one_short_wait(lab: Lab, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Behind NAT or a firewall that drops packets: streams use libp2p, and the next one does not wait."""
     monkeypatch.setattr(dialler, "CONNECT_WAIT", timedelta(seconds=1.5))
     monkeypatch.setattr(dialler, "DIAL_TIMEOUT", timedelta(seconds=9))
     seed, a = await two(lab)
@@ -133,7 +133,7 @@ async def test_a_ban_cuts_direct_connections_and_keeps_them_shut(lab: Lab) -> No
     assert not a.direct_peers()
 
 
-async def test_a_lost_table_is_cured_by_a_hello_on_this_path_too(lab: Lab) -> None:
+async def test_after_a_lost_gate_table_a_direct_stream_says_hello_again(lab: Lab) -> None:
     seed, a = await two(lab)
     await works(await a.open(seed.peer_id, "/echo/1", SOON))
     seed.gate.evict(a.peer_id)
@@ -152,7 +152,7 @@ async def test_the_port_that_was_named_is_taken_or_refused(lab: Lab) -> None:
 
 
 async def test_dead_machines_are_noticed_by_the_kernel(lab: Lab) -> None:
-    """A pulled cable is silence: keepalive and an end to waiting for acknowledgements are set on both sides."""
+    """Keepalive and the acknowledgement timeout are set on both sides: a pulled cable is only silence."""
     seed, a = await two(lab)
     stream = await a.open(seed.peer_id, "/echo/1", SOON)
     for host in (seed, a):

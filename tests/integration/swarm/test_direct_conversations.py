@@ -1,4 +1,4 @@
-"""Conversations on direct connections: one after another while all is clean, a new connection when it is not."""
+"""Streams on direct connections: one after another on a clean connection, else on a new one."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from atoll.core.membership import DenyList
 from atoll.node.direct import dialler, listener, tcp
 from atoll.node.direct.dialler import CheckedOffer
 from atoll.node.direct.stream import DirectStream
-from atoll.node.swarm import stream_acceptor
-from atoll.node.swarm.stream_acceptor import StreamAcceptor
+from atoll.node.swarm.stream_acceptor import MAX_STREAMS_PER_PROTOCOL, StreamAcceptor
 from atoll.node.wire import streams
 from atoll.node.wire.streams import SocketStream
 from atoll.node.wire.transport import Stream
@@ -41,24 +40,24 @@ async def echoes(stream: DirectStream, body: bytes = b"x") -> bool:
     return (frame.kind, frame.header, bytes(frame.body)) == (FrameKind.PART, b"h", body)
 
 
-async def test_one_connection_serves_one_conversation_after_another(tmp_path: Path) -> None:
+async def test_one_connection_serves_one_stream_after_another(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         for _ in range(20):
             stream = await pair.a.talk(pair.b)
             assert await echoes(stream, BODY)
             await stream.close()
             await pair.settled()
-        assert pair.a.asked == 1
+        assert pair.a.offers_requested == 1
         assert pair.a.path.peers() == {pair.b.peer_id}
         expected = 20 * (PREFIX.size + 1 + len(BODY) + PREFIX.size)  # a part and an end each
         assert pair.a.traffic.sent[TALK] == expected
         assert pair.b.traffic.received[TALK] == expected
 
 
-async def test_conversations_at_once_have_connections_of_their_own_up_to_a_bound(tmp_path: Path) -> None:
+async def test_concurrent_streams_have_their_own_connections_up_to_a_bound(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         most = dialler.MAX_CONNECTIONS_PER_PEER
         streams = await asyncio.gather(*(pair.a.talk(pair.b) for _ in range(most)))
         assert all(await asyncio.gather(*(echoes(stream, BODY) for stream in streams)))
@@ -67,15 +66,15 @@ async def test_conversations_at_once_have_connections_of_their_own_up_to_a_bound
             await stream.close()
         await pair.settled()
         assert await echoes(await pair.a.talk(pair.b))
-        assert pair.a.asked == most
+        assert pair.a.offers_requested == most
 
 
-async def test_the_side_that_serves_may_end_first(tmp_path: Path) -> None:
+async def test_the_serving_side_may_end_first(tmp_path: Path) -> None:
     async def once(stream: Stream) -> None:
         await stream.send(FrameKind.MESSAGE, b"that is all")
 
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, once)
+        pair.b.acceptor.handle(TALK, once)
         for _ in range(3):
             stream = await pair.a.talk(pair.b)
             assert (await stream.receive(SOON)).header == b"that is all"
@@ -85,7 +84,7 @@ async def test_the_side_that_serves_may_end_first(tmp_path: Path) -> None:
                 await stream.send(FrameKind.MESSAGE, b"too late")
             await stream.close()
             await pair.settled()
-        assert pair.a.asked == 1
+        assert pair.a.offers_requested == 1
 
 
 async def test_a_refusal_is_raised_by_its_class_and_costs_no_connection(tmp_path: Path) -> None:
@@ -94,18 +93,18 @@ async def test_a_refusal_is_raised_by_its_class_and_costs_no_connection(tmp_path
         raise RoundAbandoned("not this one")
 
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, refuse)
+        pair.b.acceptor.handle(TALK, refuse)
         for _ in range(3):
             stream = await pair.a.talk(pair.b)
             await stream.send(FrameKind.MESSAGE, b"please")
             with pytest.raises(RoundAbandoned, match="not this one"):
                 await stream.receive(SOON)
             await pair.settled()
-        assert pair.a.asked == 1
+        assert pair.a.offers_requested == 1
 
 
 class Doorkeeper:
-    """Answers who begins a conversation only while `awake`."""
+    """Accepts streams only while `awake`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.awake = asyncio.Event()
@@ -119,12 +118,12 @@ class Doorkeeper:
         monkeypatch.setattr(StreamAcceptor, "admit_and_serve", late)
 
 
-async def test_on_a_connection_that_was_proved_a_moment_ago_nobody_waits_to_be_let_in(
+async def test_on_a_proved_connection_a_stream_sends_before_it_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeper = Doorkeeper(monkeypatch)
     async with direct_pair(tmp_path, optimistic={TALK}) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         for _ in range(3):
             stream = await pair.a.talk(pair.b)
             await stream.send(FrameKind.PART, b"h", BODY)
@@ -134,7 +133,7 @@ async def test_on_a_connection_that_was_proved_a_moment_ago_nobody_waits_to_be_l
             await stream.close()
             await pair.settled()
             keeper.awake.clear()
-        assert pair.a.asked == 1
+        assert pair.a.offers_requested == 1
         monkeypatch.setattr(dialler, "OPTIMISTIC_WITHIN", timedelta(0))  # it was long ago
         opening = asyncio.create_task(pair.a.talk(pair.b))
         assert not (await asyncio.wait({opening}, timeout=0.3))[0]
@@ -142,35 +141,37 @@ async def test_on_a_connection_that_was_proved_a_moment_ago_nobody_waits_to_be_l
         assert await echoes(await opening)
 
 
-async def test_who_is_refused_after_it_began_to_send_hears_why_and_the_path_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_dialler_that_is_refused_after_it_began_to_send_hears_why_and_keeps_the_connection(
+    tmp_path: Path,
 ) -> None:
     async with direct_pair(tmp_path, optimistic={TALK}) as pair:
-        pair.b.door.handle(TALK, shout)
-        most = stream_acceptor.MAX_STREAMS_PER_PROTOCOL
+        pair.b.acceptor.handle(TALK, shout)
+        slots, key = pair.b.acceptor._active_streams, (pair.a.peer_id, TALK)
         for body in (b"", BODY):
             stream = await pair.a.talk(pair.b)
             assert await echoes(stream)
             await stream.close()
             await pair.settled()
-            monkeypatch.setattr(stream_acceptor, "MAX_STREAMS_PER_PROTOCOL", 0)
+            for _ in range(MAX_STREAMS_PER_PROTOCOL):
+                slots.take(key, "streams")
             refused = await pair.a.talk(pair.b)
             with suppress(Unreachable):  # it may hear so early
                 await refused.send(FrameKind.PART, b"", body)
             with pytest.raises(PeerMisbehaved, match="at most"):
                 await refused.receive(SOON)
             await refused.close()
-            monkeypatch.setattr(stream_acceptor, "MAX_STREAMS_PER_PROTOCOL", most)
+            for _ in range(MAX_STREAMS_PER_PROTOCOL):
+                slots.release(key)
             await pair.settled()
         assert await echoes(await pair.a.talk(pair.b))
 
 
-async def test_who_is_not_answered_takes_the_other_path_the_next_time(
+async def test_after_an_unanswered_stream_the_next_one_uses_libp2p(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeper = Doorkeeper(monkeypatch)
     async with direct_pair(tmp_path, optimistic={TALK}) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         warm = await asyncio.gather(*(pair.a.talk(pair.b) for _ in range(3)))
         for stream in warm:
             assert await echoes(stream)
@@ -186,11 +187,11 @@ async def test_who_is_not_answered_takes_the_other_path_the_next_time(
         keeper.awake.set()
 
 
-async def test_who_is_answered_late_was_not_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exchanges wait in slices, so that a machine that slept does not give everybody up."""
+async def test_a_late_accept_does_not_count_as_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchanges wait in slices, so that a machine that slept does not drop all its peers."""
     keeper = Doorkeeper(monkeypatch)
     async with direct_pair(tmp_path, optimistic={TALK}) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         first = await pair.a.talk(pair.b)
         assert await echoes(first)
         await first.close()
@@ -204,15 +205,15 @@ async def test_who_is_answered_late_was_not_ignored(tmp_path: Path, monkeypatch:
         await stream.close()
         await pair.settled()
         assert await echoes(await pair.a.talk(pair.b))
-        assert pair.a.asked == 1
+        assert pair.a.offers_requested == 1
 
 
-async def test_a_conversation_that_is_ended_before_it_was_let_in_costs_no_connection(
+async def test_a_stream_that_ends_before_it_is_accepted_costs_no_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeper = Doorkeeper(monkeypatch)
     async with direct_pair(tmp_path, optimistic={TALK}) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         for _ in range(3):
             keeper.awake.set()
             stream = await pair.a.talk(pair.b)
@@ -224,11 +225,11 @@ async def test_a_conversation_that_is_ended_before_it_was_let_in_costs_no_connec
             await early.close()
             keeper.awake.set()
             await pair.settled()
-        assert pair.a.asked == 1
+        assert pair.a.offers_requested == 1
 
 
 @pytest.mark.parametrize("how", ["abort", "half a frame read", "unread frames", "reader waiting", "sender interrupted"])
-async def test_whatever_is_not_clean_costs_the_connection(tmp_path: Path, how: str) -> None:
+async def test_an_unclean_end_costs_the_connection(tmp_path: Path, how: str) -> None:
     ended = asyncio.Event()
 
     async def serve(stream: Stream) -> None:
@@ -238,7 +239,7 @@ async def test_whatever_is_not_clean_costs_the_connection(tmp_path: Path, how: s
             ended.set()
 
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, serve)
+        pair.b.acceptor.handle(TALK, serve)
         stream = await pair.a.talk(pair.b)
         waiting: asyncio.Task[object] | None = None
         if how == "half a frame read":
@@ -268,7 +269,7 @@ async def test_whatever_is_not_clean_costs_the_connection(tmp_path: Path, how: s
         await asyncio.wait_for(ended.wait(), SOON.total_seconds())
         await pair.settled()
         assert await echoes(await pair.a.talk(pair.b), BODY)
-        assert pair.a.asked == 2
+        assert pair.a.offers_requested == 2
 
 
 async def _send_forever(stream: DirectStream) -> None:
@@ -278,7 +279,7 @@ async def _send_forever(stream: DirectStream) -> None:
 
 async def test_a_frame_after_the_end_closes_the_connection(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         stream = await pair.a.talk(pair.b)
         stream._writer.write(pack_prefix(FrameKind.END, b"") + pack_prefix(FrameKind.PART, b"x") + b"x")
         await stream._writer.drain()
@@ -290,8 +291,8 @@ async def test_a_frame_after_the_end_closes_the_connection(tmp_path: Path) -> No
                 await asyncio.sleep(0.005)
 
 
-async def test_a_bit_that_flips_on_the_way_ends_the_connection(tmp_path: Path) -> None:
-    """Sums of frames leave out bodies here, because TLS does not."""
+async def test_a_flipped_bit_ends_the_connection(tmp_path: Path) -> None:
+    """Frame checksums leave out bodies here, because TLS protects them."""
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flips: bool) -> None:
         came = 0
@@ -306,20 +307,20 @@ async def test_a_bit_that_flips_on_the_way_ends_the_connection(tmp_path: Path) -
 
     async with direct_pair(tmp_path) as pair, asyncio.TaskGroup() as relays:
         damages = False
-        way = await pair.a.way_into(pair.b.peer_id)
+        offer = await pair.a.request_offer(pair.b.peer_id)
 
         async def lead_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            there = await asyncio.open_connection("127.0.0.1", way.port)
+            there = await asyncio.open_connection("127.0.0.1", offer.port)
             relays.create_task(relay(reader, there[1], damages))
             relays.create_task(relay(there[0], writer, False))
 
         between = await asyncio.start_server(lead_on, "127.0.0.1")
 
         async def way_past(peer_id: str, timeout: timedelta) -> CheckedOffer:
-            return replace(await pair.a.way_into(peer_id, timeout), port=between.sockets[0].getsockname()[1])
+            return replace(await pair.a.request_offer(peer_id, timeout), port=between.sockets[0].getsockname()[1])
 
         pair.a.path._dialler._request_offer = way_past
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         assert await echoes(await pair.a.talk(pair.b), BODY)
         damages = True
         stream = await pair.a.talk(pair.b)
@@ -327,7 +328,7 @@ async def test_a_bit_that_flips_on_the_way_ends_the_connection(tmp_path: Path) -
             await stream.send(FrameKind.PART, b"h", BODY)
         with pytest.raises(Unreachable):
             await stream.receive(SOON)
-        assert pair.a.asked == 1 + 2  # each conversation had a connection of its own, and this one a relay that damages
+        assert pair.a.offers_requested == 1 + 2  # each stream has its own connection, and this one a damaging relay
         await stream.close()
         await pair.a.close()  # so that the relays end
         between.close()
@@ -345,7 +346,7 @@ async def test_a_header_that_is_damaged_before_tls_is_found(tmp_path: Path) -> N
                 faults.append(error)
                 raise
 
-        pair.b.door.handle(TALK, listen)
+        pair.b.acceptor.handle(TALK, listen)
         stream = await pair.a.talk(pair.b)
         stream._writer.write(pack_prefix(FrameKind.PART, b"head", b"body", checksum_body=False) + b"headbody")
         stream._writer.write(pack_prefix(FrameKind.PART, b"head", b"body", checksum_body=False) + b"heaDbody")
@@ -355,9 +356,9 @@ async def test_a_header_that_is_damaged_before_tls_is_found(tmp_path: Path) -> N
         await stream.close()
 
 
-async def test_a_ban_cuts_what_is_under_way_and_what_is_kept(tmp_path: Path) -> None:
+async def test_a_ban_closes_streams_in_progress_and_idle_connections(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         first, second = await pair.a.talk(pair.b), await pair.a.talk(pair.b)
         assert all([await echoes(stream) for stream in (first, second)])
         await first.close()
@@ -374,7 +375,7 @@ async def test_a_ban_cuts_what_is_under_way_and_what_is_kept(tmp_path: Path) -> 
 
 async def test_an_eviction_by_the_dialler_cuts_too(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         stream = await pair.a.talk(pair.b)
         pair.a.gate.set_deny_list(DenyList(1, frozenset({pair.b.peer_id})))
         with pytest.raises(Banned):
@@ -383,35 +384,36 @@ async def test_an_eviction_by_the_dialler_cuts_too(tmp_path: Path) -> None:
         assert not pair.a.gate.open_streams(pair.b.peer_id)
 
 
-async def test_the_doors_limits_hold(tmp_path: Path) -> None:
-    """Frames above a protocol's cap, protocols that nobody serves, too many streams."""
+async def test_the_limits_of_the_acceptor_hold(tmp_path: Path) -> None:
+    """Frames above a protocol's cap, unserved protocols, too many streams."""
 
     async def never(stream: Stream) -> None:
         await stream.receive(SOON)
         raise AssertionError("no frame is small enough")
 
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle("/atoll/state/1", never)
+        pair.b.acceptor.handle("/atoll/state/1", never)
         stream = await pair.a.talk(pair.b, "/atoll/state/1")
         await stream.send(FrameKind.MESSAGE, bytes(1 << 17))
         with pytest.raises(FrameInvalid, match="the cap is 65536"):
             await stream.receive(SOON)
         with pytest.raises(Unreachable, match="not served"):
             await pair.a.path.open(pair.b.peer_id, TALK, SOON)
-        assert pair.b.door.refused["Unreachable"] >= 1
-        pair.b.door.handle(TALK, shout)
-        pair.b.door._active_streams[pair.a.peer_id, TALK] = 6
+        assert pair.b.acceptor.refused["Unreachable"] >= 1
+        pair.b.acceptor.handle(TALK, shout)
+        for _ in range(6):
+            pair.b.acceptor._active_streams.take((pair.a.peer_id, TALK), "streams")
         with pytest.raises(PeerMisbehaved, match="at most 6 streams"):
             await pair.a.path.open(pair.b.peer_id, TALK, SOON)
-        assert pair.b.door.crashes == 0
+        assert pair.b.acceptor.crashes == 0
 
 
-async def test_more_connections_than_a_peer_may_have_are_not_let_in(
+async def test_connections_beyond_the_limit_of_a_peer_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "MAX_CONNECTIONS_PER_PEER", 2)
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         first, second = await pair.a.talk(pair.b), await pair.a.talk(pair.b)
         assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None
         assert all([await echoes(stream) for stream in (first, second)])
@@ -422,7 +424,7 @@ async def test_more_connections_than_a_peer_may_have_are_not_let_in(
 async def test_idle_connections_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dialler, "IDLE_TIMEOUT", timedelta(seconds=1))
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         stream = await pair.a.talk(pair.b)
         await stream.close()
         async with asyncio.timeout(SOON.total_seconds()):
@@ -431,16 +433,16 @@ async def test_idle_connections_are_closed(tmp_path: Path, monkeypatch: pytest.M
         assert await echoes(await pair.a.talk(pair.b))
 
 
-async def test_a_kept_connection_that_the_other_side_lost_is_replaced(tmp_path: Path) -> None:
+async def test_an_idle_connection_that_the_peer_lost_is_replaced(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         stream = await pair.a.talk(pair.b)
         await stream.close()
         await pair.settled()
         for connection in tuple(pair.b.path._connections):  # what the kernel does for a process that was killed
             connection.abort()
         assert await echoes(await pair.a.talk(pair.b))
-        assert pair.a.asked == 2
+        assert pair.a.offers_requested == 2
 
 
 async def test_a_refusal_costs_no_connection(tmp_path: Path) -> None:
@@ -449,12 +451,12 @@ async def test_a_refusal_costs_no_connection(tmp_path: Path) -> None:
             with pytest.raises(Unreachable, match="not served"):
                 await pair.a.path.open(pair.b.peer_id, "/atoll/state/1", SOON)
             await pair.settled()
-        assert pair.a.asked == 1
+        assert pair.a.offers_requested == 1
 
 
-async def test_after_a_conversation_broke_the_other_path_is_taken_for_a_while(tmp_path: Path) -> None:
+async def test_after_a_stream_broke_libp2p_is_used_for_a_while(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         kept, broken = await pair.a.talk(pair.b), await pair.a.talk(pair.b)
         await kept.close()
         for connection in tuple(pair.b.path._connections):
@@ -473,11 +475,11 @@ async def test_after_a_conversation_broke_the_other_path_is_taken_for_a_while(tm
         assert not pair.a.path._dialler._failures
 
 
-async def test_slow_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers that filled while the link was fast empty late; the other side takes all the time."""
+async def test_a_slow_peer_is_not_taken_for_a_silent_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that filled while the link was fast drain slowly; the peer takes data all the time."""
     monkeypatch.setattr(streams, "STALL_TIMEOUT", timedelta(seconds=0.5))
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         stream = await pair.a.talk(pair.b)
         for _ in range(8):
             assert await echoes(stream, BODY)
@@ -487,13 +489,13 @@ async def test_slow_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         await stream.close()
 
 
-async def test_who_is_closed_dials_nobody(tmp_path: Path) -> None:
+async def test_a_closed_path_dials_no_peer(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         await (await pair.a.talk(pair.b)).close()
         await pair.a.path.close()
         assert await pair.a.path.open(pair.b.peer_id, TALK, SOON) is None
-        assert pair.a.asked == 1
+        assert pair.a.offers_requested == 1
 
 
 async def test_a_port_that_is_taken_is_not_remembered() -> None:

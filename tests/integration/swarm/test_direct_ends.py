@@ -1,4 +1,4 @@
-"""What the other side sent before it ended is read to the last byte, however late we are."""
+"""A slow reader gets all bytes that the peer sent before it closed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.direct_pair import TALK, direct_pair, shout
 from atoll.core.frames import FrameKind
 from atoll.node.direct import tls, tls_streams
 
-PATIENCE = timedelta(seconds=10)
+TIMEOUT = timedelta(seconds=10)
 SMALL = [16, 60_000] * 4
 MANY = [16, 300] * 400
 LARGE = [16, 300_000, 16]
@@ -29,18 +29,18 @@ async def both(folder: Path) -> tuple[tls_streams.TlsStreams, tls_streams.TlsStr
 
     async def accepted() -> tls_streams.TlsStreams:
         sock, _ = await loop.sock_accept(listening)
-        return await tls_streams.accept(sock, context, PATIENCE)
+        return await tls_streams.accept(sock, context, TIMEOUT)
 
     with listening:
         ours, theirs = await asyncio.gather(
-            tls_streams.dial(listening.getsockname(), tls.dialling_context(), PATIENCE), accepted()
+            tls_streams.dial(listening.getsockname(), tls.dialling_context(), TIMEOUT), accepted()
         )
     return ours, theirs
 
 
 @pytest.mark.parametrize("late", [True, False], ids=["late", "waiting"])
 @pytest.mark.parametrize("sizes", [SMALL, MANY, LARGE, BETWEEN], ids=["small", "many", "large", "between"])
-async def test_all_that_was_sent_before_the_end_is_read(tmp_path: Path, sizes: list[int], late: bool) -> None:
+async def test_all_bytes_that_were_sent_before_the_end_are_read(tmp_path: Path, sizes: list[int], late: bool) -> None:
     (reader, writer), (_, theirs) = await both(tmp_path)
     sent = [bytes([number % 251]) * size for number, size in enumerate(sizes)]
 
@@ -49,7 +49,7 @@ async def test_all_that_was_sent_before_the_end_is_read(tmp_path: Path, sizes: l
 
     reading = None if late else asyncio.create_task(read())
     theirs.write(b"".join(sent))
-    async with asyncio.timeout(PATIENCE.total_seconds()):
+    async with asyncio.timeout(TIMEOUT.total_seconds()):
         while theirs.transport.get_write_buffer_size():
             await asyncio.sleep(0.01)
         theirs.transport.abort()
@@ -67,7 +67,7 @@ async def test_a_read_on_a_connection_that_was_lost_meanwhile_says_so(tmp_path: 
     theirs.write(bytes(90))
     assert await reader.readexactly(84) == bytes(84)
     theirs.transport.abort()
-    async with asyncio.timeout(PATIENCE.total_seconds()):
+    async with asyncio.timeout(TIMEOUT.total_seconds()):
         while not reader.at_eof() and writer.get_extra_info("socket") is not None and reader.exception() is None:
             await asyncio.sleep(0.01)
             if writer.is_closing():
@@ -78,16 +78,16 @@ async def test_a_read_on_a_connection_that_was_lost_meanwhile_says_so(tmp_path: 
     writer.transport.abort()
 
 
-async def test_what_comes_over_a_direct_connection_is_counted_as_it_comes(tmp_path: Path) -> None:
-    """Not when a whole frame is there: several large ones that end together would look like a fast link."""
+async def test_bytes_on_a_direct_connection_are_counted_as_they_arrive(tmp_path: Path) -> None:
+    """Bytes count when they arrive, not when a frame is complete: several frames that end together would look fast."""
     body = bytes(4 << 20)
     async with direct_pair(tmp_path) as pair:
         pieces: list[int] = []
         pair.a.traffic.count_arrived = pieces.append  # type: ignore[method-assign]
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         stream = await pair.a.talk(pair.b)
         await stream.send(FrameKind.MESSAGE, b"", body)
-        frame = await stream.receive(PATIENCE)
+        frame = await stream.receive(TIMEOUT)
         await stream.close()
     assert bytes(frame.body) == body
     assert sum(pieces) >= len(body)

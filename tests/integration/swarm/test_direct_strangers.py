@@ -1,4 +1,4 @@
-"""Who has no ticket gets nothing from a direct listener, and who shows another certificate gets no ticket."""
+"""A direct listener gives nothing to a peer without a ticket; a dialler gives no ticket to a wrong certificate."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ time.sleep(60)
 
 
 def ticket_frame(pair: Pair, ticket: bytes) -> bytes:
-    """What `a` shows to `b`."""
+    """Build the frame that `a` shows to `b`."""
     return on_wire(Frame(FrameKind.MESSAGE, proof(ticket, pair.a.peer_id, pair.b.peer_id)))
 
 
 @asynccontextmanager
 async def dialled(pair: Pair) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A TLS connection to `b` by somebody."""
+    """Open a TLS connection to `b` from an unauthenticated peer."""
     reader, writer = await asyncio.open_connection(
         "127.0.0.1", pair.b.path.port, ssl=tls.dialling_context(), server_hostname=""
     )
@@ -60,7 +60,7 @@ async def dialled(pair: Pair) -> AsyncIterator[tuple[asyncio.StreamReader, async
 
 
 async def answer_to(pair: Pair, data: bytes) -> bytes:
-    """All that `b` says to somebody who writes `data`, until it closes the connection."""
+    """Write `data` to `b` and return all bytes that `b` sends until it closes the connection."""
     async with dialled(pair) as (reader, writer):
         writer.write(data)
         said = b""
@@ -78,34 +78,34 @@ async def honest_life_goes_on(pair: Pair) -> None:
     await stream.close()
 
 
-async def test_a_ticket_is_good_once_soon_and_nothing_else_is(tmp_path: Path) -> None:
+async def test_only_a_fresh_unused_ticket_is_accepted(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
-        good = (await pair.a.way_into(pair.b.peer_id)).ticket
+        pair.b.acceptor.handle(TALK, shout)
+        good = (await pair.a.request_offer(pair.b.peer_id)).ticket
         async with dialled(pair) as (reader, writer):  # the raw bytes of an honest dialler
             writer.write(ticket_frame(pair, good) + on_wire(BEGIN))
             assert await asyncio.wait_for(reader.readexactly(PREFIX.size), SOON.total_seconds())
-        expired = (await pair.a.way_into(pair.b.peer_id)).ticket
-        for digest, (owner, _) in tuple(pair.b.path._tickets._good.items()):
-            pair.b.path._tickets._good[digest] = (owner, pair.b.clock.monotonic() - 1)
-        for ticket in (good, expired, bytes(32), os.urandom(32), (await pair.b.way_into(pair.a.peer_id)).ticket):
+        expired = (await pair.a.request_offer(pair.b.peer_id)).ticket
+        for digest, (owner, _) in tuple(pair.b.path._tickets._valid.items()):
+            pair.b.path._tickets._valid[digest] = (owner, pair.b.clock.monotonic() - 1)
+        for ticket in (good, expired, bytes(32), os.urandom(32), (await pair.b.request_offer(pair.a.peer_id)).ticket):
             assert await answer_to(pair, ticket_frame(pair, ticket) + on_wire(BEGIN)) == b""
         assert pair.b.path.strangers_refused == 5
         await honest_life_goes_on(pair)
 
 
-async def test_a_ticket_of_somebody_who_was_banned_meanwhile_is_worth_nothing(tmp_path: Path) -> None:
+async def test_a_ticket_of_a_peer_that_was_banned_meanwhile_is_refused(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
-        ticket = (await pair.a.way_into(pair.b.peer_id)).ticket
+        ticket = (await pair.a.request_offer(pair.b.peer_id)).ticket
         pair.b.gate.evict(pair.a.peer_id)
         assert await answer_to(pair, ticket_frame(pair, ticket) + on_wire(BEGIN)) == b""
 
 
-async def test_who_passes_on_anothers_offer_joins_nobody(tmp_path: Path) -> None:
-    """Mallory answers `a` with what she got from `b`: the certificate is right, and still `b` serves nobody."""
+async def test_a_member_that_forwards_an_offer_gains_no_connection(tmp_path: Path) -> None:
+    """Mallory answers `a` with the offer of `b`: the certificate is right, and yet `b` refuses."""
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
-        honest = pair.a.way_into
+        pair.b.acceptor.handle(TALK, shout)
+        honest = pair.a.request_offer
 
         async def passed_on(peer_id: str, timeout: timedelta) -> CheckedOffer:
             return replace(await honest(peer_id), ticket=pair.b.path._tickets.issue("mallory"))
@@ -119,15 +119,15 @@ async def test_who_passes_on_anothers_offer_joins_nobody(tmp_path: Path) -> None
 async def test_names_that_a_member_makes_up_are_not_kept(tmp_path: Path) -> None:
     async with direct_pair(tmp_path) as pair:
         for number in range(20):
-            good = (await pair.a.way_into(pair.b.peer_id)).ticket
+            good = (await pair.a.request_offer(pair.b.peer_id)).ticket
             begin = Frame(FrameKind.MESSAGE, dp.DirectBegin(protocol=f"/junk/{number}").SerializeToString())
             assert await answer_to(pair, ticket_frame(pair, good) + on_wire(begin)) == b""
         names = {*pair.b.traffic.sent, *pair.b.traffic.received}
         assert not any("junk" in name for name in names)
 
 
-async def test_who_shows_another_certificate_sees_no_ticket(tmp_path: Path) -> None:
-    """A man in the middle, or another machine with that private address: TLS is up, and not a byte is sent."""
+async def test_a_listener_with_another_certificate_gets_no_ticket(tmp_path: Path) -> None:
+    """A man in the middle, or another machine at that private address: TLS completes, and no byte is sent."""
     heard: list[bytes] = []
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -139,8 +139,8 @@ async def test_who_shows_another_certificate_sees_no_ticket(tmp_path: Path) -> N
     server = await asyncio.start_server(listen, "127.0.0.1", 0, ssl=context)
     port = server.sockets[0].getsockname()[1]
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
-        honest = pair.a.way_into
+        pair.b.acceptor.handle(TALK, shout)
+        honest = pair.a.request_offer
 
         async def diverted(peer_id: str, timeout: timedelta) -> CheckedOffer:
             return replace(await honest(peer_id), port=port)
@@ -156,10 +156,12 @@ async def test_who_shows_another_certificate_sees_no_ticket(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("how", ["no TLS", "silent", "half a ticket"])
-async def test_who_says_nothing_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+async def test_an_unauthenticated_connection_without_a_proof_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     monkeypatch.setattr(listener, "STRANGER_TIMEOUT", timedelta(seconds=1))
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         if how == "no TLS":
             reader, writer = await asyncio.open_connection("127.0.0.1", pair.b.path.port)
             with suppress(ConnectionError):
@@ -172,16 +174,18 @@ async def test_who_says_nothing_is_hung_up_on(tmp_path: Path, monkeypatch: pytes
         await honest_life_goes_on(pair)
 
 
-async def test_a_crowd_of_strangers_is_bounded_and_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_crowd_of_unauthenticated_connections_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(listener, "STRANGER_TIMEOUT", timedelta(seconds=1))
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         most, crowd = listener.MAX_STRANGERS_PER_ADDRESS, 100
         ends = [await asyncio.open_connection("127.0.0.1", pair.b.path.port) for _ in range(crowd)]
         async with asyncio.timeout(SOON.total_seconds()):
             while pair.b.path.strangers_refused < crowd - most:
                 await asyncio.sleep(0.005)
-        assert pair.b.path._listener._strangers.total() <= most
+        assert len(pair.b.path._listener._strangers) <= most
         for reader, writer in ends:
             with suppress(ConnectionError):
                 assert await asyncio.wait_for(reader.read(), SOON.total_seconds()) == b""
@@ -191,7 +195,7 @@ async def test_a_crowd_of_strangers_is_bounded_and_passes(tmp_path: Path, monkey
 
 
 async def test_a_peer_that_is_killed_is_noticed(tmp_path: Path) -> None:
-    """Another process dials with a ticket, begins, and dies."""
+    """Another process dials with a ticket, begins a stream, and dies."""
     outcome: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     async def wait(stream: Stream) -> None:
@@ -202,8 +206,8 @@ async def test_a_peer_that_is_killed_is_noticed(tmp_path: Path) -> None:
             raise
 
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, wait)
-        first = ticket_frame(pair, (await pair.a.way_into(pair.b.peer_id)).ticket) + on_wire(BEGIN)
+        pair.b.acceptor.handle(TALK, wait)
+        first = ticket_frame(pair, (await pair.a.request_offer(pair.b.peer_id)).ticket) + on_wire(BEGIN)
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-c", CHILD, str(pair.b.path.port), first.hex(), stdout=asyncio.subprocess.PIPE
         )
@@ -222,18 +226,18 @@ async def test_a_peer_that_is_killed_is_noticed(tmp_path: Path) -> None:
     ],
 )
 async def test_whatever_comes_first(tmp_path: Path, examples: int) -> None:
-    """Damaged tickets, and, with a good one, damaged beginnings and what comes after them."""
+    """Damaged tickets; and, with a valid one, damaged first frames and what follows them."""
     async with direct_pair(tmp_path) as pair:
-        pair.b.door.handle(TALK, shout)
+        pair.b.acceptor.handle(TALK, shout)
         part = Frame(FrameKind.PART, b"h", b"body")
-        good = (await pair.a.way_into(pair.b.peer_id)).ticket
+        good = (await pair.a.request_offer(pair.b.peer_id)).ticket
         async with dialled(pair) as (reader, writer), asyncio.timeout(SOON.total_seconds()):
             writer.write(ticket_frame(pair, good) + on_wire(BEGIN) + on_wire(part, checksum_body=False))
             await reader.readuntil(b"hbody")  # what is damaged below comes as far as this where it is not
         for seed in range(examples):
             mutator = Mutator(seed)
             with_ticket = mutator.rng.random() < 0.7
-            good = (await pair.a.way_into(pair.b.peer_id)).ticket
+            good = (await pair.a.request_offer(pair.b.peer_id)).ticket
             ticket = Frame(FrameKind.MESSAGE, proof(good, pair.a.peer_id, pair.b.peer_id))
             data = on_wire(ticket) if with_ticket else mutator.wire(mutator.frame(ticket))
             for _ in range(mutator.rng.choice((0, 1, 1, 3))):
@@ -248,15 +252,15 @@ async def test_whatever_comes_first(tmp_path: Path, examples: int) -> None:
                         while await reader.read(1 << 16):
                             pass
         async with asyncio.timeout(SOON.total_seconds()):
-            while pair.b.gate.open_streams(pair.a.peer_id) or pair.b.path._listener._strangers.total():
+            while pair.b.gate.open_streams(pair.a.peer_id) or len(pair.b.path._listener._strangers):
                 await asyncio.sleep(0.01)
-        assert pair.b.door.crashes == 0
+        assert pair.b.acceptor.crashes == 0
         await honest_life_goes_on(pair)
 
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_whatever_a_member_offers(tmp_path: Path, seed: int) -> None:
-    """An offer that is none costs a while without a direct path, nothing else."""
+    """A malformed offer costs a pause without a direct path, and nothing else."""
     async with direct_pair(tmp_path) as pair:
         mutator = Mutator(seed)
         offer = dp.DirectOffer(port=1, certificate_sha256=bytes(32), ticket=bytes(32))

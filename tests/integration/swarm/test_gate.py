@@ -36,14 +36,14 @@ async def test_a_banned_peers_streams_are_cut_and_it_stays_out(lab: Lab) -> None
     bad = await lab.start("bad", seeds=seed.multiaddrs())
     seed.handle("/echo/1", echo)
     await seed.ready()
-    await bad.publish_head(1, b"x" * 32, LIFETIME)
+    await bad.publish_address(LIFETIME)
     stream = await bad.open(seed.peer_id, "/echo/1", SOON)
     seed.gate.set_deny_list(DenyList(1, frozenset({bad.peer_id})))
     with pytest.raises(Unreachable, match="ended the stream"):
         await stream.receive(SOON)
     with pytest.raises(Banned):
         await bad.open(seed.peer_id, "/echo/1", SOON)
-    assert await seed.lookup_heads() == {}
+    assert await seed.lookup_addresses() == {}
     await stream.close()
 
 
@@ -63,11 +63,11 @@ async def test_after_a_restart_the_dialler_says_hello_again(lab: Lab) -> None:
     assert (await stream.receive(SOON)).header == b"still here"
     await stream.close()
     again.gate.evict(node.peer_id)
-    await node.publish_head(3, b"y" * 32, LIFETIME)  # a unary call does the same
-    assert await again.lookup_heads() == {node.peer_id: (3, b"y" * 32)}
+    await node.publish_address(LIFETIME)  # a unary call does the same
+    assert await again.lookup_addresses() == {node.peer_id: node.multiaddrs()}
 
 
-async def test_a_node_that_nobody_told_us_of_is_found_through_a_seed(lab: Lab) -> None:
+async def test_an_unknown_peer_is_found_through_a_seed(lab: Lab) -> None:
     seed = await lab.start("seed", relay_service=True)
     b = await lab.start("b", seeds=seed.multiaddrs())
     b.handle("/echo/1", echo)
@@ -78,7 +78,7 @@ async def test_a_node_that_nobody_told_us_of_is_found_through_a_seed(lab: Lab) -
     await stream.close()
 
 
-async def test_a_frozen_seed_does_not_delay_who_asks_for_an_address(lab: Lab) -> None:
+async def test_a_frozen_seed_does_not_delay_the_lookup_of_an_address(lab: Lab) -> None:
     seeds = [await lab.start(name, relay_service=True) for name in ("seed", "frozen")]
     addresses = tuple(address for seed in seeds for address in seed.multiaddrs())
     b = await lab.start("b", seeds=addresses)
@@ -96,7 +96,7 @@ async def test_a_frozen_seed_does_not_delay_who_asks_for_an_address(lab: Lab) ->
         os.kill(seeds[1].p2pd_pid, signal.SIGCONT)
 
 
-async def test_p2pd_killed_is_told_and_nothing_hangs(lab: Lab) -> None:
+async def test_a_killed_p2pd_is_reported_and_nothing_hangs(lab: Lab) -> None:
     seed = await lab.start("seed", relay_service=True)
     node = await lab.start("node", seeds=seed.multiaddrs())
     seed.handle("/echo/1", echo)

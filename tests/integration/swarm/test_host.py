@@ -1,4 +1,4 @@
-"""Hosts on loopback: streams, addresses and heads between members."""
+"""Hosts on loopback: streams and addresses between members."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ async def test_members_find_each_other_and_talk(lab: Lab) -> None:
     b = await lab.start("b", seeds=seed.multiaddrs())
     b.handle("/echo/1", echo)
     await b.publish_address(LIFETIME)
-    await b.publish_head(7, b"\7" * 32, LIFETIME)
     await a.publish_address(LIFETIME)
     addresses = await a.lookup_addresses()
     assert addresses == {a.peer_id: a.multiaddrs(), b.peer_id: b.multiaddrs()}
-    assert await a.lookup_heads() == {b.peer_id: (7, b"\7" * 32)}
 
     stream = await a.open(b.peer_id, "/echo/1", SOON)
     body = bytes(range(256)) * 4096 * 4
@@ -87,17 +85,17 @@ async def test_members_that_began_without_a_seed_meet_through_one_that_came_late
         assert await host.lookup_addresses() == {a.peer_id: a.multiaddrs(), b.peer_id: b.multiaddrs()}
 
 
-async def test_a_seed_is_met_at_whichever_of_its_addresses_answers(lab: Lab) -> None:
+async def test_a_seed_is_found_at_any_of_its_addresses(lab: Lab) -> None:
     seed = await lab.start("seed", relay_service=True)
     dead = f"/ip4/127.0.0.1/tcp/1/p2p/{seed.peer_id}"
     told = (*seed.multiaddrs(), dead, "/ip4/127.0.0.1/tcp/1/p2p/0OIl")
     node = await lab.start("node", seeds=told)
-    await node.publish_head(7, b"\7" * 32, LIFETIME)
+    await node.publish_address(LIFETIME)
     node.set_seeds(told)
     with pytest.raises(ConfigError):
         node.set_seeds(("nonsense",))
-    await node.publish_head(8, b"\7" * 32, LIFETIME)
-    assert await seed.lookup_heads() == {node.peer_id: (8, b"\7" * 32)}
+    await node.publish_address(LIFETIME)
+    assert await seed.lookup_addresses() == {node.peer_id: node.multiaddrs()}
 
 
 async def test_a_protocol_that_p2pd_did_not_take_is_offered_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +121,7 @@ async def test_a_protocol_that_p2pd_did_not_take_is_offered_again(lab: Lab, monk
         await stream.close()
 
 
-async def test_the_owners_limit_bounds_what_a_member_is_said_to_take(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_owners_limit_bounds_the_reported_rate_to_a_member(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     host = await lab.start("ann")
     assert host.bytes_per_second_to("nobody") == 0.0
     monkeypatch.setattr(host._pacer, "bytes_per_second_to", lambda peer: math.inf)

@@ -1,4 +1,4 @@
-"""What a daemon imports of hivemind."""
+"""The parts of hivemind that a daemon imports."""
 
 import subprocess
 import sys
@@ -12,15 +12,20 @@ def told(program: str) -> str:
 
 def test_a_daemon_imports_nothing_of_hivemind_that_it_does_not_use():
     program = (
-        "import sys, atoll.node.daemon\n"
+        "import sys\n"
+        "from atoll.node.swarm.lazy_hivemind import install_lazy_hivemind\n"
+        "install_lazy_hivemind()\n"
+        "import atoll.node.daemon\n"
         "parts = {name.split('.')[1] for name in sys.modules if name.startswith('hivemind.')}\n"
         "print(sorted(parts & {'averaging', 'moe', 'optim', 'p2p', 'dht'}), 'scipy' in sys.modules)"
     )
     assert told(program) == "['dht', 'p2p'] False\n"
 
 
-def test_who_asks_for_the_rest_afterwards_has_it():
+def test_any_other_attribute_loads_the_full_package():
     program = (
+        "from atoll.node.swarm.lazy_hivemind import install_lazy_hivemind\n"
+        "install_lazy_hivemind()\n"
         "import atoll.node.swarm.host, hivemind\n"
         "from hivemind import DHT, Optimizer\n"
         "print(DHT.__name__, hivemind.__version__)"
@@ -28,5 +33,12 @@ def test_who_asks_for_the_rest_afterwards_has_it():
     assert told(program) == f"DHT {version('hivemind')}\n"
 
 
-def test_whoever_imported_hivemind_before_keeps_all_of_it():
-    assert told("import hivemind, atoll.node.swarm.host; print(hivemind.Optimizer is not None)") == "True\n"
+def test_a_program_that_imported_hivemind_before_keeps_the_full_package():
+    program = (
+        "import hivemind\n"
+        "from atoll.node.swarm.lazy_hivemind import install_lazy_hivemind\n"
+        "before = sys.modules['hivemind']\n"
+        "install_lazy_hivemind()\n"
+        "print(sys.modules['hivemind'] is before)"
+    )
+    assert told("import sys\n" + program) == "True\n"

@@ -1,4 +1,4 @@
-"""The kernel lends us the connections of a child: their figures and their pace, and nothing that keeps them open."""
+"""Borrowed sockets of a child: their TCP_INFO and pacing rate are accessible, and no copy keeps them open."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ for line in sys.stdin:
 
 
 class Child:
-    """Stands in for p2pd: dials, closes, and says how it is paced."""
+    """A stand-in for p2pd that dials, closes, and reports its pacing rate."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -96,7 +96,7 @@ class Watching:
             await self.changed.wait()
 
     async def until_watched(self, sockets: P2pdSockets, before: Any = None) -> list[Any]:
-        """Other connections than that; the child's bytes may come after the first look."""
+        """Wait for other connections than that; the child's bytes may arrive after the first scan."""
         async with asyncio.timeout(SECONDS):
             while not self.watched or before in self.watched:
                 await self.until_looked(sockets)
@@ -109,7 +109,7 @@ def watched(dialler: Child, *, loopback: bool = True) -> tuple[Watching, P2pdSoc
 
 
 class Conversation:
-    """A connection of the child to us, on which it sends more than we took."""
+    """A connection from the child, on which it sends more than this process reads."""
 
     def __init__(self, dialler: Child, size: int = LARGE) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -177,7 +177,7 @@ async def test_a_descriptor_that_serves_another_connection_now_is_left_alone() -
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_connection_in_the_place_of_another_is_a_new_one() -> None:
+async def test_a_reused_descriptor_is_a_new_connection() -> None:
     """p2pd dials from its listening port: even both ends of it may have the same addresses."""
     with child() as dialler, closing(Conversation(dialler)) as talk:
         pacer, sockets = watched(dialler)
@@ -191,7 +191,7 @@ async def test_a_connection_in_the_place_of_another_is_a_new_one() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_descriptor_that_is_no_socket_any_more_is_given_back() -> None:
+async def test_a_descriptor_that_is_no_longer_a_socket_is_closed() -> None:
     with child() as dialler, closing(Conversation(dialler)) as talk:
         pacer, sockets = watched(dialler)
         (borrowed,) = await pacer.until_watched(sockets)
@@ -205,7 +205,7 @@ async def test_a_descriptor_that_is_no_socket_any_more_is_given_back() -> None:
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(("size", "loopback"), [(1000, True), (LARGE, False)], ids=["little", "within this machine"])
-async def test_connections_of_no_interest_are_left_alone(size: int, loopback: bool) -> None:
+async def test_little_and_local_connections_are_not_paced(size: int, loopback: bool) -> None:
     with child() as dialler, closing(Conversation(dialler, size)) as talk:
         pacer, sockets = watched(dialler, loopback=loopback)
         for _ in range(3):
@@ -215,7 +215,7 @@ async def test_connections_of_no_interest_are_left_alone(size: int, loopback: bo
         await sockets.close()
 
 
-async def test_where_the_kernel_does_not_lend_nothing_is_paced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_permission_of_the_kernel_p2pd_is_not_paced(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = asyncio.Event()
 
     def refuses(process: int, descriptor: int) -> int:
@@ -233,7 +233,7 @@ async def test_where_the_kernel_does_not_lend_nothing_is_paced(monkeypatch: pyte
         await sockets.close()
 
 
-async def test_who_is_gone_lends_nothing() -> None:
+async def test_an_ended_process_has_no_sockets_to_borrow() -> None:
     with child() as dialler:
         pass
     pacer, sockets = watched(dialler)

@@ -32,7 +32,7 @@ asyncio.run(main())
 
 
 def wait_gone(pid: int, seconds: float = 5) -> bool:
-    """Whether the process ended in time; a pidfd becomes readable then."""
+    """Tell whether the process ended in time; its pidfd becomes readable then."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -75,7 +75,7 @@ async def test_stop_asks_first_and_insists_after_the_grace() -> None:
     assert await child_processes.stop(child, timedelta(milliseconds=100)) == -signal.SIGKILL
 
 
-def test_a_child_whose_parent_is_gone_before_it_starts_does_not_start(tmp_path: Path) -> None:
+def test_a_child_does_not_start_if_its_parent_has_ended_before(tmp_path: Path) -> None:
     witness = tmp_path / "ran"
     command = child_processes.command_killed_with_parent(
         ["/bin/touch", witness], parent_pid=1 if os.getpid() != 1 else 2

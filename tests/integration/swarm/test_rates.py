@@ -1,4 +1,4 @@
-"""The owner's Mbit/s between two hosts, on either path."""
+"""The owner's rate limits between two hosts, over libp2p and direct connections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STREAMS, SECONDS, LOOKS = 4, 3.0, 5
 
 
 def rate_of(arrived: list[tuple[float, int]]) -> float:
-    """Bytes a second of late, after what buffers took at first."""
+    """Measure bytes per second, after the buffers have filled."""
     counted = [(at, size) for at, size in arrived if at >= arrived[-1][0] - SECONDS * 0.6]
     return sum(size for _, size in counted[1:]) / (counted[-1][0] - counted[0][0])
 

@@ -1,4 +1,4 @@
-"""Joining over real libp2p streams, among donors that lie."""
+"""Catch-up over real libp2p streams, from donors of which some lie."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ async def test_three_of_four_poisoned_and_one_forged_head_do_not_keep_anyone_out
     assert not any(host.handler_crashes for host in hosts)
 
 
-async def test_a_spent_month_is_a_wall_for_state_and_none_for_heads(lab: Lab, tmp_path: Path) -> None:
-    """Nobody can make a volunteer pay for more than agreed: one frame over the allowance is the most."""
+async def test_a_spent_allowance_stops_state_and_not_heads(lab: Lab, tmp_path: Path) -> None:
+    """A peer cannot make a volunteer exceed the allowance by more than one frame."""
     true = state_of(1)
     us = await lab.start("us", relay_service=True)
     ann = await lab.start("ann", seeds=us.multiaddrs())
@@ -85,7 +85,7 @@ async def test_a_spent_month_is_a_wall_for_state_and_none_for_heads(lab: Lab, tm
     ann.traffic.set_remaining_bytes(allowed := 12 * ELEMENTS)  # both vectors are 8 bytes an element
     async with asyncio.timeout(60):
         assert await catch_up(us, plan, empty, None, operator_key=OPERATOR.public_key) is not None
-        with pytest.raises(Unreachable, match="month's traffic is spent"):
+        with pytest.raises(Unreachable, match="monthly traffic allowance is spent"):
             await catch_up(us, plan, empty, None, operator_key=OPERATOR.public_key)
     assert allowed <= ann.traffic.bytes_total < allowed + 3 * ELEMENTS
     conversation = await StateClient.connect(us, ann.peer_id, "r", SOON)

@@ -1,4 +1,4 @@
-"""Bulk between running hosts without a direct path: several libp2p streams, one conversation, one gate."""
+"""Striped streams between running hosts without a direct path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from atoll.node.swarm.host import SwarmHost
 from atoll.node.swarm.stream_acceptor import MAX_STREAMS_PER_PROTOCOL
 from atoll.node.swarm.stripes import PROTOCOL, STRIPES
 from atoll.node.wire.transport import Stream
-from atoll.v1 import dataplane_pb2 as wire
+from atoll.v1 import dataplane_pb2 as dp
 
 AVERAGE = "/atoll/average/1"
 BODY = bytes(range(256)) * 4096 * 7  # 7 MiB
@@ -47,7 +47,7 @@ async def test_frames_of_every_size_pass_both_ways_and_count_once(lab: Lab) -> N
     sent = 4 * (PREFIX.size + len(b"header")) + 64 * 1024 - PREFIX.size + 1 + len(BODY)
     assert (
         node.bytes_sent(AVERAGE) == stream.bytes_sent == sent == seed.bytes_sent(AVERAGE) - PREFIX.size
-    )  # it let us in
+    )  # the accept frame has no header
     assert node.bytes_sent(PROTOCOL) > 0
     assert seed.gate.open_streams(node.peer_id) == node.gate.open_streams(seed.peer_id) == 1
     await stream.close()
@@ -55,7 +55,7 @@ async def test_frames_of_every_size_pass_both_ways_and_count_once(lab: Lab) -> N
     assert node.gate.open_streams(seed.peer_id) == 0
 
 
-async def test_many_at_once_do_not_mix_and_beyond_the_limit_they_are_refused_by_name(lab: Lab) -> None:
+async def test_concurrent_streams_do_not_mix_and_the_limit_is_refused_with_its_reason(lab: Lab) -> None:
     seed, node = await two(lab)
     opened = await asyncio.gather(*(node.open(seed.peer_id, AVERAGE, SOON) for _ in range(MAX_STREAMS_PER_PROTOCOL)))
 
@@ -71,13 +71,13 @@ async def test_many_at_once_do_not_mix_and_beyond_the_limit_they_are_refused_by_
     await asyncio.gather(*(stream.close() for stream in opened))
 
 
-async def test_what_is_not_served_is_said(lab: Lab) -> None:
+async def test_an_unserved_protocol_is_refused_with_its_name(lab: Lab) -> None:
     seed, node = await two(lab)
     with pytest.raises(Unreachable, match="not served"):
         await node.open(seed.peer_id, "/atoll/state/1", SOON)
 
 
-async def test_as_many_as_there_may_be_are_opened_at_once(lab: Lab) -> None:
+async def test_the_allowed_number_of_streams_opens_at_once(lab: Lab) -> None:
     seed, node = await two(lab)
     for protocol in BULK_PROTOCOLS - {AVERAGE}:
         seed.handle(protocol, echo)
@@ -88,7 +88,7 @@ async def test_as_many_as_there_may_be_are_opened_at_once(lab: Lab) -> None:
     await asyncio.gather(*(stream.close() for stream in opened))
 
 
-async def test_who_is_banned_is_cut_off_and_whose_hello_was_lost_says_it_again(lab: Lab) -> None:
+async def test_a_ban_cuts_a_peer_off_and_a_lost_hello_is_said_again(lab: Lab) -> None:
     seed, node = await two(lab)
     stream = await node.open(seed.peer_id, AVERAGE, SOON)
     seed.gate.evict(node.peer_id)
@@ -107,19 +107,19 @@ async def test_who_is_banned_is_cut_off_and_whose_hello_was_lost_says_it_again(l
     await again.close()
 
 
-async def test_streams_of_which_the_rest_never_comes_are_ended_by_name(
+async def test_stripes_of_an_incomplete_stream_are_refused_with_a_reason(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seed, node = await two(lab)
     whole = await node.open(seed.peer_id, AVERAGE, SOON)
-    stripe = wire.Stripe(conversation=bytes(16), index=0, protocol=AVERAGE).SerializeToString()
+    stripe = dp.Stripe(conversation=bytes(16), index=0, protocol=AVERAGE).SerializeToString()
     for said in ([], [stripe]):
         monkeypatch.setattr(stripes, "ASSEMBLE_TIMEOUT", timedelta(seconds=3 if said else 0.5))
         refused = seed.streams_refused
         stream = node._stream(seed.peer_id, AVERAGE, *await node._p2p.open_socket(seed.peer_id, PROTOCOL, SOON))
         for header in said:
             await stream.send(FrameKind.MESSAGE, header)
-        with pytest.raises(DeadlineExceeded, match="1 of 4 streams" if said else "no whole frame"):
+        with pytest.raises(DeadlineExceeded, match="1 of 4 stripes" if said else "no whole frame"):
             await stream.receive(SOON)
         await stream.close()
         assert seed.streams_refused == refused + 1
@@ -129,15 +129,15 @@ async def test_streams_of_which_the_rest_never_comes_are_ended_by_name(
     await whole.close()
 
 
-async def test_who_is_evicted_while_it_opens_says_hello_and_opens_again(lab: Lab) -> None:
-    """Whichever of its streams came first: all are told."""
+async def test_a_peer_that_is_evicted_while_it_opens_says_hello_and_opens_again(lab: Lab) -> None:
+    """The refusal reaches all stripes, in any order of arrival."""
     seed, node = await two(lab)
     await (await node.open(seed.peer_id, AVERAGE, SOON)).close()
     waiting = seed._acceptor._assembler._open
     opened = [await node._p2p.open_socket(seed.peer_id, PROTOCOL, SOON) for _ in range(STRIPES - 1)]
     streams = [node._stream(seed.peer_id, AVERAGE, *ends) for ends in opened]
     for index, stream in zip((2, 0, 1), streams, strict=True):
-        stripe = wire.Stripe(conversation=bytes(16), index=index, protocol=AVERAGE)
+        stripe = dp.Stripe(conversation=bytes(16), index=index, protocol=AVERAGE)
         await stream.send(FrameKind.MESSAGE, stripe.SerializeToString())
         await until(lambda index=index: index in {it for one in waiting.values() for it in one.ends})
     seed.gate.evict(node.peer_id)
@@ -147,9 +147,7 @@ async def test_who_is_evicted_while_it_opens_says_hello_and_opens_again(lab: Lab
     await (await node.open(seed.peer_id, AVERAGE, SOON)).close()
 
 
-async def test_one_stream_that_breaks_ends_the_conversation_on_both_sides(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_stripe_that_breaks_ends_the_stream_on_both_sides(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stripes, "_END_GRACE_SECONDS", 1.0)
     seed, node = await two(lab)
     stream = await node.open(seed.peer_id, AVERAGE, SOON)

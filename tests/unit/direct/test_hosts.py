@@ -1,4 +1,4 @@
-"""Which hosts a peer's multiaddrs name."""
+"""Hosts in a peer's multiaddrs, for direct dialling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from atoll.node.direct.hosts import hosts_in, may_be_dialled
 
 
-def test_direct_ones_count_once_and_relays_do_not() -> None:
+def test_each_host_counts_once_and_relays_do_not() -> None:
     addresses = [
         "/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWA",
         "/ip4/192.0.2.7/tcp/4002",

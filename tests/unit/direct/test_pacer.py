@@ -1,4 +1,4 @@
-"""What the pacer makes of the kernel's figures, with connections that we make up."""
+"""The pacer on simulated connections with made-up TCP_INFO."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from atoll.node.direct.pacer import SAMPLES_PER_WINDOW, Pacer
 from atoll.node.direct.rates import BEST_WINDOWS, MEMORY_WINDOWS, MIN_BYTES_PER_SECOND, UplinkEstimate
 
 SECONDS, SEGMENT = 0.32, 1400
-STILL = tcp.TcpInfo(0, SEGMENT, 0, 0, 0.08, 0.08, 0.0)
+STILL = tcp.TcpInfo(0, SEGMENT, 0, 0.08, 0.0)
 
 
 @dataclass(eq=False)
 class Wire:
-    """A connection and its socket in one; each look the kernel has delivered some more."""
+    """A connection and its socket in one; time that passes delivers bytes."""
 
     peer_id: str
     rate: float = 0.0  # bytes per second that get through
@@ -59,13 +59,13 @@ def pass_windows(made: Pacer, wires: list[Wire], count: int) -> None:
 
 
 async def started(wires: list[Wire]) -> Pacer:
-    """All send as much as they can, until the uplink is known."""
+    """Let all connections send as much as they can, until the uplink is known."""
     made = Pacer(SystemClock())
     for wire in wires:
         wire.backlog = True
         made.add(wire)  # type: ignore[arg-type]
     pass_windows(made, wires, 12)
-    assert made.uplink.rate == pytest.approx(12e6, rel=0.02)
+    assert made.uplink.bytes_per_second == pytest.approx(12e6, rel=0.02)
     return made
 
 
@@ -76,11 +76,11 @@ async def test_one_slow_peer_says_nothing_about_our_uplink(wires: list[Wire], re
         wire.backlog, wire.rate = False, 0.0
     wires[0].rate, wires[0].receiver_stops = 100.0, receiver_stops
     pass_windows(made, wires, 3 * MEMORY_WINDOWS)
-    assert made.uplink.rate == pytest.approx(12e6, rel=0.02)
+    assert made.uplink.bytes_per_second == pytest.approx(12e6, rel=0.02)
     assert all(wire.paced >= 4e6 for wire in wires[1:])  # they may begin as before
 
 
-async def test_who_has_sent_all_leaves_its_share_to_the_others_at_once(wires: list[Wire]) -> None:
+async def test_a_connection_that_is_done_leaves_its_share_to_the_others_at_once(wires: list[Wire]) -> None:
     made = await started(wires)
     assert all(wire.paced < 4.7e6 for wire in wires)  # a third of the link, and of a probe of it
     wires[0].backlog = False  # its last bytes are still acknowledged
@@ -90,26 +90,26 @@ async def test_who_has_sent_all_leaves_its_share_to_the_others_at_once(wires: li
     assert all(wire.paced >= 5.6e6 for wire in wires[1:])
 
 
-async def test_the_only_peer_does(wires: list[Wire]) -> None:
+async def test_the_only_peer_counts_even_if_it_is_slow(wires: list[Wire]) -> None:
     made = await started([wires[0], Wire("ann", 8e6)])
     for one in made._watched:
         one.rate = 1e6  # type: ignore[attr-defined]
     pass_windows(made, list(made._watched), 3 * MEMORY_WINDOWS)  # type: ignore[arg-type]
-    assert made.uplink.rate == pytest.approx(2e6, rel=0.05)
+    assert made.uplink.bytes_per_second == pytest.approx(2e6, rel=0.05)
 
 
-async def test_nobody_idle_is_left_at_a_rate_at_which_nothing_moves(wires: list[Wire]) -> None:
+async def test_no_idle_connection_is_left_at_a_rate_near_zero(wires: list[Wire]) -> None:
     made = await started(wires)
     for wire in wires:
         wire.rate = 50.0  # all of them: the link is as good as down
     idle = Wire("dan")
     made.add(idle)  # type: ignore[arg-type]
     pass_windows(made, [*wires, idle], 3 * MEMORY_WINDOWS)
-    assert made.uplink.rate < 1000
+    assert made.uplink.bytes_per_second < 1000
     assert all(wire.paced >= MIN_BYTES_PER_SECOND for wire in (*wires, idle))
 
 
-async def test_a_path_that_changes_its_segments_rewrites_no_history(wires: list[Wire]) -> None:
+async def test_a_change_of_segment_size_does_not_change_earlier_bytes(wires: list[Wire]) -> None:
     made = await started(wires)
     for wire in wires:
         wire.figures = replace(wire.figures, delivered_segments=2**32 - 5, segment_bytes=SEGMENT + 60)
@@ -139,10 +139,12 @@ async def test_windows_are_of_some_round_trips_and_some_bytes(
     for wire in wires:
         wire.figures = replace(wire.figures, min_rtt_seconds=round_trip)
         made._watched[wire].last_info = wire.figures  # type: ignore[index]
-    assert made._window() == pytest.approx(seconds, rel=0.03)
+    assert made._window_seconds() == pytest.approx(seconds, rel=0.03)
 
 
-async def test_a_fault_of_ours_leaves_nobody_paced(wires: list[Wire], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_in_the_pacer_unpaces_all_connections(
+    wires: list[Wire], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tcp, "PACING_SUPPORTED", True)
     monkeypatch.setattr(pacer, "_AFTER_A_FAULT", 0.01)
     monkeypatch.setattr(pacer, "MIN_WINDOW_SECONDS", 0.01)
@@ -170,7 +172,7 @@ async def test_a_fault_of_ours_leaves_nobody_paced(wires: list[Wire], monkeypatc
 
 @dataclass(eq=False)
 class Late(Wire):
-    """What it sends is acknowledged a look later."""
+    """A wire whose bytes are acknowledged one sample later."""
 
     under_way: float = 0.0  # bytes
 
@@ -184,7 +186,7 @@ class Late(Wire):
 
 
 def look_on(made: Pacer, wires: list[Late], looks: int, link: float = 12e6) -> None:
-    """All send at their pace over a link of `link` bytes per second."""
+    """Let all wires send at their pacing rate over a link of `link` bytes per second."""
     for _ in range(looks):
         paces = [min(wire.paced, link) if wire.backlog else 0.0 for wire in wires]
         fits = min(1.0, link / max(sum(paces), 1.0))
@@ -200,7 +202,7 @@ def late_wires(made: Pacer, *peers: str) -> list[Late]:
     return found
 
 
-async def test_who_turns_out_to_be_near_leaves_its_share(wires: list[Wire]) -> None:
+async def test_a_connection_that_turns_out_to_be_local_leaves_its_share(wires: list[Wire]) -> None:
     made = await started(wires)
     wires[0].figures = replace(wires[0].figures, min_rtt_seconds=0.0015)
     pass_windows(made, wires, 1)
@@ -209,7 +211,7 @@ async def test_who_turns_out_to_be_near_leaves_its_share(wires: list[Wire]) -> N
 
 @pytest.mark.parametrize("sending", [7, 9, 14])
 async def test_exchanges_of_a_few_windows_do_not_make_the_link_look_slower(wires: list[Wire], sending: int) -> None:
-    """Each begins with a round trip in which nothing is acknowledged."""
+    """Each connection starts with a round trip without acknowledgements."""
     made = Pacer(SystemClock())
     late = late_wires(made, "ann", "bob", "cleo")
     for _ in range(40):
@@ -217,12 +219,12 @@ async def test_exchanges_of_a_few_windows_do_not_make_the_link_look_slower(wires
             for wire in late:
                 wire.backlog = backlog
             look_on(made, late, looks)
-    assert made.uplink.rate == pytest.approx(12e6, rel=0.04)
+    assert made.uplink.bytes_per_second == pytest.approx(12e6, rel=0.04)
 
 
 @pytest.mark.parametrize(("sending", "pause"), [(1, 4), (1, 5), (2, 6), (3, 7), (5, 4)])
 async def test_a_start_grows_in_bursts_too(wires: list[Wire], sending: int, pause: int) -> None:
-    """A stage of a pipeline may send so: never for a whole window."""
+    """A pipeline stage may send like this: never for a whole window."""
     made = Pacer(SystemClock())
     late = late_wires(made, "ann")
     look_on(made, late, 2)
@@ -230,11 +232,11 @@ async def test_a_start_grows_in_bursts_too(wires: list[Wire], sending: int, paus
         for backlog, looks in ((True, sending), (False, pause)):
             late[0].backlog = backlog
             look_on(made, late, looks, link=100e6)
-    assert made.uplink.budget > 50e6
+    assert made.uplink.budget_bytes_per_second > 50e6
 
 
-async def test_who_begins_while_others_send_is_not_taken_for_held_up(wires: list[Wire]) -> None:
-    """Its share is another now than it was when it began, and its first bytes are not acknowledged yet."""
+async def test_a_connection_that_starts_while_others_send_is_not_taken_for_limited(wires: list[Wire]) -> None:
+    """Its share has changed since it started, and its first bytes are not acknowledged yet."""
     made = Pacer(SystemClock())
     first, later = (late_wires(made, "ann", "bob", "cleo") for _ in range(2))
     for wire in first:
@@ -251,7 +253,7 @@ async def test_who_begins_while_others_send_is_not_taken_for_held_up(wires: list
             wire.backlog = wire in first
         look_on(made, first + later, 5)
     assert made.path_limits_bytes_per_second() == {}
-    assert made.uplink.rate == pytest.approx(12e6, rel=0.05)
+    assert made.uplink.bytes_per_second == pytest.approx(12e6, rel=0.05)
 
 
 async def test_one_slow_peer_with_a_connection_of_p2pd_s_beside_ours_says_nothing_about_our_uplink(
@@ -265,7 +267,7 @@ async def test_one_slow_peer_with_a_connection_of_p2pd_s_beside_ours_says_nothin
     for wire in slow:
         wire.rate = 50_000.0
     pass_windows(made, [*wires, slow[1]], 3 * MEMORY_WINDOWS)
-    assert made.uplink.rate == pytest.approx(12e6, rel=0.02)
+    assert made.uplink.bytes_per_second == pytest.approx(12e6, rel=0.02)
 
 
 async def test_with_one_peer_that_p2pd_leads_to_as_well_the_uplink_is_learnt(wires: list[Wire]) -> None:
@@ -275,10 +277,10 @@ async def test_with_one_peer_that_p2pd_leads_to_as_well_the_uplink_is_learnt(wir
     for wire in (only, beside):
         made.add(wire)
     pass_windows(made, [only, beside], 12)
-    assert made.uplink.rate == pytest.approx(12e6, rel=0.05)
+    assert made.uplink.bytes_per_second == pytest.approx(12e6, rel=0.05)
 
 
-def test_a_rate_is_of_one_peer_infinite_where_it_is_near_and_0_where_nothing_is_known(wires: list[Wire]) -> None:
+def test_a_rate_to_a_peer_is_infinite_if_it_is_near_and_0_if_it_is_unknown(wires: list[Wire]) -> None:
     made = Pacer(SystemClock())
     ann, bob, cleo = wires
     for wire in wires:

@@ -1,4 +1,4 @@
-"""Tickets let one peer in, once, soon."""
+"""A ticket admits one peer, once, within half a minute."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def shown(ticket: bytes, dialler: str = "alice", listener: str = "bob") -> bytes
     return proof(ticket, dialler, listener)
 
 
-def test_a_ticket_is_good_once() -> None:
+def test_a_ticket_is_valid_once() -> None:
     book = book_of_bob()
     ticket = book.issue("alice")
     assert book.redeem(bytes(32)) is None
     assert (book.redeem(shown(ticket)), book.redeem(shown(ticket))) == ("alice", None)
 
 
-def test_a_ticket_is_good_for_half_a_minute() -> None:
+def test_a_ticket_is_valid_for_half_a_minute() -> None:
     clock = ManualClock()
     book = book_of_bob(clock)
     early, late = book.issue("alice"), book.issue("alice")
@@ -35,8 +35,8 @@ def test_a_ticket_is_good_for_half_a_minute() -> None:
     assert len(book) == 0
 
 
-def test_an_offer_that_is_passed_on_joins_nobody_to_somebody_else() -> None:
-    """Mallory gets a ticket of bob's and offers it to alice as a way into mallory."""
+def test_a_forwarded_offer_does_not_connect_to_another_node() -> None:
+    """Mallory gets a ticket from bob and offers it to alice as her own."""
     book = book_of_bob()
     ticket = book.issue("mallory")
     assert book.redeem(shown(ticket, "alice", "mallory")) is None
@@ -44,7 +44,7 @@ def test_an_offer_that_is_passed_on_joins_nobody_to_somebody_else() -> None:
     assert book.redeem(shown(ticket, "mallory", "bob")) == "mallory"
 
 
-def test_one_peer_cannot_fill_the_book_nor_take_anothers_place() -> None:
+def test_one_peer_cannot_fill_the_tickets_nor_displace_another_peer() -> None:
     book = book_of_bob()
     kept = book.issue("carol")
     taken = [book.issue("alice") for _ in range(MAX_PER_PEER + 2)]
@@ -53,9 +53,9 @@ def test_one_peer_cannot_fill_the_book_nor_take_anothers_place() -> None:
     assert book.redeem(shown(kept, "carol")) == "carol"
 
 
-def test_nothing_that_is_kept_lets_anybody_in() -> None:
+def test_the_stored_hashes_are_no_valid_proofs() -> None:
     book = book_of_bob()
     ticket = book.issue("alice")
-    assert ticket not in book._good
-    assert shown(ticket) not in book._good
-    assert all(book.redeem(digest) is None for digest in list(book._good))
+    assert ticket not in book._valid
+    assert shown(ticket) not in book._valid
+    assert all(book.redeem(digest) is None for digest in list(book._valid))

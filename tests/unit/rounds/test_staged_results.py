@@ -21,12 +21,12 @@ from atoll.core.manifest import Head
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.rounds import types as rt
-from atoll.node.rounds.background import BackgroundTasks
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.policy import policy_of
 from atoll.node.rounds.staged_results import RoundResults
 from atoll.node.state.anchor import AnchorState, OuterStepBuilder
 from atoll.node.state.outer_step import layer_states, outer_step
+from atoll.node.system.background_tasks import BackgroundTasks
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 

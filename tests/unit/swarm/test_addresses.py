@@ -1,4 +1,4 @@
-"""The address book: what it parses, and that many who ask at once make one question."""
+"""The address book: the addresses that it parses, and one resolver call for concurrent lookups."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_asks_the_resolver_once_for_all_and_not_again_at_once() -> None:
     assert len(asked) == 2
 
 
-async def test_what_the_book_has_may_be_of_yesterday() -> None:
+async def test_a_known_peer_is_resolved_again_because_addresses_change() -> None:
     book = AddressBook(ManualClock(100.0))
     book.learn(PEER, ["/ip4/192.0.2.7/tcp/1"])
 
@@ -73,7 +73,7 @@ def test_a_seed_names_its_peer() -> None:
             peer_id_of(wrong)
 
 
-def test_of_a_seed_all_addresses_are_known_and_one_that_cannot_be_read_costs_no_other() -> None:
+def test_all_addresses_of_a_seed_are_kept_and_an_unreadable_one_affects_no_other() -> None:
     other = Identity.generate().peer_id
     ways = tuple(f"/ip4/192.0.2.{number}/tcp/1/p2p/{PEER}" for number in (7, 8))
     bad = (f"/foo/p2p/{PEER}", "/ip4/192.0.2.9/tcp/1/p2p/0OIl", "/ip4/192.0.2.9/tcp/1")
@@ -91,8 +91,8 @@ def test_loopback_is_told_only_when_there_is_nothing_else() -> None:
     assert announceable_multiaddrs([loopback]) == (loopback,)
 
 
-def test_a_machine_with_many_addresses_tells_as_many_as_the_coordinator_takes() -> None:
-    """It used to refuse the whole heartbeat, and the node was gone for good."""
+def test_announced_addresses_are_at_most_as_many_as_the_coordinator_takes() -> None:
+    """Fixed bug: the coordinator refused the whole heartbeat, and the node never came back."""
     many = announceable_multiaddrs(f"/ip4/192.0.2.{number}/tcp/1" for number in range(200))
     world = World()
     world.train("ann", "bob")

@@ -1,4 +1,4 @@
-"""What DHT messages may say, in both directions."""
+"""Checks of DHT messages, in both directions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who dials whom: members that hear of one another at one moment must not both dial."""
+"""Hello: two members that learn of each other at the same moment must not both dial."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOW, HIGH = sorted((Identity.generate(), Identity.generate()), key=lambda identi
 
 
 class Side:
-    """One that introduces itself; its dials are only counted, with when."""
+    """Introductions that record the time of each dial and open no socket."""
 
     def __init__(self, identity: Identity) -> None:
         clock = ManualClock()
@@ -39,12 +39,12 @@ class Side:
         raise Unreachable(f"peer {peer_id} is not there")
 
     async def hear(self, other: Side) -> None:
-        """The other's hello comes in."""
+        """Receive the other peer's hello."""
         said = on_wire(Frame(FrameKind.MESSAGE, other.gate.hello().SerializeToString()))
         await self.introductions.answer(other.gate.own_peer_id, reader_of(said), RecordingWriter())  # type: ignore[arg-type]
 
 
-def test_the_lower_one_dials_at_once() -> None:
+def test_the_lower_peer_id_dials_at_once() -> None:
     async def scene() -> None:
         side, began = Side(LOW), asyncio.get_running_loop().time()
         with pytest.raises(Unreachable):
@@ -54,7 +54,7 @@ def test_the_lower_one_dials_at_once() -> None:
     run_virtually(scene())
 
 
-def test_the_higher_one_lets_the_other_come_and_dials_nobody() -> None:
+def test_the_higher_peer_id_waits_to_be_dialled() -> None:
     async def scene() -> None:
         side = Side(HIGH)
         waiting = [asyncio.create_task(side.introductions.ensure_admitted(LOW.peer_id)) for _ in range(3)]
@@ -68,7 +68,7 @@ def test_the_higher_one_lets_the_other_come_and_dials_nobody() -> None:
     run_virtually(scene())
 
 
-def test_the_higher_one_dials_when_the_other_does_not_come() -> None:
+def test_the_higher_peer_id_dials_if_the_other_does_not() -> None:
     async def scene() -> None:
         side, began = Side(HIGH), asyncio.get_running_loop().time()
         with pytest.raises(Unreachable):

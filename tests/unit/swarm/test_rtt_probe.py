@@ -1,4 +1,4 @@
-"""Round trips to other members: who is measured, how, and what liars and silent members can do to it."""
+"""Round-trip times: which members are measured, and the effect of members that lie or do not answer."""
 
 import asyncio
 from dataclasses import replace
@@ -19,7 +19,7 @@ NAMES = st.sets(st.text("abcdef0123456789", min_size=1, max_size=6), min_size=1,
 
 
 @given(NAMES, st.integers(1, 8))
-def test_everybody_measures_a_few_and_never_itself(members, most):
+def test_every_node_measures_a_few_and_never_itself(members, most):
     for me in members:
         own = peers_to_measure(me, members, most)
         assert me not in own
@@ -28,7 +28,7 @@ def test_everybody_measures_a_few_and_never_itself(members, most):
         assert own == peers_to_measure(me, sorted(members, reverse=True), most)
 
 
-def test_in_a_large_swarm_everybody_is_measured_by_somebody():
+def test_in_a_large_swarm_every_node_is_measured():
     members = [f"peer-{number}" for number in range(400)]
     times = dict.fromkeys(members, 0)
     for me in members:
@@ -39,7 +39,7 @@ def test_in_a_large_swarm_everybody_is_measured_by_somebody():
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.floats(0, 1000)), st.floats(0, 1000))
-def test_the_one_that_waited_longest_is_next(tried, now):
+def test_the_peer_that_waited_longest_is_measured_next(tried, now):
     chosen = next_peer("abcd", tried, now)
     fresh = rtt_probe.REMEASURE_AFTER.total_seconds()
     waiting = {peer for peer in "abcd" if peer not in tried or now - tried[peer] >= fresh}
@@ -50,7 +50,7 @@ def test_the_one_that_waited_longest_is_next(tried, now):
 
 
 def measured(delays: dict[str, float], lies: str = "") -> dict[str, float]:
-    """What "me" finds when frames to and from these peers take half of that time each way."""
+    """Run a prober named "me"; frames take half of the given round trip each way. Return what it measured."""
 
     async def scene() -> dict[str, float]:
         async def fault(passage):
@@ -79,13 +79,13 @@ def test_round_trips_are_those_of_the_path():
     assert found == pytest.approx({"near": 0.02, "far": 0.2}, rel=0.05)
 
 
-def test_who_answers_what_was_not_asked_or_nothing_at_all_is_not_measured():
+def test_a_wrong_or_missing_answer_is_not_measured():
     found = measured({"near": 0.02, "liar": 0.05, "dead": 1000.0}, lies="liar")
     assert set(found) == {"near"}
 
 
 @pytest.mark.parametrize("question", [bytes(rtt_probe.ECHO_BYTES + 1), b""])
-def test_a_question_of_another_size_is_refused(question):
+def test_a_probe_of_another_size_is_refused(question):
     async def scene() -> None:
         hub = MemoryHub()
         PathProber(hub.join("server"), tuple, LoopClock())

@@ -1,4 +1,4 @@
-"""One conversation over several streams: bytes in order however they are cut, and streams that find each other."""
+"""Stripes: bytes stay in order for any sizes of reads and writes, and the assembler joins the right stripes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from atoll.node.wire import streams
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.streams import SocketStream
 from atoll.node.wire.traffic import Traffic
-from atoll.v1 import dataplane_pb2 as wire
+from atoll.v1 import dataplane_pb2 as dp
 
 AVERAGE, STATE = "/atoll/average/1", "/atoll/state/1"
 NAME = bytes(range(16))
@@ -42,7 +42,7 @@ cuts = st.lists(st.integers(0, 3 * STRIPE_UNIT_BYTES), min_size=1, max_size=12)
 
 
 def dealt(count: int, pieces: list[bytes]) -> list[bytes]:
-    """What goes out on each of so many streams."""
+    """Return the bytes that leave on each of `count` stripes."""
     writers = [RecordingWriter() for _ in range(count)]
     striped = StripedWriter(writers)
     for piece in pieces:
@@ -51,7 +51,7 @@ def dealt(count: int, pieces: list[bytes]) -> list[bytes]:
 
 
 @given(count=st.integers(1, 5), sizes=cuts, asked=cuts, seed=st.binary(min_size=1, max_size=9))
-async def test_bytes_come_in_their_order_however_they_are_written_and_read(
+async def test_bytes_arrive_in_order_for_any_sizes_of_writes_and_reads(
     count: int, sizes: list[int], asked: list[int], seed: bytes
 ) -> None:
     total = sum(sizes)
@@ -71,7 +71,7 @@ async def test_bytes_come_in_their_order_however_they_are_written_and_read(
         await reader.readexactly(1)
 
 
-async def test_a_read_that_is_given_up_goes_on_where_it_was() -> None:
+async def test_a_cancelled_read_continues_where_it_stopped() -> None:
     data = bytes(range(256)) * (3 * STRIPE_UNIT_BYTES // 256)
     readers = [asyncio.StreamReader(), asyncio.StreamReader()]
     reader = StripedReader(readers)
@@ -81,13 +81,13 @@ async def test_a_read_that_is_given_up_goes_on_where_it_was() -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(reader.readexactly(len(data)), 0.01)
         readers[1].feed_data(late)
-    with pytest.raises(RuntimeError, match="asked for again"):
+    with pytest.raises(RuntimeError, match="with that size again"):
         await reader.readexactly(5)
     readers[0].feed_data(first[STRIPE_UNIT_BYTES:])
     assert await reader.readexactly(len(data)) == data
 
 
-async def test_frames_pass_and_one_stream_that_ends_ends_the_conversation() -> None:
+async def test_frames_pass_and_the_end_of_one_stripe_ends_the_stream() -> None:
     writers = [RecordingWriter() for _ in range(STRIPES)]
     sender = stream_on(StripedReader([]), StripedWriter(writers))
     await sender.send(FrameKind.PART, b"header", BODY)
@@ -106,8 +106,8 @@ def stream_on(reader: Any, writer: Any) -> SocketStream:
     return SocketStream("peer", AVERAGE, reader, writer, require_member=lambda: None, traffic=Traffic(SystemClock()))
 
 
-async def test_a_send_returns_when_every_stream_has_taken_its_part() -> None:
-    """Until then the body must not be overwritten: from Python 3.12 on, transports keep it instead of a copy."""
+async def test_a_send_returns_when_every_stripe_has_taken_its_bytes() -> None:
+    """Until then the body must not be overwritten: since Python 3.12, transports keep it and not a copy."""
     writers = [SlowWriter() for _ in range(STRIPES)]
     sending = asyncio.create_task(stream_on(StripedReader([]), StripedWriter(writers)).send(FrameKind.PART, b"", BODY))
     for writer in writers:
@@ -118,7 +118,7 @@ async def test_a_send_returns_when_every_stream_has_taken_its_part() -> None:
     await asyncio.wait_for(sending, SOON.total_seconds())
 
 
-async def test_a_sender_waits_as_long_as_any_stream_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sender_waits_as_long_as_any_stripe_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "STALL_TIMEOUT", timedelta(seconds=0.05))
     writers = [SlowWriter() for _ in range(STRIPES)]
     stream = stream_on(StripedReader([]), StripedWriter(writers))
@@ -127,13 +127,13 @@ async def test_a_sender_waits_as_long_as_any_stream_moves(monkeypatch: pytest.Mo
         await asyncio.sleep(0.04)
         writers[-1].left -= 1
         assert not sending.done()
-    with pytest.raises(Unreachable, match="took nothing"):
+    with pytest.raises(Unreachable, match="took no data"):
         await sending
     assert all(writer.closed for writer in writers)
 
 
 class SlowWriter(RecordingWriter):
-    """Holds what it is given until it is told."""
+    """A transport that holds data until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,10 +152,10 @@ class SlowWriter(RecordingWriter):
     ("waits_for", "seconds"), [(16, 0.1), (2 * STRIPE_UNIT_BYTES, 0.1), (3 * STRIPE_UNIT_BYTES, 1e6)]
 )
 @pytest.mark.parametrize("asks_again", [0.01, 1e6])
-async def test_who_waits_notices_that_another_stream_is_over(
+async def test_a_waiting_read_notices_the_end_of_another_stripe(
     monkeypatch: pytest.MonkeyPatch, how: str, waits_for: int, seconds: float, asks_again: float
 ) -> None:
-    """At once where its bytes are due, else after so many seconds, however often a read is given up in between."""
+    """At once if the read needs its bytes, else after the grace, also if reads are cancelled in between."""
     monkeypatch.setattr(stripes, "_POLL_SECONDS", 0.02)
     monkeypatch.setattr(stripes, "_END_GRACE_SECONDS", seconds)
     readers = [reader_of(b"", ends=False) for _ in range(STRIPES)]
@@ -171,14 +171,14 @@ async def test_who_waits_notices_that_another_stream_is_over(
 
 
 async def ask(reader: StripedReader, count: int, again: float) -> None:
-    """As rounds do, who give a read up from time to time to look whether somebody is silent."""
+    """Rounds cancel reads from time to time to check whether a peer is silent."""
     while True:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(reader.readexactly(count), again)
             return
 
 
-async def test_bytes_that_trickle_in_while_another_stream_has_ended_are_waited_for(
+async def test_a_read_waits_for_slow_bytes_after_the_end_of_another_stripe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stripes, "_POLL_SECONDS", 0.01)
@@ -192,8 +192,8 @@ async def test_bytes_that_trickle_in_while_another_stream_has_ended_are_waited_f
     assert await asyncio.wait_for(reading, SOON.total_seconds()) == bytes(range(15))
 
 
-async def test_bytes_that_come_after_the_end_of_another_stream_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who sends its last frame and closes: the end of one stream may overtake what is under way on another."""
+async def test_bytes_that_arrive_after_the_end_of_another_stripe_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the peer's last frame, the end of one stripe may overtake bytes on another."""
     monkeypatch.setattr(stripes, "_POLL_SECONDS", 0.01)
     data = bytes(range(256)) * (STRIPE_UNIT_BYTES * 5 // 256)
     streams = dealt(STRIPES, [data])
@@ -206,7 +206,7 @@ async def test_bytes_that_come_after_the_end_of_another_stream_are_not_lost(monk
     assert await asyncio.wait_for(reading, SOON.total_seconds()) == data
 
 
-async def test_memory_grows_with_what_came_not_with_what_was_announced() -> None:
+async def test_memory_grows_with_received_bytes_and_not_with_announced_ones() -> None:
     announced = 512 * 1024 * 1024
     readers = [reader_of(bytes(100), ends=False) for _ in range(STRIPES)]
     reader = StripedReader(readers)
@@ -223,20 +223,20 @@ async def test_memory_grows_with_what_came_not_with_what_was_announced() -> None
 
 
 class FakeGate(Gate):
-    """Holds what is open, and admits everybody."""
+    """A gate that admits every peer and records tracked streams."""
 
     def __init__(self) -> None:
         self.held: list[Any] = []
 
-    def opened(self, peer_id: str, stream: Any) -> None:
+    def track_stream(self, peer_id: str, stream: Any) -> None:
         self.held.append(stream)
 
-    def closed(self, peer_id: str, stream: Any) -> None:
+    def untrack_stream(self, peer_id: str, stream: Any) -> None:
         self.held.remove(stream)
 
 
 def told(index: int, *, name: bytes = NAME, protocol: str = AVERAGE) -> Frame:
-    stripe = wire.Stripe(conversation=name, index=index, protocol=protocol)
+    stripe = dp.Stripe(conversation=name, index=index, protocol=protocol)
     return Frame(FrameKind.MESSAGE, stripe.SerializeToString())
 
 
@@ -244,18 +244,18 @@ def ends(marked: bytes = b"") -> Any:
     return reader_of(marked, ends=False), RecordingWriter()
 
 
-def coming(gatherings: StripeAssembler, index: int, marked: bytes = b"", *, peer: str = "ann", **said: Any) -> Joining:
-    return asyncio.create_task(gatherings.add(peer, told(index, **said), ends(marked)))
+def coming(assembler: StripeAssembler, index: int, marked: bytes = b"", *, peer: str = "ann", **said: Any) -> Joining:
+    return asyncio.create_task(assembler.add(peer, told(index, **said), ends(marked)))
 
 
 @given(order=st.permutations(range(STRIPES)))
-async def test_the_first_that_comes_gets_all_in_their_order(order: list[int]) -> None:
-    gatherings = StripeAssembler(FakeGate(), {AVERAGE})
+async def test_the_first_stripe_gets_all_stripes_in_order(order: list[int]) -> None:
+    assembler = StripeAssembler(FakeGate(), {AVERAGE})
     marked = [bytes([index]) * STRIPE_UNIT_BYTES for index in range(STRIPES)]
-    other = coming(gatherings, order[0], peer="bob")  # another peer may choose the same name
+    other = coming(assembler, order[0], peer="bob")  # another peer may choose the same name
     tasks = []
     for index in order:
-        tasks.append(coming(gatherings, index, marked[index]))
+        tasks.append(coming(assembler, index, marked[index]))
         await asyncio.sleep(0)
         assert len(tasks) == STRIPES or not any(task.done() for task in tasks)
     first, *rest = await asyncio.gather(*tasks)
@@ -281,43 +281,43 @@ async def test_the_first_that_comes_gets_all_in_their_order(order: list[int]) ->
         Frame(FrameKind.MESSAGE, told(1).header, b"body"),
     ],
 )
-async def test_what_does_not_fit_is_refused_and_the_others_go_on(frame: Frame) -> None:
-    gatherings = StripeAssembler(FakeGate(), {AVERAGE, STATE})
-    waiting = coming(gatherings, 0)
+async def test_a_stripe_that_does_not_fit_is_refused_and_the_others_continue(frame: Frame) -> None:
+    assembler = StripeAssembler(FakeGate(), {AVERAGE, STATE})
+    waiting = coming(assembler, 0)
     await asyncio.sleep(0)
     with pytest.raises(PeerMisbehaved):
-        await gatherings.add("ann", frame, ends())
-    await asyncio.gather(*(coming(gatherings, index) for index in range(1, STRIPES)))
+        await assembler.add("ann", frame, ends())
+    await asyncio.gather(*(coming(assembler, index) for index in range(1, STRIPES)))
     assert await waiting is not None
 
 
-async def test_of_one_peer_only_so_many_wait_and_all_are_told_that_some_did_not_come(
+async def test_incomplete_streams_of_a_peer_are_bounded_and_all_their_stripes_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also the stream that its dialler reads, whichever came first."""
+    """This includes the stripe that the dialler reads, in any order of arrival."""
     monkeypatch.setattr(stripes, "ASSEMBLE_TIMEOUT", timedelta(seconds=0.05))
     monkeypatch.setattr(stripes, "_POLL_SECONDS", 0.02)
-    gatherings = StripeAssembler(FakeGate(), {AVERAGE})
+    assembler = StripeAssembler(FakeGate(), {AVERAGE})
     names = [bytes([number]) * 16 for number in range(stripes.MAX_PARTIAL_PER_PEER)]
-    waiting = [coming(gatherings, index, name=name) for name in names for index in (2, 0)]
+    waiting = [coming(assembler, index, name=name) for name in names for index in (2, 0)]
     await asyncio.sleep(0)
-    with pytest.raises(PeerMisbehaved, match="too many"):
-        await gatherings.add("ann", told(0), ends())
+    with pytest.raises(PeerMisbehaved, match="at most 18 streams"):
+        await assembler.add("ann", told(0), ends())
     for task in waiting:
-        with pytest.raises(DeadlineExceeded, match=f"2 of {STRIPES} streams came"):
+        with pytest.raises(DeadlineExceeded, match=f"2 of {STRIPES} stripes arrived"):
             await task
-    late = coming(gatherings, 0)  # there is room again
+    late = coming(assembler, 0)  # there is room again
     await asyncio.sleep(0)
     assert not late.done()
     late.cancel()
 
 
 @pytest.mark.parametrize("how", ["ends", "breaks"])
-async def test_who_hangs_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+async def test_a_peer_that_closes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(stripes, "_POLL_SECONDS", 0.02)
-    gatherings = StripeAssembler(FakeGate(), {AVERAGE})
-    waiting, second = coming(gatherings, 0), ends()
-    other = asyncio.create_task(gatherings.add("ann", told(1), second))
+    assembler = StripeAssembler(FakeGate(), {AVERAGE})
+    waiting, second = coming(assembler, 0), ends()
+    other = asyncio.create_task(assembler.add("ann", told(1), second))
     await asyncio.sleep(0.05)
     assert not waiting.done()
     if how == "ends":
@@ -325,15 +325,15 @@ async def test_who_hangs_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, h
     else:
         second[0].set_exception(ConnectionResetError())
     for task in (waiting, other):
-        with pytest.raises(Unreachable, match="hung up"):
+        with pytest.raises(Unreachable, match="closed a stripe"):
             await asyncio.wait_for(task, SOON.total_seconds())
 
 
-async def test_who_is_evicted_or_ended_has_nothing_left_here() -> None:
+async def test_an_evicted_or_cancelled_stream_leaves_no_state() -> None:
     gate = FakeGate()
-    gatherings = StripeAssembler(gate, {AVERAGE})
+    assembler = StripeAssembler(gate, {AVERAGE})
     for end in ("evicted", "cancelled"):
-        waiting, other = coming(gatherings, 0), coming(gatherings, 1)
+        waiting, other = coming(assembler, 0), coming(assembler, 1)
         await asyncio.sleep(0)
         (held,) = gate.held
         if end == "evicted":
@@ -347,7 +347,7 @@ async def test_who_is_evicted_or_ended_has_nothing_left_here() -> None:
         assert not gate.held
 
 
-async def test_where_one_stream_cannot_be_opened_the_others_are_closed() -> None:
+async def test_if_one_stripe_cannot_be_opened_the_others_are_closed() -> None:
     opened: list[RecordingWriter] = []
 
     async def open_one() -> Any:

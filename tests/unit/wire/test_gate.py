@@ -1,4 +1,4 @@
-"""The gate's table: who may talk to us, and for how long."""
+"""The gate: which peers may open streams, and for how long."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_peer_is_known_after_its_hello_only(gate: Gate, clock: ManualClock) ->
         gate.require(PEER.peer_id)
     gate.admit(PEER.peer_id, make_gate(PEER, clock).hello())
     assert gate.require(PEER.peer_id).peer_id == PEER.peer_id
-    assert [member.peer_id for member in gate.members()] == [PEER.peer_id]
+    assert gate.is_admitted(PEER.peer_id)
 
 
 def test_a_hello_must_be_the_callers_own_and_of_our_major(gate: Gate, clock: ManualClock) -> None:
@@ -73,7 +73,7 @@ def test_membership_ends_with_certificate_and_grace(gate: Gate, clock: ManualClo
 def test_a_ban_cuts_streams_and_older_lists_change_nothing(gate: Gate, clock: ManualClock) -> None:
     gate.admit(PEER.peer_id, make_gate(PEER, clock).hello())
     stream = FakeStream()
-    gate.opened(PEER.peer_id, stream)
+    gate.track_stream(PEER.peer_id, stream)
     gate.set_deny_list(DenyList(2, frozenset({PEER.peer_id})))
     assert stream.aborted
     assert gate.open_streams(PEER.peer_id) == 0
@@ -94,7 +94,7 @@ def test_only_our_own_certificate_replaces_ours(gate: Gate, clock: ManualClock) 
     assert gate.membership == renewed
 
 
-def test_strangers_are_bounded_at_once_and_per_second(clock: ManualClock) -> None:
+def test_hellos_of_non_members_are_bounded_at_once_and_per_second(clock: ManualClock) -> None:
     limit = HelloLimiter(clock)
     assert [limit.enter("p", known=False) for _ in range(3)] == [True] * MAX_AT_ONCE_PER_PEER + [False]
     others = [limit.enter(f"p{i}", known=False) for i in range(MAX_AT_ONCE)]

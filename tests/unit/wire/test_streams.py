@@ -32,7 +32,7 @@ SOON = timedelta(milliseconds=20)
 
 
 class FakeWriter:
-    """What `SocketStream` uses of an asyncio writer and its transport; keeps what is written."""
+    """The part of an asyncio writer and its transport that `SocketStream` uses; keeps the written bytes."""
 
     def __init__(self) -> None:
         self.written = bytearray()
@@ -82,7 +82,7 @@ def frame(kind: FrameKind, header: bytes, body: bytes = b"") -> bytes:
 
 
 async def test_a_frame_in_pieces_survives_a_deadline_in_its_middle() -> None:
-    stream, reader, _, _ = make_stream()
+    stream, reader, _, traffic = make_stream()
     data = frame(FrameKind.PART, b"head", b"body" * 100)
     for start in range(0, len(data) - 50, 50):
         reader.feed_data(data[start : start + 50])
@@ -90,10 +90,10 @@ async def test_a_frame_in_pieces_survives_a_deadline_in_its_middle() -> None:
             await stream.receive(SOON)
     reader.feed_data(data[start + 50 :])
     received = await stream.receive(SOON)
-    assert (received.header, bytes(received.body), stream.bytes_received) == (b"head", b"body" * 100, len(data))
+    assert (received.header, bytes(received.body), traffic.received["/p/1"]) == (b"head", b"body" * 100, len(data))
 
 
-async def test_who_announces_much_and_leaves_holds_nobody_up() -> None:
+async def test_a_peer_that_announces_much_and_leaves_delays_no_other() -> None:
     for ends in ("close", "abort"):
         stream, reader, _, traffic = make_stream()
         traffic.limit(0.0, 1e6)
@@ -140,8 +140,8 @@ async def test_a_refusal_is_raised_as_its_class_and_ends_the_stream() -> None:
 
 
 @pytest.mark.parametrize("trouble", [ChildDied, CheckpointCorrupt, ModelTooLarge, UsageError, PortInUse])
-async def test_what_is_wrong_with_a_peer_itself_is_not_taken_for_ours(trouble: type[AtollError]) -> None:
-    """A node whose own trainer has died starts another, and gives up in the end: no peer may make it."""
+async def test_an_error_about_the_peers_own_machine_becomes_unreachable(trouble: type[AtollError]) -> None:
+    """A node restarts its own trainer and gives up after too many failures; a peer's error must not cause that."""
     stream, reader, _, _ = make_stream()
     reader.feed_data(frame(FrameKind.REFUSAL, refusal_header(trouble("my trainer is gone"))))
     with pytest.raises(Unreachable, match="my trainer is gone"):
@@ -171,12 +171,12 @@ async def test_membership_is_checked_on_each_use() -> None:
     assert not writer.written
 
 
-async def test_a_slow_peer_is_waited_for_and_a_stuck_one_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_send_waits_for_a_slow_peer_and_fails_for_a_stuck_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "STALL_TIMEOUT", timedelta(milliseconds=1))
     stream, _, writer, _ = make_stream()
     writer.left_in_buffer = [900, 600, 300]  # moves each time, then drains
     await stream.send(FrameKind.PART, b"")
     writer.left_in_buffer = [900, 600, 600, 600]
-    with pytest.raises(Unreachable, match="took nothing"):
+    with pytest.raises(Unreachable, match="took no data"):
         await stream.send(FrameKind.PART, b"")
     assert writer.closed

@@ -1,9 +1,11 @@
-"""Warm connections to members that we dial, and patience with those that cannot be dialled.
+"""Dialler: direct connections that this node makes, kept warm for reuse, with a backoff for each peer.
 
-A connection is made where a conversation needs one and none is free, and kept for the next. To make one, the peer is
-asked over libp2p for a way in, and every host that is known of it is tried at once; the first that shows the right
-certificate is shown the proof of a ticket. A peer that cannot be had so, or whose conversations break, is not tried
-again for a while, longer each time, until a conversation ends as it should.
+A stream takes an idle connection, or else the dialler makes a new one. It asks the peer over libp2p for a direct
+offer, then dials every known host of the peer at once. The first host that shows the right certificate receives the
+proof of the ticket. A connection whose stream ended cleanly becomes idle and serves the next stream.
+
+If no connection succeeds, or a stream breaks, the dialler does not dial that peer for a while. The pause doubles each
+time, from 30 s to 10 min, until a stream ends cleanly. Streams go over libp2p meanwhile.
 """
 
 from __future__ import annotations
@@ -26,20 +28,19 @@ from atoll.core.errors import AtollError, DeadlineExceeded, FrameInvalid, Reject
 from atoll.node.direct import tls
 from atoll.node.direct.hosts import is_ip_address, may_be_dialled
 from atoll.node.direct.protocol import MAX_HOSTS
-from atoll.node.direct.stream import Connection, DirectStream
+from atoll.node.direct.stream import Connection, DirectStream, RegisterConnection
 from atoll.node.direct.tickets import proof
 from atoll.node.direct.tls_streams import TlsStreams, dial
+from atoll.node.system.background_tasks import BackgroundTasks
 
 DIAL_TIMEOUT = timedelta(seconds=3)  # TCP and TLS
-OFFER_TIMEOUT = timedelta(seconds=5)  # for the way in
-CONNECT_WAIT = timedelta(seconds=1.5)  # an opener waits so long for a new connection; it is kept when it comes later
-ACCEPT_TIMEOUT = timedelta(seconds=5)  # for a connection to let us in; half of the opener's time at most
+OFFER_TIMEOUT = timedelta(seconds=5)  # for the peer's direct offer
+CONNECT_WAIT = timedelta(seconds=1.5)  # `open` waits this long for a new connection; a later one becomes idle
+ACCEPT_TIMEOUT = timedelta(seconds=5)  # for the peer to accept a stream; at most half of the caller's timeout
 IDLE_TIMEOUT = timedelta(minutes=5)
 MAX_CONNECTIONS_PER_PEER = 6
-OPTIMISTIC_WITHIN = timedelta(
-    seconds=10
-)  # since a conversation ended as it should: the next may be one of those that do not wait
-_LOOK_UPS = 2 * MAX_HOSTS  # at once: the names of one peer that never resolve leave room for another's
+OPTIMISTIC_WITHIN = timedelta(seconds=10)  # after a clean end, an optimistic stream does not wait for the accept
+_LOOK_UPS = 2 * MAX_HOSTS  # at once; names of one peer that never resolve leave room for another peer
 MIN_BACKOFF, MAX_BACKOFF = timedelta(seconds=30), timedelta(minutes=10)
 
 _log = log.get("direct")
@@ -47,7 +48,7 @@ _log = log.get("direct")
 
 @dataclass(frozen=True)
 class CheckedOffer:
-    """What a peer offered, checked."""
+    """A peer's direct offer after validation, with the hosts that this node knows for the peer."""
 
     hosts: tuple[str, ...]
     port: int
@@ -56,11 +57,10 @@ class CheckedOffer:
 
 
 RequestOffer = Callable[[str, timedelta], Awaitable[CheckedOffer]]
-RegisterConnection = Callable[[str, TlsStreams], Connection]
 
 
 class Dialler:
-    """The connections that we made, by peer."""
+    """The direct connections that this node dialled, by peer."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Dialler:
         loopback: bool,
         optimistic: Collection[str],
     ) -> None:
-        """`loopback`: dial addresses of this machine, too. `optimistic`: protocols that need no admission first."""
+        """`loopback`: also dial addresses of this machine. `optimistic`: protocols that need not await the accept."""
         self._me = me
         self._optimistic_protocols = optimistic
         self._loopback = loopback
@@ -84,30 +84,30 @@ class Dialler:
         self._context = tls.dialling_context()
         self._connections_by_peer: defaultdict[str, set[Connection]] = defaultdict(set)
         self._idle: defaultdict[str, list[tuple[Connection, asyncio.TimerHandle]]] = defaultdict(list)
-        self._last_clean_end: dict[Connection, float] = {}  # when a conversation ended on it as it should
+        self._last_clean_end: dict[Connection, float] = {}  # monotonic time of the last clean end of a stream
         self._dialling: defaultdict[str, set[asyncio.Task[None]]] = defaultdict(set)
-        self._failures: dict[str, tuple[int, float]] = {}  # how many in a row, and when to try again
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._failures: dict[str, tuple[int, float]] = {}  # failures in a row, monotonic time of the next attempt
+        self._tasks = BackgroundTasks()
 
     def connected(self) -> frozenset[str]:
         """Peers with an open connection."""
         return frozenset(peer for peer, made in self._connections_by_peer.items() if any(one.is_open for one in made))
 
     async def open(self, peer_id: str, protocol: str, timeout: timedelta) -> DirectStream | None:
-        """A conversation, or None when there is none to be had this way now. Raises what the peer refuses with."""
-        share = min(timeout / 2, ACCEPT_TIMEOUT)  # libp2p must have time left
+        """Open a stream on a direct connection, or return None if none is available. Raises the peer's refusal."""
+        share = min(timeout / 2, ACCEPT_TIMEOUT)  # leave time for libp2p
         while (kept := self._pop_idle(peer_id)) is not None:
             try:
                 return await self._begin(kept, protocol, share)
-            except DeadlineExceeded as error:  # no answer at all: others are most likely as silent
+            except DeadlineExceeded as error:  # the other idle connections are probably dead, too
                 self._drop_idle(peer_id, error)
                 return None
             except (Unreachable, FrameInvalid):
                 if kept.is_open:
-                    raise  # that is the peer's answer
+                    raise  # the peer refused; the connection works
         if not self._may_dial(peer_id):
             return None
-        dialling = self._start(self._dial(peer_id))
+        dialling = self._tasks.begin(self._dial(peer_id))
         self._dialling[peer_id].add(dialling)
         dialling.add_done_callback(lambda task: self._dialled(peer_id, task))
         await asyncio.wait({dialling}, timeout=min(timeout / 2, CONNECT_WAIT).total_seconds())
@@ -123,18 +123,16 @@ class Dialler:
             return None
 
     async def close(self) -> None:
-        """Dial nobody any more; what is connected is left to its owner."""
+        """Stop dialling. The caller closes the open connections."""
         self._closed = True
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.stop()
         for free in self._idle.values():
             for _, timer in free:
                 timer.cancel()
         self._resolver.shutdown(wait=False, cancel_futures=True)
 
     def lost(self, connection: Connection) -> None:
-        """The connection is gone."""
+        """Forget a connection that was lost."""
         peer_id = connection.peer_id
         self._connections_by_peer[peer_id].discard(connection)
         for kept in [kept for kept in self._idle[peer_id] if kept[0] is connection]:
@@ -145,7 +143,7 @@ class Dialler:
                 del table[peer_id]
         self._last_clean_end.pop(connection, None)
 
-    # --- connections that are there ------------------------------------------------------------------
+    # --- open connections ----------------------------------------------------------------------------
 
     async def _begin(self, connection: Connection, protocol: str, timeout: timedelta) -> DirectStream:
         proved = (
@@ -162,9 +160,9 @@ class Dialler:
     def _on_stream_ended(self, connection: Connection, stream: DirectStream) -> None:
         if stream.accept_timed_out or (stream.broken and stream.was_accepted):
             connection.abort()
-            self._drop_idle(connection.peer_id, Unreachable("a conversation broke"))
+            self._drop_idle(connection.peer_id, Unreachable("a stream broke or was never accepted"))
         elif connection.is_open and not self._closed:
-            self._start(self._reuse_when_ended(connection, stream))
+            self._tasks.begin(self._reuse_when_ended(connection, stream))
 
     async def _reuse_when_ended(self, connection: Connection, stream: DirectStream) -> None:
         if await stream.wait_peer_ended():
@@ -173,7 +171,7 @@ class Dialler:
             self._keep(connection)
 
     def _drop_idle(self, peer_id: str, error: BaseException) -> None:
-        """What is kept is most likely as bad; libp2p carries what comes next."""
+        """Close all idle connections of a peer, which are probably dead, too. libp2p carries the next streams."""
         for connection, timer in self._idle.pop(peer_id, []):
             timer.cancel()
             connection.abort()
@@ -184,7 +182,7 @@ class Dialler:
         self._idle[connection.peer_id].append((connection, timer))
 
     def _pop_idle(self, peer_id: str) -> Connection | None:
-        """The one that was used last: its window is the widest."""
+        """Take the idle connection that was used last: its congestion window is the widest."""
         while kept := self._idle.get(peer_id):
             connection, timer = kept.pop()
             timer.cancel()
@@ -193,7 +191,7 @@ class Dialler:
             connection.abort()
         return None
 
-    # --- new ones --------------------------------------------------------------------------------------
+    # --- new connections -------------------------------------------------------------------------------
 
     def _may_dial(self, peer_id: str) -> bool:
         if self._closed:
@@ -204,38 +202,41 @@ class Dialler:
 
     async def _dial(self, peer_id: str) -> None:
         try:
-            way = await self._request_offer(peer_id, OFFER_TIMEOUT)
-            wire = await self._connect(way)
+            offer = await self._request_offer(peer_id, OFFER_TIMEOUT)
+            tls_streams = await self._connect(peer_id, offer)
         except (AtollError, OSError, TimeoutError) as error:
             self._failed(peer_id, error)
             return
         try:
-            connection = self._register(peer_id, wire)
+            connection = self._register(peer_id, tls_streams)
             self._connections_by_peer[peer_id].add(connection)
-            await connection.send_proof(proof(way.ticket, self._me, peer_id))
-        except Rejected:  # it was banned meanwhile; the connection is closed or unknown to the gate
-            wire[1].transport.abort()
+            await connection.send_proof(proof(offer.ticket, self._me, peer_id))
+        except Rejected:  # the peer was banned meanwhile; the connection is closed, or the gate does not know it
+            tls_streams[1].transport.abort()
             return
         except AtollError as error:
-            wire[1].transport.abort()
+            tls_streams[1].transport.abort()
             self._failed(peer_id, error)
             return
         self._keep(connection)
 
-    async def _connect(self, way: CheckedOffer) -> TlsStreams:
-        """The first host that shows the right certificate, IP addresses before names. Raises `Unreachable`."""
-        why = "no address of it is known that may be dialled"
+    async def _connect(self, peer_id: str, offer: CheckedOffer) -> TlsStreams:
+        """Connect to a host that shows the right certificate, IP addresses before names. Raises `Unreachable`."""
+        why = "none of them may be dialled"
         for look_up in (self._literal, self._resolved):
-            addresses = [(host, way.port) for host in await look_up(way.hosts)]
+            addresses = [(host, offer.port) for host in await look_up(offer.hosts)]
             try:
                 if addresses:
-                    return await self._connect_fastest(addresses, way.certificate_sha256)
+                    return await self._connect_fastest(addresses, offer.certificate_sha256)
             except (Unreachable, OSError, TimeoutError) as error:
                 why = str(error) or type(error).__name__
-        raise Unreachable(f"{', '.join(way.hosts) or 'nowhere'} lets nobody in on port {way.port}: {why}")
+        hosts = ", ".join(offer.hosts) or "none"
+        raise Unreachable(
+            f"no known address of peer {peer_id} ({hosts}) accepts connections on port {offer.port}: {why}"
+        )
 
     async def _connect_fastest(self, addresses: Iterable[tuple[str, int]], certificate_sha256: bytes) -> TlsStreams:
-        """All are tried at once. Raises what the last of them failed with."""
+        """Dial all addresses at once and return the first success. Raises the last error if all fail."""
         tasks = [asyncio.create_task(self._pinned(address, certificate_sha256)) for address in addresses]
         chosen: TlsStreams | None = None
         last: Exception | None = None
@@ -249,9 +250,9 @@ class Dialler:
         finally:
             for task in tasks:
                 task.cancel()
-            for wire in await asyncio.gather(*tasks, return_exceptions=True):
-                if not isinstance(wire, BaseException) and wire is not chosen:
-                    wire[1].transport.abort()
+            for tls_streams in await asyncio.gather(*tasks, return_exceptions=True):
+                if not isinstance(tls_streams, BaseException) and tls_streams is not chosen:
+                    tls_streams[1].transport.abort()
         assert last is not None
         raise last
 
@@ -259,7 +260,7 @@ class Dialler:
         return [host for host in hosts if may_be_dialled(host, loopback=self._loopback)]
 
     async def _resolved(self, hosts: Iterable[str]) -> list[str]:
-        """IP addresses of the names among them; those that do not resolve in time are left out."""
+        """Resolve the names among `hosts` to IP addresses. Names that do not resolve in time are left out."""
         loop = asyncio.get_running_loop()
         found: dict[str, None] = {}
         with suppress(TimeoutError):
@@ -271,29 +272,23 @@ class Dialler:
         return [host for host in found if may_be_dialled(host, loopback=self._loopback)][:MAX_HOSTS]
 
     async def _pinned(self, address: tuple[str, int], certificate_sha256: bytes) -> TlsStreams:
-        wire = await dial(address, self._context, DIAL_TIMEOUT)
-        tls_object: ssl.SSLObject = wire[1].get_extra_info("ssl_object")
+        tls_streams = await dial(address, self._context, DIAL_TIMEOUT)
+        tls_object: ssl.SSLObject = tls_streams[1].get_extra_info("ssl_object")
         if not tls.is_pinned(tls_object, certificate_sha256):
-            wire[1].transport.abort()
-            raise Unreachable(f"{address[0]} shows another certificate")
-        return wire
+            tls_streams[1].transport.abort()
+            raise Unreachable(f"{address[0]} shows another certificate than the offer names")
+        return tls_streams
 
     def _failed(self, peer_id: str, error: BaseException) -> None:
         count, _ = self._failures.get(peer_id, (0, 0.0))
         pause = min(MAX_BACKOFF, MIN_BACKOFF * 2 ** min(count, 10))
         self._failures[peer_id] = (count + 1, self._clock.monotonic() + pause.total_seconds())
-        _log.info("no direct path", peer=peer_id, reason=str(error), again_in_seconds=pause.total_seconds())
+        _log.info("direct connection failed", peer=peer_id, reason=str(error), retry_in_seconds=pause.total_seconds())
 
     def _dialled(self, peer_id: str, task: asyncio.Task[None]) -> None:
         self._dialling[peer_id].discard(task)
         if not self._dialling[peer_id]:
             del self._dialling[peer_id]
-
-    def _start(self, work: Awaitable[None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def _look_up(name: str) -> list[Any]:

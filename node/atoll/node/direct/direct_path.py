@@ -1,12 +1,12 @@
-"""The direct path of one host: listener and dialler behind the host's gate and door.
+"""DirectPath: the direct connections of one host, which joins listener and dialler to the host's gate and acceptor.
 
-    path = DirectPath(config, gate=…, traffic=…, clock=…, serve=door.let_in, ask=…, max_frame_bytes=…)
-    door.handle(PROTOCOL, path.offer)
-    stream = await path.open(peer_id, "/atoll/average/1", timeout)     # None: take libp2p
+    path = DirectPath(config, gate=…, traffic=…, clock=…, serve=acceptor.admit_and_serve, request_offer=…, …)
+    acceptor.handle(PROTOCOL, path.serve_offer)
+    stream = await path.open(peer_id, "/atoll/average/1", timeout)     # None: use libp2p
 
-How a peer is told from a stranger: a libp2p stream proves who asks for a way in; the answer pins our certificate and
-holds a ticket that only this peer got. From the ticket on, each frame passes the gate, and the gate closes the
-connection of a peer that it evicts.
+How a peer authenticates: it asks for a direct offer on a libp2p stream, which proves its identity. The answer pins this
+node's certificate and contains a ticket for this peer only. After the ticket is shown, each frame passes the gate, and
+the gate closes the connection of a peer that it evicts.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from atoll.node.wire.transport import Stream
 from atoll.v1 import dataplane_pb2 as dp
 
 _SHA256_BYTES = 32
-_OFFER_TIMEOUT = timedelta(seconds=5)  # for the other side to hang up after it
+_OFFER_TIMEOUT = timedelta(seconds=5)  # for the peer to close its stream after the offer
 
 
 @dataclass(frozen=True)
 class DirectConfig:
-    """Where to listen: IP addresses, and ports in the order of preference, 0 for a free one."""
+    """Where to listen: IP addresses, and ports in order of preference; port 0 takes a free one."""
 
     hosts: tuple[str, ...]
     ports: tuple[int, ...] = (0,)
@@ -53,7 +53,7 @@ class DirectConfig:
 
 
 class DirectPath:
-    """One host's direct connections, both ways."""
+    """The direct connections of one host, dialled and accepted."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class DirectPath:
         me: str,
         pacer: Pacer,
     ) -> None:
-        """`me` is our peer id."""
+        """`me` is this node's peer id."""
         context, self._certificate_sha256 = tls.listening_context(directory, clock.unix())
         self._protocols = config.protocols
         self._gate = gate
         self._traffic = traffic
         self._closed = False
         self._tickets = Tickets(clock, me)
-        self._connections: set[Connection] = set()  # both ways
+        self._connections: set[Connection] = set()  # dialled and accepted
         self._pacer = pacer
         loopback = any(ipaddress.ip_address(host).is_loopback for host in config.hosts)
         self._dialler = Dialler(
@@ -86,20 +86,20 @@ class DirectPath:
 
     @property
     def port(self) -> int:
-        """The TCP port that members are told."""
+        """The TCP port that offers name."""
         return self._listener.port
 
     @property
     def strangers_refused(self) -> int:
-        """Connections that brought no good ticket."""
+        """Incoming connections that showed no valid ticket."""
         return self._listener.strangers_refused
 
     def peers(self) -> frozenset[str]:
-        """Whom we have dialled and are connected to."""
+        """Peers that this node dialled and is connected to."""
         return self._dialler.connected()
 
     def listen(self, config: DirectConfig) -> None:
-        """On the first of the ports that is free. Raises `PortInUse`."""
+        """Listen on the first free port of the config. Raises `PortInUse`."""
         for port in config.ports:
             try:
                 self._listener.listen(config.hosts, port)
@@ -109,13 +109,13 @@ class DirectPath:
                     raise
 
     async def open(self, peer_id: str, protocol: str, timeout: timedelta) -> DirectStream | None:
-        """A conversation, or None when it must go another way. Raises what the peer refuses with."""
+        """Open a stream to a peer, or return None if it must use libp2p. Raises the peer's refusal."""
         if protocol not in self._protocols:
             return None
         return await self._dialler.open(peer_id, protocol, timeout)
 
-    async def offer(self, stream: Stream) -> None:
-        """Answers who asks for a way in; a handler like any other."""
+    async def serve_offer(self, stream: Stream) -> None:
+        """Handle a request for a direct offer: send port, certificate hash and a new ticket."""
         offer = dp.DirectOffer(
             port=self.port,
             certificate_sha256=self._certificate_sha256,
@@ -126,7 +126,7 @@ class DirectPath:
             await stream.receive(_OFFER_TIMEOUT)
 
     async def close(self) -> None:
-        """End every connection and take no new one. Leaves nothing."""
+        """Close every connection and accept no new one; return when all are closed."""
         self._closed = True
         await self._dialler.close()
         await self._listener.close()
@@ -135,12 +135,12 @@ class DirectPath:
             connection.abort()
         await asyncio.gather(*(connection.writer.wait_closed() for connection in left), return_exceptions=True)
 
-    def _register(self, peer_id: str, wire: TlsStreams) -> Connection:
-        """A connection whose other end is proved to be `peer_id`. Raises `Banned`, `HelloRequired`, `Unreachable`."""
+    def _register(self, peer_id: str, tls_streams: TlsStreams) -> Connection:
+        """Register a connection that proved to be with `peer_id`. Raises `Banned`, `HelloRequired`, `Unreachable`."""
         self._gate.require(peer_id)
-        reader, writer = wire
+        reader, writer = tls_streams
         if writer.is_closing() or self._closed:
-            raise Unreachable(f"peer {peer_id} hung up")
+            raise Unreachable(f"the direct connection with peer {peer_id} was closed")
         connection = Connection(
             peer_id,
             reader,
@@ -150,28 +150,31 @@ class DirectPath:
         )
         reader.count_arrived = self._traffic.count_arrived
         self._connections.add(connection)
-        self._gate.opened(peer_id, connection)
+        self._gate.track_stream(peer_id, connection)
         self._pacer.add(connection)
         on_connection_lost(writer, lambda: self._lost(connection))
         return connection
 
     def _lost(self, connection: Connection) -> None:
         self._connections.discard(connection)
-        self._gate.closed(connection.peer_id, connection)
+        self._gate.untrack_stream(connection.peer_id, connection)
         self._pacer.remove(connection)
         self._dialler.lost(connection)
 
 
 def parse_offer(frame: Frame, known: tuple[str, ...]) -> CheckedOffer:
-    """What a peer answers, for where our own book knows it (multiaddrs). Raises `PeerMisbehaved`.
+    """Validate a peer's offer and add the hosts of `known`, the peer's multiaddrs. Raises `PeerMisbehaved`.
 
-    It does not name hosts: whoever could would have others dial whom it likes.
+    An offer names no hosts: otherwise a peer could make other members dial any address.
     """
     try:
         offer = dp.DirectOffer.FromString(frame.header)
     except DecodeError as error:
-        raise PeerMisbehaved("an offer of a direct path does not parse") from error
+        raise PeerMisbehaved("a DirectOffer does not parse") from error
     sizes = (len(offer.ticket), len(offer.certificate_sha256))
     if sizes != (TICKET_BYTES, _SHA256_BYTES) or not 0 < offer.port < 65536:
-        raise PeerMisbehaved("an offer of a direct path is not what it must be")
+        raise PeerMisbehaved(
+            f"a DirectOffer has a ticket of {sizes[0]} bytes (must be {TICKET_BYTES}), a certificate hash of "
+            f"{sizes[1]} bytes (must be {_SHA256_BYTES}) and port {offer.port} (must be 1 to 65535)"
+        )
     return CheckedOffer(hosts_in(known, MAX_HOSTS), offer.port, offer.certificate_sha256, offer.ticket)

@@ -1,4 +1,4 @@
-"""Where a peer may be dialled directly: IP addresses and host names out of multiaddrs. Pure."""
+"""Hosts for direct dialling: IP addresses and host names taken from a peer's multiaddrs. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
 
 
 def hosts_in(multiaddrs: Iterable[str], limit: int) -> tuple[str, ...]:
-    """The hosts of TCP multiaddrs, each once; relayed ones name the relay's host and are left out."""
+    """Return at most `limit` hosts of TCP multiaddrs, each once. Relayed ones name the relay's host: left out."""
     found: dict[str, None] = {}
     for text in multiaddrs:
         words = text.split("/")
@@ -19,7 +19,7 @@ def hosts_in(multiaddrs: Iterable[str], limit: int) -> tuple[str, ...]:
 
 
 def is_ip_address(host: str) -> bool:
-    """An IP address as programs write it, not a name and no other way to write a number."""
+    """Tell whether `host` is an IP address in standard notation, not a name or another spelling of a number."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -28,7 +28,7 @@ def is_ip_address(host: str) -> bool:
 
 
 def may_be_dialled(host: str, *, loopback: bool) -> bool:
-    """An IP address that a peer can have. `loopback`: this machine's own count too, as all peers are on it."""
+    """Tell whether `host` is an IP address that a peer can have. `loopback`: accept addresses of this machine, too."""
     if not is_ip_address(host):
         return False
     address = ipaddress.ip_address(host)

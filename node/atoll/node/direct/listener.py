@@ -1,6 +1,8 @@
-"""Where members dial in directly: TCP, TLS, a ticket, then conversations through the same door as all others.
+"""Listener: accepts direct connections from members: TCP, TLS, the proof of a ticket, then streams.
 
-A stranger gets no word: so many at once, in all and from one address, five seconds each, 48 bytes read, then a close.
+Each stream passes the same acceptor as streams over libp2p. An unauthenticated connection gets no answer: it has five
+seconds to send a frame with a valid proof (at most 32 bytes), or it is closed. The number of unauthenticated
+connections is bounded, in all and from one address.
 """
 
 from __future__ import annotations
@@ -8,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -16,24 +17,24 @@ from datetime import timedelta
 from atoll.core import log
 from atoll.core.errors import AtollError, FrameInvalid, PortInUse, Unreachable
 from atoll.core.frames import PREFIX, FrameKind, check_frame, unpack_prefix
-from atoll.node.direct.stream import Connection, DirectStream
+from atoll.node.direct.stream import Connection, DirectStream, RegisterConnection
 from atoll.node.direct.tickets import PROOF_BYTES, Tickets
-from atoll.node.direct.tls_streams import TlsStreams, accept
+from atoll.node.direct.tls_streams import accept
+from atoll.node.system.background_tasks import BackgroundTasks
+from atoll.node.wire.peer_slots import PeerSlots
 
-STRANGER_TIMEOUT = timedelta(seconds=5)  # from the connection to a good ticket
+STRANGER_TIMEOUT = timedelta(seconds=5)  # from the connection to a valid ticket
 MAX_STRANGERS = 32
 MAX_STRANGERS_PER_ADDRESS = 16
 MAX_CONNECTIONS_PER_PEER = 8
-IDLE_TIMEOUT = timedelta(minutes=10)  # longer than any dialler keeps one
-_ACCEPT_AGAIN = timedelta(seconds=0.5)  # after the kernel had no descriptor for us
+IDLE_TIMEOUT = timedelta(minutes=10)  # longer than any dialler keeps an idle connection
+_ACCEPT_AGAIN = timedelta(seconds=0.5)  # after accept failed, for example for lack of file descriptors
 
 _log = log.get("direct")
 
-RegisterConnection = Callable[[str, TlsStreams], Connection]  # raises when the peer is no member any more
-
 
 class Listener:
-    """One TCP port, on one or more addresses of ours."""
+    """One TCP port on one or more addresses of this node."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class Listener:
         max_frame_bytes: Callable[[str], int],
     ) -> None:
         self.port = 0
-        self.strangers_refused = 0  # strangers
+        self.strangers_refused = 0  # unauthenticated connections
         self._context = context
         self._tickets = tickets
         self._register = register
@@ -53,12 +54,12 @@ class Listener:
         self._protocols = protocols
         self._max_frame_bytes = max_frame_bytes
         self._sockets: list[socket.socket] = []
-        self._strangers: Counter[str] = Counter()  # by address
-        self._connections: Counter[str] = Counter()  # by peer
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers = PeerSlots[str](MAX_STRANGERS_PER_ADDRESS, MAX_STRANGERS)  # by address
+        self._connections = PeerSlots[str](MAX_CONNECTIONS_PER_PEER)
+        self._tasks = BackgroundTasks()
 
     def listen(self, hosts: Sequence[str], port: int) -> None:
-        """Bind all `hosts` to one port, 0 for a free one. Raises `PortInUse`."""
+        """Listen on one port of all `hosts`; 0 takes a free one. Raises `PortInUse`."""
         try:
             for host in hosts:
                 sock = socket.create_server(
@@ -72,13 +73,11 @@ class Listener:
             self.port = 0
             raise PortInUse(f"cannot listen on {host} port {port}: {error.strerror}", "choose another port") from error
         for sock in self._sockets:
-            self._start(self._accept(sock))
+            self._tasks.begin(self._accept(sock))
 
     async def close(self) -> None:
-        """End everything."""
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Stop listening and close every connection."""
+        await self._tasks.stop()
         self._close_sockets()
 
     async def _accept(self, listening: socket.socket) -> None:
@@ -91,12 +90,11 @@ class Listener:
                 await asyncio.sleep(_ACCEPT_AGAIN.total_seconds())
                 continue
             host = address[0]
-            if self._strangers.total() >= MAX_STRANGERS or self._strangers[host] >= MAX_STRANGERS_PER_ADDRESS:
+            if self._strangers.try_take(host):
+                self._tasks.begin(self._handle_stranger(sock, host))
+            else:
                 self.strangers_refused += 1
                 sock.close()
-            else:
-                self._strangers[host] += 1
-                self._start(self._handle_stranger(sock, host))
 
     async def _handle_stranger(self, sock: socket.socket, host: str) -> None:
         connection: Connection | None = None
@@ -105,10 +103,9 @@ class Listener:
                 connection = await self._identify(sock)
         except (OSError, EOFError, TimeoutError, AtollError) as error:
             self.strangers_refused += 1
-            _log.debug("stranger turned away", address=host, reason=str(error))
+            _log.debug("unauthenticated connection refused", address=host, reason=str(error))
         finally:
-            self._strangers[host] -= 1
-            self._strangers += Counter()  # drops what is not positive
+            self._strangers.release(host)
         if connection is not None:
             await self._serve_connection(connection)
 
@@ -121,18 +118,19 @@ class Listener:
             presented = check_frame(prefix, bytes(await reader.readexactly(PROOF_BYTES)), b"").header
             peer_id = self._tickets.redeem(presented)
             if peer_id is None:
-                raise FrameInvalid("the ticket is not good, or not any more")
-            if self._connections[peer_id] >= MAX_CONNECTIONS_PER_PEER:
-                raise FrameInvalid(f"peer {peer_id} has {MAX_CONNECTIONS_PER_PEER} direct connections already")
-            return self._register(peer_id, (reader, writer))
+                raise FrameInvalid("the ticket is unknown, used or expired")
+            self._connections.take(peer_id, "direct connections")
+            try:
+                return self._register(peer_id, (reader, writer))
+            except BaseException:
+                self._connections.release(peer_id)
+                raise
         except BaseException:
             writer.transport.abort()
             raise
 
     async def _serve_connection(self, connection: Connection) -> None:
-        """One conversation after another, as long as all is clean."""
-        peer_id = connection.peer_id
-        self._connections[peer_id] += 1
+        """Serve one stream after another, until one does not end cleanly."""
         try:
             while connection.is_open:
                 stream = await connection.accept_next(IDLE_TIMEOUT, self._protocols, self._max_frame_bytes)
@@ -140,18 +138,12 @@ class Listener:
                 if not await stream.wait_peer_ended():
                     break
         except Unreachable:
-            pass  # it hung up, or was idle for long
+            pass  # the peer closed the connection, or it was idle too long
         except AtollError as error:
-            _log.info("direct connection closed", peer=peer_id, reason=str(error))
+            _log.info("direct connection closed", peer=connection.peer_id, reason=str(error))
         finally:
             connection.abort()
-            self._connections[peer_id] -= 1
-            self._connections += Counter()
-
-    def _start(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            self._connections.release(connection.peer_id)
 
     def _close_sockets(self) -> None:
         for sock in self._sockets:

@@ -1,14 +1,11 @@
-"""What both ends of the direct path agree on."""
+"""Constants on which both ends of a direct connection agree."""
 
 from __future__ import annotations
 
-PROTOCOL = "/atoll/direct/2"  # over libp2p: answers with a way in; also the name under which its own frames are counted
-BULK_PROTOCOLS = frozenset(
-    {"/atoll/average/1", "/atoll/pipeline/1", "/atoll/state/1"}
-)  # worth a connection of their own
-OPTIMISTIC_PROTOCOLS = frozenset(
-    {"/atoll/average/1"}
-)  # begun every round: their first frames need not wait to be let in
+PROTOCOL = (
+    "/atoll/direct/2"  # over libp2p: requests a direct offer; also counts the control frames of direct connections
+)
+BULK_PROTOCOLS = frozenset({"/atoll/average/1", "/atoll/pipeline/1", "/atoll/state/1"})  # use direct connections
+OPTIMISTIC_PROTOCOLS = frozenset({"/atoll/average/1"})  # opened every round: may send before they are accepted
 MAX_BEGIN_BYTES = 256  # of a DirectBegin
-MAX_OFFER_BYTES = 4096
-MAX_HOSTS = 8  # named in an offer, and tried by who got it
+MAX_HOSTS = 8  # of one peer that are dialled

@@ -1,16 +1,18 @@
-"""How fast to send, from what was delivered: an estimate of our uplink and its shares. Pure.
+"""Sending rates: estimates of the uplink and of each path from acknowledged bytes, and fair shares. Pure.
 
-Unpaced senders that share a link fill its queue, lose packets together and reach half of it; paced a little below the
-link, 0.93 (measured). So the shell cuts time into windows of a few round trips and tells what the other sides
-acknowledged in each. A window counts while somebody had more to send than went out. The estimate is the mean of the
-best three of the last windows. At first all together get what most links carry, and twice as much after each window in
-which they got through, until they do not: a start that fills the link's queue at once makes cubic leave slow start
-early, and connections that begin a little later crawl for the rest of the exchange. Then senders share a little less
-than the estimate, and now and then one window asks for more, in growing steps as long as more comes. What was seen is
-forgotten after two such turns, so that the estimate follows the link both ways.
+Why: unpaced senders that share a link fill its queue, lose packets together and reach half of its rate. Paced a little
+below the link's rate they reach 0.93 of it (measured).
 
-A connection that gets through far less than it was given is held up elsewhere (its path, its receiver): it keeps a
-little more than it uses, and the others have the rest.
+The pacer cuts time into windows of a few round trips and passes the bytes acknowledged in each. A window counts if some
+connection had unsent data all the time. The uplink estimate is the mean of the best three of the last 16 windows.
+
+- Start: all senders together get 4 MB/s, and twice as much after each window in which that got through, until it does
+  not. A start that fills the link's queue at once makes TCP cubic leave slow start early; connections that begin a
+  little later then stay slow for the rest of the exchange.
+- Cruise: senders share 0.95 of the estimate. After seven windows one window probes a higher rate, in growing steps as
+  long as more is delivered. The 16 windows cover two such turns, so the estimate follows the link up and down.
+- Path: a connection that delivers far less than its rate is limited elsewhere (its path, its receiver). It gets a
+  little more than it uses, and the other connections share the rest.
 """
 
 from __future__ import annotations
@@ -24,81 +26,83 @@ CRUISE_FRACTION = 0.95  # of the estimate
 PROBE_FACTORS = (1.15, 1.25, 1.5, 2.0)  # of the estimate, one window each, while it grows
 CRUISE_WINDOWS = 7  # between two probes
 MEMORY_WINDOWS = 16
-START_BYTES_PER_SECOND = 4e6  # bytes per second, of all senders together in the first window
-START_STEP = 2.0  # times that in the next, as long as the last got through
-MIN_DELIVERED_FRACTION = 0.8  # of what was given: acknowledgements of a step are late
+START_BYTES_PER_SECOND = 4e6  # of all senders together in the first window
+START_STEP = 2.0  # factor of the next window, as long as the last one got through
+MIN_DELIVERED_FRACTION = 0.8  # of the rate, for a window of the start to have got through: acknowledgements are late
 BEST_WINDOWS = 3  # windows whose mean is the estimate: the best alone is mostly noise
-MIN_GROWTH_OVER_ESTIMATE = 1.05  # what counts as more in a probe
-MIN_GROWTH_OVER_CRUISE = (
-    1.1  # and over what was delivered just before it: acknowledgements of a window are late, so few reach the other
-)
-MIN_GROWTH_AT_START = 1.1  # what counts as more at the start
-PATH_LIMITED_BELOW = 0.7  # of what it was given: a connection that delivers less has its limit elsewhere
-PATH_LIMIT_USED_FROM = 0.9  # of its limit: whatever held it up does so no more
-PATH_HEADROOM = 1.25  # what such a connection gets, of what it delivered
-MIN_BYTES_PER_SECOND = 64 * 1024.0  # bytes per second; nobody is starved
+MIN_GROWTH_OVER_ESTIMATE = 1.05  # a probe found more if it delivered more than this factor of the estimate,
+MIN_GROWTH_OVER_CRUISE = 1.1  # or of the mean before it: its acknowledgements are late, so few probes reach the former
+MIN_GROWTH_AT_START = 1.1  # factor between two windows of the start below which the link is full
+PATH_LIMITED_BELOW = 0.7  # of its rate: a connection that delivers less is limited by its path or receiver
+PATH_LIMIT_USED_FROM = 0.9  # of its limit: a connection that delivers more gets a higher limit
+PATH_HEADROOM = 1.25  # limit of such a connection, as a factor of what it delivered
+MIN_BYTES_PER_SECOND = 64 * 1024.0  # lowest rate of any connection
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
 class WindowSample:
-    """One connection in one window."""
+    """Measurements of one connection in one window."""
 
-    delivered: int  # bytes that the other side acknowledged
-    backlogged: bool  # it had more to send all the time, and the other side's window was not what stopped it
-    busy: float = 1.0  # share of the window in which it had more to send
+    delivered: int  # bytes that the peer acknowledged
+    backlogged: bool  # it had unsent data all the time, and the peer's receive window did not stop it
+    busy: float = 1.0  # fraction of the window in which it had unsent data
 
 
 @dataclass(frozen=True, slots=True)
 class UplinkEstimate:
-    """What is known of our side's link to all others."""
+    """Estimate of this node's uplink to all peers together."""
 
     recent: tuple[float, ...] = ()  # bytes per second in the last windows that counted, the newest last
-    started: bool = False
-    first: float = START_BYTES_PER_SECOND  # what all together may send before that
+    started: bool = False  # the start is over and the rate is known
+    start_bytes_per_second: float = START_BYTES_PER_SECOND  # budget of the current window of the start
     cruised: int = 0  # windows since the last probe
-    probe: int | None = None  # the step of `PROBE_FACTORS` that is going on
+    probe: int | None = None  # index into `PROBE_FACTORS` while probing
 
     @property
-    def rate(self) -> float:
-        """Bytes per second that it carries; infinite while nothing is known."""
+    def bytes_per_second(self) -> float:
+        """Bytes per second that the uplink carries; infinite while unknown."""
         best = sorted(self.recent)[-BEST_WINDOWS:]
         return sum(best) / len(best) if self.started else math.inf
 
     @property
-    def budget(self) -> float:
-        """What all senders together may send in the next window, bytes per second."""
+    def budget_bytes_per_second(self) -> float:
+        """Bytes per second that all senders together may use in the next window."""
         if not self.started:
-            return self.first
-        return self.rate * (CRUISE_FRACTION if self.probe is None else PROBE_FACTORS[self.probe])
+            return self.start_bytes_per_second
+        return self.bytes_per_second * (CRUISE_FRACTION if self.probe is None else PROBE_FACTORS[self.probe])
 
     def observe(self, seconds: float, sent: Sequence[WindowSample], *, is_link_bound: bool = True) -> UplinkEstimate:
-        """After one more window of `seconds`; `is_link_bound`: not all that waited waited for one of several peers."""
-        rate = sum(one.delivered for one in sent) / seconds
-        busy = max((one.busy for one in sent), default=0.0)
+        """Return the estimate after one more window of `seconds`.
+
+        `is_link_bound`: the backlog can be due to the uplink, because it is not all for one of several peers.
+        """
+        rate = sum(sample.delivered for sample in sent) / seconds
+        busy = max((sample.busy for sample in sent), default=0.0)
         if (
-            not self.started and busy and rate / busy >= MIN_DELIVERED_FRACTION * self.first
-        ):  # whoever it was, and in bursts, too
-            return UplinkEstimate(first=START_STEP * self.first)
-        if not is_link_bound or not any(one.backlogged for one in sent):  # no measure of our uplink, but a lower bound
-            return self._at_least(rate) if self.started and rate > self.rate else self
+            not self.started and busy and rate / busy >= MIN_DELIVERED_FRACTION * self.start_bytes_per_second
+        ):  # bursts count, too
+            return UplinkEstimate(start_bytes_per_second=START_STEP * self.start_bytes_per_second)
+        if not is_link_bound or not any(sample.backlogged for sample in sent):  # only a lower bound of the uplink
+            return self._at_least(rate) if self.started and rate > self.bytes_per_second else self
         if not self.started:
             return self._begin(rate)
         recent = (*self.recent, rate)[-MEMORY_WINDOWS:]
         if self.probe is not None:
             cruised = self.recent[-CRUISE_WINDOWS:]
-            grew = rate > self.rate * MIN_GROWTH_OVER_ESTIMATE or rate > MIN_GROWTH_OVER_CRUISE * sum(cruised) / len(
+            grew = rate > self.bytes_per_second * MIN_GROWTH_OVER_ESTIMATE or rate > MIN_GROWTH_OVER_CRUISE * sum(
                 cruised
-            )
+            ) / len(cruised)
             return UplinkEstimate(recent, True, probe=min(self.probe + 1, len(PROBE_FACTORS) - 1) if grew else None)
         due = self.cruised + 1 >= CRUISE_WINDOWS
         return UplinkEstimate(recent, True, cruised=0 if due else self.cruised + 1, probe=0 if due else None)
 
     def _begin(self, rate: float) -> UplinkEstimate:
-        """After a window of the start: two in a row that did not get through, nor grew, are what the link carries.
+        """Return the estimate after a window of the start that did not get through.
 
-        Or what a busy machine gave in these windows: so the next one asks for more at once.
+        After two such windows without growth, their rate is the link's. It may also be the rate of a busy machine, so
+        the next window probes.
         """
         recent = (*self.recent, rate)[-2:]
         if len(recent) == 2 and rate <= recent[0] * MIN_GROWTH_AT_START:
@@ -106,36 +110,44 @@ class UplinkEstimate:
         return replace(self, recent=recent)
 
     def _at_least(self, rate: float) -> UplinkEstimate:
-        """With `rate` in the place of the lowest window."""
+        """Replace the lowest window by `rate`."""
         lowest = min(range(len(self.recent)), key=lambda i: self.recent[i])
         return replace(self, recent=(*self.recent[:lowest], rate, *self.recent[lowest + 1 :]))
 
 
 @dataclass(frozen=True, slots=True)
 class PathEstimate:
-    """What is known of one connection beyond our uplink."""
+    """Estimate of the path of one connection beyond the uplink."""
 
-    limit: float = math.inf  # bytes per second worth giving it
-    last: float = 0.0  # delivered in the window before
+    limit_bytes_per_second: float = math.inf  # bytes per second that it can use, with headroom
+    last_bytes_per_second: float = 0.0  # bytes per second delivered in the last window
 
     @property
-    def rate(self) -> float:
-        """Bytes per second that it carries; infinite: as much as it was ever given."""
-        return self.limit / PATH_HEADROOM
+    def bytes_per_second(self) -> float:
+        """Bytes per second that the path carries; infinite if it never limited the connection."""
+        return self.limit_bytes_per_second / PATH_HEADROOM
 
     def observe(self, seconds: float, sent: WindowSample, given: float) -> PathEstimate:
-        """After a window in which it was `given` so many bytes per second."""
+        """Return the estimate after a window with a pacing rate of `given` bytes per second."""
         rate = sent.delivered / seconds
         if not sent.backlogged or math.isinf(given):
-            return replace(self, last=rate)
-        still = rate <= self.last * PATH_HEADROOM  # a connection that grows is only starting
+            return replace(self, last_bytes_per_second=rate)
+        still = rate <= self.last_bytes_per_second * PATH_HEADROOM  # a connection whose rate grows is only starting
         if rate < PATH_LIMITED_BELOW * given and still:
             return PathEstimate(max(rate * PATH_HEADROOM, MIN_BYTES_PER_SECOND), rate)
-        return PathEstimate(self.limit * 2 if rate >= PATH_LIMIT_USED_FROM * self.limit else self.limit, rate)
+        return PathEstimate(
+            self.limit_bytes_per_second * 2
+            if rate >= PATH_LIMIT_USED_FROM * self.limit_bytes_per_second
+            else self.limit_bytes_per_second,
+            rate,
+        )
 
 
 def fair_shares(budget: float, limits: Mapping[Key, float]) -> dict[Key, float]:
-    """Share `budget` equally; pass on what a limit leaves. Each share is at least `MIN_BYTES_PER_SECOND`."""
+    """Divide `budget` (bytes per second) equally, and what a limit leaves among the others.
+
+    Each share is at least `MIN_BYTES_PER_SECOND`.
+    """
     if math.isinf(budget):
         return dict.fromkeys(limits, math.inf)
     given: dict[Key, float] = {}

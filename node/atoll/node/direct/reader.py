@@ -1,9 +1,10 @@
-"""What a direct connection receives: bytes go from TLS to where they are wanted, in few turns of the event loop.
+"""DirectReader: the receiving side of a direct connection, with few copies and few turns of the event loop.
 
-asyncio's own reader takes each of TLS's records into an object of its own, appends it to a buffer and cuts what was
-asked for out of that. A large frame here is decrypted into its own memory. And while much of it is still to come, the
-kernel is asked to wake us only when a good piece is there: at the rate of a home's link it would be woken for every few
-kilobytes, and those turns of the event loop cost more processor time than decrypting what they bring (measured).
+asyncio's own reader copies each TLS record into an object, appends it to a buffer, and cuts the requested bytes out of
+that. This reader lets TLS decrypt a large frame directly into the memory of that frame. While much of a frame is
+missing, it asks the kernel to wake the process only for a large piece (SO_RCVLOWAT). On a home link the process would
+otherwise wake for every few kilobytes, and those turns of the event loop cost more CPU time than the decryption
+(measured).
 """
 
 from __future__ import annotations
@@ -14,39 +15,38 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-SMALL_BUFFER_BYTES = 64 * 1024  # that wait before anybody asks, about; larger reads have memory of their own
-PIECE_BYTES = 128 * 1024  # for which we are woken in the middle of a large read, at most
-WAIT_FRACTION_OF_RECEIVED = (
-    16  # nor more than this part of all that came: the kernel sizes its window by what we take at a time
-)
-_RECORD_BYTES = 17 * 1024  # of a record that came in part, TLS holds less than this; nobody can ask for it again
+SMALL_BUFFER_BYTES = 64 * 1024  # read ahead, about; larger reads have their own memory
+PIECE_BYTES = 128 * 1024  # largest piece to wait for in the middle of a large read
+# Wait for at most 1/16 of all bytes received: the kernel sizes its window by what the process takes at a time.
+WAIT_FRACTION_OF_RECEIVED = 16
+_RECORD_BYTES = 17 * 1024  # TLS holds less than this of an incomplete record
 _HAS_RECEIVE_LOW_WATER = sys.platform == "linux"
 
 
 def bytes_to_wait_for(missing: int, before: int) -> int:
-    """How much may be let gather in the kernel while a read lacks `missing` bytes, so that what comes is enough.
+    """Bytes that may gather in the kernel before it wakes the process, while a read lacks `missing` bytes.
 
-    `before`: bytes that this connection brought so far.
+    The result is never more than what is still to come. `before`: bytes that this connection has received so far.
     """
     return max(1, min(PIECE_BYTES, before // WAIT_FRACTION_OF_RECEIVED, missing - _RECORD_BYTES))
 
 
 class DirectReader(asyncio.StreamReader):
-    """A reader with `readexactly` alone, fed in place by `DirectReaderProtocol`. One reads at a time."""
+    """A reader with `readexactly` only, filled in place by `DirectReaderProtocol`. One read at a time."""
 
     def __init__(self) -> None:
         super().__init__(limit=SMALL_BUFFER_BYTES)
         self._small_buffer = bytearray(SMALL_BUFFER_BYTES)
-        self._start = self._end = 0  # of what waits in it
-        self._large: memoryview | None = None  # of a read that is under way
-        self._filled = 0  # bytes of it
-        self._overflow: bytearray | None = None  # holds the end of it and what follows, while TLS decrypts both
-        self._more: asyncio.Future[None] | None = None
+        self._start = self._end = 0  # unread bytes in the small buffer
+        self._large: memoryview | None = None  # memory of the large read in progress
+        self._filled = 0  # bytes of the large read that have arrived
+        self._overflow: bytearray | None = None  # for the end of the large read and the bytes that follow it
+        self._more: asyncio.Future[None] | None = None  # resolves when the read in progress may continue
         self._is_paused = False
-        self._receive_low_water = 1  # bytes, as the kernel was told
-        self._came = 0  # bytes in all
+        self._receive_low_water = 1  # SO_RCVLOWAT in bytes
+        self._received = 0  # bytes since the connection began
         self._connection: asyncio.BaseTransport | None = None
-        self.count_arrived: Callable[[int], None] | None = None  # told whenever bytes came
+        self.count_arrived: Callable[[int], None] | None = None  # called with the number of bytes that arrived
 
     def set_transport(self, transport: asyncio.BaseTransport) -> None:
         super().set_transport(transport)
@@ -64,12 +64,14 @@ class DirectReader(asyncio.StreamReader):
         self._wake()
 
     async def readexactly(self, n: int) -> bytes | bytearray:  # type: ignore[override]
-        """The next `n` bytes. Raises `IncompleteReadError` at the end, and whatever the connection broke with.
+        """Return the next `n` bytes. Raises `IncompleteReadError` at the end, or the error of the connection.
 
-        One that is cancelled must be asked for again, as long: what came is kept.
+        After a cancelled read, call again with the same `n`; received bytes are kept.
         """
         if self._large is not None and len(self._large) != n:
-            raise RuntimeError("another read was given up before, and must be asked for again")
+            raise RuntimeError(
+                f"a read of {len(self._large)} bytes was cancelled; call readexactly with that size again, not {n}"
+            )
         if n > SMALL_BUFFER_BYTES:
             return await self._read_large(n)
         while self._end - self._start < n:
@@ -87,7 +89,7 @@ class DirectReader(asyncio.StreamReader):
             self._filled = min(n, self._end - self._start)
             self._large[: self._filled] = memoryview(self._small_buffer)[self._start : self._start + self._filled]
             self._start += self._filled
-        self._set_receive_low_water(bytes_to_wait_for(n - self._filled, self._came))
+        self._set_receive_low_water(bytes_to_wait_for(n - self._filled, self._received))
         while self._filled < n:
             self._resume()
             await self._wait(self._filled, n)
@@ -96,7 +98,7 @@ class DirectReader(asyncio.StreamReader):
         return found
 
     async def _wait(self, have: int, n: int) -> None:
-        """Until more came. Raises if nothing more will."""
+        """Wait until more bytes arrived. Raises if no more can arrive."""
         broken = self.exception()
         if broken is not None:
             raise broken
@@ -108,14 +110,14 @@ class DirectReader(asyncio.StreamReader):
         finally:
             self._more = None
 
-    # --- from the connection -------------------------------------------------------------------------
+    # --- called by the protocol ----------------------------------------------------------------------
 
     def buffer_for(self, expected: int) -> memoryview:
-        """Where the next bytes go, with room for all that TLS has (`expected`, and the rest of a record).
+        """Return memory for the next bytes, with room for all that TLS has: `expected` and the rest of a record.
 
-        When the other side has ended, asyncio asks for what is left once; what does not fit then is lost.
+        After the peer has closed, asyncio asks for the remaining bytes once; bytes that do not fit then are lost.
         """
-        self._overflow = None  # TLS may have asked before, for a record that was not whole, and brought nothing
+        self._overflow = None  # TLS may have asked before, for an incomplete record, and delivered nothing
         wanted, missing = expected + _RECORD_BYTES, self._missing
         if not missing:
             self._make_room(wanted)
@@ -127,22 +129,22 @@ class DirectReader(asyncio.StreamReader):
         return memoryview(self._overflow)
 
     def on_received(self, count: int) -> None:
-        """So many bytes are in what `buffer_for` gave."""
-        self._came += count
+        """Take the `count` bytes that TLS wrote into the memory of `buffer_for`."""
+        self._received += count
         if self.count_arrived is not None:
             self.count_arrived(count)
-        beside, self._overflow = self._overflow, None
-        into = min(count, self._missing)
-        if into:
-            if beside is not None:
+        overflow, self._overflow = self._overflow, None
+        large_bytes = min(count, self._missing)
+        if large_bytes:
+            if overflow is not None:
                 assert self._large is not None
-                self._large[self._filled : self._filled + into] = memoryview(beside)[:into]
-            self._filled += into
-            self._set_receive_low_water(min(self._receive_low_water, bytes_to_wait_for(self._missing, self._came)))
-        if beside is not None and count > into:
-            self._make_room(count - into)
-            self._small_buffer[self._end : self._end + count - into] = memoryview(beside)[into:count]
-        self._end += count - into
+                self._large[self._filled : self._filled + large_bytes] = memoryview(overflow)[:large_bytes]
+            self._filled += large_bytes
+            self._set_receive_low_water(min(self._receive_low_water, bytes_to_wait_for(self._missing, self._received)))
+        if overflow is not None and count > large_bytes:
+            self._make_room(count - large_bytes)
+            self._small_buffer[self._end : self._end + count - large_bytes] = memoryview(overflow)[large_bytes:count]
+        self._end += count - large_bytes
         if self._end - self._start >= SMALL_BUFFER_BYTES and isinstance(self._connection, asyncio.ReadTransport):
             self._is_paused = True
             self._connection.pause_reading()
@@ -151,11 +153,11 @@ class DirectReader(asyncio.StreamReader):
 
     @property
     def _missing(self) -> int:
-        """Bytes that the large read under way lacks."""
+        """Bytes that the large read in progress lacks."""
         return len(self._large) - self._filled if self._large is not None else 0
 
     def _make_room(self, wanted: int) -> None:
-        """For so many bytes behind what waits."""
+        """Make room for `wanted` bytes behind the unread bytes of the small buffer."""
         if self._end + wanted <= len(self._small_buffer):
             return
         waiting = bytes(memoryview(self._small_buffer)[self._start : self._end])
@@ -174,11 +176,11 @@ class DirectReader(asyncio.StreamReader):
             self._more.set_result(None)
 
     def _set_receive_low_water(self, count: int) -> None:
-        """Be woken when so many bytes are there; the kernel wakes us earlier where it can hold no more."""
+        """Ask the kernel to wake the process once `count` bytes are there, or earlier if its buffer is full."""
         if not _HAS_RECEIVE_LOW_WATER or count == self._receive_low_water or self._connection is None:
             return
         sock = self._connection.get_extra_info("socket")
-        if sock is None:  # the connection was lost: there is nothing to wait for
+        if sock is None:  # the connection was lost
             return
         with suppress(OSError):  # closed meanwhile
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
@@ -186,14 +188,14 @@ class DirectReader(asyncio.StreamReader):
 
 
 class DirectReaderProtocol(asyncio.StreamReaderProtocol, asyncio.BufferedProtocol):
-    """Brings what TLS decrypts to an `DirectReader`."""
+    """asyncio protocol that lets TLS decrypt into the memory of a `DirectReader`."""
 
-    def __init__(self, incoming: DirectReader) -> None:
-        super().__init__(incoming)
-        self._incoming = incoming
+    def __init__(self, reader: DirectReader) -> None:
+        super().__init__(reader)
+        self._direct_reader = reader
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._incoming.buffer_for(sizehint)
+        return self._direct_reader.buffer_for(sizehint)
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._incoming.on_received(nbytes)
+        self._direct_reader.on_received(nbytes)

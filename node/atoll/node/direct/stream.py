@@ -1,19 +1,18 @@
-"""Conversations on one TLS connection, one after another, each a `transport.Stream` like any other.
+"""Streams on one TLS connection, one after another; each is a `transport.Stream`.
 
     dialler:   proof of a ticket   begin(protocol)   …   END                 begin(protocol)   …
-    acceptor:                              come in   …   END                         come in   …
+    acceptor:                               accept   …   END                          accept   …
 
-The dialler begins; the acceptor lets it in or refuses, as on a libp2p stream. On a connection that was proved to work
-a moment ago the dialler need not wait for the answer before it sends; it gets it when it first receives. `close` says
-END, and when both have said it with nothing else under way, the connection is free for the next conversation, warm.
-Whatever is not clean, a frame that was left half-way or came after the end, a reader or sender that was interrupted,
-costs the connection.
+The dialler begins; the acceptor accepts or refuses, as on a libp2p stream. If the connection has just proved to work,
+the dialler may send before the answer arrives; its first `receive` then reads the answer. `close` sends END. When both
+ends have sent END and no frame is incomplete, the warm connection is free for the next stream. Anything unclean closes
+the connection: an incomplete frame, a frame after END, an interrupted reader or sender.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 
 from google.protobuf.message import DecodeError
@@ -22,21 +21,24 @@ from atoll.core.errors import AtollError, DeadlineExceeded, FrameInvalid, Unreac
 from atoll.core.frames import MAX_FRAME_BYTES, Buffer, Frame, FrameKind, Prefix, check_frame, pack_prefix
 from atoll.node.direct import tcp
 from atoll.node.direct.protocol import MAX_BEGIN_BYTES, PROTOCOL
+from atoll.node.direct.tls_streams import TlsStreams
 from atoll.node.wire.streams import SocketStream
 from atoll.node.wire.traffic import Traffic
-from atoll.v1 import dataplane_pb2 as wire
+from atoll.v1 import dataplane_pb2 as dp
 
-END_TIMEOUT = timedelta(seconds=10)  # for the other side to end, too, when we have: its handler may be busy
+RegisterConnection = Callable[[str, TlsStreams], "Connection"]  # raises if the peer is no longer a member
+END_TIMEOUT = timedelta(seconds=10)  # for the peer's END after ours: its handler may be busy
 _WRITE_BYTES = 256 * 1024  # encrypted at once, in the event loop
-_LITTLE_BYTES = _WRITE_BYTES // 4  # at which asyncio lets a writer that had to wait go on
+_LITTLE_BYTES = _WRITE_BYTES // 4  # asyncio's low-water mark: a waiting writer continues below it
 
 
 class _TlsStream(SocketStream):
-    """Frames over asyncio's TLS."""
+    """Frames over asyncio's TLS transport."""
 
-    buffer_high_bytes = _WRITE_BYTES  # encrypted already, so bodies may be overwritten; at 0 TLS would never resume
+    buffer_high_bytes = _WRITE_BYTES  # these are encrypted copies, so bodies may be overwritten; 0 would never resume
     checksums_bodies = False  # TLS has checked each record
     flushes_pieces = True
+    max_write_bytes = _WRITE_BYTES
 
     def __init__(self, connection: Connection, protocol: str, max_frame_bytes: int) -> None:
         super().__init__(
@@ -52,16 +54,16 @@ class _TlsStream(SocketStream):
 
     async def _flush(self) -> None:
         if self._writer.transport.get_write_buffer_size() > _LITTLE_BYTES or self._writer.is_closing():
-            await super()._flush()  # else the kernel took all or nearly all: there is nothing to wait for
+            await super()._flush()  # otherwise the kernel took almost all bytes, and there is no need to wait
 
     def _progress(self) -> tuple[int, int]:
-        """What TLS and the kernel hold may not shrink for long, though the other side acknowledges all the time."""
+        """Count acknowledged segments, too: the buffers may stay full for long while the peer acknowledges data."""
         figures = tcp.info(self._sock)
         return figures.delivered_segments if figures else 0, super()._progress()[1]
 
 
 class DirectStream(_TlsStream):
-    """One conversation."""
+    """One stream on a direct connection."""
 
     def __init__(
         self,
@@ -71,10 +73,10 @@ class DirectStream(_TlsStream):
         on_ended: Callable[[DirectStream], None] = lambda stream: None,
     ) -> None:
         super().__init__(connection, protocol, max_frame_bytes)
-        self.was_accepted = False  # as a dialler
-        self._awaiting_accept = False  # it began, and the acceptor's word is the next that comes
-        self._receive_timed_out = False  # in vain, for whatever came next
-        self._on_ended = on_ended  # called once, when this side has ended it
+        self.was_accepted = False  # by the acceptor; set on the dialler's end only
+        self._awaiting_accept = False  # this end began, and the next frame is the acceptor's answer
+        self._receive_timed_out = False
+        self._on_ended = on_ended  # called once, when this end has ended the stream
         self._closed = False
         self._peer_closed = False
         self._reading = False
@@ -85,7 +87,7 @@ class DirectStream(_TlsStream):
 
     @property
     def accept_timed_out(self) -> bool:
-        """Whether this side began, and waited for a word until its time was up."""
+        """Tell whether this end began the stream and the acceptor's answer did not come in time."""
         return self._receive_timed_out and self._awaiting_accept
 
     async def close(self) -> None:
@@ -116,7 +118,7 @@ class DirectStream(_TlsStream):
             raise
 
     async def refuse_and_close(self, header: Buffer) -> None:
-        """Refuse, and end; the connection may serve another conversation."""
+        """Send a refusal, then close; the connection may serve another stream."""
         try:
             await self.refuse(header)
         except AtollError:
@@ -124,7 +126,7 @@ class DirectStream(_TlsStream):
         await self.close()
 
     async def wait_peer_ended(self) -> bool:
-        """After `close`: wait for the other side's END. Whether the connection is clean; else it is closed."""
+        """After `close`, wait for the peer's END. Return True if the connection is reusable, else abort it."""
         try:
             async with asyncio.timeout(END_TIMEOUT.total_seconds()):
                 if self._awaiting_accept:
@@ -148,32 +150,24 @@ class DirectStream(_TlsStream):
     def _is_over(self) -> bool:
         return self._closed or self._peer_closed or super()._is_over()
 
-    def _pieces(self, frame: list[Buffer]) -> Iterable[Buffer]:
-        for piece in super()._pieces(frame):
-            if len(piece) <= _WRITE_BYTES:
-                yield piece
-            else:
-                view = memoryview(piece)
-                yield from (view[start : start + _WRITE_BYTES] for start in range(0, len(view), _WRITE_BYTES))
-
     def expect_accept(self) -> None:
-        """As the side that began: `receive` finds whether we are let in before anything else."""
+        """On the dialler's end: let the first `receive` read the acceptor's answer."""
         self._awaiting_accept = True
 
     async def wait_accepted(self, timeout: timedelta) -> None:
-        """As the side that began, wait for that.
+        """On the dialler's end: wait for the acceptor's answer.
 
-        Raises what the peer refuses with, `FrameInvalid`, `Unreachable`, `DeadlineExceeded`.
+        Raises the peer's refusal, `FrameInvalid`, `Unreachable`, `DeadlineExceeded`.
         """
         self._check_accept(await self.receive(timeout))
 
     def _check_accept(self, frame: Frame) -> None:
-        """Raises `FrameInvalid` unless it lets us in; a refusal is for who receives."""
+        """Raise `FrameInvalid` unless the frame is an accept or a refusal; `receive` raises the refusal."""
         self._awaiting_accept = False
         if frame.kind is FrameKind.REFUSAL:
             return
         if frame.kind is not FrameKind.MESSAGE or frame.header or frame.body:
-            raise FrameInvalid(f"peer {self.peer_id} began {self.protocol} with something else than to let us in")
+            raise FrameInvalid(f"peer {self.peer_id} answered {self.protocol} with neither an accept nor a refusal")
         self.was_accepted = True
 
     async def _read_frame(self) -> Frame:
@@ -205,14 +199,14 @@ class DirectStream(_TlsStream):
 
     @staticmethod
     def _check_end(prefix: Prefix) -> None:
-        """Raises `FrameInvalid` unless it is a clean END."""
+        """Raise `FrameInvalid` unless the prefix is an empty END frame."""
         if prefix.kind is not FrameKind.END or prefix.header_bytes or prefix.body_bytes:
-            raise FrameInvalid("a frame came after the conversation had ended, or an END that carries something")
+            raise FrameInvalid("a frame came after the end of the stream, or an END frame was not empty")
         check_frame(prefix, b"", b"")
 
 
 class Connection:
-    """One TLS connection with one member."""
+    """One TLS connection with one member; carries one stream at a time."""
 
     def __init__(
         self,
@@ -226,35 +220,35 @@ class Connection:
         self.peer_id = peer_id
         self.reader = reader
         self.writer = writer
-        self.require_member = require_member  # raises when the peer is no member any more
+        self.require_member = require_member  # raises when the peer is no longer a member
         self.traffic = traffic
-        self.sock: tcp.SocketOptions = writer.get_extra_info("socket")  # for the kernel's figures and for pacing
+        self.sock: tcp.SocketOptions = writer.get_extra_info("socket")  # for TCP_INFO and for pacing
         self._control = _TlsStream(self, PROTOCOL, MAX_BEGIN_BYTES)
 
     @property
     def is_open(self) -> bool:
-        """Whether it can serve another conversation, as far as we heard."""
+        """Tell whether it can serve another stream, as far as this end knows."""
         return not self.writer.is_closing() and not self.reader.at_eof()
 
     def abort(self) -> None:
-        """Close it now."""
+        """Close the connection at once."""
         self.writer.transport.abort()
 
     async def send_proof(self, presented: bytes) -> None:
-        """The first thing to send as a dialler: the proof of a ticket."""
+        """Send the proof of a ticket, which is the dialler's first frame."""
         await self._control.send(FrameKind.MESSAGE, presented)
 
     async def begin(
         self, protocol: str, timeout: timedelta, on_ended: Callable[[DirectStream], None], *, optimistic: bool = False
     ) -> DirectStream:
-        """Open a conversation and wait to be let in; `optimistic`: let `receive` find out whether we are.
+        """Begin a stream and wait for the accept. `optimistic`: leave that to the stream's first `receive`.
 
-        Raises what the peer refuses with; then the connection is as good as before. Raises `Unreachable` or
-        `FrameInvalid` when it is not.
+        Raises the peer's refusal; the connection stays usable then. Raises `Unreachable` or `FrameInvalid` if the
+        connection is broken.
         """
         stream = DirectStream(self, protocol, MAX_FRAME_BYTES, on_ended)
         try:
-            await self._control.send(FrameKind.MESSAGE, wire.DirectBegin(protocol=protocol).SerializeToString())
+            await self._control.send(FrameKind.MESSAGE, dp.DirectBegin(protocol=protocol).SerializeToString())
             if optimistic:
                 stream.expect_accept()
             else:
@@ -273,14 +267,14 @@ class Connection:
     async def accept_next(
         self, timeout: timedelta, protocols: Collection[str], max_frame_bytes: Callable[[str], int]
     ) -> DirectStream:
-        """The conversation that the dialler begins. Raises `Unreachable`, `FrameInvalid`."""
+        """Wait for the next stream that the dialler begins. Raises `Unreachable`, `FrameInvalid`."""
         frame = await self._control.receive(timeout)
         try:
-            begin = wire.DirectBegin.FromString(frame.header)
+            begin = dp.DirectBegin.FromString(frame.header)
         except DecodeError as error:
-            raise FrameInvalid("a conversation must begin with a DirectBegin") from error
+            raise FrameInvalid("a direct stream must begin with a DirectBegin") from error
         if frame.kind is not FrameKind.MESSAGE or frame.body:
-            raise FrameInvalid("a conversation must begin with a DirectBegin")
-        if begin.protocol not in protocols:  # nor is it counted under a name of the peer's choice
-            raise FrameInvalid("a conversation must be in a protocol that direct connections are for")
+            raise FrameInvalid("a direct stream must begin with a DirectBegin")
+        if begin.protocol not in protocols:  # checked here, so that no traffic counter gets a name chosen by a peer
+            raise FrameInvalid("a DirectBegin names a protocol that direct connections do not serve")
         return DirectStream(self, begin.protocol, max_frame_bytes(begin.protocol))

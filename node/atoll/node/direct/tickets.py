@@ -1,9 +1,9 @@
-"""Tickets: what lets one member, once and soon, onto our direct listener.
+"""Tickets: single-use secrets with which one member authenticates to the direct listener within 30 s.
 
-They are handed out over a gated libp2p stream, where the handshake has proved who asks. What is shown in the first
-frame of a TLS connection is not the ticket but a proof: its hash together with who dials whom, as the dialler believes.
-A member that passes on another one's offer as its own gains nothing, because the dialler then names the wrong listener.
-Only the proofs' hashes are kept here.
+A member gets its ticket over a gated libp2p stream, whose handshake proved its peer id. The first frame of its TLS
+connection carries not the ticket but a proof: the hash of the ticket and of both peer ids, as the dialler knows them.
+So a member gains nothing if it passes another node's offer on as its own: the dialler then names the wrong listener.
+Only the hashes of the proofs are stored here.
 """
 
 from __future__ import annotations
@@ -16,50 +16,48 @@ from atoll.core.clock import Clock
 
 TICKET_BYTES = PROOF_BYTES = 32
 LIFETIME = timedelta(seconds=30)
-MAX_PER_PEER = 8  # handed out and not shown yet; one more makes the oldest worthless
+MAX_PER_PEER = 8  # valid and unused; one more invalidates the peer's oldest
 
 
 class Tickets:
-    """Those that are good now."""
+    """The tickets that are valid now."""
 
     def __init__(self, clock: Clock, me: str) -> None:
         self._clock = clock
         self._me = me
-        self._good: dict[bytes, tuple[str, float]] = {}  # hash → peer and monotonic end, oldest first
+        self._valid: dict[bytes, tuple[str, float]] = {}  # hash of proof → peer, monotonic expiry; oldest first
 
     def __len__(self) -> int:
-        return len(self._good)
+        return len(self._valid)
 
     def issue(self, peer_id: str) -> bytes:
-        """A new one for `peer_id`."""
+        """Create a ticket for `peer_id`."""
         self._drop_expired()
-        held = [digest for digest, (owner, _) in self._good.items() if owner == peer_id]
+        held = [digest for digest, (owner, _) in self._valid.items() if owner == peer_id]
         if len(held) >= MAX_PER_PEER:
-            del self._good[held[0]]
+            del self._valid[held[0]]
         ticket = secrets.token_bytes(TICKET_BYTES)
-        self._good[_digest(proof(ticket, peer_id, self._me))] = (
-            peer_id,
-            self._clock.monotonic() + LIFETIME.total_seconds(),
-        )
+        expires = self._clock.monotonic() + LIFETIME.total_seconds()
+        self._valid[_digest(proof(ticket, peer_id, self._me))] = peer_id, expires
         return ticket
 
     def redeem(self, presented: bytes) -> str | None:
-        """Who dials with that proof; it is worthless afterwards. None for one that is not good."""
+        """Return the peer that dials with this proof and invalidate the ticket; None if the proof is not valid."""
         self._drop_expired()
-        owner, _ = self._good.pop(_digest(presented), (None, 0.0))
+        owner, _ = self._valid.pop(_digest(presented), (None, 0.0))
         return owner
 
     def _drop_expired(self) -> None:
         now = self._clock.monotonic()
-        while self._good:
-            digest = next(iter(self._good))
-            if self._good[digest][1] > now:
+        while self._valid:
+            digest = next(iter(self._valid))
+            if self._valid[digest][1] > now:
                 return
-            del self._good[digest]
+            del self._valid[digest]
 
 
 def proof(ticket: bytes, dialler: str, listener: str) -> bytes:
-    """What `dialler` shows to `listener`, peer ids both."""
+    """Compute the proof that `dialler` shows to `listener` (peer ids)."""
     return hashlib.sha256(b"\0".join((b"atoll direct", ticket, dialler.encode(), listener.encode()))).digest()
 
 

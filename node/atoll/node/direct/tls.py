@@ -1,7 +1,7 @@
-"""TLS 1.3 between two members: a certificate that lives as long as the process, known by its hash.
+"""TLS 1.3 contexts for direct connections: a self-signed certificate per process, pinned by its hash.
 
-No authority signs it: the hash comes over a libp2p stream that has proved who speaks. The dialler shows no certificate;
-its ticket says who it is.
+No authority signs the certificate: the dialler gets its hash over an authenticated libp2p stream. The dialler shows no
+certificate; its ticket identifies it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-_LIFETIME = dt.timedelta(days=3650)  # nobody looks at it: the process ends first
+_LIFETIME = dt.timedelta(days=3650)  # not checked by anyone: the process ends first
 _BACKDATE = dt.timedelta(days=1)
 
 
 def listening_context(directory: Path, now: float) -> tuple[ssl.SSLContext, bytes]:
-    """A context with a new key and certificate, and the certificate's SHA-256. Nothing stays in `directory`."""
+    """Make a context with a new key and certificate; return it with the certificate's SHA-256.
+
+    `directory` holds a temporary file that is removed before this returns.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "atoll")])
     start = dt.datetime.fromtimestamp(now, dt.UTC)
@@ -40,11 +43,11 @@ def listening_context(directory: Path, now: float) -> tuple[ssl.SSLContext, byte
     )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # sessions are not resumed: that would go past the pinned certificate
+    context.num_tickets = 0  # no session resumption: it would bypass the pinned certificate
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    descriptor, path = tempfile.mkstemp(dir=directory)  # OpenSSL reads files only; 0600, gone in a moment
+    descriptor, path = tempfile.mkstemp(dir=directory)  # OpenSSL only reads files; mode 0600
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(private + certificate.public_bytes(serialization.Encoding.PEM))
@@ -55,7 +58,7 @@ def listening_context(directory: Path, now: float) -> tuple[ssl.SSLContext, byte
 
 
 def dialling_context() -> ssl.SSLContext:
-    """A context that believes nobody: `is_pinned` decides."""
+    """Make a context that verifies no certificate; the caller checks with `is_pinned`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -64,6 +67,6 @@ def dialling_context() -> ssl.SSLContext:
 
 
 def is_pinned(connection: ssl.SSLObject, certificate_sha256: bytes) -> bool:
-    """Whether the other side proved that it has the key of that certificate."""
+    """Tell whether the peer proved that it has the key of the pinned certificate."""
     shown = connection.getpeercert(binary_form=True)
     return shown is not None and hmac.compare_digest(hashlib.sha256(shown).digest(), certificate_sha256)

@@ -1,4 +1,4 @@
-"""From a TCP socket to a reader and a writer over TLS, on either side."""
+"""TLS connections as asyncio reader and writer: `dial` on one side, `accept` on the other."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from atoll.node.direct.reader import DirectReader, DirectReaderProtocol
 
 
 class _LossReportingProtocol(DirectReaderProtocol):
-    """Tells when the connection is gone, for whatever reason."""
+    """Calls `on_lost` when the connection is lost, for any reason."""
 
-    def __init__(self, incoming: DirectReader) -> None:
-        super().__init__(incoming)
+    def __init__(self, reader: DirectReader) -> None:
+        super().__init__(reader)
         self.on_lost: Callable[[], None] = lambda: None
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -28,7 +28,7 @@ TlsStreams = tuple[DirectReader, asyncio.StreamWriter]
 
 
 async def dial(address: tuple[str, int], context: ssl.SSLContext, timeout: timedelta) -> TlsStreams:
-    """TCP and TLS to an IP address. Raises `OSError` (also for TLS), `TimeoutError`."""
+    """Connect to an IP address with TCP and TLS. Raises `OSError` (also for TLS), `TimeoutError`."""
     loop = asyncio.get_running_loop()
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     reader, protocol = _ends()
@@ -41,14 +41,14 @@ async def dial(address: tuple[str, int], context: ssl.SSLContext, timeout: timed
         except BaseException:
             sock.close()
             raise
-        transport, _ = await loop.create_connection(  # closes it, whatever happens
+        transport, _ = await loop.create_connection(  # closes the socket on any error
             lambda: protocol, sock=sock, ssl=context, server_hostname="", ssl_handshake_timeout=timeout.total_seconds()
         )
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
 async def accept(sock: socket.socket, context: ssl.SSLContext, timeout: timedelta) -> TlsStreams:
-    """The other side of `dial`, on an accepted socket. Raises `OSError`, `TimeoutError`."""
+    """Do the TLS handshake on an accepted socket. Raises `OSError`, `TimeoutError`."""
     loop = asyncio.get_running_loop()
     reader, protocol = _ends()
     tcp.tune(sock)
@@ -60,7 +60,7 @@ async def accept(sock: socket.socket, context: ssl.SSLContext, timeout: timedelt
 
 
 def on_connection_lost(writer: asyncio.StreamWriter, callback: Callable[[], None]) -> None:
-    """Call `callback` once the connection is gone."""
+    """Call `callback` when the connection is lost."""
     protocol = writer.transport.get_protocol()
     assert isinstance(protocol, _LossReportingProtocol)
     protocol.on_lost = callback

@@ -17,7 +17,6 @@ the same member gave nothing to our own sums either, as one that stands still do
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -41,6 +40,8 @@ from atoll.node.exchange.reducer import Reducer
 from atoll.node.exchange.repair import PROTOCOL, RepairClient, RepairServer, SourcesOfPart
 from atoll.node.exchange.screening import Screen
 from atoll.node.exchange.weighted_sum import token_weight
+from atoll.node.system.background_tasks import BackgroundTasks
+from atoll.node.wire.peer_slots import PeerSlots
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -103,7 +104,7 @@ class Exchange:
         self._repair_server = RepairServer(self._average)
         self._came: set[str] = set()  # members whose stream to us as a reducer came
         self._serving: set[asyncio.Task[None]] = set()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = BackgroundTasks()
         self._streams: list[Stream] = []  # open ones
         self._bytes_sent = 0  # on closed ones
         self._run_finished = False  # `run` has returned
@@ -282,9 +283,7 @@ class Exchange:
             yield
         finally:
             self._forget(stream)
-            closing = asyncio.create_task(stream.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._closing.begin(stream.close())
 
     def _forget(self, stream: Stream) -> None:
         self._streams.remove(stream)
@@ -310,7 +309,7 @@ class ExchangeServer:
     def __init__(self, network: Network, timeout: timedelta) -> None:
         self._timeout = timeout
         self._exchanges: dict[RoundId, Exchange] = {}
-        self._early: Counter[str] = Counter()  # streams that wait for their exchange, per sender
+        self._early = PeerSlots[str](_MAX_EARLY_STREAMS_PER_PEER)  # streams that wait for their exchange
         self._begun = asyncio.Event()  # replaced at every `begin`
         network.handle(PROTOCOL, self._handle)
 
@@ -342,16 +341,11 @@ class ExchangeServer:
 
     async def _wait_for_exchange(self, peer: str, round_id: RoundId) -> Exchange:
         """The exchange of that round; waits a little, because Start may reach others before us."""
-        if self._early[peer] >= _MAX_EARLY_STREAMS_PER_PEER:
-            raise PeerMisbehaved("too many rounds are announced at once")
-        self._early[peer] += 1
-        try:
-            async with asyncio.timeout(self._timeout.total_seconds()):
-                while round_id not in self._exchanges:
-                    await self._begun.wait()
-        except TimeoutError as error:
-            raise RoundAbandoned(f"round {round_id} is not running here") from error
-        finally:
-            self._early[peer] -= 1
-            self._early += Counter()  # drops what is not positive
+        with self._early.hold(peer, "streams for rounds that have not started here"):
+            try:
+                async with asyncio.timeout(self._timeout.total_seconds()):
+                    while round_id not in self._exchanges:
+                        await self._begun.wait()
+            except TimeoutError as error:
+                raise RoundAbandoned(f"round {round_id} is not running here") from error
         return self._exchanges[round_id]

@@ -7,9 +7,9 @@ not have the digest cost one more question to the next holder, and the liar is n
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 
 from atoll.core.errors import AtollError, PartInvalid, PeerMisbehaved, RoundAbandoned, first_error
@@ -17,6 +17,7 @@ from atoll.core.frames import FrameKind
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.averaged_parts import Average
 from atoll.node.exchange.peer_deadlines import next_frame
+from atoll.node.wire.peer_slots import PeerSlots
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 
@@ -33,7 +34,7 @@ class RepairServer:
 
     def __init__(self, average: Average) -> None:
         self._average = average
-        self._active_requests: Counter[str] = Counter()
+        self._active_requests = PeerSlots[str](_MAX_STREAMS)
 
     async def answer(self, stream: Stream, indices: Sequence[int]) -> None:
         """One frame per part, with an empty body for what is not here. Raises `PeerMisbehaved`."""
@@ -43,20 +44,10 @@ class RepairServer:
             or max(indices) >= len(self._average)
         ):
             raise PeerMisbehaved(f"{stream.peer_id} asked for parts that nobody can need")
-        with self._slot(stream.peer_id):
+        with self._active_requests.hold(stream.peer_id, "repair requests"):
             for index in indices:
                 body = self._average.body(index) or b""
                 await stream.send(FrameKind.PART, self._average.header(index), body)
-
-    @contextmanager
-    def _slot(self, peer: str) -> Iterator[None]:
-        if self._active_requests[peer] >= _MAX_STREAMS:
-            raise PeerMisbehaved(f"{peer} asks for too many parts at once")
-        self._active_requests[peer] += 1
-        try:
-            yield
-        finally:
-            self._active_requests[peer] -= 1
 
 
 class RepairClient:

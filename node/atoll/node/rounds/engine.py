@@ -26,7 +26,6 @@ from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.exchange.arithmetic_check import require_equal_bits
 from atoll.node.rounds import types as rt
-from atoll.node.rounds.background import BackgroundTasks
 from atoll.node.rounds.decide import is_witness, position_at
 from atoll.node.rounds.event_queue import EventQueue
 from atoll.node.rounds.machine import RoundMachine
@@ -41,6 +40,7 @@ from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
 from atoll.node.state.heads import is_valid_successor
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.vote_store import VoteStore
+from atoll.node.system.background_tasks import BackgroundTasks
 from atoll.node.trainer.trainer import Trainer
 from atoll.node.wire.transport import Network
 from atoll.v1 import common_pb2 as pb

@@ -23,12 +23,12 @@ from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.allreduce import Exchange, ExchangeServer
 from atoll.node.rounds import types as rt
-from atoll.node.rounds.background import BackgroundTasks
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.outer_schedule import outer_schedule
 from atoll.node.rounds.settlement import RepairSources
 from atoll.node.state.anchor import AnchorState, OuterStepBuilder, Staged
 from atoll.node.state.catchup import fetch_staged
+from atoll.node.system.background_tasks import BackgroundTasks
 from atoll.node.wire.transport import Network
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2

@@ -1,32 +1,8 @@
-"""All that a node has of hivemind: libp2p's daemon, and the DHT on it.
+"""The swarm: libp2p and the DHT behind the gate. The only modules that import hivemind.
 
-hivemind's own package imports its averager, its optimiser and its mixture of experts, too, and with them scipy: half of
-what it takes to import it (0.7 s on two cores, and 40 MB), at every start of a node, for nothing. So its package stands
-here without what its `__init__` does; what is in it is found as ever, and who asks for more of it has it all.
+- `host.py` is the facade: it starts everything and implements `wire.transport.Network`.
+- `p2pd.py`, `p2pd_control.py`, `p2p.py`, `p2pd_sockets.py`: the libp2p daemon, its client, its RPCs, its pacing.
+- `hello.py`, `stream_acceptor.py`, `stripes.py`: admission, incoming streams, striped streams for bulk data.
+- `dht.py`, `dht_messages.py`, `msgpack_scan.py`, `record_validator.py`, `addresses.py`: address records, their checks.
+- `rtt_probe.py` measures round-trip times; `lazy_hivemind.py` makes hivemind's import cheap.
 """
-
-import importlib.util
-import sys
-from types import ModuleType
-
-
-def _lazy_hivemind() -> ModuleType | None:
-    found = importlib.util.find_spec("hivemind")
-    if found is None:
-        return None
-    package = importlib.util.module_from_spec(found)
-
-    def all_of_it(name: str) -> object:
-        if (name.startswith("__") and name != "__version__") or f"hivemind.{name}" in sys.modules:
-            raise AttributeError(name)  # the latter: a part that is just being imported
-        del package.__dict__["__getattr__"]
-        if found.loader is not None:
-            found.loader.exec_module(package)
-        return getattr(package, name)
-
-    package.__dict__["__getattr__"] = all_of_it  # PEP 562
-    return package
-
-
-if "hivemind" not in sys.modules and (package := _lazy_hivemind()) is not None:
-    sys.modules["hivemind"] = package

@@ -1,8 +1,8 @@
-"""The address book: where each peer can be dialled, and whom to ask when we do not know.
+"""AddressBook: the multiaddrs at which each peer can be dialled.
 
-p2pd finds nobody by peer id alone, since its own kad is off. Addresses come from configuration (seeds), from
-the coordinator's plan, and from lookups of address records. When an unknown peer must be dialled, the book asks
-its resolver once for all who wait, and not again for a few seconds.
+p2pd cannot find a peer by its id alone, because its own DHT (kad) is off. Addresses come from the configuration
+(seeds), from the coordinator's plan, and from address records in the DHT. When a peer does not answer at its known
+addresses, the book asks its resolver, once for all concurrent callers and at most every two seconds.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from atoll.core.errors import ConfigError
 
 RESOLVE_INTERVAL = timedelta(seconds=2)
 _resolving: ContextVar[bool] = ContextVar("resolving", default=False)
-_P2P = b"\xa5\x03"  # the code of /p2p/, as a varint
+_P2P = b"\xa5\x03"  # the multiaddr code of /p2p/, as a varint
 MAX_PEERS = 4096
-MAX_ANNOUNCED_MULTIADDRS = 64  # of our own; the coordinator takes no more
+MAX_ANNOUNCED_MULTIADDRS = 64  # of this node; the coordinator accepts no more
 
 _log = log.get("addresses")
 
 
 class AddressBook:
-    """Multiaddrs by peer id; none of them is trusted, the handshake proves who answers."""
+    """Multiaddrs by peer id. They are not trusted: the handshake proves the identity of the peer that answers."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -40,21 +40,21 @@ class AddressBook:
         self._resolve_from = 0.0  # monotonic seconds
 
     def learn(self, peer_id: str, multiaddrs: Iterable[str]) -> None:
-        """Replace what is known about `peer_id`; unreadable addresses are left out."""
+        """Replace the addresses of `peer_id`; addresses that do not parse are left out."""
         parsed = tuple(filter(None, (parse(text, peer_id) for text in multiaddrs)))
         if parsed and (peer_id in self._addresses or len(self._addresses) < MAX_PEERS):
             self._addresses[peer_id] = parsed
 
     def known(self, peer_id: str) -> tuple[Multiaddr, ...]:
-        """Where `peer_id` can be dialled, as far as the book says."""
+        """Return the stored addresses of `peer_id`."""
         return self._addresses.get(peer_id, ())
 
     def set_resolver(self, resolver: Callable[[], Awaitable[None]]) -> None:
-        """Use `resolver`, which fills the book through `learn`. It may dial: then it gets what the book has."""
+        """Use `resolver`, which fills the book through `learn`. While it dials, `find` answers from the book only."""
         self._resolver = resolver
 
     async def find(self, peer_id: str) -> tuple[Multiaddr, ...]:
-        """`known`, after asking the resolver: what the book has may be of yesterday."""
+        """Ask the resolver, since stored addresses may be outdated; then return the addresses of `peer_id`."""
         if self._resolver is not None and not _resolving.get():
             now = self._clock.monotonic()
             if self._resolving is None and now >= self._resolve_from:
@@ -66,7 +66,7 @@ class AddressBook:
         return self.known(peer_id)
 
     async def _resolve(self, resolver: Callable[[], Awaitable[None]]) -> None:
-        _resolving.set(True)  # for this task, and for those that it starts
+        _resolving.set(True)  # for this task and for the tasks that it starts
         await resolver()
 
     def _resolved(self, _task: asyncio.Future[None]) -> None:
@@ -74,9 +74,10 @@ class AddressBook:
 
 
 def parse(text: str, peer_id: str) -> Multiaddr | None:
-    """A multiaddr as p2pd dials it: without the `/p2p/<peer>` at its end. None if it cannot be read.
+    """Parse a multiaddr into the form that p2pd dials, without `/p2p/<peer>` at its end; None if it does not parse.
 
-    hivemind's codec writes peer ids inside an address as CIDs, which p2pd cannot read; a relayed address holds one.
+    A relayed address contains the relay's peer id. hivemind's codec writes it as a CID, which p2pd cannot read, so
+    this function encodes it itself.
     """
     first, *others = text.removesuffix(f"/p2p/{peer_id}").split("/p2p/")
     try:
@@ -91,7 +92,7 @@ def parse(text: str, peer_id: str) -> Multiaddr | None:
 
 
 def announceable_multiaddrs(multiaddrs: Iterable[str]) -> tuple[str, ...]:
-    """The first without loopback addresses, unless there are no others: a host that listens everywhere has both."""
+    """Return at most 64 addresses to announce. Loopback addresses are left out unless there are no others."""
     everything = tuple(multiaddrs)
     return (tuple(a for a in everything if not a.startswith(("/ip4/127.", "/ip6/::1/"))) or everything)[
         :MAX_ANNOUNCED_MULTIADDRS
@@ -99,7 +100,7 @@ def announceable_multiaddrs(multiaddrs: Iterable[str]) -> tuple[str, ...]:
 
 
 def peer_id_of(multiaddr: str) -> str:
-    """The peer id at the end of a seed's address. Raises `ConfigError`."""
+    """Return the peer id at the end of a seed's address. Raises `ConfigError`."""
     peer_id = multiaddr.rpartition("/p2p/")[2]
     if "/p2p/" not in multiaddr or not _is_peer_id(peer_id) or parse(multiaddr, peer_id) is None:
         raise ConfigError(f"{multiaddr!r} does not name a seed", "write it like /ip4/192.0.2.1/tcp/4001/p2p/12D3KooW…")
@@ -107,9 +108,10 @@ def peer_id_of(multiaddr: str) -> str:
 
 
 def readable_seeds(multiaddrs: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """All addresses of each seed, by its peer id. What cannot be read is logged and left out.
+    """Group the addresses of seeds by peer id. An address that does not parse is logged and left out.
 
-    Raises `ConfigError` where that leaves none: they are members' words, and one of them shall not end the others.
+    Raises `ConfigError` only if none parses: other members report these addresses, and one bad report must not disable
+    the others.
     """
     found: dict[str, tuple[str, ...]] = {}
     errors: list[ConfigError] = []
@@ -118,7 +120,7 @@ def readable_seeds(multiaddrs: Sequence[str]) -> dict[str, tuple[str, ...]]:
             peer_id = peer_id_of(address)
         except ConfigError as error:
             errors.append(error)
-            _log.warning("a seed's address was left out", reason=str(error))
+            _log.warning("seed address ignored", reason=str(error))
             continue
         found[peer_id] = (*found.get(peer_id, ()), address)
     if errors and not found:

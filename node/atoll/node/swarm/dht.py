@@ -1,8 +1,8 @@
-"""The directory that members keep together: hivemind's DHT on our gated P2P, in our own event loop.
+"""MemberDirectory: the address records of all members, in hivemind's DHT on the gated P2P and this event loop.
 
-Two keys: addresses and heads. A record is stored at the nodes nearest to its key, and at every seed besides, so
-that one question to a seed finds anybody's address. What a lookup returns is verified again, since the storers
-are peers like any other. Nothing is cached: records are few, short-lived, and wanted fresh.
+A record is stored at the nodes nearest to its key and at every seed, so that one request to a seed finds the address of
+any member. Lookups verify every record again, because any peer may store records. Nothing is cached: records are few
+and short-lived, and readers need fresh ones.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ from atoll.node.swarm.p2p import GatedP2P
 from atoll.node.swarm.record_validator import MemberRecords
 
 REPLICAS = 5
-RPC_TIMEOUT = timedelta(seconds=6)  # hello included
+RPC_TIMEOUT = timedelta(seconds=6)  # including the hello
 STORE_TIMEOUT = timedelta(seconds=20)
 LOOKUP_TIMEOUT = timedelta(seconds=20)
-SLOW_SEED_GRACE = timedelta(seconds=2)  # get so long when another has answered: a hello over a bad line
+SLOW_SEED_GRACE = timedelta(
+    seconds=2
+)  # for other seeds after the first answer: a hello over a bad link takes this long
 
 _log = log.get("dht")
 
@@ -43,7 +45,7 @@ T = TypeVar("T")
 
 
 class MemberDirectory:
-    """Stores our own records and looks up everybody's."""
+    """Stores this node's record and looks up the records of all members."""
 
     def __init__(self, p2p: GatedP2P, authority: MembershipVerifier, clock: Clock, seeds: tuple[str, ...]) -> None:
         self._p2p = p2p
@@ -55,9 +57,9 @@ class MemberDirectory:
         self.set_seeds(seeds)
 
     def set_seeds(self, seeds: Sequence[str]) -> None:
-        """These are the run's seeds now, with all their addresses; the next look into the DHT meets them.
+        """Replace the run's seeds and their addresses; the next store or lookup contacts them.
 
-        Raises `ConfigError` where none can be read; those that were known stay then.
+        Raises `ConfigError` if no address parses; the previous seeds stay then.
         """
         me = self._p2p.peer_id.to_base58()
         self._seeds = {peer_id: known for peer_id, known in readable_seeds(seeds).items() if peer_id != me}
@@ -65,17 +67,17 @@ class MemberDirectory:
             self._p2p.book.learn(peer_id, addresses)
 
     async def join(self, *, seeds_optional: bool, timeout: timedelta) -> None:
-        """Meet the seeds and fill the routing table. Raises `Unreachable` naming the seeds, `Rejected`."""
+        """Say hello to the seeds and fill the routing table. Raises `Rejected`, `Unreachable` that names the seeds."""
         try:
             async with asyncio.timeout(timeout.total_seconds()):
                 answering = await self._greet_seeds(seeds_optional)
                 self._node = await _in_own_task(self._create(answering))
         except TimeoutError as error:
-            raise Unreachable(*self._nobody_answers()) from error
+            raise Unreachable(*self._no_seed_answers()) from error
         self._p2p.book.set_resolver(self._fetch_addresses)
 
     async def store(self, name: str, value: bytes, expires: float) -> None:
-        """Publish our record under `name` until `expires` (Unix seconds). Raises `Unreachable`."""
+        """Publish this node's record under `name` until `expires` (Unix seconds). Raises `Unreachable`."""
         node, own = self._joined_node(), self._p2p.peer_id.to_base58()
         try:
             async with asyncio.timeout(STORE_TIMEOUT.total_seconds()):
@@ -87,10 +89,10 @@ class MemberDirectory:
         except TimeoutError as error:
             raise DeadlineExceeded(f"the DHT did not store {name} within {STORE_TIMEOUT}") from error
         if not stored and not any(at_seeds):
-            raise Unreachable(f"no member of the DHT took our record {name}")
+            raise Unreachable(f"no member of the DHT stored this node's record {name}")
 
     async def lookup(self, name: str) -> dict[str, Record]:
-        """Everybody's record under `name` by owner, verified, without the banned. Raises `DeadlineExceeded`."""
+        """Return the verified records under `name` by owner, without banned owners. Raises `DeadlineExceeded`."""
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT.total_seconds()):
                 node = self._joined_node()
@@ -103,14 +105,17 @@ class MemberDirectory:
         return self._verified(name, {subkey: tuple(entry) for subkey, entry in found.value.items()})
 
     async def close(self, timeout: timedelta) -> None:
-        """Leave. Peers notice by themselves."""
+        """Leave the DHT. Peers are not told; they notice."""
         if self._node is not None:
             with suppress(TimeoutError, P2PDaemonError):
                 async with asyncio.timeout(timeout.total_seconds()):
                     await _in_own_task(self._node.shutdown())
 
     async def _greet_seeds(self, seeds_optional: bool) -> list[str]:
-        """Addresses of the seeds that admitted us. A rejection is told rather than called silence."""
+        """Say hello to all seeds and return the addresses of those that answered.
+
+        If none answered, raises a seed's rejection, if there was one, rather than `Unreachable`.
+        """
         greetings = [self._p2p.introductions.say_hello(seed) for seed in self._seeds]
         outcomes = await asyncio.gather(*greetings, return_exceptions=True)
         told = zip(self._seeds.values(), outcomes, strict=True)
@@ -120,7 +125,7 @@ class MemberDirectory:
                 raise outcome
         if self._seeds and not answering and not seeds_optional:
             rejections = [outcome for outcome in outcomes if isinstance(outcome, Rejected)]
-            raise rejections[0] if rejections else Unreachable(*self._nobody_answers())
+            raise rejections[0] if rejections else Unreachable(*self._no_seed_answers())
         return answering
 
     async def _create(self, initial_peers: list[str]) -> DHTNode:
@@ -135,15 +140,15 @@ class MemberDirectory:
             cache_on_store=False,
             cache_refresh_before_expiry=0,
             record_validator=self._records,
-            ensure_bootstrap_success=False,  # we greeted them ourselves
+            ensure_bootstrap_success=False,  # `_greet_seeds` has checked that
             strict=False,
         )
-        # hivemind drops a whole dictionary for one bad entry; then one liar could hide everybody.
+        # hivemind drops a whole dictionary for one bad entry, so one bad peer could hide all records.
         node.protocol._validate_dictionary = self._records.prune
         return node
 
     async def _rejoin(self, node: DHTNode) -> None:
-        """Ping the seeds that fell out of the routing table, so that a swarm heals after an outage."""
+        """Ping the seeds that are missing from the routing table, so that the DHT recovers after an outage."""
         table = node.protocol.routing_table
         lost = [peer for peer in map(PeerID.from_base58, self._seeds) if table.get(peer_id=peer) is None]
         await asyncio.gather(*(node.protocol.call_ping(peer) for peer in lost))
@@ -156,28 +161,29 @@ class MemberDirectory:
         return bool(stored and stored[0])
 
     async def _fetch_addresses(self) -> None:
-        """One question to each seed for everybody's address; dials nobody but seeds.
+        """Ask each seed once for the addresses of all members. Dials only seeds.
 
-        Who is silent is not waited for once another told some: one dead seed shall not delay every first contact.
+        After the first answer with records, the other seeds get 2 s: one dead seed must not delay every first contact.
         """
         node, name = self._joined_node(), nodes_key(self._authority.run_id)
         key = DHTID.generate(source=name)
-        asked = {asyncio.ensure_future(node.protocol.call_find(PeerID.from_base58(it), [key])) for it in self._seeds}
-        patience: float | None = None
+        seeds = [PeerID.from_base58(seed) for seed in self._seeds]
+        pending = {asyncio.ensure_future(node.protocol.call_find(seed, [key])) for seed in seeds}
+        timeout: float | None = None
         try:
-            while asked:
-                done, asked = await asyncio.wait(asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     break
-                told = [answer[key][0] for question in done if (answer := question.result())]
-                if sum(self._learn(name, found) for found in told):
-                    patience = SLOW_SEED_GRACE.total_seconds()
+                found = [answer[key][0] for request in done if (answer := request.result())]
+                if sum(self._learn(name, value) for value in found):
+                    timeout = SLOW_SEED_GRACE.total_seconds()
         finally:
-            for question in asked:
-                question.cancel()
+            for request in pending:
+                request.cancel()
 
     def _learn(self, name: str, found: Any) -> bool:
-        """Put what a seed told into the book. Whether it was anything."""
+        """Put the addresses that a seed returned into the book; return whether there were any."""
         if found is None or not isinstance(found.value, DictionaryDHTValue):
             return False
         entries = {owner: (MSGPackSerializer.loads(raw), until) for owner, (raw, until) in found.value.items()}
@@ -200,10 +206,10 @@ class MemberDirectory:
 
     def _joined_node(self) -> DHTNode:
         if self._node is None:
-            raise Unreachable("the DHT was not joined yet")
+            raise Unreachable("this node has not joined the DHT yet")
         return self._node
 
-    def _nobody_answers(self) -> tuple[str, str]:
+    def _no_seed_answers(self) -> tuple[str, str]:
         return (
             f"none of the seeds answers: {', '.join(itertools.chain(*self._seeds.values()))}",
             "check that a seed runs, that its address is right, and that no firewall is between",
@@ -211,7 +217,7 @@ class MemberDirectory:
 
 
 async def _in_own_task(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns, from a task of its own: hivemind's waits may swallow a cancellation, ours must not."""
+    """Run `work` in its own task and return its result: hivemind's waits may swallow the caller's cancellation."""
     task = asyncio.create_task(work)
     try:
         await asyncio.wait([task])

@@ -1,9 +1,9 @@
-"""What a DHT message may say, checked after the gate and before hivemind looks inside.
+"""Checks of DHT messages, after the gate and before hivemind reads them.
 
-hivemind deserialises dictionary values before its validator sees them, trusts the expiry of a reply, and takes
-node ids as told. So: few keys per message, aligned lists, expiries that are finite and near, msgpack within
-limits, dictionaries of the one shape that hivemind can take, and a node id that is the hash of the peer id, so that
-nobody chooses a place in the key space.
+hivemind deserialises dictionary values before its validator sees them. It trusts the expiry of a reply and the node id
+that a peer claims. So a message must have at most 16 keys, lists of equal length, expiries that are finite and near,
+msgpack within limits, and dictionaries of the one shape that hivemind can read. A node id must be the hash of the
+peer id, so that a peer cannot choose its place in the key space.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEY_BYTES = 20
 
 
 def node_id_bytes(peer_id: bytes) -> bytes:
-    """The one place in the DHT's key space that a peer may take: SHA-1 of its (binary) peer id."""
+    """Return the only DHT node id that a peer may have: the SHA-1 of its (binary) peer id."""
     return hashlib.sha1(peer_id, usedforsecurity=False).digest()
 
 
@@ -67,7 +67,10 @@ def _check_found(response: dht.FindResponse, now: float) -> None:
     for result in response.results:
         ids, peers = result.nearest_node_ids, result.nearest_peer_ids
         if len(ids) != len(peers) or len(ids) > MAX_NEIGHBOURS:
-            raise PeerMisbehaved("a find response names too many neighbours, or half of one")
+            raise PeerMisbehaved(
+                f"a find response has {len(ids)} node ids and {len(peers)} peer ids of neighbours; the numbers must be "
+                f"equal and at most {MAX_NEIGHBOURS}"
+            )
         if any(node_id != node_id_bytes(peer) for node_id, peer in zip(ids, peers, strict=True)):
             raise PeerMisbehaved("a find response gives a neighbour a node id that is not its own")
         if result.type == dht.NOT_FOUND:
@@ -78,24 +81,24 @@ def _check_found(response: dht.FindResponse, now: float) -> None:
         elif result.type == dht.FOUND_REGULAR:
             check_msgpack(result.value)
         else:
-            raise PeerMisbehaved(f"a find response has a result of kind {result.type}")
+            raise PeerMisbehaved(f"a find response has a result of unknown type {result.type}")
 
 
 def check_dictionary(data: bytes) -> None:
     """Raise `PeerMisbehaved` unless `data` is a dictionary of owner → (bytes, expiry) as hivemind packs it.
 
-    What an entry says is the validator's to judge: a bad one does not hide the others.
+    The record validator checks each entry later, so that a bad entry does not hide the others.
     """
     check_msgpack(data)
     try:
         outer = msgpack.unpackb(data)
         if not isinstance(outer, msgpack.ExtType) or outer.code != DICTIONARY_EXTENSION:
-            raise PeerMisbehaved("a DHT dictionary is none")
+            raise PeerMisbehaved("a DHT value of the type dictionary is not a DHT dictionary")
         capacity, latest, entries = msgpack.unpackb(outer.data)
         bounds = isinstance(capacity, int | float | None) and isinstance(latest, float)
         if not bounds or not all(_is_entry(*entry) for entry in entries):
-            raise PeerMisbehaved("a DHT dictionary holds what is no entry")
-    except (ValueError, TypeError) as error:  # keys that are none, text that is none, too few or too many fields
+            raise PeerMisbehaved("a DHT dictionary has a malformed header or entry")
+    except (ValueError, TypeError) as error:  # invalid map keys, invalid UTF-8, too few or too many fields
         raise PeerMisbehaved(f"a DHT dictionary cannot be read: {error}") from error
 
 

@@ -1,18 +1,18 @@
-"""`/atoll/hello/1`: two peers show one another their membership. The only handler open to strangers.
+"""Hello (`/atoll/hello/1`): two peers exchange membership certificates. The only handler open to non-members.
 
-The dialler sends one frame with its `Hello`, the acceptor answers with its own, or with a refusal that says why.
-At most 4 KiB each way, five seconds in all. Whoever passes stands in the gate's table on both sides. Strangers
-cost nothing to invent, so the number served at once and per second is bounded for all of them together.
+The dialler sends one frame with its `Hello`. The acceptor answers with its own, or with a refusal that says why. Each
+frame has at most 4 KiB, and the whole takes at most five seconds. After a valid exchange the gates of both sides have
+admitted the other peer. An attacker can create any number of peer ids, so the number of hellos at once and per second
+is bounded for all unauthenticated peers together.
 
-Members hear of one another at the same moment, from a plan, and two that dial each other at once from the ports that
-they listen on make one TCP connection with two initiators, whose handshake fails; libp2p then refuses to dial for five
-seconds and more. So the one with the higher peer id waits a moment to be dialled.
+Members learn of each other from the same plan at the same moment. If two dial each other at once from their listening
+ports, TCP makes one connection with two initiators and the handshake fails; libp2p then refuses to dial for five
+seconds or more. So the member with the higher peer id first waits a second to be dialled.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 
@@ -22,11 +22,12 @@ from atoll.core.clock import Clock
 from atoll.core.errors import FrameInvalid
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.wire.gate import Gate
+from atoll.node.wire.peer_slots import PeerSlots
 from atoll.node.wire.refusals import run_handler
 from atoll.node.wire.streams import SocketStream
 from atoll.node.wire.traffic import Traffic
 from atoll.node.wire.transport import Stream
-from atoll.v1 import dataplane_pb2 as wire
+from atoll.v1 import dataplane_pb2 as dp
 
 PROTOCOL = "/atoll/hello/1"
 MAX_HELLO_BYTES = 4096
@@ -35,42 +36,40 @@ MAX_AT_ONCE = 32
 MAX_AT_ONCE_PER_PEER = 2
 HELLOS_PER_SECOND = 50.0
 BURST = 100.0
-DIALLED_FIRST_WAIT = timedelta(seconds=1)  # for the other to dial us: a few round trips
+DIALLED_FIRST_WAIT = timedelta(seconds=1)  # for the peer to dial this node: a few round trips
 
 OpenSocket = Callable[[str, str, timedelta], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
 class HelloLimiter:
-    """How many hellos are served: so many at once, so many per second."""
+    """Limits the number of hellos served at once and per second."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._running: Counter[str] = Counter()
+        self._running = PeerSlots[str](MAX_AT_ONCE_PER_PEER)
         self._tokens = BURST
         self._filled = clock.monotonic()
 
     def enter(self, peer_id: str, known: bool) -> bool:
-        """Whether this hello may be served; if so, `leave` must follow. Strangers cannot crowd out the `known`."""
+        """Return True to serve this hello; `leave` must follow. The total limits do not apply to `known` peers."""
         now = self._clock.monotonic()
         self._tokens = min(BURST, self._tokens + (now - self._filled) * HELLOS_PER_SECOND)
         self._filled = now
-        crowded = not known and (self._running.total() >= MAX_AT_ONCE or self._tokens < 1)
-        if crowded or self._running[peer_id] >= MAX_AT_ONCE_PER_PEER:
+        crowded = not known and (len(self._running) >= MAX_AT_ONCE or self._tokens < 1)
+        if crowded or not self._running.try_take(peer_id):
             return False
         self._tokens -= 0 if known else 1
-        self._running[peer_id] += 1
         return True
 
     def leave(self, peer_id: str) -> None:
-        self._running[peer_id] -= 1
-        self._running += Counter()  # drops what is not positive
+        self._running.release(peer_id)
 
 
 class Introductions:
-    """Says hello to those we dial, once for all who wait, and answers those who dial us."""
+    """Says hello to peers that this node dials, once for all concurrent callers, and answers incoming hellos."""
 
     def __init__(self, gate: Gate, open_socket: OpenSocket, traffic: Traffic, clock: Clock) -> None:
-        self.crashes = 0  # answers that raised something else than an `AtollError`
+        self.crashes = 0  # answers that raised another exception than `AtollError`
         self._gate = gate
         self._open_socket = open_socket
         self._traffic = traffic
@@ -79,14 +78,14 @@ class Introductions:
         self._awaited: dict[str, asyncio.Event] = {}  # peers that may dial us first
 
     async def ensure_admitted(self, peer_id: str) -> None:
-        """Say hello unless the peer stands in the table, or soon does. Raises `Unreachable`, `Rejected`."""
+        """Say hello, unless the peer is admitted or dials this node in a moment. Raises `Unreachable`, `Rejected`."""
         if not self._gate.is_admitted(peer_id) and peer_id < self._gate.own_peer_id and peer_id not in self._saying:
             await self._wait_to_be_dialled(peer_id)
         if not self._gate.is_admitted(peer_id):
             await self.say_hello(peer_id)
 
     async def say_hello(self, peer_id: str) -> None:
-        """Say hello now. Callers at the same time share one conversation."""
+        """Say hello now. Concurrent callers share one exchange."""
         task = self._saying.get(peer_id)
         if task is None:
             task = self._saying[peer_id] = asyncio.create_task(self._say_hello(peer_id))
@@ -94,7 +93,7 @@ class Introductions:
         await asyncio.shield(task)
 
     async def answer(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one hello; a stranger beyond the limits is cut off without a word."""
+        """Serve one hello; beyond the limits, abort the stream without an answer."""
         if not self._limit.enter(peer_id, self._gate.is_admitted(peer_id)):
             writer.transport.abort()
             return
@@ -108,7 +107,7 @@ class Introductions:
             self._limit.leave(peer_id)
 
     async def close(self) -> None:
-        """Give up every hello that is under way."""
+        """Cancel all outgoing hellos."""
         tasks = tuple(self._saying.values())
         for task in tasks:
             task.cancel()
@@ -124,7 +123,7 @@ class Introductions:
             await stream.close()
 
     async def _wait_to_be_dialled(self, peer_id: str) -> None:
-        """Wait until the peer said hello to us, but not for long."""
+        """Wait until the peer has said hello to this node, at most `DIALLED_FIRST_WAIT`."""
         event = self._awaited.setdefault(peer_id, asyncio.Event())
         try:
             async with asyncio.timeout(DIALLED_FIRST_WAIT.total_seconds()):
@@ -158,11 +157,11 @@ class Introductions:
     def _said(self, peer_id: str, task: asyncio.Task[None]) -> None:
         del self._saying[peer_id]
         if not task.cancelled():
-            task.exception()  # seen, even if nobody waits any more
+            task.exception()  # mark as retrieved: all callers may have been cancelled
 
 
-def _parse_hello(frame: Frame) -> wire.Hello:
+def _parse_hello(frame: Frame) -> dp.Hello:
     try:
-        return wire.Hello.FromString(frame.header)
+        return dp.Hello.FromString(frame.header)
     except DecodeError as error:
         raise FrameInvalid("a hello does not parse") from error

@@ -1,13 +1,13 @@
-"""The swarm as the daemon sees it: one object that owns p2pd, gate, door and DHT, and implements `Network`.
+"""SwarmHost: this node's presence in the swarm. It owns p2pd, gate, acceptor and DHT, and implements `Network`.
 
     host = await SwarmHost.start(config, identity=…, authority=…, membership=…, deny=…, clock=…, timeout=…)
     host.handle("/atoll/round/1", serve_round)
-    await host.publish_address(lifetime=timedelta(minutes=5))     # again before it runs out: the daemon's job
+    await host.publish_address(lifetime=timedelta(minutes=5))     # the daemon repeats this before the record expires
     stream = await host.open(peer_id, "/atoll/round/1", timedelta(seconds=10))
     await host.close(timedelta(seconds=5))
 
-`died` resolves when p2pd ends by itself; the host is of no use then, and the daemon starts another. A seed is
-the same host with `relay_service=True`, which may be the first of its swarm.
+`died` resolves when p2pd ends by itself; the host is unusable then, and the daemon starts another. A seed is the same
+host with `relay_service=True`; it may be the first of its swarm.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from atoll.core.errors import ChildDied, DeadlineExceeded, HelloRequired
 from atoll.core.frames import FrameKind
 from atoll.core.identity import Identity
 from atoll.core.membership import DenyList, MembershipVerifier
-from atoll.core.records import MAX_MULTIADDRS, build_address_record, build_head_record, heads_key, nodes_key
+from atoll.core.records import MAX_MULTIADDRS, build_address_record, nodes_key
 from atoll.node.direct import protocol as direct
 from atoll.node.direct.dialler import CheckedOffer
 from atoll.node.direct.direct_path import DirectConfig, DirectPath, parse_offer
@@ -47,25 +47,28 @@ from atoll.node.wire.traffic import Traffic
 from atoll.node.wire.transport import Handler
 from atoll.v1 import common_pb2 as pb
 
-MAX_LIFETIME = timedelta(seconds=540)  # a minute below what records allow: clocks differ
+MAX_LIFETIME = timedelta(seconds=540)  # a minute below the limit of records: clocks differ
 
 
 @dataclass(frozen=True)
 class SwarmConfig:
-    """Where this host listens and whom it asks first. Addresses are TCP multiaddrs; port 0 takes a free one."""
+    """Where this host listens, and its seeds. Addresses are TCP multiaddrs; port 0 takes a free one."""
 
     identity_path: Path
     runtime_dir: Path  # for sockets, 0700
     listen: tuple[str, ...]
-    announce: tuple[str, ...]  # what others should dial, where it differs from `listen`
+    announce: tuple[str, ...]  # addresses that peers should dial, if they differ from `listen`
     seeds: tuple[str, ...]  # each ends with /p2p/<peer id>
     relay_service: bool
-    seeds_optional: bool = False  # seeds that do not answer yet are met later
-    direct: DirectConfig | None = None  # TCP and TLS without libp2p, for bulk
+    seeds_optional: bool = False  # start even if no seed answers yet
+    direct: DirectConfig | None = None  # direct connections for bulk data; None disables them
 
 
 class SwarmHost:
-    """A member's presence in the swarm."""
+    """A member's presence in the swarm.
+
+    It has more than 20 methods: it is the facade through which the daemon uses gate, DHT, p2pd and direct path.
+    """
 
     def __init__(
         self, identity: Identity, authority: MembershipVerifier, p2pd: P2pd, p2p: GatedP2P, clock: Clock
@@ -100,7 +103,10 @@ class SwarmHost:
         clock: Clock,
         timeout: timedelta,
     ) -> SwarmHost:
-        """p2pd up, gate up, DHT joined. Raises `ConfigError`, `PortInUse`, `Unreachable` (naming seeds), `Rejected`."""
+        """Start p2pd and the gate, and join the DHT.
+
+        Raises `ConfigError`, `PortInUse`, `Rejected`, and `Unreachable` that names the seeds.
+        """
         use_hivemind_log_handler("nowhere")
         gate = Gate(authority, membership, identity.peer_id, deny, clock)
         seeds = tuple(itertools.chain(*readable_seeds(config.seeds).values()))
@@ -128,63 +134,63 @@ class SwarmHost:
 
     @property
     def p2pd_pid(self) -> int:
-        """For supervision and for fault injection."""
+        """The process id of p2pd, for supervision and fault injection."""
         return self._p2pd.pid
 
     @property
     def handler_crashes(self) -> int:
-        """Handlers that raised something else than an `AtollError`."""
+        """Handlers that raised another exception than `AtollError`."""
         return self._acceptor.crashes + self._p2p.introductions.crashes
 
     @property
     def streams_refused(self) -> int:
-        """Incoming streams that were turned away, for whatever reason."""
+        """Incoming streams that were refused, for any reason."""
         return self._acceptor.refused.total()
 
     @property
     def traffic(self) -> Traffic:
-        """What counts and slows the bytes to and from peers."""
+        """The byte counters and rate limiters for peer traffic."""
         return self._p2p.traffic
 
     def multiaddrs(self) -> tuple[str, ...]:
-        """Where we can be dialled, each with /p2p/<our peer id>."""
+        """Addresses at which peers can dial this node, each with /p2p/<own peer id>."""
         return tuple(
             f"{address}/p2p/{self.peer_id}" for address in announceable_multiaddrs(self._p2p.listen_multiaddrs)
         )
 
     @property
     def direct_port(self) -> int | None:
-        """Where members may dial directly; None without a direct path."""
+        """The TCP port for direct connections; None if they are disabled."""
         return self._direct.port if self._direct is not None else None
 
     @property
     def uplink_bytes_per_second(self) -> float:
-        """What our side sends to all others together, as measured while it did, or our limit; 0: unknown."""
+        """Measured upload rate to all peers together, at most the upload limit; 0 if unknown."""
         measured = self._pacer.uplink_bytes_per_second
         limit = self.traffic.up.bytes_per_second
         return min(measured, limit) if measured and limit else measured
 
     def bytes_per_second_to(self, peer_id: str) -> float:
-        """Bytes per second to a member, as measured, or our limit; infinite: it is near, 0: nothing is known."""
+        """Measured rate to a member, at most the upload limit. Infinite: it is on the local network. 0: unknown."""
         return min(self._pacer.bytes_per_second_to(peer_id), self.traffic.up.bytes_per_second or math.inf)
 
     def path_limits_bytes_per_second(self) -> dict[str, float]:
-        """Bytes per second, as measured, to those members whose path is slower than our uplink."""
+        """Measured rates to the members whose path is slower than this node's uplink."""
         return {
             peer: rate for peer, rate in self._pacer.path_limits_bytes_per_second().items() if not is_ip_address(peer)
         }
 
     def direct_peers(self) -> frozenset[str]:
-        """Members to which we have a direct connection; to the others all goes over libp2p."""
+        """Members to which this node has dialled a direct connection."""
         return self._direct.peers() if self._direct is not None else frozenset()
 
     def handle(self, protocol: str, handler: Handler) -> None:
-        """Serve `protocol` to members; `ready()` tells when p2pd knows."""
+        """Serve `protocol` to members; `ready()` waits until p2pd delivers its streams."""
         self._acceptor.handle(protocol, handler)
         self._registrations[protocol] = asyncio.create_task(self._p2p.control.serve_streams(protocol))
 
     async def ready(self) -> None:
-        """Wait until all handed to `handle` can be dialled. Raises `Unreachable`; asked again, it tries again."""
+        """Wait until peers can dial all protocols given to `handle`. Raises `Unreachable`; a later call tries again."""
         for protocol, task in self._registrations.items():
             if task.done() and (task.cancelled() or task.exception() is not None):
                 self._registrations[protocol] = asyncio.create_task(self._p2p.control.serve_streams(protocol))
@@ -195,60 +201,48 @@ class SwarmHost:
             self._registrations.pop(protocol, None)
 
     async def open(self, peer_id: str, protocol: str, timeout: timedelta) -> SocketStream:
-        """Dial a member (hello first, where there was none). Raises `Unreachable`, `Rejected`."""
+        """Open a stream to a member; say hello first if needed. Raises `Unreachable`, `Rejected`."""
         try:
             async with asyncio.timeout(timeout.total_seconds()):
                 await self._p2p.introductions.ensure_admitted(peer_id)
                 try:
                     return await self._open_admitted(peer_id, protocol, timeout)
                 except HelloRequired:
-                    await self._p2p.introductions.say_hello(peer_id)  # its table was lost, most likely by a restart
+                    await self._p2p.introductions.say_hello(peer_id)  # the peer lost its table, probably by a restart
                     return await self._open_admitted(peer_id, protocol, timeout)
         except TimeoutError as error:
             raise DeadlineExceeded(f"peer {peer_id} did not open {protocol} within {timeout}") from error
 
     def learn_addresses(self, peer_id: str, multiaddrs: Iterable[str]) -> None:
-        """Tell the address book where a peer can be dialled."""
+        """Put the addresses of a peer into the address book."""
         self._p2p.book.learn(peer_id, multiaddrs)
 
     def set_seeds(self, seeds: Sequence[str]) -> None:
-        """These are the run's seeds now, with their addresses. Raises `ConfigError` where none can be read."""
+        """Replace the run's seeds and their addresses. Raises `ConfigError` if no address parses."""
         self._directory.set_seeds(seeds)
 
     async def publish_address(self, lifetime: timedelta) -> None:
-        """Store where we can be dialled. Raises `Unreachable`."""
+        """Store this node's addresses in the DHT. Raises `Unreachable`."""
         await self.ready()
         await self._p2p.refresh_multiaddrs()
-        expires = self._expiry(lifetime)
+        expires = self._clock.unix() + min(lifetime, MAX_LIFETIME).total_seconds()
         addresses = self.multiaddrs()[:MAX_MULTIADDRS]
         record = build_address_record(self._identity, self.gate.membership, self._run_id, expires, addresses)
         await self._directory.store(nodes_key(self._run_id), record, expires)
         self._published = addresses
 
     async def address_changed(self) -> bool:
-        """Whether we can be dialled elsewhere than published: relays and port mappings come and go."""
+        """Tell whether this node's addresses differ from the published ones: relays and port mappings change."""
         await self._p2p.refresh_multiaddrs()
         addresses = self.multiaddrs()[:MAX_MULTIADDRS]
-        return bool(addresses) and addresses != self._published  # none: behind NAT, and no relay found yet
-
-    async def publish_head(self, round_number: int, manifest_hash: bytes, lifetime: timedelta) -> None:
-        """Store which manifest is our newest. Raises `Unreachable`."""
-        expires = self._expiry(lifetime)
-        head = (round_number, manifest_hash)
-        record = build_head_record(self._identity, self.gate.membership, self._run_id, expires, head)
-        await self._directory.store(heads_key(self._run_id), record, expires)
+        return bool(addresses) and addresses != self._published  # empty: behind NAT, and no relay found yet
 
     async def lookup_addresses(self) -> dict[str, tuple[str, ...]]:
-        """Everybody's published addresses; the address book learns them too."""
+        """Look up the published addresses of all members, and put them into the address book."""
         records = await self._directory.lookup(nodes_key(self._run_id))
         for peer_id, record in records.items():
             self.learn_addresses(peer_id, record.multiaddrs)
         return {peer_id: record.multiaddrs for peer_id, record in records.items()}
-
-    async def lookup_heads(self) -> dict[str, tuple[int, bytes]]:
-        """Everybody's newest manifest as published: round and hash. Claims, not facts: fetch and verify."""
-        records = await self._directory.lookup(heads_key(self._run_id))
-        return {peer_id: record.head for peer_id, record in records.items() if record.head is not None}
 
     def bytes_sent(self, protocol: str) -> int:
         """Bytes sent so far on streams of `protocol`, ended ones included; "dht" counts the DHT's messages."""
@@ -259,11 +253,11 @@ class SwarmHost:
         return self.traffic.sent.total()
 
     async def close(self, timeout: timedelta) -> None:
-        """End everything; p2pd gets `timeout` to end by itself. Leaves no process and no file. Twice is fine."""
+        """Stop everything; p2pd gets `timeout` to stop. Leaves no process and no file. May be called twice."""
         if self._closed:
             return
         self._closed = True
-        async with AsyncExitStack() as steps:  # last pushed runs first; each runs whatever the others raise
+        async with AsyncExitStack() as steps:  # the last one runs first; each runs even if others raise
             steps.push_async_callback(self._p2pd.stop, timeout)
             steps.push_async_callback(self._p2p.detach)
             steps.push_async_callback(self._pacer.close)
@@ -301,7 +295,7 @@ class SwarmHost:
             pacer=self._pacer,
         )
         self._direct.listen(config)
-        self._acceptor.handle(direct.PROTOCOL, self._direct.offer)
+        self._acceptor.handle(direct.PROTOCOL, self._direct.serve_offer)
         await self._p2p.control.serve_streams(direct.PROTOCOL)
 
     async def _request_offer(self, peer_id: str, timeout: timedelta) -> CheckedOffer:
@@ -313,7 +307,7 @@ class SwarmHost:
         return parse_offer(frame, tuple(str(address) for address in self._p2p.book.known(peer_id)))
 
     async def _open_admitted(self, peer_id: str, protocol: str, timeout: timedelta) -> SocketStream:
-        """Open a stream, directly where that is worth it and possible, and wait to be let in."""
+        """Open a stream, on a direct connection if the protocol and the peer allow it, and wait for the accept."""
         if self._direct is not None:
             stream = await self._direct.open(peer_id, protocol, timeout)
             if stream is not None:
@@ -322,15 +316,15 @@ class SwarmHost:
 
     async def _open_over_libp2p(self, peer_id: str, protocol: str, timeout: timedelta) -> SocketStream:
         if protocol in direct.BULK_PROTOCOLS:
-            several = await stripes.open_stripes(lambda: self._open_stripe(peer_id, timeout), protocol)
-            stream = self._stream(peer_id, protocol, *several)
+            striped = await stripes.open_stripes(lambda: self._open_stripe(peer_id, timeout), protocol)
+            stream = self._stream(peer_id, protocol, *striped)
         else:
             stream = self._stream(peer_id, protocol, *await self._p2p.open_socket(peer_id, protocol, timeout))
         self._acceptor.abort_on_eviction(stream)
         try:
             answer = await stream.receive(timeout)
             if answer.kind is not FrameKind.MESSAGE or answer.header:
-                raise HelloRequired(f"peer {peer_id} did not let us in")
+                raise HelloRequired(f"peer {peer_id} did not accept a stream of {protocol}")
         except BaseException:
             stream.abort()
             raise
@@ -349,9 +343,6 @@ class SwarmHost:
             require_member=lambda: self.gate.require(peer_id),
             traffic=self._p2p.traffic,
         )
-
-    def _expiry(self, lifetime: timedelta) -> float:
-        return self._clock.unix() + min(lifetime, MAX_LIFETIME).total_seconds()
 
     def _connection_lost(self) -> None:
         if not self._closed:

@@ -1,10 +1,9 @@
-"""hivemind's `P2P` with the gate in front: what the DHT is given instead of a bare one.
+"""GatedP2P: hivemind's `P2P` with the gate in front; the DHT runs on it.
 
-Unary calls (DHT RPCs only) are refused before they are parsed unless the caller stands in the gate's table;
-requests and responses are checked before hivemind deserialises anything in them; outgoing calls say hello
-first, and again when the other side lost its table. Every call has a deadline, because p2pd never answers a
-call whose response is too long. hivemind's own stream handlers cannot be registered: streams come in through
-`door.py`.
+Unary calls (DHT RPCs only) are refused before they are parsed unless the gate has admitted the caller. Requests and
+responses are checked before hivemind deserialises them. Outgoing calls say hello first, and again if the peer has lost
+its table. Every call has a deadline, because p2pd never answers a call whose response is too long. hivemind's own
+stream handlers cannot be registered: `stream_acceptor.py` takes all incoming streams.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
 
 UNARY_TIMEOUT = timedelta(seconds=10)
-MAX_UNARY_BYTES = 1024 * 1024  # records of some 800 members; p2pd itself would pass 4 MiB, which parse to 100 and more
+MAX_UNARY_BYTES = 1024 * 1024  # records of some 800 members; p2pd's own 4 MiB would parse to 100 MiB and more
 DHT_TRAFFIC = "dht"  # the name under which unary bytes are counted
 
 Reply = TypeVar("Reply", bound=Message)
@@ -46,7 +45,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
 
     @classmethod
     async def attach(cls, config: P2pdConfig, gate: Gate, book: AddressBook, clock: Clock) -> GatedP2P:
-        """Connect to a running p2pd, as `P2P.replicate` does, with our sockets. Raises `Unreachable`."""
+        """Connect to a running p2pd as `P2P.replicate` does, with our own control client. Raises `Unreachable`."""
         self = cls()
         self._alive = True
         self._daemon_listen_maddr = Multiaddr(f"/unix{config.control_socket}")
@@ -66,10 +65,10 @@ class GatedP2P(P2P):  # type: ignore[misc]
         return self
 
     def __del__(self) -> None:
-        """hivemind's removes its socket once more, by a path that may lead to another host's by then."""
+        """Do nothing: hivemind's version removes a socket path that may belong to another host by then."""
 
     async def detach(self) -> None:
-        """Close our connections to p2pd."""
+        """Close the connections to p2pd."""
         await self.introductions.close()
         await self.shutdown()
         await self.control.drain_tasks()
@@ -80,13 +79,13 @@ class GatedP2P(P2P):  # type: ignore[misc]
         return tuple(str(address) for address in self._visible_maddrs)
 
     async def refresh_multiaddrs(self) -> None:
-        """Ask p2pd again: relays and port mappings come and go. Raises `Unreachable`."""
+        """Ask p2pd for its addresses again, since relays and port mappings change. Raises `Unreachable`."""
         _, self._visible_maddrs = await self.control.identify()
 
     async def open_socket(
         self, peer_id: str, protocol: str, timeout: timedelta
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A raw, ungated stream; dials by the address book. Raises `Unreachable`, `DeadlineExceeded`."""
+        """Open a raw stream without the gate; dial by the address book. Raises `Unreachable`, `DeadlineExceeded`."""
         peer = PeerID.from_base58(peer_id)
         dialled = () if self.gate.is_admitted(peer_id) else self.book.known(peer_id)
         try:
@@ -119,7 +118,9 @@ class GatedP2P(P2P):  # type: ignore[misc]
                 response = await handler(message, context)
             reply = response.SerializeToString()
             if len(reply) > MAX_UNARY_BYTES:
-                raise PeerMisbehaved(f"the answer of {len(reply)} bytes is over the cap of {MAX_UNARY_BYTES}")
+                raise PeerMisbehaved(
+                    f"the answer to {handle_name} has {len(reply)} bytes; the cap is {MAX_UNARY_BYTES}"
+                )
             self.traffic.sent[DHT_TRAFFIC] += len(reply)
             return reply
 
@@ -131,7 +132,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
         name: str = peer_id.to_base58()
         request = input.SerializeToString()
         if len(request) > MAX_UNARY_BYTES:
-            raise PeerMisbehaved(f"a request of {len(request)} bytes is over the cap of {MAX_UNARY_BYTES}")
+            raise PeerMisbehaved(f"a request of {handle_name} has {len(request)} bytes; the cap is {MAX_UNARY_BYTES}")
         try:
             async with asyncio.timeout(UNARY_TIMEOUT.total_seconds()):
                 await self.introductions.ensure_admitted(name)
@@ -150,7 +151,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
                 raise
             await self.introductions.say_hello(peer_id.to_base58())
         except P2PDaemonError:
-            # p2pd could not dial: it may have forgotten where the peer lives.
+            # p2pd could not dial: it may have forgotten the peer's addresses.
             await self.control.connect(peer_id, await self.book.find(peer_id.to_base58()))
         return await self.control.call_unary_handler(peer_id, handle_name, request)
 
@@ -165,7 +166,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
         return message
 
     async def add_binary_stream_handler(self, *_args: object, **_kwargs: object) -> NoReturn:
-        raise NotPermitted("stream handlers are registered through the gate")
+        raise NotPermitted("GatedP2P has no stream handlers; register them with StreamAcceptor.handle")
 
     async def call_binary_stream_handler(self, *_args: object, **_kwargs: object) -> NoReturn:
-        raise NotPermitted("streams are opened through the gate")
+        raise NotPermitted("GatedP2P opens no streams for hivemind; use SwarmHost.open")

@@ -1,14 +1,14 @@
-"""The libp2p daemon: hivemind's bundled `p2pd`, launched and watched by us.
+"""P2pd: the libp2p daemon that hivemind bundles, launched and supervised by this node.
 
-Why not `P2P.create`: its daemon outlives a killed parent, keeps its sockets in the shared temporary folder,
-relays for anybody, and answers for libp2p's own kad to strangers. Here it dies with us, its control socket
-lies in a private directory, and kad is off. identify, ping and the relay live inside p2pd, outside the gate.
+Why not `P2P.create`: its daemon outlives a killed parent, keeps its sockets in the shared temporary folder, relays for
+any peer, and answers libp2p's own DHT (kad) to non-members. Here the daemon dies with its parent, its control socket
+is in a private directory, and kad is off. identify, ping and the relay run inside p2pd, outside the gate.
 
-With `relay` on, which it takes to talk over anybody's relay, p2pd starts a relay of its own with libp2p's default
-limits (128 KiB each way, two minutes), after and in place of the one that our flags describe (its `EnableRelayV2`).
-So relayed connections carry small messages only: whatever is large goes where one side can be dialled.
+With `relay` on, which p2pd needs to use any relay, it starts its own relay with libp2p's default limits (128 KiB each
+way, two minutes), in place of the one that our flags describe (its `EnableRelayV2`). So relayed connections carry only
+small messages; bulk data needs a connection that one side can dial.
 
-p2pd listens with SO_REUSEPORT, so two daemons would share a port in silence: the port is probed first.
+p2pd listens with SO_REUSEPORT, so two daemons would silently share a port. `start` probes the port first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from atoll.node.system import child_processes
 from atoll.node.system.socket_paths import SocketDirectory
 
 RELAY_MAX_CIRCUITS = 16  # open relayed connections of one peer
-RELAY_MAX_RESERVATIONS = 128  # peers that wait to be dialled through us
+RELAY_MAX_RESERVATIONS = 128  # peers that can be dialled through this relay
 RELAY_DATA_LIMIT_BYTES = 4 * 1024**3  # in each direction of one relayed connection
 RELAY_TIME_LIMIT = timedelta(minutes=30)  # of one relayed connection; peers dial again
 RELAY_BUFFER_BYTES = 1024 * 1024
@@ -42,7 +42,7 @@ _log = log.get("p2pd")
 
 @dataclass(frozen=True)
 class P2pdConfig:
-    """How one daemon listens. Addresses are multiaddrs, TCP only."""
+    """Configuration of one daemon. Addresses are TCP multiaddrs."""
 
     identity_path: Path
     runtime_dir: Path
@@ -57,12 +57,12 @@ class P2pdConfig:
 
     @property
     def stream_socket(self) -> Path:
-        """Where we listen for the streams that p2pd hands over."""
+        """The socket on which this node accepts streams from p2pd."""
         return self.runtime_dir / "streams.sock"
 
 
 def command(config: P2pdConfig) -> list[str]:
-    """The daemon's command line."""
+    """Build the command line of the daemon."""
     public = any("/127." not in address and "/::1/" not in address for address in config.listen)
     flags: dict[str, object] = {
         "id": config.identity_path,
@@ -70,7 +70,7 @@ def command(config: P2pdConfig) -> list[str]:
         "hostAddrs": ",".join(config.listen),
         "tls": 1,
         "connManager": 1,
-        "autonat": 1,  # p2pd punches holes only where it also helps others to find out whether they can be dialled
+        "autonat": 1,  # p2pd punches holes only if it also helps peers to learn whether they can be dialled
         "natPortMap": int(public),
         "relay": 1,
         "relayService": int(config.relay_service),
@@ -79,21 +79,21 @@ def command(config: P2pdConfig) -> list[str]:
         "relayDataLimit": RELAY_DATA_LIMIT_BYTES,
         "relayTimeLimit": f"{int(RELAY_TIME_LIMIT.total_seconds())}s",
         "relayBufferSize": RELAY_BUFFER_BYTES,
-        "idleTimeout": "60s",  # should we die before we attach
+        "idleTimeout": "60s",  # ends the daemon if its parent dies before it attaches
     }
     if config.announce:
         flags["announceAddrs"] = ",".join(config.announce)
     if config.trusted_relays and public:
-        # p2pd refuses to use relays without a kad; as a client it answers no questions of strangers.
+        # p2pd refuses to use relays without kad; as a kad client it answers no requests of non-members.
         flags |= {"autoRelay": 1, "relayDiscovery": 0, "trustedRelays": ",".join(config.trusted_relays), "dhtClient": 1}
     program = str(files("hivemind.hivemind_cli") / "p2pd")
     return [program, *(f"-{name}={value}" for name, value in flags.items())]
 
 
 class P2pd:
-    """A running daemon. `died` resolves when it ends without having been asked to.
+    """A running daemon. `died` resolves when it ends without `stop`.
 
-    Its `config` names its sockets by paths that the kernel takes, until `stop`.
+    The socket paths in its `config` are short enough for the kernel and valid until `stop`.
     """
 
     def __init__(self, config: P2pdConfig, sockets: SocketDirectory, child: asyncio.subprocess.Process) -> None:
@@ -113,7 +113,7 @@ class P2pd:
 
     @classmethod
     async def start(cls, config: P2pdConfig, timeout: timedelta) -> P2pd:
-        """Launch and wait until it answers. Raises `PortInUse`, `ConfigError`, `ChildDied`."""
+        """Launch the daemon and wait until it is ready. Raises `PortInUse`, `ConfigError`, `ChildDied`."""
         for address in config.listen:
             _check_port_free(address)
         sockets = SocketDirectory.open(make_private_dir(config.runtime_dir), config.stream_socket.name)
@@ -139,7 +139,7 @@ class P2pd:
         return daemon
 
     async def stop(self, grace: timedelta) -> None:
-        """End the daemon and remove its sockets. Calling twice is fine."""
+        """Stop the daemon and remove its sockets. May be called twice."""
         self._stopping = True
         try:
             await child_processes.stop(self._child, grace)
@@ -151,7 +151,7 @@ class P2pd:
                     _remove_sockets(self.config)
 
     def declare_dead(self, why: str) -> None:
-        """Resolve `died`, unless we are stopping or it did already."""
+        """Resolve `died`, unless `stop` was called or it is resolved already."""
         if not self._stopping and not self.died.done():
             _log.error("p2pd died", why=why)
             self.died.set_result(ChildDied(f"p2pd ended by itself ({why})"))
@@ -163,10 +163,10 @@ class P2pd:
                     return
         if "address already in use" in self._last_line:
             raise PortInUse(f"p2pd cannot listen on {', '.join(self.config.listen)}", "choose another port")
-        raise ChildDied(f"p2pd did not start within {timeout}: {self._last_line or 'it said nothing'}")
+        raise ChildDied(f"p2pd did not start within {timeout}; last output: {self._last_line or 'none'}")
 
     async def _watch(self) -> None:
-        """Keep the daemon's output flowing into our log, and notice its end."""
+        """Copy the daemon's output to the log, and notice its end."""
         output = self._child.stdout
         assert output is not None
         while line := await _read_line(output):
@@ -185,7 +185,7 @@ class P2pd:
 async def _read_line(output: asyncio.StreamReader) -> bytes:
     try:
         return await output.readline()
-    except ValueError:  # longer than the reader's limit; it was dropped
+    except ValueError:  # the line is longer than the reader's limit and was dropped
         return b"\n"
 
 
@@ -195,7 +195,7 @@ def _environment() -> dict[str, str]:
 
 
 def _check_port_free(address: str) -> None:
-    """Raise `PortInUse` when somebody listens there already."""
+    """Raise `PortInUse` if a program listens on that port already."""
     host, port, family = _tcp_parts(address)
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -216,7 +216,7 @@ def _tcp_parts(address: str) -> tuple[str, int, socket.AddressFamily]:
         _, kind, host, transport, port = parts
         if kind in ("ip4", "ip6") and transport == "tcp":
             return host, int(port), socket.AF_INET if kind == "ip4" else socket.AF_INET6
-    except ValueError:  # of the parser, of the unpacking, of the number
+    except ValueError:  # from the multiaddr parser, the unpacking, or the port number
         pass
     raise ConfigError(f"{address!r} is not a TCP multiaddr", "write it like /ip4/0.0.0.0/tcp/4001")
 

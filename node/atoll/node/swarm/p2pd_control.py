@@ -1,8 +1,8 @@
-"""How we talk with p2pd over its control socket: hivemind's client, with its waits bounded.
+"""P2pdControl: the client of p2pd's control socket, which is hivemind's client with bounded waits.
 
-One persistent connection carries unary calls; every other request opens a short connection of its own. Here
-each of those is closed whatever happens, failures become our errors, a late reply to a call that was given up
-can no longer stop the reader of the persistent connection, and raw streams get a larger buffer.
+One persistent connection carries unary calls; every other request uses its own short connection. In contrast to
+hivemind's client, short connections have a deadline and are always closed, their failures become `AtollError`s, a late
+reply to a cancelled call does not stop the reader of the persistent connection, and raw streams get a larger buffer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from atoll.core.errors import DeadlineExceeded, Unreachable
 
-STREAM_BUFFER_BYTES = 64 * 1024  # asyncio reads ahead up to twice this; more gained nothing in MB/s
-CONTROL_TIMEOUT = timedelta(seconds=5)  # for requests that p2pd answers by itself
+STREAM_BUFFER_BYTES = 64 * 1024  # asyncio reads ahead up to twice this; more did not raise the rate
+CONTROL_TIMEOUT = timedelta(seconds=5)  # for requests that p2pd answers without the network
 
 
 class _Reply(asyncio.Future[bytes]):
-    """A future that ignores an answer that comes after it was cancelled."""
+    """A future that ignores a result that arrives after it was cancelled."""
 
     def set_result(self, result: bytes) -> None:
         if not self.done():
@@ -40,11 +40,11 @@ class _Reply(asyncio.Future[bytes]):
 
 
 class P2pdControl(ControlClient):  # type: ignore[misc]
-    """One p2pd's control socket."""
+    """The client of one p2pd's control socket."""
 
     @classmethod
     async def attach(cls, control_socket: Path, stream_socket: Path) -> Client:
-        """hivemind's client for the daemon behind `control_socket`. Raises `Unreachable`."""
+        """Connect hivemind's client to the daemon behind `control_socket`. Raises `Unreachable`."""
         client = Client(_initialized_with_create=True)
         try:
             async with asyncio.timeout(CONTROL_TIMEOUT.total_seconds()):
@@ -56,11 +56,11 @@ class P2pdControl(ControlClient):  # type: ignore[misc]
         return client
 
     def on_lost(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the persistent connection is read no more, for whatever reason."""
+        """Call `callback` when the persistent connection ends, for any reason."""
         self._read_task.add_done_callback(lambda _: callback())
 
     async def request(self, request: p2pd.Request, timeout: timedelta = CONTROL_TIMEOUT) -> p2pd.Response:
-        """One request, one response, one short connection. Raises `Unreachable`, `DeadlineExceeded`."""
+        """Send one request on a short connection and return the response. Raises `Unreachable`, `DeadlineExceeded`."""
         response, _, writer = await self._exchange(request, timeout)
         writer.close()
         return response
@@ -68,7 +68,7 @@ class P2pdControl(ControlClient):  # type: ignore[misc]
     async def open_stream(
         self, peer_id: PeerID, protocol: str, timeout: timedelta
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A raw stream to `peer_id`. Raises `Unreachable`, `DeadlineExceeded`."""
+        """Open a raw stream to `peer_id`. Raises `Unreachable`, `DeadlineExceeded`."""
         opening = p2pd.StreamOpenRequest(peer=peer_id.to_bytes(), proto=[protocol])
         request = p2pd.Request(type=p2pd.Request.STREAM_OPEN, streamOpen=opening)
         _, reader, writer = await self._exchange(request, timeout)
@@ -91,7 +91,7 @@ class P2pdControl(ControlClient):  # type: ignore[misc]
             if writer is not None:
                 writer.transport.abort()
             if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(f"no answer within {timeout}") from error
+                raise DeadlineExceeded(f"p2pd did not answer within {timeout}") from error
             if isinstance(error, OSError | EOFError):
                 raise Unreachable(f"p2pd does not answer: {error}") from error
             raise
@@ -107,17 +107,19 @@ class P2pdControl(ControlClient):  # type: ignore[misc]
         await self.request(p2pd.Request(type=p2pd.Request.CONNECT, connect=connect), timeout)
 
     async def serve_streams(self, protocol: str) -> None:
-        """Ask p2pd to hand streams of `protocol` to our stream socket."""
+        """Ask p2pd to deliver streams of `protocol` to this node's stream socket."""
         handler = p2pd.StreamHandlerRequest(addr=self.listen_maddr.to_bytes(), proto=[protocol], balanced=False)
         await self.request(p2pd.Request(type=p2pd.Request.STREAM_HANDLER, streamHandler=handler))
 
     async def call_unary_handler(self, peer_id: PeerID, proto: str, data: bytes) -> bytes:
-        """As hivemind's, but a reply that comes too late does not end the reader for everybody."""
+        """Call a peer as hivemind does; a reply that arrives too late does not end the shared reader."""
         call_id = uuid4()
         call = p2pd.CallUnaryRequest(peer=peer_id.to_bytes(), proto=proto, data=data)
         message = p2pd.PersistentConnectionRequest(callId=call_id.bytes, callUnary=call)
         if message.ByteSize() > self.persistent_conn_max_msg_size:
-            raise P2PDaemonError(f"a message is over {self.persistent_conn_max_msg_size} bytes")
+            raise P2PDaemonError(
+                f"a message has {message.ByteSize()} bytes; the cap is {self.persistent_conn_max_msg_size}"
+            )
         reply = self._pending_calls[call_id] = _Reply()
         try:
             await self._pending_messages.put(message)
@@ -131,6 +133,6 @@ class P2pdControl(ControlClient):  # type: ignore[misc]
             self._pending_calls.pop(call_id, None)
 
     async def drain_tasks(self) -> None:
-        """After `close()`: wait until both tasks of the persistent connection have ended."""
+        """After `close()`, wait until both tasks of the persistent connection have ended."""
         tasks = [task for task in (self._read_task, self._write_task) if task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)

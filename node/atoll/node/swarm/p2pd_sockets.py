@@ -1,9 +1,8 @@
-"""The TCP connections of p2pd, lent to the pacer, which treats them like our own.
+"""P2pdSockets: gives the pacer access to the TCP connections of p2pd, so that it paces them, too.
 
-Left alone they share an uplink as unpaced senders do, and half of it is lost (`direct/rates.py`). Linux (5.6) lets a
-parent copy a descriptor of its child (`pidfd_getfd`). A copy is held for one call at a time: a connection that p2pd
-closes would live on in it. Where the system does not allow it (another system, seccomp, `ptrace_scope` above 1), p2pd
-goes unpaced, as before.
+Unpaced connections that share an uplink reach half of its rate (`direct/rates.py`). Linux (5.6) lets a parent copy a
+file descriptor of its child (`pidfd_getfd`). Each copy lives for one call only, because it would keep a connection open
+that p2pd closes. Where this is not allowed (another system, seccomp, `ptrace_scope` above 1), p2pd is not paced.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ from atoll.core import log
 from atoll.node.direct import tcp
 from atoll.node.direct.pacer import Pacer
 
-SCAN_SECONDS = 2.0  # between two looks at p2pd's connections, while something large is sent
-BULK_BYTES_PER_SCAN = (
-    256 * 1024
-)  # from one to the next: such a connection is paced from then on; most only ask and answer
+SCAN_SECONDS = 2.0  # between two scans of p2pd's connections, while this node sends bulk data
+BULK_BYTES_PER_SCAN = 256 * 1024  # a connection that sent more than this between two scans is paced from then on
 _PIDFD_GETFD = 438  # the system call, on every architecture
 _SO_COOKIE = 57
 
@@ -35,11 +32,11 @@ _log = log.get("direct")
 
 
 class BorrowedSocket:
-    """One connection of p2pd: `direct.tcp.Options` for whoever wants its figures or its pace."""
+    """One TCP connection of p2pd: a `tcp.SocketOptions` that copies the descriptor for each call."""
 
     def __init__(self, process: int, descriptor: int, address: str) -> None:
-        """`process` is a pidfd. Raises `OSError` where the kernel does not lend."""
-        self.peer_id = address  # whose connection it is we do not know
+        """`process` is a pidfd. Raises `OSError` if the kernel does not allow the copy."""
+        self.peer_id = address  # the IP address: this node does not know which peer it is
         self.sock = self
         self._process, self._descriptor = process, descriptor
         self._cookie = b""
@@ -48,11 +45,11 @@ class BorrowedSocket:
             self._cookie = sock.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8)
 
     def is_open(self) -> bool:
-        """Whether this connection is still what its descriptor stands for."""
+        """Tell whether the descriptor still refers to this connection."""
         return tcp.info(self) is not None
 
     def sends_bulk(self) -> bool:
-        """Whether it sent more than words since the last time that this was asked."""
+        """Tell whether it has sent bulk data since the last call."""
         before, self._seen = self._seen, tcp.info(self)
         if self._seen is None:
             return False
@@ -73,7 +70,7 @@ class BorrowedSocket:
         copy = _pidfd_getfd(self._process, self._descriptor)
         try:
             sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=copy)
-        except OSError:  # it is no socket any more
+        except OSError:  # the descriptor is no longer a socket
             os.close(copy)
             raise
         with sock:
@@ -83,25 +80,25 @@ class BorrowedSocket:
 
 
 class P2pdSockets:
-    """Keeps the pacer's list of them up to date. Call `close` before p2pd ends."""
+    """Adds p2pd's connections to the pacer and removes them. Call `close` before p2pd ends."""
 
     def __init__(self, pid: int, pacer: Pacer, *, loopback: bool = False) -> None:
-        """`loopback`: whether connections that do not leave this machine count, too."""
+        """`loopback`: also pace connections within this machine."""
         self._pid, self._pacer, self._loopback = pid, pacer, loopback
         self._borrowed_sockets: dict[int, BorrowedSocket] = {}  # by descriptor
-        self._paced: set[int] = set()  # of them, those that the pacer has
+        self._paced: set[int] = set()  # descriptors that the pacer watches
         self._sending = asyncio.Event()
         self._process = -1
-        with suppress(OSError, AttributeError):  # it is gone, or this is not Linux
+        with suppress(OSError, AttributeError):  # p2pd has ended, or this is not Linux
             self._process = os.pidfd_open(pid)
         self._task = asyncio.create_task(self._run()) if tcp.PACING_SUPPORTED and self._process >= 0 else None
 
     def wake(self) -> None:
-        """Bytes are sent: connections may be new."""
+        """Scan again, because this node sends bulk data and connections may be new."""
         self._sending.set()
 
     async def close(self) -> None:
-        """Borrow nothing more."""
+        """Stop scanning and unpace all connections."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -117,18 +114,17 @@ class P2pdSockets:
             try:
                 self._scan(await asyncio.to_thread(_connections, self._pid, loopback=self._loopback))
             except (PermissionError, psutil.AccessDenied) as error:
-                _log.info("connections over libp2p are not paced", reason=str(error))
+                _log.info("libp2p connections not paced", reason=str(error))
                 self._forget_all()
                 return
-            except (OSError, psutil.Error) as error:  # p2pd ends
-                _log.debug("cannot look for p2pd's connections", reason=str(error))
+            except (OSError, psutil.Error) as error:  # p2pd has ended
+                _log.debug("p2pd scan failed", reason=str(error))
             await asyncio.sleep(SCAN_SECONDS)
 
     def _scan(self, far_ends: Mapping[int, str]) -> None:
-        for descriptor in [
-            it for it, borrowed in self._borrowed_sockets.items() if it not in far_ends or not borrowed.is_open()
-        ]:
-            self._forget(descriptor)
+        for descriptor, borrowed in tuple(self._borrowed_sockets.items()):
+            if descriptor not in far_ends or not borrowed.is_open():
+                self._forget(descriptor)
         for descriptor in far_ends.keys() - self._borrowed_sockets.keys():
             try:
                 self._borrowed_sockets[descriptor] = BorrowedSocket(self._process, descriptor, far_ends[descriptor])
@@ -136,11 +132,10 @@ class P2pdSockets:
                 raise
             except OSError:
                 continue  # closed meanwhile
-        for descriptor in [
-            it for it, borrowed in self._borrowed_sockets.items() if it not in self._paced and borrowed.sends_bulk()
-        ]:
-            self._paced.add(descriptor)
-            self._pacer.add(self._borrowed_sockets[descriptor])
+        for descriptor, borrowed in self._borrowed_sockets.items():
+            if descriptor not in self._paced and borrowed.sends_bulk():
+                self._paced.add(descriptor)
+                self._pacer.add(borrowed)
         self._pacer.wake()
 
     def _forget_all(self) -> None:
@@ -156,7 +151,10 @@ class P2pdSockets:
 
 
 def _connections(pid: int, *, loopback: bool) -> dict[int, str]:
-    """By descriptor, the far end of every connection of that process. Raises `psutil.Error`, `OSError`."""
+    """Map the descriptor of every TCP connection of a process to its remote IP address.
+
+    Raises `psutil.Error`, `OSError`.
+    """
     far_ends = {}
     for connection in psutil.Process(pid).net_connections("tcp"):
         if connection.status == psutil.CONN_ESTABLISHED:

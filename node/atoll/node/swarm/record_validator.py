@@ -1,8 +1,8 @@
-"""hivemind's question "is this record valid?", answered by `core/records.py`.
+"""MemberRecords: hivemind's record validator, which checks DHT records with `core/records.py`.
 
-Only values under subkeys of the closed list of keys pass; the subkey must be the owner's peer id, and the value
-a msgpack byte string around a sealed `DhtRecord`. Two Ed25519 checks per record cost about a millisecond and a
-dictionary holds one record per member, so accepted records are remembered until they fall out of a bounded list.
+A record is valid under the run's key only. Its subkey must be the owner's peer id, and its value a msgpack byte string
+that contains a signed `DhtRecord`. Two Ed25519 checks per record take about a millisecond, and a dictionary holds one
+record per member, so a bounded cache remembers accepted records.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.membership import MembershipVerifier
-from atoll.core.records import MAX_RECORD_BYTES, Record, RecordLocation, heads_key, nodes_key, verify_record
+from atoll.core.records import MAX_RECORD_BYTES, Record, RecordLocation, nodes_key, verify_record
 from atoll.node.swarm.msgpack_scan import check_msgpack
 
 MAX_CACHED_RECORDS = 4096
@@ -29,17 +29,17 @@ _log = log.get("swarm")
 
 
 class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
-    """Accepts what members may say about themselves, and nothing else."""
+    """Accepts records that members have signed about themselves, and no others."""
 
     def __init__(self, authority: MembershipVerifier, clock: Clock) -> None:
         self._authority = authority
         self._clock = clock
-        names = (nodes_key(authority.run_id), heads_key(authority.run_id))
-        self._names = {DHTID.generate(source=name).to_bytes(): name for name in names}
+        self._name = nodes_key(authority.run_id)
+        self._key = DHTID.generate(source=self._name).to_bytes()
         self._accepted: OrderedDict[DHTRecord, None] = OrderedDict()
 
     def validate(self, record: DHTRecord) -> bool:
-        """hivemind asks before it stores and after it finds."""
+        """Tell whether a record is valid. hivemind calls this before it stores and after it finds a record."""
         if not isinstance(record.value, bytes) or not isinstance(record.expiration_time, float):
             return False
         if record in self._accepted:
@@ -55,7 +55,7 @@ class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
         return True
 
     def prune(self, key: bytes, dictionary: DictionaryDHTValue) -> bool:
-        """Remove what is not valid from a dictionary that a peer sent; the rest may be used."""
+        """Remove invalid records from a dictionary that a peer sent; the others stay usable."""
         with dictionary.freeze():
             for subkey, (value, expires) in tuple(dictionary.items()):
                 record = DHTRecord(key, MSGPackSerializer.dumps(subkey), value, expires)
@@ -64,21 +64,20 @@ class MemberRecords(RecordValidatorBase):  # type: ignore[misc]
         return True
 
     def read(self, name: str, subkey: str, value: bytes, expires: float) -> Record:
-        """Verify a record that a lookup returned (its envelope is gone by then). Raises `AtollError`."""
+        """Verify a record that a lookup returned, without its msgpack envelope. Raises `AtollError`."""
         return verify_record(value, RecordLocation(name, subkey, expires), self._authority, self._clock.unix())
 
     def _check(self, record: DHTRecord) -> None:
-        name = self._names.get(record.key)
-        if name is None:
-            raise PeerMisbehaved("the DHT has no such key")
+        if record.key != self._key:
+            raise PeerMisbehaved(f"the DHT of this run has no key {record.key.hex()}")
         if len(record.value) > MAX_RECORD_BYTES + _ENVELOPE_BYTES:
             raise PeerMisbehaved(f"a DHT record has at most {MAX_RECORD_BYTES} bytes")
         check_msgpack(record.subkey)
         check_msgpack(record.value)
         try:
             subkey, value = msgpack.unpackb(record.subkey), msgpack.unpackb(record.value)
-        except ValueError as error:  # text that is none, keys of a map that are none
+        except ValueError as error:  # invalid UTF-8 or map keys
             raise PeerMisbehaved(f"a DHT record cannot be read: {error}") from error
         if not isinstance(subkey, str) or not isinstance(value, bytes):
-            raise PeerMisbehaved("a DHT record is a byte string under its owner's peer id")
-        self.read(name, subkey, value, record.expiration_time)
+            raise PeerMisbehaved("a DHT record must be a byte string, and its subkey a string")
+        self.read(self._name, subkey, value, record.expiration_time)

@@ -1,10 +1,9 @@
-"""How far other members are, measured all the time and told to the coordinator, which plans by it.
+"""PathProber: measures round-trip times to other members; the coordinator plans with them.
 
-A probe is a few small frames there and back, and the least of their times counts: whatever waits on the way makes a
-round trip longer and nothing makes it shorter. A node measures the few members that are its own by a hash of both
-names, so that a large swarm is measured evenly and sparsely; in a small one everybody measures everybody. How fast a
-path is, is learnt from what travels on it anyway (`direct/pacer.py`): only a path that is slower than the sender's
-uplink is worth a figure.
+A probe sends four small frames that the peer echoes, and the shortest time counts: queues make a round trip longer, and
+nothing makes it shorter. A node measures up to 16 members, chosen by a hash of both peer ids, so that a large swarm is
+measured evenly and sparsely. In a small swarm every member measures every other. The rate of a path comes from real
+traffic (`direct/pacer.py`) and is reported only if the path is slower than the sender's uplink.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ from atoll.node.wire.transport import Network, Stream
 PROTOCOL = "/atoll/probe/1"
 ECHO_BYTES = 16
 MAX_PEERS = 16  # that one node measures
-REMEASURE_AFTER = timedelta(minutes=2)  # a measurement is renewed after that
-_ECHOES_PER_PROBE = 4  # of one probe
-_MAX_ECHOES_PER_STREAM = 16  # that one stream is answered
+REMEASURE_AFTER = timedelta(minutes=2)
+_ECHOES_PER_PROBE = 4
+_MAX_ECHOES_PER_STREAM = 16  # the handler answers no more
 _ECHO_TIMEOUT = timedelta(seconds=10)
-_PROBE_TIMEOUT = timedelta(seconds=15)  # all of one
-_PROBE_INTERVAL = timedelta(seconds=1)  # between two probes: nothing of ours is a flood
+_PROBE_TIMEOUT = timedelta(seconds=15)  # for all echoes of a probe
+_PROBE_INTERVAL = timedelta(seconds=1)  # bounds the traffic of a node's probes
 
 _log = log.get("probe")
 
 
 @dataclass(frozen=True)
 class PeerRtt:
-    """One member's distance."""
+    """The round-trip time to one member."""
 
     rtt_seconds: float
-    at: float  # monotonic
+    at: float  # monotonic seconds
 
 
 def peers_to_measure(me: str, members: Collection[str], most: int = MAX_PEERS) -> tuple[str, ...]:
-    """Whom `me` measures: the `most` members whose names, hashed together with ours, come first."""
+    """Choose the members that `me` measures: the first `most` by the hash of both peer ids."""
 
     def place(peer: str) -> bytes:
         return hashlib.sha256(f"{me}/{peer}".encode()).digest()
@@ -53,13 +52,13 @@ def peers_to_measure(me: str, members: Collection[str], most: int = MAX_PEERS) -
 
 
 def next_peer(peers: Collection[str], tried: Mapping[str, float], now: float) -> str | None:
-    """Who is to be measured next: who never was, then whose turn was longest ago and is over."""
+    """Choose the peer to measure next: one never tried, or the one tried longest ago, at least two minutes."""
     waiting = [peer for peer in peers if now - tried.get(peer, float("-inf")) >= REMEASURE_AFTER.total_seconds()]
     return min(waiting, key=lambda peer: (tried.get(peer, float("-inf")), peer), default=None)
 
 
 class PathProber:
-    """Measures our members and answers theirs. `members` says who there is now."""
+    """Probes members and answers their probes. `members` returns the current members."""
 
     def __init__(self, network: Network, members: Callable[[], Collection[str]], clock: Clock) -> None:
         self.rtts: dict[str, PeerRtt] = {}
@@ -68,7 +67,7 @@ class PathProber:
         network.handle(PROTOCOL, self._answer)
 
     async def run(self) -> None:
-        """Until cancelled. A member that does not answer keeps what was measured last, and its turn comes again."""
+        """Probe until cancelled. A member that does not answer keeps its last measurement and is tried again later."""
         while True:
             peers = peers_to_measure(self._network.peer_id, self._members())
             self.rtts = {peer: time for peer, time in self.rtts.items() if peer in peers}
@@ -83,12 +82,12 @@ class PathProber:
             async with asyncio.timeout(_PROBE_TIMEOUT.total_seconds()):
                 rtt = await self._probe(peer)
         except (AtollError, TimeoutError) as error:
-            _log.debug("not measured", peer=peer, reason=str(error))
+            _log.debug("probe failed", peer=peer, reason=str(error))
         else:
             self.rtts[peer] = PeerRtt(rtt, self._clock.monotonic())
 
     async def _probe(self, peer: str) -> float:
-        """Seconds of the shortest echo. Raises `Unreachable`, `PeerMisbehaved`."""
+        """Return the shortest echo time in seconds. Raises `Unreachable`, `PeerMisbehaved`."""
         stream = await self._network.open(peer, PROTOCOL, _ECHO_TIMEOUT)
         try:
             return min([await self._echo(stream) for _ in range(_ECHOES_PER_PROBE)])
@@ -96,13 +95,13 @@ class PathProber:
             await stream.close()
 
     async def _echo(self, stream: Stream) -> float:
-        sent = os.urandom(ECHO_BYTES)  # nobody answers before it was asked
+        sent = os.urandom(ECHO_BYTES)  # random, so that a peer cannot answer in advance
         began = self._clock.monotonic()
         await stream.send(FrameKind.MESSAGE, sent)
         answer = await stream.receive(_ECHO_TIMEOUT)
         took = self._clock.monotonic() - began
         if answer.header != sent:
-            raise PeerMisbehaved("a probe was answered with other bytes than it sent")
+            raise PeerMisbehaved("the answer to a probe has other bytes than the probe")
         return took
 
     async def _answer(self, stream: Stream) -> None:
@@ -112,5 +111,8 @@ class PathProber:
             except Unreachable:
                 return
             if len(frame.header) != ECHO_BYTES or frame.body:
-                raise PeerMisbehaved(f"a probe has {ECHO_BYTES} bytes")
+                raise PeerMisbehaved(
+                    f"a probe frame has a header of {len(frame.header)} bytes (must be {ECHO_BYTES}) and a body of "
+                    f"{len(frame.body)} bytes (must be 0)"
+                )
             await stream.send(FrameKind.MESSAGE, frame.header)

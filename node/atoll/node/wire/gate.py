@@ -1,9 +1,9 @@
-"""Who may talk to us: the table that every handler's door asks.
+"""The gate: the table of admitted members, checked before every peer-to-peer handler.
 
-Peers show one another their membership certificates in `/atoll/hello/1` (see `hello.py`); who passed stands in
-this table. A stream is refused before a byte of it is read, a unary call before it is parsed, unless the caller
-(as the libp2p handshake proved it) stands here, is not on the deny-list, and its certificate still holds. The
-table is lost by a restart; a peer that is told `HelloRequired` says hello again.
+Peers exchange membership certificates in `/atoll/hello/1` (`swarm/hello.py`). The gate records each peer whose
+certificate is valid. A stream is refused before a byte of it is read, and a unary call before it is parsed, unless
+three things hold: the caller (as the libp2p handshake proved it) is admitted, it is not on the deny-list, and its
+certificate has not expired. A restart loses the table; a peer that receives `HelloRequired` says hello again.
 
 No I/O and no hivemind here.
 """
@@ -18,19 +18,19 @@ from atoll.core.clock import Clock
 from atoll.core.errors import HelloRequired
 from atoll.core.membership import DenyList, Member, MembershipVerifier, newer_deny_list, refuse_banned
 from atoll.v1 import common_pb2 as pb
-from atoll.v1 import dataplane_pb2 as wire
+from atoll.v1 import dataplane_pb2 as dp
 
 
 class Closable(Protocol):
-    """What the gate holds of an open stream."""
+    """A stream or connection that the gate can end."""
 
     def abort(self) -> None:
-        """End it now, losing what is under way."""
+        """End it now; data in transit is lost."""
         ...
 
 
 class Gate:
-    """Admitted members, the deny-list, our own membership, and the streams open to each peer."""
+    """Admitted members, the deny-list, this node's own membership, and the streams open to each peer."""
 
     def __init__(
         self, authority: MembershipVerifier, membership: pb.Signed, own_peer_id: str, deny: DenyList, clock: Clock
@@ -45,33 +45,29 @@ class Gate:
 
     @property
     def membership(self) -> pb.Signed:
-        """Our own certificate, as others see it."""
+        """This node's own membership certificate, as it shows it to peers."""
         return self._membership
 
     @property
     def deny(self) -> DenyList:
         return self._deny
 
-    def members(self) -> tuple[Member, ...]:
-        """Everybody admitted now."""
-        return tuple(member for member in self._members.values() if self.is_admitted(member.peer_id))
-
     def set_membership(self, membership: pb.Signed) -> None:
-        """Show a renewed certificate from now on. Raises `CertificateInvalid` if it is not ours."""
+        """Show a renewed certificate from now on. Raises `CertificateInvalid` if it is not this node's."""
         self._membership = self._checked(membership)
 
     def set_deny_list(self, deny: DenyList) -> None:
-        """Adopt a newer deny-list (an older one is ignored) and cut everybody on it off."""
+        """Adopt a newer deny-list (an older one is ignored) and evict every peer on it."""
         self._deny = newer_deny_list(self._deny, deny)
         for peer_id in self._deny.peer_ids:
             self.evict(peer_id)
 
-    def hello(self) -> wire.Hello:
-        """What we say to introduce ourselves."""
-        return wire.Hello(protocol=protocol.ours(), membership=self._membership)
+    def hello(self) -> dp.Hello:
+        """Build the hello of this node: its protocol version and its membership."""
+        return dp.Hello(protocol=protocol.ours(), membership=self._membership)
 
-    def admit(self, peer_id: str, hello: wire.Hello) -> Member:
-        """Check a hello from `peer_id` (proved by the handshake) and let it in. Raises `Rejected` and kin."""
+    def admit(self, peer_id: str, hello: dp.Hello) -> Member:
+        """Check a hello from `peer_id` (proved by the handshake) and admit that peer. Raises `Rejected` and kin."""
         protocol.check(hello.protocol, f"peer {peer_id}")
         refuse_banned(self._deny, peer_id)
         member = self._authority.verify_membership(hello.membership, self._clock.unix(), expect_peer_id=peer_id)
@@ -79,31 +75,31 @@ class Gate:
         return member
 
     def require(self, peer_id: str) -> Member:
-        """The caller's membership. Raises `Banned`, `HelloRequired`."""
+        """Return the membership of an admitted peer. Raises `Banned`, `HelloRequired`."""
         refuse_banned(self._deny, peer_id)
         member = self._members.get(peer_id)
         if member is None or not member.valid_at(self._clock.unix()):
             self._members.pop(peer_id, None)
-            raise HelloRequired(f"peer {peer_id} has not shown a membership that holds")
+            raise HelloRequired(f"peer {peer_id} has shown no membership certificate, or it has expired")
         return member
 
     def is_admitted(self, peer_id: str) -> bool:
-        """Whether `require` would pass."""
+        """Tell whether `require` would pass."""
         member = self._members.get(peer_id)
         banned = peer_id in self._deny.peer_ids
         return member is not None and not banned and member.valid_at(self._clock.unix())
 
     def evict(self, peer_id: str) -> None:
-        """Forget a member and close its streams. The connection stays, so that it can be told why."""
+        """Forget a member and close its streams. The libp2p connection stays, so that a refusal can say why."""
         self._members.pop(peer_id, None)
         for stream in self._streams.pop(peer_id, set()):
             stream.abort()
 
-    def opened(self, peer_id: str, stream: Closable) -> None:
+    def track_stream(self, peer_id: str, stream: Closable) -> None:
         """Remember an open stream, so that eviction closes it."""
         self._streams[peer_id].add(stream)
 
-    def closed(self, peer_id: str, stream: Closable) -> None:
+    def untrack_stream(self, peer_id: str, stream: Closable) -> None:
         """Forget a stream that ended."""
         streams = self._streams.get(peer_id)
         if streams is not None:
@@ -112,7 +108,7 @@ class Gate:
                 del self._streams[peer_id]
 
     def open_streams(self, peer_id: str) -> int:
-        """How many streams to or from `peer_id` are open."""
+        """Count the open streams to or from `peer_id`."""
         return len(self._streams.get(peer_id, ()))
 
     def abort_all(self) -> None:

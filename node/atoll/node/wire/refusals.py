@@ -1,9 +1,11 @@
-"""Errors across a stream: the tree goes out as a `Refusal` frame and comes back as the same class,
-but for what is wrong with the peer itself.
+"""Refusals: errors that cross a stream, and the supervision boundary around every handler.
 
-Also the supervision boundary around every handler, whichever network runs it: an error of ours is told to
-the peer by name, anything else is logged and told as an internal error, and the stream ends either way.
-What a peer wrote is shown to people only after unprintable characters are gone and the length is bounded.
+An `AtollError` leaves as a `REFUSAL` frame and arrives as the same class. The exceptions are errors about the peer's
+own processes, files and settings, which arrive as `Unreachable`.
+
+`run_handler` runs every handler, on any network. It sends an `AtollError` to the peer by name. It logs any other
+exception and sends it as an internal error. The stream ends in both cases. Text from a peer is shown to people only
+after its length is bounded and its unprintable characters are replaced.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from atoll.core.errors import (
 )
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.wire.transport import Handler, Stream
-from atoll.v1 import dataplane_pb2 as wire
+from atoll.v1 import dataplane_pb2 as dp
 
 MAX_SENTENCE_CHARACTERS = 500
-REFUSAL_LINGER = timedelta(seconds=1)  # for a refused peer to read why and close
+REFUSAL_LINGER = timedelta(seconds=1)  # time for a refused peer to read the reason and to close
 
 _PEER_LOCAL_ERRORS = (ChildDied, StateError, ConfigError, UsageError, PortInUse)
 
@@ -40,20 +42,21 @@ _log = log.get("swarm")
 
 
 def refusal_header(error: AtollError) -> bytes:
-    """The header of the `REFUSAL` frame that tells `error` to a peer."""
+    """Build the header of the `REFUSAL` frame that carries `error` to a peer."""
     sentence = str(error)[:MAX_SENTENCE_CHARACTERS]
-    return wire.Refusal(reason=error.reason, message=sentence).SerializeToString()
+    return dp.Refusal(reason=error.reason, message=sentence).SerializeToString()
 
 
 def error_from_refusal(frame: Frame, peer_id: str) -> AtollError:
-    """The error that a `REFUSAL` frame from `peer_id` stands for; `FrameInvalid` if it does not parse.
+    """Build the error that a `REFUSAL` frame from `peer_id` carries; `FrameInvalid` if it does not parse.
 
-    What is wrong with a peer's own processes, files and settings is nothing of ours: such a peer is out of reach.
+    An error about the peer's own processes, files or settings becomes `Unreachable`: here it only means that the peer
+    cannot serve.
     """
     try:
-        refusal = wire.Refusal.FromString(frame.header)
+        refusal = dp.Refusal.FromString(frame.header)
     except DecodeError:
-        return FrameInvalid(f"peer {peer_id} refused with a message that does not parse")
+        return FrameInvalid(f"peer {peer_id} sent a refusal that does not parse")
     kind = error_class(refusal.reason)
     if issubclass(kind, _PEER_LOCAL_ERRORS):
         kind = Unreachable
@@ -61,12 +64,12 @@ def error_from_refusal(frame: Frame, peer_id: str) -> AtollError:
 
 
 def printable(text: str) -> str:
-    """A peer's words, safe to show: one line, bounded, no control characters."""
+    """Make a peer's text safe to show: one line, bounded length, no control characters."""
     return "".join(c if c.isprintable() else "?" for c in text[:MAX_SENTENCE_CHARACTERS])
 
 
 async def raise_if_refusal(stream: Stream, frame: Frame) -> Frame:
-    """Pass a frame on, or end the stream and raise what a refusal says."""
+    """Return the frame, or end the stream and raise the error that a refusal carries."""
     if frame.kind is not FrameKind.REFUSAL:
         return frame
     await stream.close()
@@ -74,7 +77,7 @@ async def raise_if_refusal(stream: Stream, frame: Frame) -> Frame:
 
 
 async def run_handler(protocol: str, stream: Stream, handler: Handler, on_crash: Callable[[], None]) -> None:
-    """Run one handler to its end; whatever happens, the peer is told and the stream is closed."""
+    """Run one handler to its end. On any error, send a refusal to the peer; always close the stream."""
     try:
         await handler(stream)
     except Unreachable as error:
@@ -92,7 +95,7 @@ async def run_handler(protocol: str, stream: Stream, handler: Handler, on_crash:
 
 
 async def _tell(stream: Stream, error: AtollError) -> None:
-    """Send the refusal, then discard what still comes: closing on unread data would lose it on the way."""
+    """Send the refusal, then read and discard: closing a socket with unread data would lose the refusal."""
     with suppress(AtollError, TimeoutError):
         async with asyncio.timeout(REFUSAL_LINGER.total_seconds()):
             await stream.send(FrameKind.REFUSAL, refusal_header(error))

@@ -1,21 +1,24 @@
-"""A conversation over one socket: frames with a cap, a checksum and deadlines.
+"""SocketStream: frames over one socket, with a size cap, a checksum and deadlines.
 
-Here the socket is p2pd's unix socket, one per stream, or several that carry one conversation (`stripes.py`);
-`direct/stream.py` has several conversations, one after another, on a TLS connection. A frame costs one read for its
-prefix and one for the rest; nothing is allocated before the announced length passed the cap. When `receive` gives up at
-its deadline, what arrived so far is kept and the next `receive` goes on there. When `send` returns, the kernel, or TLS,
-has all of it: the body may be overwritten. A sender waits for a slow peer as long as bytes move and gives up when none
-moved for half a minute. The owner's limits on traffic hold here: large frames go out in pieces, and come in one at a
-time, as `traffic.py` allows, and none with a body once the month is spent (`Busy`). A send that is given up in the
-middle of a frame ends the stream.
+The socket is one unix socket of p2pd, or several that carry one stream together (`swarm/stripes.py`).
+`direct/stream.py` carries several streams, one after another, on one TLS connection.
 
-Streams are never half-closed: p2pd loses the reply then.
+Reading: a frame costs one read for its prefix and one for the rest. Nothing is allocated before the announced length
+has passed the cap. When `receive` times out, the bytes so far are kept and the next `receive` continues.
+Writing: when `send` returns, the kernel or TLS has the whole frame, so the caller may overwrite the body. A sender
+waits for a slow peer while bytes move and gives up after 30 s without progress. A send that is cancelled in the middle
+of a frame ends the stream.
+Limits: the owner's traffic limits apply here. Large frames leave in pieces and arrive one at a time, as `traffic.py`
+allows. Once the monthly allowance is spent, frames with a body fail with `Busy`.
+
+Streams are never half-closed: p2pd would lose the reply.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol, cast
@@ -35,20 +38,20 @@ from atoll.core.frames import (
 from atoll.node.wire.refusals import REFUSAL_LINGER, raise_if_refusal
 from atoll.node.wire.traffic import SMALL_FRAME_BYTES, Traffic
 
-STALL_TIMEOUT = timedelta(seconds=30)  # without a byte of progress
+STALL_TIMEOUT = timedelta(seconds=30)  # a sender gives up after this time without a byte of progress
 CLOSE_TIMEOUT = timedelta(seconds=5)
 _DISCARD_BYTES = 1024
-_JOIN_BELOW_BYTES = 64 * 1024  # smaller bodies go out with their prefix in one write
+_JOIN_BELOW_BYTES = 64 * 1024  # smaller bodies leave with their prefix in one write
 
 
 class ByteReader(Protocol):
-    """What a stream needs of asyncio's reader."""
+    """The part of asyncio's reader that a stream uses."""
 
     async def readexactly(self, n: int, /) -> Buffer: ...
 
 
 class ByteTransport(Protocol):
-    """What a stream needs of the transport that a writer has."""
+    """The part of asyncio's transport that a stream uses."""
 
     def set_write_buffer_limits(self, high: int) -> None: ...
 
@@ -58,7 +61,7 @@ class ByteTransport(Protocol):
 
 
 class ByteWriter(Protocol):
-    """What a stream needs of asyncio's writer."""
+    """The part of asyncio's writer that a stream uses."""
 
     @property
     def transport(self) -> ByteTransport: ...
@@ -78,8 +81,9 @@ class SocketStream:
     """One end of a stream; implements `transport.Stream`."""
 
     buffer_high_bytes = 0  # `drain` waits until the kernel has everything
-    checksums_bodies = True  # whether checksums are of bodies, too
-    flushes_pieces = False  # whether each piece of a frame must be gone before the next, also without a limit
+    checksums_bodies = True  # checksums cover bodies, not only headers
+    flushes_pieces = False  # flush after each piece of a frame, even without an upload limit
+    max_write_bytes = sys.maxsize  # largest piece of a frame
 
     def __init__(
         self,
@@ -96,16 +100,15 @@ class SocketStream:
         self._peer_id = peer_id
         self._reader = reader
         self._writer = writer
-        self._require_member = require_member  # raises when the peer is no member any more
+        self._require_member = require_member  # raises when the peer is no longer a member
         self._traffic = traffic
         self._max_frame_bytes = max_frame_bytes
         self._prefix: Prefix | None = None  # of a frame whose rest has not arrived
-        self._body_start = 0.0  # when the rest may be read
-        self._reserved_download_bytes = 0  # bytes of the rest that the line down keeps a slot for
-        self.broken = False  # by the other side, or by what lies between
+        self._body_start = 0.0  # monotonic time from which the rest may be read
+        self._reserved_download_bytes = 0  # unread bytes for which the download limiter has reserved a slot
+        self.broken = False  # the peer or the path failed
         self._sending = asyncio.Lock()
         self._sent = 0
-        self._received = 0
         self._on_close: list[Callable[[], None]] = []
         writer.transport.set_write_buffer_limits(high=self.buffer_high_bytes)
 
@@ -118,10 +121,6 @@ class SocketStream:
         return self._sent
 
     @property
-    def bytes_received(self) -> int:
-        return self._received
-
-    @property
     def has_own_connection(self) -> bool:
         return False
 
@@ -130,20 +129,20 @@ class SocketStream:
         await self._write(kind, header, body)
 
     async def refuse(self, header: Buffer) -> None:
-        """Send a refusal; the one frame that a stranger may get."""
+        """Send a refusal, the only frame that an unauthenticated peer may receive."""
         await self._write(FrameKind.REFUSAL, header, b"")
 
     async def refuse_and_close(self, header: Buffer) -> None:
-        """Refuse without reading, and end."""
+        """Send a refusal without reading, then close."""
         cast(asyncio.Transport, self._writer.transport).pause_reading()
         with suppress(AtollError):
             await self.refuse(header)
         await self.close()
 
     async def refuse_after_reading(self, header: Buffer) -> None:
-        """Refuse a peer that has already sent data: p2pd loses our answer if we close with bytes unread.
+        """Refuse a peer that has already sent data.
 
-        For a moment, so many are thrown away.
+        p2pd loses the refusal if the socket closes with bytes unread. So up to 1 KiB is read and discarded, for 1 s.
         """
         with suppress(AtollError, EOFError, OSError, TimeoutError):
             async with asyncio.timeout(REFUSAL_LINGER.total_seconds()):
@@ -172,12 +171,12 @@ class SocketStream:
             self._writer.transport.abort()
 
     def abort(self) -> None:
-        """Close without waiting for anything."""
+        """Close at once; unsent data is lost."""
         self._release()
         self._writer.transport.abort()
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, when this end closes the stream."""
+        """Call `callback` once when this end closes the stream."""
         self._on_close.append(callback)
 
     async def _write(self, kind: FrameKind, header: Buffer, body: Buffer) -> None:
@@ -192,7 +191,7 @@ class SocketStream:
         up = self._traffic.up
         async with self._sending:
             try:
-                for piece in self._pieces(frame):
+                for piece in up.pieces(frame, self.max_write_bytes):
                     await up.wait(len(piece), small=size <= SMALL_FRAME_BYTES)
                     if self._is_over():
                         raise self._ended_error()
@@ -206,18 +205,14 @@ class SocketStream:
                     self.abort()
                 raise
 
-    def _pieces(self, frame: list[Buffer]) -> Iterable[Buffer]:
-        """What goes out in one write each, while the owner's limit lets it."""
-        return self._traffic.up.pieces(frame)
-
     def _is_over(self) -> bool:
-        """Whether nothing can be sent any more."""
+        """Tell whether this end can send no more."""
         return self._writer.is_closing()
 
     async def _read_prefix(self) -> Prefix:
         if self._prefix is None:
             start = await self._reader.readexactly(PREFIX.size)
-            self._got(len(start))
+            self._traffic.received[self.protocol] += len(start)
             self._prefix = unpack_prefix(start, self._max_frame_bytes)
             size = PREFIX.size + self._prefix.header_bytes + self._prefix.body_bytes
             self._body_start = self._traffic.down.slot_start(size, small=size <= SMALL_FRAME_BYTES)
@@ -232,7 +227,7 @@ class SocketStream:
         await self._traffic.down.sleep_until(self._body_start)
         rest = memoryview(await self._reader.readexactly(prefix.header_bytes + prefix.body_bytes))
         self._prefix, self._reserved_download_bytes = None, 0
-        self._got(len(rest))
+        self._traffic.received[self.protocol] += len(rest)
         header, body = bytes(rest[: prefix.header_bytes]), rest[prefix.header_bytes :]
         return check_frame(prefix, header, body, checksum_body=self.checksums_bodies)
 
@@ -240,10 +235,6 @@ class SocketStream:
         self._writer.write(piece)
         self._sent += len(piece)
         self._traffic.count_sent(self.protocol, len(piece))
-
-    def _got(self, count: int) -> None:
-        self._received += count
-        self._traffic.received[self.protocol] += count
 
     async def _flush(self) -> None:
         before = self._progress()
@@ -256,17 +247,17 @@ class SocketStream:
                 if now <= before:
                     self.broken = True
                     self.abort()
-                    raise Unreachable(f"peer {self._peer_id} took nothing for {STALL_TIMEOUT}") from error
+                    raise Unreachable(f"peer {self._peer_id} took no data for {STALL_TIMEOUT}") from error
                 before = now
             except OSError as error:
                 raise self._ended_error() from error
 
     def _progress(self) -> tuple[int, int]:
-        """Grows as long as the other side takes what was written."""
+        """Return a value that grows while the peer takes data."""
         return 0, -self._writer.transport.get_write_buffer_size()
 
     def _release(self) -> None:
-        self._traffic.down.cancel_slot(self._reserved_download_bytes)  # who announces much and leaves holds nobody up
+        self._traffic.down.cancel_slot(self._reserved_download_bytes)  # else a peer could announce much and block all
         self._reserved_download_bytes = 0
         callbacks, self._on_close = self._on_close, []
         for callback in callbacks:

@@ -1,42 +1,44 @@
-"""The one place where bytes to and from peers are counted and, where the owner wants it, slowed down.
+"""Traffic accounting and limits: every byte to and from peers is counted here and, if the owner asks, slowed down.
 
-A line hands out slots of time in the order of asking. Senders ask for a small piece at a time, so those that are busy
-at once take turns. Small frames (votes, hellos, questions) are charged but do not wait behind bulk: a late vote costs a
-round. The DHT's calls are counted and not slowed. What libp2p, TLS and TCP add, about 3 to 7 %, is not seen here.
+A `RateLimiter` hands out time slots in the order of requests. Senders request one small piece at a time, so that
+concurrent senders take turns. Small frames (votes, hellos, requests) are charged but do not wait behind bulk data,
+because a late vote costs a round. DHT calls are counted and not slowed. The overhead of libp2p, TLS and TCP, about 3 to
+7 %, is not counted.
 
-The owner's monthly allowance ends here too: once it is spent, no frame with a body (a part, a slice of state) is sent
-or taken on any stream. Frames without one, votes, heads and hellos, still pass.
+The owner's monthly allowance is enforced here too. Once it is spent, no frame with a body (a part, a slice of state) is
+sent or accepted on any stream. Frames without a body (votes, heads, hellos) still pass.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 
 from atoll.core.clock import Clock
 from atoll.core.errors import Busy
 from atoll.core.frames import Buffer
-from atoll.node.wire.downlink import Downlink
 
 SMALL_FRAME_BYTES = 4 * 1024
-_PIECE_SECONDS = 0.05  # how long one stream may have the line before the next one's turn
+_PIECE_SECONDS = 0.05  # of the rate that one stream may use before another stream's turn
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 4 * 1024, 256 * 1024
-_BURST_SECONDS = 0.1  # what an idle line saves up
+_BURST_SECONDS = 0.1  # of the rate that an idle limiter saves up
+DOWNLINK_WINDOW_SECONDS = 2.0
+DOWNLINK_MEMORY_SECONDS = 3600.0
 
 
 class RateLimiter:
-    """One direction: a rate, and what of it is promised already."""
+    """The rate limit of one direction, and the slots that are reserved already."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._bytes_per_second = 0.0
-        self._reserved_until = 0.0  # when all that was promised will have passed
+        self._reserved_until = 0.0  # monotonic time at which the last reserved slot ends
 
     @property
     def bytes_per_second(self) -> float:
-        """0: no limit."""
+        """The limit; 0 means none."""
         return self._bytes_per_second
 
     @property
@@ -44,12 +46,15 @@ class RateLimiter:
         return self._bytes_per_second > 0
 
     def set_rate(self, bytes_per_second: float) -> None:
-        """Another rate from now on, 0 for none; what was promised at the old one is forgotten."""
+        """Use another rate from now on, 0 for none. Slots that were reserved at the old rate are dropped."""
         if bytes_per_second != self._bytes_per_second:
             self._bytes_per_second, self._reserved_until = bytes_per_second, self._clock.monotonic()
 
     def slot_start(self, count: int, *, small: bool) -> float:
-        """Reserve a slot for `count` bytes; the monotonic time at which it begins. What is small may go at once."""
+        """Reserve a slot for `count` bytes and return the monotonic time at which it begins.
+
+        A `small` frame is charged but may pass at once.
+        """
         now = self._clock.monotonic()
         if not self.limited:
             return now
@@ -58,73 +63,113 @@ class RateLimiter:
         return now if small else begins
 
     def cancel_slot(self, count: int) -> None:
-        """Bytes of a slot that will not pass."""
+        """Return `count` reserved bytes that will not pass."""
         if self.limited:
             self._reserved_until -= count / self._bytes_per_second
 
     async def sleep_until(self, slot_start: float) -> None:
-        """Return when that slot begins."""
+        """Wait until a slot begins."""
         if (seconds := slot_start - self._clock.monotonic()) > 0:
             await asyncio.sleep(seconds)
 
     async def wait(self, count: int, *, small: bool) -> None:
-        """Return when `count` more bytes may pass."""
+        """Wait until `count` more bytes may pass."""
         await self.sleep_until(self.slot_start(count, small=small))
 
-    def pieces(self, buffers: Iterable[Buffer]) -> Iterator[Buffer]:
-        """The same bytes in pieces of one turn each; as they are without a limit."""
-        size = int(min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, self._bytes_per_second * _PIECE_SECONDS)))
+    def pieces(self, buffers: Iterable[Buffer], max_bytes: int) -> Iterator[Buffer]:
+        """Split buffers into pieces of one turn each; without a limit, into pieces of at most `max_bytes`."""
+        size = max_bytes
+        if self.limited:
+            turn = int(max(_MIN_PIECE_BYTES, self._bytes_per_second * _PIECE_SECONDS))
+            size = min(size, turn, _MAX_PIECE_BYTES)
         for buffer in buffers:
-            if self.limited and len(buffer) > size:
+            if len(buffer) > size:
                 view = memoryview(buffer)
                 yield from (view[start : start + size] for start in range(0, len(view), size))
             else:
                 yield buffer
 
 
+class DownlinkEstimate:
+    """A lower bound of this node's download rate, from all peers together. Pure: the caller passes the time.
+
+    A node cannot measure its downlink alone, and peers send only when they have data. So this takes the second-best
+    window of two seconds of the last hour. It ignores the best window, because data that waited while this process
+    stood still arrives in one window. It ignores the largest piece of each window, because most of it may have arrived
+    before the window began.
+    """
+
+    def __init__(self) -> None:
+        self._window_start = float("-inf")
+        self._bytes = self._largest_piece = 0
+        most = int(DOWNLINK_MEMORY_SECONDS / DOWNLINK_WINDOW_SECONDS)
+        self._windows: deque[tuple[float, float]] = deque(maxlen=most)  # start, bytes per second
+
+    def record(self, count: int, now: float) -> None:
+        """Count bytes that were read at once."""
+        if now - self._window_start >= DOWNLINK_WINDOW_SECONDS:
+            self._end_window()
+            self._window_start, self._bytes, self._largest_piece = now, 0, 0
+        self._bytes += count
+        self._largest_piece = max(self._largest_piece, count)
+
+    def bytes_per_second(self, now: float) -> float:
+        """Return the estimate; 0 if almost nothing came."""
+        if now - self._window_start >= DOWNLINK_WINDOW_SECONDS:
+            self._end_window()
+            self._bytes = self._largest_piece = 0
+        rates = sorted(rate for start, rate in self._windows if now - start <= DOWNLINK_MEMORY_SECONDS)
+        return rates[-2] if len(rates) > 1 else 0.0
+
+    def _end_window(self) -> None:
+        rate = (self._bytes - self._largest_piece) / DOWNLINK_WINDOW_SECONDS
+        if rate > 0:
+            self._windows.append((self._window_start, rate))
+
+
 class Traffic:
-    """Counters and lines of one host."""
+    """The byte counters and rate limiters of one host."""
 
     def __init__(self, clock: Clock) -> None:
         self.sent: Counter[str] = Counter()  # bytes by protocol
         self.received: Counter[str] = Counter()
         self.up, self.down = RateLimiter(clock), RateLimiter(clock)
-        self.bulk_send_callbacks: list[Callable[[], None]] = []  # told when more than a small frame is sent
+        self.bulk_send_callbacks: list[Callable[[], None]] = []  # called when more than a small frame is sent
         self._clock = clock
-        self._downlink = Downlink()
+        self._downlink = DownlinkEstimate()
         self._allowed_total = math.inf
 
     @property
     def bytes_total(self) -> int:
-        """Both ways, so far."""
+        """Bytes sent and received so far."""
         return self.sent.total() + self.received.total()
 
     @property
     def downlink_bytes_per_second(self) -> float:
-        """The most that came in lately on direct connections, of all peers together; 0: next to nothing did."""
+        """Highest recent rate on direct connections from all peers together; 0 if almost nothing came."""
         return self._downlink.bytes_per_second(self._clock.monotonic())
 
     def count_sent(self, protocol: str, count: int) -> None:
-        """So many bytes are handed on, to p2pd or the kernel."""
+        """Count bytes that were handed to p2pd or to the kernel."""
         self.sent[protocol] += count
         if count > SMALL_FRAME_BYTES:
             for tell in self.bulk_send_callbacks:
                 tell()
 
     def count_arrived(self, count: int) -> None:
-        """So many bytes are here, read or not."""
+        """Count bytes that arrived on a direct connection, read or not."""
         self._downlink.record(count, self._clock.monotonic())
 
     def limit(self, upload_bytes_per_second: float, download_bytes_per_second: float) -> None:
-        """Change the rates; 0 lifts a limit."""
+        """Set both rates; 0 removes a limit."""
         self.up.set_rate(upload_bytes_per_second)
         self.down.set_rate(download_bytes_per_second)
 
     def set_remaining_bytes(self, more_bytes: float) -> None:
-        """Bodies may pass until that many bytes more were counted, both ways."""
+        """Let frames with a body pass until `more_bytes` more bytes are counted, sent and received together."""
         self._allowed_total = self.bytes_total + more_bytes
 
     def check_allowance(self, body_bytes: int) -> None:
         """Raise `Busy` for a frame with a body when the allowance is spent."""
         if body_bytes and self.bytes_total >= self._allowed_total:
-            raise Busy("this month's traffic is spent here; ask somebody else")
+            raise Busy("this node's monthly traffic allowance is spent; ask another member")

@@ -1,7 +1,8 @@
-"""The one way in which the node's parts see the network: named protocols, streams, frames.
+"""Network and Stream: the interface through which all parts of the node use the network.
 
-`swarm/` implements it over gated libp2p streams; `transport_memory.py` within one process, for tests and
-simulations. A stream is bidirectional, ordered and framed; it is never half-closed.
+A node serves named protocols and opens streams to members. A stream is bidirectional, ordered and framed; it is never
+half-closed. `swarm/host.py` implements this over gated libp2p streams and direct connections. The tests' memory network
+(`tests/support/memory_network.py`) implements it within one process.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from atoll.core.frames import Buffer, Frame, FrameKind
 
 
 class Stream(Protocol):
-    """One conversation with one authenticated member."""
+    """A framed stream with one authenticated member."""
 
     @property
     def peer_id(self) -> str:
-        """The other side, as the handshake proved it."""
+        """The peer at the other end, as the handshake proved it."""
         ...
 
     @property
@@ -27,23 +28,24 @@ class Stream(Protocol):
         ...
 
     @property
-    def bytes_received(self) -> int:
-        """Bytes taken from the socket so far."""
-        ...
-
-    @property
     def has_own_connection(self) -> bool:
-        """Whether no other stream shares its connection, so that another one would have to begin slowly."""
+        """Tell whether no other stream shares its connection. A new stream would then need a new, slow connection."""
         ...
 
     async def send(self, kind: FrameKind, header: Buffer, body: Buffer = b"") -> None:
-        """Write one frame; returns when the socket's buffer has room again. Raises `Unreachable`, and
-        `Busy` for a body, here and in `receive`, once the owner's month is spent."""
+        """Write one frame; return when the socket's buffer has room again.
+
+        Raises `Unreachable`. Raises `Busy` for a frame with a body, here and in `receive`, once the owner's monthly
+        traffic allowance is spent.
+        """
         ...
 
     async def receive(self, timeout: timedelta) -> Frame:
-        """The next frame. Raises `DeadlineExceeded`, `Unreachable` at the end of the stream, `FrameInvalid`,
-        and the peer's own error (by its class) when the frame is a `Refusal`."""
+        """Return the next frame.
+
+        Raises `DeadlineExceeded`, `FrameInvalid`, `Unreachable` at the end of the stream, and the peer's error (by its
+        class) when the frame is a refusal.
+        """
         ...
 
     async def close(self) -> None:
@@ -55,25 +57,25 @@ Handler = Callable[[Stream], Awaitable[None]]
 
 
 class Network(Protocol):
-    """What a node can do with its neighbours."""
+    """Streams between this node and the members of its run."""
 
     @property
     def peer_id(self) -> str:
-        """Our own peer id."""
+        """This node's own peer id."""
         ...
 
     def handle(self, protocol: str, handler: Handler) -> None:
         """Serve `protocol` (for example "/atoll/round/1") to members of the run, one task a stream.
 
-        The stream is closed when the handler returns. An `AtollError` that the handler raises goes to the
-        peer as a `Refusal`; anything else is logged, counted, and told as an internal error.
+        The stream closes when the handler returns. An `AtollError` from the handler goes to the peer as a refusal.
+        Any other exception is logged, counted, and sent as an internal error.
         """
         ...
 
     async def open(self, peer_id: str, protocol: str, timeout: timedelta) -> Stream:
-        """Dial a member (hello first, where there was none). Raises `Unreachable`, `Rejected`."""
+        """Open a stream to a member; say hello first if needed. Raises `Unreachable`, `Rejected`."""
         ...
 
     def bytes_per_second_to(self, peer_id: str) -> float:
-        """Bytes per second to a member, as measured, or our limit; infinite: it is near, 0: nothing is known."""
+        """Measured rate to a member, at most the upload limit. Infinite: it is on the local network. 0: unknown."""
         ...

@@ -1,4 +1,4 @@
-"""What arrives is read in order, whatever pieces it comes in and whoever gives up in between."""
+"""DirectReader: bytes are read in order, in any pieces, also after cancelled reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGE = SMALL_BUFFER_BYTES + 100_000
 
 
 class FakeTransport(asyncio.ReadTransport):
-    """Remembers what is asked of it."""
+    """A transport that records the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def connected() -> tuple[DirectReader, FakeTransport]:
 
 
 def feed(incoming: DirectReader, data: bytes) -> int:
-    """As TLS does: into the room there is. How much of it fitted."""
+    """Feed bytes as TLS does, into the available buffer. Return how many fitted."""
     buffer_for = incoming.buffer_for(len(data))
     count = min(len(buffer_for), len(data))
     buffer_for[:count] = data[:count]
@@ -60,7 +60,7 @@ def feed(incoming: DirectReader, data: bytes) -> int:
 async def feed_all(
     incoming: DirectReader, transport: FakeTransport, data: bytes, pieces: list[int], vain: tuple[int, ...] = (0,)
 ) -> None:
-    """`vain`: for how much TLS asks for room before it, of a record that is not whole yet, and then brings nothing."""
+    """`vain`: size of the buffer that TLS requests first, for an incomplete record, without delivering bytes."""
     position = turn = 0
     while position < len(data):
         if transport.paused:
@@ -102,8 +102,8 @@ def test_reads_of_any_size_give_what_was_sent_in_order(reads: list[int], pieces:
     assert b"".join(got) == sent
 
 
-async def test_room_that_was_asked_for_in_vain_does_not_overwrite_what_comes():
-    """TLS had 12,000 bytes of a last record and asked for room beside; the rest of the record fits into the read."""
+async def test_an_unused_buffer_does_not_overwrite_later_bytes():
+    """TLS had 12,000 bytes of a last record and requested an extra buffer; the rest of the record fits the read."""
     incoming, _ = connected()
     sent = numbered(LARGE)
     reading = asyncio.create_task(incoming.readexactly(LARGE))
@@ -116,7 +116,7 @@ async def test_room_that_was_asked_for_in_vain_does_not_overwrite_what_comes():
 
 
 @pytest.mark.parametrize("count", [1000, LARGE])
-async def test_a_read_that_is_given_up_loses_nothing(count: int):
+async def test_a_cancelled_read_loses_no_bytes(count: int):
     incoming, transport = connected()
     sent = numbered(count)
     reading = asyncio.create_task(incoming.readexactly(count))
@@ -128,7 +128,7 @@ async def test_a_read_that_is_given_up_loses_nothing(count: int):
     assert await incoming.readexactly(count) == sent
 
 
-async def test_a_large_read_that_was_given_up_is_not_taken_for_another():
+async def test_a_cancelled_large_read_cannot_be_continued_with_another_size():
     incoming, _ = connected()
     reading = asyncio.create_task(incoming.readexactly(LARGE))
     await asyncio.sleep(0)
@@ -139,7 +139,7 @@ async def test_a_large_read_that_was_given_up_is_not_taken_for_another():
         await incoming.readexactly(16)
 
 
-async def test_who_is_not_read_from_is_made_to_wait():
+async def test_a_peer_that_is_not_read_has_to_wait():
     incoming, transport = connected()
     sent = numbered(SMALL_BUFFER_BYTES)
     assert feed(incoming, sent) == SMALL_BUFFER_BYTES
@@ -170,7 +170,7 @@ async def test_a_broken_connection_ends_a_read():
 
 
 @given(missing=st.integers(0, 2**23), before=st.integers(0, 2**30))
-def test_no_more_is_waited_for_than_will_come_for_sure(missing: int, before: int):
+def test_a_read_never_waits_for_more_bytes_than_are_to_come(missing: int, before: int):
     least = bytes_to_wait_for(missing, before)
     assert 1 <= least <= PIECE_BYTES
     assert least == 1 or least < missing - 2**14  # TLS may hold most of a record already

@@ -1,4 +1,4 @@
-"""Work that runs beside the rounds. None of it outlives its owner, and none that fails is forgotten."""
+"""BackgroundTasks: asyncio tasks that belong to one owner. None outlives its owner, and no failure goes unnoticed."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 from atoll.core import log
 
-_log = log.get("rounds")
+_log = log.get("tasks")
 
 
 class BackgroundTasks:
-    """A set of tasks."""
+    """The running background tasks of one owner."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run it; what it raises is logged, because the round has deadlines that notice."""
+        """Run `work` as a task. An exception is logged, not raised: the owner has deadlines that notice a failure."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     async def stop(self) -> None:
-        """Cancel all and wait for their end."""
+        """Cancel all tasks and wait until they have ended."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -33,4 +33,4 @@ class BackgroundTasks:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            _log.error("work beside the rounds failed", error=repr(task.exception()))
+            _log.error("background task failed", error=repr(task.exception()))
