@@ -523,7 +523,7 @@ class Daemon:
             "uplink_bytes_per_second": round(self._host.uplink_bytes_per_second) if self._host else 0,
             "downlink_bytes_per_second": round(self._host.traffic.downlink_bytes_per_second) if self._host else 0,
             **self._status.to_json(*self._bytes_sent()),
-            **self._limit_enforcer.describe(self._checkpoints.problem),
+            **self._limit_enforcer.status_json(self._checkpoints.problem),
         }
 
     async def _api_finish(self, _: dict[str, Any]) -> dict[str, Any]:

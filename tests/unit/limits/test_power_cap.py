@@ -79,12 +79,6 @@ def test_all_gpus_of_a_node_are_capped_and_each_gets_its_own_back(driver: Driver
     assert driver.caps == {UUID: 300_000, OTHER: 250_000}
 
 
-def test_what_an_older_version_wrote_is_put_back(driver: Driver, tmp_path: Path) -> None:
-    (tmp_path / "power.json").write_text('{"version": 1, "uuid": "GPU-1234", "milliwatts": 275000}')
-    PowerCap(tmp_path).restore()
-    assert driver.caps == {UUID: 275_000, OTHER: 250_000}
-
-
 def test_refusals_are_sentences_and_change_nothing(driver: Driver, tmp_path: Path) -> None:
     cap = PowerCap(tmp_path)
     with pytest.raises(PowerCapRefused, match="100 to 350"):
@@ -102,8 +96,8 @@ def test_refusals_are_sentences_and_change_nothing(driver: Driver, tmp_path: Pat
 
 def test_without_a_driver_it_says_so(tmp_path: Path) -> None:
     """The real library, on a machine without a GPU."""
-    with pytest.raises(PowerCapRefused, match=r"driver sets no power cap|no GPU|Not Found"):
+    with pytest.raises(PowerCapRefused, match=r"driver refused the power cap|no GPU|Not Found"):
         PowerCap(tmp_path).apply(200.0, ["GPU-none"])
-    (tmp_path / "power.json").write_text('{"uuid": "GPU-none", "milliwatts": 1}')
+    (tmp_path / "power.json").write_text('{"version": 2, "milliwatts": {"GPU-none": 1}}')
     PowerCap(tmp_path).restore()  # warns, and tries again at the next start
     assert (tmp_path / "power.json").exists()
