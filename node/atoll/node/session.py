@@ -1,11 +1,11 @@
-"""A run on one node, read top-down: load → restore or genesis → synchronise → train in rounds → finish.
+"""Training session: one run on one node. Load → restore or genesis → synchronise → train in rounds → finish.
 
-The plan says which layers the node holds; when it says others, the trainer is loaded anew with those, and what was held
-before is given out for as long as nobody else may have it.
+The plan says which layers the node holds. When it names other layers, the session loads the trainer anew with those and
+serves the earlier ones while other members may lack them.
 
-The session owns the trainer and the committed state. It follows the coordinator's directives but needs the
-coordinator for none of its steps once it has a plan. If the trainer dies, the session starts another one
-from the anchor; the membership does not notice.
+The session owns the trainer and the committed state. It follows the coordinator's directives, but once it has a plan it
+needs the coordinator for none of its steps. If the trainer dies, the session starts another one from the anchor; the
+node stays a member meanwhile.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from atoll.node.wire.transport import Network
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import membership_pb2 as mb
 
-LOAD_TIMEOUT = timedelta(minutes=10)  # in which a trainer that loads must get on
+LOAD_TIMEOUT = timedelta(minutes=10)  # between two signs of progress of a loading trainer
 STOP_TIMEOUT = timedelta(seconds=5)
-LAST_EVALUATION_TIMEOUT = timedelta(seconds=60)  # of the driver, in which its route must stand
-ROUND_END_TIMEOUT = timedelta(seconds=30)  # for a round to end before the engine does
-FINISH_TIMEOUT = timedelta(minutes=10)  # to write the last checkpoint
+LAST_EVALUATION_TIMEOUT = timedelta(seconds=60)  # the route stays up so long for the driver's last evaluation
+ROUND_END_TIMEOUT = timedelta(seconds=30)  # for a round under way to end before the engine stops
+FINISH_TIMEOUT = timedelta(minutes=10)  # for writing the last checkpoint
 _EARLY_STREAM_TIMEOUT = timedelta(seconds=15)
 _RETRY = timedelta(seconds=1)
-_TRAINER_RESTARTS = 5  # in a row, with no committed round between them
+_TRAINER_RESTARTS = 5  # in a row, without a committed round in between
 
 T = TypeVar("T")
 
@@ -67,11 +67,11 @@ _log = log.get("session")
 
 @dataclass(frozen=True)
 class NodeContext:
-    """What the session works with; made once by the daemon."""
+    """Services and settings of a session; the daemon builds it once."""
 
     identity: Identity
     spec: RunSpec
-    trainer: TrainerConfig
+    trainer_config: TrainerConfig
     network: Network
     directives: Directives
     link: CoordinatorLink
@@ -80,8 +80,8 @@ class NodeContext:
     checkpoints: CheckpointWriter
     operator_key: bytes
     status: LiveStatus
-    run_dir: Path  # of the trainer's log
-    ahead: TrainerPreload | None  # the first trainer, begun with `trainer`
+    run_dir: Path
+    preload: TrainerPreload | None  # the first trainer, started with `trainer_config`
     clock: Clock
 
 
@@ -89,15 +89,15 @@ class TrainingSession:
     """One run on this node, from loading to the final anchor."""
 
     def __init__(self, context: NodeContext) -> None:
-        self.genesis: mb.GenesisReport | None = None  # while the coordinator does not know it yet
+        self.genesis: mb.GenesisReport | None = None  # until a plan shows that the coordinator has it
         self.finished = asyncio.Event()
         self._context = context
-        self._reloading = False  # the trainer, with other layers
-        self._preload: TrainerPreload | None = context.ahead
+        self._reloading = False  # the trainer is loaded anew, with other layers
+        self._preload: TrainerPreload | None = context.preload
         self._trainer: Trainer | None = None
         self._engine: AveragingEngine | None = None
-        self._pause_reason = ""  # why this node does not train, for people; empty: it does
-        self._trainer_config = context.trainer
+        self._pause_reason = ""  # of the owner's pause or a limit, for people; empty: the node may train
+        self._trainer_config = context.trainer_config
         self._first_evaluation: mb.EvaluationReport | None = None
         self._links = RoundLinks(context.network, self._receive, self._on_peer_lost)
         self._exchanges = ExchangeServer(context.network, _EARLY_STREAM_TIMEOUT)
@@ -117,18 +117,18 @@ class TrainingSession:
                 context.link.send_heartbeat_now,
             )
         )
-        context.status.holdings = self._local_state
+        context.status.local_state = self._local_state
 
     # --- the main path -------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until the run is finished. Raises what makes this node useless: a corpus or model it cannot load."""
+        """Train until the run is finished. Raises errors with which this node cannot train, such as `CorpusError`."""
         restarts, last_round = 0, -1
-        prefetching = asyncio.create_task(self._prepare())
+        prefetching = asyncio.create_task(self._prefetch())
         try:
             while not self.finished.is_set():
                 if self._reloading:
-                    self._context.status.enter(mb.NODE_STATE_CATCHING_UP, "loading the layers that the plan gives it")
+                    self._context.status.enter(mb.NODE_STATE_CATCHING_UP, "loading the layers of the plan")
                 else:
                     self._context.status.enter(mb.NODE_STATE_JOINING, "loading the model and the corpus")
                 try:
@@ -138,7 +138,7 @@ class TrainingSession:
                 except ModelTooLarge as error:
                     if self._in_plan() or not self._planned_layers():
                         raise
-                    _log.error("the layers of the next plan do not fit here", reason=str(error))
+                    _log.error("layers of the next plan do not fit", reason=str(error))
                     self._local_state.prefetcher.refuse()
                     self._context.link.send_heartbeat_now()
                 except ChildDied as error:
@@ -157,30 +157,30 @@ class TrainingSession:
             await self._links.close()
             await self.stop_trainer()
 
-    async def _prepare(self) -> None:
-        """The node trains without it: what it did not fetch before, it fetches when the plan is there."""
+    async def _prefetch(self) -> None:
+        """Fetch layers of plans to come. If that fails, the node goes on and fetches them once the plan is there."""
         try:
             await self._local_state.prefetcher.run()
         except Exception as error:
-            _log.error("layers of plans to come are not fetched any more", reason=repr(error))
+            _log.error("layer prefetch stopped", reason=repr(error))
 
     async def _load(self) -> Trainer:
-        """A trainer with its layers and the corpus loaded; the anchor survives in our memory if it had one."""
+        """Start a trainer that has loaded its layers and the corpus; keep the anchor of the previous one."""
         context = self._context
         await self.stop_trainer()
-        limits, span = context.trainer, span_to_hold(context.directives.plan, self._planned_layers())
-        ahead, self._preload = self._preload, None
-        trainer = await ahead.take(span) if ahead is not None else None
+        loaded_with, span = context.trainer_config, span_to_hold(context.directives.plan, self._planned_layers())
+        preload, self._preload = self._preload, None
+        trainer = await preload.take(span) if preload is not None else None
         if trainer is None:
-            limits = self._trainer_config
-            known = context.status.facts.layer_times if context.status.facts is not None else ()
-            config = replace(limits, span=span, layer_times=known)
+            loaded_with = self._trainer_config
+            layer_times = context.status.facts.layer_times if context.status.facts is not None else ()
+            config = replace(loaded_with, span=span, layer_times=layer_times)
             child = await TrainerProcess.start(context.run_dir / LOG_NAME)
             trainer = await Trainer.take(
                 child, config, timeout=LOAD_TIMEOUT, on_progress=context.status.show_loading_progress
             )
         self._trainer = trainer
-        if self._trainer_config != limits:  # changed while it loaded
+        if self._trainer_config != loaded_with:  # `atoll set` changed it meanwhile
             await trainer.limit(self._trainer_config)
         context.status.facts, context.status.trainer = trainer.facts, trainer
         await self._local_state.hold(trainer)
@@ -189,18 +189,19 @@ class TrainingSession:
         whole = span is None and span_to_hold(context.directives.plan, self._planned_layers()) is None
         if self._in_plan() and whole and trainer.facts.span is None:
             raise ModelTooLarge(
-                "the plan gives this node the whole model, which it cannot hold", "pin it to some layers"
+                "the plan gives this node the whole model, but it can hold only some layers",
+                "ask the operator to pin it to some layers",
             )
         return trainer
 
     def _planned_layers(self) -> range:
-        """The layers that the plan gives this node; where it gives none, those that the next one may."""
+        """Layers that the plan gives this node; if it gives none, those that the next plan may give it."""
         plan, prepare = self._context.directives.plan, self._context.directives.prepare
         mine = plan.span(self._context.identity.peer_id) if plan is not None else range(0)
         return mine or (range(0) if prepare == self._local_state.prefetcher.refused else prepare)
 
     def _needs_reload(self, trainer: Trainer) -> bool:
-        """Whether the trainer has to be loaded anew."""
+        """Report whether the trainer must be loaded anew, with other layers."""
         wanted = self._planned_layers()
         return len(wanted) > 0 and trainer.facts.held != wanted
 
@@ -211,14 +212,14 @@ class TrainingSession:
             if self._context.directives.order == mb.ORDER_WRITE_GENESIS and self.genesis is None:
                 await self._write_genesis(trainer)
             if self._needs_reload(trainer) and not self._pause_reason:
-                self._reloading = True  # still part of the plan, or of the next
+                self._reloading = True  # the node is still in the plan, or will be in the next one
                 return
             if self._in_plan() and not self._pause_reason:
                 await self._follow_plan(trainer)
 
     async def _follow_plan(self, trainer: Trainer) -> None:
-        """Synchronise with the others, then train in rounds until finished or no longer in the plan."""
-        context, plan = self._context, self._plan()
+        """Synchronise with the other members, then train in rounds until finished or no longer in the plan."""
+        context, plan = self._context, self._adopt_plan()
         try:
             head = await self._unless_trainer_dies(trainer, self._synchronise(plan))
         except ChildDied:
@@ -230,7 +231,7 @@ class TrainingSession:
         ranges = position_at(head, plan, minimum_lease_samples(context.spec)).holdings.get(context.identity.peer_id, ())
         await trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
         self._on_head_moved(head)
-        if self._first_evaluation is not None:  # told after genesis, which it is an evaluation of
+        if self._first_evaluation is not None:  # reported after the genesis that it evaluates
             self._on_evaluation(self._first_evaluation)
             self._first_evaluation = None
         await self._unless_trainer_dies(trainer, self._join_route(plan, trainer))
@@ -255,14 +256,14 @@ class TrainingSession:
             await trainer.discard()
 
     async def _follow_directives(self, trainer: Trainer, engine: AveragingEngine) -> None:
-        """Pass on plans, pauses and resumes; returns when a plan goes on without this node or gives it other layers."""
+        """Pass on plans, pauses and resumes, until a plan leaves this node out or gives it other layers."""
         context = self._context
         training: bool | None = None
         followed = engine.plan.version
         while self._in_plan() and not self._needs_reload(trainer):
-            plan = self._plan()
+            plan = self._adopt_plan()
             if not trainer.facts.holds_all and not plan.accepts(engine.head):
-                break  # an earlier round of these layers is in our own checkpoints, maybe in nobody else's
+                break  # `synchronise` goes back: an earlier round may be only in this node's own checkpoints
             if plan.version > followed:
                 engine.plan_received(plan)
                 await self._join_route(plan, trainer)
@@ -278,7 +279,7 @@ class TrainingSession:
         await engine.rest(ROUND_END_TIMEOUT)
 
     def _publish_state(self, plan: Plan, *, training: bool) -> None:
-        """What this node does under `plan` from now on."""
+        """Report what this node does under `plan`."""
         context = self._context
         if not training:
             context.status.enter(mb.NODE_STATE_PAUSED, self._why_paused())
@@ -286,39 +287,39 @@ class TrainingSession:
             context.status.enter(mb.NODE_STATE_TRAINING, "training")
         else:
             span = plan.span(context.identity.peer_id)
-            context.status.enter(mb.NODE_STATE_READY, f"stands by with layers {span.start} to {span.stop - 1}")
+            context.status.enter(mb.NODE_STATE_READY, f"standby: holds layers {span.start} to {span.stop - 1}")
         context.link.send_heartbeat_now()
 
     async def _join_route(self, plan: Plan, trainer: Trainer) -> None:
-        """The node takes part in rounds even where it cannot stand on its route."""
+        """Join the route of `plan`, if it has one for this node. On failure the node still takes part in rounds."""
         try:
             await self._route.follow(plan, trainer)
         except ChildDied:
             raise
         except AtollError as error:
-            _log.error("this node cannot stand on its route", reason=str(error))
+            _log.error("cannot join route", reason=str(error))
 
     async def _finish(self, trainer: Trainer) -> None:
-        """Write the state of the last common round and say so."""
+        """Write the last checkpoint and report that the run is finished."""
         context = self._context
         await trainer.pause()
         assert self._local_state.head is not None
         try:
             path = await self.save(FINISH_TIMEOUT)
-        except AtollError as error:  # the others have it, and we still serve it from memory
-            told = f"but its state could not be written: {error}"
+        except AtollError as error:  # other members have the state, and this node still serves it from memory
+            outcome = f"its checkpoint was not written: {error}"
         else:
             context.status.anchor_path = str(path / ANCHOR) if path is not None else ""
-            told = f"checkpoint at {path}"
-        context.status.enter(mb.NODE_STATE_FINISHED, f"finished at round {self._local_state.head.round}; {told}")
-        _log.info("run finished; still serving until told to stop", round=self._local_state.head.round, outcome=told)
+            outcome = f"checkpoint at {path}"
+        context.status.enter(mb.NODE_STATE_FINISHED, f"finished at round {self._local_state.head.round}; {outcome}")
+        _log.info("run finished; serving its state until stopped", round=self._local_state.head.round, outcome=outcome)
         context.link.send_heartbeat_now()
         self.finished.set()
 
-    # --- getting to a common state ---------------------------------------------------------------------
+    # --- reaching a common state -----------------------------------------------------------------------
 
     async def _write_genesis(self, trainer: Trainer) -> None:
-        """Initialise the model here and sign round 0; the others fetch it by digest."""
+        """Initialise the model and sign round 0; the other members fetch it by digest."""
         context = self._context
         context.status.enter(mb.NODE_STATE_CATCHING_UP, "writing the genesis anchor")
         head, state = await write_genesis(
@@ -366,9 +367,9 @@ class TrainingSession:
     # --- orders from the owner -------------------------------------------------------------------------
 
     def pause(self, reason: str) -> None:
-        """The owner, or a limit, wants the machine back; `reason` tells people.
+        """Pause training for the owner or a limit; `reason` is for people.
 
-        Progress since the last round is given up if a plan goes on without us.
+        Progress since the last round is lost if a plan goes on without this node.
         """
         self._pause_reason = reason
         if self._context.status.state == mb.NODE_STATE_PAUSED:
@@ -380,17 +381,17 @@ class TrainingSession:
         self._pause_reason = ""
         self._context.directives.wake()
 
-    async def limit(self, limits: TrainerConfig) -> None:
-        """What this trainer, and those after it, may take. Raises `ModelTooLarge`; nothing changes then."""
+    async def limit(self, trainer_config: TrainerConfig) -> None:
+        """Apply limits to this trainer and later ones. Raises `ModelTooLarge`, and then changes nothing."""
         if self._trainer is not None:
-            with contextlib.suppress(ChildDied):  # the next one is started with them
-                await self._trainer.limit(limits)
-        self._trainer_config = limits
+            with contextlib.suppress(ChildDied):  # the next trainer starts with them
+                await self._trainer.limit(trainer_config)
+        self._trainer_config = trainer_config
 
     async def next_round(self, timeout: timedelta) -> bool:
-        """Wait for our last rounds, one of every fragment, so that no progress is lost by leaving; False if none came.
+        """Wait for this node's last rounds, one of every fragment, so that leaving loses no progress.
 
-        Who is left behind by the others does not wait: the plan's members cannot commit a round any more.
+        Returns False if no round came. Does not wait if the plan's members can no longer commit a round.
         """
         start = self._context.status.head_round
         engine = self._engine
@@ -412,12 +413,12 @@ class TrainingSession:
         return moved(1)
 
     async def generate(self, prompt: str, tokens: int) -> str:
-        """Text from the committed anchor. Raises `InvalidTransition` before there is one.
+        """Generate text from the committed anchor. Raises `InvalidTransition` before there is one.
 
-        A finished session has given the device back; it borrows it again for this.
+        A finished session has stopped its trainer; it starts one for this call.
         """
         if self._local_state.head is None or (self._trainer is None and not self.finished.is_set()):
-            raise InvalidTransition("there is no anchor to generate from yet")
+            raise InvalidTransition("there is no anchor to generate from yet", "try again after the next round")
         trainer = self._trainer or await self._load()
         try:
             return await trainer.generate(prompt, tokens)
@@ -426,7 +427,9 @@ class TrainingSession:
                 await self.stop_trainer()
 
     async def save(self, timeout: timedelta) -> Path | None:
-        """A checkpoint of the head, while nothing moves it; None when there is no head yet.
+        """Write a checkpoint of the head; return its directory, or None if there is no head yet.
+
+        Call it while no round moves the state.
 
         Raises `DeadlineExceeded`, `DataDirUnusable`.
         """
@@ -439,7 +442,7 @@ class TrainingSession:
             trainer, self._trainer = self._trainer, None
             await trainer.stop(STOP_TIMEOUT)
 
-    # --- small words -----------------------------------------------------------------------------------
+    # --- callbacks of rounds ---------------------------------------------------------------------------
 
     async def _receive(self, peer: str, message: dp.RoundMessage) -> None:
         if self._engine is not None:
@@ -450,7 +453,7 @@ class TrainingSession:
             await self._engine.lost(peer)
 
     async def _ask_coordinator(self, round_id: RoundId, payload: bytes) -> rt.TieBreak:
-        """The coordinator's promise or vote; not granted when it cannot be asked."""
+        """Ask the coordinator for a promise or a tie-break vote; not granted if it cannot be reached."""
         try:
             answer = await self._context.link.vote(mb.VoteRequest(round=round_id.to_proto(), payload=payload))
         except AtollError as error:
@@ -476,24 +479,27 @@ class TrainingSession:
         self._context.directives.wake()
 
     def _is_only_holder(self, head: Head) -> bool:
-        """Whether nobody else took part in its round of some of these layers, on a route."""
+        """Report whether, on a route, no other holder of some changed layer took part in the head's round."""
         plan, me = self._context.directives.plan, self._context.identity.peer_id
         if plan is None or plan.is_replica(me):
             return False
         mine, changed = plan.span(me), changed_layers(head.manifest)
         layers = range(max(mine.start, changed.start), min(mine.stop, changed.stop))
-        there = head.electorate.members | {me}
-        return any(plan.holders(range(layer, layer + 1)) & there == {me} for layer in layers)
+        present = head.electorate.members | {me}
+        return any(plan.holders(range(layer, layer + 1)) & present == {me} for layer in layers)
 
     def _on_evaluation(self, report: mb.EvaluationReport) -> None:
         self._context.status.validation_loss = report.loss
         self._context.link.report(report)
 
-    def _plan(self) -> Plan:
+    # --- conditions ------------------------------------------------------------------------------------
+
+    def _adopt_plan(self) -> Plan:
+        """Return the plan in force and show it in the status."""
         assert self._context.directives.plan is not None
         plan = self._context.directives.plan
         self._context.status.plan_version, self._context.status.members = plan.version, len(plan.members)
-        self.genesis = None  # a plan is the proof that the coordinator has it
+        self.genesis = None  # a plan proves that the coordinator has it
         return plan
 
     def _in_plan(self) -> bool:
@@ -504,9 +510,8 @@ class TrainingSession:
         return not self._pause_reason and self._context.directives.run_state != mb.RUN_STATE_PAUSED
 
     def _changed_since(self, plan_version: int, training: bool) -> bool:
-        if not self._in_plan():
-            return True
-        return (self._plan().version, self._may_train()) != (plan_version, training)
+        plan = self._context.directives.plan
+        return not self._in_plan() or plan is None or (plan.version, self._may_train()) != (plan_version, training)
 
     def _why_paused(self) -> str:
         return self._pause_reason or "the operator paused the run"
@@ -515,7 +520,7 @@ class TrainingSession:
         context, needed = self._context, self._context.spec.run.min_nodes
         if context.directives.notice:
             return f"ready, but {context.directives.notice}"
-        begins = f" (the run begins with {needed} nodes)" if context.directives.plan is None and needed > 1 else ""
+        begins = f" (the run starts with {needed} nodes)" if context.directives.plan is None and needed > 1 else ""
         return f"ready; waiting for a plan{begins}"
 
     def _wait_state(self) -> None:
@@ -540,7 +545,7 @@ class TrainingSession:
         return task.result()
 
     async def _wait_any_or_trainer_death(self, trainer: Trainer, *tasks: asyncio.Future[Any]) -> None:
-        """Wait for one of the tasks; raise what it raised, or `ChildDied` when the trainer went first."""
+        """Wait for one of the tasks and raise its error, or `ChildDied` if the trainer ended first."""
         try:
             waiting: list[asyncio.Future[Any]] = [*tasks, trainer.died]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
