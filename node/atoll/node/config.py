@@ -258,7 +258,7 @@ def _check(typed: Mapping[str, Value | Path], origin: Mapping[str, str]) -> None
         if between is not None and isinstance(value, int | float):
             low, high = between
             if not (math.isfinite(value) and low <= value <= high):
-                raise ConfigError(f"{item.name} = {value} in {origin[item.name]} is out of bounds: {low:g} to {high:g}")
+                raise ConfigError(f"{item.name} = {value} in {origin[item.name]} must be between {low:g} and {high:g}")
         if one_of and value is not None and value not in one_of:
             raise ConfigError(f"{item.name} = {value!r} in {origin[item.name]} must be one of: {', '.join(one_of)}")
     checks: tuple[tuple[str, Callable[[str], object]], ...] = (("hours", parse_hours), ("device", parse_device_names))

@@ -111,9 +111,9 @@ class Daemon:
             credentials,
             identity,
             clock,
-            describe=self._build_heartbeat,
+            build_heartbeat=self._build_heartbeat,
             on_response=self._on_heartbeat_response,
-            renewed=self._certificate_renewed,
+            on_renewed=self._certificate_renewed,
         )
 
     async def run(self) -> None:
@@ -216,7 +216,7 @@ class Daemon:
             identity=self._identity,
             authority=self._credentials.authority,
             membership=self._credentials.signed_membership(),
-            deny=self._credentials.deny(),
+            deny=self._credentials.verified_deny_list(),
             clock=self._clock,
             timeout=START_TIMEOUT,
         )
@@ -415,7 +415,7 @@ class Daemon:
                     whole_model_bytes=facts.whole_model_bytes,
                 )
             )
-        ahead = self._link.clock_offset.seconds
+        ahead = self._link.clock_offset.ahead_seconds
         if ahead is not None:
             request.status.clock_offset_seconds = ahead
         if self._host is not None:
@@ -457,7 +457,7 @@ class Daemon:
         return self._directives.plan.members if self._directives.plan is not None else ()
 
     def _on_heartbeat_response(self, response: mb.HeartbeatResponse) -> None:
-        self._directives.take(response)
+        self._directives.apply_heartbeat(response)
         self._uploads.take(response.uploads)
 
     async def _send_checkpoint(self, order: mb.UploadOrder) -> None:
@@ -483,8 +483,8 @@ class Daemon:
             self._host.gate.set_membership(credentials.signed_membership())
 
     def _on_deny_list(self, deny: DenyList, sealed: pb.Signed) -> None:
-        self._coordinator_deny_list_older = deny.number < self._credentials.deny().number
-        if deny.number > self._credentials.deny().number:
+        self._coordinator_deny_list_older = deny.number < self._credentials.verified_deny_list().number
+        if deny.number > self._credentials.verified_deny_list().number:
             self._credentials = self._link.credentials = self._link.credentials.with_deny_list(sealed)
             self._save_credentials()  # a restart must not forget a ban
         if self._host is not None:

@@ -204,7 +204,7 @@ def deaf(tmp_path):
 
 
 def test_set_writes_nothing_for_a_daemon_that_is_there_and_does_not_answer(deaf):
-    refused(atoll("set", "cpu_threads", "3", "--data-dir", deaf), 69, "hung up")
+    refused(atoll("set", "cpu_threads", "3", "--data-dir", deaf), 69, "closed the connection")
     assert not (deaf / "node.toml").exists()
 
 
@@ -357,7 +357,7 @@ def test_a_coordinator_with_another_authority(tmp_path):
         token = new_join_token("cd" * 32, f"127.0.0.1:{listener.getsockname()[1]}").text()
         done = atoll("join", "--token", "-", "--data-dir", tmp_path / "node", stdin=token)
         thread.join(10)
-    refused(done, 77, "is not the coordinator that made this token")
+    refused(done, 77, "is not the coordinator that created this token")
     assert received == [b""]
 
 

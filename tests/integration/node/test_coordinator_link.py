@@ -67,8 +67,8 @@ async def serving(service):
 
 def plain_link(address):
     link = PlainLink(
-        None, Identity.generate(), SystemClock(), describe=lambda first: mb.HeartbeatRequest(),
-        on_response=lambda response: None, renewed=lambda credentials: None,
+        None, Identity.generate(), SystemClock(), build_heartbeat=lambda first: mb.HeartbeatRequest(),
+        on_response=lambda response: None, on_renewed=lambda credentials: None,
     )  # fmt: skip
     link.address = address
     return link
@@ -94,7 +94,7 @@ async def test_a_node_finds_out_how_far_its_clock_is_off(seconds):
     service = Early(seconds)
     async with serving(service) as link:
         async with asyncio.timeout(20):  # answers that come late on a busy machine are outdone by quick ones
-            while service.answers < 6 or link.clock_offset.seconds != pytest.approx(seconds, abs=0.1):
+            while service.answers < 6 or link.clock_offset.ahead_seconds != pytest.approx(seconds, abs=0.1):
                 link.send_heartbeat_now()
                 await asyncio.sleep(0.05)
 

@@ -29,16 +29,16 @@ def directives(path: Path) -> Directives:
 @pytest.fixture
 async def plan_file(tmp_path):
     """A plan as a node keeps it."""
-    directives(tmp_path / "plan").take(mb.HeartbeatResponse(plan=sign_plan(OPERATOR, PLAN)))
+    directives(tmp_path / "plan").apply_heartbeat(mb.HeartbeatResponse(plan=sign_plan(OPERATOR, PLAN)))
     assert directives(tmp_path / "plan").plan == PLAN
     return tmp_path / "plan"
 
 
 async def test_why_a_node_does_not_count_is_known_until_it_does(tmp_path):
     told = directives(tmp_path / "plan")
-    told.take(mb.HeartbeatResponse(notice="its text is another"))
+    told.apply_heartbeat(mb.HeartbeatResponse(notice="its text is another"))
     assert told.notice == "its text is another"
-    told.take(mb.HeartbeatResponse())
+    told.apply_heartbeat(mb.HeartbeatResponse())
     assert told.notice == ""
 
 
@@ -81,5 +81,5 @@ async def test_seeds_that_cannot_be_read_are_not_taken_and_the_rest_of_the_messa
 
     authority = MembershipVerifier(OPERATOR.public_key, PLAN.run_id)
     taken = Directives(authority, lambda deny, sealed: None, refuse, tmp_path / "plan")
-    taken.take(mb.HeartbeatResponse(seeds=["/foo"], order=mb.ORDER_DRAIN, run_state=mb.RUN_STATE_TRAINING))
+    taken.apply_heartbeat(mb.HeartbeatResponse(seeds=["/foo"], order=mb.ORDER_DRAIN, run_state=mb.RUN_STATE_TRAINING))
     assert (taken.order, taken.run_state) == (mb.ORDER_DRAIN, mb.RUN_STATE_TRAINING)

@@ -1,4 +1,4 @@
-"""`atoll base`: a directory of pretrained weights as the `[model]` section of a run that starts from them."""
+"""`atoll base`: print the `[model]` section of a run that starts from a directory of pretrained weights."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from atoll.node.cli.scratch import temporary_torch_cache
 
 
 def base(
-    directory: Annotated[Path, typer.Argument(help="With config.json and safetensors.", show_default=False)],
-    name: Annotated[str, typer.Option("--name", help="Where others get it, for people: a repository's name.")] = "",
+    directory: Annotated[
+        Path, typer.Argument(help="Directory with config.json and safetensors files.", show_default=False)
+    ],
+    name: Annotated[
+        str, typer.Option("--name", help="Name of the repository that has these files, for other people.")
+    ] = "",
 ) -> None:
-    r"""Print the \[model] section of a run that starts from a directory's weights, every file pinned by its digest."""
-    from atoll.node.model.describe_base import describe  # takes seconds: torch, transformers
+    r"""Print the \[model] section of a run that starts from these weights. It pins every file by its digest."""
+    from atoll.node.model.describe_base import describe  # here, because torch and transformers take seconds
 
     with temporary_torch_cache():
         text, notes = describe(directory, name)

@@ -1,4 +1,8 @@
-"""`atoll join` and `atoll up`: become a member, and stay one, in the foreground (systemd keeps it alive)."""
+"""`atoll join` and `atoll up`: run a member's daemon in the foreground (systemd restarts it).
+
+`join` takes a token and any setting; `up` starts the same node again. The options of the settings come from
+`NodeConfig`: an alias below says only what typer needs.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,8 @@ from atoll.node.training.device_names import parse_device_names
 if TYPE_CHECKING:
     from atoll.core.tokens import JoinToken
 
-_SOURCE_HELP = "Where the token comes from: '-' (standard input) or file:PATH. Default: $ATOLL_TOKEN_FILE, or ask."
-_ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - to be told in words
+_SOURCE_HELP = "Source of the token: '-' (standard input) or file:PATH. Default: $ATOLL_TOKEN_FILE, or ask."
+_ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - only compared with
 _EXAMPLES = """
 Examples:
 
@@ -32,42 +36,52 @@ Examples:
   pass show atoll-token | atoll join --token - --yes
 """
 Token = Annotated[str | None, typer.Option("--token", help=_SOURCE_HELP, show_default=False)]
-Name = Annotated[str | None, typer.Option("--name", help="Shown to people: 1–63 of a–z, 0–9 and -.")]
+Name = Annotated[str | None, typer.Option("--name", help="Name shown to people: 1–63 characters of a–z, 0–9 and -.")]
 Listen = Annotated[
     str | None, typer.Option("--listen", help="Address that peers connect to.", show_default="every address")
 ]
-Port = Annotated[int | None, typer.Option("--port", help="TCP port for peers; 0 picks one.", show_default="0")]
+Port = Annotated[int | None, typer.Option("--port", help="TCP port for peers; 0 picks a free one.", show_default="0")]
 Announce = Annotated[str | None, typer.Option("--announce", help="Public address or host name behind a port forward.")]
 Device = Annotated[
     str | None,
-    typer.Option("--device", help="auto, cpu, cuda:N or mps; cuda:0,cuda:1: one node of two.", show_default="auto"),
+    typer.Option(
+        "--device", help="auto, cpu, cuda:N or mps; cuda:0,cuda:1 makes one node of two GPUs.", show_default="auto"
+    ),
 ]
 Threads = Annotated[int | None, typer.Option("--cpu-threads", help="Threads for training; 0: every core.")]
 Data = Annotated[
-    str | None, typer.Option("--data", help="The corpus on this machine, where it is not the spec's path.")
+    str | None, typer.Option("--data", help="Path of the corpus on this machine, if it is not the run spec's.")
 ]
 Base = Annotated[
-    str | None, typer.Option("--base", help="Directory with the run's pretrained weights, if it starts from some.")
+    str | None, typer.Option("--base", help="Directory of the run's pretrained weights, if it starts from some.")
 ]
-Pace = Annotated[
-    float | None, typer.Option("--minimum-step-seconds", help="Go easy: no inner step takes less time than this.")
-]
+Pace = Annotated[float | None, typer.Option("--minimum-step-seconds", help="Minimum duration of an inner step.")]
 Share = Annotated[
     float | None,
-    typer.Option("--compute-share", help="Compute for this share of the time and rest in between, 0.01 to 1."),
+    typer.Option("--compute-share", help="Share of the time in which training computes, 0.01 to 1."),
 ]
-Vram = Annotated[float | None, typer.Option("--vram-fraction", help="Share of the GPU's memory to use, 0.01 to 1.")]
+Vram = Annotated[
+    float | None, typer.Option("--vram-fraction", help="Share of the GPU's memory that training may use, 0.01 to 1.")
+]
 Memory = Annotated[
-    float | None, typer.Option("--memory-megabytes", help="Main memory for training on a CPU; 0: no limit.")
+    float | None, typer.Option("--memory-megabytes", help="Main memory that training may use on a CPU; 0: no limit.")
 ]
-Power = Annotated[float | None, typer.Option("--power-watts", help="Power cap of the GPU while this runs.")]
-Upload = Annotated[float | None, typer.Option("--upload-mbit-per-second", help="To peers; 0: no limit.")]
-Download = Annotated[float | None, typer.Option("--download-mbit-per-second", help="From peers; 0: no limit.")]
-Monthly = Annotated[float | None, typer.Option("--monthly-gigabytes", help="To and from peers; 0: no limit.")]
-Hours = Annotated[str | None, typer.Option("--hours", help="When to train, for example 22:00-07:00,12:00-13:00.")]
-Battery = Annotated[str | None, typer.Option("--on-battery", help="pause or train.", show_default="pause")]
+Power = Annotated[float | None, typer.Option("--power-watts", help="Power cap of the GPU while the daemon runs.")]
+Upload = Annotated[float | None, typer.Option("--upload-mbit-per-second", help="Rate limit to peers; 0: no limit.")]
+Download = Annotated[
+    float | None, typer.Option("--download-mbit-per-second", help="Rate limit from peers; 0: no limit.")
+]
+Monthly = Annotated[
+    float | None, typer.Option("--monthly-gigabytes", help="Traffic with peers in a calendar month; 0: no limit.")
+]
+Hours = Annotated[
+    str | None, typer.Option("--hours", help="Times of day in which to train, for example 22:00-07:00,12:00-13:00.")
+]
+Battery = Annotated[
+    str | None, typer.Option("--on-battery", help="pause or train while on battery.", show_default="pause")
+]
 Idle = Annotated[
-    int | None, typer.Option("--only-when-idle-minutes", help="Train after nobody has used the machine for so long.")
+    int | None, typer.Option("--only-when-idle-minutes", help="Train only after the machine was unused for this long.")
 ]
 LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning, error", show_default="info")]
 LogFormat = Annotated[str | None, typer.Option("--log-format", help="auto, console, json", show_default="auto")]
@@ -101,7 +115,7 @@ def join(
     log_format: LogFormat = None,
     yes: Yes = False,
 ) -> None:
-    """Join a run with a token, train until it is finished, and serve its anchor until you stop it (Ctrl-C drains)."""
+    """Join a run with a token, train until the run is finished, then serve its anchor. Ctrl-C finishes the round."""
     loaded = load_settings(
         data_dir,
         config,
@@ -127,7 +141,7 @@ def join(
         log_level=log_level,
         log_format=log_format,
     )
-    from atoll.core.tokens import parse_join_token  # cryptography: not for the commands that only look
+    from atoll.core.tokens import parse_join_token  # here, so that `--help` does not import cryptography
 
     parsed = parse_join_token(_token_text(token))
     _check_machine(loaded.config)
@@ -141,17 +155,17 @@ join.__doc__ = (join.__doc__ or "") + "\n" + _EXAMPLES
 
 
 def up(data_dir: DataDir = None, config: ConfigFile = None, data: Data = None, log_format: LogFormat = None) -> None:
-    """Start again as the member that an earlier `join` made; needs no token. For systemd and after a reboot."""
+    """Start the node of an earlier `join` again, without a token: for systemd and after a reboot."""
     loaded = load_settings(data_dir, config, data=_absolute(data), log_format=log_format)
     if data:
         _check_machine(loaded.config)
-        if loaded.config.data_dir.is_dir():  # else nobody joined from it, which is said next
+        if loaded.config.data_dir.is_dir():  # else there was no join, and `_run` reports that
             save_overrides(loaded)
     _run(loaded, None)
 
 
 def _absolute(data: str | None) -> str | None:
-    """A path from here; patterns stay as they are."""
+    """Make an existing path absolute; leave a glob pattern as it is."""
     return str(Path(data).absolute()) if data and Path(data).exists() else data
 
 
@@ -165,17 +179,17 @@ def _run(loaded: LoadedConfig, token: JoinToken | None) -> None:
 
 
 def _token_text(source: str | None) -> str:
-    """Read the token; a token on the command line is refused, because others can read that line."""
+    """Read the token from its source. Raises `UsageError` for a token on the command line, which others can read."""
     if source == "-":
         return sys.stdin.readline()
     if source is not None and source.startswith("file:"):
         return _read(Path(source.removeprefix("file:")))
-    if source is not None and os.path.exists(source):  # of a token, too long for a name, `Path.exists` would raise
+    if source is not None and os.path.exists(source):  # `Path.exists` raises for a token: its name is too long
         raise UsageError(f"--token {source} is neither '-' nor file:PATH", f"use --token file:{source}")
     if source is not None:
         raise UsageError(
-            "a token does not belong on the command line, where every user of this machine can read it",
-            "use --token -, --token file:PATH, ATOLL_TOKEN_FILE, or leave it out and paste it when asked",
+            "the token is on the command line, where every user of this machine can read it",
+            "use --token -, --token file:PATH or ATOLL_TOKEN_FILE, or leave it out and paste it when asked",
         )
     if os.environ.get("ATOLL_TOKEN_FILE"):
         return _read(Path(os.environ["ATOLL_TOKEN_FILE"]))
@@ -190,29 +204,29 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ConfigError(f"cannot read the token from {path}: {reason}") from error
+        raise ConfigError(
+            f"cannot read the token from {path}: {reason}", "check the path and its permissions"
+        ) from error
 
 
 def _check_machine(config: NodeConfig) -> None:
-    """What can be wrong with this machine, before a token is spent on it. Raises `ConfigError`."""
+    """Check corpus and device before a use of the token is spent. Raises `ConfigError`."""
     if config.data and not has_corpus_files(config.data):
-        raise ConfigError(f"there is no training text at {config.data}", "name yours with --data")
+        raise ConfigError(f"there is no training text at {config.data}", "give the path of the corpus with --data")
     if any(name not in ("auto", "cpu") for name in parse_device_names(config.device)):
-        from atoll.node.training.device_group import choose_devices  # torch: seconds, which the daemon needs anyway
+        from atoll.node.training.device_group import choose_devices  # here, because torch takes seconds
 
         choose_devices(config.device)
 
 
 def _show_limits(config: NodeConfig, yes: bool) -> None:
-    """Say what this node will use, and ask once."""
+    """Print the limits that this node will use, and ask once."""
     print_to_stderr(f"This node will use: {limits_text(config)}.")
     if config.data:
-        print_to_stderr(f"It trains on the text at {config.data}, wherever the run's is.")
+        print_to_stderr(f"It trains on the text at {config.data}, which must be the run's corpus.")
     listen = "every address" if config.listen == _ALL_ADDRESSES else config.listen
     port = f"port {config.port}" if config.port else "a free port"
-    print_to_stderr(f"Peers reach it on {listen}, {port}. Its state lies in {config.data_dir}.")
-    print_to_stderr(
-        "Stop it at any moment with Ctrl-C or `atoll leave`; `atoll pause` gives the machine back for a while."
-    )
+    print_to_stderr(f"Peers reach it on {listen}, {port}. It keeps its state in {config.data_dir}.")
+    print_to_stderr("Stop it at any time with Ctrl-C or `atoll leave`; `atoll pause` frees the machine for a while.")
     if not yes and sys.stdin.isatty() and not ask_interactively(lambda: typer.confirm("Join?", default=True, err=True)):
         raise typer.Exit(0)

@@ -1,6 +1,6 @@
-"""A volunteer's commands, one file each. The `atoll` program adds the lab's (`atoll.lab.cli.main`).
+"""Commands of a volunteer, one file each. The `atoll` program adds the lab's (`atoll.lab.cli.main`).
 
-Only `export` and `base` import torch, and only once they run. `join` leaves that to the trainer's process.
+A command imports torch only when it runs and needs it, so that `--help` and `status` are fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they become a configuration."""
+"""Options that several commands share, and helpers that turn them into a configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atoll.node.config import LoadedConfig, Value, load
 
 DataDir = Annotated[
     Path | None,
-    typer.Option("--data-dir", help="Where this node keeps keys, manifests and anchors.", show_default=False),
+    typer.Option("--data-dir", help="Directory of this node's keys, manifests and anchors.", show_default=False),
 ]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="A TOML file with node settings.", show_default=False)
@@ -20,10 +20,10 @@ ConfigFile = Annotated[
 
 
 def load_settings(data_dir: Path | None, config_file: Path | None, **flags: Value | None) -> LoadedConfig:
-    """Merge defaults, files, environment and flags."""
+    """Load the node's configuration from defaults, files, environment and flags."""
     return load({"data_dir": data_dir, **flags}, os.environ, config_file)
 
 
 def data_directory(data_dir: Path | None) -> Path:
-    """Only the data directory, as commands that talk to a daemon need it."""
+    """Return the data directory, for commands that talk to a daemon."""
     return load_settings(data_dir, None).config.data_dir

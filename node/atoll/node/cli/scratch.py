@@ -1,4 +1,4 @@
-"""What torch leaves behind, for commands that import it in their own process."""
+"""Temporary cache of torch, for commands that import torch in their own process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def temporary_torch_cache() -> Iterator[None]:
-    """torch would make a folder in the system's temporary directory, and leave it there."""
+    """Give torch a cache directory that is deleted at the end; by default it leaves one in the temporary directory."""
     with tempfile.TemporaryDirectory(prefix="atoll-") as folder:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
         yield
