@@ -13,41 +13,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from atoll.core import log
-from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, ChildDied, InvalidTransition, ModelTooLarge
-from atoll.core.identity import Identity
-from atoll.core.manifest import Head, changed_layers
+from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.core.quorum import Ballot, LastVote
-from atoll.core.round_id import RoundId
-from atoll.core.run_spec import RunSpec
-from atoll.node.control.coordinator_link import CoordinatorLink
-from atoll.node.control.directives import Directives
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.genesis import write_genesis
 from atoll.node.local_state import LocalState, StateSources
-from atoll.node.rounds import types as rt
+from atoll.node.node_context import NodeContext
 from atoll.node.rounds.decide import position_at
-from atoll.node.rounds.engine import AveragingEngine, RoundCallbacks
+from atoll.node.rounds.engine import AveragingEngine
 from atoll.node.rounds.member_streams import RoundLinks
-from atoll.node.rounds.policy import minimum_lease_samples, policies
+from atoll.node.rounds.policy import minimum_lease_samples
 from atoll.node.route_membership import RouteMembership
+from atoll.node.session_rounds import is_only_holder, make_engine
+from atoll.node.session_status import SessionStatus
 from atoll.node.state.checkpoint import ANCHOR
-from atoll.node.state.checkpoint_writer import CheckpointWriter
-from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.vote_store import VoteStore
-from atoll.node.status import LiveStatus
 from atoll.node.trainer.preload import TrainerPreload, span_to_hold
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
 from atoll.node.trainer.trainer_process import LOG_NAME, TrainerProcess
-from atoll.node.wire.transport import Network
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import membership_pb2 as mb
 
@@ -65,38 +55,17 @@ T = TypeVar("T")
 _log = log.get("session")
 
 
-@dataclass(frozen=True)
-class NodeContext:
-    """Services and settings of a session; the daemon builds it once."""
-
-    identity: Identity
-    spec: RunSpec
-    trainer_config: TrainerConfig
-    network: Network
-    directives: Directives
-    link: CoordinatorLink
-    manifests: ManifestStore
-    votes: VoteStore
-    checkpoints: CheckpointWriter
-    operator_key: bytes
-    status: LiveStatus
-    run_dir: Path
-    preload: TrainerPreload | None  # the first trainer, started with `trainer_config`
-    clock: Clock
-
-
 class TrainingSession:
     """One run on this node, from loading to the final anchor."""
 
     def __init__(self, context: NodeContext) -> None:
-        self.genesis: mb.GenesisReport | None = None  # until a plan shows that the coordinator has it
         self.finished = asyncio.Event()
         self._context = context
         self._reloading = False  # the trainer is loaded anew, with other layers
         self._preload: TrainerPreload | None = context.preload
         self._trainer: Trainer | None = None
         self._engine: AveragingEngine | None = None
-        self._pause_reason = ""  # of the owner's pause or a limit, for people; empty: the node may train
+        self._status = SessionStatus(context)
         self._trainer_config = context.trainer_config
         self._first_evaluation: mb.EvaluationReport | None = None
         self._links = RoundLinks(context.network, self._receive, self._on_peer_lost)
@@ -136,7 +105,7 @@ class TrainingSession:
                     trainer = await self._load()
                     await self._train_through(trainer)
                 except ModelTooLarge as error:
-                    if self._in_plan() or not self._planned_layers():
+                    if self._status.in_plan or not self._planned_layers():
                         raise
                     _log.error("layers of the next plan do not fit", reason=str(error))
                     self._local_state.prefetcher.refuse()
@@ -187,7 +156,7 @@ class TrainingSession:
         if self._local_state.head is not None:
             self._on_head_moved(self._local_state.head)
         whole = span is None and span_to_hold(context.directives.plan, self._planned_layers()) is None
-        if self._in_plan() and whole and trainer.facts.span is None:
+        if self._status.in_plan and whole and trainer.facts.span is None:
             raise ModelTooLarge(
                 "the plan gives this node the whole model, but it can hold only some layers",
                 "ask the operator to pin it to some layers",
@@ -207,19 +176,19 @@ class TrainingSession:
 
     async def _train_through(self, trainer: Trainer) -> None:
         while not self.finished.is_set():
-            self._wait_state()
+            self._status.enter_waiting()
             await self._unless_trainer_dies(trainer, self._context.directives.until(self._has_work))
-            if self._context.directives.order == mb.ORDER_WRITE_GENESIS and self.genesis is None:
+            if self._status.must_write_genesis:
                 await self._write_genesis(trainer)
-            if self._needs_reload(trainer) and not self._pause_reason:
+            if self._needs_reload(trainer) and not self._status.pause_reason:
                 self._reloading = True  # the node is still in the plan, or will be in the next one
                 return
-            if self._in_plan() and not self._pause_reason:
+            if self._status.in_plan and not self._status.pause_reason:
                 await self._follow_plan(trainer)
 
     async def _follow_plan(self, trainer: Trainer) -> None:
         """Synchronise with the other members, then train in rounds until finished or no longer in the plan."""
-        context, plan = self._context, self._adopt_plan()
+        context, plan = self._context, self._status.adopt_plan()
         try:
             head = await self._unless_trainer_dies(trainer, self._synchronise(plan))
         except ChildDied:
@@ -235,7 +204,17 @@ class TrainingSession:
             self._on_evaluation(self._first_evaluation)
             self._first_evaluation = None
         await self._unless_trainer_dies(trainer, self._join_route(plan, trainer))
-        engine = self._make_engine(trainer, head, plan)
+        assert self._local_state.state is not None
+        engine = make_engine(
+            context,
+            trainer,
+            self._local_state.state,
+            self._exchanges,
+            head,
+            plan,
+            on_head_moved=self._on_head_moved,
+            on_evaluation=self._on_evaluation,
+        )
         running = asyncio.create_task(engine.run(self._links))
         self._engine = self._local_state.engine = engine
         following = asyncio.create_task(self._follow_directives(trainer, engine))
@@ -260,8 +239,8 @@ class TrainingSession:
         context = self._context
         training: bool | None = None
         followed = engine.plan.version
-        while self._in_plan() and not self._needs_reload(trainer):
-            plan = self._adopt_plan()
+        while self._status.in_plan and not self._needs_reload(trainer):
+            plan = self._status.adopt_plan()
             if not trainer.facts.holds_all and not plan.accepts(engine.head):
                 break  # `synchronise` goes back: an earlier round may be only in this node's own checkpoints
             if plan.version > followed:
@@ -269,26 +248,16 @@ class TrainingSession:
                 await self._join_route(plan, trainer)
                 followed = plan.version
                 if training is not None:
-                    self._publish_state(plan, training=training)
-            wanted = self._may_train()
+                    self._status.enter_following(plan, training=training)
+            wanted = self._status.may_train
             if wanted is not training:
                 await (trainer.train() if wanted else trainer.pause())
                 training = wanted
-                self._publish_state(plan, training=wanted)
-            await context.directives.until(partial(self._changed_since, plan.version, wanted))
+                self._status.enter_following(plan, training=wanted)
+            await context.directives.until(partial(self._status.changed_since, plan.version, wanted))
+        if self._status.in_plan:
+            self._status.adopt_plan()  # a plan that gives this node other layers counts as received, too
         await engine.rest(ROUND_END_TIMEOUT)
-
-    def _publish_state(self, plan: Plan, *, training: bool) -> None:
-        """Report what this node does under `plan`."""
-        context = self._context
-        if not training:
-            context.status.enter(mb.NODE_STATE_PAUSED, self._why_paused())
-        elif context.identity.peer_id in plan.stages:
-            context.status.enter(mb.NODE_STATE_TRAINING, "training")
-        else:
-            span = plan.span(context.identity.peer_id)
-            context.status.enter(mb.NODE_STATE_READY, f"standby: holds layers {span.start} to {span.stop - 1}")
-        context.link.send_heartbeat_now()
 
     async def _join_route(self, plan: Plan, trainer: Trainer) -> None:
         """Join the route of `plan`, if it has one for this node. On failure the node still takes part in rounds."""
@@ -329,40 +298,19 @@ class TrainingSession:
         self._on_head_moved(head)
         if trainer.facts.holds_all:
             self._first_evaluation = mb.EvaluationReport(round=0, loss=await trainer.evaluate(), committed_tokens=0)
-        self.genesis = mb.GenesisReport(layers=trainer.facts.layers, manifest=head.committed)
+        self._context.status.genesis_report = mb.GenesisReport(layers=trainer.facts.layers, manifest=head.committed)
         context.link.send_heartbeat_now()
+
+    def _has_work(self) -> bool:
+        """Report whether a waiting session must act: report another state, write genesis, load layers or train."""
+        if self._status.must_write_genesis or self._status.waiting_is_outdated():
+            return True
+        loads = self._trainer is not None and self._needs_reload(self._trainer)
+        return (self._status.in_plan or loads) and not self._status.pause_reason
 
     async def _synchronise(self, plan: Plan) -> Head:
         self._context.status.enter(mb.NODE_STATE_CATCHING_UP, "fetching anchor and momentum")
         return await self._local_state.synchronise(plan)
-
-    def _make_engine(self, trainer: Trainer, head: Head, plan: Plan) -> AveragingEngine:
-        context = self._context
-        assert self._local_state.state is not None
-        return AveragingEngine(
-            identity=context.identity,
-            operator_key=context.operator_key,
-            spec=context.spec,
-            policies=policies(context.spec, trainer.facts.layer_offsets),
-            trainer=trainer,
-            state=self._local_state.state,
-            manifests=context.manifests,
-            votes=context.votes,
-            network=context.network,
-            exchanges=self._exchanges,
-            head=head,
-            plan=plan,
-            clock=context.clock,
-            counters=context.status.counters,
-            callbacks=RoundCallbacks(
-                committed=self._on_head_moved,
-                report=context.link.report,
-                evaluated=self._on_evaluation,
-                ask_coordinator=self._ask_coordinator,
-                plan_newer_than=context.directives.plan_newer_than,
-                plan_shared=context.directives.accept_plan,
-            ),
-        )
 
     # --- orders from the owner -------------------------------------------------------------------------
 
@@ -371,14 +319,12 @@ class TrainingSession:
 
         Progress since the last round is lost if a plan goes on without this node.
         """
-        self._pause_reason = reason
-        if self._context.status.state == mb.NODE_STATE_PAUSED:
-            self._context.status.detail = reason
+        self._status.pause(reason)
         self._context.directives.wake()
 
     def resume(self) -> None:
         """Train again."""
-        self._pause_reason = ""
+        self._status.pause_reason = ""
         self._context.directives.wake()
 
     async def limit(self, trainer_config: TrainerConfig) -> None:
@@ -395,7 +341,7 @@ class TrainingSession:
         """
         start = self._context.status.head_round
         engine = self._engine
-        if engine is None or self._pause_reason:
+        if engine is None or self._status.pause_reason:
             return False
         engine.leave()
 
@@ -452,92 +398,19 @@ class TrainingSession:
         if self._engine is not None:
             await self._engine.lost(peer)
 
-    async def _ask_coordinator(self, round_id: RoundId, payload: bytes) -> rt.TieBreak:
-        """Ask the coordinator for a promise or a tie-break vote; not granted if it cannot be reached."""
-        try:
-            answer = await self._context.link.vote(mb.VoteRequest(round=round_id.to_proto(), payload=payload))
-        except AtollError as error:
-            return rt.TieBreak(round_id, payload, granted=False, voted=None, vote=None, reason=str(error))
-        ballot = answer.accepted_ballot
-        voted = LastVote(Ballot(ballot.plan_version, ballot.attempt), answer.accepted_payload)
-        return rt.TieBreak(
-            round_id,
-            payload,
-            granted=answer.granted,
-            voted=voted if answer.HasField("accepted_ballot") else None,
-            vote=answer.vote if answer.HasField("vote") else None,
-            reason=answer.reason,
-        )
-
     def _on_head_moved(self, head: Head) -> None:
         status = self._context.status
         self._local_state.moved(head)
         status.head_round, status.head_hash, status.committed_tokens = head.round, head.hash, head.committed_tokens
         state = self._local_state.checkpoint_state()
         if state is not None and head.round > 0:
-            self._context.checkpoints.offer(state, only_copy=self._is_only_holder(head))
+            only_copy = is_only_holder(self._context.directives.plan, self._context.identity.peer_id, head)
+            self._context.checkpoints.offer(state, only_copy=only_copy)
         self._context.directives.wake()
-
-    def _is_only_holder(self, head: Head) -> bool:
-        """Report whether, on a route, no other holder of some changed layer took part in the head's round."""
-        plan, me = self._context.directives.plan, self._context.identity.peer_id
-        if plan is None or plan.is_replica(me):
-            return False
-        mine, changed = plan.span(me), changed_layers(head.manifest)
-        layers = range(max(mine.start, changed.start), min(mine.stop, changed.stop))
-        present = head.electorate.members | {me}
-        return any(plan.holders(range(layer, layer + 1)) & present == {me} for layer in layers)
 
     def _on_evaluation(self, report: mb.EvaluationReport) -> None:
         self._context.status.validation_loss = report.loss
         self._context.link.report(report)
-
-    # --- conditions ------------------------------------------------------------------------------------
-
-    def _adopt_plan(self) -> Plan:
-        """Return the plan in force and show it in the status."""
-        assert self._context.directives.plan is not None
-        plan = self._context.directives.plan
-        self._context.status.plan_version, self._context.status.members = plan.version, len(plan.members)
-        self.genesis = None  # a plan proves that the coordinator has it
-        return plan
-
-    def _in_plan(self) -> bool:
-        plan = self._context.directives.plan
-        return plan is not None and self._context.identity.peer_id in plan.members
-
-    def _may_train(self) -> bool:
-        return not self._pause_reason and self._context.directives.run_state != mb.RUN_STATE_PAUSED
-
-    def _changed_since(self, plan_version: int, training: bool) -> bool:
-        plan = self._context.directives.plan
-        return not self._in_plan() or plan is None or (plan.version, self._may_train()) != (plan_version, training)
-
-    def _why_paused(self) -> str:
-        return self._pause_reason or "the operator paused the run"
-
-    def _why_waiting(self) -> str:
-        context, needed = self._context, self._context.spec.run.min_nodes
-        if context.directives.notice:
-            return f"ready, but {context.directives.notice}"
-        begins = f" (the run starts with {needed} nodes)" if context.directives.plan is None and needed > 1 else ""
-        return f"ready; waiting for a plan{begins}"
-
-    def _wait_state(self) -> None:
-        if self._pause_reason:
-            self._context.status.enter(mb.NODE_STATE_PAUSED, self._why_paused())
-        else:
-            self._context.status.enter(mb.NODE_STATE_READY, self._why_waiting())
-        self._context.link.send_heartbeat_now()
-
-    def _has_work(self) -> bool:
-        waiting_for_genesis = self._context.directives.order == mb.ORDER_WRITE_GENESIS and self.genesis is None
-        changed = bool(self._pause_reason) != (self._context.status.state == mb.NODE_STATE_PAUSED)
-        changed |= (
-            self._context.status.state == mb.NODE_STATE_READY and self._context.status.detail != self._why_waiting()
-        )
-        loads = self._trainer is not None and self._needs_reload(self._trainer)
-        return waiting_for_genesis or changed or ((self._in_plan() or loads) and not self._pause_reason)
 
     async def _unless_trainer_dies(self, trainer: Trainer, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.ensure_future(work)

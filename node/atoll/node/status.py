@@ -39,6 +39,7 @@ class LiveStatus:
     trainer_restarts: int = 0
     route: RouteMembership | None = None
     local_state: LocalState | None = None
+    genesis_report: mb.GenesisReport | None = None  # until a plan shows that the coordinator has it
 
     def enter(self, state: mb.NodeState, detail: str) -> None:
         """Set the state, with a detail for people."""
