@@ -61,16 +61,22 @@ class NodeConfig:
     """One node's settings."""
 
     data_dir: Path = field(metadata={"help": "directory of keys, manifests, anchors and the local socket"})
-    name: str = _setting("", "name shown to people; default: derived from the peer id")
+    name: str = _setting(
+        "", "name shown to people, 1–63 characters of a–z, 0–9 and -; default: derived from the peer id"
+    )
     listen: str = _setting("0.0.0.0", "address that peers connect to")  # noqa: S104 - peers must reach us
     port: int = _setting(0, "TCP port for peers; 0 picks a free one", between=(0, 65535))
-    announce: str = _setting("", "public address or host name, if it differs from the listening address")
+    announce: str = _setting("", "public address or host name, for a node behind a port forward")
     direct: bool = _setting(True, "send bulk over direct TCP and TLS connections where possible, else over libp2p")
     direct_port: int = _setting(0, "TCP port for direct connections; 0 picks a free one", between=(0, 65535))
-    device: str = _setting("auto", "auto, cpu, cuda:0 or mps; several GPUs as one node: cuda:0,cuda:1")
+    device: str = _setting(
+        "auto", "device for training: auto, cpu, cuda:N or mps; cuda:0,cuda:1 makes one node of two GPUs"
+    )
     data: str = _setting("", "path of the corpus on this machine, if it is not the run spec's")
     base: str = _setting("", "directory of the run's pretrained weights, if it starts from some")
-    vram_fraction: float = _limit_setting(1.0, "share of the GPU's memory that training may use", between=(0.01, 1.0))
+    vram_fraction: float = _limit_setting(
+        1.0, "share of the GPU's memory that training may use, 0.01 to 1", between=(0.01, 1.0)
+    )
     memory_megabytes: float = _setting(
         0.0,
         "main memory that training may use on a CPU, not counting torch and the corpus; 0: no limit",
@@ -81,13 +87,17 @@ class NodeConfig:
     )
     cpu_threads: int = _limit_setting(0, "threads for training; 0 uses every core", between=(0, 4096))
     minimum_step_seconds: float = _limit_setting(0.0, "minimum duration of an inner step", between=(0, 3600))
-    compute_share: float = _limit_setting(1.0, "share of the time in which training computes", between=(0.01, 1.0))
+    compute_share: float = _limit_setting(
+        1.0, "share of the time in which training computes, 0.01 to 1", between=(0.01, 1.0)
+    )
     upload_mbit_per_second: float = _limit_setting(0.0, "rate limit to peers; 0: no limit", between=(0, 1e6))
     download_mbit_per_second: float = _limit_setting(0.0, "rate limit from peers; 0: no limit", between=(0, 1e6))
     monthly_gigabytes: float = _limit_setting(
         0.0, "traffic to and from peers in a calendar month; 0: no limit", between=(0, 1e6)
     )
-    hours: str = _limit_setting("", 'local times of day in which to train, "22:00-07:00,12:00-13:00"; empty: always')
+    hours: str = _limit_setting(
+        "", "local times of day in which to train, for example 22:00-07:00,12:00-13:00; empty: always"
+    )
     on_battery: str = _limit_setting(
         "pause", "pause or train while the machine runs on its battery", one_of=("pause", "train")
     )
@@ -99,8 +109,12 @@ class NodeConfig:
     checkpoint_interval_seconds: float = _setting(
         300.0, "seconds between two checkpoints; 0 writes one every round", between=(0, 86400)
     )
-    log_level: str = _setting("info", "debug, info, warning, error", one_of=("debug", "info", "warning", "error"))
-    log_format: str = _setting("auto", "auto, console, json", one_of=("auto", "console", "json"))
+    log_level: str = _setting(
+        "info", "level of log messages: debug, info, warning or error", one_of=("debug", "info", "warning", "error")
+    )
+    log_format: str = _setting(
+        "auto", "format of log messages: auto, console or json", one_of=("auto", "console", "json")
+    )
 
     def path(self, *parts: str) -> Path:
         """Join `parts` to the data directory."""
@@ -117,8 +131,9 @@ class NodeConfig:
         )
 
 
-LIMITS = tuple(item.name for item in fields(NodeConfig) if item.metadata.get("limit"))
-_FIELD_TYPES: dict[str, type] = get_type_hints(NodeConfig)
+SETTING_FIELDS = {item.name: item for item in fields(NodeConfig)}
+SETTING_TYPES: dict[str, type] = get_type_hints(NodeConfig)
+LIMITS = tuple(name for name, item in SETTING_FIELDS.items() if item.metadata.get("limit"))
 
 
 @dataclass(frozen=True)
@@ -231,7 +246,7 @@ def _convert(values: Mapping[str, Value | Path], origin: Mapping[str, str]) -> d
     """Convert values to the types of the fields: TOML gives numbers, the environment only text."""
     typed: dict[str, Value | Path] = {}
     for key, value in values.items():
-        kind = _FIELD_TYPES[key]
+        kind = SETTING_TYPES[key]
         try:
             typed[key] = _PARSERS[kind](value) if kind in _PARSERS else kind(value)
         except (TypeError, ValueError, KeyError, OverflowError) as error:

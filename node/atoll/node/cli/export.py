@@ -1,8 +1,15 @@
-"""`atoll export`: write a checkpoint as a directory that other programs can load."""
+"""`atoll export` and `atoll base`: convert models to and from the format of other programs.
+
+`export` writes a checkpoint as a directory that other programs can load. `base` prints the `[model]` section of a run
+that starts from such a directory.
+"""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +19,6 @@ import typer
 from atoll.core.errors import Ambiguous, AtollError, CheckpointCorrupt, NotFound, UsageError
 from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.node.cli.options import DataDir, data_directory
-from atoll.node.cli.scratch import temporary_torch_cache
 from atoll.node.control.local_client import call
 
 if TYPE_CHECKING:
@@ -77,7 +83,7 @@ def export(
             )
         from atoll.node.export.huggingface_export import export_huggingface  # here, because torch takes seconds
 
-        with temporary_torch_cache():
+        with _temporary_torch_cache():
             export_huggingface(found, to, dtype, base, 1e9 * shard_gigabytes)
     if output is Output.JSON:
         facts = {"run": found.spec.run.name, "round": found.head.round, "manifest_hash": found.head.hash.hex()}
@@ -87,6 +93,24 @@ def export(
     typer.echo(str(to))
     if not checkpoint and round_number is None:
         _report_newer_round(data_directory(data_dir), found.spec.run.name, found.head.round)
+
+
+def base(
+    directory: Annotated[
+        Path, typer.Argument(help="Directory with config.json and safetensors files.", show_default=False)
+    ],
+    name: Annotated[
+        str, typer.Option("--name", help="Name of the repository that has these files, for other people.")
+    ] = "",
+) -> None:
+    r"""Print the \[model] section of a run that starts from these weights. It pins every file by its digest."""
+    from atoll.node.model.describe_base import describe  # here, because torch and transformers take seconds
+
+    with _temporary_torch_cache():
+        text, notes = describe(directory, name)
+    for note in notes:
+        print_to_stderr(note)
+    typer.echo(text)
 
 
 def _report_newer_round(data_dir: Path, run: str, round_number: int) -> None:
@@ -140,3 +164,11 @@ def _open_and_join(paths: list[Path], exit_stack: ExitStack) -> StoredModel:
     from atoll.node.export.stored_model import checkpoints_in, open_checkpoint
 
     return join([open_checkpoint(found, exit_stack) for path in paths for found in checkpoints_in(path)])
+
+
+@contextmanager
+def _temporary_torch_cache() -> Iterator[None]:
+    """Give torch a cache directory that is deleted at the end; by default it leaves one in the temporary directory."""
+    with tempfile.TemporaryDirectory(prefix="atoll-") as folder:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+        yield

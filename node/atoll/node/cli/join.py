@@ -1,7 +1,6 @@
 """`atoll join` and `atoll up`: run a member's daemon in the foreground (systemd restarts it).
 
-`join` takes a token and any setting; `up` starts the same node again. The options of the settings come from
-`NodeConfig`: an alias below says only what typer needs.
+`join` takes a token and settings; `up` starts the same node again.
 """
 
 from __future__ import annotations
@@ -9,14 +8,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.files import make_private_dir
 from atoll.core.output import ask_interactively, print_to_stderr
-from atoll.node.cli.options import ConfigFile, DataDir, load_settings
+from atoll.node.cli.options import ConfigFile, DataDir, load_settings, with_setting_options
 from atoll.node.cli.set_limits import limits_text
 from atoll.node.config import LoadedConfig, NodeConfig, has_corpus_files, save_overrides
 from atoll.node.training.device_names import parse_device_names
@@ -36,111 +35,38 @@ Examples:
   pass show atoll-token | atoll join --token - --yes
 """
 Token = Annotated[str | None, typer.Option("--token", help=_SOURCE_HELP, show_default=False)]
-Name = Annotated[str | None, typer.Option("--name", help="Name shown to people: 1–63 characters of a–z, 0–9 and -.")]
-Listen = Annotated[
-    str | None, typer.Option("--listen", help="Address that peers connect to.", show_default="every address")
-]
-Port = Annotated[int | None, typer.Option("--port", help="TCP port for peers; 0 picks a free one.", show_default="0")]
-Announce = Annotated[str | None, typer.Option("--announce", help="Public address or host name behind a port forward.")]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        "--device", help="auto, cpu, cuda:N or mps; cuda:0,cuda:1 makes one node of two GPUs.", show_default="auto"
-    ),
-]
-Threads = Annotated[int | None, typer.Option("--cpu-threads", help="Threads for training; 0: every core.")]
-Data = Annotated[
-    str | None, typer.Option("--data", help="Path of the corpus on this machine, if it is not the run spec's.")
-]
-Base = Annotated[
-    str | None, typer.Option("--base", help="Directory of the run's pretrained weights, if it starts from some.")
-]
-Pace = Annotated[float | None, typer.Option("--minimum-step-seconds", help="Minimum duration of an inner step.")]
-Share = Annotated[
-    float | None,
-    typer.Option("--compute-share", help="Share of the time in which training computes, 0.01 to 1."),
-]
-Vram = Annotated[
-    float | None, typer.Option("--vram-fraction", help="Share of the GPU's memory that training may use, 0.01 to 1.")
-]
-Memory = Annotated[
-    float | None, typer.Option("--memory-megabytes", help="Main memory that training may use on a CPU; 0: no limit.")
-]
-Power = Annotated[float | None, typer.Option("--power-watts", help="Power cap of the GPU while the daemon runs.")]
-Upload = Annotated[float | None, typer.Option("--upload-mbit-per-second", help="Rate limit to peers; 0: no limit.")]
-Download = Annotated[
-    float | None, typer.Option("--download-mbit-per-second", help="Rate limit from peers; 0: no limit.")
-]
-Monthly = Annotated[
-    float | None, typer.Option("--monthly-gigabytes", help="Traffic with peers in a calendar month; 0: no limit.")
-]
-Hours = Annotated[
-    str | None, typer.Option("--hours", help="Times of day in which to train, for example 22:00-07:00,12:00-13:00.")
-]
-Battery = Annotated[
-    str | None, typer.Option("--on-battery", help="pause or train while on battery.", show_default="pause")
-]
-Idle = Annotated[
-    int | None, typer.Option("--only-when-idle-minutes", help="Train only after the machine was unused for this long.")
-]
-LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning, error", show_default="info")]
-LogFormat = Annotated[str | None, typer.Option("--log-format", help="auto, console, json", show_default="auto")]
+_SETTINGS = (
+    "name",
+    "listen",
+    "port",
+    "announce",
+    "device",
+    "cpu_threads",
+    "data",
+    "base",
+    "minimum_step_seconds",
+    "compute_share",
+    "vram_fraction",
+    "memory_megabytes",
+    "power_watts",
+    "upload_mbit_per_second",
+    "download_mbit_per_second",
+    "monthly_gigabytes",
+    "hours",
+    "on_battery",
+    "only_when_idle_minutes",
+    "log_level",
+    "log_format",
+)
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; accept the limits shown.")]
 
 
+@with_setting_options(*_SETTINGS)
 def join(
-    token: Token = None,
-    name: Name = None,
-    data_dir: DataDir = None,
-    config: ConfigFile = None,
-    listen: Listen = None,
-    port: Port = None,
-    announce: Announce = None,
-    device: Device = None,
-    cpu_threads: Threads = None,
-    data: Data = None,
-    base: Base = None,
-    minimum_step_seconds: Pace = None,
-    compute_share: Share = None,
-    vram_fraction: Vram = None,
-    memory_megabytes: Memory = None,
-    power_watts: Power = None,
-    upload_mbit_per_second: Upload = None,
-    download_mbit_per_second: Download = None,
-    monthly_gigabytes: Monthly = None,
-    hours: Hours = None,
-    on_battery: Battery = None,
-    only_when_idle_minutes: Idle = None,
-    log_level: LogLevel = None,
-    log_format: LogFormat = None,
-    yes: Yes = False,
+    token: Token = None, data_dir: DataDir = None, config: ConfigFile = None, yes: Yes = False, **settings: Any
 ) -> None:
     """Join a run with a token, train until the run is finished, then serve its anchor. Ctrl-C finishes the round."""
-    loaded = load_settings(
-        data_dir,
-        config,
-        name=name,
-        listen=listen,
-        port=port,
-        announce=announce,
-        device=device,
-        cpu_threads=cpu_threads,
-        data=_absolute(data),
-        base=str(Path(base).expanduser().absolute()) if base else base,
-        minimum_step_seconds=minimum_step_seconds,
-        compute_share=compute_share,
-        vram_fraction=vram_fraction,
-        memory_megabytes=memory_megabytes,
-        power_watts=power_watts,
-        upload_mbit_per_second=upload_mbit_per_second,
-        download_mbit_per_second=download_mbit_per_second,
-        monthly_gigabytes=monthly_gigabytes,
-        hours=hours,
-        on_battery=on_battery,
-        only_when_idle_minutes=only_when_idle_minutes,
-        log_level=log_level,
-        log_format=log_format,
-    )
+    loaded = load_settings(data_dir, config, **_with_absolute_paths(settings))
     from atoll.core.tokens import parse_join_token  # here, so that `--help` does not import cryptography
 
     parsed = parse_join_token(_token_text(token))
@@ -154,19 +80,25 @@ def join(
 join.__doc__ = (join.__doc__ or "") + "\n" + _EXAMPLES
 
 
-def up(data_dir: DataDir = None, config: ConfigFile = None, data: Data = None, log_format: LogFormat = None) -> None:
+@with_setting_options("data", "log_format")
+def up(data_dir: DataDir = None, config: ConfigFile = None, **settings: Any) -> None:
     """Start the node of an earlier `join` again, without a token: for systemd and after a reboot."""
-    loaded = load_settings(data_dir, config, data=_absolute(data), log_format=log_format)
-    if data:
+    loaded = load_settings(data_dir, config, **_with_absolute_paths(settings))
+    if settings["data"]:
         _check_machine(loaded.config)
         if loaded.config.data_dir.is_dir():  # else there was no join, and `_run` reports that
             save_overrides(loaded)
     _run(loaded, None)
 
 
-def _absolute(data: str | None) -> str | None:
-    """Make an existing path absolute; leave a glob pattern as it is."""
-    return str(Path(data).absolute()) if data and Path(data).exists() else data
+def _with_absolute_paths(settings: dict[str, Any]) -> dict[str, Any]:
+    """Make the paths absolute, because the daemon may restart in another directory; a glob pattern stays as it is."""
+    data, base = settings["data"], settings.get("base")
+    if data and Path(data).exists():
+        data = str(Path(data).absolute())
+    if base:
+        base = str(Path(base).expanduser().absolute())
+    return {**settings, "data": data, "base": base}
 
 
 def _run(loaded: LoadedConfig, token: JoinToken | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import typer
 
 from atoll.core.output import VersionOption
-from atoll.node.cli import base, config_show, doctor, export, join, logs, pause_resume, set_limits, status
+from atoll.node.cli import config_show, doctor, export, join, logs, pause_resume, set_limits, status
 
 app = typer.Typer(
     name="atoll",
@@ -36,5 +36,5 @@ app.command("set")(set_limits.set_)
 app.command()(doctor.doctor)
 app.command()(logs.logs)
 app.command()(export.export)
-app.command()(base.base)
+app.command()(export.base)
 app.add_typer(config_show.app, name="config")

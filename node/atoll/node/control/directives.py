@@ -42,8 +42,7 @@ class Directives:
         self._authority = authority
         self._on_deny_list = on_deny_list
         self._on_seeds_changed = on_seeds_changed
-        self._changed = asyncio.Condition()
-        self._wakers: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()  # replaced at each change
         self._plan_path = plan_path
         self._load_saved_plan()
 
@@ -99,16 +98,10 @@ class Directives:
 
     def wake(self) -> None:
         """Have all waiters check their conditions again."""
-
-        async def notify() -> None:
-            async with self._changed:
-                self._changed.notify_all()
-
-        task = asyncio.get_running_loop().create_task(notify())
-        self._wakers.add(task)
-        task.add_done_callback(self._wakers.discard)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` is true. The caller sets the deadline, if it needs one."""
-        async with self._changed:
-            await self._changed.wait_for(condition)
+        while not condition():
+            await self._changed.wait()
