@@ -237,7 +237,7 @@ def _merge(
 ) -> None:
     for key, value in new.items():
         if key not in origin:
-            raise ConfigError(f"{key!r} in {source} is not a setting", "list the settings: `atoll config show`")
+            raise ConfigError(f"unknown key {key!r} in {source}", "list all keys: `atoll config show`")
         values[key] = value
         origin[key] = source
 

@@ -95,7 +95,7 @@ class RouteMembership:
             pass
 
     async def until_driver_leaves(self, timeout: timedelta) -> None:
-        """On a later stage, wait until the route breaks: the first stage (the driver) may still need it."""
+        """Wait on a later stage until the route breaks: the first stage (the driver) may still need it."""
         if self.place is None or self.place.stage == 0 or self._connection is None:
             return
         with suppress(TimeoutError):

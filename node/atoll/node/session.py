@@ -56,7 +56,10 @@ _log = log.get("session")
 
 
 class TrainingSession:
-    """One run on this node, from loading to the final anchor."""
+    """One run on this node, from loading to the final anchor.
+
+    Its many methods are the steps of one life cycle, the owner's orders and the callbacks of rounds.
+    """
 
     def __init__(self, context: NodeContext) -> None:
         self.finished = asyncio.Event()

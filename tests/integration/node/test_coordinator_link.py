@@ -90,7 +90,7 @@ class Early(membership_pb2_grpc.MembershipServiceServicer):
 
 
 @pytest.mark.parametrize("seconds", [300.0, -300.0])
-async def test_a_node_finds_out_how_far_its_clock_is_off(seconds):
+async def test_a_node_measures_its_clock_offset(seconds):
     service = Early(seconds)
     async with serving(service) as link:
         async with asyncio.timeout(20):  # answers that come late on a busy machine are outdone by quick ones
@@ -127,6 +127,6 @@ async def starve():
         pass
 
 
-def test_without_descriptors_the_line_waits_and_the_node_lives():
+def test_without_descriptors_the_link_waits_and_the_node_lives():
     program = [sys.executable, "-c", "import asyncio, test_coordinator_link as it; asyncio.run(it.starve())"]
     subprocess.run(program, cwd=Path(__file__).parent, check=True, timeout=60)

@@ -44,6 +44,6 @@ def heaps(asked: str) -> int:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_stats"), reason="needs glibc")
-def test_threads_share_heaps() -> None:
+def test_threads_share_malloc_arenas() -> None:
     assert heaps("") > 2
     assert 0 < heaps(_SHARED) <= 2

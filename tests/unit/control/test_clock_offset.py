@@ -11,7 +11,7 @@ WAY = st.floats(0.0, 2.0)
 
 
 @given(st.floats(-1e6, 1e6), st.lists(st.tuples(WAY, WAY, WAY), min_size=1, max_size=20))
-def test_it_is_off_by_no_more_than_half_of_the_shortest_way_of_the_last_heartbeats(
+def test_the_error_is_at_most_half_the_shortest_round_trip(
     ahead: float, ways: list[tuple[float, float, float]]
 ) -> None:
     offset, now = ClockOffset(), 1.7e9
@@ -25,7 +25,7 @@ def test_it_is_off_by_no_more_than_half_of_the_shortest_way_of_the_last_heartbea
     assert abs(offset.ahead_seconds - ahead) <= shortest / 2 + 1e-5
 
 
-def test_answers_that_tell_nothing_change_nothing() -> None:
+def test_answers_without_a_time_or_a_heartbeat_are_ignored() -> None:
     offset = ClockOffset()
     offset.heartbeat_answered(1, 50.0, 60.0)  # to no heartbeat
     offset.heartbeat_sent(2, 100.0)

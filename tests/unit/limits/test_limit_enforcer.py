@@ -89,7 +89,7 @@ async def node(tmp_path: Path) -> Node:
     return it
 
 
-async def test_a_pause_lasts_over_a_restart_until_its_time(node: Node) -> None:
+async def test_a_pause_survives_a_restart_until_its_end(node: Node) -> None:
     answer = await node.ask("pause", seconds=7200)
     assert answer["until_unix"] == MORNING + 7200
     assert node.pause_reason == "paused by its owner until 2026-11-21 10:00"
@@ -121,7 +121,7 @@ async def test_a_pause_ends_by_itself_without_a_restart(node: Node, monkeypatch:
     running.cancel()
 
 
-async def test_finish_lets_the_round_end_and_a_restart_rest_until_resume(node: Node) -> None:
+async def test_finish_does_not_pause_now_but_after_a_restart_until_resume(node: Node) -> None:
     await node.ask("pause", seconds=60)
     await node.ask("resume")
     assert node.limit_enforcer.finish() == ""
@@ -144,7 +144,7 @@ async def test_a_pause_that_ends_meanwhile_does_not_undo_finish(node: Node) -> N
     assert "finished by its owner" in node.pause_reason
 
 
-async def test_hours_rest_the_node_and_force_overrules_them_until_they_change(node: Node) -> None:
+async def test_hours_pause_the_node_and_force_overrules_them_until_they_allow_training(node: Node) -> None:
     await node.ask("set", limits={"hours": "22:00-07:00"})
     assert "22:00" in node.pause_reason
     answer = await node.ask("resume")
@@ -162,9 +162,7 @@ async def test_hours_rest_the_node_and_force_overrules_them_until_they_change(no
     assert "22:00" in node.pause_reason
 
 
-async def test_force_overrules_the_limit_that_it_was_said_against_and_no_other(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_force_overrules_only_the_limit_that_paused_the_node(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     on_battery = False
     monkeypatch.setattr("atoll.node.limits.enforcer.on_battery", lambda: on_battery)
     await node.ask("set", limits={"hours": "22:00-07:00", "on_battery": "pause"})
@@ -189,24 +187,22 @@ async def test_force_overrules_the_limit_that_it_was_said_against_and_no_other(
     assert "22:00" in answer["reason"]
 
 
-async def test_force_also_overrules_the_minute_for_which_mains_power_must_last(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_force_also_overrules_the_settle_time_of_mains_power(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     on_battery = True
     monkeypatch.setattr("atoll.node.limits.enforcer.on_battery", lambda: on_battery)
     await node.ask("set", limits={"on_battery": "pause"})
     assert node.pause_reason == "on battery"
     on_battery = False
-    await node.limit_enforcer._observe_and_enforce()
+    await node.limit_enforcer.observe_and_enforce()
     assert "mains power is back" in node.pause_reason
     assert (await node.ask("resume", force=True))["paused"] is False
     assert not node.pause_reason
-    await node.limit_enforcer._observe_and_enforce()
+    await node.limit_enforcer.observe_and_enforce()
     assert not node.pause_reason
     node.clock.advance(61)
-    await node.limit_enforcer._observe_and_enforce()
+    await node.limit_enforcer.observe_and_enforce()
     on_battery = True
-    await node.limit_enforcer._observe_and_enforce()
+    await node.limit_enforcer.observe_and_enforce()
     assert node.pause_reason == "on battery"
 
 
@@ -221,7 +217,7 @@ async def test_the_owners_pause_is_reported_before_a_limit(node: Node, monkeypat
     assert not node.pause_reason
 
 
-async def test_a_month_that_is_spent_rests_the_node_until_it_turns_or_the_limit_rises(node: Node) -> None:
+async def test_a_used_up_month_pauses_the_node_until_the_next_month_or_a_higher_limit(node: Node) -> None:
     await node.ask("set", limits={"monthly_gigabytes": 1})
     node.host.bytes_total = 600 * 10**6
     await node.limit_enforcer.close()
@@ -240,7 +236,7 @@ async def test_a_month_that_is_spent_rests_the_node_until_it_turns_or_the_limit_
     assert node.limit_enforcer.status_json("")["month_bytes"] == 0
 
 
-async def test_what_is_left_of_the_month_is_all_that_may_pass_unless_forced(node: Node) -> None:
+async def test_traffic_is_limited_to_the_rest_of_the_month_unless_forced(node: Node) -> None:
     assert node.host.allowed == float("inf")
     await node.ask("set", limits={"monthly_gigabytes": 1, "hours": "22:00-07:00"})
     node.host.bytes_total = 600 * 10**6
@@ -260,7 +256,7 @@ async def test_what_is_left_of_the_month_is_all_that_may_pass_unless_forced(node
     assert node.host.allowed == float("inf")
 
 
-async def test_a_start_with_a_wrong_clock_erases_no_month(node: Node) -> None:
+async def test_a_start_with_a_wrong_clock_erases_no_traffic(node: Node) -> None:
     await node.ask("set", limits={"monthly_gigabytes": 1})
     node.host.bytes_total = 2 * GB
     await node.limit_enforcer.close()
@@ -276,7 +272,7 @@ async def test_a_start_with_a_wrong_clock_erases_no_month(node: Node) -> None:
     assert len(json.loads((node.directory / "traffic.json").read_bytes())["bytes_by_month"]) < 30
 
 
-async def test_set_changes_all_or_nothing(node: Node, tmp_path: Path) -> None:
+async def test_set_changes_all_limits_or_none(node: Node, tmp_path: Path) -> None:
     answer = await node.ask("set", limits={"upload_mbit_per_second": "8", "cpu_threads": "2"})
     assert node.host.rates == (1e6, 0.0)
     assert node.session.limits[-1].cpu_threads == 2
@@ -306,13 +302,15 @@ async def test_a_failed_write_refuses_set_and_warns_on_pause(node: Node, tmp_pat
     assert node.pause_reason  # all the same
 
 
-async def test_the_environment_is_named_where_it_will_win_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_set_warns_if_the_environment_overrides_the_limit_at_the_next_start(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ATOLL_CPU_THREADS", "7")
     answer = await node.ask("set", limits={"cpu_threads": 2})
     assert answer["warnings"] == ["the next start takes ATOLL_CPU_THREADS from the environment instead"]
 
 
-async def test_a_seed_has_rates_and_nothing_to_pause(tmp_path: Path) -> None:
+async def test_a_seed_has_rate_limits_but_cannot_be_paused(tmp_path: Path) -> None:
     node = Node(tmp_path)
     await node.start(seed=True)
     await node.ask("set", limits={"download_mbit_per_second": 80})

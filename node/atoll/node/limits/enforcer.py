@@ -105,7 +105,7 @@ class LimitEnforcer:
         self._targets = targets
         await asyncio.to_thread(self._power.restore)  # a killed daemon may have left its cap
         self._limit_rates()
-        await self._observe_and_enforce()
+        await self.observe_and_enforce()
 
     async def run(self) -> None:
         """Observe and enforce until cancelled."""
@@ -114,7 +114,7 @@ class LimitEnforcer:
                 async with asyncio.timeout(self._seconds_to_next_look()):
                     await self._changed.wait()
             self._changed.clear()
-            await self._observe_and_enforce()
+            await self.observe_and_enforce()
 
     async def close(self) -> None:
         """Save the month's traffic and restore the power cap."""
@@ -146,7 +146,7 @@ class LimitEnforcer:
 
     # --- observing -------------------------------------------------------------------------------------
 
-    async def _observe_and_enforce(self) -> None:
+    async def observe_and_enforce(self) -> None:
         targets = self._targets
         assert targets is not None
         self._count_traffic(targets.traffic)
@@ -276,7 +276,7 @@ class LimitEnforcer:
         self._overruled_causes = self._overruled_causes | paused_by if request.get("force") else frozenset()
         self._set_intent(OwnerIntent())
         if self._targets is not None:
-            await self._observe_and_enforce()  # with that limit overruled, another may still apply
+            await self.observe_and_enforce()  # with that limit overruled, another may still apply
         return {"paused": bool(self.reason), "reason": self.reason, "warning": self._warnings.get("intent", "")}
 
     def _set_intent(self, intent: OwnerIntent) -> None:
@@ -332,7 +332,7 @@ class LimitEnforcer:
         self.decision = TrainingDecision(True, self.decision.cause)
         self._limit_rates()
         self._requested_power_cap = None
-        await self._observe_and_enforce()
+        await self.observe_and_enforce()
 
     def _require_training(self) -> None:
         if self._targets is None or self._targets.session is None:
