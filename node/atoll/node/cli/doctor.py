@@ -72,9 +72,9 @@ def _print(finding: Finding) -> None:
 def _python(_: NodeConfig) -> Iterator[Finding]:
     from importlib.metadata import PackageNotFoundError, version
 
-    here = ".".join(map(str, sys.version_info[:3]))
+    found = ".".join(map(str, sys.version_info[:3]))
     supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    yield Finding("python", supported, here, "use Python 3.11, 3.12 or 3.13")
+    yield Finding("python", supported, found, "use Python 3.11, 3.12 or 3.13")
     for package in ("torch", "hivemind"):
         try:
             yield Finding(package, True, version(package))

@@ -17,7 +17,7 @@ from atoll.core.files import make_private_dir
 from atoll.core.output import ask_interactively, print_to_stderr
 from atoll.node.cli.options import ConfigFile, DataDir, load_settings, with_setting_options
 from atoll.node.cli.set_limits import limits_text
-from atoll.node.config import LoadedConfig, NodeConfig, has_corpus_files, save_overrides
+from atoll.node.config import SETTING_FIELDS, LoadedConfig, NodeConfig, has_corpus_files, save_overrides
 from atoll.node.training.device_names import parse_device_names
 
 if TYPE_CHECKING:
@@ -35,29 +35,15 @@ Examples:
   pass show atoll-token | atoll join --token - --yes
 """
 Token = Annotated[str | None, typer.Option("--token", help=_SOURCE_HELP, show_default=False)]
-_SETTINGS = (
-    "name",
-    "listen",
-    "port",
-    "announce",
-    "device",
-    "cpu_threads",
-    "data",
-    "base",
-    "minimum_step_seconds",
-    "compute_share",
-    "vram_fraction",
-    "memory_megabytes",
-    "power_watts",
-    "upload_mbit_per_second",
-    "download_mbit_per_second",
-    "monthly_gigabytes",
-    "hours",
-    "on_battery",
-    "only_when_idle_minutes",
-    "log_level",
-    "log_format",
-)
+_WITHOUT_OPTION = {  # set in a configuration file or by an ATOLL_* variable
+    "data_dir",  # has its own option
+    "direct",
+    "direct_port",
+    "price_per_hour",
+    "checkpoint_keep",
+    "checkpoint_interval_seconds",
+}
+_SETTINGS = tuple(name for name in SETTING_FIELDS if name not in _WITHOUT_OPTION)
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; accept the limits shown.")]
 
 
