@@ -1,4 +1,4 @@
-"""`atoll` as a person meets it: quick, honest about bad input, with the exit codes that scripts rely on."""
+"""The `atoll` program as people and scripts use it: start time, errors of bad input, exit codes."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ def atoll(*arguments, stdin="", env=(), timeout=60):
 
 
 def refused(done, code, *words):
-    """One sentence on stderr, nothing on stdout, no traceback, the right exit code."""
+    """Expect the exit code, a message on stderr, no traceback and an empty stdout."""
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
@@ -93,7 +93,7 @@ def test_logs_prints_the_trainers_log_for_people_or_as_json(tmp_path):
 
 @pytest.fixture
 def token(tmp_path):
-    """A well-formed token for a port where nobody listens."""
+    """A valid token for a port on which no server listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -102,7 +102,7 @@ def token(tmp_path):
 
 @pytest.fixture
 def daemon(tmp_path):
-    """A local API that answers as a daemon does, in a thread."""
+    """A local API in a thread that answers like a daemon."""
     ready, done = threading.Event(), threading.Event()
     asked = []
     limits = {key: {"value": 1, "origin": "default"} for key in ("vram_fraction", "cpu_threads", "hours")}
@@ -186,7 +186,7 @@ def test_set_without_a_daemon_applies_at_the_next_start(tmp_path):
 
 @pytest.fixture
 def deaf(tmp_path):
-    """Where a daemon seems to be that hangs up without a word."""
+    """A data directory whose daemon closes the connection without an answer."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "atoll.sock"))
         server.listen()
@@ -335,7 +335,7 @@ def test_join_reports_an_unreachable_coordinator(token, tmp_path):
 
 
 def test_join_refuses_a_coordinator_with_another_authority(tmp_path):
-    """Somebody else listens there: nothing is sent to it."""
+    """Another server listens at the token's address: the node sends it nothing."""
     authority = CertificateAuthority.load_or_create(tmp_path / "ca.key", tmp_path / "ca.crt", time.time())
     leaf = authority.issue_with_new_key("atoll://coordinator", time.time(), server=True)
     (tmp_path / "leaf.pem").write_bytes(leaf.chain_pem + leaf.key_pem)
@@ -448,7 +448,7 @@ def test_the_pipeline_demo_refuses_options_that_it_would_ignore():
 
 
 def test_ctrl_c_at_a_question_exits_as_elsewhere(tmp_path):
-    """On a terminal of its own: the question is asked, the terminal sends the interrupt."""
+    """Runs on its own terminal, which sends the interrupt after the question."""
     pid, terminal = pty.fork()
     if pid == 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # what a shell runs in the background ignores it

@@ -1,4 +1,4 @@
-"""The line to a coordinator that breaks: no report is lost, whatever the moment."""
+"""Link to a coordinator that ends streams: no report is lost, whenever it breaks."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ from atoll.v1 import membership_pb2_grpc
 
 
 class Flaky(membership_pb2_grpc.MembershipServiceServicer):
-    """Ends every second stream without acknowledging what it was told; remembers what it acknowledged."""
+    """Ends every second stream without an acknowledgement; records the reports that it acknowledged."""
 
     def __init__(self):
         self.streams = 0
@@ -50,7 +50,7 @@ class PlainLink(CoordinatorLink):
 
 @asynccontextmanager
 async def serving(service):
-    """A link that runs, to that service."""
+    """A running link to that service."""
     server = grpc.aio.server()
     membership_pb2_grpc.add_MembershipServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -75,7 +75,7 @@ def plain_link(address):
 
 
 class Early(membership_pb2_grpc.MembershipServiceServicer):
-    """A coordinator whose clock is behind by so many seconds, and which thinks over its first answers."""
+    """A coordinator whose clock is behind by `seconds` and whose first answers are slow."""
 
     def __init__(self, seconds):
         self.seconds = seconds
@@ -113,7 +113,7 @@ async def test_reports_survive_every_broken_stream():
 
 
 async def starve():
-    """In a process of its own: gRPC aborts the process when it cannot open what it needs."""
+    """Runs in its own process, because gRPC aborts a process without free descriptors."""
     link = plain_link("127.0.0.1:1")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = len(os.listdir("/proc/self/fd"))

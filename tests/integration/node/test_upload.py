@@ -1,4 +1,4 @@
-"""A node answers an operator's pull with the checkpoint on its disk, through a real coordinator."""
+"""Upload of a node's checkpoint to an operator, through a real coordinator."""
 
 import asyncio
 import shutil
@@ -96,7 +96,7 @@ async def test_a_missing_or_damaged_checkpoint_is_refused_with_a_reason(tmp_path
 
 
 async def test_an_upload_goes_on_while_the_next_checkpoint_replaces_it(tmp_path):
-    """keep=1: the files vanish from their directory between the opening and the last byte."""
+    """With keep=1 the files are deleted between the opening and the last byte."""
     store = store_with(tmp_path / "node", 5, 700_001)
     before = read_checkpoint(store.path(5))
 

@@ -1,4 +1,4 @@
-"""What a node makes of its heartbeats' times."""
+"""Clock offset of a node, estimated from the times of its heartbeats."""
 
 from __future__ import annotations
 

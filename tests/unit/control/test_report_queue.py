@@ -1,4 +1,4 @@
-"""Reports wait until they are acknowledged, and never travel in batches that the coordinator refuses."""
+"""Reports are kept until they are acknowledged; no batch is larger than the coordinator accepts."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Small files that a node starts from, cut at every offset or changed in one byte: told apart, never believed."""
+"""Small files from which a node starts: a truncated file or a changed byte is always detected."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def directives(path: Path) -> Directives:
 
 @pytest.fixture
 async def plan_file(tmp_path):
-    """A plan as a node keeps it."""
+    """The file of a saved plan."""
     directives(tmp_path / "plan").apply_heartbeat(mb.HeartbeatResponse(plan=sign_plan(OPERATOR, PLAN)))
     assert directives(tmp_path / "plan").plan == PLAN
     return tmp_path / "plan"

@@ -22,7 +22,7 @@ GB = 10**9
 
 
 class Host:
-    """Counts what it is told."""
+    """A limiter that counts the bytes of the test."""
 
     def __init__(self) -> None:
         self.bytes_total = 0
@@ -37,7 +37,7 @@ class Host:
 
 
 class Session:
-    """Trains, or rests for a reason."""
+    """A session that records the reason of its pause."""
 
     def __init__(self) -> None:
         self.pause_reason = ""
@@ -59,7 +59,7 @@ class Session:
 
 
 class Node:
-    """One daemon's limits, as often as it is started."""
+    """The limits of one daemon over several starts."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -1,4 +1,4 @@
-"""Battery, other programs, people: read from files as Linux writes them."""
+"""Use of the machine by battery, other programs and people, read from files as Linux writes them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_unknown_answers_of_logind_do_not_count_as_use(answer: str) -> None:
 
 
 def test_this_machine_can_be_observed() -> None:
-    """The kernel's own files: a child of ours that computes is family, not somebody else."""
+    """Reads the kernel's own files: a busy child of this process is not another program."""
     burn = [sys.executable, "-c", "import os, time\nwhile time.process_time() < 0.6: pass\nprint(flush=True); input()"]
     with subprocess.Popen(burn, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None

@@ -1,4 +1,4 @@
-"""The power cap, with a driver that behaves as NVIDIA's does."""
+"""Power cap with a fake driver that behaves like NVIDIA's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UUID, OTHER = "GPU-1234", "GPU-5678"
 
 
 class Driver(SimpleNamespace):
-    """GPUs with caps of 300 W and 250 W, which take 100 to 350 W from who may set it."""
+    """A driver of two GPUs with caps of 300 W and 250 W that accepts 100 to 350 W."""
 
     class NVMLError(Exception):
         pass
@@ -95,7 +95,7 @@ def test_a_refused_cap_names_the_reason_and_changes_nothing(driver: Driver, tmp_
 
 
 def test_without_a_driver_the_cap_is_refused_and_the_file_kept(tmp_path: Path) -> None:
-    """The real library, on a machine without a GPU."""
+    """Uses the real library, on a machine without a GPU."""
     with pytest.raises(PowerCapRefused, match=r"driver refused the power cap|no GPU|Not Found"):
         PowerCap(tmp_path).apply(200.0, ["GPU-none"])
     (tmp_path / "power.json").write_text('{"version": 2, "milliwatts": {"GPU-none": 1}}')

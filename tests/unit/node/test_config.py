@@ -1,4 +1,4 @@
-"""Limits change as a whole or not at all, and the next start remembers them."""
+"""Limits change all together or not at all, and are kept for the next start."""
 
 from __future__ import annotations
 

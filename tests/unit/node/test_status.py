@@ -1,4 +1,4 @@
-"""What a node tells of itself, from what its trainer pushed."""
+"""Status that a node reports, from its trainer's figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a node may train: hours, the month's bytes, the battery, other users."""
+"""Training policy: hours, monthly traffic, battery, use by others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ policies = st.builds(
 
 @st.composite
 def days(draw):
-    """Observations five seconds apart: plugs that are pulled, people who come back, bytes that add up."""
+    """Observations five seconds apart: the plug is pulled, people use the machine, traffic adds up."""
     seen, at = [], draw(moments)
     unused, month = 0.0, 0
     for second in range(0, 5 * draw(st.integers(1, 120)), 5):
@@ -72,7 +72,7 @@ def test_it_trains_only_while_every_limit_allows_it(policy, day):
 
 @given(policies.map(lambda policy: replace(policy, hours=())), days())
 def test_training_starts_are_at_least_the_settle_time_apart(policy, day):
-    """From one start to the next at least the settling time passes."""
+    """At least the settle time passes between two starts of training."""
     decisions = judge(policy, day)
     starts = [now.monotonic for now, a, b in zip(day[1:], decisions, decisions[1:], strict=False) if b.train > a.train]
     assert all(later - earlier >= MAINS_POWER_SETTLE_TIME.total_seconds() for earlier, later in pairwise(starts))
@@ -80,7 +80,7 @@ def test_training_starts_are_at_least_the_settle_time_apart(policy, day):
 
 @given(policies, moments)
 def test_training_resumes_at_the_announced_time(policy, at):
-    """At the time that a decision names, with nothing else against it, the node trains."""
+    """At the time that a decision names, the node trains unless another limit pauses it."""
     quiet = replace(policy, pause_on_battery=False, idle_seconds=0.0)
     decision = decide(quiet, MachineObservation(at, 0.0, month_bytes=2 * 10**9), TrainingDecision())
     for _ in range(3):  # the month may turn outside the hours
