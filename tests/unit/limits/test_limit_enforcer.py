@@ -326,6 +326,6 @@ async def test_a_damaged_intent_pauses_and_damaged_traffic_counts_from_0(tmp_pat
     node = Node(tmp_path)
     await node.start()
     assert node.pause_reason
-    assert node.limit_enforcer.month_bytes == 0
+    assert node.limit_enforcer.status_json("")["month_bytes"] == 0
     await node.ask("resume")
     assert json.loads((tmp_path / "owner.json").read_bytes())["paused"] is False

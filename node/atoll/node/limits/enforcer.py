@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any, Protocol
 
 from atoll.core import log
@@ -25,14 +24,13 @@ from atoll.core.errors import AtollError, InvalidTransition, UsageError
 from atoll.node.config import LoadedConfig, NodeConfig, limits_of, save_overrides, with_limits
 from atoll.node.control.local_api import Command
 from atoll.node.limits.machine_usage import MachineUsage, on_battery
-from atoll.node.limits.owner_files import MonthlyTraffic, OwnerIntent, load_owner_intent, save_owner_intent
+from atoll.node.limits.owner_files import OwnerIntent, load_owner_intent, save_owner_intent
 from atoll.node.limits.power_cap import PowerCap, PowerCapRefused
+from atoll.node.limits.traffic_limit import TrafficLimit, TrafficLimiter, local_time
 from atoll.node.trainer.trainer import TrainerFacts
 from atoll.node.training_policy import MachineObservation, PauseCause, TrainingDecision, active_causes, decide
 
 OBSERVE_INTERVAL = timedelta(seconds=5)
-TRAFFIC_SAVE_INTERVAL = timedelta(seconds=60)  # a crash loses the count of at most this much time
-_BYTES_PER_MBIT = 1e6 / 8
 
 _log = log.get("limits")
 
@@ -42,15 +40,6 @@ class Pausable(Protocol):
 
     def pause(self, reason: str) -> None: ...
     def resume(self) -> None: ...
-
-
-class TrafficLimiter(Protocol):
-    """Counts and limits the bytes to and from peers."""
-
-    @property
-    def bytes_total(self) -> int: ...
-    def limit(self, upload_bytes_per_second: float, download_bytes_per_second: float) -> None: ...
-    def set_remaining_bytes(self, more_bytes: float) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -74,13 +63,12 @@ def not_training() -> InvalidTransition:
 class LimitEnforcer:
     """Applies one node's limits and its owner's last pause, resume or finish.
 
-    It has many attributes because intent, decision, traffic and power are all updated by one look at the machine.
+    Its many methods are the steps of one look at the machine, and the handlers of the local API.
     """
 
     def __init__(self, loaded: LoadedConfig, clock: Clock) -> None:
         self.intent: OwnerIntent = load_owner_intent(loaded.config.data_dir)
         self.decision = TrainingDecision()
-        self.month_bytes = 0
         self._loaded = loaded
         self._clock = clock
         self._targets: LimitTargets | None = None
@@ -89,8 +77,7 @@ class LimitEnforcer:
         self._changed = asyncio.Event()
         self._change_lock = asyncio.Lock()
         self._machine_usage = MachineUsage(clock.monotonic())
-        self._month = MonthlyTraffic(loaded.config.data_dir)
-        self._saved_at_monotonic = clock.monotonic()
+        self._traffic = TrafficLimit(loaded.config.data_dir, clock)
         self._power = PowerCap(loaded.config.data_dir)
         self._requested_power_cap: tuple[float, tuple[str, ...]] | None = None
         self._warnings: dict[str, str] = {}
@@ -104,7 +91,7 @@ class LimitEnforcer:
         """Begin to enforce the limits; the first decision is applied when this returns."""
         self._targets = targets
         await asyncio.to_thread(self._power.restore)  # a killed daemon may have left its cap
-        self._limit_rates()
+        self._traffic.limit_rates(targets.traffic, self.config)
         await self.observe_and_enforce()
 
     async def run(self) -> None:
@@ -119,14 +106,14 @@ class LimitEnforcer:
     async def close(self) -> None:
         """Save the month's traffic and restore the power cap."""
         if self._targets is not None:
-            self._count_traffic(self._targets.traffic)
-            self._save_month()
+            self._traffic.count(self._targets.traffic)
+            self._warn("traffic", self._traffic.save())
             await asyncio.to_thread(self._power.restore)
 
     def finish(self) -> str:
         """Save that a restarted node stays paused until `atoll resume`; return a warning for people, or "".
 
-        This process is not paused: a paused node gets no further round, and it leaves with the current one.
+        The running process is not paused, because it needs the current round in order to leave.
         """
         self._finishing = True
         self._save_intent(OwnerIntent(paused=True, finished=True))
@@ -135,7 +122,7 @@ class LimitEnforcer:
     def status_json(self, problem: str) -> dict[str, Any]:
         """Traffic and warnings for `atoll status`; a non-empty `problem` becomes one more warning."""
         return {
-            "month_bytes": self.month_bytes,
+            "month_bytes": self._traffic.month_bytes,
             "month_bytes_allowed": int(self.config.policy.monthly_bytes),
             "warnings": [*self._warnings.values(), *([problem] if problem else [])],
         }
@@ -147,14 +134,12 @@ class LimitEnforcer:
     # --- observing -------------------------------------------------------------------------------------
 
     async def observe_and_enforce(self) -> None:
+        """Count traffic, observe the machine, decide, and pause or resume the session. `attach` comes first."""
         targets = self._targets
         assert targets is not None
-        self._count_traffic(targets.traffic)
-        if (
-            self._warnings.get("traffic")
-            or self._clock.monotonic() - self._saved_at_monotonic >= TRAFFIC_SAVE_INTERVAL.total_seconds()
-        ):
-            self._save_month()
+        self._traffic.count(targets.traffic)
+        if self._warnings.get("traffic") or self._traffic.save_is_due():
+            self._warn("traffic", self._traffic.save())
         if self.intent.paused and not self.intent.is_paused_at(self._clock.unix()):
             self._end_expired_pause()
         await self._apply_power_cap(targets)
@@ -165,7 +150,8 @@ class LimitEnforcer:
         self.decision = decide(self.config.policy, seen, before, self._overruled_causes)
         if self.decision.cause is not before.cause:
             _log.info("training_decision", train=self.decision.train, reason=self.decision.reason)
-        self._set_remaining_traffic(targets.traffic)
+        month_overruled = PauseCause.MONTH in self._overruled_causes
+        self._traffic.set_remaining(targets.traffic, 0 if month_overruled else self.config.policy.monthly_bytes)
         self._apply()
 
     async def _observe(self) -> MachineObservation:
@@ -176,7 +162,7 @@ class LimitEnforcer:
             else float("inf")
         )
         return MachineObservation(
-            self._local_time(), now, self.month_bytes, policy.pause_on_battery and on_battery(), unused
+            local_time(self._clock), now, self._traffic.month_bytes, policy.pause_on_battery and on_battery(), unused
         )
 
     def _apply(self) -> None:
@@ -203,38 +189,7 @@ class LimitEnforcer:
         left = float("inf") if self.intent.until_unix is None else self.intent.until_unix - self._clock.unix()
         return max(0.0, min(OBSERVE_INTERVAL.total_seconds(), left))
 
-    def _local_time(self) -> datetime:
-        return datetime.fromtimestamp(self._clock.unix()).astimezone()
-
-    # --- traffic and power -----------------------------------------------------------------------------
-
-    def _limit_rates(self) -> None:
-        assert self._targets is not None
-        up, down = self.config.upload_mbit_per_second, self.config.download_mbit_per_second
-        self._targets.traffic.limit(up * _BYTES_PER_MBIT, down * _BYTES_PER_MBIT)
-
-    def _count_traffic(self, traffic: TrafficLimiter) -> None:
-        self.month_bytes = self._month.count(traffic.bytes_total, self._local_time())
-
-    def _set_remaining_traffic(self, traffic: TrafficLimiter) -> None:
-        """Give the limiter the bytes left this month, so that traffic between two looks cannot exceed them.
-
-        `resume --force` lifts this limit.
-        """
-        self._count_traffic(traffic)
-        allowed = self.config.policy.monthly_bytes
-        traffic.set_remaining_bytes(
-            allowed - self.month_bytes if allowed and PauseCause.MONTH not in self._overruled_causes else math.inf
-        )
-
-    def _save_month(self) -> None:
-        self._saved_at_monotonic = self._clock.monotonic()
-        try:
-            self._month.save()
-        except AtollError as error:
-            self._warn("traffic", f"this month's traffic was not saved; a restart will not count it: {error}")
-        else:
-            self._warn("traffic", "")
+    # --- power and warnings ----------------------------------------------------------------------------
 
     async def _apply_power_cap(self, targets: LimitTargets) -> None:
         """Set the cap once the device is known, and again when the limit changes."""
@@ -330,7 +285,7 @@ class LimitEnforcer:
         self._loaded = new
         # decide anew under the new limits, without waiting for mains power to settle
         self.decision = TrainingDecision(True, self.decision.cause)
-        self._limit_rates()
+        self._traffic.limit_rates(targets.traffic, self.config)
         self._requested_power_cap = None
         await self.observe_and_enforce()
 
