@@ -297,7 +297,7 @@ def test_what_nodes_say_is_text_and_never_an_instruction(canned: Canned, monkeyp
 def test_token_create_prints_the_token_and_nothing_else_on_stdout(canned: Canned) -> None:
     result = CliRunner().invoke(main.app, ["token", "create"])
     assert result.stdout == SECRET + "\n"
-    assert "good for 30 min" in result.stderr
+    assert "valid for 30 min" in result.stderr
     assert SECRET not in result.stderr
 
 

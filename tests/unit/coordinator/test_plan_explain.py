@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from unit.coordinator.world import spec_toml
 
-from atoll.coordinator.cli.plan_explain import live_plan, tell
+from atoll.coordinator.cli.plan_explain import explain_running_plan, live_plan
 from atoll.core.errors import InvalidTransition, PlanInputInvalid
 from atoll.core.output import Output
 from atoll.v1 import admin_pb2 as wire
@@ -85,7 +85,7 @@ def explained(given: dict[str, Any], capsys: pytest.CaptureFixture[str], output:
     client = SimpleNamespace(
         stub=SimpleNamespace(**{name: name for name in given}), call=lambda method, request: given[method]
     )
-    tell(client, "", 0.5, output)  # type: ignore[arg-type]
+    explain_running_plan(client, "", 0.5, output)  # type: ignore[arg-type]
     printed = capsys.readouterr().out
     return json.loads(printed) if output is Output.JSON else printed
 
@@ -106,8 +106,8 @@ def test_text_says_what_limits_it_who_boasts_and_what_would_help(capsys):
     boaster = node("bob", ann=31)
     boaster.status.tokens_per_second /= 10
     text = explained(answers(ann, boaster), capsys, Output.TEXT)
-    assert "its members train" in text
-    assert "the last ones came every 7 s" in text
+    assert "measured: " in text
+    assert "measured: every 7 s" in text
     assert "what limits it:" in text
     assert "with one more RTX:" in text
     assert "bob trains 10.0 times slower than its profile says" in text
@@ -134,11 +134,11 @@ def test_a_plan_that_cannot_go_on_or_does_not_follow_its_pins_is_told(capsys):
     given = answers(node("ann", bob=30), node("bob", ann=31))
     given["ListNodes"].nodes[0].pin = "out"
     text = explained(given, capsys, Output.TEXT)
-    assert "ann is pinned otherwise: this plan does not follow that yet" in text
+    assert "ann has a pin that this plan does not follow yet" in text
     given["ListNodes"].nodes[0].pin = ""
     for it in given["ListNodes"].nodes:
         it.profile.device_memory_bytes = 1000
-    with pytest.raises(InvalidTransition, match="this plan cannot go on"):
+    with pytest.raises(InvalidTransition, match="this plan does not fit"):
         explained(given, capsys)
 
 
@@ -172,9 +172,9 @@ def test_what_cannot_be_explained_says_why():
     silent = wire.NodeView(peer_id="peer-cid", name="cid")
     given = answers(node("ann"), silent)
     told = given["GetRun"], given["GetPlan"].plan, given["ListNodes"].nodes, []
-    with pytest.raises(InvalidTransition, match="cid has not told what it is"):
+    with pytest.raises(InvalidTransition, match="cid has not reported a profile"):
         live_plan(*told)
-    with pytest.raises(InvalidTransition, match="a member has not told"):
+    with pytest.raises(InvalidTransition, match="a member has not reported"):
         live_plan(told[0], told[1], [], [])
     gap = answers(node("ann"))
     gap["GetPlan"].plan.assignments[0].span.last = 1

@@ -261,5 +261,5 @@ def test_a_set_that_is_not_whole_and_of_one_round_leaves_nothing(
 
 
 def test_missing_layers_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointCorrupt, match=r"does not hold layer 1$"):
+    with pytest.raises(CheckpointCorrupt, match=r"lack layer 1$"):
         receive(lacking(), tmp_path / "c")
