@@ -52,7 +52,7 @@ def test_missing_layers_are_named_with_who_holds_the_others(pair):
     assert "ann 0-5, bob 9-11" in told
     assert "layers 0-8 of round 4" in refused(pair, NotFound, round_number=4)
     assert "layers 6-11 of round 8" in refused(pair, NotFound, node="ann")
-    assert "said that it holds" in refused(pair, NotFound, round_number=5)
+    assert "reports a checkpoint" in refused(pair, NotFound, round_number=5)
 
 
 def test_the_round_that_lacks_least_is_named(pair):

@@ -290,7 +290,7 @@ def test_a_report_is_no_place_to_store_things(world: World, spoil: str) -> None:
         report.manifest.tie_break.signature = b"z" * (64 if spoil == "other-key" else 100_000)
     world.say("eve", rounds=[report])
     assert world.kinds()[-1] == "round.rejected"
-    assert world.state.memory[RUN].waiting == {}
+    assert world.state.memory[RUN].waiting_rounds == {}
 
 
 def test_large_rows_cost_more(world: World) -> None:
@@ -300,7 +300,7 @@ def test_large_rows_cost_more(world: World) -> None:
         report = round_report(number, b"x" * 32, [eve])
         report.manifest.CopyFrom(commit(text, [eve]))
         world.say("eve", rounds=[report])
-    waiting = world.state.memory[RUN].waiting
+    waiting = world.state.memory[RUN].waiting_rounds
     assert sum(len(row.report) for row in waiting.values()) <= reports.MAX_WAITING_BYTES
     assert len([row for row in world.records if isinstance(row, WaitingRound)]) < STORED_ROWS_RATE.burst / 16
 
@@ -328,7 +328,7 @@ def test_old_events_and_attempts_go_and_are_still_counted(world: World, monkeypa
     assert newest == world.state.last_event_id
     assert world.run.rounds_opened == 60
     world.restart()
-    assert (world.run.rounds_opened, len(world.state.memory[RUN].abandoned)) == (60, 10)
+    assert (world.run.rounds_opened, len(world.state.memory[RUN].abandoned_attempts)) == (60, 10)
 
 
 # --- plans -----------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_old_plans_go_but_not_those_that_set_a_base(world: World, monkeypatch: p
     for _ in range(6):
         flap(world, 2)
         world.wait(35)
-    assert sorted(world.state.memory[RUN].caps) == [plan.version for plan in world.plans[-3:]]
+    assert sorted(world.state.memory[RUN].token_caps) == [plan.version for plan in world.plans[-3:]]
     store = MemoryStore()
     store.apply([PlanRow(RUN, plan.version, b"", 0) for plan in world.plans[:-3]])
     store.apply([record for record in world.records if getattr(record, "record", None) is PlanRow])
@@ -372,7 +372,7 @@ def test_old_plans_go_but_not_those_that_set_a_base(world: World, monkeypatch: p
 
 
 def test_one_opener_cannot_use_up_the_attempts_of_a_round(world: World) -> None:
-    members = world.state.memory[RUN].caps[1]
+    members = world.state.memory[RUN].token_caps[1]
     dan, ann = (world.identities[name].peer_id for name in ("dan", "ann"))
 
     def next_of(peer: str, attempt: int) -> RoundId:
@@ -381,7 +381,7 @@ def test_one_opener_cannot_use_up_the_attempts_of_a_round(world: World) -> None:
 
     def ask(peer: str, round_id: RoundId) -> bool:
         try:
-            answer = world.take(tie_break_votes.answer(world.state, world.now, peer, round_id, b""))
+            answer = world.take(tie_break_votes.answer_vote_request(world.state, world.now, peer, round_id, b""))
         except InvalidRequest:
             return False
         assert isinstance(answer, tie_break_votes.VoteReply)
@@ -404,13 +404,13 @@ def test_one_opener_cannot_use_up_the_attempts_of_a_round(world: World) -> None:
 
 def test_who_could_not_ask_for_long_may_come_late(world: World) -> None:
     eve = world.identities["eve"].peer_id
-    members = world.state.memory[RUN].caps[1]
+    members = world.state.memory[RUN].token_caps[1]
     tries = (RoundId(RUN, 1, 0, 1, count) for count in range(tie_break_votes.MAX_FIRST_ATTEMPT + 10, 10**6))
     far = next(item for item in tries if item.opener(members) == eve)
     with pytest.raises(InvalidRequest, match="too far"):
-        tie_break_votes.answer(world.state, world.now, eve, far, b"")
+        tie_break_votes.answer_vote_request(world.state, world.now, eve, far, b"")
     world.wait(20)
-    assert tie_break_votes.answer(world.state, world.now, eve, far, b"").result.granted
+    assert tie_break_votes.answer_vote_request(world.state, world.now, eve, far, b"").result.granted
 
 
 # --- lists -----------------------------------------------------------------------------------------------

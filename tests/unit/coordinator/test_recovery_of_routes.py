@@ -139,7 +139,7 @@ def test_where_no_round_is_whole_nothing_is_guessed_and_the_operator_is_told(pai
     power_cut(pair, ann=12, bob=10)
     pair.wait(2 * pair.policy.lost_layers_seconds)
     assert pair.plan.version == 1
-    with pytest.raises(InvalidTransition, match="nothing to go on from"):
+    with pytest.raises(InvalidTransition, match="hold a complete state"):
         recovery.recover(pair.state, pair.now, RUN, force=True)
 
 

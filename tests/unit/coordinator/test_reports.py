@@ -359,7 +359,7 @@ def test_what_screening_left_out_of_most_sums_does_not_count_and_is_told(five: W
     five.say("ann", rounds=[screened_report(five, tokens, *said)])
     assert five.kinds()[-1] == "round.committed"
     told = [record.message for record in five.records if isinstance(record, Event)][-1]
-    assert ("screening left cid out of most sums" in told) == (not tokens)
+    assert ("screening excluded cid from most sums" in told) == (not tokens)
     (cid,) = named(five, "cid")
     assert rounds(five)[0].screened == (() if tokens else (cid.peer_id,))
     assert five.run.committed_tokens == 1000 + tokens
@@ -376,7 +376,7 @@ def test_verdicts_of_or_about_strangers_are_no_manifests(five: World) -> None:
 
 
 def waiting(world: World) -> list[int]:
-    return sorted(number for number, _ in world.state.memory[RUN].waiting)
+    return sorted(number for number, _ in world.state.memory[RUN].waiting_rounds)
 
 
 @pytest.mark.parametrize("present", [("eve",), ("dan", "eve")])

@@ -275,7 +275,7 @@ class World:
 
     def opener_of(self, report: mb.RoundReport) -> str:
         """Whose attempt it was."""
-        members = self.state.memory[RUN].caps[report.round.plan_version]
+        members = self.state.memory[RUN].token_caps[report.round.plan_version]
         return self.name_of(RoundId.from_proto(report.round).opener(members))
 
     def hang_up(self, name: str) -> None:

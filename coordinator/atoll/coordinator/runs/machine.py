@@ -1,9 +1,8 @@
-"""The coordinator's state machine: what came in and the time go in, the next state and rows come out. Pure.
+"""State machine of heartbeat streams and of time: messages and time go in, the next state and rows come out. Pure.
 
-Orders of the operator and enrolment are in `admission` and `lifecycle`, what nodes report in `reports`; here
-are the heartbeats and the clock. `tick` is called a few times a second and does everything that nobody asked
-for: silent streams end, lost nodes are named, runs advance. It returns the state it was given when there was
-nothing to do.
+Enrolment is in `admission`, the operator's orders are in `lifecycle`, and what nodes report is in
+`rounds/reports`. `tick_streams` and `tick_run` run a few times a second. They end silent streams, mark lost
+nodes, and advance runs. With nothing to do they return the state that they were given.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
-MAX_MULTIADDRS = 64  # of one node; the first ones are kept
+MAX_MULTIADDRS = 64  # of one node; later ones are ignored
 MAX_MULTIADDR_CHARACTERS = 256
 MAX_REPORTS = 256  # of each kind in one heartbeat
 _HASH_BYTES = 32
@@ -58,9 +57,9 @@ _CORPUS_DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 def restore(
     contents: Contents, plans: tuple[Plan, ...], deny: DenyList | None, now: StepTime, operator_key: bytes = b""
 ) -> State:
-    """The state after a restart. `plans` and `deny` are the stored ones, their signatures checked.
+    """The state after a restart. `plans` and `deny` are the stored ones; their signatures are checked already.
 
-    Members of the newest plans get the usual grace to come back, as if their streams had ended just now.
+    Members of the newest plans get the usual time to reconnect, as if their streams had ended just now.
     """
     runs = {run.run_id: run for run in contents.runs}
     memory = {run_id: _rebuild_run_memory(run_id, contents, plans, now) for run_id in runs}
@@ -88,7 +87,7 @@ def restore(
 
 
 def connect(state: State, now: StepTime, peer_id: str) -> Step[int]:
-    """A heartbeat stream opened: its session number. An older stream of the peer is over with this.
+    """Open a heartbeat stream; the result is its session number. An older stream of the peer ends with this.
 
     Raises `Banned`, `CertificateInvalid`.
     """
@@ -99,33 +98,37 @@ def connect(state: State, now: StepTime, peer_id: str) -> Step[int]:
     session = draft.new_session()
     old = state.live.get(peer_id)
     drain_since = old.drain_since if old else now.monotonic
-    fresh = LiveNode(session=session, seen=now.monotonic, came=now.monotonic, drain_since=drain_since)
-    if old is not None:  # who hangs up and calls again has no more to spend
+    fresh = LiveNode(session=session, seen=now.monotonic, connected_at=now.monotonic, drain_since=drain_since)
+    if old is not None:  # a reconnect does not refill the rate limits
         fresh = replace(
             fresh,
             handing_over=old.handing_over,
             unfit_since=old.unfit_since,
-            profile=old.profile,  # until it is told anew, so that nobody is planned anew for a blink
+            profile=old.profile,  # until a new report, so that a short break causes no new plan
             row_allowance=old.row_allowance,
-            refused=old.refused,
-            resized=old.resized,
+            refusal_allowance=old.refusal_allowance,
+            memory_change_allowance=old.memory_change_allowance,
             dropped_reports=old.dropped_reports,
             dropped_since=old.dropped_since,
         )
     draft.set_live(peer_id, fresh)
-    draft.put(replace(availability.came(node, old, now.monotonic), left=False, last_seen_ms=now.unix_ms))
-    if charge_row(draft, peer_id):  # who does nothing else is not news
+    draft.put(replace(availability.count_absence(node, old, now.monotonic), left=False, last_seen_ms=now.unix_ms))
+    if charge_row(draft, peer_id):  # a node that only reconnects does not fill the event log
         draft.event("node.connected", node.run_id, peer_id, f"{node.name} connected")
     return draft.done(session)
 
 
 def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: mb.HeartbeatRequest) -> Step[None]:
-    """One message of a stream. Raises `InvalidTransition` when the stream is no longer the node's,
-    `CorpusError` when its text is not the run's, `InvalidRequest`."""
+    """Apply one message of a stream.
+
+    Raises `InvalidTransition` if the stream is no longer the node's, `CorpusError` if the node has another corpus
+    than the run, and `InvalidRequest`.
+    """
     node, live = check_session(state, peer_id, session)
     _check_request(request)
-    if len(request.status.lost_layers) > checkpoints.layer_count(state, node.run_id):
-        raise InvalidRequest("a node has lost more layers than there are")
+    count = checkpoints.layer_count(state, node.run_id)
+    if len(request.status.lost_layers) > count:
+        raise InvalidRequest(f"lost_layers has {len(request.status.lost_layers)} entries; the model has {count} layers")
     draft = Draft(state, now)
     status = sanitized_message(request.status, MAX_SENTENCE_CHARACTERS)
     if request.HasField("deny_list"):
@@ -137,7 +140,9 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
         status=status,
         unfit_since=_unfit_since(live, status.state, now.monotonic),
         **_accepted_profile(live, request, now.monotonic),
-        paths=peer_paths.take(live.paths, request.paths, state.nodes, now.monotonic) if request.paths else live.paths,
+        paths=peer_paths.merge_reported_paths(live.paths, request.paths, state.nodes, now.monotonic)
+        if request.paths
+        else live.paths,
         corpus_digest=request.corpus_digest or live.corpus_digest,
         layers=_accepted_layer_table(state, node, live, request),
     )
@@ -149,7 +154,7 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
 
 
 def check_session(state: State, peer_id: str, session: int) -> tuple[Node, LiveNode]:
-    """The node and what it told us, if its stream may go on. Raises `Banned`, `InvalidTransition`, `CorpusError`."""
+    """The node's row and live state, if its stream may go on. Raises `Banned`, `InvalidTransition`, `CorpusError`."""
     node, live = lookup.caller(state, peer_id), state.live.get(peer_id)
     if node.banned:
         raise Banned(f"peer {peer_id} was banned by the operator")
@@ -157,15 +162,17 @@ def check_session(state: State, peer_id: str, session: int) -> tuple[Node, LiveN
     if expected and live and live.corpus_digest not in ("", expected):
         raise CorpusError(
             f"the corpus of this node ({live.corpus_digest[:12]}…) is not the run's ({expected[:12]}…)",
-            "get the same text as the other nodes: `atoll up --data PATH`",
+            "use the same text as the other nodes: `atoll up --data PATH`",
         )
     if live is None or live.session != session:
-        raise InvalidTransition("this heartbeat stream is over: it was silent, or the node opened another", "reconnect")
+        raise InvalidTransition(
+            "heartbeat stream closed: it timed out, or a newer stream of this node replaced it", "reconnect"
+        )
     return node, live
 
 
 def disconnect(state: State, now: StepTime, peer_id: str, session: int) -> Step[None]:
-    """A stream ended. Nothing happens when the node has another one by now."""
+    """Record the end of a stream. Does nothing if the node has a newer stream."""
     draft = Draft(state, now)
     live = state.live.get(peer_id)
     if live is not None and live.session == session:
@@ -174,7 +181,7 @@ def disconnect(state: State, now: StepTime, peer_id: str, session: int) -> Step[
 
 
 def tick(state: State, now: StepTime, policy: Policy) -> Step[None]:
-    """What time alone brings about."""
+    """Apply everything that time alone changes."""
     draft = Draft(state, now)
     _end_silent_streams(draft, policy)
     for run_id in state.runs:
@@ -183,21 +190,21 @@ def tick(state: State, now: StepTime, policy: Policy) -> Step[None]:
 
 
 def tick_streams(state: State, now: StepTime, policy: Policy) -> Step[None]:
-    """The part of `tick` that belongs to no run."""
+    """Apply the part of `tick` that belongs to no run."""
     draft = Draft(state, now)
     _end_silent_streams(draft, policy)
     return draft.done(None)
 
 
 def tick_run(state: State, now: StepTime, policy: Policy, run_id: str) -> Step[None]:
-    """The part of `tick` that belongs to one run: a step of its own, so that no run can hold up another."""
+    """Apply the part of `tick` that belongs to one run: its own step, so that no run can hold up another."""
     draft = Draft(state, now)
     _tick_run(draft, run_id, policy)
     return draft.done(None)
 
 
 def apply_planner_answer(state: State, now: StepTime, run_id: str, question: Question, answer: Answer) -> Step[Any]:
-    """The planner answered what a run wanted to know."""
+    """Apply the planner's answer to a run's question."""
     if question.given_routes:
         return plan_pace.take_prediction(state, now, run_id, question, answer)
     return planner_answer.take(state, now, run_id, question, answer)
@@ -242,16 +249,16 @@ def _rebuild_run_memory(run_id: str, contents: Contents, plans: tuple[Plan, ...]
     return RunMemory(
         spec=parse_run_spec(run.spec_toml, f"the stored spec of run {run_id!r}"),
         plan=own[-1] if own else None,
-        caps={plan.version: token_caps_of(plan) for plan in own},
-        cuts={plan.version: len(plan.cuts) for plan in own},
-        abandoned=frozenset(attempt_key(row) for row in rounds if not row.committed),
-        waiting={(row.number, row.peer_id): row for row in contents.waiting if row.run_id == run_id},
+        token_caps={plan.version: token_caps_of(plan) for plan in own},
+        cut_counts={plan.version: len(plan.cuts) for plan in own},
+        abandoned_attempts=frozenset(attempt_key(row) for row in rounds if not row.committed),
+        waiting_rounds={(row.number, row.peer_id): row for row in contents.waiting if row.run_id == run_id},
         waiting_since=now.monotonic if any(row.run_id == run_id for row in contents.waiting) else None,
         head_known_since=now.monotonic,
         committed=committed,
         votes={vote.number: vote for vote in contents.votes if vote.run_id == run_id},
         bases=bases,
-        void=frozenset(void),
+        void_manifest_hashes=frozenset(void),
         figures=figures,
         left_out=json.loads(figures.left_out) if figures else {},
     )
@@ -270,13 +277,13 @@ def _genesis_hash(genesis: bytes) -> bytes:
 
 def _check_request(request: mb.HeartbeatRequest) -> None:
     if not _CORPUS_DIGEST.fullmatch(request.corpus_digest):
-        raise InvalidRequest("a corpus digest is 64 hexadecimal digits")
+        raise InvalidRequest("corpus_digest must be empty or 64 hexadecimal digits")
     if len(request.status.head_hash) not in (0, _HASH_BYTES):
-        raise InvalidRequest(f"a hash has {_HASH_BYTES} bytes")
+        raise InvalidRequest(f"head_hash has {len(request.status.head_hash)} bytes; must be 0 or {_HASH_BYTES}")
     if len(request.rounds) > MAX_REPORTS or len(request.evaluations) > MAX_REPORTS:
-        raise InvalidRequest(f"a heartbeat carries at most {MAX_REPORTS} reports of a kind")
+        raise InvalidRequest(f"a heartbeat may have at most {MAX_REPORTS} round reports and {MAX_REPORTS} evaluations")
     if len(request.checkpoints) > checkpoints.MAX_REPORTED_CHECKPOINTS:
-        raise InvalidRequest(f"a heartbeat tells at most {checkpoints.MAX_REPORTED_CHECKPOINTS} checkpoints")
+        raise InvalidRequest(f"a heartbeat may report at most {checkpoints.MAX_REPORTED_CHECKPOINTS} checkpoints")
     for address in request.multiaddrs[:MAX_MULTIADDRS]:
         if (
             not 0 < len(address) <= MAX_MULTIADDR_CHARACTERS
@@ -284,18 +291,23 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
             or address.split() != [address]
             or clean(address) != address
         ):
-            raise InvalidRequest("a multiaddr starts with / and has no spaces and at most 256 characters")
+            raise InvalidRequest(
+                f"a multiaddr must start with /, without spaces, with at most {MAX_MULTIADDR_CHARACTERS} characters"
+            )
 
 
 def _unfit_since(live: LiveNode, state: mb.NodeState, now: float) -> float | None:
-    """No new word, and no new stream, begins the time anew: only being fit."""
+    """When the node became unfit; None while it is fit. New messages and new streams do not reset the time."""
     if state in ELIGIBLE_STATES:
         return None
     return now if live.unfit_since is None else live.unfit_since
 
 
 def _accepted_profile(live: LiveNode, request: mb.HeartbeatRequest, now: float) -> dict[str, Any]:
-    """What a node says of itself from now on. Who changes its memory too often is believed again after a while."""
+    """Changed fields of `LiveNode` for a reported profile.
+
+    A profile is ignored while the node changes its planner inputs more often than `MEMORY_CHANGES_RATE` allows.
+    """
     if not request.HasField("profile"):
         return {}
     profile = peer_paths.sanitized_profile(request.profile)
@@ -304,12 +316,12 @@ def _accepted_profile(live: LiveNode, request: mb.HeartbeatRequest, now: float) 
         has_planner_inputs(live.profile),
     ):
         return {"profile": profile}
-    left = live.resized.spend(MEMORY_CHANGES_RATE, now)
-    return {} if left is None else {"profile": profile, "resized": left}
+    remaining = live.memory_change_allowance.spend(MEMORY_CHANGES_RATE, now)
+    return {} if remaining is None else {"profile": profile, "memory_change_allowance": remaining}
 
 
 def _accepted_layer_table(state: State, node: Node, live: LiveNode, request: mb.HeartbeatRequest) -> bytes:
-    """The layer table that counts until genesis brings one. Raises `PeerMisbehaved`."""
+    """The node's layer table; it counts until genesis sets the run's. Raises `PeerMisbehaved`."""
     if state.runs[node.run_id].genesis or not request.HasField("layers"):
         return b"" if state.runs[node.run_id].genesis else live.layers
     check_layer_table(request.layers, state.memory[node.run_id].spec.model_hash())
@@ -333,7 +345,7 @@ def _take_reports(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> Non
 
 def _end_stream(draft: Draft, peer_id: str, live: LiveNode) -> None:
     draft.set_live(peer_id, replace(live, session=0, seen=draft.now.monotonic))
-    node = availability.went(draft.state.nodes[peer_id], live, draft.now.monotonic)
+    node = availability.count_connected(draft.state.nodes[peer_id], live, draft.now.monotonic)
     draft.put(replace(node, last_seen_ms=draft.now.unix_ms))
 
 
@@ -341,12 +353,12 @@ def _mark_lost(draft: Draft, peer_id: str, live: LiveNode) -> None:
     draft.set_live(peer_id, replace(live, lost=True))
     node = draft.state.nodes[peer_id]
     if not (node.left or node.banned):
-        draft.put(availability.lost(node, live))
-        draft.event("node.lost", node.run_id, peer_id, f"{node.name} was lost: no heartbeat")
+        draft.put(availability.count_loss(node, live))
+        draft.event("node.lost", node.run_id, peer_id, f"{node.name} was lost: no heartbeat stream")
 
 
 def _end_streams_with_other_corpus(draft: Draft, run_id: str) -> None:
-    """Once per stream, name the nodes whose text is not the run's; `check_session` ends their streams."""
+    """Log nodes with another corpus, once per stream; `check_session` then ends their streams."""
     expected = corpus_expected(draft.state, run_id)
     if not expected:
         return
@@ -354,6 +366,6 @@ def _end_streams_with_other_corpus(draft: Draft, run_id: str) -> None:
         live = draft.state.live.get(node.peer_id)
         if live and live.connected and live.corpus_digest not in ("", expected):
             if charge_row(draft, node.peer_id):
-                told = f"{node.name} has another corpus than the run"
-                draft.event("node.corpus-differs", run_id, node.peer_id, told)
+                message = f"{node.name} holds different training data than the run"
+                draft.event("node.corpus-differs", run_id, node.peer_id, message)
             _end_stream(draft, node.peer_id, live)
