@@ -108,7 +108,7 @@ async def test_when_one_part_fails_the_others_are_told_and_nothing_is_left(tmp_p
         pending_orders = [await ordered(node) for node in nodes]
         refusal = mb.CheckpointOpening(ticket=pending_orders[1].ticket, round=5, refusal="dropped it")
         await upload(bob, [mb.CheckpointUpload(opening=refusal)])
-        assert str(await pulling).endswith("does not send it: dropped it")
+        assert str(await pulling).endswith("refused to send the checkpoint: dropped it")
         assert await refusal_of(ann, parts[0], pending_orders[0].ticket) is grpc.StatusCode.NOT_FOUND
 
 

@@ -15,7 +15,7 @@ from atoll.coordinator import controller as coordinator
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.planner.answer_question import answer
 from atoll.coordinator.planner.question import Answer, Question
-from atoll.coordinator.runs import admission, lifecycle, machine
+from atoll.coordinator.runs import admission, lifecycle
 from atoll.coordinator.state.snapshot import Draft, Policy
 from atoll.coordinator.store.records import DenyRow, PlanRow, Record
 from atoll.core.clock import Clock, ManualClock
@@ -95,7 +95,7 @@ async def test_a_plan_that_is_due_is_sealed_for_members() -> None:
     peer = world.identities["bob"].peer_id
     await controller.do(lambda state, now: admission.leave(state, now, peer, ""))
     for _ in range(3):
-        await controller.do(lambda state, now: machine.tick(state, now, controller.policy))
+        await controller.tick()
     sealed = controller.signed_plan(RUN)
     assert sealed is not None
     assert verify_plan(sealed, operator.public_key, RUN).members == (world.identities["ann"].peer_id,)

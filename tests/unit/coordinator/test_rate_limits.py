@@ -21,7 +21,7 @@ from unit.coordinator.world import (
 
 from atoll.coordinator.live import attendance
 from atoll.coordinator.rounds import reports, tie_break_votes
-from atoll.coordinator.runs import admission, checkpoints, machine
+from atoll.coordinator.runs import admission, checkpoints
 from atoll.coordinator.state import snapshot
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE, STORED_ROWS_RATE, Allowance, Rate
 from atoll.coordinator.store.records import Event, PlanRow, Round, WaitingRound
@@ -248,7 +248,7 @@ def test_who_tells_another_text_all_the_time_is_not_told_for_ever() -> None:
     world.join("ann", "bob", "eve")
     for number in range(2 * int(STORED_ROWS_RATE.burst)):
         world.say("eve", ELIGIBLE_STATES, corpus_digest=f"{number:064x}")
-        world.take(machine.tick(world.state, world.now, world.policy))
+        world.tick()
     assert 0 < world.kinds().count("node.corpus-differs") <= STORED_ROWS_RATE.burst
     assert len(world.state.memory[RUN].logged_corpus_mismatches) == 1
 

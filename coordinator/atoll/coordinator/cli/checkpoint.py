@@ -11,9 +11,10 @@ import typer
 
 from atoll.coordinator.cli.client import connect
 from atoll.coordinator.cli.formatting import count, local_time, size
-from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption, RunOption
+from atoll.coordinator.cli.options import CredentialsOption, RunOption
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show
 from atoll.coordinator.sanitize import clean
+from atoll.coordinator.store.records import MAX_INTEGER
 from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
 
@@ -52,7 +53,7 @@ def pull(
     to: Annotated[Path, typer.Option(metavar="DIR", help="a new directory for the checkpoint")],
     round_number: Annotated[
         int,
-        typer.Option("--round", min=0, max=MAX_NUMBER, help="0: the newest of which connected nodes hold all layers"),
+        typer.Option("--round", min=0, max=MAX_INTEGER, help="0: the newest of which connected nodes hold all layers"),
     ] = 0,
     node: Annotated[str, typer.Option(metavar="NODE", help="download from this node; default: any holder")] = "",
     unverified: Annotated[

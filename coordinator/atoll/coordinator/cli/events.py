@@ -10,9 +10,10 @@ from rich.text import Text
 
 from atoll.coordinator.cli.client import connect
 from atoll.coordinator.cli.formatting import local_time
-from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption
+from atoll.coordinator.cli.options import CredentialsOption
 from atoll.coordinator.cli.output import message_dict
 from atoll.coordinator.sanitize import clean
+from atoll.coordinator.store.records import MAX_INTEGER
 from atoll.core.output import Output, OutputOption, print_json_line
 from atoll.v1 import admin_pb2 as wire
 
@@ -21,7 +22,7 @@ MAX_MESSAGE_CHARACTERS = 2000
 
 def events(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="keep running and print new events")] = False,
-    after: Annotated[int, typer.Option(min=0, max=MAX_NUMBER, metavar="ID", help="only events after this id")] = 0,
+    after: Annotated[int, typer.Option(min=0, max=MAX_INTEGER, metavar="ID", help="only events after this id")] = 0,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:

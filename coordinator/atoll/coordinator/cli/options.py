@@ -16,6 +16,5 @@ CredentialsOption = Annotated[
         help="directory of the operator's credential; default: the one of this machine's `atoll-coordinator serve`",
     ),
 ]
-MAX_NUMBER = 2**62  # highest version or id: databases store 63 bits
 RunOption = Annotated[str, typer.Option("--run", metavar="NAME", help="the run; needed only if several are under way")]
 NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="name, peer id, or the end of a peer id")]

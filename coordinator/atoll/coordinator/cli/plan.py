@@ -11,14 +11,15 @@ import typer
 from atoll.coordinator.cli import plan_change
 from atoll.coordinator.cli.client import connect
 from atoll.coordinator.cli.formatting import count, local_time, size
-from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption, NodeArgument, RunOption
+from atoll.coordinator.cli.options import CredentialsOption, NodeArgument, RunOption
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show
 from atoll.coordinator.sanitize import clean
+from atoll.coordinator.store.records import MAX_INTEGER
 from atoll.core.output import Output, OutputOption, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
 
 app = typer.Typer(help="Plans: show, history, diff, pin, unpin, apply, explain, what-if.", no_args_is_help=True)
-VersionArgument = Annotated[int, typer.Argument(min=1, max=MAX_NUMBER)]
+VersionArgument = Annotated[int, typer.Argument(min=1, max=MAX_INTEGER)]
 SvgOption = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="also draw the plan into this file")]
 _COPIES = Column("copy of", "copies")
 _COLUMNS = [
@@ -53,7 +54,7 @@ def group() -> None:
 @app.command("show")
 def show_plan(
     run: RunOption = "",
-    version: Annotated[int, typer.Option(min=0, max=MAX_NUMBER, help="0: the newest")] = 0,
+    version: Annotated[int, typer.Option(min=0, max=MAX_INTEGER, help="0: the newest")] = 0,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:

@@ -13,9 +13,10 @@ import typer
 
 from atoll.coordinator.cli.client import connect
 from atoll.coordinator.cli.formatting import count, local_time, loss
-from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption
+from atoll.coordinator.cli.options import CredentialsOption
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show, show_facts
 from atoll.coordinator.sanitize import clean, enum_word
+from atoll.coordinator.store.records import MAX_INTEGER
 from atoll.core.errors import ConfigError, RunSpecError, UsageError
 from atoll.core.output import Output, OutputOption, ask_interactively, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
@@ -117,7 +118,7 @@ def rounds(
     run: RunArgument = "",
     after: Annotated[
         int | None,
-        typer.Option(min=0, max=MAX_NUMBER, metavar="ROUND", help="rounds after this one", show_default="the newest"),
+        typer.Option(min=0, max=MAX_INTEGER, metavar="ROUND", help="rounds after this one", show_default="the newest"),
     ] = None,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,

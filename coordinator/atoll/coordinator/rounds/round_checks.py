@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state.snapshot import AttemptKey, RunMemory, State, electorate_after, is_void
-from atoll.coordinator.store.records import Round, Run
+from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, Round, Run
 from atoll.core.errors import PeerMisbehaved, SignatureInvalid
 from atoll.core.fragments import fragment_count, fragment_of_round
 from atoll.core.manifest import Head, parse_head, require_quorum, strip_unknown_manifest_fields
@@ -36,9 +36,7 @@ MAX_ROUNDS_AHEAD = 10_000  # from the head to a committed round that is reported
 MAX_ATTEMPT = 10**6  # enough for weeks without a majority
 MAX_PAYLOAD_BYTES = 2 << 20  # enough for thousands of members and layers
 ABANDONED_WINDOW_ROUNDS = 256  # older abandoned attempts are not stored
-_MAX = 2**62  # databases store 63 bits
 _MAX_FLOPS_PER_TOKEN = 1e18  # of one layer
-_DIGEST_BYTES = 32
 _SIGNATURE_BYTES = 64
 
 
@@ -63,8 +61,8 @@ def row_from_report(state: State, unix_ms: int, peer_id: str, run: Run, report: 
         raise PeerMisbehaved(f"fragment of round {named.number} is {named.fragment}; must be {fragment}")
     if not math.isfinite(report.seconds):
         raise PeerMisbehaved(f"seconds of round {named.number} is {report.seconds}; must be finite")
-    if report.wire_bytes > _MAX:
-        raise PeerMisbehaved(f"wire_bytes of round {named.number} is {report.wire_bytes}; must be at most {_MAX}")
+    if report.wire_bytes > MAX_INTEGER:
+        raise PeerMisbehaved(f"wire_bytes of round {named.number} is {report.wire_bytes}; at most {MAX_INTEGER}")
     if not report.committed:
         _check_abandoned(run, memory, peer_id, report)
     return Round(
@@ -102,7 +100,7 @@ def check_reported_head(state: State, run: Run, row: Round, report: mb.RoundRepo
         raise PeerMisbehaved(f"round {row.number} is void: the run was recovered from before it")
     if not head.signers <= state.nodes.keys():
         raise PeerMisbehaved(f"round {row.number} is signed by a peer that was never enrolled")
-    check_layers(head.manifest, _layer_count(run.layers))
+    check_layers(head.manifest, layer_count(run.layers))
     if head.manifest.fragments != fragments_of(run, memory, made.plan_version):
         raise PeerMisbehaved(f"round {head.round} has {head.manifest.fragments} fragments; its plan has another number")
     tokens = _contributed_tokens(head, memory.token_caps.get(made.plan_version, {}))
@@ -135,11 +133,12 @@ def _codec_name(codec: pb.Codec) -> str:
 
 def fragments_of(run: Run, memory: RunMemory, plan_version: int) -> int:
     """Number of fragments of the run under that plan."""
-    return fragment_count(memory.spec.sync.fragments, _layer_count(run.layers), memory.cut_counts.get(plan_version, 0))
+    return fragment_count(memory.spec.sync.fragments, layer_count(run.layers), memory.cut_counts.get(plan_version, 0))
 
 
 @lru_cache(maxsize=16)  # needed for every report of a run
-def _layer_count(table: bytes) -> int:
+def layer_count(table: bytes) -> int:
+    """Number of layers in a serialized layer table; 0 before genesis."""
     return len(plan_pb2.LayerTable.FromString(table).layers)
 
 
@@ -182,10 +181,10 @@ def check_layers(manifest: manifest_pb2.Manifest, count: int) -> None:
     """Raise `PeerMisbehaved` unless the manifest lists every layer, in order, with digests."""
     if [item.layer for item in manifest.layers] != list(range(count)):
         raise PeerMisbehaved(f"the manifest does not list the {count} layers in order")
-    if any(len(item.anchor_digest) != _DIGEST_BYTES for item in manifest.layers) or any(
-        len(item.momentum_digest) != _DIGEST_BYTES for item in manifest.layers
+    if any(len(item.anchor_digest) != SHA256_BYTES for item in manifest.layers) or any(
+        len(item.momentum_digest) != SHA256_BYTES for item in manifest.layers
     ):
-        raise PeerMisbehaved(f"a layer digest in the manifest does not have {_DIGEST_BYTES} bytes")
+        raise PeerMisbehaved(f"a layer digest in the manifest does not have {SHA256_BYTES} bytes")
 
 
 def _check_size(committed: manifest_pb2.CommittedManifest, operator_key: bytes) -> None:
@@ -234,9 +233,10 @@ def _check_history(head: Head, run: Run, memory: RunMemory, tokens: int) -> None
     if (plan_version < newest) if number > run.head_round else (plan_version > newest > 0):
         raise PeerMisbehaved(f"round {number} is under plan {plan_version}, round {run.head_round} under {newest}")
     least, most = _total_tokens(number, run, memory, tokens)
-    if not least <= head.committed_tokens <= min(most, _MAX):
+    most = min(most, MAX_INTEGER)
+    if not least <= head.committed_tokens <= most:
         raise PeerMisbehaved(
-            f"committed_tokens of round {number} is {head.committed_tokens}; must be {least} to {min(most, _MAX)}"
+            f"committed_tokens of round {number} is {head.committed_tokens}; must be {least} to {most}"
         )
 
 
@@ -245,11 +245,11 @@ def _total_tokens(number: int, run: Run, memory: RunMemory, tokens: int) -> tupl
     before = memory.committed.get(number - 1)
     if before is not None:
         total = before.committed_tokens
-        return (tokens, _MAX) if total is None else (total + tokens, total + tokens)
+        return (tokens, MAX_INTEGER) if total is None else (total + tokens, total + tokens)
     if number <= run.head_round:
         known_total = number < run.head_round and memory.committed[run.head_round].committed_tokens is not None
-        return tokens, run.committed_tokens if known_total else _MAX
+        return tokens, run.committed_tokens if known_total else MAX_INTEGER
     unknown = number - 1 - run.head_round  # each of these can have added at most what the plans allow
     most = unknown * max(sum(caps.values()) for caps in memory.token_caps.values())
     known = memory.committed[run.head_round].committed_tokens
-    return run.committed_tokens + tokens, (_MAX if known is None else known + tokens + most)
+    return run.committed_tokens + tokens, (MAX_INTEGER if known is None else known + tokens + most)

@@ -20,7 +20,7 @@ from atoll.coordinator.state import lookup
 from atoll.coordinator.state.rate_limits import ATTEMPT_RAISES_RATE, Allowance
 from atoll.coordinator.state.snapshot import Draft, RunMemory, State, Step, StepTime, is_void
 from atoll.coordinator.store.records import Run, Vote
-from atoll.core.errors import Banned, InvalidRequest
+from atoll.core.errors import InvalidRequest
 from atoll.core.fragments import fragment_of_round
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
@@ -69,9 +69,7 @@ def answer_vote_request(
     Raises `InvalidRequest` for a request that no correct opener sends, `Banned`, `CertificateInvalid`.
     """
     draft = Draft(state, now)
-    node = lookup.caller(state, peer_id)
-    if node.banned:
-        raise Banned(f"peer {peer_id} was banned by the operator")
+    node = lookup.member(state, peer_id)
     run = state.runs[node.run_id]
     memory = state.memory[run.run_id]
     _check_request(run, memory, peer_id, round_id)

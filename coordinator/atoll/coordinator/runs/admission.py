@@ -16,7 +16,6 @@ from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime, charg
 from atoll.coordinator.store.records import Node, Token
 from atoll.core.errors import (
     AlreadyExists,
-    Banned,
     InvalidRequest,
     TokenExpired,
     TokenRevoked,
@@ -109,7 +108,7 @@ def enrol(state: State, now: StepTime, applicant: Applicant) -> Step[Node]:
     repeated = known is not None and known.token_id == applicant.token_id
     token = _check_token(state, now, applicant, spent=repeated)
     if applicant.peer_id in state.deny.peer_ids or (known and known.banned):
-        raise Banned(f"peer {applicant.peer_id} was banned by the operator")
+        raise lookup.banned(applicant.peer_id)
     live = state.live.get(applicant.peer_id)
     if known and known.run_id != token.run_id and live and live.connected:
         raise AlreadyExists(
@@ -163,7 +162,7 @@ def _log_enrolled(draft: Draft, node: Node, *, again: bool) -> None:
 
 def renew(state: State, now: StepTime, peer_id: str) -> Step[Node]:
     """Give a member its next membership epoch. Raises `Banned`, `CertificateInvalid`."""
-    node = _unbanned_member(state, peer_id)
+    node = lookup.member(state, peer_id)
     draft = Draft(state, now)
     node = replace(node, epoch=node.epoch + 1)
     draft.put(node)
@@ -250,13 +249,6 @@ def seeds_of(state: State, run_id: str) -> tuple[str, ...]:
 def _seeds(state: State, run_id: str) -> list[Node]:
     members = state.members_of(run_id)
     return [node for node in members if "seed" in node.roles and not (node.banned or node.left)]
-
-
-def _unbanned_member(state: State, peer_id: str) -> Node:
-    node = lookup.caller(state, peer_id)
-    if node.banned:
-        raise Banned(f"peer {peer_id} was banned by the operator")
-    return node
 
 
 def _check_token(state: State, now: StepTime, applicant: Applicant, *, spent: bool) -> Token:

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from atoll.coordinator.rounds.round_checks import layer_count
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.snapshot import Draft, State, electorate_after
-from atoll.coordinator.store.records import Checkpoint, Node
+from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, Checkpoint, Node
 from atoll.core.errors import AtollError, InvalidRequest, NotFound, PeerMisbehaved, Unreachable
 from atoll.core.manifest import parse_head, require_quorum, verify_votes
 from atoll.core.units import layers_text
-from atoll.v1 import manifest_pb2, plan_pb2
+from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
 MAX_CHECKPOINTS = 64  # of one node; only the newest are recorded
 MAX_REPORTED_CHECKPOINTS = 4096  # in one message
-_MAX = 2**62  # databases store 63 bits
-_DIGEST_BYTES = 32
 _LOOK = "see `atollctl checkpoint list`"
 _ANOTHER = "name another --node"
 
@@ -30,7 +29,7 @@ def take(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> None:
     """Replace the record of a node's checkpoints, if the request says that they changed. Raises `InvalidRequest`."""
     if not request.checkpoints_changed:
         return
-    count = layer_count(draft.state, node.run_id)
+    count = layer_count(draft.state.runs[node.run_id].layers)
     reported = sorted(request.checkpoints, key=lambda item: -item.round)[:MAX_CHECKPOINTS]
     if len({item.round for item in reported}) != len(reported):
         raise InvalidRequest("a heartbeat reports two checkpoints of one round")
@@ -39,10 +38,10 @@ def take(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> None:
         if item.layers.first > item.layers.last or (count and item.layers.last >= count):
             spans = f"layers {item.layers.first}-{item.layers.last}; the model has {count} layers"
             raise InvalidRequest(f"the checkpoint of round {item.round} has {spans}")
-        if max(numbers) > _MAX:
-            raise InvalidRequest(f"the checkpoint of round {item.round} has the number {max(numbers)}; at most {_MAX}")
-        if (length := len(item.manifest_hash)) != _DIGEST_BYTES:
-            raise InvalidRequest(f"manifest_hash has {length} bytes; must be {_DIGEST_BYTES}")
+        if max(numbers) > MAX_INTEGER:
+            raise InvalidRequest(f"the checkpoint of round {item.round} has a number above {MAX_INTEGER}")
+        if (length := len(item.manifest_hash)) != SHA256_BYTES:
+            raise InvalidRequest(f"manifest_hash has {length} bytes; must be {SHA256_BYTES}")
     held = tuple(
         Checkpoint(
             peer_id=node.peer_id,
@@ -73,11 +72,6 @@ def is_committed(state: State, item: Checkpoint) -> bool:
     return commit is not None and commit.manifest_hash == item.manifest_hash
 
 
-def layer_count(state: State, run_id: str) -> int:
-    """Number of layers of the run's model; 0 before genesis."""
-    return len(plan_pb2.LayerTable.FromString(state.runs[run_id].layers).layers)
-
-
 def choose(
     state: State, run_id: str, round_number: int, node: str, *, unverified: bool = False
 ) -> tuple[Checkpoint, ...]:
@@ -103,7 +97,7 @@ def choose(
         )
     if not known:
         raise NotFound(f"no node of run {run.run_id!r} reports a checkpoint {which}".rstrip(), _LOOK)
-    count = layer_count(state, run.run_id)
+    count = layer_count(run.layers)
     states: dict[tuple[int, bytes], list[Checkpoint]] = {}
     for item in known:
         states.setdefault((item.round, item.manifest_hash), []).append(item)

@@ -16,7 +16,7 @@ from atoll.coordinator.live import hand_over, plan_pace, planner_answer
 from atoll.coordinator.live.attendance import ELIGIBLE_STATES, corpus_expected
 from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs, memory_figures
 from atoll.coordinator.rounds import reports
-from atoll.coordinator.rounds.round_checks import check_layer_table
+from atoll.coordinator.rounds.round_checks import check_layer_table, layer_count
 from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
 from atoll.coordinator.sanitize import MAX_SENTENCE_CHARACTERS, clean, sanitized_message
 from atoll.coordinator.state import availability, lookup, peer_paths
@@ -37,9 +37,9 @@ from atoll.coordinator.state.snapshot import (
     is_void,
     token_caps_of,
 )
-from atoll.coordinator.store.records import Checkpoint, Node
+from atoll.coordinator.store.records import SHA256_BYTES, Checkpoint, Node
 from atoll.coordinator.store.store import Contents
-from atoll.core.errors import Banned, CorpusError, InvalidRequest, InvalidTransition
+from atoll.core.errors import CorpusError, InvalidRequest, InvalidTransition
 from atoll.core.manifest import manifest_hash
 from atoll.core.membership import EMPTY_DENY_LIST, DenyList
 from atoll.core.plan import Base, Plan
@@ -50,7 +50,6 @@ from atoll.v1 import membership_pb2 as mb
 MAX_MULTIADDRS = 64  # of one node; later ones are ignored
 MAX_MULTIADDR_CHARACTERS = 256
 MAX_REPORTS = 256  # of each kind in one heartbeat
-_HASH_BYTES = 32
 _CORPUS_DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 
 
@@ -91,9 +90,7 @@ def connect(state: State, now: StepTime, peer_id: str) -> Step[int]:
 
     Raises `Banned`, `CertificateInvalid`.
     """
-    node = lookup.caller(state, peer_id)
-    if node.banned:
-        raise Banned(f"peer {peer_id} was banned by the operator")
+    node = lookup.member(state, peer_id)
     draft = Draft(state, now)
     session = draft.new_session()
     old = state.live.get(peer_id)
@@ -126,7 +123,7 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
     """
     node, live = check_session(state, peer_id, session)
     _check_request(request)
-    count = checkpoints.layer_count(state, node.run_id)
+    count = layer_count(state.runs[node.run_id].layers)
     if len(request.status.lost_layers) > count:
         raise InvalidRequest(f"lost_layers has {len(request.status.lost_layers)} entries; the model has {count} layers")
     draft = Draft(state, now)
@@ -155,9 +152,7 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
 
 def check_session(state: State, peer_id: str, session: int) -> tuple[Node, LiveNode]:
     """The node's row and live state, if its stream may go on. Raises `Banned`, `InvalidTransition`, `CorpusError`."""
-    node, live = lookup.caller(state, peer_id), state.live.get(peer_id)
-    if node.banned:
-        raise Banned(f"peer {peer_id} was banned by the operator")
+    node, live = lookup.member(state, peer_id), state.live.get(peer_id)
     expected = corpus_expected(state, node.run_id)
     if expected and live and live.corpus_digest not in ("", expected):
         raise CorpusError(
@@ -180,47 +175,21 @@ def disconnect(state: State, now: StepTime, peer_id: str, session: int) -> Step[
     return draft.done(None)
 
 
-def tick(state: State, now: StepTime, policy: Policy) -> Step[None]:
-    """Apply everything that time alone changes."""
-    draft = Draft(state, now)
-    _end_silent_streams(draft, policy)
-    for run_id in state.runs:
-        _tick_run(draft, run_id, policy)
-    return draft.done(None)
-
-
 def tick_streams(state: State, now: StepTime, policy: Policy) -> Step[None]:
-    """Apply the part of `tick` that belongs to no run."""
+    """End silent streams and mark lost nodes."""
     draft = Draft(state, now)
-    _end_silent_streams(draft, policy)
-    return draft.done(None)
-
-
-def tick_run(state: State, now: StepTime, policy: Policy, run_id: str) -> Step[None]:
-    """Apply the part of `tick` that belongs to one run: its own step, so that no run can hold up another."""
-    draft = Draft(state, now)
-    _tick_run(draft, run_id, policy)
-    return draft.done(None)
-
-
-def apply_planner_answer(state: State, now: StepTime, run_id: str, question: Question, answer: Answer) -> Step[Any]:
-    """Apply the planner's answer to a run's question."""
-    if question.given_routes:
-        return plan_pace.take_prediction(state, now, run_id, question, answer)
-    return planner_answer.take(state, now, run_id, question, answer)
-
-
-def _end_silent_streams(draft: Draft, policy: Policy) -> None:
-    now = draft.now
     reports.log_dropped_reports(draft)
     for peer_id, live in draft.state.live.items():
         if live.connected and now.monotonic - live.seen > policy.silence_seconds:
             _end_stream(draft, peer_id, live)
         elif not live.connected and not live.lost and now.monotonic - live.seen > policy.lost_after_seconds:
             _mark_lost(draft, peer_id, live)
+    return draft.done(None)
 
 
-def _tick_run(draft: Draft, run_id: str, policy: Policy) -> None:
+def tick_run(state: State, now: StepTime, policy: Policy, run_id: str) -> Step[None]:
+    """Apply what time changes in one run. Each run has its own step, so that no run can hold up another."""
+    draft = Draft(state, now)
     _end_streams_with_other_corpus(draft, run_id)
     reports.warn_of_round_gap(draft, run_id)
     hand_over.release_drained(draft, run_id, policy)
@@ -229,6 +198,14 @@ def _tick_run(draft: Draft, run_id: str, policy: Policy) -> None:
         recovery.watch(draft, run_id, policy)
         plan_pace.sample_pace(draft, run_id)
         plan_pace.ask_prediction(draft, run_id, policy)
+    return draft.done(None)
+
+
+def apply_planner_answer(state: State, now: StepTime, run_id: str, question: Question, answer: Answer) -> Step[Any]:
+    """Apply the planner's answer to a run's question."""
+    if question.given_routes:
+        return plan_pace.take_prediction(state, now, run_id, question, answer)
+    return planner_answer.take(state, now, run_id, question, answer)
 
 
 def _rebuild_run_memory(run_id: str, contents: Contents, plans: tuple[Plan, ...], now: StepTime) -> RunMemory:
@@ -278,8 +255,8 @@ def _genesis_hash(genesis: bytes) -> bytes:
 def _check_request(request: mb.HeartbeatRequest) -> None:
     if not _CORPUS_DIGEST.fullmatch(request.corpus_digest):
         raise InvalidRequest("corpus_digest must be empty or 64 hexadecimal digits")
-    if len(request.status.head_hash) not in (0, _HASH_BYTES):
-        raise InvalidRequest(f"head_hash has {len(request.status.head_hash)} bytes; must be 0 or {_HASH_BYTES}")
+    if len(request.status.head_hash) not in (0, SHA256_BYTES):
+        raise InvalidRequest(f"head_hash has {len(request.status.head_hash)} bytes; must be 0 or {SHA256_BYTES}")
     if len(request.rounds) > MAX_REPORTS or len(request.evaluations) > MAX_REPORTS:
         raise InvalidRequest(f"a heartbeat may have at most {MAX_REPORTS} round reports and {MAX_REPORTS} evaluations")
     if len(request.checkpoints) > checkpoints.MAX_REPORTED_CHECKPOINTS:

@@ -22,12 +22,10 @@ from atoll.coordinator.rounds import tie_break_votes
 from atoll.coordinator.rounds.round_checks import MAX_ROUNDS_AHEAD
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.snapshot import Commit, Draft, Policy, RunMemory, State, Step, StepTime, electorate_after
-from atoll.coordinator.store.records import Run
+from atoll.coordinator.store.records import SHA256_BYTES, Run
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Base
 from atoll.v1 import membership_pb2 as mb
-
-_HASH_BYTES = 32
 
 
 @dataclass(frozen=True, order=True)
@@ -96,7 +94,7 @@ def newest_held_state(state: State, run: Run) -> RecoveryPoint | None:
     memory = state.memory[run.run_id]
     statuses = (state.live[peer].status for peer in eligible_nodes(state, run.run_id))
     holders = Counter(
-        (status.head_round, status.head_hash) for status in statuses if len(status.head_hash) == _HASH_BYTES
+        (status.head_round, status.head_hash) for status in statuses if len(status.head_hash) == SHA256_BYTES
     )
     found = (RecoveryPoint(number, count, digest) for (number, digest), count in holders.items())
     most = len(eligible_nodes(state, run.run_id)) / 2
@@ -175,7 +173,7 @@ def _newest_complete_round(state: State, run: Run, below: int | None = None) -> 
         settled = (
             status.state != mb.NODE_STATE_CATCHING_UP
         )  # while it catches up, it may hold the layers of an earlier plan
-        if span and settled and len(status.head_hash) == _HASH_BYTES and not status.lost_layers:
+        if span and settled and len(status.head_hash) == SHA256_BYTES and not status.lost_layers:
             held.setdefault((status.head_round, status.head_hash), []).append((peer, span))
         for item in state.checkpoints.get(peer, ()) if span else ():
             held.setdefault((item.round, item.manifest_hash), []).append((peer, item.layers))

@@ -19,7 +19,7 @@ from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
 from atoll.coordinator.services import plan_views, views
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.state import lookup
-from atoll.coordinator.store.records import Checkpoint, Node, Round, Run
+from atoll.coordinator.store.records import MAX_INTEGER, Checkpoint, Node, Round, Run
 from atoll.coordinator.store.store import Store
 from atoll.core.errors import InvalidRequest, NotFound
 from atoll.core.membership import ROLE_NAMES
@@ -32,7 +32,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 EVENT_BATCH = 500
 FOLLOW_SECONDS = 30.0
 MAX_ROUNDS = 10_000
-MAX_NUMBER = 2**62  # databases store 63 bits; no id or version is higher
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -154,7 +153,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         """A plan by version; 0: the newest."""
         state = self._controller.state
         run = lookup.run(state, request.run_id)
-        version = min(request.version or run.plan_version, MAX_NUMBER)
+        version = min(request.version or run.plan_version, MAX_INTEGER)
         row = await self._controller.read(lambda store: store.plan(run.run_id, version)) if version else None
         if row is None:
             which = f"plan {request.version}" if request.version else "plan"
@@ -200,7 +199,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListRounds(self, request: wire.ListRoundsRequest, context: Context) -> wire.ListRoundsResponse:
         """Rounds after a number, or the newest ones; the oldest first."""
         run_id = lookup.run(self._controller.state, request.run_id).run_id
-        limit, after_round = min(request.limit or 1000, MAX_ROUNDS), min(request.after_round, MAX_NUMBER)
+        limit, after_round = min(request.limit or 1000, MAX_ROUNDS), min(request.after_round, MAX_INTEGER)
 
         def wanted(store: Store) -> tuple[Round, ...]:
             newest = request.newest
@@ -211,7 +210,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def Events(self, request: wire.EventsRequest, context: Context) -> None:  # type: ignore[override]
         """Stream events after an id; with `follow`, until the caller goes or the server stops."""
-        after_id = min(request.after_id, MAX_NUMBER)
+        after_id = min(request.after_id, MAX_INTEGER)
         with self._controller.change_event() as changed:
             while not self._stopping.is_set():
                 rows = await self._controller.read(lambda store, after=after_id: store.events(after, EVENT_BATCH))  # type: ignore[misc]

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.runs import checkpoints
 from atoll.coordinator.sanitize import clean
-from atoll.coordinator.store.records import Checkpoint
+from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, Checkpoint
 from atoll.core.errors import AtollError, Busy, DeadlineExceeded, NotFound, PeerMisbehaved, Unreachable, first_error
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -33,8 +33,6 @@ MESSAGE_SECONDS = 60.0  # between two messages, and until the operator accepts o
 MAX_BUFFERED_MESSAGES = 4
 _POLL_SECONDS = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_DIGEST_BYTES = 32
-_MAX = 2**62
 
 
 class RelayedUpload:
@@ -240,10 +238,10 @@ def _announced_bytes(upload: RelayedUpload, opening: mb.CheckpointOpening) -> in
         )
     if bad := [name for name in names if not _NAME.fullmatch(name)]:
         raise PeerMisbehaved(f"the node announced a file name that is not allowed: {clean(bad[0], 64)!r}")
-    if total > _MAX:
-        raise PeerMisbehaved(f"the node announced {total} bytes; must be at most {_MAX}")
-    if any(len(item.sha256) != _DIGEST_BYTES for item in opening.files):
-        raise PeerMisbehaved(f"the node announced a file whose SHA-256 does not have {_DIGEST_BYTES} bytes")
+    if total > MAX_INTEGER:
+        raise PeerMisbehaved(f"the node announced {total} bytes; must be at most {MAX_INTEGER}")
+    if any(len(item.sha256) != SHA256_BYTES for item in opening.files):
+        raise PeerMisbehaved(f"the node announced a file whose SHA-256 does not have {SHA256_BYTES} bytes")
     return total
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from atoll.coordinator.state.run_states import TRANSITIONS
 from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Node, Run, Token
-from atoll.core.errors import Ambiguous, CertificateInvalid, NotFound
+from atoll.core.errors import Ambiguous, Banned, CertificateInvalid, NotFound
 
 
 def run(state: State, run_id: str) -> Run:
@@ -53,6 +53,19 @@ def caller(state: State, peer_id: str) -> Node:
     if found is None:
         raise CertificateInvalid(f"peer {peer_id} is not enrolled at this coordinator", "join again with a new token")
     return found
+
+
+def member(state: State, peer_id: str) -> Node:
+    """Find the node of a peer, like `caller`, unless it is banned. Raises `Banned`, `CertificateInvalid`."""
+    found = caller(state, peer_id)
+    if found.banned:
+        raise banned(peer_id)
+    return found
+
+
+def banned(peer_id: str) -> Banned:
+    """Error for a banned peer."""
+    return Banned(f"peer {peer_id} was banned by the operator")
 
 
 def _part_of(text: str, peer_id: str) -> bool:

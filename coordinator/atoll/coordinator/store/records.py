@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+MAX_INTEGER = 2**62  # highest number in a row: databases store 63 bits
+SHA256_BYTES = 32
+
 
 @dataclass(frozen=True)
 class Token:
