@@ -98,7 +98,7 @@ def _remove_incomplete_authority(data_dir: Path) -> None:
 
 
 def _is_renewal_not_due(chain: Path, ca: certs.CertificateAuthority, now: float) -> bool:
-    """Whether the credential is from our CA and not in the last third of its lifetime."""
+    """True if the credential is from our CA and not in the last third of its lifetime."""
     if not chain.exists() or not (chain.parent / "admin.key").exists() or not (chain.parent / "ca.crt").exists():
         return False
     pem = chain.read_bytes()

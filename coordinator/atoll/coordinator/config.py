@@ -28,7 +28,7 @@ Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
 class CoordinatorConfig(BaseModel):
-    """Settings of a coordinator."""
+    """Settings of a coordinator, one field each."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

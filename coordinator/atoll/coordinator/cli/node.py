@@ -201,7 +201,7 @@ def _plan_part_text(node: wire.NodeView) -> str:
     if node.route:
         return f"layers {node.span.first}–{node.span.last}, in route {node.route}"
     if node.HasField("span"):
-        return f"stands by with layers {node.span.first}–{node.span.last}"
+        return f"standby with layers {node.span.first}–{node.span.last}"
     return f"none: {node.left_out}" if node.left_out else "–"
 
 

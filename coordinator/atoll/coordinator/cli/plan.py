@@ -205,12 +205,12 @@ def _rows(view: wire.PlanView) -> Iterator[JsonObject]:
     total = sum(item.max_reduce_bytes_per_second for item in plan.assignments)
     placed = [(number, peer) for number, route in enumerate(plan.routes, 1) for peer in route.peer_ids]
     drivers = {route.peer_ids[0] for route in plan.routes}
-    standing = sorted(assigned.keys() - {peer for _, peer in placed})
-    for number, peer in [*placed, *((0, peer) for peer in standing)]:
+    standbys = sorted(assigned.keys() - {peer for _, peer in placed})
+    for number, peer in [*placed, *((0, peer) for peer in standbys)]:
         item, node = assigned[peer], nodes.get(peer, wire.PlacedNode())
         samples = ", ".join(f"{piece.start}–{piece.end - 1}" for piece in item.data_ranges)
         yield {
-            "route": number or "stands by",
+            "route": number or "standby",
             "node": node.name or "–",
             "peer": f"…{peer[-8:]}",
             "layers": f"{item.span.first}–{item.span.last}",

@@ -162,8 +162,8 @@ def advice(now: Solution, best: Solution) -> Iterator[str]:
         return
     stages = Counter(len(route) for route in best.evaluation.layout.routes)
     shapes = ", ".join(f"{count} × {length}" for length, count in sorted(stages.items()))
-    what = " of tokens for the same money" if cheap else ""
-    yield f"another layout would reach {100 * gain:+.0f} %{what}: routes × stages {shapes}"
+    unit = " of tokens for the same money" if cheap else ""
+    yield f"another layout would reach {100 * gain:+.0f} %{unit}: routes × stages {shapes}"
 
 
 def layout_document(best: Solution) -> dict[str, object]:

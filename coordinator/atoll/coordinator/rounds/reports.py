@@ -131,7 +131,7 @@ def log_dropped_reports(draft: Draft) -> None:
 
 
 def _is_known_report(memory: RunMemory, peer_id: str, report: mb.RoundReport) -> bool:
-    """Whether exactly this outcome is stored, or waits, already."""
+    """True if exactly this outcome is stored, or waits, already."""
     known, key = memory.committed.get(report.round.number), report_key(report)
     if not report.committed:
         return key in memory.abandoned_attempts or (known is not None and known.attempt == key)
@@ -184,13 +184,13 @@ def _store_waiting(draft: Draft, row: WaitingRound) -> None:
     memory = draft.state.memory[row.run_id]
     own = {key: other for key, other in memory.waiting_rounds.items() if key[1] == row.peer_id and key[0] != row.number}
     size = len(row.report) + sum(len(other.report) for other in own.values())
-    gone: list[tuple[int, str]] = []
+    dropped: list[tuple[int, str]] = []
     for key in sorted(own):
-        if size <= MAX_WAITING_BYTES and len(own) - len(gone) < MAX_WAITING:
+        if size <= MAX_WAITING_BYTES and len(own) - len(dropped) < MAX_WAITING:
             break
         size -= len(own[key].report)
-        gone.append(key)
-    draft.forget_waiting(row.run_id, gone)
+        dropped.append(key)
+    draft.forget_waiting(row.run_id, dropped)
     draft.set_waiting(row)
 
 
@@ -265,7 +265,7 @@ def _charge_row(draft: Draft, peer_id: str, cost: float = 1.0) -> bool:
     return False
 
 
-def _reject(draft: Draft, run_id: str, peer_id: str, what: str, error: AtollError) -> None:
+def _reject(draft: Draft, run_id: str, peer_id: str, kind: str, error: AtollError) -> None:
     live = draft.state.live.get(peer_id)
     remaining = live.refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) if live else None
     if live is None or remaining is None:
@@ -273,7 +273,7 @@ def _reject(draft: Draft, run_id: str, peer_id: str, what: str, error: AtollErro
         return
     draft.set_live(peer_id, replace(live, refusal_allowance=remaining))
     name = draft.state.nodes[peer_id].name
-    draft.event(f"{what}.rejected", run_id, peer_id, f"{what} report of {name} was rejected: {clean(str(error), 300)}")
+    draft.event(f"{kind}.rejected", run_id, peer_id, f"{kind} report of {name} was rejected: {clean(str(error), 300)}")
 
 
 def _drop(draft: Draft, peer_id: str) -> None:

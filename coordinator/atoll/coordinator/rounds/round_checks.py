@@ -143,7 +143,7 @@ def layer_count(table: bytes) -> int:
 
 
 def is_decided(head: Head, memory: RunMemory, operator_key: bytes) -> bool:
-    """Whether the electorate voted for the round; False while the electorate is unknown. Verifies no signature.
+    """True if the electorate voted for the round; False while the electorate is unknown. Verifies no signature.
 
     Raises `SignatureInvalid` if the round before it is known and the votes are too few.
     """

@@ -94,7 +94,7 @@ def answer_vote_request(
 
 
 def abstains(run: Run, memory: RunMemory) -> bool:
-    """Whether forgotten votes may still matter: after a restore, until a round of a newer plan has committed."""
+    """True after a restore, until a round of a newer plan has committed: forgotten votes may still matter."""
     since_restore = max((commit.plan_version for commit in memory.committed.values()), default=0)
     recovered = memory.bases[-1].since_version if memory.bases else 0
     return max(since_restore, recovered) <= run.plan_floor and run.plan_floor > 0

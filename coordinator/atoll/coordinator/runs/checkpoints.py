@@ -67,7 +67,7 @@ def checkpoints_of_run(state: State, run_id: str) -> list[Checkpoint]:
 
 
 def is_committed(state: State, item: Checkpoint) -> bool:
-    """Whether the coordinator knows that this round committed with this manifest."""
+    """True if the coordinator knows that this round committed with this manifest."""
     commit = state.memory[item.run_id].committed.get(item.round)
     return commit is not None and commit.manifest_hash == item.manifest_hash
 
@@ -165,6 +165,6 @@ def check_manifest(
 
 
 def connected(state: State, peer_id: str) -> bool:
-    """Whether the node is connected and not banned."""
+    """True if the node is connected and not banned."""
     live = state.live.get(peer_id)
     return live is not None and live.connected and not state.nodes[peer_id].banned

@@ -102,7 +102,7 @@ def newest_held_state(state: State, run: Run) -> RecoveryPoint | None:
 
 
 def _is_in_valid_history(run: Run, memory: RunMemory, point: RecoveryPoint, most: float) -> bool:
-    """Whether a state belongs to the valid history: known here, or reported by more than `most` nodes."""
+    """True if a state belongs to the valid history: known here, or reported by more than `most` nodes."""
     commit = memory.committed.get(point.round)
     if commit is not None:
         return commit.manifest_hash == point.manifest_hash
@@ -134,8 +134,8 @@ def _point_if_layers_are_lost(state: State, run_id: str) -> RecoveryPoint | None
     eligible, electorate = set(eligible_nodes(state, run_id)), electorate_after(memory, run.head_round)
     if memory.plan is None or electorate is None:
         return None
-    gone = {peer for peer in electorate.members if peer in state.nodes and not _may_return(state, peer)}
-    if not eligible >= set(memory.plan.members) | (electorate.members - gone):
+    never_returning = {peer for peer in electorate.members if peer in state.nodes and not _may_return(state, peer)}
+    if not eligible >= set(memory.plan.members) | (electorate.members - never_returning):
         return None
     held: set[int] = set()
     for item in memory.plan.assignments:
@@ -147,7 +147,7 @@ def _point_if_layers_are_lost(state: State, run_id: str) -> RecoveryPoint | None
 
 
 def _may_return(state: State, peer: str) -> bool:
-    """Whether an absent node may return with its state."""
+    """True if an absent node may return with its state."""
     node = state.nodes[peer]
     return not (node.banned or node.left)
 
@@ -186,7 +186,7 @@ def _newest_complete_round(state: State, run: Run, below: int | None = None) -> 
 
 
 def _covers(count: int, spans: list[range]) -> bool:
-    """Whether these spans cover layers 0 to `count` - 1."""
+    """True if these spans cover layers 0 to `count` - 1."""
     end = 0
     for span in sorted(spans, key=lambda span: span.start):
         if span.start > end:

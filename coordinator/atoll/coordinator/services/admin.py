@@ -35,7 +35,7 @@ MAX_ROUNDS = 10_000
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """Tokens, nodes, runs, plans, events, rounds, checkpoints."""
+    """Tokens, nodes, runs, plans, events, rounds, checkpoints: one method for each RPC of `admin.proto`."""
 
     def __init__(
         self,

@@ -13,10 +13,10 @@ def run(state: State, run_id: str) -> Run:
     if run_id:
         found = state.runs.get(run_id)
         if found is None:
-            raise NotFound(f"there is no run named {run_id!r}", "see `atollctl run list`")
+            raise NotFound(f"no run is named {run_id!r}", "see `atollctl run list`")
         return found
     if not state.runs:
-        raise NotFound("there is no run yet", "create one: `atollctl run create FILE`")
+        raise NotFound("no run exists yet", "create one: `atollctl run create FILE`")
     candidates = [found for found in state.runs.values() if TRANSITIONS[found.state]] or list(state.runs.values())
     if len(candidates) > 1:
         names = sorted(found.run_id for found in candidates)
@@ -32,7 +32,7 @@ def node(state: State, text: str) -> Node:
     by_name = [item for item in state.nodes.values() if item.name == text]
     found = by_name or [item for item in state.nodes.values() if text and _part_of(text, item.peer_id)]
     if not found:
-        raise NotFound(f"there is no node {text!r}", "see `atollctl node list`")
+        raise NotFound(f"no node has the name or peer id {text!r}", "see `atollctl node list`")
     if len(found) > 1:
         peers = ", ".join(sorted(item.peer_id for item in found))
         raise Ambiguous(f"{text!r} matches {len(found)} nodes: {peers}", "give the peer id, or its last characters")
@@ -43,7 +43,7 @@ def token(state: State, token_id: str) -> Token:
     """Find a token by id. Raises `NotFound`."""
     found = state.tokens.get(token_id)
     if found is None:
-        raise NotFound(f"there is no token with the id {token_id!r}", "see `atollctl token list`")
+        raise NotFound(f"no token has the id {token_id!r}", "see `atollctl token list`")
     return found
 
 
@@ -69,5 +69,5 @@ def banned(peer_id: str) -> Banned:
 
 
 def _part_of(text: str, peer_id: str) -> bool:
-    """Whether `text` is a start or end of a peer id. All Ed25519 peer ids start alike, so people use the end."""
+    """True if `text` is a start or end of a peer id. All Ed25519 peer ids start alike, so people use the end."""
     return len(text) >= 4 and (peer_id.startswith(text) or peer_id.endswith(text))

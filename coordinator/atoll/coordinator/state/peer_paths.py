@@ -52,8 +52,8 @@ def sanitized_profile(profile: mb.NodeProfile) -> mb.NodeProfile:
     del kept.layer_times[:]
     kinds: set[str] = set()
     for time in profile.layer_times[:_MAX_LAYER_KINDS]:
-        tidy = sanitized_message(time, MAX_NAME_CHARACTERS)
-        if clean(tidy.kind) and tidy.kind not in kinds:
-            kinds.add(tidy.kind)
-            kept.layer_times.append(tidy)
+        cleaned = sanitized_message(time, MAX_NAME_CHARACTERS)
+        if clean(cleaned.kind) and cleaned.kind not in kinds:
+            kinds.add(cleaned.kind)
+            kept.layer_times.append(cleaned)
     return kept

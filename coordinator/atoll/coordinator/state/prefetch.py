@@ -50,7 +50,7 @@ def layers_to_fetch(state: State, peer_id: str) -> range:
 
 
 def has_prefetched(state: State, peer: str, span: range) -> bool:
-    """Whether a node reports that it holds these layers, at most two rounds old."""
+    """True if a node reports that it holds these layers, at most two rounds old."""
     live = state.live.get(peer)
     if live is None or not live.connected or not live.status.HasField("prepared"):
         return False
@@ -60,7 +60,7 @@ def has_prefetched(state: State, peer: str, span: range) -> bool:
 
 
 def reports_no_room(state: State, peer: str, span: range) -> bool:
-    """Whether a node reports that it has no room for these layers, which it was told to fetch."""
+    """True if a node reports that it has no room for these layers, which it was told to fetch."""
     live = state.live.get(peer)
     if live is None or not live.connected or not live.status.HasField("refused"):
         return False

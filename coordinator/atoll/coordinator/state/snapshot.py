@@ -72,7 +72,10 @@ class Policy:
 
 @dataclass(frozen=True)
 class LiveNode:
-    """Reports of a node since this process started. `session` 0: no stream is open."""
+    """Reports of a node since this process started. `session` 0: no stream is open.
+
+    Its fields are many because every report of a node is kept here, each replaced on its own.
+    """
 
     session: int
     seen: float  # monotonic; the end of the stream if none is open
@@ -94,7 +97,7 @@ class LiveNode:
 
     @property
     def connected(self) -> bool:
-        """Whether a heartbeat stream is open."""
+        """True if a heartbeat stream is open."""
         return self.session != 0
 
 
@@ -151,7 +154,10 @@ class PendingFetch:
 
 @dataclass(frozen=True)
 class RunMemory:
-    """State of a run that is rebuilt at start: parsed documents, indices, timers (monotonic)."""
+    """State of a run that is rebuilt at start: parsed documents, indices, timers (monotonic).
+
+    It is one class because `Draft.remember` replaces fields by name, and rules of all rooms read several of them.
+    """
 
     spec: RunSpec
     plan: Plan | None = None
@@ -267,7 +273,7 @@ def add_base(bases: tuple[Base, ...], base: Base) -> tuple[Base, ...]:
 
 
 def is_void(bases: tuple[Base, ...], number: int, made_under: int) -> bool:
-    """Whether a recovery made a round void that was made under that plan version."""
+    """True if a recovery made this round void, given the plan version under which it was made."""
     return any(number > base.round and made_under < base.since_version for base in bases)
 
 

@@ -33,7 +33,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Node:
-    """An enrolled peer. `epoch` grows with each membership certificate."""
+    """An enrolled peer, one field a column. `epoch` grows with each membership certificate."""
 
     KEY: ClassVar[tuple[str, ...]] = ("peer_id",)
 
@@ -111,7 +111,7 @@ class PlanFigures:
 
 @dataclass(frozen=True)
 class Round:
-    """Outcome of one attempt at one round, as its opener reported it."""
+    """Outcome of one attempt at one round, as its opener reported it, one field a column."""
 
     KEY: ClassVar[tuple[str, ...]] = ("run_id", "number", "plan_version", "fragment", "attempt")
 

@@ -172,7 +172,7 @@ class SqlStore(Store):
         self._engine.dispose()
 
     def _is_empty(self) -> bool:
-        """Whether the database has no schema. Checks the path first: SQLite creates a file on connect."""
+        """True if the database has no schema. Checks the path first: SQLite creates a file on connect."""
         path = sqlite_file(self._engine)
         return (path is not None and not path.exists()) or not inspect(self._engine).has_table("alembic_version")
 

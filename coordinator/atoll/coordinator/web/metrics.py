@@ -45,7 +45,7 @@ class StateCollector(Collector):
 
 def _nodes(state: State) -> Iterator[Metric]:
     nodes = GaugeMetricFamily("atoll_nodes", "Connected nodes and seeds by state", labels=["run", "state"])
-    pace = GaugeMetricFamily("atoll_tokens_per_second", "Sum of what connected nodes measure", labels=["run"])
+    pace = GaugeMetricFamily("atoll_tokens_per_second", "Sum of the rates that connected nodes measure", labels=["run"])
     counts: Counts[tuple[str, str]] = Counts()
     speeds: defaultdict[str, float] = defaultdict(float)
     for node in state.nodes.values():
