@@ -2,7 +2,7 @@
 
 Steps run one after the other on a thread of their own, so the event loop never waits for a disk, and no lock is
 needed. Readers take `state`, which is immutable. If the store fails, the state stays as it was and the caller gets the
-error: what was not stored did not happen. The operator key signs plans and deny-lists here. A planner search takes
+error: what was not stored did not happen. Plans and deny-lists are signed here. A planner search takes
 seconds, so it has another thread; its answer is applied as a step.
 """
 
@@ -15,20 +15,17 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import structlog
-from google.protobuf.message import DecodeError
 
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.runs import machine
+from atoll.coordinator.signed_documents import SignedDocuments
 from atoll.coordinator.state.snapshot import Policy, State, Step, StepTime
-from atoll.coordinator.store.records import Change, DenyRow, Event, PlanRow
+from atoll.coordinator.store.records import Change, Event
 from atoll.coordinator.store.store import Store
 from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
-from atoll.core.errors import AtollError, DatabaseCorrupt, Rejected
+from atoll.core.errors import AtollError
 from atoll.core.identity import Identity
-from atoll.core.membership import EMPTY_DENY_LIST, DenyList, MembershipVerifier, issue_deny_list
-from atoll.core.plan import Plan, sign_plan, verify_plan
-from atoll.v1 import common_pb2 as pb
 
 T = TypeVar("T")
 Operation = Callable[[State, StepTime], Step[T]]
@@ -49,11 +46,10 @@ class Controller:
         self._thread = ThreadPoolExecutor(1, "controller")
         self._planner = ThreadPoolExecutor(1, "planner")
         self._change_events: set[asyncio.Event] = set()
-        self._signed_plans: dict[str, pb.Signed] = {}
-        self._signed_deny_list = issue_deny_list(
-            operator, EMPTY_DENY_LIST.number, EMPTY_DENY_LIST.peer_ids, clock.unix()
-        )
-        self.state = self._restore()
+        self.signed = SignedDocuments(operator, clock)
+        contents = store.load()
+        plans, deny = self.signed.load(contents)
+        self.state = machine.restore(contents, plans, deny, self.moment(), operator.public_key)
 
     async def do(self, operation: Operation[T]) -> T:
         """Run one step and return its result once it is durable. Raises what the step or the store raises."""
@@ -103,15 +99,6 @@ class Controller:
         finally:
             self._change_events.discard(changed)
 
-    def signed_plan(self, run_id: str) -> pb.Signed | None:
-        """The run's newest signed plan."""
-        return self._signed_plans.get(run_id)
-
-    @property
-    def signed_deny_list(self) -> pb.Signed:
-        """The signed deny-list in force."""
-        return self._signed_deny_list
-
     def moment(self) -> StepTime:
         """The current time."""
         return StepTime(unix_ms(self.clock), self.clock.monotonic())
@@ -152,15 +139,14 @@ class Controller:
 
     def _perform(self, operation: Operation[T], loop: asyncio.AbstractEventLoop) -> Step[T]:
         step = operation(self.state, self.moment())
-        plans = [PlanRow(plan.run_id, plan.version, self._sign_plan(plan), plan.issued_unix_ms) for plan in step.plans]
-        deny = [DenyRow(step.deny.number, self._sign_deny_list(step.deny))] if step.deny else []
-        rows: list[Change] = [*step.records, *plans, *deny]
+        signed: list[PlanRow | DenyRow] = [self.signed.plan_row(plan) for plan in step.plans]
+        if step.deny:
+            signed.append(self.signed.deny_row(step.deny))
+        rows: list[Change] = [*step.records, *signed]
         if rows:
             self._store(rows)
-        for row in plans:
-            self._signed_plans[row.run_id] = pb.Signed.FromString(row.sealed)
-        for row_of_deny in deny:
-            self._signed_deny_list = pb.Signed.FromString(row_of_deny.sealed)
+        for row in signed:
+            self.signed.publish(row)
         self.state = step.state
         if rows:  # scheduled here, because the caller may be cancelled meanwhile
             loop.call_soon_threadsafe(self._wake_and_log, step.records)
@@ -173,35 +159,6 @@ class Controller:
             self.store_failure = str(error)
             raise
         self.store_failure = ""
-
-    def _sign_plan(self, plan: Plan) -> bytes:
-        return sign_plan(self.operator, plan).SerializeToString()
-
-    def _sign_deny_list(self, deny: DenyList) -> bytes:
-        signed = issue_deny_list(self.operator, deny.number, deny.peer_ids, self.clock.unix())
-        return signed.SerializeToString()
-
-    def _restore(self) -> State:
-        contents = self.store.load()
-        try:
-            plans = tuple(self._verified_plan(row) for row in contents.plans)
-            deny = self._verified_deny_list(contents.deny) if contents.deny else None
-        except (Rejected, DecodeError) as error:
-            raise DatabaseCorrupt(
-                f"the database holds a plan or deny-list that this coordinator's key did not sign: {error}",
-                "take database and keys from the same backup; nothing was changed",
-            ) from error
-        return machine.restore(contents, plans, deny, self.moment(), self.operator.public_key)
-
-    def _verified_plan(self, row: PlanRow) -> Plan:
-        signed = pb.Signed.FromString(row.sealed)
-        plan = verify_plan(signed, self.operator.public_key, row.run_id)
-        self._signed_plans[row.run_id] = signed  # rows come in order of version: the newest stays
-        return plan
-
-    def _verified_deny_list(self, row: DenyRow) -> DenyList:
-        self._signed_deny_list = pb.Signed.FromString(row.sealed)
-        return MembershipVerifier(self.operator.public_key, "").verify_deny_list(self._signed_deny_list)
 
 
 def _solve_question(question: Question, clock: Clock) -> Answer:

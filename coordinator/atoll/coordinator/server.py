@@ -8,7 +8,6 @@ is safe: acknowledged data is on disk.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import signal
 import socket
@@ -37,6 +36,7 @@ from atoll.coordinator.web.metrics import StateCollector, rpc_errors
 from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AlreadyRunning, AtollError, DataDirUnusable
+from atoll.core.file_lock import FileLocked, lock_file
 from atoll.core.files import make_private_dir, raise_descriptor_limit
 from atoll.core.sdnotify import notify
 from atoll.v1 import admin_pb2_grpc, enrolment_pb2_grpc, membership_pb2_grpc
@@ -199,24 +199,18 @@ async def background_tasks(
 @contextmanager
 def lock_data_dir(data_dir: Path) -> Iterator[None]:
     """Hold the data directory for this process. Raises `AlreadyRunning`, `DataDirUnusable`."""
-    path = data_dir / "lock"
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = lock_file(data_dir / "lock", f"{os.getpid()}\n")
+    except FileLocked as holder:
+        raise AlreadyRunning(
+            f"another coordinator (process {str(holder) or 'unknown'}) uses {data_dir}",
+            "stop it, or name another --data-dir",
+        ) from None
     except OSError as error:
         raise DataDirUnusable(
             f"cannot use {data_dir}: {error.strerror}", "check its owner and permissions, or name another --data-dir"
         ) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-        os.close(descriptor)
-        raise AlreadyRunning(
-            f"another coordinator (process {holder}) uses {data_dir}", "stop it, or name another --data-dir"
-        ) from None
-    try:
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
         yield
     finally:
         os.close(descriptor)

@@ -83,7 +83,7 @@ async def test_bans_and_plans_are_signed_stored_and_restored() -> None:
     first.close()
     again = Controller(store, operator, ManualClock(), Policy())
     assert again.state.deny.peer_ids == {world.identities["ann"].peer_id}
-    assert again.signed_deny_list == first.signed_deny_list
+    assert again.signed.deny_list == first.signed.deny_list
     again.close()
 
 
@@ -96,7 +96,7 @@ async def test_a_plan_that_is_due_is_sealed_for_members() -> None:
     await controller.do(lambda state, now: admission.leave(state, now, peer, ""))
     for _ in range(3):
         await controller.tick()
-    sealed = controller.signed_plan(RUN)
+    sealed = controller.signed.plan(RUN)
     assert sealed is not None
     assert verify_plan(sealed, operator.public_key, RUN).members == (world.identities["ann"].peer_id,)
     controller.close()
@@ -123,10 +123,10 @@ async def test_while_the_planner_thinks_the_coordinator_works_and_then_the_plan_
     controller.state = world.state
     planning = asyncio.create_task(controller.answer_questions())
     await controller.do(lambda state, now: admission.create_token(state, now, TOKEN))
-    assert controller.signed_plan(RUN) is None
+    assert controller.signed.plan(RUN) is None
     may_end.set()
     await planning
-    sealed = controller.signed_plan(RUN)
+    sealed = controller.signed.plan(RUN)
     assert sealed is not None
     assert len(verify_plan(sealed, operator.public_key, RUN).routes) == 1
     controller.close()

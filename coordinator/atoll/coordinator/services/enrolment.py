@@ -66,7 +66,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
             certificate_chain_pem=self._keys.issue_node(request.csr_der, peer_id),
             membership=membership_of(self._controller, node),
             operator_public_key=self._keys.operator.public_key,
-            deny_list=self._controller.signed_deny_list,
+            deny_list=self._controller.signed.deny_list,
             seeds=admission.seeds_of(state, node.run_id),
             run_spec_toml=state.runs[node.run_id].spec_toml,
             membership_endpoint=self._membership_endpoint,

@@ -97,7 +97,7 @@ class HeartbeatSession:
         run = self._controller.state.runs[node.run_id]
         if "node" not in node.roles or run.plan_version <= self._sent_plan_version:
             return False
-        signed = self._controller.signed_plan(run.run_id)
+        signed = self._controller.signed.plan(run.run_id)
         if signed is None:
             return False
         response.plan.CopyFrom(signed)
@@ -112,7 +112,7 @@ class HeartbeatSession:
         number = self._controller.state.deny.number
         if number <= self._deny_number:
             return False
-        response.deny_list.CopyFrom(self._controller.signed_deny_list)
+        response.deny_list.CopyFrom(self._controller.signed.deny_list)
         self._deny_number = number
         return True
 

@@ -56,7 +56,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         return mb.RenewResponse(
             certificate_chain_pem=self._keys.issue_node(request.csr_der, peer_id),
             membership=membership_of(self._controller, node),
-            deny_list=self._controller.signed_deny_list,
+            deny_list=self._controller.signed.deny_list,
         )
 
     async def Leave(self, request: mb.LeaveRequest, context: Context) -> mb.LeaveResponse:  # noqa: N802

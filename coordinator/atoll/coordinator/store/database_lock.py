@@ -8,7 +8,6 @@ database, the first one overwrites nothing. The table is not part of the state: 
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from sqlalchemy import BigInteger, Column, Connection, Engine, MetaData, Table, Text, select, text
 
 from atoll.core.errors import AlreadyRunning, DataDirUnusable
+from atoll.core.file_lock import FileLocked, lock_file
 
 OWNER_TABLE = Table(
     "owner",
@@ -41,19 +41,13 @@ class DatabaseLock:
 
     def _lock_file(self, path: Path, holder: str) -> None:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = lock_file(path, holder)
+        except FileLocked as first:
+            raise already_owned(str(first)) from None
         except OSError as error:
             raise DataDirUnusable(
                 f"unable to open {path}: {error.strerror}", "check the owner and the permissions of its directory"
             ) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            first = os.read(descriptor, 1000).decode(errors="replace")
-            os.close(descriptor)
-            raise already_owned(first) from None
-        os.truncate(descriptor, 0)
-        os.write(descriptor, holder.encode())
         self.close = lambda: os.close(descriptor)
 
     def _lock_session(self, engine: Engine) -> None:
