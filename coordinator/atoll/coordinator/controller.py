@@ -20,7 +20,7 @@ from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.runs import machine
 from atoll.coordinator.signed_documents import SignedDocuments
 from atoll.coordinator.state.snapshot import Policy, State, Step, StepTime
-from atoll.coordinator.store.records import Change, Event
+from atoll.coordinator.store.records import Change, DenyRow, Event, PlanRow
 from atoll.coordinator.store.store import Store
 from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
