@@ -19,7 +19,7 @@ _HIDDEN = "hidden"
 
 
 def resolve(setting: str) -> str:
-    """The URL that a setting means. Raises `ConfigError` for a file that cannot be read."""
+    """The URL that a setting means. Raises `ConfigError` for an unreadable file."""
     if not setting.startswith(FILE):
         return setting
     path = Path(setting.removeprefix(FILE)).expanduser()

@@ -54,7 +54,7 @@ def explain_running_plan(
 ) -> None:
     """Fetch, evaluate, explain, print, draw.
 
-    Raises `ConfigError` for a file that cannot be written, `InvalidTransition` while the run has no plan.
+    Raises `ConfigError` for an unwritable file, `InvalidTransition` while the run has no plan.
     """
     check_writable(svg)
     run = client.call(client.stub.GetRun, wire.RunRequest(run_id=run_id))

@@ -333,7 +333,7 @@ class Draft:
         self.remember(run_id, abandoned_attempts=kept)
 
     def set_waiting(self, row: WaitingRound) -> None:
-        """Store a round that cannot be judged yet, durably."""
+        """Store a round until the rounds around it are known, durably."""
         memory = self.state.memory[row.run_id]
         since = self.now.monotonic if memory.waiting_since is None else memory.waiting_since
         waiting = {**memory.waiting_rounds, (row.number, row.peer_id): row}

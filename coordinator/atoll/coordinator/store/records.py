@@ -142,7 +142,7 @@ class Round:
 
 @dataclass(frozen=True)
 class WaitingRound:
-    """A report of a committed round that cannot be judged yet, because the round before it is unknown."""
+    """A report of a committed round that waits, because the round before it is unknown."""
 
     KEY: ClassVar[tuple[str, ...]] = ("run_id", "number", "peer_id")
 
