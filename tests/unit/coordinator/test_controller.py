@@ -39,7 +39,7 @@ class FullDisk(MemoryStore):
         super().apply(records)
 
 
-async def test_what_was_not_stored_did_not_happen() -> None:
+async def test_a_step_that_is_not_stored_has_no_effect() -> None:
     store = FullDisk()
     controller = Controller(store, Identity.generate(), ManualClock(), Policy())
     store.full = True
@@ -132,7 +132,7 @@ async def test_while_the_planner_thinks_the_coordinator_works_and_then_the_plan_
     controller.close()
 
 
-async def test_a_planner_that_breaks_is_told_and_breaks_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_planner_failure_is_reported_and_affects_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     world = with_question()
 
     def broken(_question: Question, _clock: Clock) -> Answer:
@@ -148,7 +148,7 @@ async def test_a_planner_that_breaks_is_told_and_breaks_nothing_else(monkeypatch
 
 
 @pytest.mark.parametrize("row", [PlanRow(RUN, 1, b"", 0), DenyRow(1, b"")])
-def test_what_our_key_did_not_sign_is_not_believed(row: Record) -> None:
+def test_stored_documents_signed_by_another_key_are_refused(row: Record) -> None:
     world, store = World(), MemoryStore()
     world.create_run()
     store.apply([*world.records, row])

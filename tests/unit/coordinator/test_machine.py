@@ -262,7 +262,7 @@ def test_a_corpus_digest_is_a_digest(digest: str) -> None:
         world.say("ann", corpus_digest=digest)
 
 
-def test_what_a_node_says_of_itself_is_bounded_and_printable() -> None:
+def test_a_profile_is_bounded_and_printable() -> None:
     world = World()
     world.create_run()
     peer = world.join("ann")[0].peer_id

@@ -101,7 +101,7 @@ def test_a_plan_of_replicas_is_predicted_to_train_what_its_members_do(capsys):
     assert not told["doubts"]
 
 
-def test_text_says_what_limits_it_who_boasts_and_what_would_help(capsys):
+def test_the_text_names_limits_false_claims_and_remedies(capsys):
     ann = node("ann", bob=3)
     boaster = node("bob", ann=31)
     boaster.status.tokens_per_second /= 10
@@ -130,7 +130,7 @@ def test_pins_bind_what_is_advised_and_help_is_beside_the_best_that_they_allow(c
     assert "no other layout of these machines would be noticeably faster" in text
 
 
-def test_a_plan_that_cannot_go_on_or_does_not_follow_its_pins_is_told(capsys):
+def test_a_plan_that_no_longer_fits_or_ignores_pins_is_reported(capsys):
     given = answers(node("ann", bob=30), node("bob", ann=31))
     given["ListNodes"].nodes[0].pin = "out"
     text = explained(given, capsys, Output.TEXT)
@@ -142,14 +142,14 @@ def test_a_plan_that_cannot_go_on_or_does_not_follow_its_pins_is_told(capsys):
         explained(given, capsys)
 
 
-def test_what_a_node_says_that_makes_no_sense_is_told(capsys):
+def test_an_impossible_profile_is_reported(capsys):
     broken = node("bob", ann=31)
     del broken.profile.layer_times[:]
     with pytest.raises(InvalidTransition, match="nothing says how fast bob computes"):
         explained(answers(node("ann", bob=30), broken), capsys)
 
 
-def test_the_coordinator_s_wishes_are_those_that_are_explained(capsys):
+def test_the_coordinator_s_preferences_are_used(capsys):
     """Both train for the same money, the slow one for ten times of it a token: who asks for price wants one."""
     ann, bob = node("ann", bob=3), node("bob", 4.0, ann=3)
     ann.profile.price_per_hour, bob.profile.price_per_hour = 0.1, 4.0
@@ -168,7 +168,7 @@ def test_nodes_of_one_name_are_told_apart(capsys):
     assert names == ["same …r-same", "same …nother"]
 
 
-def test_what_cannot_be_explained_says_why():
+def test_a_plan_that_cannot_be_explained_gives_the_reason():
     silent = wire.NodeView(peer_id="peer-cid", name="cid")
     given = answers(node("ann"), silent)
     told = given["GetRun"], given["GetPlan"].plan, given["ListNodes"].nodes, []

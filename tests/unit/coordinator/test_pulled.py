@@ -120,7 +120,7 @@ def nothing(files: Files) -> None:
         nothing,
     ],
 )
-def test_what_is_not_true_leaves_nothing(tmp_path: Path, spoil: Callable[[Files], None]) -> None:
+def test_a_checkpoint_that_fails_verification_leaves_nothing(tmp_path: Path, spoil: Callable[[Files], None]) -> None:
     files = checkpoint(SIGNER)
     spoil(files)
     with pytest.raises(AtollError):

@@ -102,7 +102,7 @@ def test_an_empty_store_is_empty(store: Store) -> None:
     assert store.plan("reef", 1) is None
 
 
-def test_what_was_applied_is_loaded_field_by_field(store: Store) -> None:
+def test_applied_rows_are_loaded_field_by_field(store: Store) -> None:
     store.apply(ALL)
     kept = replace(ROUND, manifest=b"")
     assert store.load() == Contents(
@@ -154,7 +154,7 @@ def test_closing_twice_is_fine(store: Store) -> None:
     store.close()
 
 
-def test_what_is_deleted_is_gone_and_deleting_nothing_is_fine(store: Store) -> None:
+def test_deleted_rows_disappear_and_deleting_a_missing_row_is_fine(store: Store) -> None:
     other = replace(VOTE, number=9)
     store.apply([VOTE, other, Delete(Vote, ("reef", 8))])
     store.apply([Delete(Vote, ("reef", 8)), Delete(Checkpoint, ("p1", 77)), HELD])
@@ -183,7 +183,7 @@ def test_a_database_opened_again_has_everything(url: str) -> None:
     store.close()
 
 
-def test_a_database_has_one_owner_who_is_named_and_another_one_afterwards(url: str) -> None:
+def test_a_database_has_one_owner_at_a_time_named_in_the_error(url: str) -> None:
     first = SqlStore(url, "process 7 on reef")
     with pytest.raises(AlreadyRunning, match="process 7 on reef"):
         SqlStore(url, "process 8 on lagoon")
@@ -216,7 +216,7 @@ def test_an_owner_whose_lock_was_lost_and_taken_writes_nothing_over(url: str) ->
     second.close()
 
 
-def test_where_none_may_be_made_none_is(url: str, tmp_path: Path) -> None:
+def test_no_database_is_created_unless_allowed(url: str, tmp_path: Path) -> None:
     before = {path.name for path in tmp_path.iterdir()}
     with pytest.raises(DatabaseMissing, match="no coordinator's database") as refusal:
         SqlStore(url, "ann", may_create=False)
@@ -319,7 +319,7 @@ def test_a_place_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["nonsense", "nosuchdb://host/x"])
-def test_a_url_that_is_none_is_a_config_error(url: str) -> None:
+def test_an_invalid_url_is_a_config_error(url: str) -> None:
     with pytest.raises(ConfigError):
         SqlStore(url)
 

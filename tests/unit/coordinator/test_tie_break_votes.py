@@ -186,7 +186,7 @@ def test_the_runs_state_matters(world: World, state: str, granted: bool) -> None
     assert ask(world, attempt(world)).granted is granted
 
 
-def test_who_may_not_ask(world: World) -> None:
+def test_vote_requests_of_the_wrong_sender_are_refused(world: World) -> None:
     mine = attempt(world)
     for wrong in (
         replace(mine, attempt=mine.attempt + 1),  # the other one's
@@ -211,7 +211,7 @@ def test_who_may_not_ask(world: World) -> None:
 
 
 @pytest.mark.parametrize("spoil", ["number", "attempt", "previous", "rubbish", "size"])
-def test_what_is_not_voted_for(world: World, spoil: str) -> None:
+def test_invalid_payloads_get_no_vote(world: World, spoil: str) -> None:
     mine = attempt(world)
     text = {
         "number": payload(world, replace(mine, number=2)),
