@@ -23,7 +23,7 @@ def pair() -> RoutedWorld:
 
 
 def chosen(pair: RoutedWorld, *, round_number: int = 0, node: str = "", unverified: bool = False):
-    found = checkpoints.choose(pair.state, RUN, round_number, node, unverified=unverified)
+    found = checkpoints.choose_for_pull(pair.state, RUN, round_number, node, unverified=unverified)
     names = [pair.state.nodes[item.peer_id].name for item in found]
     return found[0].round, list(zip(names, [(item.first_layer, item.last_layer) for item in found], strict=True))
 

@@ -432,13 +432,13 @@ def test_only_rounds_known_as_committed_are_pulled(world: World) -> None:
     forged = round_report(10**6, b"x" * 32, everyone[:1], signers=[])
     world.say("ann", rounds=[true], checkpoints_changed=True, checkpoints=[info(true)])
     world.say("eve", checkpoints_changed=True, checkpoints=[info(forged)])
-    (mine,) = checkpoints.choose(world.state, RUN, 0, "")
+    (mine,) = checkpoints.choose_for_pull(world.state, RUN, 0, "")
     assert (mine.peer_id, mine.round) == (ann, 1)
     checkpoints.check_manifest(world.state, mine, true.manifest)
     with pytest.raises(NotFound, match="not known to have committed") as refusal:
-        checkpoints.choose(world.state, RUN, 0, "eve")
+        checkpoints.choose_for_pull(world.state, RUN, 0, "eve")
     assert "--unverified" in refusal.value.remedy
-    (theirs,) = checkpoints.choose(world.state, RUN, 0, "", unverified=True)
+    (theirs,) = checkpoints.choose_for_pull(world.state, RUN, 0, "", unverified=True)
     assert theirs.peer_id == eve
     checkpoints.check_manifest(world.state, theirs, forged.manifest, unverified=True)
     with pytest.raises(PeerMisbehaved):
@@ -452,7 +452,7 @@ def test_a_true_manifest_without_its_votes_is_not_passed_on(world: World, votes_
     everyone = [world.identities[name] for name in ALL]
     true = round_report(1, world.state.memory[RUN].committed[0].manifest_hash, everyone)
     world.say("eve", rounds=[true], checkpoints_changed=True, checkpoints=[info(true)])
-    (wanted,) = checkpoints.choose(world.state, RUN, 0, "")
+    (wanted,) = checkpoints.choose_for_pull(world.state, RUN, 0, "")
     del true.manifest.signatures[votes_left:]
     with pytest.raises(SignatureInvalid):
         checkpoints.check_manifest(world.state, wanted, true.manifest)

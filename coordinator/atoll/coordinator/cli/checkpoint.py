@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.formatting import count, local_time, size
+from atoll.coordinator.cli.formatting import count_or_dash, local_time, size_or_dash
 from atoll.coordinator.cli.options import CredentialsOption, RunOption
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show
 from atoll.coordinator.sanitize import clean
@@ -89,9 +89,8 @@ def pull(
         where = {"path": str(target), "parts": list(found.parts)}
         print_json({"checkpoint": {**facts, "manifest_hash": head.hash.hex(), **where}})
         return
-    print_to_stderr(
-        f"round {head.round} of run {clean(view.run_id)}, {count(head.committed_tokens)} tokens: all checksums match"
-    )
+    tokens = count_or_dash(head.committed_tokens)
+    print_to_stderr(f"round {head.round} of run {clean(view.run_id)}, {tokens} tokens: all checksums match")
     if found.parts:
         print_to_stderr(f"assembled from nodes that hold some layers each: {', '.join(found.parts)}")
     if unverified:
@@ -111,7 +110,7 @@ class Progress:
         if step == self._last_step:
             return
         self._last_step = step
-        line = f"{size(done)} of {size(total)}"
+        line = f"{size_or_dash(done)} of {size_or_dash(total)}"
         if sys.stderr.isatty():
             print(f"\r{line:<40}", end="\n" if done == total else "", file=sys.stderr, flush=True)
         else:
@@ -125,8 +124,8 @@ def _row(item: wire.CheckpointView) -> JsonObject:
         "node": item.node_name,
         "layers": f"{held.layers.first}-{held.layers.last}" if held.HasField("layers") else "",
         "state": "connected" if item.connected else "offline",
-        "tokens": count(held.committed_tokens),
-        "size": size(held.bytes),
+        "tokens": count_or_dash(held.committed_tokens),
+        "size": size_or_dash(held.bytes),
         "written": local_time(held.written_unix_ms),
         "manifest": f"{held.manifest_hash.hex()[:12]}…",
         "committed": "yes" if item.committed else "unknown",

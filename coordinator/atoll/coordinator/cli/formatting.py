@@ -23,16 +23,16 @@ def local_time(unix_ms: int) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_ms / 1000))
 
 
-def count(number: float) -> str:
+def count_or_dash(number: float) -> str:
     """`1.23 M`, or a dash for 0."""
     return count_text(number) if number else "–"
 
 
-def size(number: float) -> str:
+def size_or_dash(number: float) -> str:
     """`1.5 KiB`, or a dash for 0."""
     return bytes_text(number) if number else "–"
 
 
-def loss(value: float) -> str:
+def loss_or_dash(value: float) -> str:
     """Four decimals, or a dash for 0."""
     return f"{value:.4f}" if value else "–"

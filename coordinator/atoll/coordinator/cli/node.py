@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.formatting import count, local_time, loss, size, time_ago
+from atoll.coordinator.cli.formatting import count_or_dash, local_time, loss_or_dash, size_or_dash, time_ago
 from atoll.coordinator.cli.options import CredentialsOption, NodeArgument, RunOption
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show, show_facts
 from atoll.coordinator.sanitize import clean, enum_word
@@ -126,10 +126,10 @@ def _row(node: wire.NodeView, now: float) -> JsonObject:
         "role": _roles(node),
         "state": _state(node),
         "device": node.profile.device_name or node.profile.device or "–",
-        "pace": count(node.status.tokens_per_second) if node.connected else "–",
+        "pace": count_or_dash(node.status.tokens_per_second) if node.connected else "–",
         "steps": node.status.steps or "–",
         "round": node.status.head_round or "–",
-        "loss": loss(node.status.train_loss),
+        "loss": loss_or_dash(node.status.train_loss),
         "seen": time_ago(node.last_seen_unix_ms, now),
     }
 
@@ -146,14 +146,14 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("enrolled", local_time(node.enrolled_unix_ms)),
         ("last seen", time_ago(node.last_seen_unix_ms, now)),
         ("device", profile.device_name or profile.device or "–"),
-        ("device memory", size(profile.device_memory_bytes)),
+        ("device memory", size_or_dash(profile.device_memory_bytes)),
         ("atoll version", profile.atoll_version or "–"),
-        ("tokens/s", count(status.tokens_per_second)),
+        ("tokens/s", count_or_dash(status.tokens_per_second)),
         ("seconds per step", f"{status.step_seconds:.3f}" if status.step_seconds else "–"),
         ("compute time per token", _computing(status)),
         ("steps", status.steps),
-        ("tokens", count(status.tokens)),
-        ("training loss", loss(status.train_loss)),
+        ("tokens", count_or_dash(status.tokens)),
+        ("training loss", loss_or_dash(status.train_loss)),
         ("head round", status.head_round),
         ("follows plan", status.plan_version or "–"),
         ("place in the plan", _plan_part_text(node)),
@@ -161,8 +161,8 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("availability", _availability_text(node)),
         ("profile warning", node.doubt or "–"),
         ("clock", _clock(status)),
-        ("sent for averaging", size(status.averaging_bytes_sent)),
-        ("the same in fp32", size(status.averaging_bytes_fp32)),
+        ("sent for averaging", size_or_dash(status.averaging_bytes_sent)),
+        ("the same in fp32", size_or_dash(status.averaging_bytes_fp32)),
         ("round trips", _round_trips(node)),
         ("uplink", _rate(status.uplink_bytes_per_second)),
         ("downlink, at least", _rate(status.downlink_bytes_per_second)),

@@ -10,7 +10,7 @@ import typer
 
 from atoll.coordinator.cli import plan_change
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.formatting import count, local_time, size
+from atoll.coordinator.cli.formatting import count_or_dash, local_time, size_or_dash
 from atoll.coordinator.cli.options import CredentialsOption, NodeArgument, RunOption
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show
 from atoll.coordinator.sanitize import clean
@@ -215,9 +215,9 @@ def _rows(view: wire.PlanView) -> Iterator[JsonObject]:
             "peer": f"…{peer[-8:]}",
             "layers": f"{item.span.first}–{item.span.last}",
             "copies": ", ".join(f"{span.first}–{span.last}" for span in node.copies) or "–",
-            "memory": f"{size(node.memory_bytes)} of {size(node.memory_lent_bytes)}",
+            "memory": f"{size_or_dash(node.memory_bytes)} of {size_or_dash(node.memory_lent_bytes)}",
             "samples": samples or ("from manifests" if peer in drivers else "none"),
-            "cap": count(item.max_round_tokens),
+            "cap": count_or_dash(item.max_round_tokens),
             "reduces": f"{100 * item.max_reduce_bytes_per_second / total:.0f} %" if total else "–",
         }
 
@@ -229,9 +229,9 @@ def _line(item: wire.PlanFigures) -> JsonObject:
         "issued": local_time(item.issued_unix_ms),
         "nodes": item.nodes,
         "routes": item.routes,
-        "predicted": count(predicted),
-        "measured": count(measured),
+        "predicted": count_or_dash(predicted),
+        "measured": count_or_dash(measured),
         "off": f"{100 * (predicted / measured - 1):+.0f} %" if predicted and measured else "–",
-        "moved": size(item.moved_bytes),
+        "moved": size_or_dash(item.moved_bytes),
         "why": item.reason,
     }

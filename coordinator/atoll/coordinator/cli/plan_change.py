@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from atoll.coordinator.cli.client import Client
-from atoll.coordinator.cli.formatting import count, size
+from atoll.coordinator.cli.formatting import count_or_dash, size_or_dash
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show
 from atoll.coordinator.sanitize import clean
 from atoll.core.errors import UsageError
@@ -60,7 +60,7 @@ def show_change(response: wire.ApplyPlanResponse, output: Output, *, dry_run: bo
             "peer": f"…{item.peer_id[-8:]}",
             "before": item.before or "–",
             "after": item.after or "–",
-            "fetches": size(item.fetched_bytes),
+            "fetches": size_or_dash(item.fetched_bytes),
         }
         for item in response.moves
     ]
@@ -76,7 +76,7 @@ def _sentences(response: wire.ApplyPlanResponse, *, dry_run: bool) -> Iterator[s
         return
     if response.after_tokens_per_second:
         before, after = response.before_tokens_per_second, response.after_tokens_per_second
-        yield f"predicted: {count(before)} tokens/s before, {count(after)} after"
+        yield f"predicted: {count_or_dash(before)} tokens/s before, {count_or_dash(after)} after"
     for item in response.left_out:
         yield f"left out: {item.name or item.peer_id}: {item.reason}"
     if response.version:

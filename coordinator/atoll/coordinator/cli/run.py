@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.formatting import count, local_time, loss
+from atoll.coordinator.cli.formatting import count_or_dash, local_time, loss_or_dash
 from atoll.coordinator.cli.options import CredentialsOption
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show, show_facts
 from atoll.coordinator.sanitize import clean, enum_word
@@ -240,9 +240,9 @@ def _row(run: wire.RunView) -> JsonObject:
         "run_id": run.run_id,
         "state": _state(run),
         "round": run.head_round or "–",
-        "tokens": count(run.committed_tokens),
+        "tokens": count_or_dash(run.committed_tokens),
         "done": f"{100 * min(1.0, run.committed_tokens / run.stop_tokens):.0f} %",
-        "loss": loss(run.validation_loss),
+        "loss": loss_or_dash(run.validation_loss),
         "nodes": f"{run.nodes_ready} of {run.min_nodes}+",
         "plan": run.plan_version or "–",
     }
@@ -261,7 +261,7 @@ def _round_row(item: wire.RoundView) -> JsonObject:
         "screened": len(item.screened) or "–",
         "zeroed": item.parts_zeroed or "–",
         "codec": clean(item.codec, 8) or "–",
-        "tokens": count(item.tokens),
+        "tokens": count_or_dash(item.tokens),
         "seconds": f"{item.seconds:.1f}",
         "when": local_time(item.unix_ms),
     }
@@ -271,7 +271,7 @@ def _facts(run: wire.RunView) -> list[tuple[str, object]]:
     facts: list[tuple[str, object]] = [
         ("run", run.run_id),
         ("state", _state(run)),
-        ("tokens", f"{count(run.committed_tokens)} of {count(run.stop_tokens)}"),
+        ("tokens", f"{count_or_dash(run.committed_tokens)} of {count_or_dash(run.stop_tokens)}"),
         ("rounds", f"{run.rounds_committed} committed of {run.rounds_opened} opened; head {run.head_round}"),
         ("nodes", f"{run.nodes_ready} ready; {run.min_nodes} needed to begin"),
         *([("nodes not ready", _first_few(run.uncounted))] if run.uncounted else []),
@@ -293,8 +293,8 @@ def _first_few(words: Sequence[str]) -> str:
 def _layers(run: wire.RunView) -> str:
     rows = run.layers.layers
     frozen = sum(row.frozen_parameters for row in rows)
-    frozen_text = f" trained, {count(frozen)} frozen" if frozen else ""
-    return f"{len(rows)}, {count(sum(row.parameters for row in rows))} parameters{frozen_text}"
+    frozen_text = f" trained, {count_or_dash(frozen)} frozen" if frozen else ""
+    return f"{len(rows)}, {count_or_dash(sum(row.parameters for row in rows))} parameters{frozen_text}"
 
 
 def _losses(run: wire.RunView) -> str:

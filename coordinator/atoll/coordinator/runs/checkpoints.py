@@ -25,7 +25,7 @@ _LOOK = "see `atollctl checkpoint list`"
 _ANOTHER = "name another --node"
 
 
-def take(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> None:
+def update_from_heartbeat(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> None:
     """Replace the record of a node's checkpoints, if the request says that they changed. Raises `InvalidRequest`."""
     if not request.checkpoints_changed:
         return
@@ -72,7 +72,7 @@ def is_committed(state: State, item: Checkpoint) -> bool:
     return commit is not None and commit.manifest_hash == item.manifest_hash
 
 
-def choose(
+def choose_for_pull(
     state: State, run_id: str, round_number: int, node: str, *, unverified: bool = False
 ) -> tuple[Checkpoint, ...]:
     """Checkpoints to pull: together all layers after one round (0: the newest), in layer order.

@@ -145,7 +145,7 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
     )
     draft.set_live(peer_id, live)
     if "node" in node.roles:
-        checkpoints.take(draft, node, request)
+        checkpoints.update_from_heartbeat(draft, node, request)
         _take_reports(draft, node, request)
     return draft.done(None)
 
@@ -195,7 +195,7 @@ def tick_run(state: State, now: StepTime, policy: Policy, run_id: str) -> Step[N
     hand_over.release_drained(draft, run_id, policy)
     lifecycle.advance(draft, run_id, policy)
     if draft.state.runs[run_id].state == "TRAINING":
-        recovery.watch(draft, run_id, policy)
+        recovery.recover_if_lost(draft, run_id, policy)
         plan_pace.sample_pace(draft, run_id)
         plan_pace.ask_prediction(draft, run_id, policy)
     return draft.done(None)

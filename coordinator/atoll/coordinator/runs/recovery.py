@@ -4,9 +4,9 @@ A recovery issues a plan with a new *base*: a manifest, and the members that dec
 that were made under earlier plans are void from then on, on every node that follows the plan. Nothing else reverts a
 committed round. So a recovery starts in two cases only. Either the operator orders it (`recover`). Or every node
 that decides the next round is connected and reports an older one, or reports layers of the newest one as lost
-(`watch`), as after a power cut that took the whole swarm back to its checkpoints. Then no node is left that could
-continue from the void rounds. If nodes hold some layers each, the run continues from the newest round of which
-all layers are left.
+(`recover_if_lost`), as after a power cut that took the whole swarm back to its checkpoints. Then no node is left
+that could continue from the void rounds. If nodes hold some layers each, the run continues from the newest round of
+which all layers are left.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def recover(state: State, now: StepTime, run_id: str, *, force: bool = False) ->
     return draft.done(draft.state.runs[run.run_id])
 
 
-def watch(draft: Draft, run_id: str, policy: Policy) -> None:
+def recover_if_lost(draft: Draft, run_id: str, policy: Policy) -> None:
     """Recover once the newest round has been lost for `recover_seconds`, or layers of it for `lost_layers_seconds`."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     point = _point_if_all_are_behind(draft.state, run_id)

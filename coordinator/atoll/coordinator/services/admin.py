@@ -239,7 +239,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def PullCheckpoint(self, request: wire.PullCheckpointRequest, context: Context) -> None:  # type: ignore[override]
         """Relay the files of one checkpoint, or of several that together hold all layers."""
         lenient, state = request.unverified, self._controller.state
-        wanted = checkpoints.choose(state, request.run_id, request.round, request.node, unverified=lenient)
+        wanted = checkpoints.choose_for_pull(state, request.run_id, request.round, request.node, unverified=lenient)
 
         def check(item: Checkpoint, manifest: manifest_pb2.CommittedManifest) -> None:
             checkpoints.check_manifest(self._controller.state, item, manifest, unverified=lenient)
