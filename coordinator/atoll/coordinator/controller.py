@@ -205,8 +205,6 @@ class Controller:
 
 
 def _solve_question(question: Question, clock: Clock) -> Answer:
-    from atoll.coordinator.planner.answer_question import (
-        answer,  # SciPy: a second, and only runs that need routes pay for it
-    )
+    from atoll.coordinator.planner.answer_question import answer_question  # loads SciPy: a second
 
-    return answer(question, clock)
+    return answer_question(question, clock)

@@ -7,7 +7,7 @@ from functools import cache
 
 from unit.coordinator.world import ELIGIBLE_STATES, RUN, World, layer_table, spec_toml
 
-from atoll.coordinator.planner.answer_question import answer
+from atoll.coordinator.planner.answer_question import answer_question
 from atoll.coordinator.planner.plan_builder import RoutePart, routes_of
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.planner.span_memory import SpanMemory, span_memory
@@ -97,7 +97,7 @@ class RoutedWorld(World):
     def find(self, question: Question) -> Answer:
         """What the planner says."""
         self.asked.append(question)
-        return answer(question, ManualClock())
+        return answer_question(question, ManualClock())
 
     def bring(self, question: Question, found: Answer) -> None:
         """The answer arrives."""

@@ -75,7 +75,7 @@ def test_speeds_are_those_at_which_a_node_really_trains_and_a_boast_is_told():
 
 def stage(name: str, first: int, last: int, seconds: float, *, last_correction: float = 0.0) -> PlannerNode:
     """A node that took so long a token of these layers."""
-    found = replace(node(name, trains=1.0), alone=False, last_correction=last_correction)
+    found = replace(node(name, trains=1.0), trains_alone=False, last_correction=last_correction)
     found.status.computed.CopyFrom(mb.SpanTime(layers=Span(first=first, last=last), seconds_per_token=seconds))
     return found
 
@@ -91,7 +91,7 @@ def test_stages_are_corrected_by_what_their_own_layers_take():
 
 
 def test_who_has_no_figure_now_counts_as_it_was_seen_last_and_a_newcomer_rather_slow():
-    known = replace(node("known"), alone=False, last_correction=2.0)
+    known = replace(node("known"), trains_alone=False, last_correction=2.0)
     found, _ = problem(known, stage("other", 1, 2, 1.2 * 2 * 4e-5), node("new"))
     times = [machine.seconds_per_token["block"][0] for machine in found.machines]
     assert times == pytest.approx([2e-5, 1.2e-5, 2e-5])
@@ -148,7 +148,7 @@ def test_who_asks_for_nothing_is_no_bargain_where_plans_are_to_be_cheap():
     ],
 )
 def test_times_of_layers_that_cannot_be_are_not_looked_at(took):
-    odd = replace(node("stage"), alone=False)
+    odd = replace(node("stage"), trains_alone=False)
     odd.status.computed.CopyFrom(took)
     found, _ = problem(odd)
     assert found.machines[0].seconds_per_token["block"] == (1e-5, 2e-5)

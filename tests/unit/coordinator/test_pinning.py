@@ -7,7 +7,7 @@ from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.world import RUN, World
 
 from atoll.coordinator.live import pinning, plan_apply, planner_question
-from atoll.coordinator.planner.answer_question import answer
+from atoll.coordinator.planner.answer_question import answer_question
 from atoll.coordinator.planner.question import Preferences
 from atoll.coordinator.services import plan_views
 from atoll.coordinator.services.views import node_view
@@ -31,7 +31,7 @@ def pin(world: World, name: str, span: tuple[int, int] | None) -> None:
 def apply(world: RoutedWorld, *, dry_run: bool = False) -> tuple[Plan | None, list[tuple[str, str, str]]]:
     """As the service does: the plan that was issued, and who moves from where to where."""
     question = plan_apply.operator_question(world.state, world.now, RUN, world.policy)
-    found, issued = answer(question, ManualClock()), None
+    found, issued = answer_question(question, ManualClock()), None
     if not dry_run:
         issued = world.take(plan_apply.apply(world.state, world.now, RUN, question, found))
     view = plan_views.proposal_view(world.state, RUN, question, found, issued if isinstance(issued, Plan) else None)
@@ -140,7 +140,7 @@ def test_an_order_for_which_no_plan_is_possible_says_so_and_changes_nothing() ->
     world.hang_up("bob")
     world.wait(world.policy.lost_after_seconds + 0.4)
     question = plan_apply.operator_question(world.state, world.now, RUN, world.policy)
-    found = answer(question, ManualClock())
+    found = answer_question(question, ManualClock())
     view = plan_views.proposal_view(world.state, RUN, question, found, None)
     assert "more memory" in view.missing
     assert not view.changes

@@ -108,7 +108,7 @@ def test_text_says_what_limits_it_who_boasts_and_what_would_help(capsys):
     text = explained(answers(ann, boaster), capsys, Output.TEXT)
     assert "its members train" in text
     assert "the last ones came every 7 s" in text
-    assert "what limits it:" in text
+    assert "bottleneck:" in text
     assert "with one more RTX:" in text
     assert "bob trains 10.0 times slower than its profile says" in text
 
@@ -145,7 +145,7 @@ def test_a_plan_that_cannot_go_on_or_does_not_follow_its_pins_is_told(capsys):
 def test_what_a_node_says_that_makes_no_sense_is_told(capsys):
     broken = node("bob", ann=31)
     del broken.profile.layer_times[:]
-    with pytest.raises(InvalidTransition, match="nothing says how fast bob computes"):
+    with pytest.raises(InvalidTransition, match="bob has neither a time for layers"):
         explained(answers(node("ann", bob=30), broken), capsys)
 
 

@@ -104,7 +104,7 @@ def live_plan(
     alone = {route.peer_ids[0] for route in plan.routes if len(route.peer_ids) == 1}
     spans = {item.peer_id: (item.span.first, item.span.last) for item in plan.assignments}
     known = [
-        _measured(node, name, spans[node.peer_id], alone=node.peer_id in alone)
+        _measured(node, name, spans[node.peer_id], trains_alone=node.peer_id in alone)
         for node, name in _distinct_names(members)
     ]
     seen = problem_from_nodes(
@@ -172,7 +172,7 @@ def _follows_pin(node: wire.NodeView, span: tuple[int, int]) -> bool:
     return node.pin in ("", f"{span[0]}-{span[1]}")
 
 
-def _measured(node: wire.NodeView, name: str, span: tuple[int, int], *, alone: bool) -> PlannerNode:
+def _measured(node: wire.NodeView, name: str, span: tuple[int, int], *, trains_alone: bool) -> PlannerNode:
     paths = {path.peer_id: Path(path.rtt_seconds, path.bytes_per_second, 0.0) for path in node.paths}
     there = node.availability or 1.0
     return PlannerNode(
@@ -182,7 +182,7 @@ def _measured(node: wire.NodeView, name: str, span: tuple[int, int], *, alone: b
         status_for_span(node.status, *span),
         tuple(node.multiaddrs),
         paths,
-        alone,
+        trains_alone,
         availability=there,
         failures_per_hour=node.failures_per_hour,
     )

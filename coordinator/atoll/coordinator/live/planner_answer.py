@@ -61,7 +61,7 @@ def _about_asked(
 def _is_still_valid(state: State, run_id: str, question: Question, answer: Answer, attendance: Attendance) -> bool:
     """Whether those that the answer gives a part are as they were when it was asked for."""
     peers = _placed_peers(question, answer)
-    names, plan = question.names(), state.memory[run_id].plan
+    names, plan = question.name_by_peer(), state.memory[run_id].plan
     pinned = all(pinned_span(state.nodes[it]) == question.pins.get(names[it]) for it in peers)
     as_asked = question.routes == (routes_of(plan) if plan is not None else ())
     return as_asked and pinned and not _changed(state, question, peers, attendance)
@@ -69,7 +69,7 @@ def _is_still_valid(state: State, run_id: str, question: Question, answer: Answe
 
 def _placed_peers(question: Question, answer: Answer) -> list[str]:
     """Peer ids of those that the answer gives a part; where it gives none, of all."""
-    peers = question.peers()
+    peers = question.peer_by_name()
     return [peers[name] for name in {name for route in answer.routes for name, _, _ in route} or peers.keys()]
 
 
@@ -157,7 +157,10 @@ def _layers(span: range) -> str:
 def _issue(draft: Draft, run_id: str, question: Question, answer: Answer) -> None:
     """The routes of the answer; its names are those of the question, whatever nodes are called by now."""
     state, now, plan = draft.state, draft.now.monotonic, draft.state.memory[run_id].plan
-    left_out, peers = _left_out(state, attendance_of(state, run_id, now), question, answer, now), question.peers()
+    left_out, peers = (
+        _left_out(state, attendance_of(state, run_id, now), question, answer, now),
+        question.peer_by_name(),
+    )
     routes: list[Route] = [
         tuple(RoutePart(peers[name], first, last) for name, first, last in route) for route in answer.routes
     ]
@@ -176,7 +179,7 @@ def _issue(draft: Draft, run_id: str, question: Question, answer: Answer) -> Non
 def _left_out(state: State, attendance: Attendance, question: Question, answer: Answer, now: float) -> dict[str, str]:
     """By peer id: those that the planner left out, and those that it was not asked about."""
     placed = {name for route in answer.routes for name, _, _ in route}
-    names = question.names()
+    names = question.name_by_peer()
     return {
         peer: answer.left_out.get(names.get(peer, "")) or _why_not_asked_about(state, peer, now)
         for peer in attendance.eligible

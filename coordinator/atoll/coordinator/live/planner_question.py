@@ -41,7 +41,7 @@ def build_question(state: State, now: StepTime, run_id: str, policy: Policy) -> 
         layers=plan_pb2.LayerTable.FromString(run.layers),
         spec=memory.spec,
         pins=pinned_spans(state, usable),
-        kept=_spans_to_keep(state, memory, usable, now.monotonic),
+        allowed_spans=_spans_to_keep(state, memory, usable, now.monotonic),
         current=routes_by_name(state, memory.plan),
         routes=routes_of(memory.plan) if memory.plan else (),
         standbys=_standbys(state, memory.plan),
@@ -101,7 +101,7 @@ def _measured(state: State, memory: RunMemory, peer: str, now: StepTime) -> Plan
     span = plan.span(peer) if plan else range(0)
     planned = plan.assignment(peer) if plan else None
     last = max(item.last_layer for item in plan.assignments) if plan else 0
-    alone = planned is None or (planned.first_layer, planned.last_layer) == (0, last)
+    trains_alone = planned is None or (planned.first_layer, planned.last_layer) == (0, last)
     return PlannerNode(
         peer_id=peer,
         name=node.name,
@@ -109,7 +109,7 @@ def _measured(state: State, memory: RunMemory, peer: str, now: StepTime) -> Plan
         status=status_for_span(live.status, span.start, span.stop - 1),
         multiaddrs=node.multiaddrs,
         paths=fresh(live.paths, now.monotonic),
-        alone=alone,
+        trains_alone=trains_alone,
         availability=availability.availability(node, live, now.monotonic),
         failures_per_hour=availability.failures_per_hour(node, live, now.monotonic),
         last_correction=memory.corrections.get(peer, 0.0),

@@ -1,7 +1,7 @@
-"""Routes through machines that are pinned to spans: searches that change routes at random seldom meet one. Pure.
+"""Builds routes through machines that are pinned to spans; random moves seldom find one. Pure.
 
-Pinned spans form a chain that leaves as few layers uncovered as possible: a shortest path over layers, in which a
-pinned span costs nothing and a layer that somebody else must hold costs one. Free machines fill the gaps, large first.
+Pinned spans form a chain that leaves as few layers uncovered as possible: a shortest path over layers, where a pinned
+span costs 0 and an uncovered layer costs 1. Free machines fill the gaps, those with the most memory first.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from atoll.coordinator.planner.problem import Route
 from atoll.coordinator.planner.route_builder import Order
 from atoll.coordinator.planner.splits import best_split
 
-Gap = tuple[int, int]  # layers from, up to
-Step = int | Gap  # a pinned machine, or layers that others must hold
+Gap = tuple[int, int]  # from layer, up to layer (exclusive)
+Step = int | Gap  # a pinned machine, or layers that free machines must hold
 
 
 def routes_around_pins(tables: CostTables, machines: Collection[int]) -> list[Route]:
-    """Routes of these machines that give pinned ones their spans, as many as are found."""
+    """Build as many routes as possible that give pinned machines their spans."""
     free = set(machines)
     found: list[Route] = []
     while True:
@@ -36,7 +36,7 @@ def _span(tables: CostTables, machine: int) -> tuple[int, int] | None:
 
 
 def _chain(tables: CostTables, pinned: Iterable[int]) -> list[Step]:
-    """Pinned machines and gaps, in the order of layers, with the fewest layers in gaps."""
+    """Sequence of pinned machines and gaps over all layers, with the fewest layers in gaps."""
     spans = {machine: span for machine in pinned if (span := _span(tables, machine)) is not None}
     least: list[tuple[int, list[Step]]] = [(0, [])]
     for end in range(1, tables.layers + 1):
@@ -50,7 +50,7 @@ def _chain(tables: CostTables, pinned: Iterable[int]) -> list[Step]:
 
 
 def _filled(tables: CostTables, chain: list[Step], free: Iterable[int]) -> Order:
-    """The chain with free machines in its gaps; empty where they are too few, or where it has no pinned machine."""
+    """Fill the gaps with free machines; empty where these are too few, or where the chain has no pinned machine."""
     sizes = {machine: tables.stage(machine).most_layers for machine in free}
     spare = sorted((it for it in sizes if sizes[it]), key=lambda it: sizes[it])
     order: list[int] = []

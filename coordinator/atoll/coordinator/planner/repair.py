@@ -1,7 +1,7 @@
-"""How a layout goes on with few moves when machines are gone, shrank or came. Pure.
+"""Repairs a layout with few moves after machines left, shrank or joined. Pure.
 
-Routes that are whole stay. In a broken one a spare takes the place of who is gone, with the same layers; else the
-neighbours of a gap share its layers; else the machines that are left of it are cut anew.
+Intact routes stay. In a broken route a spare machine takes the place of the missing one, with the same layers; else the
+neighbours of the gap share its layers; else the remaining machines get a new split.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from atoll.coordinator.planner.splits import best_split
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in a route. `machine` is None where the layers have no holder any more."""
+    """A span in a route. `machine` is None where the layers have lost their holder."""
 
     machine: int | None
     first: int
@@ -30,19 +30,19 @@ class Slot:
 
 
 def intact_routes(tables: CostTables, current: Sequence[NamedRoute]) -> Layout:
-    """The routes that can go on as they are."""
+    """The routes that can continue unchanged."""
     return Layout(tuple(route for named in current if (route := _if_feasible(tables, _slots(tables, named)))))
 
 
 def repair_layout(tables: CostTables, current: Sequence[NamedRoute]) -> Layout:
-    """The routes that can go on, and the others as far as they can be mended."""
+    """The intact routes, and the broken ones as far as they can be repaired."""
     found = list(intact_routes(tables, current).routes)
     broken = [named for named in current if not _if_feasible(tables, _slots(tables, named))]
     places = _index_by_name(tables.problem)
     left = {places[name] for named in broken for name, _, _ in named if name in places}
     spares = set(range(tables.count)) - left - {stage.machine for route in found for stage in route}
     for named in broken:
-        route = _mended(tables, _slots(tables, named), spares) or _resplit(tables, named)
+        route = _with_gaps_filled(tables, _slots(tables, named), spares) or _resplit(tables, named)
         if route:
             found.append(route)
             spares -= {stage.machine for stage in route}
@@ -50,7 +50,7 @@ def repair_layout(tables: CostTables, current: Sequence[NamedRoute]) -> Layout:
 
 
 def extend_layout(tables: CostTables, layout: Layout) -> Layout:
-    """With routes of those that have no place, where they can make any."""
+    """Add routes of machines without a place, where they can form any."""
     free = set(range(tables.count)) - set(layout.machines)
     pinned = routes_around_pins(tables, free) if any(tables.pins.values()) else []
     free -= {stage.machine for route in pinned for stage in route}
@@ -73,25 +73,24 @@ def _slots(tables: CostTables, named: NamedRoute) -> list[Slot]:
 
 
 def _route(slots: Sequence[Slot]) -> Route:
-    """Empty where a slot has no holder."""
+    """Convert slots to a route; empty where a slot has no holder."""
     stages = tuple(Stage(slot.machine, slot.first, slot.last) for slot in slots if slot.machine is not None)
     return stages if len(stages) == len(slots) else ()
 
 
 def _if_feasible(tables: CostTables, slots: Sequence[Slot]) -> Route:
-    """The route, if all its slots have holders that reach each other."""
+    """The route, if all slots have holders that reach each other; else empty."""
     route = _route(slots)
     return route if route and route_cost(tables, route).score_rate else ()
 
 
-def _mended(tables: CostTables, slots: Sequence[Slot], spares: Collection[int]) -> Route:
-    return _if_feasible(tables, _with_spares(tables, slots, spares)) or _if_feasible(
-        tables, _absorb_gaps(tables, slots)
-    )
+def _with_gaps_filled(tables: CostTables, slots: Sequence[Slot], spares: Collection[int]) -> Route:
+    by_spares = _if_feasible(tables, _with_spares(tables, slots, spares))
+    return by_spares or _if_feasible(tables, _absorb_gaps(tables, slots))
 
 
 def _with_spares(tables: CostTables, slots: Sequence[Slot], spares: Collection[int]) -> list[Slot]:
-    """Each gap with the spare that is through with its layers first."""
+    """Fill each gap with the spare that computes its layers fastest."""
     free, filled = set(spares), []
     for slot in slots:
         if slot.machine is None:
@@ -106,7 +105,7 @@ def _with_spares(tables: CostTables, slots: Sequence[Slot], spares: Collection[i
 
 
 def _absorb_gaps(tables: CostTables, slots: Sequence[Slot]) -> list[Slot]:
-    """Each gap's layers with its neighbours, cut so that the slower of the two is fast."""
+    """Divide each gap's layers between its neighbours so that the slower neighbour is as fast as possible."""
     kept: list[Slot] = [slot for slot in slots if slot.machine is not None]
     if not kept:
         return list(slots)
@@ -121,7 +120,7 @@ def _absorb_gaps(tables: CostTables, slots: Sequence[Slot]) -> list[Slot]:
 
 
 def _slower(tables: CostTables, before: Slot, after: Slot, last: int) -> float:
-    """The longer period of two neighbours when the first ends with layer `last`."""
+    """Longer period of two neighbours where the first one ends with layer `last`."""
     assert before.machine is not None
     assert after.machine is not None
     one = tables.stage(before.machine).period[before.first, last + 1]
@@ -130,7 +129,7 @@ def _slower(tables: CostTables, before: Slot, after: Slot, last: int) -> float:
 
 
 def _resplit(tables: CostTables, named: NamedRoute) -> Route:
-    """The machines that are left of a route, in their order, with other cuts."""
+    """Split the layers anew over the remaining machines of a route, in their order."""
     places = _index_by_name(tables.problem)
     order = [places[name] for name, _, _ in named if name in places]
     return best_split(tables, order).route if order else ()

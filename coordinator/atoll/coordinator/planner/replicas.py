@@ -23,9 +23,9 @@ def build_replica_plan(
     issued_unix_ms: int,
     reason: str,
 ) -> Plan:
-    """The plan `version` for `members` (peer ids, at least one) of a model with that many layers.
+    """Build the plan of plain data parallelism: each of `members` (peer ids, at least one) is a route of length one.
 
-    It follows `previous`; `head_round` is the newest committed round, 0 for none; `shares` are what each reduces.
+    `layers` is the number of the model's layers; `shares` are reduce shares; other arguments as in `build_plan`.
     """
     ordered = sorted(members)
     return build_plan(

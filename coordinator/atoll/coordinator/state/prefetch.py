@@ -23,7 +23,7 @@ ASSUMED_MIN_BYTES_PER_SECOND = 1e6  # that a preparation allows for
 
 def spans_to_fetch(plan: Plan, question: Question, answer: Answer) -> dict[str, range]:
     """By peer id, the spans of an answer whose nodes do not hold all of it under `plan`."""
-    peers = question.peers()
+    peers = question.peer_by_name()
     spans = {peers[name]: range(first, last + 1) for route in answer.routes for name, first, last in route}
     return {peer: span for peer, span in spans.items() if not _within(span, plan.span(peer))}
 

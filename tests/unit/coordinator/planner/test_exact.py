@@ -17,7 +17,7 @@ from atoll.coordinator.planner.checks import check_layout
 from atoll.coordinator.planner.cost import evaluate
 from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.exact_solver import solve_exactly
-from atoll.coordinator.planner.links import Path
+from atoll.coordinator.planner.links import MeasuredPath
 from atoll.coordinator.planner.solve import solve
 from atoll.core.clock import ManualClock, SystemClock
 from atoll.core.errors import NoFeasiblePlan, PlanInputInvalid
@@ -72,7 +72,7 @@ def test_a_bound_that_was_left_unproven_is_told_when_the_budget_ends(monkeypatch
             for number in range(4)
         ]
         pairs = combinations([it.name for it in machines], 2)
-        paths = [Path(one, other, rng.choice([0.005, 0.4])) for one, other in pairs]
+        paths = [MeasuredPath(one, other, rng.choice([0.005, 0.4])) for one, other in pairs]
         training = replace(TRAINING, micro_batches=64, ahead=rng.choice([0, 1]))
         tables = CostTables(swarm(machines, paths, training=training))
         monkeypatch.setattr(exact_solver, "_MOST_ROUTES", 10**9)

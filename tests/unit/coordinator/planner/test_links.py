@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.coordinator.planner.worlds import MBIT, machine, swarm
 
-from atoll.coordinator.planner.links import RELAY_BYTES_PER_SECOND, Path, fill_missing_links, islands, transfer_rates
+from atoll.coordinator.planner.links import (
+    RELAY_BYTES_PER_SECOND,
+    MeasuredPath,
+    fill_missing_links,
+    islands,
+    transfer_rates,
+)
 from atoll.coordinator.planner.problem import Reach
 from atoll.coordinator.planner.regions import regions
 
@@ -30,13 +36,13 @@ def test_machines_without_any_path_are_islands() -> None:
 
 def test_a_path_of_machines_goes_before_that_of_regions() -> None:
     machines = [machine("ann"), machine("ben"), machine("cleo", region="asia")]
-    problem = swarm(machines, [Path("ann", "ben", 0.5), Path("europe", "asia", 0.2)])
+    problem = swarm(machines, [MeasuredPath("ann", "ben", 0.5), MeasuredPath("europe", "asia", 0.2)])
     assert problem.links.rtt_seconds[0].tolist() == [0.0, 0.5, 0.2]
 
 
 def test_rates_are_the_narrowest_of_three_and_directional() -> None:
     machines = [machine("ann", uplink_bytes_per_second=10 * MBIT), machine("ben", downlink_bytes_per_second=100 * MBIT)]
-    rates = transfer_rates(swarm(machines, [Path("ann", "ben", 0.02, np.inf, 50 * MBIT)])) / 0.9
+    rates = transfer_rates(swarm(machines, [MeasuredPath("ann", "ben", 0.02, np.inf, 50 * MBIT)])) / 0.9
     assert rates[0, 1] == pytest.approx(10 * MBIT)
     assert rates[1, 0] == pytest.approx(50 * MBIT)
 

@@ -68,7 +68,9 @@ def test_noise_is_not_worth_a_move_and_a_real_change_is(speed: float, moves: boo
     assert planned(replace(problem, machines=(faster, problem.machines[1])), ROUTE).moves is moves
 
 
-@pytest.mark.parametrize(("speed", "speed_measured", "moves"), [(1.12, False, False), (1.12, True, True), (1.5, False, True)])
+@pytest.mark.parametrize(
+    ("speed", "speed_measured", "moves"), [(1.12, False, False), (1.12, True, True), (1.5, False, True)]
+)
 def test_nobody_loses_a_place_to_a_machine_that_only_says_to_be_a_little_faster(
     speed: float, speed_measured: bool, moves: bool
 ) -> None:

@@ -100,7 +100,7 @@ def test_no_other_cuts_of_an_order_are_much_better(seed: int) -> None:
     tables, order, rng = CostTables(problem), list(range(8)), random.Random(seed)
     rng.shuffle(order)
     coarse, fine = best_split(tables, order), best_split(tables, order, [1 + 0.01 * step for step in range(200)])
-    assert fine.rate >= coarse.rate >= 0.93 * fine.rate
-    if coarse.rate:
+    assert fine.score_rate >= coarse.score_rate >= 0.93 * fine.score_rate
+    if coarse.score_rate:
         value = evaluate(tables, Layout((coarse.route,)))
-        assert value.routes[0].score_rate >= coarse.rate * (1 - 1e-9)
+        assert value.routes[0].score_rate >= coarse.score_rate * (1 - 1e-9)
