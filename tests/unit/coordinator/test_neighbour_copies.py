@@ -11,9 +11,9 @@ from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.test_prefetch import order, told
 from unit.coordinator.world import ELIGIBLE_STATES, RUN
 
-from atoll.coordinator.live import neighbour_copies, pinning
+from atoll.coordinator.live import backup_spans, pinning
 from atoll.coordinator.live.attendance import Attendance
-from atoll.coordinator.live.neighbour_copies import NeighbourPair
+from atoll.coordinator.live.backup_spans import NeighbourPair
 from atoll.coordinator.live.plan_issue import round_seconds
 from atoll.coordinator.runs import admission, lifecycle
 from atoll.coordinator.services import plan_views
@@ -68,7 +68,8 @@ def settle(world: RoutedWorld) -> None:
 def copies(world: RoutedWorld) -> dict[str, str]:
     """Who has whose layers, by name."""
     return {
-        world.name_of(pair.holder): world.name_of(pair.stage) for pair in neighbour_copies.kept(world.state, world.plan)
+        world.name_of(pair.holder): world.name_of(pair.stage)
+        for pair in backup_spans.complete_copies(world.state, world.plan)
     }
 
 
@@ -124,7 +125,7 @@ def test_copies_are_shared_out(lengths: list[int], data: st.DataObject) -> None:
     routes = [[f"{number}-{place}" for place in range(length)] for number, length in enumerate(lengths)]
     every = [pair for route in routes for pair in pairs_along(route)]
     able = [pair for pair in every if data.draw(st.booleans())]
-    found = neighbour_copies.choose_copies(able)
+    found = backup_spans.choose_copies(able)
     assert all(pair.holder == holder for holder, pair in found.items())
     copied = [pair.stage for pair in found.values()]
     assert len(set(copied)) == len(copied)
@@ -134,7 +135,7 @@ def test_copies_are_shared_out(lengths: list[int], data: st.DataObject) -> None:
 @given(st.integers(1, 12))
 def test_no_stage_of_an_even_route_is_left_without(half: int) -> None:
     route = [str(place) for place in range(2 * half)]
-    assert {pair.stage for pair in neighbour_copies.choose_copies(pairs_along(route)).values()} == set(route)
+    assert {pair.stage for pair in backup_spans.choose_copies(pairs_along(route)).values()} == set(route)
 
 
 def pairs_along(route: list[str]) -> list[NeighbourPair]:
@@ -226,7 +227,7 @@ def test_who_has_the_copy_takes_both(swarm: RoutedWorld) -> None:
     lose(swarm, "ann", seconds=1.2)
     assert swarm.routes() == [["bob", "cid"]]
     assert swarm.spans() == {"bob": (0, 7), "cid": (8, 11)}
-    assert swarm.plan.reason == "bob takes the layers of ann, too"
+    assert swarm.plan.reason == "bob takes over the layers of ann beside its own"
     assert swarm.plan.drivers == (swarm.identities["bob"].peer_id,)
     assert swarm.plan.former == (swarm.identities["ann"].peer_id,)
     assert told(swarm) == {}  # and what they had fetched is not dropped for other layers
@@ -338,7 +339,7 @@ def test_a_copy_outlives_its_stage(swarm: RoutedWorld) -> None:
     swarm.wait(5)
     draft = Draft(swarm.state, swarm.now)
     draft.remember(RUN, copies_checked_at=None)
-    neighbour_copies.follow(
+    backup_spans.update_copies(
         draft, RUN, swarm.policy, Attendance(eligible=tuple(sorted((bob, cid))), awaited=(), finishing=())
     )
     assert draft.state.memory[RUN].copies[bob].span == range(8)

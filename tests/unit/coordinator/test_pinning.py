@@ -69,9 +69,9 @@ def test_pins_outlive_a_restart_and_another_enrolment(world: RoutedWorld) -> Non
 @pytest.mark.parametrize(
     ("span", "words"),
     [
-        ((0, LAYERS), "no layers 0–12: they are numbered 0 to 11"),
-        ((5, 3), "no layers 5–3"),
-        ((-1, 3), "no layers -1–3"),
+        ((0, LAYERS), "layers 0–12 do not exist: layers are numbered 0 to 11"),
+        ((5, 3), "layers 5–3 do not exist"),
+        ((-1, 3), "layers -1–3 do not exist"),
     ],
 )
 def test_layers_that_are_none_are_refused(world: RoutedWorld, span: tuple[int, int], words: str) -> None:
@@ -90,9 +90,9 @@ def test_layers_that_do_not_fit_are_refused(world: RoutedWorld) -> None:
 def test_pins_that_leave_a_layer_to_nobody_are_refused(world: RoutedWorld) -> None:
     pin(world, "ann", (0, 3))
     pin(world, "bob", (0, 7))
-    with pytest.raises(PlanInputInvalid, match="nobody may hold layer 8"):
+    with pytest.raises(PlanInputInvalid, match="none of them may hold layer 8"):
         pin(world, "cid", None)
-    with pytest.raises(PlanInputInvalid, match="nobody may hold layer 8"):
+    with pytest.raises(PlanInputInvalid, match="none of them may hold layer 8"):
         pin(world, "cid", (9, 11))
     pin(world, "cid", (8, 11))
     world.wait(3)

@@ -73,7 +73,7 @@ def test_who_has_no_room_for_its_layers_ends_the_preparation_at_once_and_others_
     pair.refusing["dan"] = told(pair)["dan"]
     pair.say("dan", mb.NODE_STATE_CATCHING_UP)
     pair.wait(0.4)
-    assert [event for event in pair.told("plan.abandoned") if "dan found no room" in event]
+    assert [event for event in pair.told("plan.abandoned") if "dan has no memory or disk space" in event]
     pair.cards(eve=6)
     pair.wait(3)
     spans = told(pair)

@@ -130,7 +130,7 @@ def test_who_has_no_part_is_told_why_once() -> None:
     world.wait(5)
     tiny = world.identities["tiny"].peer_id
     assert tiny not in world.plan.members
-    assert len([told for told in world.told("node.left-out") if told.startswith("tiny has no part")]) == 1
+    assert len([told for told in world.told("node.left-out") if told.startswith("tiny has no place")]) == 1
     assert world.state.memory[RUN].left_out.keys() == {tiny}
 
 
@@ -341,7 +341,7 @@ def test_a_card_that_grows_is_looked_at_again(pair: RoutedWorld) -> None:
         pair.say(name)
     pair.wait(2)
     assert set(pair.spans().values()) == {(0, LAYERS - 1)}
-    assert "all can hold everything now" in pair.plan.reason
+    assert "all nodes can hold all layers" in pair.plan.reason
 
 
 def test_a_restart_changes_no_plan(pair: RoutedWorld) -> None:
@@ -392,7 +392,7 @@ def test_a_node_that_told_no_memory_is_left_out_until_it_does(pair: RoutedWorld)
     pair.profiles["dan"] = card(6)
     pair.join("dan")
     pair.wait(2)
-    assert "has not told its memory" in pair.state.memory[RUN].left_out[pair.identities["cid"].peer_id]
+    assert "has not reported its memory or speed" in pair.state.memory[RUN].left_out[pair.identities["cid"].peer_id]
     pair.profiles["cid"] = card(6)
     pair.say("cid", ELIGIBLE_STATES)
     pair.wait(2)

@@ -200,7 +200,7 @@ def apply_planner_answer(state: State, now: StepTime, run_id: str, question: Que
     """The planner answered what a run wanted to know."""
     if question.given_routes:
         return plan_pace.take_prediction(state, now, run_id, question, answer)
-    return planner_answer.take(state, now, run_id, question, answer)
+    return planner_answer.accept_answer(state, now, run_id, question, answer)
 
 
 def _end_silent_streams(draft: Draft, policy: Policy) -> None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from atoll.coordinator.live import replan_trigger, standbys
+from atoll.coordinator.live import replan_trigger
 from atoll.coordinator.live.attendance import attendance_of, eligible_nodes
+from atoll.coordinator.live.backup_spans import remaining_standbys
 from atoll.coordinator.live.plan_issue import PlanNotes, issue_replica_plan, issue_route_plan, next_version
 from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.rounds import tie_break_votes
@@ -226,7 +227,7 @@ def _issue(draft: Draft, run_id: str, left: RecoveryPoint, here: list[str], reas
     members = {part.peer_id for route in whole for part in route}
     voters = tuple(sorted(members & set(here))) or tuple(sorted(here))
     base = Base(left.manifest_hash, voters, left.round, version)
-    standing = standbys.kept(draft.state, run_id, whole, here)
+    standing = remaining_standbys(draft.state, run_id, whole, here)
     issue_route_plan(draft, run_id, whole, reason, PlanNotes(left_out=memory.left_out), base, standbys=standing)
 
 
