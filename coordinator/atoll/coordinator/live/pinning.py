@@ -61,7 +61,7 @@ def _check_span(state: State, node: Node, span: Span) -> None:
     if not 0 <= first <= last or (model is not None and last >= model.layers):
         numbers = f"0 to {model.layers - 1}" if model is not None else "from 0"
         raise PlanInputInvalid(
-            f"layers {first}–{last} do not exist: layers are numbered {numbers}, and the first must not be above the last"
+            f"layers {first}–{last} do not exist: layers are numbered {numbers}, the first at most the last"
         )
     live = state.live.get(node.peer_id)
     if model is not None and live is not None and not model.fits(live.profile, first, last):

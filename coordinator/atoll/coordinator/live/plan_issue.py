@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from atoll.coordinator.live.attendance import count_join
-from atoll.coordinator.planner.plan_builder import Route, build_plan
+from atoll.coordinator.planner.plan_builder import Route, build_plan, build_replica_plan
 from atoll.coordinator.planner.reduce_shares import (
     MAX_UPLINK_BYTES_PER_SECOND,
     NodeLink,
@@ -20,7 +20,6 @@ from atoll.coordinator.planner.reduce_shares import (
     needs_relay,
     span_rates,
 )
-from atoll.coordinator.planner.replicas import build_replica_plan
 from atoll.coordinator.state.snapshot import Draft, RunMemory, State
 from atoll.coordinator.store.records import PlanFigures, Run
 from atoll.core.manifest import manifest_hash

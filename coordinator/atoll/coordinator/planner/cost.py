@@ -2,7 +2,7 @@
 
 A route trains in flushes of M micro-batches of m tokens. The first micro-batch takes `through` seconds: the sum over
 stages and hops, forward and backward. The others follow one `period` apart. The period is the longest of three: the
-slowest stage, the slowest link, and the bound from the micro-batches in flight (`in_flight_limit`):
+slowest stage, the slowest link, and the lower bound from micro-batches in flight (`in_flight_limit`):
 
     flush = through + (M − 1) · period
 
@@ -29,8 +29,25 @@ from atoll.coordinator.planner.exchange_time import (
     link_seconds_per_byte,
     reducer_mask,
 )
-from atoll.coordinator.planner.in_flight_limit import InFlightLimit, in_flight_limit
-from atoll.coordinator.planner.problem import Goal, IntArray, Layout, Route
+from atoll.coordinator.planner.problem import Goal, IntArray, Layout, Route, Training
+
+
+@dataclass(frozen=True)
+class InFlightLimit:
+    """The two stages with the largest lower bound of the period, or none: 0 seconds."""
+
+    period_seconds: float = 0.0
+    first: int = 0
+    last: int = 0
+    in_flight: int = 0  # most micro-batches between them
+
+    @property
+    def round_trip_seconds(self) -> float:
+        """Time from the first of them to the last and back, compute included."""
+        return self.period_seconds * self.in_flight
+
+
+NO_IN_FLIGHT_LIMIT = InFlightLimit()
 
 
 @dataclass(frozen=True)
@@ -137,6 +154,35 @@ def route_cost(tables: CostTables, route: Route) -> RouteCost:
         score_rate=route_rate(tables, score_flush, machines),
         price_per_second=float(tables.price_per_second[machines].sum()),
     )
+
+
+def in_flight_limit(training: Training, stages: Sequence[float], hops: Sequence[float], period: float) -> InFlightLimit:
+    """Find the in-flight limit that makes the period longer than `period`, if any.
+
+    `stages` are the seconds that a micro-batch spends in each stage; `hops`, the seconds between stages, both ways.
+
+    A stage with c credits starts micro-batch k + c only after micro-batch k came back (1F1B; Narayanan et al.,
+    *Memory-efficient pipeline-parallel DNN training*, ICML 2021, §2.2). Each stage has 1 + `ahead` more credits than
+    the next stage. So between stage s and a later stage e at most (e − s) · (1 + ahead) + 1 micro-batches are in
+    flight, each for the time from s to e and back. The largest quotient, time over micro-batches, is a lower bound of
+    the period (the greatest cycle ratio of the schedule's event graph; Baccelli et al., *Synchronization and
+    linearity*, 1992, §2.5). A stage that may start all micro-batches of the flush at once waits for none of them.
+    """
+    step = 1 + training.ahead
+    if (sum(stages) + sum(hops)) / (step + 1) <= period:
+        return NO_IN_FLIGHT_LIMIT
+    found, worst = NO_IN_FLIGHT_LIMIT, period
+    for first in range(len(stages) - 1):
+        if (len(stages) - 1 - first) * step + 1 >= training.micro_batches:
+            continue
+        round_trip = stages[first]
+        for last in range(first + 1, len(stages)):
+            round_trip += hops[last - 1] + stages[last]
+            count = (last - first) * step + 1
+            if round_trip > worst * count:
+                worst = round_trip / count
+                found = InFlightLimit(worst, first, last, count)
+    return found
 
 
 def evaluate(tables: CostTables, layout: Layout) -> Evaluation:

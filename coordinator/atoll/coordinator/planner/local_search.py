@@ -19,10 +19,23 @@ from itertools import product
 import numpy as np
 
 from atoll.coordinator.planner.budget import Budget
-from atoll.coordinator.planner.cost import Evaluation, evaluate, route_cost, score
+from atoll.coordinator.planner.cost import (
+    Evaluation,
+    evaluate,
+    layer_holders,
+    link_seconds,
+    round_latency,
+    route_cost,
+    score,
+)
 from atoll.coordinator.planner.cost_tables import CostTables
-from atoll.coordinator.planner.problem import Layout
-from atoll.coordinator.planner.round_floor import RouteRoundTime
+from atoll.coordinator.planner.exchange_time import (
+    finish_seconds_per_byte,
+    largest_shares,
+    link_seconds_per_byte,
+    reducer_mask,
+)
+from atoll.coordinator.planner.problem import Layout, Stage
 from atoll.coordinator.planner.route_builder import ALL_ORDERS, Order, RouteBuilder
 from atoll.coordinator.planner.splits import Split
 
@@ -299,6 +312,43 @@ class Search:
     def _beside(self, order: Order, beside: int, moving: int) -> Order:
         place = order.index(beside) + self.rng.randrange(2)
         return (*order[:place], moving, *order[place:])
+
+
+class RouteRoundTime:
+    """Estimate of the outer round's time by route, with the exchange levels of the layout `known`.
+
+    The levels (`exchange_time.py`) depend on all holders of a layer, and change little when one of many changes. So a
+    search over a large swarm computes them from time to time, and compares routes by their own links.
+    """
+
+    def __init__(self, tables: CostTables, known: Evaluation) -> None:
+        holders = layer_holders(tables, known.layout)
+        reduces = reducer_mask(tables.dialable[holders])
+        self._tables = tables
+        self._level = finish_seconds_per_byte(tables.link_bytes_per_second[holders], reduces)
+        self._most = largest_shares(reduces)[:, 0]
+        self._routes = len(known.layout.routes)
+        self._interval = known.round.interval_seconds
+        self._latency = round_latency(tables, known.layout.machines)
+        self._seen: dict[int, tuple[Split, float]] = {}
+
+    def seconds(self, split: Split) -> float:
+        """Seconds until the last link of this route is done with exchange and activations."""
+        found = self._seen.get(id(split))
+        if found is None:
+            seconds = max(self._stage(stage, split.score_rate) for stage in split.route) + self._latency
+            found = self._seen[id(split)] = split, seconds  # the reference keeps the id from being reused
+        return found[1]
+
+    def _stage(self, stage: Stage, rate: float) -> float:
+        tables, span = self._tables, slice(stage.first, stage.last + 1)
+        level, largest = self._level[span], self._most[span]
+        reduces = np.full(level.shape, tables.dialable[stage.machine])
+        per_byte = link_seconds_per_byte(
+            level, np.full(level.shape, tables.link_bytes_per_second[stage.machine]), reduces, largest, self._routes
+        )
+        own = self._interval * rate * link_seconds(tables, stage.machine, stage.first, stage.last + 1)
+        return float((per_byte * tables.layer_bytes[span]).sum()) + own
 
 
 def _replaced(order: Order, one: int, other: int) -> Order:

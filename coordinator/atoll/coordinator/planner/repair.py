@@ -1,23 +1,26 @@
 """Repairs a layout with few moves after machines left, shrank or joined. Pure.
 
 Intact routes stay. In a broken route a spare machine takes the place of the missing one, with the same layers; else the
-neighbours of the gap share its layers; else the remaining machines get a new split.
+neighbours of the gap share its layers; else the remaining machines get a new split. Machines without a place form new
+routes, around pins first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from atoll.coordinator.planner.around_pins import routes_around_pins
 from atoll.coordinator.planner.cost import route_cost
 from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.problem import Layout, Problem, Route, Stage
 from atoll.coordinator.planner.question import NamedRoute
-from atoll.coordinator.planner.route_builder import RouteBuilder
+from atoll.coordinator.planner.route_builder import Order, RouteBuilder
 from atoll.coordinator.planner.splits import best_split
+
+_Gap = tuple[int, int]  # from layer, up to layer (exclusive)
+_Step = int | _Gap  # a pinned machine, or layers that free machines must hold
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def repair_layout(tables: CostTables, current: Sequence[NamedRoute]) -> Layout:
 def extend_layout(tables: CostTables, layout: Layout) -> Layout:
     """Add routes of machines without a place, where they can form any."""
     free = set(range(tables.count)) - set(layout.machines)
-    pinned = routes_around_pins(tables, free) if any(tables.pins.values()) else []
+    pinned = _routes_around_pins(tables, free) if any(tables.pins.values()) else []
     free -= {stage.machine for route in pinned for stage in route}
     fresh = RouteBuilder(tables).first_routes(sorted(free)) if free else []
     return Layout((*layout.routes, *pinned, *(split.route for split in fresh)))
@@ -133,3 +136,57 @@ def _resplit(tables: CostTables, named: NamedRoute) -> Route:
     places = _index_by_name(tables.problem)
     order = [places[name] for name, _, _ in named if name in places]
     return best_split(tables, order).route if order else ()
+
+
+def _routes_around_pins(tables: CostTables, machines: Collection[int]) -> list[Route]:
+    """Build as many routes as possible that give pinned machines their spans; random moves seldom find one.
+
+    Pinned spans form a chain that leaves as few layers uncovered as possible: a shortest path over layers, where a
+    pinned span costs 0 and an uncovered layer costs 1. Free machines fill the gaps, those with the most memory first.
+    """
+    free = set(machines)
+    found: list[Route] = []
+    while True:
+        pinned = [machine for machine in sorted(free) if _pin_of(tables, machine) is not None]
+        order = _fill_gaps(tables, _pin_chain(tables, pinned), sorted(free - set(pinned))) if pinned else ()
+        route = best_split(tables, order).route if order else ()
+        if not route:
+            return found
+        found.append(route)
+        free -= {stage.machine for stage in route}
+
+
+def _pin_of(tables: CostTables, machine: int) -> tuple[int, int] | None:
+    return tables.pins.get(tables.problem.machines[machine].name)
+
+
+def _pin_chain(tables: CostTables, pinned: Iterable[int]) -> list[_Step]:
+    """Sequence of pinned machines and gaps over all layers, with the fewest layers in gaps."""
+    spans = {machine: span for machine in pinned if (span := _pin_of(tables, machine)) is not None}
+    least: list[tuple[int, list[_Step]]] = [(0, [])]
+    for end in range(1, tables.layers + 1):
+        cost, steps = least[end - 1]
+        before = steps[-1] if steps else None
+        gap = (before[0], end) if isinstance(before, tuple) else (end - 1, end)
+        ways = [(cost + 1, [*(steps[:-1] if isinstance(before, tuple) else steps), gap])]
+        ways += [(least[first][0], [*least[first][1], it]) for it, (first, last) in spans.items() if last + 1 == end]
+        least.append(min(ways, key=lambda way: way[0]))
+    return least[-1][1]
+
+
+def _fill_gaps(tables: CostTables, chain: list[_Step], free: Iterable[int]) -> Order:
+    """Fill the gaps with free machines; empty where these are too few, or where the chain has no pinned machine."""
+    sizes = {machine: tables.stage(machine).most_layers for machine in free}
+    spare = sorted((it for it in sizes if sizes[it]), key=lambda it: sizes[it])
+    order: list[int] = []
+    for step in chain:
+        if isinstance(step, int):
+            order.append(step)
+            continue
+        missing = step[1] - step[0]
+        while missing > 0:
+            if not spare:
+                return ()
+            order.append(spare.pop())
+            missing -= sizes[order[-1]]
+    return tuple(order) if any(isinstance(step, int) for step in chain) else ()
