@@ -24,7 +24,7 @@ from atoll.coordinator.planner.cost import evaluate
 from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.links import fill_missing_links
 from atoll.coordinator.planner.problem import Problem
-from atoll.coordinator.planner.question import NamedRoute
+from atoll.coordinator.planner.question import STATE_BYTES_PER_PARAMETER, NamedRoute
 from atoll.coordinator.planner.repair import intact_routes
 from atoll.coordinator.planner.replan import ReplanResult, fetched_bytes, named_routes, replan
 from atoll.coordinator.planner.solve import solve
@@ -131,7 +131,7 @@ class ChurnModel:
     def span_seconds(self, name: str, span: Span | None) -> float:
         """To fetch all of these layers."""
         layers = self.problem.layers[span[0] : span[1] + 1] if span else ()
-        state = self.problem.training.state_bytes_per_parameter * sum(layer.parameters for layer in layers)
+        state = STATE_BYTES_PER_PARAMETER * sum(layer.parameters for layer in layers)
         return state / self._downlink(name)
 
     def fits(self, name: str, span: Span) -> bool:

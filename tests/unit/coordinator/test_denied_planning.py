@@ -77,7 +77,7 @@ def test_a_member_that_says_nothing_of_use_is_planned_around_within_a_minute(
     assert ["ann", "cid"] in [sorted(route) for route in pair.routes()]
 
 
-def test_who_is_never_there_when_it_should_fetch_is_not_waited_for_again() -> None:
+def test_a_node_absent_when_it_should_fetch_is_not_waited_for_again() -> None:
     world = Fetching()
     world.begin(ann=6, bob=6)
     world.slow, world.blinks = "eve", True

@@ -74,7 +74,7 @@ def test_pins_outlive_a_restart_and_another_enrolment(world: RoutedWorld) -> Non
         ((-1, 3), "layers -1–3 do not exist"),
     ],
 )
-def test_layers_that_are_none_are_refused(world: RoutedWorld, span: tuple[int, int], words: str) -> None:
+def test_a_pin_to_layers_that_do_not_exist_is_refused(world: RoutedWorld, span: tuple[int, int], words: str) -> None:
     with pytest.raises(PlanInputInvalid, match=words):
         pin(world, "ann", span)
 
@@ -125,7 +125,7 @@ def test_a_dry_run_changes_nothing_and_an_order_does_not_wait() -> None:
     assert world.plan.version == 2
 
 
-def test_where_all_hold_everything_an_order_takes_newcomers_in_at_once(world: RoutedWorld) -> None:
+def test_an_order_adds_newcomers_at_once_where_all_hold_all_layers(world: RoutedWorld) -> None:
     world.cards(dan=12)
     assert apply(world, dry_run=True) == (None, [("dan", "", "0-11")])
     plan, _ = apply(world)
@@ -155,7 +155,7 @@ def test_plans_are_made_for_runs_that_train() -> None:
         planner_question.build_question(world.state, world.now, RUN, world.policy)
 
 
-def test_a_plan_is_shown_with_memory_and_who_is_left_out() -> None:
+def test_a_plan_is_shown_with_memory_and_nodes_left_out() -> None:
     world = RoutedWorld()
     world.begin(ann=6, bob=6, tiny=1)
     sealed, wishes = sign_plan(world.operator, world.plan), Preferences(goal="price")

@@ -210,7 +210,7 @@ def check_settled(storm: Storm) -> None:
 
 
 @pytest.mark.parametrize("seed", range(1, 5))
-def test_whatever_happens_plans_are_true(seed: int) -> None:
+def test_plans_stay_valid_under_random_events(seed: int) -> None:
     storm = Storm(seed)
     for _ in range(3):
         storm.run(8)

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from atoll.coordinator.live import plan_issue
 from atoll.coordinator.live.attendance import Attendance, live_of, recent_joins
 from atoll.coordinator.live.pinning import pinned_span
-from atoll.coordinator.live.plan_issue import STATE_BYTES_PER_PARAMETER, PlanNotes, issue_route_plan
+from atoll.coordinator.live.plan_issue import PlanNotes, issue_route_plan
 from atoll.coordinator.live.planner_question import UNPREPARED_HOLD_SECONDS
 from atoll.coordinator.live.span_fit import span_fits, span_memory_of
 from atoll.coordinator.planner.plan_builder import Route, RoutePart, routes_of
-from atoll.coordinator.planner.question import has_planner_inputs
+from atoll.coordinator.planner.question import STATE_BYTES_PER_PARAMETER, has_planner_inputs
 from atoll.coordinator.state import prefetch
 from atoll.coordinator.state.snapshot import Draft, PendingFetch, Policy, RunMemory, State
 from atoll.core.plan import Plan

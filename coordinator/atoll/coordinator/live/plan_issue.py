@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from atoll.coordinator.live.attendance import count_join
 from atoll.coordinator.planner.plan_builder import Route, build_plan, build_replica_plan
+from atoll.coordinator.planner.question import STATE_BYTES_PER_PARAMETER
 from atoll.coordinator.planner.reduce_shares import (
     MAX_UPLINK_BYTES_PER_SECOND,
     NodeLink,
@@ -28,7 +29,6 @@ from atoll.v1 import manifest_pb2, plan_pb2
 
 MAX_FORMER_MEMBERS = 32
 RESHARE_REASON = "reduce shares follow the reported uplinks"
-STATE_BYTES_PER_PARAMETER = 8.0  # anchor and momentum, which a new holder fetches
 
 
 @dataclass(frozen=True)

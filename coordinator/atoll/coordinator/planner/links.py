@@ -61,7 +61,7 @@ def fill_missing_links(rtt_seconds: FloatArray, bytes_per_second: FloatArray) ->
     if missing.any():
         edges = csr_array(np.where(missing, 0.0, np.maximum(rtt, _LEAST_RTT)))
         rtt = np.where(missing, shortest_path(edges, directed=False), rtt)
-    return Links(rtt, bytes_per_second, int(missing.sum()) // 2)
+    return Links(rtt, bytes_per_second)
 
 
 def transfer_rates(problem: Problem) -> FloatArray:

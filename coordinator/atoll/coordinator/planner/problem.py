@@ -91,11 +91,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Links:
-    """Paths between machines, [N, N]. `links.py` estimated the `unknown_pairs` from the measured ones."""
+    """Paths between machines, [N, N]; `links.py` estimates missing ones from measured ones."""
 
     rtt_seconds: FloatArray  # symmetric; inf: no path is known
     bytes_per_second: FloatArray  # [source, target]; inf: only the access links limit it; 0: closed
-    unknown_pairs: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,6 @@ class Training:
     tied_user_bytes_per_parameter: float = 8.0  # a tied matrix at its user: values and gradient, without moments
     tied_owner_bytes_per_parameter: float = 0.0  # a tied matrix at its owner: buffers for transfers
     host_bytes_per_parameter: float = 12.0  # anchor, outer momentum, pseudo-gradient
-    state_bytes_per_parameter: float = 8.0  # anchor and momentum: fetched by a new holder
     tie_bytes_per_parameter: float = 4.0  # values to the user, gradient to the owner, once a flush each
     backward_per_forward: float = 2.0  # FLOPs, for machines without a measured time
     activation_checkpointing: bool = False  # on machines that hold all layers; stages always recompute

@@ -15,6 +15,8 @@ from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
+STATE_BYTES_PER_PARAMETER = 8.0  # anchor and momentum, which a new holder fetches
+
 NamedRoute = tuple[tuple[str, int, int], ...]  # machine, first and last layer
 
 

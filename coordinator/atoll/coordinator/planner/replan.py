@@ -19,7 +19,7 @@ from atoll.coordinator.planner.checks import check_pins_fit, check_problem
 from atoll.coordinator.planner.cost import Evaluation, evaluate
 from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.problem import Layout, Problem, Wishes
-from atoll.coordinator.planner.question import NamedRoute
+from atoll.coordinator.planner.question import STATE_BYTES_PER_PARAMETER, NamedRoute
 from atoll.coordinator.planner.repair import extend_layout, intact_routes, repair_layout
 from atoll.coordinator.planner.solve import solve
 from atoll.core.clock import Clock
@@ -32,12 +32,11 @@ _LATE_LAYOUT_FACTOR = 1e-3  # on the score of a layout that is not ready within 
 
 @dataclass(frozen=True)
 class ReplanResult:
-    """The chosen layout. Where `moves` is false it is the old one, as far as that is still feasible."""
+    """The chosen layout: the old one, as far as it is still feasible, where nothing else is worth its moves."""
 
     tables: CostTables
     before: Evaluation  # of the routes that can continue unchanged
     evaluation: Evaluation
-    moves: bool
     reason: str
     fetched_bytes: Mapping[str, float] = field(default_factory=dict)  # by machine, of those that get layers
 
@@ -90,7 +89,7 @@ def assess_layout(
     option = _option(tables, current, standbys, intact_routes(tables, layout))
     before = evaluate(tables, intact_routes(tables, current))
     reason = "ordered by the operator"
-    return ReplanResult(tables, before, option.value, bool(option.fetched_bytes), reason, option.fetched_bytes)
+    return ReplanResult(tables, before, option.value, reason, option.fetched_bytes)
 
 
 def named_routes(problem: Problem, layout: Layout) -> tuple[NamedRoute, ...]:
@@ -112,7 +111,7 @@ def fetched_bytes(
         new = [index for index in range(stage.first, stage.last + 1) if index not in held.get(name, ())]
         parameters = sum(tables.problem.layers[index].parameters for index in new)
         if parameters:
-            found[name] = parameters * tables.problem.training.state_bytes_per_parameter
+            found[name] = parameters * STATE_BYTES_PER_PARAMETER
     return found
 
 
@@ -130,16 +129,16 @@ def _chosen(
             best = option
     total, over = bytes_text(sum(best.fetched_bytes.values())), duration_text(tables.problem.wishes.horizon_seconds)
     if not before.value.score:
-        return ReplanResult(tables, before.value, best.value, True, _from_nothing(current, total), best.fetched_bytes)
+        return ReplanResult(tables, before.value, best.value, _from_nothing(current, total), best.fetched_bytes)
     if best is not before:
         gain = 100 * (best.net_score / before.net_score - 1)
         better = f"{gain:.1f} %" if gain < _MAX_SHOWN_GAIN_PERCENT else "many times"
         reason = f"{better} better over {over}, after moving {total}"
-        return ReplanResult(tables, before.value, best.value, True, reason, best.fetched_bytes)
+        return ReplanResult(tables, before.value, best.value, reason, best.fetched_bytes)
     most = max(options, key=lambda it: it.net_score)
     gain, total = 100 * (most.net_score / before.net_score - 1), bytes_text(sum(most.fetched_bytes.values()))
     reason = f"moving {total} would gain {gain:.1f} % over {over}: too little"
-    return ReplanResult(tables, before.value, before.value, False, reason)
+    return ReplanResult(tables, before.value, before.value, reason)
 
 
 def _from_nothing(current: Sequence[NamedRoute], total: str) -> str:

@@ -70,7 +70,7 @@ def test_a_pin_that_memory_cannot_hold_says_what_it_takes() -> None:
         solved(swarm([machine("ann", device_memory_bytes=4 * GB)], wishes=Wishes(pins=(Pin("ann", (0, 11)),))))
 
 
-def test_a_link_that_is_no_number_is_named() -> None:
+def test_an_invalid_link_figure_is_named() -> None:
     problem = swarm([machine("ann"), machine("ben")])
     rtt = problem.links.rtt_seconds.copy()
     rtt[0, 1] = np.nan
@@ -98,7 +98,7 @@ def test_one_layer_that_fits_nowhere_is_named() -> None:
         solved(swarm([machine("ann"), machine("ben")], layers=layers))
 
 
-def test_what_rules_forbid_is_said_to_be_forbidden() -> None:
+def test_a_layer_that_rules_forbid_everywhere_is_named() -> None:
     machines = [machine("ann", trusted=False), machine("ben", trusted=False)]
     with pytest.raises(NoFeasiblePlan, match="no machine may hold layer embedding"):
         solved(swarm(machines, wishes=Wishes(trusted_ends=True)))

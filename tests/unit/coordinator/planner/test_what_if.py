@@ -76,14 +76,14 @@ def test_the_report_names_the_bottleneck_and_idle_machines() -> None:
         ("count = 2", "count = 2000000", r'machine]] 1 \("rack"\).count'),
     ],
 )
-def test_what_is_wrong_is_named(old: str, new: str, words: str) -> None:
+def test_an_invalid_field_is_named(old: str, new: str, words: str) -> None:
     text = EXAMPLE.read_text()
     assert old in text
     with pytest.raises(PlanInputInvalid, match=words):
         read_what_if(text.replace(old, new), "rented.toml")
 
 
-def test_a_file_that_is_not_there_is_a_sentence() -> None:
+def test_a_missing_file_gives_a_readable_error() -> None:
     result = CliRunner().invoke(main.app, ["plan", "what-if", "nowhere.toml"])
     assert isinstance(result.exception, ConfigError)
     assert "cannot read nowhere.toml" in str(result.exception)
@@ -114,7 +114,7 @@ def test_a_machine_without_a_path_to_any_other_is_refused(tmp_path: Path) -> Non
     assert "between = [" in result.exception.remedy
 
 
-def test_what_routes_need_of_routers_is_said() -> None:
+def test_a_route_that_needs_hole_punching_says_so() -> None:
     homes = [machine(name, reach=Reach.RELAYED, device_memory_bytes=14 * GB) for name in ("ann", "ben")]
     [assumed] = explained(swarm(homes)).assumed
     assert "ann and ben" in assumed or "ben and ann" in assumed
@@ -130,7 +130,7 @@ def test_a_minimum_step_of_an_owner_is_kept_and_named_as_the_bottleneck() -> Non
     assert rates[0] > 10 * rates[1]
 
 
-def test_the_bottleneck_is_who_has_it() -> None:
+def test_the_bottleneck_names_its_machine() -> None:
     machines = [
         machine("fast", device_memory_bytes=14 * GB),
         machine("slow", device_memory_bytes=14 * GB, flops_per_second=1e12),

@@ -43,7 +43,7 @@ def test_the_optimum_is_that_of_brute_force(seed: int) -> None:
     assert evaluate(found.tables, layout).score == pytest.approx(score, rel=1e-9)
 
 
-def test_without_time_it_says_that_nothing_is_proven() -> None:
+def test_without_time_no_bound_is_proven() -> None:
     problem = small(random.Random(1), most=5)
     budget = Budget.of_seconds(ManualClock(), 60, steps=1)
     budget.taken = 1
