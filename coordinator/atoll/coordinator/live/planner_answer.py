@@ -134,7 +134,7 @@ def _abandon_because_of(draft: Draft, run_id: str, peers: Sequence[str], waited:
 
 
 def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, attendance: Attendance) -> bool:
-    """Let nodes fetch what this answer gives them; False where nobody has to, or nobody should wait for it."""
+    """Start to prepare the answer's plan; False where no node must fetch layers, or the plan is urgent."""
     state, plan = draft.state, draft.state.memory[run_id].plan
     if (
         plan is None

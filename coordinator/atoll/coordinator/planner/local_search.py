@@ -35,7 +35,7 @@ from atoll.coordinator.planner.exchange_time import (
     link_seconds_per_byte,
     reducer_mask,
 )
-from atoll.coordinator.planner.problem import Layout, Stage
+from atoll.coordinator.planner.problem import FloatArray, Layout, Stage
 from atoll.coordinator.planner.route_builder import ALL_ORDERS, Order, RouteBuilder
 from atoll.coordinator.planner.splits import Split
 
@@ -81,7 +81,7 @@ class Search:
         self.rng = rng
         self.machines = list(machines)
         self.routes = list(routes)
-        self._near = self._neighbours()
+        self._near = _nearest_machines(builder.distance, self.machines)
         self._round_time: RouteRoundTime | None = None  # set once the round is the bottleneck, or nearly
         self._round_limited_builders: list[RouteBuilder] = []  # that split for shorter rounds, from then on
         self._best = list(self.routes)
@@ -198,25 +198,14 @@ class Search:
         self._place = {stage.machine: place for place, split in enumerate(self.routes) for stage in split.route}
         self._unplaced = [machine for machine in self.machines if machine not in self._place]
 
-    def _neighbours(self) -> dict[int, list[int]]:
-        members = np.array(self.machines)
-        distance = self.builder.distance[np.ix_(members, members)].copy()
-        np.fill_diagonal(distance, np.inf)
-        count = min(_NEIGHBOURS, len(members) - 1)
-        nearest = np.argpartition(distance, max(0, count - 1), axis=1)[:, :count]
-        return {int(machine): members[row].tolist() for machine, row in zip(members, nearest, strict=True)}
-
     def _pair(self) -> tuple[int, int] | None:
         """Pick a placed machine, and another one near it or anywhere."""
         if not self._place or len(self.machines) < 2:
             return None
-        one = self.rng.choice(list(self._place)) if len(self._place) < 64 else self._any_placed()
+        one = self.rng.choice(list(self._place)) if len(self._place) < 64 else _random_machine(self.routes, self.rng)
         near = self._near[one]
         other = self.rng.choice(near if self.rng.random() < 0.8 else self.machines)
         return (one, other) if other != one else None
-
-    def _any_placed(self) -> int:
-        return self.rng.choice(self.rng.choice(self.routes).route).machine
 
     def _order(self, place: int) -> Order:
         return tuple(stage.machine for stage in self.routes[place].route)
@@ -243,7 +232,7 @@ class Search:
         moving, beside = pair
         from_route, to_route = self._place[moving], self._place[beside]
         rest = tuple(it for it in self._order(from_route) if it != moving)
-        target = self._beside(rest if from_route == to_route else self._order(to_route), beside, moving)
+        target = _inserted(rest if from_route == to_route else self._order(to_route), beside, moving, self.rng)
         return Move(frozenset({from_route, to_route}), (target,), rest=() if from_route == to_route else rest)
 
     def _join(self) -> Move | None:
@@ -257,7 +246,7 @@ class Search:
         if beside not in self._place:
             return None
         to_route = self._place[beside]
-        return Move(frozenset({to_route}), (self._beside(self._order(to_route), beside, joining),))
+        return Move(frozenset({to_route}), (_inserted(self._order(to_route), beside, joining, self.rng),))
 
     def _leave(self) -> Move | None:
         if not self.routes:
@@ -296,7 +285,7 @@ class Search:
         """Rebuild some near routes together with some unplaced machines."""
         removed: set[int] = set()
         if self._place and self.rng.random() < 0.9:
-            centre = self._any_placed()
+            centre = _random_machine(self.routes, self.rng)
             near = (
                 self._near[centre]
                 if self.rng.random() < 0.7
@@ -308,10 +297,6 @@ class Search:
         pool += self.rng.sample(self._unplaced, min(len(self._unplaced), self.rng.randrange(9)))
         splits = self.builder.random_routes(pool, self.rng) if pool else []
         return Move(frozenset(removed), (), tuple(splits)) if splits else None
-
-    def _beside(self, order: Order, beside: int, moving: int) -> Order:
-        place = order.index(beside) + self.rng.randrange(2)
-        return (*order[:place], moving, *order[place:])
 
 
 class RouteRoundTime:
@@ -353,3 +338,23 @@ class RouteRoundTime:
 
 def _replaced(order: Order, one: int, other: int) -> Order:
     return tuple(other if it == one else it for it in order)
+
+
+def _inserted(order: Order, beside: int, moving: int, rng: random.Random) -> Order:
+    """Insert a machine before or after `beside`."""
+    place = order.index(beside) + rng.randrange(2)
+    return (*order[:place], moving, *order[place:])
+
+
+def _random_machine(routes: Sequence[Split], rng: random.Random) -> int:
+    return rng.choice(rng.choice(routes).route).machine
+
+
+def _nearest_machines(distance: FloatArray, machines: Sequence[int]) -> dict[int, list[int]]:
+    """Up to `_NEIGHBOURS` nearest of these machines, by machine."""
+    members = np.array(machines)
+    between = distance[np.ix_(members, members)].copy()
+    np.fill_diagonal(between, np.inf)
+    count = min(_NEIGHBOURS, len(members) - 1)
+    nearest = np.argpartition(between, max(0, count - 1), axis=1)[:, :count]
+    return {int(machine): members[row].tolist() for machine, row in zip(members, nearest, strict=True)}

@@ -35,7 +35,7 @@ _LOGITS = 3  # logits, their log-softmax, its gradient
 
 
 class Reach(StrEnum):
-    """How other machines can connect to a machine."""
+    """Reachability of a machine: the ways in which others can connect to it."""
 
     PUBLIC = "public"
     RELAYED = "relayed"  # behind NAT: connects to public machines directly, to others through a relay

@@ -31,7 +31,7 @@ class Path:
 
 @dataclass(frozen=True)
 class PlannerNode:
-    """What the coordinator knows of one node."""
+    """The coordinator's knowledge of one node."""
 
     peer_id: str
     name: str

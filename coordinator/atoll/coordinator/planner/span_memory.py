@@ -48,8 +48,8 @@ class SpanMemory:
     """Memory of the spans of one model with at most `MOST_LAYERS` layers."""
 
     def __init__(self, layers: tuple[Layer, ...], training: Training) -> None:
-        nobody = Links(np.empty((0, 0)), np.empty((0, 0)))
-        self.spans = SpanTables(Problem((), nobody, layers, training))
+        no_links = Links(np.empty((0, 0)), np.empty((0, 0)))
+        self.spans = SpanTables(Problem((), no_links, layers, training))
         self.layers = len(layers)
         self.training = training
 
