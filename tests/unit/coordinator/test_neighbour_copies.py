@@ -1,4 +1,4 @@
-"""Stages with room have a neighbour's layers, too: they take both when that one is gone."""
+"""Neighbour copies: stages with free memory hold a neighbour's layers, and take both spans when it is gone."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def settle(world: RoutedWorld) -> None:
 
 
 def copies(world: RoutedWorld) -> dict[str, str]:
-    """Who has whose layers, by name."""
+    """Stage whose layers each holder has, by names."""
     return {
         world.name_of(pair.holder): world.name_of(pair.stage)
         for pair in backup_spans.complete_copies(world.state, world.plan)
@@ -85,7 +85,7 @@ def lose(world: RoutedWorld, name: str, seconds: float = 2.0, says: str = "") ->
     world.wait(seconds)
 
 
-# --- who has a copy -----------------------------------------------------------------------------------
+# --- choice of copies ---------------------------------------------------------------------------------
 
 
 def test_stages_with_room_come_to_have_their_neighbours_layers(swarm: RoutedWorld) -> None:
@@ -139,7 +139,7 @@ def test_no_stage_of_an_even_route_is_left_without(half: int) -> None:
 
 
 def pairs_along(route: list[str]) -> list[NeighbourPair]:
-    """Of stages with a layer each."""
+    """Pairs of neighbours on a route whose stages hold one layer each."""
     spans = {peer: range(place, place + 1) for place, peer in enumerate(route)}
     places = [(place, near) for place in range(len(route)) for near in (place - 1, place + 1) if 0 <= near < len(route)]
     return [NeighbourPair(route[near], route[place], spans[route[near]], spans[route[place]]) for place, near in places]
@@ -311,7 +311,7 @@ def test_a_stage_that_drains_still_hands_its_layers_over_when_another_is_gone() 
 
 
 def test_a_lost_stage_ends_the_preparation_that_its_copy_is_set_aside_for() -> None:
-    """What it put aside for that is wanted again, and is there."""
+    """The copy that it set aside is needed again, and complete."""
     world = thirds(fetches=False)
     settle(world)
     world.fetch_told()

@@ -1,4 +1,4 @@
-"""What nodes tell of themselves and of one another, on its way to the planner."""
+"""Nodes' profiles and path measurements on their way to the planner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unit.coordinator.world import World, spec_toml
 from atoll.coordinator.planner.checks import check_problem
 from atoll.coordinator.planner.problem import Problem, Reach, Wishes, decoder_layers
 from atoll.coordinator.planner.problem_from_nodes import MAX_MISMATCH_FACTOR, PlannerNode, problem_from_nodes, wishes_of
-from atoll.coordinator.planner.question import Path, Preferences
+from atoll.coordinator.planner.question import PathMeasurement, Preferences
 from atoll.coordinator.planner.reduce_shares import MAX_UPLINK_BYTES_PER_SECOND
 from atoll.coordinator.planner.solve import solve
 from atoll.coordinator.sanitize import sanitized_message
@@ -42,7 +42,7 @@ def node(name: str, rtts: dict[str, float] | None = None, *, trains: float = 0.0
         device="cuda:0", device_memory_bytes=8 << 30, host_memory_bytes=16 << 30, layer_times=times
     )
     status = mb.NodeStatus(uplink_bytes_per_second=5e6, tokens_per_second=trains)
-    found = {peer: Path(rtt, 0.0, 0.0) for peer, rtt in (rtts or {}).items()}
+    found = {peer: PathMeasurement(rtt, 0.0, 0.0) for peer, rtt in (rtts or {}).items()}
     return PlannerNode(name, name, profile, status, ("/ip4/8.8.8.8/tcp/7710",), found)
 
 

@@ -29,7 +29,7 @@ def pin(world: World, name: str, span: tuple[int, int] | None) -> None:
 
 
 def apply(world: RoutedWorld, *, dry_run: bool = False) -> tuple[Plan | None, list[tuple[str, str, str]]]:
-    """As the service does: the plan that was issued, and who moves from where to where."""
+    """Apply a plan as the service does; returns the issued plan, and the moves (node, before, after)."""
     question = plan_apply.operator_question(world.state, world.now, RUN, world.policy)
     found, issued = answer_question(question, ManualClock()), None
     if not dry_run:

@@ -1,4 +1,4 @@
-"""What a plan was predicted to train, and what it did: kept with it, and true after a restart."""
+"""Predicted and measured pace of a plan: stored with it, and correct after a restart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from atoll.coordinator.store.records import PlanFigures
 
 
 def kept(world: RoutedWorld, version: int) -> PlanFigures:
-    """What the store has of a plan."""
+    """A plan's figures in the store."""
     rows = [record for record in world.records if isinstance(record, PlanFigures) and record.version == version]
     return rows[-1]
 

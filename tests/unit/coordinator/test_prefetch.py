@@ -24,7 +24,7 @@ def pair() -> RoutedWorld:
 
 
 def told(world: RoutedWorld) -> dict[str, range]:
-    """By name: the layers that each node is told to fetch."""
+    """Layers that each node is told to fetch, by name."""
     spans = {name: prefetch.layers_to_fetch(world.state, it.peer_id) for name, it in world.identities.items()}
     return {name: span for name, span in spans.items() if span}
 

@@ -1,4 +1,4 @@
-"""Nodes without a place on a route stand by: they hold a stage's layers, and take its place when it is gone."""
+"""Standbys: nodes without a place on a route hold a stage's layers, and take its place when it is gone."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def trio() -> RoutedWorld:
 
 
 def standing(world: RoutedWorld) -> dict[str, tuple[int, int]]:
-    """By name."""
+    """Spans of the standbys, by name."""
     return {world.name_of(peer): world.spans()[world.name_of(peer)] for peer in world.plan.standbys}
 
 
 def whose_place(world: RoutedWorld) -> str:
-    """The stage with the layers of who stands by."""
+    """Name of the stage with the standby's layers."""
     (span,) = standing(world).values()
     return next(name for name in ("ann", "bob") if world.spans()[name] == span)
 
@@ -47,7 +47,7 @@ def whose_route(world: RoutedWorld, since: int) -> list[str]:
     return next(route for number, route in enumerate(world.routes()) if world.plan.name_of(number)[0] == since)
 
 
-# --- who stands by ------------------------------------------------------------------------------------
+# --- choice of standbys -------------------------------------------------------------------------------
 
 
 def test_a_spare_comes_to_hold_the_layers_of_a_stage(trio: RoutedWorld) -> None:

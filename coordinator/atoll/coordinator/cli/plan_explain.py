@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path as FilePath
+from pathlib import Path
 
 from atoll.coordinator.cli.client import Client
 from atoll.coordinator.cli.output import print_sentences, show
@@ -18,7 +18,7 @@ from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.explain import explain
 from atoll.coordinator.planner.problem import Goal, Layout, Pin, Problem, Stage, read_layers
 from atoll.coordinator.planner.problem_from_nodes import problem_from_nodes, wishes_of
-from atoll.coordinator.planner.question import Path, PlannerNode, Preferences, status_for_span
+from atoll.coordinator.planner.question import PathMeasurement, PlannerNode, Preferences, status_for_span
 from atoll.coordinator.planner.report import document, facts
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.sanitize import clean
@@ -45,7 +45,7 @@ class RunningPlan:
     round_seconds: float | None  # between the last rounds; None: too few
 
 
-def tell(client: Client, run_id: str, seconds: float, output: Output, svg: FilePath | None = None) -> None:
+def tell(client: Client, run_id: str, seconds: float, output: Output, svg: Path | None = None) -> None:
     """Fetch, evaluate, explain, print, draw.
 
     Raises `ConfigError` for a file that cannot be written, `InvalidTransition` before there is a plan to explain.
@@ -173,7 +173,7 @@ def _follows_pin(node: wire.NodeView, span: tuple[int, int]) -> bool:
 
 
 def _measured(node: wire.NodeView, name: str, span: tuple[int, int], *, trains_alone: bool) -> PlannerNode:
-    paths = {path.peer_id: Path(path.rtt_seconds, path.bytes_per_second, 0.0) for path in node.paths}
+    paths = {path.peer_id: PathMeasurement(path.rtt_seconds, path.bytes_per_second, 0.0) for path in node.paths}
     there = node.availability or 1.0
     return PlannerNode(
         node.peer_id,

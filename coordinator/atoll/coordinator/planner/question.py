@@ -21,7 +21,7 @@ NamedRoute = tuple[tuple[str, int, int], ...]  # machine, first and last layer
 
 
 @dataclass(frozen=True)
-class Path:
+class PathMeasurement:
     """One member's measurement of the path to another member."""
 
     rtt_seconds: float
@@ -38,7 +38,7 @@ class PlannerNode:
     profile: mb.NodeProfile
     status: mb.NodeStatus
     multiaddrs: tuple[str, ...]
-    paths: Mapping[str, Path]
+    paths: Mapping[str, PathMeasurement]
     trains_alone: bool = True  # a route of one: its pace is its own. A stage has the pace of its whole route
     availability: float = 1.0  # share of the time that it is present
     failures_per_hour: float = 0.0

@@ -1,4 +1,4 @@
-"""Who is gone is replaced with few moves, and never by somebody who cannot."""
+"""A machine that is gone is replaced with few moves, and never by one that may not hold its layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who counts as holding everything, and how much the others hold: as the planner's own tables have it."""
+"""Spans that fit a node's memory are those of the planner's tables and of the trainer."""
 
 from __future__ import annotations
 
