@@ -62,7 +62,7 @@ def remaining_standbys(
 ) -> dict[str, range]:
     """Spans of the present standbys that can continue with these routes, by peer id."""
     plan = state.memory[run_id].plan
-    standing = _standby_spans(plan) if plan is not None else {}
+    standing = standby_spans(plan) if plan is not None else {}
     return _possible_standbys(state, run_id, routes, present_peers, standing)
 
 
@@ -108,7 +108,7 @@ def update_standbys(draft: Draft, run_id: str, policy: Policy, attendance: Atten
     plan = memory.plan
     if plan is None:
         return
-    wanted, standing = _wanted_standbys(state, run_id, plan, attendance, now), _standby_spans(plan)
+    wanted, standing = _wanted_standbys(state, run_id, plan, attendance, now), standby_spans(plan)
     new = {peer: span for peer, span in wanted.items() if standing.get(peer) != span}
     pending = _pending_fetches(draft, run_id, policy, new, memory.standbys)
     waited = {
@@ -128,7 +128,8 @@ def update_standbys(draft: Draft, run_id: str, policy: Policy, attendance: Atten
         draft.remember(run_id, standbys=pending)
 
 
-def _standby_spans(plan: Plan) -> dict[str, range]:
+def standby_spans(plan: Plan) -> dict[str, range]:
+    """Layers of each standby, by peer id."""
     return {peer: plan.span(peer) for peer in plan.standbys}
 
 

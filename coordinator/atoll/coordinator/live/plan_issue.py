@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from atoll.coordinator.live.attendance import count_join
-from atoll.coordinator.planner.plan_builder import Route, build_plan, build_replica_plan
+from atoll.coordinator.planner.plan_builder import Route, RoutePart, build_plan
 from atoll.coordinator.planner.question import STATE_BYTES_PER_PARAMETER
 from atoll.coordinator.planner.reduce_shares import (
     MAX_UPLINK_BYTES_PER_SECOND,
     NodeLink,
     best_shares,
     needs_relay,
+    reduce_rate,
     span_rates,
 )
 from atoll.coordinator.state.snapshot import Draft, RunMemory, State
@@ -49,20 +50,13 @@ def issue_replica_plan(
     draft: Draft, run_id: str, members: Sequence[str], reason: str, base: Base | None = None
 ) -> None:
     """Issue the next plan, in which each of these peer ids holds all layers; `base`: a new base, if any."""
-    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    plan = build_replica_plan(
-        memory.spec,
-        version=next_version(run),
-        members=members,
-        shares=best_shares(reported_links(draft.state, members)),
-        previous=memory.plan,
-        head_round=run.head_round,
-        layers=len(plan_pb2.LayerTable.FromString(run.layers).layers),
-        base=base or _base(draft.state, run_id, members),
-        issued_unix_ms=draft.now.unix_ms,
-        reason=reason,
-    )
-    _issue(draft, plan, PlanNotes(moved_bytes=_fetched_bytes(run, memory.plan, plan)))
+    run, before = draft.state.runs[run_id], draft.state.memory[run_id].plan
+    spans = dict.fromkeys(members, range(len(layer_weights(run))))
+    shares = best_shares(reported_links(draft.state, members))
+    rates = {peer: reduce_rate(share, len(members)) for peer, share in shares.items()}
+    routes = [(RoutePart(peer, span.start, span.stop - 1),) for peer, span in spans.items()]
+    notes = PlanNotes(moved_bytes=_fetched_bytes(run, before, spans))
+    _issue(draft, run_id, routes, {}, rates, reason, notes, base or _base(draft.state, run_id, members))
 
 
 def issue_route_plan(
@@ -76,21 +70,10 @@ def issue_route_plan(
     standbys: Mapping[str, range],
 ) -> None:
     """Issue the next plan, with these routes (at least one) and these standbys (layers by peer id)."""
-    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    run = draft.state.runs[run_id]
     spans = {part.peer_id: range(part.first, part.last + 1) for route in routes for part in route}
-    plan = build_plan(
-        memory.spec,
-        version=next_version(run),
-        routes=routes,
-        standbys=standbys,
-        reduce_rates=span_rates(reported_links(draft.state, spans), spans, layer_weights(run)),
-        previous=memory.plan,
-        head_round=run.head_round,
-        base=base or _base(draft.state, run_id, spans),
-        issued_unix_ms=draft.now.unix_ms,
-        reason=reason,
-    )
-    _issue(draft, plan, notes)
+    rates = span_rates(reported_links(draft.state, spans), spans, layer_weights(run))
+    _issue(draft, run_id, routes, standbys, rates, reason, notes, base or _base(draft.state, run_id, spans))
 
 
 def reported_links(state: State, members: Iterable[str]) -> dict[str, NodeLink]:
@@ -139,8 +122,29 @@ def _base(state: State, run_id: str, members: Iterable[str]) -> Base:
     return Base(manifest_hash(genesis.payload), tuple(sorted(members)))
 
 
-def _issue(draft: Draft, plan: Plan, notes: PlanNotes) -> None:
-    run, memory = draft.state.runs[plan.run_id], draft.state.memory[plan.run_id]
+def _issue(
+    draft: Draft,
+    run_id: str,
+    routes: Sequence[Route],
+    standbys: Mapping[str, range],
+    rates: Mapping[str, int],
+    reason: str,
+    notes: PlanNotes,
+    base: Base,
+) -> None:
+    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    plan = build_plan(
+        memory.spec,
+        version=next_version(run),
+        routes=routes,
+        standbys=standbys,
+        reduce_rates=rates,
+        previous=memory.plan,
+        head_round=run.head_round,
+        base=base,
+        issued_unix_ms=draft.now.unix_ms,
+        reason=reason,
+    )
     planned = memory.plan.members if memory.plan else ()
     plan = replace(plan, former=_former(draft.state, memory.plan, plan))
     left_out = {peer: why for peer, why in notes.left_out.items() if peer not in plan.members}
@@ -181,15 +185,10 @@ def _figures(plan: Plan, notes: PlanNotes) -> PlanFigures:
     )
 
 
-def _fetched_bytes(run: Run, before: Plan | None, after: Plan) -> float:
-    """Bytes of anchor and momentum of layers that members of `after` do not hold under `before`."""
+def _fetched_bytes(run: Run, before: Plan | None, spans: Mapping[str, range]) -> float:
+    """Bytes of anchor and momentum of layers in these spans that their nodes do not hold under `before`."""
     weights, held = layer_weights(run), spans_of(before) if before else {}
-    new = (
-        weights[layer]
-        for peer, span in spans_of(after).items()
-        for layer in span
-        if layer not in held.get(peer, range(0))
-    )
+    new = (weights[layer] for peer, span in spans.items() for layer in span if layer not in held.get(peer, range(0)))
     return STATE_BYTES_PER_PARAMETER * sum(new)
 
 

@@ -129,7 +129,7 @@ def _reissue_with_new_shares(draft: Draft, run_id: str) -> None:
     """Issue the same routes with new reduce shares."""
     plan = draft.state.memory[run_id].plan
     assert plan is not None
-    standbys = {peer: plan.span(peer) for peer in plan.standbys}
+    standbys = backup_spans.standby_spans(plan)
     backup_spans.issue_with_standbys(draft, run_id, routes_of(plan), standbys, plan_issue.RESHARE_REASON)
     draft.remember(run_id, new_shares_pay=False)
 
