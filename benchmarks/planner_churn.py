@@ -4,8 +4,8 @@ Machines are there for a share of the time (`availability`); absences are expone
 silent is missed after 20 s; changes of 1 s make one question; an answer takes 2 s; a plan that gives layers to machines
 is issued when these were fetched, while the old one is followed, and at once when a member of the old one is gone;
 whoever gets other layers loads them for 15 s; who comes back fetches its span. Who has no place stands by with the
-layers of a stage, as `live/standbys.py` has it, and takes its place 3 s after it is gone. *Oracle*: the same solver at
-every change, with full knowledge, moves for nothing. *Fixed*: the first plan for ever, whose members fetch what they
+layers of a stage, as `live/backup_spans.py` has it, and takes its place 3 s after it is gone. *Oracle*: the same solver
+at every change, with full knowledge, moves for nothing. *Fixed*: the first plan for ever, whose members fetch what they
 missed, too. All three are worth what `cost.evaluate` says that their whole routes train, in tokens. Time is simulated;
 searches are counted in steps, so that results repeat.
 """
@@ -24,7 +24,7 @@ from atoll.coordinator.planner.cost import evaluate
 from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.links import fill_missing_links
 from atoll.coordinator.planner.problem import Problem
-from atoll.coordinator.planner.question import NamedRoute
+from atoll.coordinator.planner.question import STATE_BYTES_PER_PARAMETER, NamedRoute
 from atoll.coordinator.planner.repair import intact_routes
 from atoll.coordinator.planner.replan import ReplanResult, fetched_bytes, named_routes, replan
 from atoll.coordinator.planner.solve import solve
@@ -131,7 +131,7 @@ class ChurnModel:
     def span_seconds(self, name: str, span: Span | None) -> float:
         """To fetch all of these layers."""
         layers = self.problem.layers[span[0] : span[1] + 1] if span else ()
-        state = self.problem.training.state_bytes_per_parameter * sum(layer.parameters for layer in layers)
+        state = STATE_BYTES_PER_PARAMETER * sum(layer.parameters for layer in layers)
         return state / self._downlink(name)
 
     def fits(self, name: str, span: Span) -> bool:

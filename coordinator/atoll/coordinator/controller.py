@@ -163,6 +163,6 @@ class Controller:
 
 def _solve_question(question: Question, clock: Clock) -> Answer:
     # Imported here: SciPy takes a second to import, and only runs that need routes use it.
-    from atoll.coordinator.planner.answer_question import answer
+    from atoll.coordinator.planner.answer_question import answer_question
 
-    return answer(question, clock)
+    return answer_question(question, clock)

@@ -7,7 +7,7 @@ from functools import cache
 
 from unit.coordinator.world import ELIGIBLE_STATES, RUN, World, layer_table, spec_toml
 
-from atoll.coordinator.planner.answer_question import answer
+from atoll.coordinator.planner.answer_question import answer_question
 from atoll.coordinator.planner.plan_builder import RoutePart, routes_of
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.planner.span_memory import SpanMemory, span_memory
@@ -44,7 +44,7 @@ def rows() -> list[plan_pb2.LayerInfo]:
 
 @cache
 def model() -> SpanMemory:
-    """What its spans take."""
+    """Memory of the model's spans."""
     found = span_memory(layer_table(rows()).SerializeToString(), parse_run_spec(spec_toml()))
     assert found is not None
     return found
@@ -95,9 +95,9 @@ class RoutedWorld(World):
                 self.say(name, self.state.live[peer].status.state)
 
     def find(self, question: Question) -> Answer:
-        """What the planner says."""
+        """Let the planner answer a question."""
         self.asked.append(question)
-        return answer(question, ManualClock())
+        return answer_question(question, ManualClock())
 
     def bring(self, question: Question, found: Answer) -> None:
         """The answer arrives."""
@@ -118,7 +118,7 @@ class RoutedWorld(World):
         self.wait(1)
 
     def spans(self) -> dict[str, tuple[int, int]]:
-        """Who holds what under the newest plan, by name."""
+        """First and last layer of each member of the newest plan, by name."""
         return {self.name_of(item.peer_id): (item.first_layer, item.last_layer) for item in self.plan.assignments}
 
     def routes(self) -> list[list[str]]:
@@ -131,12 +131,12 @@ class RoutedWorld(World):
         return self.plans[-1]
 
     def told(self, kind: str) -> list[str]:
-        """What events of a kind said."""
+        """Texts of the events of a kind."""
         return [record.message for record in self.records if isinstance(record, Event) and record.kind == kind]
 
 
 def covers(route: tuple[RoutePart, ...]) -> bool:
-    """Whether its spans hold all layers once, in order."""
+    """True where its spans hold all layers once, in order."""
     ends = [-1, *(part.last for part in route)]
     return ends[-1] == LAYERS - 1 and all(
         part.first == end + 1 <= part.last for part, end in zip(route, ends, strict=False)

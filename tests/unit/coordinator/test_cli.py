@@ -75,7 +75,7 @@ RUN = wire.RunView(
     min_nodes=2,
     layers=plan_pb2.LayerTable(layers=[plan_pb2.LayerInfo(name="embedding", parameters=1000, kind="embedding")]),
     evaluations=[mb.EvaluationReport(round=1, loss=4.5), mb.EvaluationReport(round=7, loss=2.25)],
-    uncounted=["cid has another text", "dan is joining"],
+    uncounted=["cid has another corpus", "dan is joining"],
 )
 PLAN = plan_pb2.Plan(
     run_id="reef",
@@ -181,10 +181,12 @@ ANSWERS = {
             ),
             wire.PlacedNode(peer_id=SPARE, name="cellar", span=plan_pb2.Span(last=3), memory_bytes=9.5 * 2**30),
         ],
-        left_out=[wire.LeftOutNode(peer_id="12D3KooWB", name="attic", reason="would change nothing")],
+        left_out=[
+            wire.LeftOutNode(peer_id="12D3KooWB", name="attic", reason="the swarm would be equally fast with it")
+        ],
         figures=FIGURES,
     ),
-    "PlanHistory": wire.PlanHistoryResponse(plans=[wire.PlanFigures(version=1, reason="the run begins"), FIGURES]),
+    "PlanHistory": wire.PlanHistoryResponse(plans=[wire.PlanFigures(version=1, reason="the run starts"), FIGURES]),
     "ApplyPlan": wire.ApplyPlanResponse(
         changes=True,
         reason="12.0 % better over 6 h 00 min, after moving 2.0 GiB",

@@ -13,7 +13,7 @@ from unit.coordinator.world import RUN, World, spec_toml
 
 from atoll.coordinator import controller as coordinator
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.planner.answer_question import answer
+from atoll.coordinator.planner.answer_question import answer_question
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.runs import admission, lifecycle
 from atoll.coordinator.state.snapshot import Draft, Policy
@@ -116,7 +116,7 @@ async def test_while_the_planner_thinks_the_coordinator_works_and_then_the_plan_
 
     def slowly(question: Question, clock: Clock) -> Answer:
         may_end.wait()
-        return answer(question, clock)
+        return answer_question(question, clock)
 
     monkeypatch.setattr(coordinator, "_solve_question", slowly)
     controller = Controller(MemoryStore(), operator, ManualClock(), world.policy)

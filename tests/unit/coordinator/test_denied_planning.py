@@ -7,7 +7,7 @@ from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.world import ELIGIBLE_STATES, RUN
 
 from atoll.coordinator.live import pinning, plan_apply
-from atoll.coordinator.planner.answer_question import answer
+from atoll.coordinator.planner.answer_question import answer_question
 from atoll.coordinator.runs import admission, lifecycle
 from atoll.coordinator.state import prefetch
 from atoll.core.clock import ManualClock
@@ -46,9 +46,7 @@ class Fetching(RoutedWorld):
 
 
 @pytest.mark.parametrize("kind", ["foo", "block"])
-def test_who_does_not_say_how_fast_it_computes_every_kind_of_layer_is_left_out_alone(
-    pair: RoutedWorld, kind: str
-) -> None:
+def test_a_node_without_a_time_for_some_kind_of_layer_is_left_out_alone(pair: RoutedWorld, kind: str) -> None:
     eve = card(2)
     del eve.layer_times[:]
     eve.layer_times.add(kind=kind, forward_seconds_per_token=1e-6, backward_seconds_per_token=2e-6)
@@ -58,7 +56,7 @@ def test_who_does_not_say_how_fast_it_computes_every_kind_of_layer_is_left_out_a
     pair.wait(10)
     assert pair.spans()["cid"] == ALL_LAYERS
     assert "eve" not in pair.spans()
-    assert any("nothing says how fast eve computes" in told for told in pair.told("node.left-out"))
+    assert any("eve has neither a time for layers of kind" in told for told in pair.told("node.left-out"))
 
 
 @pytest.mark.parametrize("word", [mb.NODE_STATE_UNSPECIFIED, mb.NODE_STATE_FINISHED])
@@ -79,7 +77,7 @@ def test_a_member_that_says_nothing_of_use_is_planned_around_within_a_minute(
     assert ["ann", "cid"] in [sorted(route) for route in pair.routes()]
 
 
-def test_who_is_never_there_when_it_should_fetch_is_not_waited_for_again() -> None:
+def test_a_node_absent_when_it_should_fetch_is_not_waited_for_again() -> None:
     world = Fetching()
     world.begin(ann=6, bob=6)
     world.slow, world.blinks = "eve", True
@@ -182,7 +180,7 @@ def test_who_comes_while_the_operator_s_plan_is_searched_for_is_looked_at_at_onc
     world.cards(cid=12)
     world.wait(2)
     own = asked()
-    world.take(plan_apply.apply(world.state, world.now, RUN, ordered, answer(ordered, ManualClock())))
+    world.take(plan_apply.apply(world.state, world.now, RUN, ordered, answer_question(ordered, ManualClock())))
     assert asked() is own
     world.bring(own, world.find(own))
     world.fetch_told()
@@ -202,7 +200,7 @@ def test_what_the_operator_asked_for_is_not_issued_when_it_makes_no_sense_any_mo
     else:
         world.take(pinning.pin(world.state, world.now, "cid", (0, 5)))
     plans = len(world.plans)
-    found = answer(ordered, ManualClock())
+    found = answer_question(ordered, ManualClock())
     assert world.take(plan_apply.apply(world.state, world.now, RUN, ordered, found)) is None
     assert len(world.plans) == plans
 

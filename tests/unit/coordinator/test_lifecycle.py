@@ -235,10 +235,10 @@ def test_who_is_here_and_does_not_count_is_told_with_the_reason() -> None:
     view = views.run_view(world.state, world.run)  # fay never came: nobody is told of those
     assert view.nodes_ready == 2
     assert list(view.uncounted) == [
-        "cid has another text",
+        "cid has another corpus",
         "dan is joining",
         "eve drains",
-        "gus has told nothing of its text yet",
+        "gus has not reported its corpus digest yet",
     ]
 
 
@@ -270,7 +270,10 @@ def test_before_genesis_a_node_with_another_text_than_most_is_told_so_and_nobody
 
     def notice(node: Node) -> str:
         others = {CORPUS, "cd" * 32} - {own := world.state.live[node.peer_id].corpus_digest}
-        return f"its text ({own[:12]}…) is not that of the other nodes ({others.pop()[:12]}…): it does not count"
+        return (
+            f"its corpus ({own[:12]}…) differs from that of most nodes ({others.pop()[:12]}…): "
+            "the node does not count as ready"
+        )
 
     join("ann", CORPUS)
     assert told() == set()
@@ -513,7 +516,7 @@ def test_who_has_a_thin_uplink_reduces_less_once_that_was_so_for_a_while() -> No
     rates = reducing(world)
     assert rates["dan"] == 0
     assert rates["ann"] == rates["bob"] == rates["cid"] > 0
-    assert "say of their links" in world.plans[-1].reason
+    assert "follow the reported uplinks" in world.plans[-1].reason
     world.wait(3 * world.policy.reshare_after_seconds)
     assert len(world.plans) == 2
 

@@ -1,4 +1,4 @@
-"""Stages with room have a neighbour's layers, too: they take both when that one is gone."""
+"""Neighbour copies: stages with free memory hold a neighbour's layers, and take both spans when it is gone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.test_prefetch import order, told
 from unit.coordinator.world import ELIGIBLE_STATES, RUN
 
-from atoll.coordinator.live import neighbour_copies, pinning
+from atoll.coordinator.live import backup_spans, pinning
 from atoll.coordinator.live.attendance import Attendance
-from atoll.coordinator.live.neighbour_copies import NeighbourPair
+from atoll.coordinator.live.backup_spans import NeighbourPair
 from atoll.coordinator.live.plan_issue import round_seconds
 from atoll.coordinator.runs import admission, lifecycle
 from atoll.coordinator.services import plan_views
@@ -66,9 +66,10 @@ def settle(world: RoutedWorld) -> None:
 
 
 def copies(world: RoutedWorld) -> dict[str, str]:
-    """Who has whose layers, by name."""
+    """Stage whose layers each holder has, by names."""
     return {
-        world.name_of(pair.holder): world.name_of(pair.stage) for pair in neighbour_copies.kept(world.state, world.plan)
+        world.name_of(pair.holder): world.name_of(pair.stage)
+        for pair in backup_spans.complete_copies(world.state, world.plan)
     }
 
 
@@ -84,7 +85,7 @@ def lose(world: RoutedWorld, name: str, seconds: float = 2.0, says: str = "") ->
     world.wait(seconds)
 
 
-# --- who has a copy -----------------------------------------------------------------------------------
+# --- choice of copies ---------------------------------------------------------------------------------
 
 
 def test_stages_with_room_come_to_have_their_neighbours_layers(swarm: RoutedWorld) -> None:
@@ -106,7 +107,7 @@ def test_a_plan_shows_them(swarm: RoutedWorld) -> None:
     assert shown == {"ann": (4, 7), "bob": (0, 3)}
 
 
-def test_a_copy_counts_once_it_is_there() -> None:
+def test_a_copy_counts_once_it_is_complete() -> None:
     world = thirds(fetches=False)
     settle(world)
     assert told(world).keys() == {"ann", "bob"}
@@ -119,12 +120,12 @@ def test_a_copy_counts_once_it_is_there() -> None:
 
 
 @given(st.lists(st.integers(2, 9), max_size=4), st.data())
-def test_copies_are_shared_out(lengths: list[int], data: st.DataObject) -> None:
+def test_copies_are_distributed(lengths: list[int], data: st.DataObject) -> None:
     """Each stage has one at most, and is copied once at most; no pair that could have one is left without."""
     routes = [[f"{number}-{place}" for place in range(length)] for number, length in enumerate(lengths)]
     every = [pair for route in routes for pair in pairs_along(route)]
     able = [pair for pair in every if data.draw(st.booleans())]
-    found = neighbour_copies.choose_copies(able)
+    found = backup_spans.choose_copies(able)
     assert all(pair.holder == holder for holder, pair in found.items())
     copied = [pair.stage for pair in found.values()]
     assert len(set(copied)) == len(copied)
@@ -134,23 +135,23 @@ def test_copies_are_shared_out(lengths: list[int], data: st.DataObject) -> None:
 @given(st.integers(1, 12))
 def test_no_stage_of_an_even_route_is_left_without(half: int) -> None:
     route = [str(place) for place in range(2 * half)]
-    assert {pair.stage for pair in neighbour_copies.choose_copies(pairs_along(route)).values()} == set(route)
+    assert {pair.stage for pair in backup_spans.choose_copies(pairs_along(route)).values()} == set(route)
 
 
 def pairs_along(route: list[str]) -> list[NeighbourPair]:
-    """Of stages with a layer each."""
+    """Pairs of neighbours on a route whose stages hold one layer each."""
     spans = {peer: range(place, place + 1) for place, peer in enumerate(route)}
     places = [(place, near) for place in range(len(route)) for near in (place - 1, place + 1) if 0 <= near < len(route)]
     return [NeighbourPair(route[near], route[place], spans[route[near]], spans[route[place]]) for place, near in places]
 
 
-def test_without_room_for_both_there_is_none() -> None:
+def test_without_memory_for_both_spans_there_is_no_copy() -> None:
     world = thirds(room=7)
     settle(world)
     assert told(world) == {}
 
 
-def test_nor_where_the_run_wants_none() -> None:
+def test_there_is_no_copy_where_the_run_spec_says_so() -> None:
     world = thirds()
     memory = world.state.memory[RUN]
     spec = memory.spec.model_copy(update={"pipeline": memory.spec.pipeline.model_copy(update={"second_copies": False})})
@@ -159,7 +160,7 @@ def test_nor_where_the_run_wants_none() -> None:
     assert told(world) == {}
 
 
-def test_who_is_pinned_to_its_layers_has_none() -> None:
+def test_a_node_pinned_to_its_layers_has_no_copy() -> None:
     world = thirds()
     for name in ("ann", "bob"):
         world.take(pinning.pin(world.state, world.now, name, world.spans()[name]))
@@ -169,7 +170,7 @@ def test_who_is_pinned_to_its_layers_has_none() -> None:
 
 @pytest.mark.parametrize(("uplink", "has"), [(1.1, True), (0.9, False)])  # of what a copy needs
 @pytest.mark.parametrize("whose", ["ann", "bob"])
-def test_nobody_whose_link_would_carry_little_else_has_one(whose: str, uplink: float, has: bool) -> None:
+def test_a_pair_whose_link_would_carry_little_else_has_no_copy(whose: str, uplink: float, has: bool) -> None:
     world = thirds(round_tokens=5000)
     seconds = round_seconds(world.state.memory[RUN])
     assert 10 < seconds < 1000
@@ -181,7 +182,7 @@ def test_nobody_whose_link_would_carry_little_else_has_one(whose: str, uplink: f
     assert (copies(world).get("ann") == "bob") is has
 
 
-def test_who_has_no_room_after_all_is_not_asked_again_soon() -> None:
+def test_a_node_that_reports_no_room_is_not_asked_again_soon() -> None:
     world = thirds(fetches=False)
     settle(world)
     assert told(world).keys() == {"ann", "bob"}
@@ -192,7 +193,7 @@ def test_who_has_no_room_after_all_is_not_asked_again_soon() -> None:
     assert told(world)["cid"] == range(4, 12)  # for bob's layers
 
 
-def test_who_fetches_for_too_long_is_not_asked_again_soon() -> None:
+def test_a_node_that_fetches_for_too_long_is_not_asked_again_soon() -> None:
     world = thirds(fetches=False)
     settle(world)
     world.wait(world.policy.prepare_seconds + 200)
@@ -201,7 +202,7 @@ def test_who_fetches_for_too_long_is_not_asked_again_soon() -> None:
     assert told(world) == {}
 
 
-def test_who_stands_by_makes_a_copy_needless(swarm: RoutedWorld) -> None:
+def test_a_stage_with_a_standby_has_no_copy(swarm: RoutedWorld) -> None:
     swarm.profiles["dan"] = card(5, slower=10**6)  # so that it gets nobody's place
     swarm.join("dan")
     settle(swarm)
@@ -213,7 +214,7 @@ def test_who_stands_by_makes_a_copy_needless(swarm: RoutedWorld) -> None:
     assert same not in copies(swarm).values()
 
 
-def test_they_end_with_the_run_or_a_pause(swarm: RoutedWorld) -> None:
+def test_copies_end_with_a_pause_of_the_run(swarm: RoutedWorld) -> None:
     swarm.take(lifecycle.pause(swarm.state, swarm.now, RUN))
     assert told(swarm) == {}
 
@@ -221,12 +222,12 @@ def test_they_end_with_the_run_or_a_pause(swarm: RoutedWorld) -> None:
 # --- a stage is gone ----------------------------------------------------------------------------------
 
 
-def test_who_has_the_copy_takes_both(swarm: RoutedWorld) -> None:
+def test_the_holder_of_a_copy_takes_both_spans(swarm: RoutedWorld) -> None:
     swarm.answers = False  # nobody has to be asked
     lose(swarm, "ann", seconds=1.2)
     assert swarm.routes() == [["bob", "cid"]]
     assert swarm.spans() == {"bob": (0, 7), "cid": (8, 11)}
-    assert swarm.plan.reason == "bob takes the layers of ann, too"
+    assert swarm.plan.reason == "bob takes over the layers of ann beside its own"
     assert swarm.plan.drivers == (swarm.identities["bob"].peer_id,)
     assert swarm.plan.former == (swarm.identities["ann"].peer_id,)
     assert told(swarm) == {}  # and what they had fetched is not dropped for other layers
@@ -239,7 +240,7 @@ def test_a_banned_stage_is_replaced_at_once(swarm: RoutedWorld) -> None:
     assert swarm.spans() == {"ann": (0, 7), "cid": (8, 11)}
 
 
-def test_a_line_that_broke_says_nothing_yet(swarm: RoutedWorld) -> None:
+def test_a_lost_stream_alone_causes_no_take_over(swarm: RoutedWorld) -> None:
     swarm.hang_up("ann")
     swarm.wait(5)
     assert swarm.plan.version == 1
@@ -252,14 +253,14 @@ def test_a_stage_that_was_started_again_is_waited_for(swarm: RoutedWorld) -> Non
     assert swarm.plan.version == 1
 
 
-def test_whose_copy_nobody_has_is_lost_as_ever(swarm: RoutedWorld) -> None:
+def test_a_stage_without_a_copy_is_lost_after_the_usual_time(swarm: RoutedWorld) -> None:
     lose(swarm, "cid", seconds=5)
     assert swarm.plan.version == 1
     swarm.wait(swarm.policy.lost_after_seconds)
     assert "cid" not in swarm.spans()
 
 
-def test_both_of_a_pair_cannot_take_one_another(swarm: RoutedWorld) -> None:
+def test_two_stages_with_each_others_copy_do_not_both_take_over(swarm: RoutedWorld) -> None:
     swarm.answers = False
     swarm.take(admission.ban(swarm.state, swarm.now, "ann", "lies"))
     swarm.take(admission.ban(swarm.state, swarm.now, "bob", "lies"))
@@ -282,7 +283,7 @@ def test_a_copy_that_is_behind_waits_for_its_stage(swarm: RoutedWorld, round_now
     assert ("ann" not in swarm.spans()) is shown
 
 
-def test_a_keeper_whose_line_blinks_keeps_its_copy(swarm: RoutedWorld) -> None:
+def test_a_holder_that_reconnects_keeps_its_copy(swarm: RoutedWorld) -> None:
     swarm.wait(300)  # longer than it may take to fetch
     swarm.hang_up("bob")
     swarm.wait(5)  # more than one look at who has what
@@ -309,8 +310,8 @@ def test_a_stage_that_drains_still_hands_its_layers_over_when_another_is_gone() 
     assert order(world, "cid") != mb.ORDER_DRAIN
 
 
-def test_a_stage_that_is_gone_ends_the_preparation_that_its_keeper_is_busy_with() -> None:
-    """What it put aside for that is wanted again, and is there."""
+def test_a_lost_stage_ends_the_preparation_that_its_copy_is_set_aside_for() -> None:
+    """The copy that it set aside is needed again, and complete."""
     world = thirds(fetches=False)
     settle(world)
     world.fetch_told()
@@ -338,7 +339,7 @@ def test_a_copy_outlives_its_stage(swarm: RoutedWorld) -> None:
     swarm.wait(5)
     draft = Draft(swarm.state, swarm.now)
     draft.remember(RUN, copies_checked_at=None)
-    neighbour_copies.follow(
+    backup_spans.update_copies(
         draft, RUN, swarm.policy, Attendance(eligible=tuple(sorted((bob, cid))), awaited=(), finishing=())
     )
     assert draft.state.memory[RUN].copies[bob].span == range(8)
@@ -372,7 +373,7 @@ def test_another_stage_that_is_gone_is_not_waited_for(swarm: RoutedWorld) -> Non
     assert swarm.state.memory[RUN].question is not None
 
 
-def test_who_only_fetches_to_stand_by_takes_no_copy_away(swarm: RoutedWorld) -> None:
+def test_a_fetching_standby_takes_no_copy_away(swarm: RoutedWorld) -> None:
     swarm.fetches = False
     swarm.profiles["dan"] = card(5, slower=10**6)
     swarm.join("dan")
@@ -393,7 +394,7 @@ def test_a_copy_whose_link_turns_out_slow_is_given_up() -> None:
     assert "ann" not in copies(world)
 
 
-def test_a_keeper_is_believed_alone_once_a_minute(swarm: RoutedWorld) -> None:
+def test_an_unconfirmed_take_over_happens_once_a_minute_at_most(swarm: RoutedWorld) -> None:
     """It may have fetched nothing, and say both: that it has the layers, and that it cannot reach their stage."""
     swarm.answers = False
     lose(swarm, "ann", seconds=1.5, says="bob")
@@ -418,7 +419,7 @@ def lose_again(world: RoutedWorld) -> None:
 
 
 @pytest.mark.parametrize("change", ["pinned", "smaller"])
-def test_who_may_not_hold_both_any_more_takes_nothing(swarm: RoutedWorld, change: str) -> None:
+def test_a_holder_that_may_not_hold_both_spans_any_more_takes_nothing(swarm: RoutedWorld, change: str) -> None:
     swarm.answers = False
     if change == "pinned":
         swarm.take(pinning.pin(swarm.state, swarm.now, "bob", (4, 7)))

@@ -1,4 +1,4 @@
-"""What nodes tell of themselves and of one another, on its way to the planner."""
+"""Nodes' profiles and path measurements on their way to the planner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unit.coordinator.world import World, spec_toml
 from atoll.coordinator.planner.checks import check_problem
 from atoll.coordinator.planner.problem import Problem, Reach, Wishes, decoder_layers
 from atoll.coordinator.planner.problem_from_nodes import MAX_MISMATCH_FACTOR, PlannerNode, problem_from_nodes, wishes_of
-from atoll.coordinator.planner.question import Path, Preferences
+from atoll.coordinator.planner.question import PathMeasurement, Preferences
 from atoll.coordinator.planner.reduce_shares import MAX_UPLINK_BYTES_PER_SECOND
 from atoll.coordinator.planner.solve import solve
 from atoll.coordinator.sanitize import sanitized_message
@@ -42,7 +42,7 @@ def node(name: str, rtts: dict[str, float] | None = None, *, trains: float = 0.0
         device="cuda:0", device_memory_bytes=8 << 30, host_memory_bytes=16 << 30, layer_times=times
     )
     status = mb.NodeStatus(uplink_bytes_per_second=5e6, tokens_per_second=trains)
-    found = {peer: Path(rtt, 0.0, 0.0) for peer, rtt in (rtts or {}).items()}
+    found = {peer: PathMeasurement(rtt, 0.0, 0.0) for peer, rtt in (rtts or {}).items()}
     return PlannerNode(name, name, profile, status, ("/ip4/8.8.8.8/tcp/7710",), found)
 
 
@@ -59,7 +59,7 @@ def test_the_longer_of_two_round_trips_holds_and_missing_ones_go_over_others():
     assert not doubts
 
 
-def test_speeds_are_those_at_which_a_node_really_trains_and_a_boast_is_told():
+def test_speeds_are_those_measured_in_training_and_a_boast_is_reported():
     honest = node("honest", trains=1 / SECONDS * 0.8)
     boaster = node("boaster", trains=1 / SECONDS / 10)
     found, doubts = problem(honest, boaster, node("new"))
@@ -75,12 +75,12 @@ def test_speeds_are_those_at_which_a_node_really_trains_and_a_boast_is_told():
 
 def stage(name: str, first: int, last: int, seconds: float, *, last_correction: float = 0.0) -> PlannerNode:
     """A node that took so long a token of these layers."""
-    found = replace(node(name, trains=1.0), alone=False, last_correction=last_correction)
+    found = replace(node(name, trains=1.0), trains_alone=False, last_correction=last_correction)
     found.status.computed.CopyFrom(mb.SpanTime(layers=Span(first=first, last=last), seconds_per_token=seconds))
     return found
 
 
-def test_stages_are_corrected_by_what_their_own_layers_take():
+def test_stages_are_corrected_by_the_time_of_their_own_layers():
     """Two blocks forward twice and backward; a block and the head, whose stage is the last, forward once."""
     middle, last = stage("middle", 1, 2, 1.5 * 2 * 4e-5), stage("last", 4, 5, 1.5 * (3e-5 + 3 * KINDS["head"]))
     found, doubts = problem(middle, last)
@@ -90,8 +90,8 @@ def test_stages_are_corrected_by_what_their_own_layers_take():
     assert not doubts
 
 
-def test_who_has_no_figure_now_counts_as_it_was_seen_last_and_a_newcomer_rather_slow():
-    known = replace(node("known"), alone=False, last_correction=2.0)
+def test_an_unmeasured_node_keeps_its_last_correction_and_a_newcomer_gets_the_usual_one():
+    known = replace(node("known"), trains_alone=False, last_correction=2.0)
     found, _ = problem(known, stage("other", 1, 2, 1.2 * 2 * 4e-5), node("new"))
     times = [machine.seconds_per_token["block"][0] for machine in found.machines]
     assert times == pytest.approx([2e-5, 1.2e-5, 2e-5])
@@ -113,7 +113,7 @@ def test_the_pace_that_an_owner_sets_is_planned_with_and_is_not_taken_for_its_sp
 
 @pytest.mark.parametrize("seconds", [1e308, 5e-324, 1e-300, 1e30])
 @pytest.mark.parametrize("layer", [0.0, 5e307, 5e-324])
-def test_no_word_of_a_node_s_stops_the_planner(seconds, layer):
+def test_no_reported_figure_stops_the_planner(seconds, layer):
     wild, fast = stage("wild", 1, 2, seconds), node("fast", trains=5e-324)
     for time in wild.profile.layer_times:
         time.forward_seconds_per_token = time.backward_seconds_per_token = layer
@@ -126,7 +126,7 @@ def test_no_word_of_a_node_s_stops_the_planner(seconds, layer):
         assert all(len(told) < 100 for told in seen.doubts.values())
 
 
-def test_who_asks_for_nothing_is_no_bargain_where_plans_are_to_be_cheap():
+def test_a_node_without_a_price_counts_as_the_most_expensive_one():
     dear, free = node("dear"), node("free")
     dear.profile.price_per_hour = 2.0
     cheap = wishes_of(Preferences(goal="price"))
@@ -147,8 +147,8 @@ def test_who_asks_for_nothing_is_no_bargain_where_plans_are_to_be_cheap():
         mb.SpanTime(layers=Span(first=1, last=2), seconds_per_token=math.nan),
     ],
 )
-def test_times_of_layers_that_cannot_be_are_not_looked_at(took):
-    odd = replace(node("stage"), alone=False)
+def test_invalid_layer_times_are_ignored(took):
+    odd = replace(node("stage"), trains_alone=False)
     odd.status.computed.CopyFrom(took)
     found, _ = problem(odd)
     assert found.machines[0].seconds_per_token["block"] == (1e-5, 2e-5)
@@ -163,7 +163,7 @@ def test_a_downlink_carries_what_came_over_it_and_what_goes_out_at_least(came, c
     assert found.machines[0].downlink_bytes_per_second == counts
 
 
-def test_who_says_its_round_trips_are_a_tenth_is_corrected_and_named():
+def test_a_node_that_reports_a_tenth_of_its_round_trips_is_corrected_and_named():
     others = {name: {"liar": 0.1} for name in ("a", "b", "c")}
     liar = node("liar", dict.fromkeys(others, 0.01))
     found, doubts = problem(liar, *(node(name, rtts) for name, rtts in others.items()))
@@ -181,7 +181,7 @@ def test_a_node_behind_nat_is_reached_over_relays():
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcx"), st.floats(), st.floats())))
-def test_no_figure_that_cannot_be_and_no_stranger_is_kept(told):
+def test_invalid_figures_and_unknown_peers_are_not_stored(told):
     messages = [mb.PeerPath(peer_id=peer, rtt_seconds=rtt, bytes_per_second=rate) for peer, rtt, rate in told]
     known = peer_paths.merge_reported_paths({}, messages, {"a", "b", "c"}, 5.0)
     assert set(known) <= {"a", "b", "c"}

@@ -7,7 +7,7 @@ from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.world import RUN, World
 
 from atoll.coordinator.live import pinning, plan_apply, planner_question
-from atoll.coordinator.planner.answer_question import answer
+from atoll.coordinator.planner.answer_question import answer_question
 from atoll.coordinator.planner.question import Preferences
 from atoll.coordinator.services import plan_views
 from atoll.coordinator.services.views import node_view
@@ -29,9 +29,9 @@ def pin(world: World, name: str, span: tuple[int, int] | None) -> None:
 
 
 def apply(world: RoutedWorld, *, dry_run: bool = False) -> tuple[Plan | None, list[tuple[str, str, str]]]:
-    """As the service does: the plan that was issued, and who moves from where to where."""
+    """Apply a plan as the service does; returns the issued plan, and the moves (node, before, after)."""
     question = plan_apply.operator_question(world.state, world.now, RUN, world.policy)
-    found, issued = answer(question, ManualClock()), None
+    found, issued = answer_question(question, ManualClock()), None
     if not dry_run:
         issued = world.take(plan_apply.apply(world.state, world.now, RUN, question, found))
     view = plan_views.proposal_view(world.state, RUN, question, found, issued if isinstance(issued, Plan) else None)
@@ -69,12 +69,12 @@ def test_pins_outlive_a_restart_and_another_enrolment(world: RoutedWorld) -> Non
 @pytest.mark.parametrize(
     ("span", "words"),
     [
-        ((0, LAYERS), "no layers 0–12: they are numbered 0 to 11"),
-        ((5, 3), "no layers 5–3"),
-        ((-1, 3), "no layers -1–3"),
+        ((0, LAYERS), "layers 0–12 do not exist: layers are numbered 0 to 11"),
+        ((5, 3), "layers 5–3 do not exist"),
+        ((-1, 3), "layers -1–3 do not exist"),
     ],
 )
-def test_layers_that_are_none_are_refused(world: RoutedWorld, span: tuple[int, int], words: str) -> None:
+def test_a_pin_to_layers_that_do_not_exist_is_refused(world: RoutedWorld, span: tuple[int, int], words: str) -> None:
     with pytest.raises(PlanInputInvalid, match=words):
         pin(world, "ann", span)
 
@@ -90,9 +90,9 @@ def test_layers_that_do_not_fit_are_refused(world: RoutedWorld) -> None:
 def test_pins_that_leave_a_layer_to_nobody_are_refused(world: RoutedWorld) -> None:
     pin(world, "ann", (0, 3))
     pin(world, "bob", (0, 7))
-    with pytest.raises(PlanInputInvalid, match="nobody may hold layer 8"):
+    with pytest.raises(PlanInputInvalid, match="none of them may hold layer 8"):
         pin(world, "cid", None)
-    with pytest.raises(PlanInputInvalid, match="nobody may hold layer 8"):
+    with pytest.raises(PlanInputInvalid, match="none of them may hold layer 8"):
         pin(world, "cid", (9, 11))
     pin(world, "cid", (8, 11))
     world.wait(3)
@@ -125,7 +125,7 @@ def test_a_dry_run_changes_nothing_and_an_order_does_not_wait() -> None:
     assert world.plan.version == 2
 
 
-def test_where_all_hold_everything_an_order_takes_newcomers_in_at_once(world: RoutedWorld) -> None:
+def test_an_order_adds_newcomers_at_once_where_all_hold_all_layers(world: RoutedWorld) -> None:
     world.cards(dan=12)
     assert apply(world, dry_run=True) == (None, [("dan", "", "0-11")])
     plan, _ = apply(world)
@@ -140,7 +140,7 @@ def test_an_order_for_which_no_plan_is_possible_says_so_and_changes_nothing() ->
     world.hang_up("bob")
     world.wait(world.policy.lost_after_seconds + 0.4)
     question = plan_apply.operator_question(world.state, world.now, RUN, world.policy)
-    found = answer(question, ManualClock())
+    found = answer_question(question, ManualClock())
     view = plan_views.proposal_view(world.state, RUN, question, found, None)
     assert "more memory" in view.missing
     assert not view.changes
@@ -155,7 +155,7 @@ def test_plans_are_made_for_runs_that_train() -> None:
         planner_question.build_question(world.state, world.now, RUN, world.policy)
 
 
-def test_a_plan_is_shown_with_memory_and_who_is_left_out() -> None:
+def test_a_plan_is_shown_with_memory_and_nodes_left_out() -> None:
     world = RoutedWorld()
     world.begin(ann=6, bob=6, tiny=1)
     sealed, wishes = sign_plan(world.operator, world.plan), Preferences(goal="price")

@@ -43,7 +43,7 @@ class StormyWorld(RoutedWorld):
     moved_layers: int = 0  # that they had to fetch
 
     def new_identity(self, name: str) -> Identity:
-        """The same in every storm, so that one can be replayed."""
+        """Derive the identity from the name, so that a run can be replayed."""
         return Identity(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(name.encode()).digest()))
 
     def take(self, step: Step[object]) -> object:
@@ -64,7 +64,7 @@ class StormyWorld(RoutedWorld):
             self.fetch_told()
 
     def check(self, plan: Plan, step: Step[object]) -> None:
-        """What every plan must be."""
+        """Check that every plan is valid."""
         before = self.plans[-1] if self.plans else None
         assert plan.version == (before.version + 1 if before else 1)
         assert plan.reason
@@ -89,7 +89,7 @@ class StormyWorld(RoutedWorld):
             self.count(before, plan)
 
     def count(self, before: Plan, after: Plan) -> None:
-        """Of those who stay."""
+        """Count kept and moved layers of members that stay."""
         for item in after.assignments:
             old = before.assignment(item.peer_id)
             if old is not None:
@@ -100,7 +100,7 @@ class StormyWorld(RoutedWorld):
 
 
 class Storm:
-    """What can happen, at random."""
+    """Random events."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -210,7 +210,7 @@ def check_settled(storm: Storm) -> None:
 
 
 @pytest.mark.parametrize("seed", range(1, 5))
-def test_whatever_happens_plans_are_true(seed: int) -> None:
+def test_plans_stay_valid_under_random_events(seed: int) -> None:
     storm = Storm(seed)
     for _ in range(3):
         storm.run(8)

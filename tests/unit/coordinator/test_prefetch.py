@@ -24,7 +24,7 @@ def pair() -> RoutedWorld:
 
 
 def told(world: RoutedWorld) -> dict[str, range]:
-    """By name: the layers that each node is told to fetch."""
+    """Layers that each node is told to fetch, by name."""
     spans = {name: prefetch.layers_to_fetch(world.state, it.peer_id) for name, it in world.identities.items()}
     return {name: span for name, span in spans.items() if span}
 
@@ -55,7 +55,7 @@ def test_newcomers_fetch_their_layers_before_the_plan_counts_on_them(pair: Route
     assert told(pair) == {}
 
 
-def test_layers_that_lack_one_are_not_those_that_were_asked_for(pair: RoutedWorld) -> None:
+def test_a_fetched_span_that_lacks_a_layer_does_not_count(pair: RoutedWorld) -> None:
     pair.cards(cid=6, dan=6)
     pair.wait(3)
     for name, span in told(pair).items():
@@ -65,7 +65,7 @@ def test_layers_that_lack_one_are_not_those_that_were_asked_for(pair: RoutedWorl
     assert pair.plan.version == 1
 
 
-def test_who_has_no_room_for_its_layers_ends_the_preparation_at_once_and_others_go_on_without_it(
+def test_a_node_without_room_ends_the_preparation_at_once_and_is_left_out(
     pair: RoutedWorld,
 ) -> None:
     pair.cards(cid=6, dan=6)
@@ -73,7 +73,7 @@ def test_who_has_no_room_for_its_layers_ends_the_preparation_at_once_and_others_
     pair.refusing["dan"] = told(pair)["dan"]
     pair.say("dan", mb.NODE_STATE_CATCHING_UP)
     pair.wait(0.4)
-    assert [event for event in pair.told("plan.abandoned") if "dan found no room" in event]
+    assert [event for event in pair.told("plan.abandoned") if "dan has no memory or disk space" in event]
     pair.cards(eve=6)
     pair.wait(3)
     spans = told(pair)
@@ -85,7 +85,7 @@ def test_who_has_no_room_for_its_layers_ends_the_preparation_at_once_and_others_
 
 
 @pytest.mark.parametrize("other", [range(1), range(LAYERS)])
-def test_no_room_for_other_layers_says_nothing(pair: RoutedWorld, other: range) -> None:
+def test_a_report_of_no_room_for_other_layers_is_ignored(pair: RoutedWorld, other: range) -> None:
     pair.cards(cid=6, dan=6)
     pair.wait(3)
     assert told(pair)["dan"] != other
@@ -97,7 +97,7 @@ def test_no_room_for_other_layers_says_nothing(pair: RoutedWorld, other: range) 
     assert told(pair).keys() == {"cid", "dan"}
 
 
-def test_who_dies_while_it_fetches_ends_the_preparation_and_nothing_has_changed(pair: RoutedWorld) -> None:
+def test_a_node_lost_while_fetching_ends_the_preparation_without_a_change(pair: RoutedWorld) -> None:
     pair.cards(cid=6, dan=6)
     pair.wait(3)
     pair.hang_up("dan")
@@ -108,7 +108,7 @@ def test_who_dies_while_it_fetches_ends_the_preparation_and_nothing_has_changed(
     assert told(pair).keys() == {"cid"}  # to stand by
 
 
-def test_who_does_not_fetch_in_time_is_left_out_and_the_others_go_on(pair: RoutedWorld) -> None:
+def test_a_node_that_does_not_fetch_in_time_is_left_out(pair: RoutedWorld) -> None:
     pair.cards(cid=6, dan=6)
     pair.wait(3)
     slow, quick = "cid", "dan"
@@ -125,7 +125,7 @@ def test_who_does_not_fetch_in_time_is_left_out_and_the_others_go_on(pair: Route
     assert {"eve"} <= told(pair).keys() <= {"dan", "eve"}
 
 
-def test_when_a_stage_is_lost_meanwhile_nobody_waits_any_longer(pair: RoutedWorld) -> None:
+def test_a_lost_stage_ends_the_wait_for_a_prepared_plan(pair: RoutedWorld) -> None:
     pair.cards(cid=6, dan=6)
     pair.wait(3)
     lost = pair.routes()[0][1]
@@ -136,7 +136,7 @@ def test_when_a_stage_is_lost_meanwhile_nobody_waits_any_longer(pair: RoutedWorl
     assert pair.state.memory[RUN].preparation is None
 
 
-def test_who_takes_the_place_of_a_draining_stage_fetches_while_that_one_still_trains(pair: RoutedWorld) -> None:
+def test_the_successor_of_a_draining_stage_fetches_while_that_stage_trains(pair: RoutedWorld) -> None:
     pair.cards(cid=6)
     pair.wait(2)
     going = pair.routes()[0][0]
@@ -154,7 +154,7 @@ def test_who_takes_the_place_of_a_draining_stage_fetches_while_that_one_still_tr
     assert order(pair, going) == mb.ORDER_DRAIN
 
 
-def test_a_stage_that_nobody_can_replace_may_go_all_the_same(pair: RoutedWorld) -> None:
+def test_a_stage_without_a_successor_may_leave(pair: RoutedWorld) -> None:
     going = pair.routes()[0][0]
     pair.take(admission.drain(pair.state, pair.now, going))
     assert order(pair, going) == mb.ORDER_UNSPECIFIED
@@ -205,7 +205,7 @@ def test_layers_of_long_ago_are_not_those_of_now(pair: RoutedWorld) -> None:
     assert pair.plan.version == 2
 
 
-def test_a_preparation_ends_when_all_who_are_left_hold_everything() -> None:
+def test_a_preparation_ends_when_all_remaining_nodes_hold_all_layers() -> None:
     world = RoutedWorld(fetches=False)
     world.begin(ann=12, bob=12)
     world.cards(cid=6, dan=6)
@@ -258,7 +258,7 @@ def rename(world: RoutedWorld, name: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_who_takes_another_name_meanwhile_gets_its_layers_under_that(pair: RoutedWorld, prepared: bool) -> None:
+def test_a_node_renamed_meanwhile_gets_its_layers_under_the_new_name(pair: RoutedWorld, prepared: bool) -> None:
     pair.answers = prepared
     pair.cards(cid=12)
     pair.wait(3)
@@ -291,7 +291,7 @@ def test_a_freed_name_gives_its_next_owner_no_layers(pair: RoutedWorld) -> None:
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_a_member_that_changes_its_name_all_the_time_keeps_nobody_else_out(pair: RoutedWorld, prepared: bool) -> None:
+def test_a_member_that_keeps_renaming_itself_keeps_no_other_node_out(pair: RoutedWorld, prepared: bool) -> None:
     pair.answers = prepared
     pair.cards(cid=12)
     for number in range(20):

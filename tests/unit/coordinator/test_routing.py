@@ -130,7 +130,7 @@ def test_who_has_no_part_is_told_why_once() -> None:
     world.wait(5)
     tiny = world.identities["tiny"].peer_id
     assert tiny not in world.plan.members
-    assert len([told for told in world.told("node.left-out") if told.startswith("tiny has no part")]) == 1
+    assert len([told for told in world.told("node.left-out") if told.startswith("tiny has no place")]) == 1
     assert world.state.memory[RUN].left_out.keys() == {tiny}
 
 
@@ -161,7 +161,7 @@ def test_while_the_planner_thinks_the_plan_stands_and_one_question_is_enough(pai
     assert pair.plan.version == 2
 
 
-def test_an_answer_that_uses_who_is_gone_is_dropped_and_asked_for_again(pair: RoutedWorld) -> None:
+def test_an_answer_with_a_node_that_left_is_dropped_and_asked_for_again(pair: RoutedWorld) -> None:
     pair.answers = False
     pair.cards(cid=6, dan=6)
     pair.wait(2)
@@ -210,7 +210,7 @@ def test_newcomers_do_not_make_an_answer_void(pair: RoutedWorld) -> None:
     assert "eve" in {node.name for node in again.nodes}
 
 
-def test_an_answer_that_nobody_waits_for_is_ignored(pair: RoutedWorld) -> None:
+def test_an_unexpected_answer_is_ignored(pair: RoutedWorld) -> None:
     question = pair.asked[0]
     assert pair.state.memory[RUN].question is None
     pair.bring(question, replace(pair.find(question), routes=()))
@@ -232,7 +232,7 @@ def test_a_planner_that_fails_leaves_the_plan_and_says_so(pair: RoutedWorld) -> 
 # --- changes ------------------------------------------------------------------------------------------
 
 
-def test_a_spare_takes_the_layers_of_who_was_lost(pair: RoutedWorld) -> None:
+def test_a_spare_takes_the_layers_of_a_lost_stage(pair: RoutedWorld) -> None:
     pair.cards(cid=6)
     pair.wait(2)
     before, lost = pair.spans(), pair.routes()[0][1]
@@ -246,7 +246,7 @@ def test_a_spare_takes_the_layers_of_who_was_lost(pair: RoutedWorld) -> None:
     assert f"{lost} was lost" in pair.plan.reason
 
 
-def test_a_route_goes_on_without_who_left_where_the_others_have_room() -> None:
+def test_a_route_continues_without_a_stage_where_the_others_have_memory() -> None:
     world = RoutedWorld()
     world.begin(ann=4, bob=4, cid=8)
     leaver = next(name for name in world.spans() if name != "cid")
@@ -311,7 +311,7 @@ def test_a_draining_stage_goes_once_another_has_its_layers(pair: RoutedWorld) ->
     assert pair.spans()["cid"] == span
 
 
-def test_when_nobody_can_take_over_the_run_says_what_is_missing_and_the_plan_stands(pair: RoutedWorld) -> None:
+def test_without_a_feasible_plan_the_run_says_what_is_missing_and_the_plan_stays(pair: RoutedWorld) -> None:
     lost = first_of(pair)
     pair.hang_up(lost)
     pair.wait(pair.policy.lost_after_seconds + 30)
@@ -325,7 +325,7 @@ def test_when_nobody_can_take_over_the_run_says_what_is_missing_and_the_plan_sta
     assert pair.state.memory[RUN].missing == ""
 
 
-def test_when_the_small_ones_are_gone_the_others_hold_everything() -> None:
+def test_without_small_nodes_the_others_hold_all_layers() -> None:
     world = RoutedWorld()
     world.begin(ann=6, bob=6, whale=12)
     for name in ("ann", "bob"):
@@ -341,7 +341,7 @@ def test_a_card_that_grows_is_looked_at_again(pair: RoutedWorld) -> None:
         pair.say(name)
     pair.wait(2)
     assert set(pair.spans().values()) == {(0, LAYERS - 1)}
-    assert "all can hold everything now" in pair.plan.reason
+    assert "all nodes can hold all layers" in pair.plan.reason
 
 
 def test_a_restart_changes_no_plan(pair: RoutedWorld) -> None:
@@ -363,13 +363,13 @@ def test_what_was_left_out_is_known_after_a_restart() -> None:
     assert world.state.memory[RUN].left_out == before
 
 
-def test_links_that_drift_are_looked_at_again_and_a_small_gain_moves_nobody(pair: RoutedWorld) -> None:
+def test_drifting_links_are_checked_again_and_a_small_gain_moves_no_node(pair: RoutedWorld) -> None:
     pair.wait(2 * pair.policy.replan_seconds + 5)
     assert len(pair.asked) == 3
     assert pair.plan.version == 1
 
 
-def test_who_may_reduce_follows_links_and_the_routes_stay() -> None:
+def test_reduce_shares_follow_links_and_the_routes_stay() -> None:
     world = RoutedWorld()
     world.begin(ann=6, bob=6, cid=6, dan=6, eve=6, fay=6)
     assert len(world.routes()) == 3
@@ -386,20 +386,20 @@ def test_who_may_reduce_follows_links_and_the_routes_stay() -> None:
     assert world.plan.version == version
 
 
-def test_a_node_that_told_no_memory_is_left_out_until_it_does(pair: RoutedWorld) -> None:
+def test_a_node_that_reported_no_memory_is_left_out_until_it_does(pair: RoutedWorld) -> None:
     pair.profiles["cid"] = mb.NodeProfile()
     pair.join("cid")
     pair.profiles["dan"] = card(6)
     pair.join("dan")
     pair.wait(2)
-    assert "has not told its memory" in pair.state.memory[RUN].left_out[pair.identities["cid"].peer_id]
+    assert "has not reported its memory or speed" in pair.state.memory[RUN].left_out[pair.identities["cid"].peer_id]
     pair.profiles["cid"] = card(6)
     pair.say("cid", ELIGIBLE_STATES)
     pair.wait(2)
     assert len(pair.routes()) == 2
 
 
-def test_a_node_that_changes_its_word_about_its_memory_all_the_time_does_not_keep_the_planner_busy(
+def test_a_node_that_keeps_changing_its_memory_report_does_not_keep_the_planner_busy(
     pair: RoutedWorld,
 ) -> None:
     pair.cards(cid=4)
@@ -419,7 +419,7 @@ def test_a_node_that_changes_its_word_about_its_memory_all_the_time_does_not_kee
 
 
 @pytest.mark.parametrize("spoil", ["tie", "infinite", "nan", "negative"])
-def test_a_table_that_cannot_be_is_refused_and_genesis_does_not_wait_for_it(spoil: str) -> None:
+def test_an_invalid_layer_table_is_refused_and_genesis_does_not_wait_for_it(spoil: str) -> None:
     world = RoutedWorld()
     world.create_run(min_nodes=2, **LONG_ROUNDS)
     world.cards(ann=12, bob=12, cid=12)
@@ -454,7 +454,7 @@ def test_genesis_waits_for_memory_that_is_enough_and_says_how_much_is_missing() 
     assert world.state.memory[RUN].missing == ""
 
 
-def test_a_repeated_genesis_report_waits_for_the_first_plan_like_everybody() -> None:
+def test_a_repeated_genesis_report_waits_for_the_first_plan() -> None:
     world = RoutedWorld(answers=False)
     world.begin(ann=6, bob=6)
     assert (world.run.state, world.plans) == ("GENESIS", [])

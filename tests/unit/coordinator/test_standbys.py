@@ -1,4 +1,4 @@
-"""Nodes without a place on a route stand by: they hold a stage's layers, and take its place when it is gone."""
+"""Standbys: nodes without a place on a route hold a stage's layers, and take its place when it is gone."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def trio() -> RoutedWorld:
 
 
 def standing(world: RoutedWorld) -> dict[str, tuple[int, int]]:
-    """By name."""
+    """Spans of the standbys, by name."""
     return {world.name_of(peer): world.spans()[world.name_of(peer)] for peer in world.plan.standbys}
 
 
 def whose_place(world: RoutedWorld) -> str:
-    """The stage with the layers of who stands by."""
+    """Name of the stage with the standby's layers."""
     (span,) = standing(world).values()
     return next(name for name in ("ann", "bob") if world.spans()[name] == span)
 
@@ -47,7 +47,7 @@ def whose_route(world: RoutedWorld, since: int) -> list[str]:
     return next(route for number, route in enumerate(world.routes()) if world.plan.name_of(number)[0] == since)
 
 
-# --- who stands by ------------------------------------------------------------------------------------
+# --- choice of standbys -------------------------------------------------------------------------------
 
 
 def test_a_spare_comes_to_hold_the_layers_of_a_stage(trio: RoutedWorld) -> None:
@@ -78,7 +78,7 @@ def test_routes_that_a_plan_leaves_as_they_are_keep_their_names(trio: RoutedWorl
     assert version in [trio.plan.name_of(number)[0] for number in range(len(trio.routes()))]
 
 
-def test_it_fetches_them_before_it_is_a_member() -> None:
+def test_a_standby_fetches_its_layers_before_it_is_a_member() -> None:
     world = RoutedWorld(fetches=False)
     world.begin(ann=6, bob=6)
     world.cards(cid=6)
@@ -91,7 +91,7 @@ def test_it_fetches_them_before_it_is_a_member() -> None:
     assert told(world) == {}
 
 
-def test_who_fetches_for_too_long_is_not_asked_again_soon_but_may_mend_a_route() -> None:
+def test_a_node_too_slow_to_stand_by_may_still_repair_a_route() -> None:
     world = RoutedWorld(fetches=False)
     world.begin(ann=6, bob=6)
     world.cards(cid=6)
@@ -107,7 +107,7 @@ def test_who_fetches_for_too_long_is_not_asked_again_soon_but_may_mend_a_route()
     assert lost not in world.spans()
 
 
-def test_who_has_no_room_to_stand_by_leaves_it_to_another() -> None:
+def test_a_node_without_room_to_stand_by_is_replaced_by_another() -> None:
     world = RoutedWorld(fetches=False)
     world.begin(ann=6, bob=6)
     world.cards(cid=6)
@@ -124,7 +124,7 @@ def test_who_has_no_room_to_stand_by_leaves_it_to_another() -> None:
     assert "dan" in {*world.spans(), *standing(world)}
 
 
-def test_who_fetches_is_not_displaced_by_who_comes_later() -> None:
+def test_a_fetching_node_is_not_displaced_by_a_later_one() -> None:
     world = RoutedWorld(fetches=False)
     world.begin(ann=6, bob=6)
     for name in ("ann", "bob"):
@@ -139,7 +139,7 @@ def test_who_fetches_is_not_displaced_by_who_comes_later() -> None:
     assert told(world) == {"cid": span}
 
 
-def test_who_comes_and_goes_stands_by_ever_later(trio: RoutedWorld) -> None:
+def test_a_node_that_leaves_and_returns_stands_by_later_each_time(trio: RoutedWorld) -> None:
     began = trio.plan.version
     for _ in range(40):
         for _ in range(20):  # until it stands by
@@ -152,7 +152,7 @@ def test_who_comes_and_goes_stands_by_ever_later(trio: RoutedWorld) -> None:
     assert trio.plan.version - began < 16
 
 
-def test_who_stands_by_may_claim_nothing_and_reduces_nothing(trio: RoutedWorld) -> None:
+def test_a_standby_may_claim_nothing_and_reduces_nothing(trio: RoutedWorld) -> None:
     for item in trio.plan.assignments:
         stands = item.peer_id in trio.plan.standbys
         assert (item.max_round_tokens == 0) is stands
@@ -170,7 +170,7 @@ def test_layers_with_fewer_holders_come_first() -> None:
     assert standing(world) == {"spare": world.spans()[middle]}
 
 
-def test_each_span_has_one_at_most(trio: RoutedWorld) -> None:
+def test_each_span_has_at_most_one_standby(trio: RoutedWorld) -> None:
     """The second comer would suit the same layers, but can be part of no route."""
     place = trio.spans()["cid"]
     for name in ("ann", "bob", "cid"):
@@ -181,7 +181,7 @@ def test_each_span_has_one_at_most(trio: RoutedWorld) -> None:
     assert standing(trio) == {"cid": place}
 
 
-def test_who_has_no_room_for_a_stages_layers_does_not_stand_by() -> None:
+def test_a_node_without_memory_for_any_stage_does_not_stand_by() -> None:
     world = RoutedWorld()
     world.begin(ann=6, bob=6)
     world.cards(tiny=2)
@@ -191,7 +191,7 @@ def test_who_has_no_room_for_a_stages_layers_does_not_stand_by() -> None:
 
 
 @pytest.mark.parametrize(("uplink", "stands"), [(1.5, True), (0.5, False)])  # of what their averages need
-def test_whose_link_would_hold_up_the_rounds_does_not_stand_by(uplink: float, stands: bool) -> None:
+def test_a_node_whose_link_would_delay_rounds_does_not_stand_by(uplink: float, stands: bool) -> None:
     world = RoutedWorld()
     world.begin(ann=6, bob=6)
     memory, model = world.state.memory[RUN], span_memory_of(world.state, RUN)
@@ -204,7 +204,7 @@ def test_whose_link_would_hold_up_the_rounds_does_not_stand_by(uplink: float, st
     assert bool(standing(world)) is stands
 
 
-def test_who_is_pinned_to_other_layers_does_not_stand_by() -> None:
+def test_a_node_pinned_to_other_layers_does_not_stand_by() -> None:
     world = RoutedWorld()
     world.begin(ann=6, bob=6)
     for name in ("ann", "bob"):
@@ -217,7 +217,7 @@ def test_who_is_pinned_to_other_layers_does_not_stand_by() -> None:
 
 
 @pytest.mark.parametrize("change", ["pinned", "smaller"])
-def test_who_may_not_hold_the_layers_any_more_stands_by_no_more(trio: RoutedWorld, change: str) -> None:
+def test_a_standby_that_may_not_hold_its_layers_any_more_ends(trio: RoutedWorld, change: str) -> None:
     lost = whose_place(trio)
     for name in ("ann", "bob"):
         trio.take(pinning.pin(trio.state, trio.now, name, trio.spans()[name]))
@@ -256,7 +256,7 @@ def test_a_stage_that_neighbours_miss_is_replaced_at_once(trio: RoutedWorld) -> 
     assert trio.plan.reason == f"cid takes the place of {lost}"
 
 
-def test_without_their_word_it_is_waited_for(trio: RoutedWorld) -> None:
+def test_a_lost_stream_alone_does_not_replace_a_stage(trio: RoutedWorld) -> None:
     lost, version = whose_place(trio), trio.plan.version
     trio.hang_up(lost)
     trio.wait(trio.policy.lost_after_seconds - 1)
@@ -280,7 +280,7 @@ def test_a_stage_that_was_started_again_is_replaced_and_stands_by(trio: RoutedWo
 
 
 @pytest.mark.parametrize("lacks", ["rounds", "layers", "state"])
-def test_who_is_behind_gets_no_place(trio: RoutedWorld, lacks: str) -> None:
+def test_a_standby_that_is_behind_gets_no_place(trio: RoutedWorld, lacks: str) -> None:
     lost = whose_place(trio)
     run = trio.state.runs[RUN]
     trio.state = replace(trio.state, runs={RUN: replace(run, head_round=12)})
@@ -297,7 +297,7 @@ def test_who_is_behind_gets_no_place(trio: RoutedWorld, lacks: str) -> None:
     assert "cid" in trio.routes()[0]
 
 
-def test_after_a_restart_of_the_coordinator_who_did_not_call_yet_keeps_its_place(trio: RoutedWorld) -> None:
+def test_after_a_coordinator_restart_a_stage_that_has_not_called_yet_keeps_its_place(trio: RoutedWorld) -> None:
     lost = whose_place(trio)
     other = next(name for name in ("ann", "bob") if name != lost)
     version = trio.plan.version
@@ -309,7 +309,7 @@ def test_after_a_restart_of_the_coordinator_who_did_not_call_yet_keeps_its_place
     assert trio.plan.version == version
 
 
-def test_a_recovery_keeps_who_stands_by(trio: RoutedWorld) -> None:
+def test_a_recovery_keeps_standbys(trio: RoutedWorld) -> None:
     for _ in range(3):
         go_on(trio)
     trio.heads["cid"] = trio.heads["ann"]
@@ -330,7 +330,7 @@ def test_a_banned_stage_is_replaced_at_once(trio: RoutedWorld) -> None:
 # --- who stood by -------------------------------------------------------------------------------------
 
 
-def test_who_stood_by_and_is_gone_is_a_member_no_more(trio: RoutedWorld) -> None:
+def test_a_standby_that_is_gone_is_no_member_any_more(trio: RoutedWorld) -> None:
     routes = trio.routes()
     trio.hang_up("cid")
     trio.wait(trio.policy.lost_after_seconds + 3)
@@ -339,7 +339,7 @@ def test_who_stood_by_and_is_gone_is_a_member_no_more(trio: RoutedWorld) -> None
     assert trio.plan.reason == "cid stands by no more"
 
 
-def test_who_stands_by_and_is_drained_goes_at_once(trio: RoutedWorld) -> None:
+def test_a_drained_standby_leaves_at_once(trio: RoutedWorld) -> None:
     trio.take(admission.drain(trio.state, trio.now, "cid"))
     trio.wait(0.4)
     assert order(trio, "cid") == mb.ORDER_DRAIN
@@ -347,7 +347,7 @@ def test_who_stands_by_and_is_drained_goes_at_once(trio: RoutedWorld) -> None:
     assert standing(trio) == {}
 
 
-def test_a_draining_stage_gives_its_place_to_who_stands_by(trio: RoutedWorld) -> None:
+def test_a_draining_stage_gives_its_place_to_its_standby(trio: RoutedWorld) -> None:
     going = whose_place(trio)
     span = trio.spans()[going]
     trio.fetches = False

@@ -11,7 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path as FilePath
+from pathlib import Path
 
 from atoll.coordinator.cli.client import Client
 from atoll.coordinator.cli.output import print_sentences, show
@@ -22,7 +22,7 @@ from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.explain import explain
 from atoll.coordinator.planner.problem import Goal, Layout, Pin, Problem, Stage, read_layers
 from atoll.coordinator.planner.problem_from_nodes import problem_from_nodes, wishes_of
-from atoll.coordinator.planner.question import Path, PlannerNode, Preferences, status_for_span
+from atoll.coordinator.planner.question import PathMeasurement, PlannerNode, Preferences, status_for_span
 from atoll.coordinator.planner.report import document, facts
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.coordinator.sanitize import clean
@@ -50,7 +50,7 @@ class RunningPlan:
 
 
 def explain_running_plan(
-    client: Client, run_id: str, seconds: float, output: Output, svg: FilePath | None = None
+    client: Client, run_id: str, seconds: float, output: Output, svg: Path | None = None
 ) -> None:
     """Fetch, evaluate, explain, print, draw.
 
@@ -113,7 +113,7 @@ def live_plan(
     alone = {route.peer_ids[0] for route in plan.routes if len(route.peer_ids) == 1}
     spans = {item.peer_id: (item.span.first, item.span.last) for item in plan.assignments}
     known = [
-        _measured(node, name, spans[node.peer_id], alone=node.peer_id in alone)
+        _measured(node, name, spans[node.peer_id], trains_alone=node.peer_id in alone)
         for node, name in _distinct_names(members)
     ]
     seen = problem_from_nodes(
@@ -182,8 +182,8 @@ def _follows_pin(node: wire.NodeView, span: tuple[int, int]) -> bool:
     return node.pin in ("", f"{span[0]}-{span[1]}")
 
 
-def _measured(node: wire.NodeView, name: str, span: tuple[int, int], *, alone: bool) -> PlannerNode:
-    paths = {path.peer_id: Path(path.rtt_seconds, path.bytes_per_second, 0.0) for path in node.paths}
+def _measured(node: wire.NodeView, name: str, span: tuple[int, int], *, trains_alone: bool) -> PlannerNode:
+    paths = {path.peer_id: PathMeasurement(path.rtt_seconds, path.bytes_per_second, 0.0) for path in node.paths}
     availability = node.availability or 1.0
     return PlannerNode(
         node.peer_id,
@@ -192,7 +192,7 @@ def _measured(node: wire.NodeView, name: str, span: tuple[int, int], *, alone: b
         status_for_span(node.status, *span),
         tuple(node.multiaddrs),
         paths,
-        alone,
+        trains_alone,
         availability=availability,
         failures_per_hour=node.failures_per_hour,
     )

@@ -1,4 +1,8 @@
-"""Which nodes may be part of a plan now, and in which words people are told why others are not. Pure."""
+"""Attendance of a run: the nodes that may be in its plan now, and the reasons why others may not. Pure.
+
+Plan upkeep, the planner's question and backup spans start from an `Attendance`. The admin service shows the reasons.
+This module also decides which corpus digest counts before genesis: the one that most eligible nodes share.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +17,25 @@ from atoll.coordinator.store.records import Node
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
-STAGE_LOADING_TIMEOUT_SECONDS = (
-    45.0  # that a stage which was started again is waited for while it loads its layers, or says nothing
-)
-DRAIN_SECONDS = 45.0  # more than a draining node waits for its last round
-REJOIN_DELAYS_SECONDS = (0.0, 0.0, 2.0, 8.0, 30.0)  # between comings into the plan, by how many there were lately
+STAGE_LOADING_TIMEOUT_SECONDS = 45.0  # for a restarted stage to load its layers, or to report a state
+DRAIN_SECONDS = 45.0  # longer than a draining node waits for its last round
+REJOIN_DELAYS_SECONDS = (0.0, 0.0, 2.0, 8.0, 30.0)  # before a node may join the plan again, by its recent joins
 JOINS_FORGOTTEN_SECONDS = 600.0
 ELIGIBLE_STATES = (mb.NODE_STATE_READY, mb.NODE_STATE_CATCHING_UP, mb.NODE_STATE_TRAINING)
-PINNED_OUT = "out"  # a pin: no part in training
+PINNED_OUT = "out"  # value of a pin: excluded from training
 
 
 @dataclass(frozen=True)
 class Attendance:
-    """Who may have a part in a run's plan: peer ids, each ordered.
+    """The nodes that may be in a run's plan: peer ids, each tuple ordered.
 
-    A planned node that only just lost its stream stays, and so does one that is done before we heard of the last round,
-    and a stage that was started again and loads its layers: all of these come back or end by themselves within seconds.
+    `awaited` nodes return or end within seconds: a planned node that just lost its stream; one that finished before the
+    coordinator heard of the last round; and a restarted stage that loads its layers.
     """
 
     eligible: tuple[str, ...]
-    awaited: tuple[str, ...]  # planned
-    finishing: tuple[str, ...]  # planned; a new plan should not count on them
+    awaited: tuple[str, ...]  # in the plan, and expected back
+    finishing: tuple[str, ...]  # in the plan, and draining; a new plan should not use them
 
     @cached_property
     def members(self) -> tuple[str, ...]:
@@ -41,13 +43,18 @@ class Attendance:
         return tuple(sorted(self.present_peers))
 
     @cached_property
+    def plannable(self) -> frozenset[str]:
+        """The nodes that a new plan may use."""
+        return frozenset((*self.eligible, *self.awaited))
+
+    @cached_property
     def present_peers(self) -> frozenset[str]:
-        """The same, to look for one."""
+        """All of them, as a set."""
         return frozenset((*self.eligible, *self.awaited, *self.finishing))
 
 
 def attendance_of(state: State, run_id: str, now: float) -> Attendance:
-    """As of now (monotonic)."""
+    """Compute the attendance of a run at `now` (monotonic)."""
     memory, digest = state.memory[run_id], corpus_expected(state, run_id)
     planned = frozenset(memory.plan.members if memory.plan else ())
     nodes = state.members_of(run_id)
@@ -70,17 +77,17 @@ def attendance_of(state: State, run_id: str, now: float) -> Attendance:
 
 
 def eligible_nodes(state: State, run_id: str) -> list[str]:
-    """Peer ids of the connected nodes with the run's text that train or could, ordered."""
+    """Peer ids of the connected nodes with the run's corpus that train or could train, ordered."""
     return ready_nodes(state, run_id, corpus_expected(state, run_id))
 
 
 def ready_count(state: State, run_id: str) -> int:
-    """How many nodes with the same text could start or do train: what `min_nodes` is compared with."""
+    """Number of nodes with the same corpus that train or could train; compared with `min_nodes`."""
     return len(ready_nodes(state, run_id, corpus_expected(state, run_id) or most_common_corpus(state, run_id)))
 
 
 def uncounted(state: State, run_id: str) -> list[str]:
-    """Connected nodes of the run that do not count as ready, and why, ordered by name."""
+    """Describe the connected nodes of the run that do not count as ready, with the reason, ordered by name."""
     digest = corpus_expected(state, run_id) or most_common_corpus(state, run_id)
     found = []
     for node in state.members_of(run_id):
@@ -90,13 +97,13 @@ def uncounted(state: State, run_id: str) -> list[str]:
         if not _is_eligible(state, node):
             found.append(f"{node.name} {_why_absent(state, node.peer_id)}")
         elif live.corpus_digest != digest:
-            said = "has another text" if live.corpus_digest else "has told nothing of its text yet"
-            found.append(f"{node.name} {said}")
+            why = "has another corpus" if live.corpus_digest else "has not reported its corpus digest yet"
+            found.append(f"{node.name} {why}")
     return sorted(found)
 
 
 def ready_nodes(state: State, run_id: str, digest: str) -> list[str]:
-    """Peer ids of the fit nodes with that text, ordered."""
+    """Peer ids of the eligible nodes with that corpus, ordered."""
     return [
         node.peer_id
         for node in state.members_of(run_id)
@@ -105,13 +112,13 @@ def ready_nodes(state: State, run_id: str, digest: str) -> list[str]:
 
 
 def corpus_expected(state: State, run_id: str) -> str:
-    """The digest that every node's corpus must have; empty while it is undecided."""
+    """Digest that every node's corpus must have; empty while it is undecided."""
     run = state.runs[run_id]
     return run.corpus_digest if run.genesis or run.state == "GENESIS" else ""
 
 
 def most_common_corpus(state: State, run_id: str) -> str:
-    """The digest most fit nodes share; of equals, that of the lowest peer id."""
+    """Corpus digest that most eligible nodes share; of equals, that of the lowest peer id."""
     digests = Counter(
         state.live[node.peer_id].corpus_digest for node in state.members_of(run_id) if _is_eligible(state, node)
     )
@@ -120,7 +127,7 @@ def most_common_corpus(state: State, run_id: str) -> str:
 
 
 def nodes_with_other_corpus(state: State, run_id: str, digest: str) -> Iterable[tuple[Node, str]]:
-    """Fit nodes with another text than that, and which."""
+    """Eligible nodes with another corpus than `digest`, each with its own digest."""
     for node in state.members_of(run_id):
         other = state.live[node.peer_id].corpus_digest if _is_eligible(state, node) else ""
         if other and other != digest:
@@ -128,9 +135,10 @@ def nodes_with_other_corpus(state: State, run_id: str, digest: str) -> Iterable[
 
 
 def corpus_notice(state: State, node: Node) -> str:
-    """What a node is told whose text is not that of most, before genesis; later its stream ends. Empty otherwise.
+    """Notice for a node whose corpus differs from that of most nodes, before genesis; empty for other nodes.
 
-    All nodes are asked about at every change, so nothing is counted here.
+    After genesis such a node's stream ends instead. This is called for all nodes at every change, so the most common
+    digest is read from memory and not counted here.
     """
     live = state.live.get(node.peer_id)
     if live is None or not live.corpus_digest or corpus_expected(state, node.run_id):
@@ -138,11 +146,12 @@ def corpus_notice(state: State, node: Node) -> str:
     usual = state.memory[node.run_id].most_common_corpus_digest
     if usual in ("", live.corpus_digest):
         return ""
-    return f"its text ({live.corpus_digest[:12]}…) is not that of the other nodes ({usual[:12]}…): it does not count"
+    own = live.corpus_digest[:12]
+    return f"its corpus ({own}…) differs from that of most nodes ({usual[:12]}…): the node does not count as ready"
 
 
 def can_still_write_genesis(state: State, peer_id: str) -> bool:
-    """Whether the writer may still deliver: connected or only just gone, and neither unfit nor unwanted."""
+    """True while the writer of genesis may still deliver: it should train, and is connected or just disconnected."""
     node, live = state.nodes[peer_id], state.live.get(peer_id)
     return (
         should_train(node)
@@ -153,30 +162,39 @@ def can_still_write_genesis(state: State, peer_id: str) -> bool:
 
 
 def may_join(memory: RunMemory, peer_id: str, now: float) -> bool:
-    """Whether a node may come into the plan: at once at first, and ever later the more often it comes and goes."""
+    """True where a node may join the plan now; the delay grows with the number of its recent joins."""
     plan_joins = memory.plan_joins.get(peer_id, PlanJoins())
     wait = REJOIN_DELAYS_SECONDS[min(plan_joins.count, len(REJOIN_DELAYS_SECONDS) - 1)]
     return now - plan_joins.at >= wait
 
 
 def count_join(memory: RunMemory, peer_id: str, now: float) -> PlanJoins:
-    """Once more."""
+    """Count one more join of a node into the plan."""
+    return PlanJoins(recent_joins(memory, peer_id, now) + 1, now)
+
+
+def recent_joins(memory: RunMemory, peer_id: str, now: float) -> int:
+    """Number of a node's joins into the plan; 0 once the last one is `JOINS_FORGOTTEN_SECONDS` old."""
     plan_joins = memory.plan_joins.get(peer_id, PlanJoins())
-    lately = plan_joins.count if now - plan_joins.at < JOINS_FORGOTTEN_SECONDS else 0
-    return PlanJoins(lately + 1, now)
+    return plan_joins.count if now - plan_joins.at < JOINS_FORGOTTEN_SECONDS else 0
+
+
+def live_of(state: State, peer: str) -> LiveNode:
+    """The live record of a node; an empty one where the coordinator has not heard of it."""
+    return state.live.get(peer) or LiveNode(session=0, seen=0.0)
 
 
 def should_train(node: Node) -> bool:
-    """Whether the operator and the node itself would have it train."""
+    """True where neither the operator nor the node itself excluded it from training."""
     return "node" in node.roles and node.pin != PINNED_OUT and not (node.banned or node.left or node.draining)
 
 
 def membership_change(state: State, before: tuple[str, ...], after: Iterable[str]) -> str:
-    """Who came into a plan and who went, and why."""
+    """Describe which nodes joined a plan and which left it, and why."""
     later = list(after)
-    came = [state.nodes[peer].name for peer in later if peer not in before]
-    went = [f"{state.nodes[peer].name} {_why_absent(state, peer)}" for peer in before if peer not in later]
-    return "; ".join([f"{name} joins" for name in came] + went)
+    joined = [state.nodes[peer].name for peer in later if peer not in before]
+    gone = [f"{state.nodes[peer].name} {_why_absent(state, peer)}" for peer in before if peer not in later]
+    return "; ".join([f"{name} joins" for name in joined] + gone)
 
 
 def _why_absent(state: State, peer_id: str) -> str:
@@ -202,7 +220,7 @@ def _is_eligible(state: State, node: Node) -> bool:
 
 
 def _finishing(state: State, node: Node, now: float) -> bool:
-    """A node that the operator drains is part of its last round, for a while, until it says that it is done."""
+    """True while a draining node takes part in its last round: until it is done or `DRAIN_SECONDS` are over."""
     live = state.live.get(node.peer_id)
     if live is None or live.lost or not node.draining or node.banned or node.left:
         return False
@@ -212,7 +230,7 @@ def _finishing(state: State, node: Node, now: float) -> bool:
 
 
 def _is_loading_stage(state: State, plan: Plan | None, peer_id: str, now: float) -> bool:
-    """A stage that came back just now: without it its whole route would have no place."""
+    """True for a restarted stage that loads its layers: without it, its whole route would lose its place."""
     live = state.live.get(peer_id)
     stage = plan is not None and peer_id in plan.stages and not plan.is_replica(peer_id)
     joining = live is not None and live.connected and live.status.state == mb.NODE_STATE_JOINING
@@ -224,7 +242,7 @@ def _within_loading_timeout(live: LiveNode, now: float) -> bool:
 
 
 def _may_return(state: State, peer_id: str, now: float) -> bool:
-    """Who lost its stream, until it counts as lost; who says that it is done, or nothing yet, for a while."""
+    """True for a disconnected node until it is lost, and for a while for one that is finished or reports no state."""
     live = state.live.get(peer_id)
     if live is None or live.lost:
         return False

@@ -1,4 +1,4 @@
-"""A stage that the operator drains trains on until whoever takes its layers has them. Pure."""
+"""Handover of a drained stage: it trains until the nodes that get its layers have fetched them. Pure."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from atoll.coordinator.state import prefetch
 from atoll.coordinator.state.snapshot import Draft, Policy, State
 from atoll.coordinator.store.records import Node
 
-MAX_HAND_OVER_SECONDS = 300.0  # beside a preparation's own patience; then the node goes whatever becomes of its layers
+MAX_HAND_OVER_SECONDS = 300.0  # beside a preparation's own deadline; then the node leaves in any case
 
 
 def must_hand_over(state: State, node: Node) -> bool:
-    """Whether others have to take layers over before this node goes: it is a stage of a route that trains."""
+    """True where other nodes must take over layers before this node leaves: it is a stage of a training route."""
     plan = state.memory[node.run_id].plan if node.run_id in state.memory else None
     trains = plan is not None and state.runs[node.run_id].state == "TRAINING"
     return trains and plan is not None and node.peer_id in plan.stages and not plan.is_replica(node.peer_id)
 
 
 def release_drained(draft: Draft, run_id: str, policy: Policy) -> None:
-    """Let nodes go for whose layers there is nothing to wait for any more."""
+    """Release drained nodes whose layers are handed over, or whose time for that is over."""
     now = draft.now.monotonic
     for node in draft.state.members_of(run_id):
         live = draft.state.live.get(node.peer_id)
@@ -37,10 +37,10 @@ def release_drained(draft: Draft, run_id: str, policy: Policy) -> None:
 
 
 def _is_settled(state: State, run_id: str, now: float) -> bool:
-    """Whether the planner knows of everybody who goes, and what it gave to others is theirs."""
+    """True where the planner has answered for the present attendance and no preparation is under way."""
     memory, attendance = state.memory[run_id], attendance_of(state, run_id, now)
     if memory.preparation is not None:
-        return False  # the plan without them comes first: they are members until then
+        return False  # drained nodes are members until the prepared plan without them is issued
     asks = memory.question is not None and not memory.question.given_routes
     known = memory.answered_question is not None and memory.answered_question.nodes == planner_question.planning_inputs(
         state, run_id, attendance

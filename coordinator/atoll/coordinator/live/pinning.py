@@ -1,4 +1,4 @@
-"""The operator's pins: one node holds exactly these layers, or has no part in training. Durable. Pure."""
+"""Pins: the operator's orders that a node holds exactly these layers, or is excluded from training. Durable. Pure."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def pin(state: State, now: StepTime, text: str, span: Span | None) -> Step[Node]
         _check_span(state, node, span)
     pinned = replace(node, pin=PINNED_OUT if span is None else f"{span[0]}-{span[1]}")
     _check_together(state, pinned)
-    told = "is pinned out" if span is None else f"is pinned to layers {span[0]}–{span[1]}"
-    return _put(state, now, node, pinned, "node.pinned", told)
+    change = "is pinned out" if span is None else f"is pinned to layers {span[0]}–{span[1]}"
+    return _put(state, now, node, pinned, "node.pinned", change)
 
 
 def unpin(state: State, now: StepTime, text: str) -> Step[Node]:
-    """Let the planner decide again. Twice is fine. Raises `NotFound`, `Ambiguous`."""
+    """Remove a node's pin, if it has one. Raises `NotFound`, `Ambiguous`."""
     node = lookup.node(state, text)
     return _put(state, now, node, replace(node, pin=""), "node.unpinned", "is not pinned any more")
 
 
 def pinned_span(node: Node) -> Span | None:
-    """The layers that a node is pinned to; None: to none."""
+    """The layers (first, last) that a node is pinned to; None: not pinned to layers."""
     if node.pin in ("", PINNED_OUT):
         return None
     first, _, last = node.pin.partition("-")
@@ -42,16 +42,16 @@ def pinned_span(node: Node) -> Span | None:
 
 
 def pinned_spans(state: State, peers: tuple[str, ...]) -> dict[str, Span]:
-    """The layers that these peers are pinned to, by name."""
+    """Pinned layers of these peers, by name."""
     spans = ((state.nodes[peer].name, pinned_span(state.nodes[peer])) for peer in peers)
     return {name: span for name, span in spans if span is not None}
 
 
-def _put(state: State, now: StepTime, node: Node, pinned: Node, kind: str, told: str) -> Step[Node]:
+def _put(state: State, now: StepTime, node: Node, pinned: Node, kind: str, change: str) -> Step[Node]:
     draft = Draft(state, now)
     if pinned != node:
         draft.put(pinned)
-        draft.event(kind, node.run_id, node.peer_id, f"{node.name} {told}")
+        draft.event(kind, node.run_id, node.peer_id, f"{node.name} {change}")
     return draft.done(pinned)
 
 
@@ -59,19 +59,21 @@ def _check_span(state: State, node: Node, span: Span) -> None:
     first, last = span
     model = span_memory_of(state, node.run_id)
     if not 0 <= first <= last or (model is not None and last >= model.layers):
-        most = f"0 to {model.layers - 1}" if model is not None else "from 0 on"
-        raise PlanInputInvalid(f"there are no layers {first}–{last}: they are numbered {most}, first before last")
+        numbers = f"0 to {model.layers - 1}" if model is not None else "from 0"
+        raise PlanInputInvalid(
+            f"layers {first}–{last} do not exist: layers are numbered {numbers}, the first at most the last"
+        )
     live = state.live.get(node.peer_id)
     if model is not None and live is not None and not model.fits(live.profile, first, last):
         raise PlanInputInvalid(
-            f"layers {first}–{last} take {bytes_text(model.needed_bytes(live.profile, first, last))}, "
+            f"layers {first}–{last} need {bytes_text(model.needed_bytes(live.profile, first, last))}, "
             f"and {node.name} has {bytes_text(live.profile.device_memory_bytes)}",
-            "pin it to fewer layers, or let its owner lend more memory",
+            "pin it to fewer layers, or ask its owner to lend more memory",
         )
 
 
 def _check_together(state: State, pinned: Node) -> None:
-    """Nobody may be left for some layer; only who is enrolled now counts."""
+    """Raise `PlanInputInvalid` where this pin leaves a layer that no enrolled node may hold."""
     nodes = [pinned if node.peer_id == pinned.peer_id else node for node in state.members_of(pinned.run_id)]
     nodes = [node for node in nodes if should_train(node)]
     if any(not node.pin for node in nodes):
@@ -81,13 +83,13 @@ def _check_together(state: State, pinned: Node) -> None:
     )
     if gap is not None:
         raise PlanInputInvalid(
-            f"with this pin all nodes are pinned, and nobody may hold layer {gap}",
+            f"with this pin all nodes are pinned, and none of them may hold layer {gap}",
             "unpin a node: `atollctl plan unpin`",
         )
 
 
 def _first_gap(spans: list[Span], table: bytes) -> int | None:
-    """The first layer that none of these spans, ordered, holds; before genesis nobody knows which is the last."""
+    """First layer that none of these ordered spans holds; before genesis the number of layers is unknown."""
     layers, held = len(plan_pb2.LayerTable.FromString(table).layers), 0
     for first, last in spans:
         held = max(held, last + 1) if first <= held else held

@@ -1,4 +1,4 @@
-"""The operator's order to plan now: what is asked, and what is done with the answer. Pure."""
+"""The operator's order to plan now (`atollctl plan apply`): builds the question and applies the answer. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from atoll.core.plan import Plan
 
 
 def operator_question(state: State, now: StepTime, run_id: str, policy: Policy) -> Question:
-    """What to ask the planner. Where all hold everything the plan is known, and only its worth is asked.
+    """Build the planner's question. Where all nodes hold all layers the routes are given, and only evaluated.
 
     Raises `InvalidTransition` while the run does not train.
     """
     run = state.runs[run_id]
     if run.state not in ("GENESIS", "TRAINING"):
         raise InvalidTransition(
-            f"run {run_id!r} is {run.state.lower()}: plans are made for runs that train", "see `atollctl run show`"
+            f"run {run_id!r} is {run.state.lower()}: only runs that train have plans", "see `atollctl run show`"
         )
-    question = replace(
-        planner_question.build_question(state, now, run_id, policy), number=0
-    )  # the machine's own questions have others
+    question = replace(planner_question.build_question(state, now, run_id, policy), number=0)  # others start at 1
     attendance = attendance_of(state, run_id, now.monotonic)
     if replan_trigger.needs_routes(state, run_id, attendance):
         return question
@@ -35,22 +33,16 @@ def operator_question(state: State, now: StepTime, run_id: str, policy: Policy) 
 
 
 def apply(state: State, now: StepTime, run_id: str, question: Question, answer: Answer) -> Step[Plan | None]:
-    """The plan that was issued; None where the present one stays."""
+    """Issue the plan of the answer and return it; None where the present plan stays."""
     if not question.given_routes:
-        return planner_answer.take(state, now, run_id, question, answer, ordered=True)
+        return planner_answer.accept_answer(state, now, run_id, question, answer, ordered=True)
     draft = Draft(state, now)
     plan = state.memory[run_id].plan
     attendance = attendance_of(state, run_id, now.monotonic)
     if plan is None or not attendance.members or attendance.members == plan.members:
         return draft.done(None)
-    if state.runs[run_id].state != "TRAINING" or replan_trigger.needs_routes(
-        state, run_id, attendance
-    ):  # since it was asked
-        return draft.done(None)
-    issue_replica_plan(
-        draft,
-        run_id,
-        attendance.members,
-        f"{membership_change(state, plan.members, attendance.members)}; the operator did not wait",
-    )
+    if state.runs[run_id].state != "TRAINING" or replan_trigger.needs_routes(state, run_id, attendance):
+        return draft.done(None)  # changed since the question
+    reason = f"{membership_change(state, plan.members, attendance.members)}; ordered by the operator"
+    issue_replica_plan(draft, run_id, attendance.members, reason)
     return draft.done(draft.state.memory[run_id].plan)

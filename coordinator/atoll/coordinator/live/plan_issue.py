@@ -1,4 +1,7 @@
-"""Issuing a plan: who reduces how much, which version it has, and what is noted beside it. Pure."""
+"""Issues a plan: sets its version, reduce shares, former members and figures, and writes the event. Pure.
+
+`issue_replica_plan` is for runs in which every node holds all layers, `issue_route_plan` for pipelines.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,19 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from atoll.coordinator.live.attendance import count_join
-from atoll.coordinator.planner.plan_builder import Route, build_plan
+from atoll.coordinator.planner.plan_builder import Route, RoutePart, build_plan
+from atoll.coordinator.planner.question import STATE_BYTES_PER_PARAMETER
 from atoll.coordinator.planner.reduce_shares import (
     MAX_UPLINK_BYTES_PER_SECOND,
     NodeLink,
     best_shares,
     needs_relay,
+    reduce_rate,
     span_rates,
 )
-from atoll.coordinator.planner.replicas import build_replica_plan
 from atoll.coordinator.state.snapshot import Draft, RunMemory, State
 from atoll.coordinator.store.records import PlanFigures, Run
 from atoll.core.manifest import manifest_hash
@@ -24,41 +29,34 @@ from atoll.core.plan import Base, Plan
 from atoll.v1 import manifest_pb2, plan_pb2
 
 MAX_FORMER_MEMBERS = 32
-STATE_BYTES_PER_PARAMETER = 8.0  # anchor and momentum: what a new holder fetches
+RESHARE_REASON = "reduce shares follow the reported uplinks"
 
 
 @dataclass(frozen=True)
 class PlanNotes:
-    """What the planner said of a plan."""
+    """The planner's figures for a plan."""
 
-    tokens_per_second: float = 0.0  # predicted; 0: not
+    tokens_per_second: float = 0.0  # predicted; 0: no prediction
     moved_bytes: float = 0.0
-    left_out: Mapping[str, str] = field(default_factory=dict)  # by peer id: why
+    left_out: Mapping[str, str] = field(default_factory=dict)  # by peer id: why a node has no place
 
 
 def next_version(run: Run) -> int:
-    """Of the run's next plan: never one that was issued, not even one that a restore forgot."""
+    """Version of the run's next plan: higher than any issued one, including those that a restore lost."""
     return max(run.plan_version, run.plan_floor) + 1
 
 
 def issue_replica_plan(
     draft: Draft, run_id: str, members: Sequence[str], reason: str, base: Base | None = None
 ) -> None:
-    """The next plan, in which each of these peer ids holds everything; `base` when it is a new one."""
-    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    plan = build_replica_plan(
-        memory.spec,
-        version=next_version(run),
-        members=members,
-        shares=best_shares(reported_links(draft.state, members)),
-        previous=memory.plan,
-        head_round=run.head_round,
-        layers=len(plan_pb2.LayerTable.FromString(run.layers).layers),
-        base=base or _base(draft.state, run_id, members),
-        issued_unix_ms=draft.now.unix_ms,
-        reason=reason,
-    )
-    _issue(draft, plan, PlanNotes(moved_bytes=_fetched_bytes(run, memory.plan, plan)))
+    """Issue the next plan, in which each of these peer ids holds all layers; `base`: a new base, if any."""
+    run, before = draft.state.runs[run_id], draft.state.memory[run_id].plan
+    spans = dict.fromkeys(members, range(len(layer_weights(run))))
+    shares = best_shares(reported_links(draft.state, members))
+    rates = {peer: reduce_rate(share, len(members)) for peer, share in shares.items()}
+    routes = [(RoutePart(peer, span.start, span.stop - 1),) for peer, span in spans.items()]
+    notes = PlanNotes(moved_bytes=_fetched_bytes(run, before, spans))
+    _issue(draft, run_id, routes, {}, rates, reason, notes, base or _base(draft.state, run_id, members))
 
 
 def issue_route_plan(
@@ -71,52 +69,46 @@ def issue_route_plan(
     *,
     standbys: Mapping[str, range],
 ) -> None:
-    """The next plan, with these routes (at least one) and, by peer id, layers of those who stand by."""
-    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    """Issue the next plan, with these routes (at least one) and these standbys (layers by peer id)."""
+    run = draft.state.runs[run_id]
     spans = {part.peer_id: range(part.first, part.last + 1) for route in routes for part in route}
-    plan = build_plan(
-        memory.spec,
-        version=next_version(run),
-        routes=routes,
-        standbys=standbys,
-        reduce_rates=span_rates(reported_links(draft.state, spans), spans, layer_weights(run)),
-        previous=memory.plan,
-        head_round=run.head_round,
-        base=base or _base(draft.state, run_id, spans),
-        issued_unix_ms=draft.now.unix_ms,
-        reason=reason,
-    )
-    _issue(draft, plan, notes)
+    rates = span_rates(reported_links(draft.state, spans), spans, layer_weights(run))
+    _issue(draft, run_id, routes, standbys, rates, reason, notes, base or _base(draft.state, run_id, spans))
 
 
 def reported_links(state: State, members: Iterable[str]) -> dict[str, NodeLink]:
-    """What these nodes say of their links."""
+    """Reported links of these nodes, by peer id."""
     found = {}
     for peer in members:
         live = state.live.get(peer)
-        said = live.status.uplink_bytes_per_second if live is not None else 0.0
-        uplink = said if 0 < said <= MAX_UPLINK_BYTES_PER_SECOND else 0.0  # false for NaN too
+        reported = live.status.uplink_bytes_per_second if live is not None else 0.0
+        uplink = reported if 0 < reported <= MAX_UPLINK_BYTES_PER_SECOND else 0.0  # 0 for NaN too
         found[peer] = NodeLink(uplink, needs_relay(state.nodes[peer].multiaddrs))
     return found
 
 
 def reduce_rates(plan: Plan) -> dict[str, int]:
-    """What each member reduces, in bytes per second."""
+    """Reduce rate of each member, in bytes per second."""
     return {item.peer_id: item.max_reduce_bytes_per_second for item in plan.assignments}
 
 
 def spans_of(plan: Plan) -> dict[str, range]:
-    """The layers that each member on a route holds."""
+    """Layers of each member that is on a route."""
     return {peer: plan.span(peer) for peer in sorted(plan.stages)}
 
 
-def layer_weights(run: Run) -> list[float]:
-    """The layers' sizes, in parameters."""
-    return [float(row.parameters) for row in plan_pb2.LayerTable.FromString(run.layers).layers]
+def layer_weights(run: Run) -> tuple[float, ...]:
+    """Sizes of the layers, in parameters."""
+    return _layer_weights(run.layers)
+
+
+@lru_cache(maxsize=16)  # called for many nodes of a run, several times a second
+def _layer_weights(table: bytes) -> tuple[float, ...]:
+    return tuple(float(row.parameters) for row in plan_pb2.LayerTable.FromString(table).layers)
 
 
 def round_seconds(memory: RunMemory) -> float:
-    """Between two rounds at the pace that the plan has, or should have; infinite where neither is known."""
+    """Seconds between two rounds at the plan's measured or predicted pace, whichever is higher; inf: unknown."""
     figures = memory.figures
     rate = max(figures.measured_tokens_per_second, figures.predicted_tokens_per_second) if figures else 0.0
     return memory.spec.sync.round_tokens / rate if rate else math.inf
@@ -130,8 +122,29 @@ def _base(state: State, run_id: str, members: Iterable[str]) -> Base:
     return Base(manifest_hash(genesis.payload), tuple(sorted(members)))
 
 
-def _issue(draft: Draft, plan: Plan, notes: PlanNotes) -> None:
-    run, memory = draft.state.runs[plan.run_id], draft.state.memory[plan.run_id]
+def _issue(
+    draft: Draft,
+    run_id: str,
+    routes: Sequence[Route],
+    standbys: Mapping[str, range],
+    rates: Mapping[str, int],
+    reason: str,
+    notes: PlanNotes,
+    base: Base,
+) -> None:
+    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    plan = build_plan(
+        memory.spec,
+        version=next_version(run),
+        routes=routes,
+        standbys=standbys,
+        reduce_rates=rates,
+        previous=memory.plan,
+        head_round=run.head_round,
+        base=base,
+        issued_unix_ms=draft.now.unix_ms,
+        reason=reason,
+    )
     planned = memory.plan.members if memory.plan else ()
     plan = replace(plan, former=_former(draft.state, memory.plan, plan))
     left_out = {peer: why for peer, why in notes.left_out.items() if peer not in plan.members}
@@ -139,18 +152,18 @@ def _issue(draft: Draft, plan: Plan, notes: PlanNotes) -> None:
     draft.put(replace(run, plan_version=plan.version))
     draft.remember(plan.run_id, plan_joins={**memory.plan_joins, **plan_joins})
     if memory.figures is not None and memory.figures.measured_seconds:
-        draft.set_figures(memory.figures)  # as they are at its end
+        draft.set_figures(memory.figures)  # the final figures of the old plan
     draft.issue_plan(plan, _figures(plan, replace(notes, left_out=left_out)))
     nodes = _count(len(plan.stages), "node")
     shape = "" if len(plan.routes) == len(plan.stages) else f" in {_count(len(plan.routes), 'route')}"
-    shape += f", {len(plan.standbys)} standing by" if plan.standbys else ""
+    shape += f", {_count(len(plan.standbys), 'standby')}" if plan.standbys else ""
     draft.event("plan.issued", plan.run_id, str(plan.version), f"plan {plan.version} for {nodes}{shape}: {plan.reason}")
 
 
 def _former(state: State, before: Plan | None, plan: Plan) -> tuple[str, ...]:
-    """Who was a member and may still be there: in the moment of a change a round may be theirs alone."""
-    were = {*before.members, *before.former} - set(plan.members) if before is not None else set()
-    return tuple(sorted(peer for peer in were if _may_still_answer(state, peer)))[:MAX_FORMER_MEMBERS]
+    """Earlier members that may still answer: a round at the time of the change may be known to them alone."""
+    earlier = {*before.members, *before.former} - set(plan.members) if before is not None else set()
+    return tuple(sorted(peer for peer in earlier if _may_still_answer(state, peer)))[:MAX_FORMER_MEMBERS]
 
 
 def _may_still_answer(state: State, peer: str) -> bool:
@@ -172,15 +185,10 @@ def _figures(plan: Plan, notes: PlanNotes) -> PlanFigures:
     )
 
 
-def _fetched_bytes(run: Run, before: Plan | None, after: Plan) -> float:
-    """Bytes of anchor and momentum of layers that members of `after` did not hold."""
+def _fetched_bytes(run: Run, before: Plan | None, spans: Mapping[str, range]) -> float:
+    """Bytes of anchor and momentum of layers in these spans that their nodes do not hold under `before`."""
     weights, held = layer_weights(run), spans_of(before) if before else {}
-    new = (
-        weights[layer]
-        for peer, span in spans_of(after).items()
-        for layer in span
-        if layer not in held.get(peer, range(0))
-    )
+    new = (weights[layer] for peer, span in spans.items() for layer in span if layer not in held.get(peer, range(0)))
     return STATE_BYTES_PER_PARAMETER * sum(new)
 
 

@@ -1,27 +1,28 @@
-"""What a plan was predicted to train beside what it does: the mean over its time, kept with the plan. Pure.
+"""Predicted and measured pace of the present plan, stored with its figures. Pure.
 
-The tokens of a route are those of its driver. Time counts once every driver follows the plan and is connected, so that
-neither the change of plans nor a restart of the coordinator is taken for slow training.
+The measured pace is the mean of tokens per second over the plan's time. A route's tokens are those that its driver
+reports. Time counts only while every driver is connected and follows the plan, so neither a change of plans nor a
+restart of the coordinator looks like slow training.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.live import planner_question, profile_doubts
+from atoll.coordinator.live import planner_answer, planner_question
 from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs
 from atoll.coordinator.state.snapshot import Draft, Policy, State, Step, StepTime
 from atoll.coordinator.store.records import PlanFigures
 from atoll.core.plan import Plan
 
 SAMPLE_SECONDS = 5.0
-PERSIST_INTERVAL_SECONDS = 60.0  # between rows of the mean so far
-MOST_TOKENS_PER_SECOND = 1e12  # that a driver is believed: a mean of figures near a float's end is none
-MAX_PREDICTED_MEMBERS = 256  # members of a plan of replicas: more are not worth a search of its figures
+PERSIST_INTERVAL_SECONDS = 60.0  # of measured time between two writes of the mean
+MOST_TOKENS_PER_SECOND = 1e12  # a higher report counts as this: sums of huge floats overflow
+MAX_PREDICTED_MEMBERS = 256  # a plan of more replicas gets no prediction: it takes too long
 
 
 def sample_pace(draft: Draft, run_id: str) -> None:
-    """Take a sample when one is due, and make the mean durable now and then."""
+    """Take a sample when one is due, and write the mean to the store from time to time."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     plan, figures = memory.plan, memory.figures
     if plan is None or figures is None or figures.version != plan.version:
@@ -38,7 +39,7 @@ def sample_pace(draft: Draft, run_id: str) -> None:
 
 
 def trained_tokens_per_second(state: State, plan: Plan) -> float:
-    """Tokens per second of all drivers; 0 unless all of them follow this plan now."""
+    """Sum of the drivers' tokens per second; 0 unless all of them follow this plan now."""
     rates = []
     for route in plan.routes:
         live = state.live.get(route[0])
@@ -49,7 +50,10 @@ def trained_tokens_per_second(state: State, plan: Plan) -> float:
 
 
 def ask_prediction(draft: Draft, run_id: str, policy: Policy) -> None:
-    """Once for a plan of replicas, which nobody searched for, as soon as all its members told what they are."""
+    """Ask the planner once for the pace of a replica plan, as soon as all members reported their profiles.
+
+    Route plans have a prediction already, from the search.
+    """
     memory, state = draft.state.memory[run_id], draft.state
     plan, figures = memory.plan, memory.figures
     if plan is None or figures is None or memory.question is not None or memory.predicted_version == plan.version:
@@ -71,14 +75,14 @@ def ask_prediction(draft: Draft, run_id: str, policy: Policy) -> None:
 
 
 def take_prediction(state: State, now: StepTime, run_id: str, question: Question, answer: Answer) -> Step[None]:
-    """The figure for the plan, if that still stands."""
+    """Store the predicted pace, if the plan is still the same."""
     draft, memory = Draft(state, now), state.memory[run_id]
     if memory.question is None or memory.question.number != question.number:
         return draft.done(None)
     draft.remember(run_id, question=None)
-    profile_doubts.record_findings(draft, run_id, question, answer)
-    standing = planner_question.routes_by_name(state, memory.plan) == question.given_routes
-    if standing and memory.figures is not None and answer.tokens_per_second:
+    planner_answer.record_findings(draft, run_id, question, answer)
+    unchanged = planner_question.routes_by_name(state, memory.plan) == question.given_routes
+    if unchanged and memory.figures is not None and answer.tokens_per_second:
         draft.set_figures(replace(memory.figures, predicted_tokens_per_second=answer.tokens_per_second))
     return draft.done(None)
 

@@ -1,7 +1,8 @@
-"""A run that trains follows its nodes: when the next plan is due. Pure.
+"""Upkeep of a run's plan: issues the next plan when the nodes have changed. Pure.
 
-Whoever is fit to train is in the plan, and when that set changes and stays changed for the debounce, the next plan is
-issued. An empty plan is never issued: nodes keep the last. Where not all can hold everything, `routing` asks a planner.
+All eligible nodes are in the plan. When that set changes and stays changed for the debounce time, the next plan is
+issued. An empty plan is never issued: nodes keep the last one. Where a node cannot hold all layers, `replan_trigger`
+asks the planner instead.
 """
 
 from __future__ import annotations
@@ -10,24 +11,25 @@ import math
 
 from atoll.coordinator.live import replan_trigger
 from atoll.coordinator.live.attendance import Attendance, attendance_of, eligible_nodes, membership_change
-from atoll.coordinator.live.plan_issue import issue_replica_plan, reduce_rates, reported_links
+from atoll.coordinator.live.plan_issue import RESHARE_REASON, issue_replica_plan, reduce_rates, reported_links
+from atoll.coordinator.live.planner_question import may_follow_newer_plan
 from atoll.coordinator.planner.reduce_shares import MIN_RESHARE_SPEEDUP, reshare_speedup
 from atoll.coordinator.state.run_states import transition_run
-from atoll.coordinator.state.snapshot import Draft, Policy
+from atoll.coordinator.state.snapshot import Draft, Policy, State
 from atoll.core.plan import Plan
 
 
 def issue_first_plan(draft: Draft, run_id: str) -> None:
-    """Genesis is durable: issue plan 1 to every node that is ready for it, unless it takes a planner to make it."""
+    """Issue plan 1 to every node that is ready, once genesis is durable. Does nothing where the planner is needed."""
     state = draft.state
     if replan_trigger.needs_routes(state, run_id, attendance_of(state, run_id, draft.now.monotonic)):
         return
     ready = sorted({*filter(None, [state.memory[run_id].writer]), *eligible_nodes(state, run_id)})
     if ready:
         draft.remember(run_id, question=None, missing="")
-        issue_replica_plan(draft, run_id, ready, "the run begins")
+        issue_replica_plan(draft, run_id, ready, "the run starts")
         if state.runs[run_id].state == "GENESIS":
-            transition_run(draft, run_id, "TRAINING", f"training begins with {len(ready)} nodes")
+            transition_run(draft, run_id, "TRAINING", f"training starts with {len(ready)} nodes")
 
 
 def update_plan(draft: Draft, run_id: str, policy: Policy) -> None:
@@ -37,43 +39,46 @@ def update_plan(draft: Draft, run_id: str, policy: Policy) -> None:
         return
     attendance = attendance_of(draft.state, run_id, now)
     if replan_trigger.needs_routes(draft.state, run_id, attendance):
-        replan_trigger.follow(draft, run_id, policy, attendance)
+        replan_trigger.update_routes(draft, run_id, policy, attendance)
     elif memory.plan is None:
         issue_first_plan(draft, run_id)
     else:
-        _follow_replicas(draft, run_id, policy, attendance, memory.plan)
+        _update_replicas(draft, run_id, policy, attendance, memory.plan)
 
 
-def _follow_replicas(draft: Draft, run_id: str, policy: Policy, attendance: Attendance, plan: Plan) -> None:
+def _update_replicas(draft: Draft, run_id: str, policy: Policy, attendance: Attendance, plan: Plan) -> None:
     if draft.state.memory[run_id].preparation is not None:
         draft.remember(run_id, preparation=None)
     if draft.state.memory[run_id].standbys or draft.state.memory[run_id].copies:
         draft.remember(run_id, standbys={}, copies={})
     memory, now = draft.state.memory[run_id], draft.now.monotonic
-    members = attendance.members
-    may_follow_newer_plan = (
-        draft.state.runs[run_id].plan_floor >= plan.version
-    )  # by a restore: nodes may follow a newer plan
-    if members and (members != plan.members or may_follow_newer_plan or _has_pipelines(plan)):
-        why, patience = "members", policy.debounce_seconds
-        reason = membership_change(draft.state, plan.members, members) or _same_members(plan)
-    elif (
-        members
-        and (times := reshare_speedup(reported_links(draft.state, members), reduce_rates(plan))) > MIN_RESHARE_SPEEDUP
-    ):
-        why, patience = (
-            ("reach", policy.debounce_seconds) if math.isinf(times) else ("links", policy.reshare_after_seconds)
-        )
-        reason = "who reduces how much follows what nodes say of their links"
-    else:
+    change = _replica_change(draft.state, policy, attendance.members, plan) if attendance.members else None
+    if change is None:
         if memory.changed_since is not None:
             draft.remember(run_id, changed_since=None)
         return
+    why, reason, debounce_seconds = change
     if memory.changed_since is None or memory.changed_why != why:
         draft.remember(run_id, changed_since=now, changed_why=why)
-    elif now - memory.changed_since >= patience:
+    elif now - memory.changed_since >= debounce_seconds:
         draft.remember(run_id, question=None, answered_question=None, left_out={}, missing="")
-        issue_replica_plan(draft, run_id, members, reason)
+        issue_replica_plan(draft, run_id, attendance.members, reason)
+
+
+def _replica_change(
+    state: State, policy: Policy, members: tuple[str, ...], plan: Plan
+) -> tuple[str, str, float] | None:
+    """Why a new replica plan is due (for `changed_why`, and for people), and its debounce seconds; None: it is not."""
+    stale = members != plan.members or may_follow_newer_plan(state, plan.run_id) or _has_pipelines(plan)
+    if stale:
+        reason = membership_change(state, plan.members, members) or _same_members(plan)
+        return "members", reason, policy.debounce_seconds
+    speedup = reshare_speedup(reported_links(state, members), reduce_rates(plan))
+    if speedup <= MIN_RESHARE_SPEEDUP:
+        return None
+    if math.isinf(speedup):
+        return "reach", RESHARE_REASON, policy.debounce_seconds
+    return "links", RESHARE_REASON, policy.reshare_after_seconds
 
 
 def _has_pipelines(plan: Plan) -> bool:
@@ -81,4 +86,4 @@ def _has_pipelines(plan: Plan) -> bool:
 
 
 def _same_members(plan: Plan) -> str:
-    return "all can hold everything now" if _has_pipelines(plan) else "the coordinator was restored from a backup"
+    return "all nodes can hold all layers" if _has_pipelines(plan) else "the coordinator was restored from a backup"

@@ -1,4 +1,11 @@
-"""What becomes of the planner's answer: dropped, prepared, issued; who has no part in it is told why. Pure."""
+"""Handling of the planner's answers: an answer is dropped, prepared, or issued as the next plan. Pure.
+
+A plan that moves layers is *prepared* first: nodes fetch their layers while the present plan continues
+(`state/prefetch.py`). Nodes without a place are told why. Findings about nodes' figures are recorded: a claim that
+differs from measurements is reported once and shown while it lasts; the correction of a node's layer times is kept,
+because a trainer that starts with other layers has no measured time for a while, and its node must not count as fast as
+it claims meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +14,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from atoll.coordinator.live import planner_question, profile_doubts, standbys
-from atoll.coordinator.live.attendance import Attendance, attendance_of, membership_change
+from atoll.coordinator.live import backup_spans, planner_question
+from atoll.coordinator.live.attendance import Attendance, attendance_of, live_of, membership_change
 from atoll.coordinator.live.pinning import pinned_span
 from atoll.coordinator.live.plan_issue import PlanNotes, issue_route_plan
 from atoll.coordinator.planner.plan_builder import Route, RoutePart, routes_of
@@ -18,13 +25,13 @@ from atoll.coordinator.state.run_states import transition_run
 from atoll.coordinator.state.snapshot import AnsweredQuestion, Draft, Policy, Preparation, State, Step, StepTime
 from atoll.core.plan import Plan
 
-_UNPREPARED_WAIT_FACTOR = 4.0  # for which nobody waits again for who was waited for in vain
+_UNPREPARED_WAIT_FACTOR = 4.0  # × the time waited for a node in vain: how long no plan waits for it again
 
 
-def take(
+def accept_answer(
     state: State, now: StepTime, run_id: str, question: Question, answer: Answer, *, ordered: bool = False
 ) -> Step[Plan | None]:
-    """The planner answered: the plan that was issued, if any. `ordered`: by the operator, who is not kept waiting."""
+    """Handle an answer; returns the plan that was issued, if any. `ordered`: by the operator, so issue it at once."""
     draft = Draft(state, now)
     memory = state.memory[run_id]
     waits = memory.question is not None and memory.question.number == question.number
@@ -33,12 +40,12 @@ def take(
     if waits:
         draft.remember(run_id, question=None)
     attendance = attendance_of(state, run_id, now.monotonic)
-    goes_on = state.runs[run_id].state in ("GENESIS", "TRAINING")
-    if not goes_on or not _is_still_valid(state, run_id, question, answer, attendance):
+    needs_plan = state.runs[run_id].state in ("GENESIS", "TRAINING")
+    if not needs_plan or not _is_still_valid(state, run_id, question, answer, attendance):
         return draft.done(None)
-    planning_inputs = memory.question_nodes if waits else _about_asked(state, run_id, question, attendance)
+    planning_inputs = memory.question_nodes if waits else _inputs_of_asked(state, run_id, question, attendance)
     draft.remember(run_id, answered_question=AnsweredQuestion(planning_inputs, now.monotonic), changed_since=None)
-    profile_doubts.record_findings(draft, run_id, question, answer)
+    record_findings(draft, run_id, question, answer)
     _report_infeasible(draft, run_id, answer.missing)
     if answer.missing:
         return draft.done(None)
@@ -50,76 +57,84 @@ def take(
     return draft.done(plan if plan is not memory.plan else None)
 
 
-def _about_asked(
+def record_findings(draft: Draft, run_id: str, question: Question, answer: Answer) -> None:
+    """Record doubts and corrections of the nodes that the question was about; others keep theirs."""
+    memory, peers = draft.state.memory[run_id], question.peer_by_name()
+    found = {peers[name]: doubt for name, doubt in answer.doubts.items() if name in peers}
+    for peer in sorted(found.keys() - memory.claim_doubts.keys()):
+        draft.event("node.doubted", run_id, peer, f"{found[peer]}: the planner uses the measured value")
+    asked = set(peers.values())
+    claim_doubts = {peer: doubt for peer, doubt in memory.claim_doubts.items() if peer not in asked} | found
+    corrections = {peers[name]: factor for name, factor in answer.corrections.items() if name in peers}
+    draft.remember(run_id, claim_doubts=claim_doubts, corrections={**memory.corrections, **corrections})
+
+
+def _inputs_of_asked(
     state: State, run_id: str, question: Question, attendance: Attendance
 ) -> tuple[tuple[object, ...], ...]:
-    """What the operator's question was about: who came after it was asked is looked at by the next one."""
+    """Planning inputs of the nodes in the operator's question; the next question covers nodes that joined since."""
     asked = {node.peer_id for node in question.nodes}
     return tuple(item for item in planner_question.planning_inputs(state, run_id, attendance) if item[0] in asked)
 
 
 def _is_still_valid(state: State, run_id: str, question: Question, answer: Answer, attendance: Attendance) -> bool:
-    """Whether those that the answer gives a part are as they were when it was asked for."""
+    """True where the plan, and the nodes that the answer places, have not changed since the question."""
     peers = _placed_peers(question, answer)
-    names, plan = question.names(), state.memory[run_id].plan
+    names, plan = question.name_by_peer(), state.memory[run_id].plan
     pinned = all(pinned_span(state.nodes[it]) == question.pins.get(names[it]) for it in peers)
     as_asked = question.routes == (routes_of(plan) if plan is not None else ())
     return as_asked and pinned and not _changed(state, question, peers, attendance)
 
 
 def _placed_peers(question: Question, answer: Answer) -> list[str]:
-    """Peer ids of those that the answer gives a part; where it gives none, of all."""
-    peers = question.peers()
+    """Peer ids of the nodes that the answer places; of all nodes where it places none."""
+    peers = question.peer_by_name()
     return [peers[name] for name in {name for route in answer.routes for name, _, _ in route} or peers.keys()]
 
 
 def _changed(state: State, question: Question, peers: Sequence[str], attendance: Attendance) -> list[str]:
-    """Of these, who is gone or has other memory than when it was asked."""
-    planning_inputs, able = (
-        {node.peer_id: memory_figures(node.profile) for node in question.nodes},
-        {*attendance.eligible, *attendance.awaited},
-    )
+    """Those of `peers` that are gone, or whose memory differs from the question's."""
+    asked = {node.peer_id: memory_figures(node.profile) for node in question.nodes}
     return [
-        it
-        for it in peers
-        if it not in able or planning_inputs[it] != memory_figures(planner_question.live_of(state, it).profile)
+        peer
+        for peer in peers
+        if peer not in attendance.plannable or asked[peer] != memory_figures(live_of(state, peer).profile)
     ]
 
 
 def continue_preparation(
     draft: Draft, run_id: str, policy: Policy, coming: Preparation, attendance: Attendance
 ) -> None:
-    """The next plan is prepared: issue it when that is done, or end it when it cannot be."""
+    """Issue the prepared plan once its nodes are ready, or abandon it when that has become impossible."""
     state, memory = draft.state, draft.state.memory[run_id]
     waited = draft.now.monotonic - coming.since
     if not _is_still_valid(state, run_id, coming.question, coming.answer, attendance):
         changed = _changed(state, coming.question, _placed_peers(coming.question, coming.answer), attendance)
-        _remember_unprepared(
-            draft, run_id, [it for it in changed if memory.plan and it not in memory.plan.stages], waited
-        )
-        abandon_preparation(draft, run_id, "somebody whom it needs is gone or changed")
+        newcomers = [peer for peer in changed if memory.plan and peer not in memory.plan.stages]
+        _remember_unprepared(draft, run_id, newcomers, waited)
+        names = ", ".join(state.nodes[peer].name for peer in changed)
+        lost = f"{names} left or changed memory" if names else "the present plan or a pin changed"
+        abandon_preparation(draft, run_id, lost)
         return
-    peers_still_fetching = prefetch.peers_still_fetching(state, coming)
+    fetching = prefetch.peers_still_fetching(state, coming)
     assert memory.plan is not None
-    going = [peer for peer in attendance.finishing if not planner_question.live_of(state, peer).handing_over]
-    if not memory.plan.stages <= set(attendance.members) or not (peers_still_fetching or going):
+    leaving = [peer for peer in attendance.finishing if not live_of(state, peer).handing_over]
+    if not memory.plan.stages <= set(attendance.members) or not (fetching or leaving):
         _issue(draft, run_id, coming.question, coming.answer)
-    elif refusing := [
-        peer for peer in peers_still_fetching if prefetch.reports_no_room(state, peer, coming.spans[peer])
-    ]:
-        _give_up_on(draft, run_id, refusing, waited, "found no room for the layers")
-    elif peers_still_fetching and waited >= prefetch.fetch_deadline_seconds(coming, policy.prepare_seconds):
-        _give_up_on(draft, run_id, peers_still_fetching, waited, "did not fetch the layers in time")
+    elif refusing := [peer for peer in fetching if prefetch.reports_no_room(state, peer, coming.spans[peer])]:
+        _abandon_because_of(draft, run_id, refusing, waited, "has no memory or disk space for the layers")
+    elif fetching and waited >= prefetch.fetch_deadline_seconds(coming, policy.prepare_seconds):
+        _abandon_because_of(draft, run_id, fetching, waited, "did not fetch the layers in time")
 
 
-def _give_up_on(draft: Draft, run_id: str, peers: Sequence[str], waited: float, why: str) -> None:
+def _abandon_because_of(draft: Draft, run_id: str, peers: Sequence[str], waited: float, why: str) -> None:
     names = ", ".join(draft.state.nodes[peer].name for peer in peers)
     _remember_unprepared(draft, run_id, peers, waited)
     abandon_preparation(draft, run_id, f"{names} {why}")
 
 
 def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, attendance: Attendance) -> bool:
-    """Let nodes fetch what this answer gives them; False where nobody has to, or nobody should wait for it."""
+    """Start to prepare the answer's plan; False where no node must fetch layers, or the plan is urgent."""
     state, plan = draft.state, draft.state.memory[run_id].plan
     if (
         plan is None
@@ -137,7 +152,7 @@ def _prepare(draft: Draft, run_id: str, question: Question, answer: Answer, atte
 
 
 def _remember_unprepared(draft: Draft, run_id: str, peers: Sequence[str], waited: float) -> None:
-    """Who kept a plan from being issued: newcomers are given nothing for much longer, members no other layers."""
+    """Note nodes that kept a plan from being issued: for a while newcomers get no place, members no other layers."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     until = now + max(planner_question.UNPREPARED_HOLD_SECONDS, _UNPREPARED_WAIT_FACTOR * waited)
     known = {peer: then for peer, then in memory.prepare_retry_at.items() if now < then}
@@ -145,8 +160,8 @@ def _remember_unprepared(draft: Draft, run_id: str, peers: Sequence[str], waited
 
 
 def abandon_preparation(draft: Draft, run_id: str, why: str) -> None:
-    """Give up the plan that is prepared."""
-    draft.event("plan.abandoned", run_id, run_id, f"the plan that was being prepared is given up: {why}")
+    """Drop the plan that is being prepared."""
+    draft.event("plan.abandoned", run_id, run_id, f"the next plan is abandoned: {why}")
     draft.remember(run_id, preparation=None, answered_question=None)
 
 
@@ -155,50 +170,50 @@ def _layers(span: range) -> str:
 
 
 def _issue(draft: Draft, run_id: str, question: Question, answer: Answer) -> None:
-    """The routes of the answer; its names are those of the question, whatever nodes are called by now."""
+    """Issue a plan with the routes of the answer. Its names are those of the question: nodes may be renamed since."""
     state, now, plan = draft.state, draft.now.monotonic, draft.state.memory[run_id].plan
-    left_out, peers = _left_out(state, attendance_of(state, run_id, now), question, answer, now), question.peers()
+    attendance, peers = attendance_of(state, run_id, now), question.peer_by_name()
+    left_out = _left_out(state, attendance, question, answer, now)
     routes: list[Route] = [
         tuple(RoutePart(peers[name], first, last) for name, first, last in route) for route in answer.routes
     ]
-    attendance = attendance_of(state, run_id, now)
-    standing = standbys.kept(state, run_id, routes, [*attendance.eligible, *attendance.awaited])
+    standing = backup_spans.remaining_standbys(state, run_id, routes, attendance.plannable)
     members = sorted([*standing, *(part.peer_id for route in routes for part in route)])
     changed = membership_change(state, plan.members, members) if plan else ""
     notes = PlanNotes(answer.tokens_per_second, math.fsum(answer.fetched_bytes.values()), left_out)
     reason = "; ".join(filter(None, (changed, answer.reason)))
     issue_route_plan(draft, run_id, routes, reason, notes, standbys=standing)
     if state.runs[run_id].state == "GENESIS":
-        transition_run(draft, run_id, "TRAINING", f"training begins with {len(members)} nodes")
+        transition_run(draft, run_id, "TRAINING", f"training starts with {len(members)} nodes")
     _report_left_out(draft, run_id, left_out)
 
 
 def _left_out(state: State, attendance: Attendance, question: Question, answer: Answer, now: float) -> dict[str, str]:
-    """By peer id: those that the planner left out, and those that it was not asked about."""
+    """Reasons by peer id of the nodes that the planner left out, or that the question did not have."""
     placed = {name for route in answer.routes for name, _, _ in route}
-    names = question.names()
+    names = question.name_by_peer()
     return {
-        peer: answer.left_out.get(names.get(peer, "")) or _why_not_asked_about(state, peer, now)
+        peer: answer.left_out.get(names.get(peer, "")) or _why_not_in_question(state, peer, now)
         for peer in attendance.eligible
         if names.get(peer) not in placed
     }
 
 
-def _why_not_asked_about(state: State, peer: str, now: float) -> str:
+def _why_not_in_question(state: State, peer: str, now: float) -> str:
     if planner_question.is_unprepared(state.memory[state.nodes[peer].run_id], peer, now):
         return "did not fetch its layers in time"
-    known = has_planner_inputs(planner_question.live_of(state, peer).profile)
-    return "joined while the plan was made" if known else "has not told its memory"
+    known = has_planner_inputs(live_of(state, peer).profile)
+    return "joined while the plan was made" if known else "has not reported its memory or speed"
 
 
 def _report_left_out(draft: Draft, run_id: str, left_out: dict[str, str]) -> None:
-    """Each once, until it has a part, be it to stand by."""
+    """Report each node left out once, until it is in the plan again, as a standby or on a route."""
     memory = draft.state.memory[run_id]
     members = memory.plan.members if memory.plan is not None else ()
     left_out = {peer: why for peer, why in left_out.items() if peer not in members}
     for peer in sorted(left_out.keys() - memory.left_out.keys()):
         name = draft.state.nodes[peer].name
-        draft.event("node.left-out", run_id, peer, f"{name} has no part in the plan: {left_out[peer]}")
+        draft.event("node.left-out", run_id, peer, f"{name} has no place in the plan: {left_out[peer]}")
     draft.remember(run_id, left_out=left_out)
     if memory.figures is not None and left_out != memory.left_out:
         draft.set_figures(replace(memory.figures, left_out=json.dumps(left_out, sort_keys=True)))

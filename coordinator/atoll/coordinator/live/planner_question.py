@@ -1,10 +1,11 @@
-"""What the planner is asked of a run: its nodes as they are now, its layers, what they follow. Pure."""
+"""Builds the planner's question about a run: its nodes as they are now, its layers, its present plan. Pure.
+
+`replan_trigger.py` decides when to ask, and compares `planning_inputs` to see whether an answer is outdated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from atoll.coordinator.live.attendance import Attendance, attendance_of
+from atoll.coordinator.live.attendance import Attendance, attendance_of, live_of
 from atoll.coordinator.live.pinning import pinned_spans
 from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.planner.question import (
@@ -17,21 +18,21 @@ from atoll.coordinator.planner.question import (
 )
 from atoll.coordinator.state import availability
 from atoll.coordinator.state.peer_paths import recent_paths
-from atoll.coordinator.state.snapshot import LiveNode, Policy, RunMemory, State, StepTime
+from atoll.coordinator.state.snapshot import Policy, RunMemory, State, StepTime
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Plan
 from atoll.v1 import plan_pb2
 
-UNPREPARED_HOLD_SECONDS = 600.0  # for which who did not fetch its layers in time is given none, at least
+UNPREPARED_HOLD_SECONDS = 600.0  # a node that did not fetch its layers in time gets none for at least this long
 
 
 def build_question(state: State, now: StepTime, run_id: str, policy: Policy) -> Question:
-    """What the planner has to find for a run as things are now. Raises `InvalidTransition` before genesis."""
+    """Build the question for a run in its present state. Raises `InvalidTransition` before genesis."""
     run, memory = state.runs[run_id], state.memory[run_id]
     if not run.genesis:
         raise InvalidTransition(
-            f"run {run_id!r} has no layer table yet: there is nothing to plan",
-            "it gets one when its genesis is written",
+            f"run {run_id!r} has no layer table yet, so it cannot be planned",
+            "wait until its genesis is written",
         )
     attendance = attendance_of(state, run_id, now.monotonic)
     usable = _usable(state, memory, attendance, now.monotonic)
@@ -41,7 +42,7 @@ def build_question(state: State, now: StepTime, run_id: str, policy: Policy) -> 
         layers=plan_pb2.LayerTable.FromString(run.layers),
         spec=memory.spec,
         pins=pinned_spans(state, usable),
-        kept=_spans_to_keep(state, memory, usable, now.monotonic),
+        allowed_spans=_spans_to_keep(state, memory, usable, now.monotonic),
         current=routes_by_name(state, memory.plan),
         routes=routes_of(memory.plan) if memory.plan else (),
         standbys=_standbys(state, memory.plan),
@@ -52,8 +53,8 @@ def build_question(state: State, now: StepTime, run_id: str, policy: Policy) -> 
 
 
 def planning_inputs(state: State, run_id: str, attendance: Attendance) -> tuple[tuple[object, ...], ...]:
-    """Who may have a part, with what decides which spans it may hold: also who is silent for a moment."""
-    profiles = ((peer, live_of(state, peer).profile) for peer in sorted({*attendance.eligible, *attendance.awaited}))
+    """Plannable nodes with everything that decides which spans they may hold."""
+    profiles = ((peer, live_of(state, peer).profile) for peer in sorted(attendance.plannable))
     return tuple(
         (peer, memory_figures(profile), has_planner_inputs(profile), state.nodes[peer].pin)
         for peer, profile in profiles
@@ -61,35 +62,28 @@ def planning_inputs(state: State, run_id: str, attendance: Attendance) -> tuple[
 
 
 def may_follow_newer_plan(state: State, run_id: str) -> bool:
-    """Whether a restore made nodes follow a newer plan than ours."""
+    """True where the store was restored from a backup, so that nodes may follow a newer plan than this one."""
     run, plan = state.runs[run_id], state.memory[run_id].plan
     return plan is not None and run.plan_floor >= plan.version
 
 
 def is_unprepared(memory: RunMemory, peer: str, now: float) -> bool:
-    """Whether this node was given layers lately that it did not fetch in time."""
+    """True where a node recently did not fetch, in time, the layers that a plan would have given it."""
     return now < memory.prepare_retry_at.get(peer, now)
 
 
-def lately(slow: Mapping[str, float], peer: str, now: float) -> bool:
-    """Whether a node was too slow not long ago; `slow`: when each was, by peer id."""
-    at = slow.get(peer)
-    return at is not None and now - at < UNPREPARED_HOLD_SECONDS
-
-
 def _usable(state: State, memory: RunMemory, attendance: Attendance, now: float) -> tuple[str, ...]:
-    """Who may have a part in a new plan: who told what a planner needs, and is a stage or fetched what it was given."""
-    able = sorted({*attendance.eligible, *attendance.awaited})
+    """Nodes of the question: plannable, with a profile; newcomers only if not unprepared."""
     stages = memory.plan.stages if memory.plan is not None else ()
     return tuple(
         peer
-        for peer in able
+        for peer in sorted(attendance.plannable)
         if has_planner_inputs(live_of(state, peer).profile) and (peer in stages or not is_unprepared(memory, peer, now))
     )
 
 
 def _spans_to_keep(state: State, memory: RunMemory, peers: tuple[str, ...], now: float) -> dict[str, tuple[int, int]]:
-    """By name: stages that did not fetch other layers lately, and go on with those that they have."""
+    """Present spans, by name, of stages that recently did not fetch other layers in time: they keep these."""
     plan = memory.plan
     slow = [peer for peer in peers if plan is not None and peer in plan.stages and is_unprepared(memory, peer, now)]
     spans = {state.nodes[peer].name: plan.span(peer) for peer in slow} if plan is not None else {}
@@ -101,7 +95,7 @@ def _measured(state: State, memory: RunMemory, peer: str, now: StepTime) -> Plan
     span = plan.span(peer) if plan else range(0)
     planned = plan.assignment(peer) if plan else None
     last = max(item.last_layer for item in plan.assignments) if plan else 0
-    alone = planned is None or (planned.first_layer, planned.last_layer) == (0, last)
+    trains_alone = planned is None or (planned.first_layer, planned.last_layer) == (0, last)
     return PlannerNode(
         peer_id=peer,
         name=node.name,
@@ -109,7 +103,7 @@ def _measured(state: State, memory: RunMemory, peer: str, now: StepTime) -> Plan
         status=status_for_span(live.status, span.start, span.stop - 1),
         multiaddrs=node.multiaddrs,
         paths=recent_paths(live.paths, now.monotonic),
-        alone=alone,
+        trains_alone=trains_alone,
         availability=availability.availability(node, live, now.monotonic),
         failures_per_hour=availability.failures_per_hour(node, live, now.monotonic),
         last_correction=memory.corrections.get(peer, 0.0),
@@ -117,7 +111,7 @@ def _measured(state: State, memory: RunMemory, peer: str, now: StepTime) -> Plan
 
 
 def routes_by_name(state: State, plan: Plan | None) -> tuple[NamedRoute, ...]:
-    """The routes of a plan by names of nodes."""
+    """Routes of a plan by the names of nodes."""
     return tuple(
         tuple((state.nodes[part.peer_id].name, part.first, part.last) for part in route)
         for route in (routes_of(plan) if plan else ())
@@ -127,7 +121,3 @@ def routes_by_name(state: State, plan: Plan | None) -> tuple[NamedRoute, ...]:
 def _standbys(state: State, plan: Plan | None) -> NamedRoute:
     spans = [(peer, plan.span(peer)) for peer in plan.standbys] if plan is not None else []
     return tuple((state.nodes[peer].name, span.start, span.stop - 1) for peer, span in spans)
-
-
-def live_of(state: State, peer: str) -> LiveNode:
-    return state.live.get(peer) or LiveNode(session=0, seen=0.0)

@@ -1,11 +1,11 @@
-"""Plans with routes: when the planner is asked. Pure.
+"""Decides when to ask the planner for a plan with routes. Pure.
 
-Where some node cannot hold the whole model, or the operator pinned layers, who holds what is a search of seconds. So
-the machine only writes down a *question* (`RunMemory.question`); whoever runs the machine has it answered elsewhere and
-brings the answer back (`answering.take`). An answer that uses a node that is gone, shrank or was pinned meanwhile is
-dropped, and the question asked anew; nodes that came meanwhile wait for the next one. One question, or one preparation
-of a plan, at a time. Stages that are gone are not waited for where somebody has their layers (`standbys`,
-`second_copies`).
+Where a node cannot hold the whole model, or the operator pinned layers, placement takes a search of seconds. So the
+state machine only records a *question* (`RunMemory.question`). The controller has it answered elsewhere and returns the
+answer (`planner_answer.accept_answer`). An answer is dropped, and the question asked again, if a node that it uses
+left, shrank or was pinned meanwhile; nodes that joined meanwhile wait for the next question. There is one question, or
+one preparation of a plan, at a time. A lost stage whose layers another node holds is replaced at once, without the
+planner (`stage_take_over.py`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from atoll.coordinator.live import (
-    neighbour_copies as second_copies,
-)
-from atoll.coordinator.live import plan_issue, standbys
-from atoll.coordinator.live import (
-    planner_answer as answering,
-)
-from atoll.coordinator.live import (
-    planner_question as asking,
-)
-from atoll.coordinator.live.attendance import Attendance
+from atoll.coordinator.live import backup_spans, plan_issue, planner_answer, planner_question, stage_take_over
+from atoll.coordinator.live.attendance import Attendance, live_of
 from atoll.coordinator.live.pinning import pinned_span
-from atoll.coordinator.live.plan_issue import PlanNotes, issue_route_plan
 from atoll.coordinator.live.span_fit import span_memory_of
 from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.planner.reduce_shares import MIN_RESHARE_SPEEDUP, span_rates, span_reshare_speedup
@@ -35,11 +25,11 @@ from atoll.core.plan import Plan
 if TYPE_CHECKING:
     from atoll.coordinator.planner.span_memory import SpanMemory
 
-_LINK_CHECK_INTERVAL_SECONDS = 10.0  # between looks at whether other shares of reducing would pay
+_LINK_CHECK_INTERVAL_SECONDS = 10.0  # between checks whether other reduce shares would pay
 
 
 def needs_routes(state: State, run_id: str, attendance: Attendance) -> bool:
-    """Whether somebody cannot hold everything, or is pinned to layers."""
+    """True where a member cannot hold all layers, or is pinned to some."""
     model = span_memory_of(state, run_id)
     if model is None:
         return False
@@ -50,19 +40,17 @@ def needs_routes(state: State, run_id: str, attendance: Attendance) -> bool:
     )
 
 
-def follow(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) -> None:
-    """Ask when what is known differs from what was asked about last and stays so for the debounce."""
-    if standbys.take_over(draft, run_id, attendance) or second_copies.take_over(draft, run_id, attendance):
+def update_routes(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) -> None:
+    """Ask the planner when its inputs differ from the last question's and stay so for the debounce time."""
+    if stage_take_over.take_over(draft, run_id, attendance):
         return
-    second_copies.drop_unusable_copies(draft, run_id)
+    backup_spans.drop_unusable_copies(draft, run_id)
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     if memory.preparation is not None:
-        if second_copies.is_set_aside_copy_needed(draft.state, run_id, attendance, now):
-            answering.abandon_preparation(
-                draft, run_id, "a stage is gone whose layers somebody has who prepares for it"
-            )
+        if stage_take_over.is_set_aside_copy_needed(draft.state, run_id, attendance, now):
+            planner_answer.abandon_preparation(draft, run_id, "a stage is gone whose copy is set aside for this plan")
         else:
-            answering.continue_preparation(draft, run_id, policy, memory.preparation, attendance)
+            planner_answer.continue_preparation(draft, run_id, policy, memory.preparation, attendance)
         return
     if memory.question is not None or _has_unreturned_member(draft.state, run_id, attendance):
         return
@@ -72,8 +60,8 @@ def follow(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) ->
     if not why:
         if memory.changed_since is not None:
             draft.remember(run_id, changed_since=None)
-        standbys.follow(draft, run_id, policy, attendance)
-        second_copies.follow(draft, run_id, policy, attendance)
+        backup_spans.update_standbys(draft, run_id, policy, attendance)
+        backup_spans.update_copies(draft, run_id, policy, attendance)
     elif now < memory.no_question_before and _is_whole(memory.plan, attendance):
         return
     elif memory.changed_since is None or memory.changed_why != why:
@@ -83,8 +71,8 @@ def follow(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) ->
     elif why == "links":
         _reissue_with_new_shares(draft, run_id)
     else:
-        question = asking.build_question(draft.state, draft.now, run_id, policy)
-        planning_inputs = asking.planning_inputs(draft.state, run_id, attendance)
+        question = planner_question.build_question(draft.state, draft.now, run_id, policy)
+        planning_inputs = planner_question.planning_inputs(draft.state, run_id, attendance)
         draft.remember(run_id, question=question, questions=question.number, question_nodes=planning_inputs)
 
 
@@ -92,7 +80,7 @@ def follow(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) ->
 
 
 def _debounce_seconds(why: str, policy: Policy) -> float:
-    """For how many seconds that must have been so. Nobody waits for the first plan."""
+    """Seconds for which a reason must persist; the first plan is asked for at once."""
     return {"first": 0.0, "links": policy.reshare_after_seconds}.get(why, policy.debounce_seconds)
 
 
@@ -101,8 +89,8 @@ def _replan_reason(state: State, run_id: str, policy: Policy, attendance: Attend
     answered_question = memory.answered_question
     if (
         answered_question is None
-        or answered_question.nodes != asking.planning_inputs(state, run_id, attendance)
-        or asking.may_follow_newer_plan(state, run_id)
+        or answered_question.nodes != planner_question.planning_inputs(state, run_id, attendance)
+        or planner_question.may_follow_newer_plan(state, run_id)
     ):
         return "first" if memory.plan is None else "members"
     if now - answered_question.at >= policy.replan_seconds:
@@ -111,17 +99,17 @@ def _replan_reason(state: State, run_id: str, policy: Policy, attendance: Attend
 
 
 def _is_whole(plan: Plan | None, attendance: Attendance) -> bool:
-    """Whether all stages are there, and nobody is about to go."""
+    """True where all stages are present and none is draining."""
     return plan is not None and plan.stages <= set(attendance.members) and not attendance.finishing
 
 
 def _has_unreturned_member(state: State, run_id: str, attendance: Attendance) -> bool:
-    """Whether a member of the plan has not come back since the coordinator started: it will, or be lost, in seconds."""
-    return any(not asking.live_of(state, peer).profile.device for peer in attendance.awaited)
+    """True while a member has not returned since the coordinator started; it returns, or is lost, within seconds."""
+    return any(not live_of(state, peer).profile.device for peer in attendance.awaited)
 
 
 def _check_links(draft: Draft, run_id: str) -> None:
-    """Now and then: it takes a while where members are many, and shares follow slowly anyway."""
+    """Check from time to time whether new shares pay: this is slow with many members, and shares are not urgent."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     looked = memory.shares_checked_at
     if memory.plan is not None and (looked is None or now - looked >= _LINK_CHECK_INTERVAL_SECONDS):
@@ -130,31 +118,28 @@ def _check_links(draft: Draft, run_id: str) -> None:
 
 
 def _new_shares_pay(state: State, plan: Plan) -> bool:
-    told, spans, planned = (
-        plan_issue.reported_links(state, plan.stages),
-        plan_issue.spans_of(plan),
-        plan_issue.reduce_rates(plan),
-    )
-    now = span_reshare_speedup(told, spans, planned)
-    best = span_reshare_speedup(told, spans, span_rates(told, spans, plan_issue.layer_weights(state.runs[plan.run_id])))
+    links, spans = plan_issue.reported_links(state, plan.stages), plan_issue.spans_of(plan)
+    now = span_reshare_speedup(links, spans, plan_issue.reduce_rates(plan))
+    new_rates = span_rates(links, spans, plan_issue.layer_weights(state.runs[plan.run_id]))
+    best = span_reshare_speedup(links, spans, new_rates)  # may exceed 1: a node has one rate for all its layers
     return now > MIN_RESHARE_SPEEDUP * best and math.isfinite(best)
 
 
 def _reissue_with_new_shares(draft: Draft, run_id: str) -> None:
-    """The same routes, in which others reduce."""
-    memory = draft.state.memory[run_id]
-    assert memory.plan is not None
-    predicted = memory.figures.predicted_tokens_per_second if memory.figures else 0.0
-    notes = PlanNotes(predicted, 0.0, memory.left_out)
-    reason = "who reduces how much follows what nodes say of their links"
-    spans = {peer: memory.plan.span(peer) for peer in memory.plan.standbys}
-    issue_route_plan(draft, run_id, routes_of(memory.plan), reason, notes, standbys=spans)
+    """Issue the same routes with new reduce shares."""
+    plan = draft.state.memory[run_id].plan
+    assert plan is not None
+    standbys = backup_spans.standby_spans(plan)
+    backup_spans.issue_with_standbys(draft, run_id, routes_of(plan), standbys, plan_issue.RESHARE_REASON)
     draft.remember(run_id, new_shares_pay=False)
 
 
 def _holds_all(state: State, model: SpanMemory, plan: Plan | None, peer: str) -> bool:
-    """Of who told nothing yet, as the plan has it: a restart makes nobody larger."""
-    profile, planned = asking.live_of(state, peer).profile, plan.assignment(peer) if plan else None
+    """True where a node can hold all layers; before it reports its memory, where the plan gives it all layers.
+
+    So a restart of the coordinator does not make a node appear larger.
+    """
+    profile, planned = live_of(state, peer).profile, plan.assignment(peer) if plan else None
     if not profile.device_memory_bytes and planned is not None:
         return (planned.first_layer, planned.last_layer) == (0, model.layers - 1)
     return model.holds_all(profile)

@@ -1,17 +1,18 @@
-"""What spans of a run's model take. Loads NumPy when the first model is looked at, and not with the server."""
+"""Memory of the spans of a run's model. Loads NumPy at the first use of a model, not when the server starts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from atoll.coordinator.state.snapshot import LiveNode, State
+from atoll.coordinator.live.attendance import live_of
+from atoll.coordinator.state.snapshot import State
 
 if TYPE_CHECKING:
     from atoll.coordinator.planner.span_memory import SpanMemory
 
 
 def span_memory_of(state: State, run_id: str, table: bytes = b"") -> SpanMemory | None:
-    """By the run's layer table, or before genesis by one that a node told; None where there is none to go by."""
+    """Span memory by the run's layer table, or before genesis by `table`; None where there is no usable table."""
     rows = state.runs[run_id].layers or table
     if not rows:
         return None
@@ -21,6 +22,6 @@ def span_memory_of(state: State, run_id: str, table: bytes = b"") -> SpanMemory 
 
 
 def span_fits(state: State, run_id: str, peer: str, span: range) -> bool:
-    """Whether these layers fit the memory that a node told, if it did, and the run has layers to go by."""
-    model, live = span_memory_of(state, run_id), state.live.get(peer) or LiveNode(session=0, seen=0.0)
-    return model is not None and model.fits(live.profile, span.start, span.stop - 1)
+    """True where the run has a layer table, and these layers fit the memory that a node reported, if any."""
+    model = span_memory_of(state, run_id)
+    return model is not None and model.fits(live_of(state, peer).profile, span.start, span.stop - 1)

@@ -1,4 +1,8 @@
-"""Answers to the questions of running swarms. Pure but for the clock that it is given."""
+"""The planner's entry point for a running swarm: computes the `Answer` to a `Question`.
+
+It builds the problem from the nodes' figures, searches (or evaluates the given routes), and translates the result back
+to node names. Pure except for the clock passed in.
+"""
 
 from __future__ import annotations
 
@@ -16,32 +20,32 @@ from atoll.coordinator.planner.replan import ReplanResult, assess_layout, named_
 from atoll.core.clock import Clock
 from atoll.core.errors import ConfigError, NoFeasiblePlan
 
-_LEFT_OUT_EVALUATIONS = 2000  # at why machines are left out, times machines: each look evaluates layouts of them all
+_LEFT_OUT_EVALUATIONS = 2000  # nodes explained as left out × all nodes: an explanation evaluates whole layouts
 
 
-def answer(question: Question, clock: Clock) -> Answer:
-    """Search for as long as the question allows."""
+def answer_question(question: Question, clock: Clock) -> Answer:
+    """Search within the question's time and step limits. Raises nothing: `Answer.missing` names what is wrong."""
     pins = tuple(Pin(name, span) for name, span in sorted(question.pins.items()))
     layers = read_layers(question.layers, question.spec.data.sequence_length)
-    seen = problem_from_nodes(question.nodes, layers, question.spec, wishes_of(question.preferences, pins))
+    nodes_problem = problem_from_nodes(question.nodes, layers, question.spec, wishes_of(question.preferences, pins))
     unfit: dict[str, str] = {}
     try:
-        check_problem(seen.problem)
-        problem, unfit = without_unfit_pins(seen.problem)
+        check_problem(nodes_problem.problem)
+        problem, unfit = without_unfit_pins(nodes_problem.problem)
         if question.given_routes:
             change = assess_layout(problem, question.current, question.given_routes, question.standbys)
         else:
             change = _replanned(problem, question, clock)
-    except ConfigError as error:  # what it is to be made from, or that none is possible
-        why = "; ".join((str(error), *seen.refused.values(), *unfit.values()))
+    except ConfigError as error:  # an invalid input, or no feasible plan
+        why = "; ".join((str(error), *nodes_problem.refused.values(), *unfit.values()))
         missing = f"{why}: {error.remedy}" if error.remedy else why
-        return Answer(missing=missing, doubts=seen.doubts, corrections=seen.corrections)
-    return _to_answer(change, seen, {**seen.refused, **unfit})
+        return Answer(missing=missing, doubts=nodes_problem.doubts, corrections=nodes_problem.corrections)
+    return _to_answer(change, nodes_problem, {**nodes_problem.refused, **unfit})
 
 
 def _replanned(problem: Problem, question: Question, clock: Clock) -> ReplanResult:
-    """Those who are kept where they are move where no plan is possible without."""
-    kept = tuple(Pin(name, span) for name, span in sorted(question.kept.items()))
+    """Replan with the allowed spans; without them where no plan is feasible otherwise."""
+    allowed = tuple(Pin(name, span) for name, span in sorted(question.allowed_spans.items()))
 
     def replanned(problem: Problem) -> ReplanResult:
         return replan(
@@ -54,13 +58,13 @@ def _replanned(problem: Problem, question: Question, clock: Clock) -> ReplanResu
             standbys=question.standbys,
         )
 
-    if kept:
+    if allowed:
         with contextlib.suppress(NoFeasiblePlan):
-            return replanned(replace(problem, wishes=replace(problem.wishes, kept=kept)))
+            return replanned(replace(problem, wishes=replace(problem.wishes, allowed_spans=allowed)))
     return replanned(problem)
 
 
-def _to_answer(change: ReplanResult, seen: NodeProblem, refused: Mapping[str, str]) -> Answer:
+def _to_answer(change: ReplanResult, nodes_problem: NodeProblem, refused: Mapping[str, str]) -> Answer:
     problem = change.tables.problem
     reasons = left_out(change.tables, change.evaluation, max(2, _LEFT_OUT_EVALUATIONS // change.tables.count))
     return Answer(
@@ -70,6 +74,6 @@ def _to_answer(change: ReplanResult, seen: NodeProblem, refused: Mapping[str, st
         fetched_bytes=change.fetched_bytes,
         before_tokens_per_second=change.before.tokens_per_second,
         tokens_per_second=change.evaluation.tokens_per_second,
-        corrections=seen.corrections,
-        doubts=seen.doubts,
+        corrections=nodes_problem.corrections,
+        doubts=nodes_problem.doubts,
     )

@@ -1,4 +1,4 @@
-"""How long a solver may go on: by the clock that it is given, or by a count of steps where a result must repeat."""
+"""Budget of a solver: a time limit by the clock passed in, and a step limit where a result must repeat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from atoll.core.clock import Clock
 
 @dataclass
 class Budget:
-    """From `start` to `deadline` (monotonic seconds of `clock`), and no more than so many steps."""
+    """Time from `start` to `deadline` (monotonic seconds of `clock`), and at most `steps` steps."""
 
     clock: Clock
     start: float
@@ -19,23 +19,23 @@ class Budget:
 
     @classmethod
     def of_seconds(cls, clock: Clock, seconds: float, steps: int | None = None) -> Budget:
-        """From now on."""
+        """Start a budget now."""
         now = clock.monotonic()
         return cls(clock, now, now + seconds, steps)
 
     def over(self) -> bool:
-        """Counts a step."""
+        """Count a step; true once the budget is spent."""
         self.taken += 1
         return self.spent() >= 1
 
     def spent(self) -> float:
-        """Which share of it is gone."""
+        """Share of the budget that is spent."""
         now, span = self.clock.monotonic(), self.deadline - self.start
         of_time = (now - self.start) / span if span > 0 else 1.0
         return max(of_time, self.taken / self.steps if self.steps else 0.0)
 
     def part(self, share: float) -> Budget:
-        """That share of what is left; its steps are its own."""
+        """A new budget of that share of the rest; its steps are counted apart."""
         now = self.clock.monotonic()
         left = None if self.steps is None else max(1, int(share * (self.steps - self.taken)))
         return Budget(self.clock, now, now + share * (self.deadline - now), left)

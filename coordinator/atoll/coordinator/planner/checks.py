@@ -1,6 +1,6 @@
-"""What a problem must be before anyone solves it, and what to say when no plan exists. Pure.
+"""Validation of a problem before it is solved, and the error for a problem without a solution. Pure.
 
-Profiles come from other people's machines: every figure is looked at here, once, and solvers trust what passed.
+Profiles come from other people's machines. Every figure is checked here, once; solvers trust a checked problem.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from atoll.core.units import bytes_text
 
 
 def check_problem(problem: Problem) -> None:
-    """Raises `PlanInputInvalid` that names the machine, layer, link or pin, and the figure."""
+    """Raise `PlanInputInvalid` for the first invalid figure; it names the machine, layer, link or pin."""
     if not problem.machines or not problem.layers:
         raise PlanInputInvalid("a plan needs at least one machine and one layer")
     _check_names("machine", [machine.name for machine in problem.machines])
@@ -37,12 +37,13 @@ def check_problem(problem: Problem) -> None:
     if problem.wishes.goal is Goal.PRICE and any(not machine.price_per_hour for machine in problem.machines):
         free = next(machine.name for machine in problem.machines if not machine.price_per_hour)
         raise PlanInputInvalid(
-            f"{free} has no price, and the plan is to be cheap", "set price_per_hour of all machines"
+            f"{free} has no price_per_hour, and the goal is a low price",
+            "set price_per_hour of all machines, or set the goal to time",
         )
 
 
 def problem_with(machine: Machine, layers: Sequence[Layer]) -> str:
-    """What keeps one machine out of any problem with these layers; empty: nothing."""
+    """Reason why `check_problem` would refuse this machine with these layers; empty where it would not."""
     try:
         _check_machine(machine, {layer.kind for layer in layers})
     except PlanInputInvalid as error:
@@ -51,7 +52,7 @@ def problem_with(machine: Machine, layers: Sequence[Layer]) -> str:
 
 
 def check_layout(problem: Problem, layout: Layout) -> None:
-    """Raises `PlanInputInvalid` unless every route covers all layers once and no machine stands in two."""
+    """Raise `PlanInputInvalid` unless every route covers all layers once and no machine is in two routes."""
     _check_names("place of machine", [str(machine) for machine in layout.machines])
     for number, route in enumerate(layout.routes):
         ends = [-1, *(stage.last for stage in route)]
@@ -63,12 +64,12 @@ def check_layout(problem: Problem, layout: Layout) -> None:
 
 
 def why_infeasible(tables: CostTables) -> NoFeasiblePlan:
-    """The error for a problem that no layout solves: what is missing, and the largest span that fits."""
+    """Build the error for a problem without a layout: what is missing, and the largest span that fits."""
     problem = tables.problem
     reach = islands(tables.usable)[0]
-    nowhere = _nowhere(tables, reach)
-    if nowhere:
-        return nowhere
+    unplaceable = _unplaceable_layer(tables, reach)
+    if unplaceable:
+        return unplaceable
     sizes = {machine: tables.stage(machine).most_layers for machine in reach}
     largest = max(reach, key=lambda machine: sizes[machine])
     held = min(sum(sizes.values()), tables.layers)
@@ -82,13 +83,15 @@ def why_infeasible(tables: CostTables) -> NoFeasiblePlan:
             "add machines, lend more memory, or train a smaller model or micro-batch",
         )
     return NoFeasiblePlan(
-        f"no route covers all {tables.layers} layers, though {len(reach)} machines have the memory in sum; {fits}",
-        "pins, trusted ends, closed links or spans that do not meet forbid it: loosen one, or lend more memory",
+        f"no route covers all {tables.layers} layers, although {len(reach)} machines have enough memory in total; "
+        f"{fits}",
+        "a pin, trusted_ends, a closed link or the split of the memory prevents a route: remove a pin, allow more "
+        "trusted machines, open a link, or lend more memory",
     )
 
 
-def _nowhere(tables: CostTables, reach: list[int]) -> NoFeasiblePlan | None:
-    """A single layer that no machine may or can hold."""
+def _unplaceable_layer(tables: CostTables, reach: list[int]) -> NoFeasiblePlan | None:
+    """Build the error for a layer that none of these machines may or can hold; None where each has a holder."""
     for index, layer in enumerate(tables.problem.layers):
         holders = [it for it in reach if np.isfinite(tables.stage(it).period[: index + 1, index + 1 :]).any()]
         if holders:
@@ -99,11 +102,11 @@ def _nowhere(tables: CostTables, reach: list[int]) -> NoFeasiblePlan | None:
             return NoFeasiblePlan(
                 f"needs {bytes_text(need - most)} more memory on one machine: layer {layer.name} takes "
                 f"{bytes_text(need)} and the largest machine lends {bytes_text(most)}",
-                "a layer is never divided: lend more memory, or take a smaller micro-batch",
+                "a layer cannot be divided: lend more memory, or use a smaller micro-batch",
             )
         return NoFeasiblePlan(
-            f"no machine may hold layer {layer.name}: memory of device or host, trust and pins forbid it everywhere",
-            "loosen a pin, trust a machine, or lend more host memory",
+            f"no machine may hold layer {layer.name}: each lacks memory of device or host, or trust, or is pinned",
+            "remove a pin, trust a machine, or lend more host memory",
         )
     return None
 
@@ -117,57 +120,60 @@ def _longest_span(tables: CostTables, machine: int) -> tuple[int, int]:
 def _check_names(what: str, names: Iterable[str]) -> None:
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
-        raise PlanInputInvalid(f"there are two {what}s {twice!r}")
+        raise PlanInputInvalid(f"{what} {twice!r} is given twice; each {what} may be given once")
 
 
 def _check_machine(machine: Machine, kinds: set[str]) -> None:
-    positive = ("device_memory_bytes", "host_memory_bytes", "uplink_bytes_per_second", "downlink_bytes_per_second")
-    for name in positive:
-        _require(math.isfinite(getattr(machine, name)) and getattr(machine, name) > 0, machine, name)
+    for name in ("device_memory_bytes", "host_memory_bytes", "uplink_bytes_per_second", "downlink_bytes_per_second"):
+        _require(0 < getattr(machine, name) < math.inf, machine, name, "above 0 and finite")
     for name in ("flops_per_second", "minimum_step_seconds", "price_per_hour", "failures_per_hour"):
-        _require(math.isfinite(getattr(machine, name)) and getattr(machine, name) >= 0, machine, name)
-    _require(0 < machine.availability <= 1, machine, "availability")
+        _require(0 <= getattr(machine, name) < math.inf, machine, name, "0 or more and finite")
+    _require(0 < machine.availability <= 1, machine, "availability", "above 0 and at most 1")
     times = [seconds for pair in machine.seconds_per_token.values() for seconds in pair]
-    _require(all(math.isfinite(it) and it >= 0 for it in times), machine, "seconds_per_token")
+    _require(all(0 <= it < math.inf for it in times), machine, "seconds_per_token", "0 or more and finite")
     unknown = sorted(kinds - machine.seconds_per_token.keys())
     if unknown and not machine.flops_per_second:
-        raise PlanInputInvalid(f"nothing says how fast {machine.name} computes a layer of kind {unknown[0]!r}")
+        raise PlanInputInvalid(
+            f"{machine.name} has neither a time for layers of kind {unknown[0]!r} nor flops_per_second",
+            "set flops_per_second, or measure that kind of layer",
+        )
 
 
-def _require(holds: bool, machine: Machine, name: str) -> None:
+def _require(holds: bool, machine: Machine, name: str, bound: str) -> None:
     if not holds:
-        raise PlanInputInvalid(f"{name} of {machine.name} cannot be {getattr(machine, name)!r}")
+        raise PlanInputInvalid(f"{name} of {machine.name} is {getattr(machine, name)!r}; it must be {bound}")
 
 
 def _check_layers(problem: Problem) -> None:
     names = {layer.name for layer in problem.layers}
     for layer in problem.layers:
-        figures = (
-            layer.parameters,
-            layer.frozen_parameters,
-            layer.flops_per_token,
-            layer.activation_bytes_per_token,
-            layer.workspace_bytes_per_token,
-        )
-        if not all(math.isfinite(it) and it >= 0 for it in figures):
-            raise PlanInputInvalid(f"layer {layer.name} has a figure that is negative or no number: {figures}")
+        for name in (
+            "parameters",
+            "frozen_parameters",
+            "flops_per_token",
+            "activation_bytes_per_token",
+            "workspace_bytes_per_token",
+        ):
+            if not 0 <= getattr(layer, name) < math.inf:
+                value = getattr(layer, name)
+                raise PlanInputInvalid(f"{name} of layer {layer.name} is {value!r}; it must be 0 or more and finite")
         strange = sorted(set(layer.tied_to) - names)
         if strange:
-            raise PlanInputInvalid(f"layer {layer.name} is tied to {strange[0]!r}, which is no layer")
+            raise PlanInputInvalid(f"layer {layer.name} is tied to {strange[0]!r}, and there is no such layer")
 
 
 def _check_training(problem: Problem) -> None:
     training, wishes = problem.training, problem.wishes
-    counts = ("micro_batch_tokens", "micro_batches", "round_tokens")
-    wrong = next((name for name in counts if getattr(training, name) < 1), None)
-    wrong = wrong or ("ahead" if training.ahead < 0 else None)
-    for owner in (training, wishes):
-        figures = {name: value for name, value in vars(owner).items() if isinstance(value, float)}
-        wrong = wrong or next((name for name, value in figures.items() if not 0 <= value < math.inf), None)
+    for name in ("micro_batch_tokens", "micro_batches", "round_tokens"):
+        if getattr(training, name) < 1:
+            raise PlanInputInvalid(f"{name} is {getattr(training, name)!r}; it must be 1 or more")
+    if training.ahead < 0:
+        raise PlanInputInvalid(f"ahead is {training.ahead!r}; it must be 0 or more")
+    for name, value in (vars(training) | vars(wishes)).items():
+        if isinstance(value, float) and not 0 <= value < math.inf:
+            raise PlanInputInvalid(f"{name} is {value!r}; it must be 0 or more and finite")
     if not 0 < training.link_efficiency <= 1:
-        wrong = "link_efficiency"
-    if wrong:
-        raise PlanInputInvalid(f"{wrong} has a value that it cannot have")
+        raise PlanInputInvalid(f"link_efficiency is {training.link_efficiency!r}; it must be above 0 and at most 1")
 
 
 def _check_links(problem: Problem) -> None:
@@ -178,33 +184,39 @@ def _check_links(problem: Problem) -> None:
         wrong = np.argwhere(~(table >= 0))
         if len(wrong):
             one, other = (problem.machines[int(index)].name for index in wrong[0])
-            raise PlanInputInvalid(f"the {name} {one} – {other} is negative or no number")
+            value = float(table[tuple(wrong[0])])
+            raise PlanInputInvalid(f"the {name} {one} – {other} is {value}; it must be 0 or more")
     if not np.array_equal(links.rtt_seconds, links.rtt_seconds.T):
-        raise PlanInputInvalid("round trips differ by direction; take the longer (`links.complete`)")
+        raise PlanInputInvalid("round trips differ by direction; use the longer one (`links.fill_missing_links`)")
 
 
 def _check_pin(problem: Problem, pin: Pin) -> None:
     machine = next((it for it in problem.machines if it.name == pin.machine), None)
     if machine is None:
-        raise PlanInputInvalid(f"a pin names {pin.machine!r}, which is no machine")
+        raise PlanInputInvalid(f"a pin names {pin.machine!r}, and there is no such machine")
     if pin.span is None:
         return
     first, last = pin.span
     if not 0 <= first <= last < len(problem.layers):
-        raise PlanInputInvalid(f"{pin.machine} is pinned to layers {first}–{last} of {len(problem.layers)}")
+        raise PlanInputInvalid(
+            f"{pin.machine} is pinned to layers {first}–{last}; the model has layers 0–{len(problem.layers) - 1}"
+        )
     at_end = first == 0 or last == len(problem.layers) - 1
     if problem.wishes.trusted_ends and at_end and not machine.trusted:
-        raise PlanInputInvalid(f"{pin.machine} is pinned to an end of the model and is not trusted with one")
+        raise PlanInputInvalid(
+            f"{pin.machine} is pinned to an end of the model, and trusted_ends allows only trusted machines there",
+            "pin it to other layers, set trusted of that machine, or set trusted_ends = false",
+        )
 
 
 def check_pins_fit(tables: CostTables) -> None:
-    """Raises `PlanInputInvalid` for a pinned span that does not fit its machine's memory."""
-    for told in unfit_pins(tables).values():
-        raise PlanInputInvalid(told, "pin it to fewer layers, or lend more memory")
+    """Raise `PlanInputInvalid` for a pinned span that does not fit its machine's memory."""
+    for problem in unfit_pins(tables).values():
+        raise PlanInputInvalid(problem, "pin it to fewer layers, or lend more memory")
 
 
 def unfit_pins(tables: CostTables) -> dict[str, str]:
-    """By machine: pinned spans that do not fit its memory, in words."""
+    """Describe the pinned spans that do not fit their machine's memory, by machine."""
     names = {machine.name: index for index, machine in enumerate(tables.problem.machines)}
     found = {}
     for pin in tables.problem.wishes.pins:
@@ -212,12 +224,12 @@ def unfit_pins(tables: CostTables) -> dict[str, str]:
             need = bytes_text(float(tables.spans.device_bytes[pin.span[0], pin.span[1] + 1]))
             layers = f"layers {pin.span[0]}–{pin.span[1]}"
             lent = bytes_text(tables.problem.machines[names[pin.machine]].device_memory_bytes)
-            found[pin.machine] = f"{pin.machine} is pinned to {layers}, which take {need} there, and lends {lent}"
+            found[pin.machine] = f"{pin.machine} is pinned to {layers}, which take {need}, but it lends {lent}"
     return found
 
 
 def without_unfit_pins(problem: Problem) -> tuple[Problem, dict[str, str]]:
-    """With no part for machines whose pinned span does not fit any more, and why, by machine."""
+    """Exclude machines whose pinned span no longer fits; also returns the reasons, by machine."""
     unfit = unfit_pins(CostTables(problem))
     pins = tuple(replace(pin, span=None) if pin.machine in unfit else pin for pin in problem.wishes.pins)
     return replace(problem, wishes=replace(problem.wishes, pins=pins)) if unfit else problem, unfit

@@ -1,16 +1,17 @@
-"""What a layout is worth: the one evaluator that every solver, the explanation and the benchmarks ask. Pure.
+"""Evaluates a layout: the only evaluator, used by every solver, the explanation and the benchmarks. Pure.
 
-A route trains in flushes of M micro-batches of m tokens. The first one takes `through` seconds, the sum over its stages
-and hops there and back; the others follow one `period` apart, the slowest of its stages, links and of the way between
-two stages, there and back, over the micro-batches that may be between them (`in_flight_limit.py`):
+A route trains in flushes of M micro-batches of m tokens. The first micro-batch takes `through` seconds: the sum over
+stages and hops, forward and backward. The others follow one `period` apart. The period is the longest of three: the
+slowest stage, the slowest link, and the lower bound from micro-batches in flight (`in_flight_limit`):
 
     flush = through + (M − 1) · period
 
-and no less than the owner of any of its machines lets an inner step take.
+A flush is never shorter than the minimum step that an owner of the route's machines set.
 
-Routes do not wait for each other, so the swarm's rate is the sum of theirs, each less what failures cost. Every
-`round_tokens` each layer is averaged among its holders while training goes on; that costs nothing unless the transfer,
-beside the activations on the same links, takes longer than the tokens do, and then the round is late for all.
+Routes do not wait for each other, so the swarm's rate is the sum over routes, each less the cost of failures. Every
+`round_tokens` tokens the holders of each layer average it while training continues. The exchange shares the links with
+activations. It costs nothing while it is shorter than the training of those tokens; otherwise the round is late for
+all routes.
 """
 
 from __future__ import annotations
@@ -22,37 +23,59 @@ from dataclasses import dataclass
 import numpy as np
 
 from atoll.coordinator.planner.cost_tables import CostTables
-from atoll.coordinator.planner.exchange_time import busy_seconds, finish_seconds_per_byte, largest_shares, reducer_mask
-from atoll.coordinator.planner.in_flight_limit import InFlightLimit, in_flight_limit
-from atoll.coordinator.planner.problem import Goal, IntArray, Layout, Route
+from atoll.coordinator.planner.exchange_time import (
+    finish_seconds_per_byte,
+    largest_shares,
+    link_seconds_per_byte,
+    reducer_mask,
+)
+from atoll.coordinator.planner.problem import Goal, IntArray, Layout, Route, Training
+
+
+@dataclass(frozen=True)
+class InFlightLimit:
+    """The two stages with the largest lower bound of the period, or none: 0 seconds."""
+
+    period_seconds: float = 0.0
+    first: int = 0
+    last: int = 0
+    in_flight: int = 0  # most micro-batches between them
+
+    @property
+    def round_trip_seconds(self) -> float:
+        """Time from the first of them to the last and back, compute included."""
+        return self.period_seconds * self.in_flight
+
+
+NO_IN_FLIGHT_LIMIT = InFlightLimit()
 
 
 @dataclass(frozen=True)
 class RouteCost:
-    """One route's figures. `score_rate` is the rate with what is above the cap of round trips counted more."""
+    """One route's figures. `score_rate` is the rate with a penalty for round trips above the cap."""
 
     through_seconds: float
     period_seconds: float  # of its slowest stage or link
-    in_flight_limit: InFlightLimit  # that makes it longer
+    in_flight_limit: InFlightLimit  # that makes the period longer
     flush_seconds: float
-    tokens_per_second: float  # less what failures cost
+    tokens_per_second: float  # less the cost of failures
     score_rate: float
     price_per_second: float
 
 
 @dataclass(frozen=True)
 class RoundCost:
-    """The outer round that a layout leads to."""
+    """Figures of a layout's outer round."""
 
     interval_seconds: float  # in which the swarm trains `round_tokens`
-    seconds: float  # between two rounds: the interval, or longer where a link is not done by then
-    busiest: int | None  # the machine whose link is done last; None: nothing is exchanged
-    busy_seconds: dict[int, float]  # by machine: its link, for exchange and activations of one round
+    seconds: float  # between two rounds: the interval, or longer where a link needs longer
+    busiest: int | None  # the machine whose link finishes last; None: no exchange
+    busy_seconds: dict[int, float]  # by machine: time of its link for the exchange and activations of one round
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A layout's worth. `score` is what solvers make large: tokens per second, or tokens per money, less discounts."""
+    """A layout's figures. Solvers maximise `score`: tokens per second, or tokens per money, less discounts."""
 
     layout: Layout
     routes: tuple[RouteCost, ...]
@@ -63,28 +86,29 @@ class Evaluation:
 
     @property
     def price_per_token(self) -> float:
-        """Infinite where nothing is trained."""
+        """Money per token; infinite where nothing is trained."""
         return self.price_per_second / self.tokens_per_second if self.tokens_per_second else math.inf
 
 
 def flush_seconds(tables: CostTables, through: float, period: float, machines: Collection[int]) -> float:
-    """Seconds of one inner step of a route over these; infinite where it cannot be."""
+    """Seconds of one inner step of a route over these machines; infinite where the route is infeasible."""
     if not math.isfinite(through):
         return math.inf  # and not NaN, which 0 · inf would be where M is 1
     return max(tables.least_step_seconds(machines), through + (tables.problem.training.micro_batches - 1) * period)
 
 
 def period_lower_bound(tables: CostTables, through: float, period: float, stages: int) -> float:
-    """What is known of a period with its window before the route is: from its first stage to its last and back."""
+    """Lower bound of the period before the split is known: the in-flight limit between first and last stage."""
     training = tables.problem.training
     credits = training.in_flight(stages)
     return max(period, through / credits) if credits < training.micro_batches else period
 
 
 def route_rate(tables: CostTables, flush: float, machines: Sequence[int]) -> float:
-    """Expected tokens per second. A failure costs its recovery and half a flush; who is away longer is planned around,
+    """Expected tokens per second of a route.
 
-    so that a route loses the share of time that its machines, on average, are not there.
+    A failure costs the recovery time and half a flush. The planner replaces a machine that stays away, so a route
+    loses only the average share of time that its machines are absent.
     """
     if not math.isfinite(flush):
         return 0.0
@@ -95,7 +119,7 @@ def route_rate(tables: CostTables, flush: float, machines: Sequence[int]) -> flo
 
 
 def route_cost(tables: CostTables, route: Route) -> RouteCost:
-    """One route, whatever the others do. A route that cannot be has no rate."""
+    """Evaluate one route by itself. An infeasible route has rate 0."""
     period = 0.0
     totals: list[float] = []
     hops: list[float] = []
@@ -132,8 +156,37 @@ def route_cost(tables: CostTables, route: Route) -> RouteCost:
     )
 
 
+def in_flight_limit(training: Training, stages: Sequence[float], hops: Sequence[float], period: float) -> InFlightLimit:
+    """Find the in-flight limit that makes the period longer than `period`, if any.
+
+    `stages` are the seconds that a micro-batch spends in each stage; `hops`, the seconds between stages, both ways.
+
+    A stage with c credits starts micro-batch k + c only after micro-batch k came back (1F1B; Narayanan et al.,
+    *Memory-efficient pipeline-parallel DNN training*, ICML 2021, §2.2). Each stage has 1 + `ahead` more credits than
+    the next stage. So between stage s and a later stage e at most (e − s) · (1 + ahead) + 1 micro-batches are in
+    flight, each for the time from s to e and back. The largest quotient, time over micro-batches, is a lower bound of
+    the period (the greatest cycle ratio of the schedule's event graph; Baccelli et al., *Synchronization and
+    linearity*, 1992, §2.5). A stage that may start all micro-batches of the flush at once waits for none of them.
+    """
+    step = 1 + training.ahead
+    if (sum(stages) + sum(hops)) / (step + 1) <= period:
+        return NO_IN_FLIGHT_LIMIT
+    found, worst = NO_IN_FLIGHT_LIMIT, period
+    for first in range(len(stages) - 1):
+        if (len(stages) - 1 - first) * step + 1 >= training.micro_batches:
+            continue
+        round_trip = stages[first]
+        for last in range(first + 1, len(stages)):
+            round_trip += hops[last - 1] + stages[last]
+            count = (last - first) * step + 1
+            if round_trip > worst * count:
+                worst = round_trip / count
+                found = InFlightLimit(worst, first, last, count)
+    return found
+
+
 def evaluate(tables: CostTables, layout: Layout) -> Evaluation:
-    """The whole objective. Routes must be well-formed (`checks.check_layout`); one that does not fit trains nothing."""
+    """Evaluate a whole layout. Routes must be valid (`checks.check_layout`); an infeasible route trains nothing."""
     routes = tuple(route_cost(tables, route) for route in layout.routes)
     rate = math.fsum(cost.tokens_per_second for cost in routes)
     outer = round_cost(tables, layout, [cost.tokens_per_second for cost in routes])
@@ -146,7 +199,7 @@ def evaluate(tables: CostTables, layout: Layout) -> Evaluation:
 
 
 def score(tables: CostTables, rate: float, price_per_second: float, routes: int, machines: Sequence[int]) -> float:
-    """What solvers make large, from sums over routes."""
+    """Compute the score that solvers maximise, from sums over routes."""
     wishes = tables.problem.wishes
     placed = {tables.problem.machines[machine].name for machine in machines} if tables.pins else set()
     unused = sum(span is not None and name not in placed for name, span in tables.pins.items())
@@ -156,7 +209,7 @@ def score(tables: CostTables, rate: float, price_per_second: float, routes: int,
 
 
 def round_cost(tables: CostTables, layout: Layout, rates: Sequence[float]) -> RoundCost:
-    """The outer round under a layout whose routes train `rates` tokens per second."""
+    """Compute the outer round of a layout whose routes train `rates` tokens per second."""
     total, training = math.fsum(rates), tables.problem.training
     if not total:
         return RoundCost(math.inf, math.inf, None, {})
@@ -174,13 +227,13 @@ def round_cost(tables: CostTables, layout: Layout, rates: Sequence[float]) -> Ro
 
 
 def exchange_seconds(tables: CostTables, layout: Layout) -> dict[int, float]:
-    """How long each machine's own link is busy with one exchange; empty where nothing is averaged."""
+    """Seconds that one exchange keeps each machine's link busy; empty where nothing is averaged."""
     if len(layout.routes) < 2:
         return {}
     holders = layer_holders(tables, layout)
     rates, dialable = tables.link_bytes_per_second[holders], reducer_mask(tables.dialable[holders])
     level = finish_seconds_per_byte(rates, dialable)[:, None]
-    per_byte = busy_seconds(level, rates, dialable, largest_shares(dialable), len(layout.routes))
+    per_byte = link_seconds_per_byte(level, rates, dialable, largest_shares(dialable), len(layout.routes))
     ends = np.concatenate(
         [np.zeros((1, len(layout.routes))), np.cumsum(per_byte * tables.layer_bytes[:, None], axis=0)]
     )
@@ -193,7 +246,7 @@ def exchange_seconds(tables: CostTables, layout: Layout) -> dict[int, float]:
 
 
 def layer_holders(tables: CostTables, layout: Layout) -> IntArray:
-    """Who holds each layer in each route, [L, R]."""
+    """Machine that holds each layer in each route, [L, R]."""
     holders = np.empty((tables.layers, len(layout.routes)), dtype=np.int64)
     for column, route in enumerate(layout.routes):
         for stage in route:
@@ -202,13 +255,13 @@ def layer_holders(tables: CostTables, layout: Layout) -> IntArray:
 
 
 def round_latency(tables: CostTables, machines: Sequence[int]) -> float:
-    """Seconds of an outer round that are waiting for answers."""
+    """Seconds of an outer round that are spent waiting for replies, not on transfers."""
     rtt = tables.problem.links.rtt_seconds[np.ix_(machines, machines)].max()
     return tables.problem.training.protocol_round_trips * float(rtt)
 
 
 def link_seconds(tables: CostTables, machine: int, a: int, b: int) -> float:
-    """Seconds per token of its route that activations and gradients keep its link busy."""
+    """Seconds per token of the route that activations and gradients keep the machine's link busy."""
     spans = tables.spans
     return float(
         max(

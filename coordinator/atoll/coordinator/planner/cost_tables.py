@@ -1,8 +1,9 @@
-"""A problem's figures in the form in which solvers ask for them: what any machine would need for any span.
+"""Precomputed cost tables: the seconds that any machine needs for any span, and for any hop. Used by all solvers.
 
-Shapes: N machines, L layers; spans are half-open: `[a, b]` of an (L + 1) × (L + 1) array is layers a … b − 1. A stage
-has a *total*, the seconds that one micro-batch spends in it there and back, and a *period*, the seconds after which it
-can take the next one; infinite where it may not be. A hop, between two machines at a cut, has the same two.
+Shapes: N machines, L layers. Spans are half-open: entry `[a, b]` of an (L + 1) × (L + 1) array is for layers a … b − 1.
+A stage has a *total*, the seconds that one micro-batch spends in it forward and backward, and a *period*, the seconds
+after which it can take the next one. Both are infinite for a span that the machine may not hold. A hop between two
+machines at a cut has the same two figures.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from atoll.coordinator.planner.span_tables import SpanTables
 
 @dataclass(frozen=True)
 class StageTable:
-    """Of one machine, by span."""
+    """Total and period of one machine, by span."""
 
     total: FloatArray
     period: FloatArray
 
     @cached_property
     def most_layers(self) -> int:
-        """How long the longest span is that it can hold; 0: none."""
+        """Length of the longest span that it can hold; 0: none."""
         start, end = np.nonzero(np.isfinite(self.period))
         return int((end - start).max(initial=0))
 
     @cached_property
     def by_length(self) -> tuple[IntArray, FloatArray, FloatArray]:
-        """Where spans start, their totals and periods, by length from 1 to `most_layers` and end, [K, L + 1]."""
+        """Starts, totals and periods of spans by length (1 to `most_layers`, K values) and end, [K, L + 1]."""
         end = np.arange(self.period.shape[0])
         start = end[None, :] - np.arange(1, self.most_layers + 1)[:, None]
         inside = np.maximum(start, 0)
@@ -44,7 +45,7 @@ class StageTable:
 
 
 class CostTables:
-    """Stage tables of machines, made when first asked for, and hops between them."""
+    """Stage tables of all machines, computed on first use, and the costs of hops between them."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -57,11 +58,10 @@ class CostTables:
         self.usable: BoolArray = rate > 0
         tokens = float(training.micro_batch_tokens)
         with np.errstate(divide="ignore"):
-            there = tokens * training.activation_ratio / rate
-            back = tokens * training.gradient_ratio / rate.T
-        self.hop_total_per_byte: FloatArray = there + back  # [N, N], seconds per byte of `cut_bytes_per_token`
-        self.hop_period_per_byte: FloatArray = np.maximum(there, back)
-        self.hop_limits_rate = self._narrows()
+            forward = tokens * training.activation_ratio / rate
+            backward = tokens * training.gradient_ratio / rate.T
+        self.hop_total_per_byte: FloatArray = forward + backward  # [N, N], seconds per byte of `cut_bytes_per_token`
+        self.hop_period_per_byte: FloatArray = np.maximum(forward, backward)
         self.hop_latency: FloatArray = np.where(self.usable, rtt, np.inf)
         self.hop_penalty: FloatArray = np.where(
             self.usable, wishes.rtt_weight * np.maximum(0.0, rtt - wishes.rtt_cap_seconds), np.inf
@@ -69,6 +69,7 @@ class CostTables:
         efficiency = training.link_efficiency
         self.uplink = np.array([machine.uplink_bytes_per_second for machine in problem.machines]) * efficiency
         self.downlink = np.array([machine.downlink_bytes_per_second for machine in problem.machines]) * efficiency
+        self.hop_limits_rate = self._slower_than_access_links(rate)
         self.link_bytes_per_second = link_rates(self.uplink, self.downlink)
         self.dialable = np.array([machine.reach is Reach.PUBLIC for machine in problem.machines])
         self.layer_bytes = training.outer_bytes_per_parameter * np.array([layer.parameters for layer in problem.layers])
@@ -76,48 +77,43 @@ class CostTables:
         self.failures_per_second = np.array([machine.failures_per_hour for machine in problem.machines]) / 3600
         self.price_per_second = np.array([machine.price_per_hour for machine in problem.machines]) / 3600
         self.pins = {pin.machine: pin.span for pin in wishes.pins}
-        self._only_span = {pin.machine: pin.span for pin in wishes.kept} | self.pins
+        self._only_span = {pin.machine: pin.span for pin in wishes.allowed_spans} | self.pins
         self._stages: dict[int, StageTable] = {}
         self._round_limit_seconds = np.inf
 
     def least_step_seconds(self, machines: Iterable[int]) -> float:
-        """Seconds that an inner step of a route over these takes at least, by the word of their owners."""
+        """Shortest inner step, in seconds, that the owners of these machines allow."""
         every = self.problem.machines
         return max((every[machine].minimum_step_seconds for machine in machines), default=0.0)
 
     def stage(self, machine: int) -> StageTable:
-        """What `machine` would need for each span; infinite where memory, trust or a pin forbids it."""
+        """Table of `machine`; infinite for spans that memory, trust or a pin forbids."""
         table = self._stages.get(machine)
         if table is None:
             table = self._stages[machine] = self._stage(machine)
         return table
 
     def with_round_limit(self, seconds: float) -> CostTables:
-        """The same, but no span whose own bytes keep its machine's link busy for longer in an outer round."""
+        """Copy without spans whose parameters keep the machine's link busy longer than this in an outer round."""
         other = copy(self)
         other._stages, other._round_limit_seconds = {}, seconds
         return other
 
     def hop(self, source: int, target: int) -> tuple[FloatArray, FloatArray]:
-        """Total, with what is above the cap of round trips, and period, by the cut's place, [L + 1]."""
+        """Total (with the penalty for round trips above the cap) and period, by the position of the cut, [L + 1]."""
         cut = self.spans.cut_bytes_per_token
         if not self.usable[source, target]:
             return np.full(cut.shape, np.inf), np.full(cut.shape, np.inf)
         constant = self.hop_latency[source, target] + self.hop_penalty[source, target]
         return cut * self.hop_total_per_byte[source, target] + constant, cut * self.hop_period_per_byte[source, target]
 
-    def _narrows(self) -> BoolArray:
-        """Pairs between which less passes than their own links carry: only there a hop can be slower than its ends."""
-        machines = self.problem.machines
-        up = np.array([machine.uplink_bytes_per_second for machine in machines])
-        down = np.array([machine.downlink_bytes_per_second for machine in machines])
-        narrow = transfer_rates(self.problem) < 0.999 * self.problem.training.link_efficiency * np.minimum(
-            up[:, None], down
-        )
+    def _slower_than_access_links(self, rate: FloatArray) -> BoolArray:
+        """Pairs whose path is slower than their access links: only there a hop can be slower than both stages."""
+        narrow = rate < 0.999 * np.minimum(self.uplink[:, None], self.downlink)
         return np.asarray(narrow | narrow.T)
 
     def seconds_per_token(self, machine: int) -> tuple[FloatArray, FloatArray]:
-        """Forward and backward, by layer."""
+        """Seconds of forward and of backward, by layer, [L] each."""
         profile, training = self.problem.machines[machine], self.problem.training
         pairs = np.empty((self.layers, 2))
         for index, layer in enumerate(self.problem.layers):
@@ -127,7 +123,7 @@ class CostTables:
         return pairs[:, 0], pairs[:, 1]
 
     def fits(self, machine: int) -> BoolArray:
-        """Whether each span fits its memory, [a, b]."""
+        """Mask of the spans that fit its memory, [a, b]."""
         profile, spans = self.problem.machines[machine], self.spans
         if profile.shares_memory:
             found = spans.is_span & (spans.device_bytes + spans.host_bytes <= profile.device_memory_bytes)
@@ -137,7 +133,7 @@ class CostTables:
         return found if profile.holds_whole is None else np.where(spans.is_whole, profile.holds_whole, found)
 
     def compute_seconds(self, machine: int) -> FloatArray:
-        """Of one micro-batch, by span, [a, b]: forward, forward again but for a route's last, backward."""
+        """Seconds of one micro-batch, by span, [a, b]: forward, forward again (except in the last stage), backward."""
         forward, backward = (np.concatenate([[0.0], np.cumsum(it)]) for it in self.seconds_per_token(machine))
         once, again = (ends[None, :] - ends[:, None] for ends in (forward + backward, forward))
         return np.asarray(
@@ -148,7 +144,8 @@ class CostTables:
         spans, training = self.spans, self.problem.training
         tokens, up, down = training.micro_batch_tokens, self.uplink[machine], self.downlink[machine]
         compute = self.compute_seconds(machine)
-        ties = (spans.borrowed + spans.lent) * training.tie_bytes_per_parameter * (1 / up + 1 / down) / 2
+        tied = spans.borrowed_parameters + spans.lent_parameters
+        ties = tied * training.tie_bytes_per_parameter * (1 / up + 1 / down) / 2
         sending, receiving = tokens * spans.sent_bytes_per_token / up, tokens * spans.received_bytes_per_token / down
         allowed = self.fits(machine) & self._permitted(self.problem.machines[machine])
         ends = np.concatenate([[0.0], np.cumsum(self.layer_bytes)])

@@ -1,11 +1,12 @@
-"""The optimal layout of a few machines, or the best one found and how far it may be from the optimum. Pure.
+"""Finds the optimal layout of a few machines, or the best one within a budget and a bound on the optimum. Pure.
 
-Routes meet only in the outer round. So first every subset of machines is asked for its best route: by dynamic
+Routes interact only in the outer round. So the best route of every subset of machines is found first: by dynamic
 programming over (machines used, last machine, layers covered), after Held and Karp (*A dynamic programming approach to
-sequencing problems*, 1962), once for every value that the period of its stages and hops can have. Then all ways to
-divide the machines into routes are tried in the order of what they would be worth without outer rounds and with windows
-from end to end alone, until none can be better than the best seen. Where a round or another window binds, other routes
-of the same machines may be better than those found: all are tried.
+sequencing problems*, 1962), once for every possible value of the period of its stages and hops. Then all partitions of
+the machines into routes are tried, in the order of an upper bound of their score, until no other can be better than the
+best seen. The bound ignores outer rounds, and all in-flight limits except the one from first to last stage. Where the
+outer round or another in-flight limit is the bottleneck, other routes of the same machines may be better: all of them
+are tried.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.problem import FloatArray, Layout, Route, Stage
 
 MOST_MACHINES = 8
-_MOST_ROUTES = 20_000  # of the same machines, where a round binds; beyond, the gap is told
-_CHUNK = 64  # values of the period at a time, at most: bounds memory
-_CHUNK_CELLS = 200_000  # of them, times spans
-_RELATIVE_TOLERANCE = 1e-9  # relative: what rounding may make of equal scores
+_MOST_ROUTES = 20_000  # of the same machines that are tried; with more, the result has a gap
+_CHUNK = 64  # most period values at a time: bounds memory
+_CHUNK_CELLS = 200_000  # most period values × spans at a time
+_RELATIVE_TOLERANCE = 1e-9  # rounding error between equal scores
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,14 @@ class ExactResult:
 
     @property
     def gap(self) -> float:
-        """By which share the optimum can be better at most; 0: `best` is it."""
+        """Share by which the optimum may be better at most; 0: `best` is optimal."""
         if self.best is None or not self.best.score:
             return 0.0 if self.bound == 0 else math.inf
         return max(0.0, self.bound / self.best.score - 1)
 
 
 def solve_exactly(tables: CostTables, machines: Sequence[int], budget: Budget) -> ExactResult:
-    """The optimum over `machines` (at most `MOST_MACHINES`), or what was found when the budget ended."""
+    """Return the optimum over `machines` (at most `MOST_MACHINES`), or the best found when the budget ended."""
     assert len(machines) <= MOST_MACHINES
     routes = best_routes(tables, machines, budget)
     if routes is None:
@@ -73,7 +74,7 @@ def solve_exactly(tables: CostTables, machines: Sequence[int], budget: Budget) -
 
 @dataclass(frozen=True)
 class FastestRoute:
-    """A route of some machines, and the rate (`RouteCost.score_rate`) that no route of them exceeds."""
+    """A route of some machines, and an upper bound on `RouteCost.score_rate` of any route of them."""
 
     route: Route
     bound: float
@@ -82,9 +83,10 @@ class FastestRoute:
 def best_routes(
     tables: CostTables, machines: Sequence[int], budget: Budget
 ) -> dict[frozenset[int], FastestRoute] | None:
-    """The fastest route that uses exactly these machines, for each subset that has one; None: the budget ended.
+    """Fastest route of each subset of `machines`, using all of the subset; None: the budget ended.
 
-    Where a window binds that is not from end to end it need not be the fastest: then its rate is below its bound.
+    Where an in-flight limit other than from first to last stage is the bottleneck, the route need not be the fastest:
+    its rate is then below its bound.
     """
     least: dict[frozenset[int], tuple[float, float]] = {}  # seconds of a flush, limit of the period
     limits = _periods(tables, machines)
@@ -108,7 +110,7 @@ def best_routes(
 
 
 def _periods(tables: CostTables, machines: Sequence[int]) -> FloatArray:
-    """Every value that the period of a route of these machines can have, ascending."""
+    """All values that the period of a route of these machines can have, ascending."""
     stages = [tables.stage(machine).period.ravel() for machine in machines]
     hops = [tables.hop(one, other)[1][1:-1] for one, other in permutations(machines, 2)]
     values = np.unique(np.concatenate(stages + hops))
@@ -118,7 +120,7 @@ def _periods(tables: CostTables, machines: Sequence[int]) -> FloatArray:
 def _through_by_subset(
     tables: CostTables, machines: Sequence[int], limits: FloatArray
 ) -> Iterator[tuple[frozenset[int], FloatArray]]:
-    """The least sum of a route of exactly that subset, for each limit on its period, [T]."""
+    """Least `through` of a route of exactly each subset, for each limit on its period, [T]."""
     for members, ends in _held_karp(tables, machines, limits):
         yield frozenset(machines[member] for member in members), ends[:, :, -1].min(axis=0)
 
@@ -126,7 +128,7 @@ def _through_by_subset(
 def _held_karp(
     tables: CostTables, machines: Sequence[int], limits: FloatArray
 ) -> Iterator[tuple[tuple[int, ...], FloatArray]]:
-    """By subset, smaller ones first: the least sum with that machine last and so many layers covered, [n, T, L + 1]."""
+    """Least sums by subset, smaller ones first: by last machine, limit and layers covered, [n, T, L + 1]."""
     count, size = len(machines), tables.layers + 1
     stages = [tables.stage(machine) for machine in machines]
     totals = [np.where(it.period <= limits[:, None, None], it.total, np.inf) for it in stages]
@@ -148,13 +150,13 @@ def _held_karp(
 
 
 def _bounded_hop(tables: CostTables, one: int, other: int, limits: FloatArray) -> FloatArray:
-    """Totals by cut, infinite above a limit, [T, L + 1]."""
+    """Hop totals by cut, infinite where the hop's period exceeds the limit, [T, L + 1]."""
     total, period = tables.hop(one, other)
     return np.where(period <= limits[:, None], total, np.inf)
 
 
 def _route(tables: CostTables, machines: Sequence[int], limit: float) -> Route:
-    """The route of exactly these machines with the least sum under that limit of the period."""
+    """Route of exactly these machines with the least `through` under that limit of the period."""
     limits = np.array([limit])
     reached = dict(_held_karp(tables, machines, limits))
     left, end, follower = tuple(range(len(machines))), tables.layers, -1
@@ -177,7 +179,7 @@ def _first_layer(
     tables: CostTables, machines: Sequence[int], ends: FloatArray | None, rest: Sequence[int], last: int, end: int,
     limits: FloatArray,
 ) -> int:  # fmt: skip
-    """Where the stage of `last` begins that ends before layer `end`."""
+    """First layer of the stage of `last` that ends before layer `end`."""
     assert ends is not None
     before = np.minimum.reduce([ends[it] + _bounded_hop(tables, machines[it], machines[last], limits) for it in rest])
     table = tables.stage(machines[last])
@@ -188,7 +190,7 @@ def _first_layer(
 def _partitions(
     tables: CostTables, routes: dict[frozenset[int], FastestRoute]
 ) -> list[tuple[float, tuple[frozenset[int], ...]]]:
-    """All ways to divide machines into routes, some left out, by what they are worth at most if no round binds."""
+    """All partitions of machines into routes (some machines left out), by an upper bound of their score."""
     prices = {subset: float(tables.price_per_second[sorted(subset)].sum()) for subset in routes}
     found: list[tuple[float, tuple[frozenset[int], ...]]] = []
 
@@ -206,9 +208,10 @@ def _partitions(
 
 
 def _rate_bound_by_rounds(tables: CostTables, subsets: Sequence[frozenset[int]]) -> float:
-    """Tokens per second that outer rounds allow at most, however the layers are cut.
+    """Upper bound on tokens per second from outer rounds, for any split of the layers.
 
-    Whoever holds V bytes of layers sends at least V; a route must send all layers, at best over all its links at once.
+    A machine that holds V bytes of layers sends at least V. A route must send all layers, at best over all its links at
+    the same time.
     """
     if len(subsets) < 2:
         return math.inf
@@ -221,7 +224,7 @@ def _rate_bound_by_rounds(tables: CostTables, subsets: Sequence[frozenset[int]])
 def _improve(
     tables: CostTables, fastest: Sequence[Route], bound: float, best: Evaluation | None, budget: Budget
 ) -> tuple[Evaluation | None, bool]:
-    """The better of `best` and the best layout of these machines, and whether that is certain."""
+    """Return the better of `best` and the best layout of these machines, and whether that is proven."""
     first = evaluate(tables, Layout(tuple(fastest)))
     best = first if best is None or first.score > best.score else best
     if first.score >= bound * (1 - _RELATIVE_TOLERANCE):
@@ -236,19 +239,19 @@ def _improve(
 
 @dataclass(frozen=True)
 class _Choice:
-    """A route that could be, and how long an outer round takes its busiest link at least."""
+    """A feasible route, and a lower bound on the time of its busiest link in an outer round."""
 
-    rate: float
+    score_rate: float
     floor_seconds: float
     route: Route
 
 
 @dataclass
 class _BranchAndBound:
-    """Branch and bound over one choice for each route of a division."""
+    """Branch and bound over one choice for each route of a partition."""
 
     tables: CostTables
-    first: Evaluation  # any layout of the division
+    first: Evaluation  # any layout of the partition
     choices: Sequence[Sequence[_Choice]]  # fastest first
     best: Evaluation
     budget: Budget
@@ -258,11 +261,11 @@ class _BranchAndBound:
         machines = self.first.layout.machines
         self.factor = score(self.tables, 1.0, self.first.price_per_second, len(self.choices), machines)
         self.latency = round_latency(self.tables, machines)
-        fastest = [it[0].rate if it else -math.inf for it in self.choices]
+        fastest = [it[0].score_rate if it else -math.inf for it in self.choices]
         self.rest = [math.fsum(fastest[place:]) for place in range(len(fastest) + 1)]
 
     def descend(self, chosen: tuple[_Choice, ...], rate: float) -> None:
-        """Try all that begins with `chosen`."""
+        """Try all layouts that begin with `chosen`."""
         depth = len(chosen)
         if depth == len(self.choices):
             tried = evaluate(self.tables, Layout(tuple(it.route for it in chosen)))
@@ -270,19 +273,19 @@ class _BranchAndBound:
             return
         tokens = self.tables.problem.training.round_tokens
         for choice in self.choices[depth]:
-            if self.factor * (rate + choice.rate + self.rest[depth + 1]) <= self.best.score * (1 + _RELATIVE_TOLERANCE):
+            together = rate + choice.score_rate
+            if self.factor * (together + self.rest[depth + 1]) <= self.best.score * (1 + _RELATIVE_TOLERANCE):
                 return
             if self.ended or self.budget.over():
                 self.ended = True
                 return
-            if self.factor * tokens / (choice.floor_seconds + self.latency) > self.best.score * (
-                1 + _RELATIVE_TOLERANCE
-            ):
-                self.descend((*chosen, choice), rate + choice.rate)
+            by_rounds = self.factor * tokens / (choice.floor_seconds + self.latency)
+            if by_rounds > self.best.score * (1 + _RELATIVE_TOLERANCE):
+                self.descend((*chosen, choice), together)
 
 
 def _choices(tables: CostTables, route: Route) -> list[_Choice]:
-    """Every route of exactly the machines of `route`, fastest first."""
+    """All feasible routes of exactly the machines of `route`, fastest first."""
     machines = [stage.machine for stage in route]
     size = tables.problem.training.outer_bytes_per_parameter
     rates, parameters = tables.link_bytes_per_second, tables.spans.parameters
@@ -295,4 +298,4 @@ def _choices(tables: CostTables, route: Route) -> list[_Choice]:
             if rate:
                 floor = max(size * parameters[it.first, it.last + 1] / rates[it.machine] for it in stages)
                 found.append(_Choice(rate, float(floor), stages))
-    return sorted(found, key=lambda it: -it.rate)
+    return sorted(found, key=lambda it: -it.score_rate)

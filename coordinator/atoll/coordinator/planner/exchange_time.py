@@ -1,9 +1,10 @@
-"""How long an outer round's exchange keeps each holder's link busy: `shares.py` for many layers at once. Pure.
+"""Time that an outer round's exchange keeps each holder's link busy: `reduce_shares.py` for many layers at once. Pure.
 
-Holders of a layer average it among themselves; who reduces a share s of V bytes sends and receives (1 + s·(R − 2))·V,
-with R holders. `shares.best_shares` fills shares up to a *level*, the seconds per byte after which all who reduce are
-done: who is slower than that with its own values alone reduces nothing, who is fast has at most twice an equal share.
-Here the same level is found for all layers together, as arrays: a plan of a thousand machines has hundreds of routes.
+The R holders of a layer average it among themselves. A holder that reduces a share s of V bytes sends and receives
+(1 + s·(R − 2))·V bytes. `reduce_shares.best_shares` raises all shares to a common *level*: the seconds per byte after
+which all reducers are done. A holder that needs longer for its own values alone reduces nothing. A fast holder gets at
+most twice an equal share. This module computes the same level for all layers together, as arrays, because a plan for a
+thousand machines has hundreds of routes.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import numpy as np
 from atoll.coordinator.planner.problem import BoolArray, FloatArray
 from atoll.coordinator.planner.reduce_shares import MAX_SHARE_FACTOR, MIN_LINK_BYTES_PER_SECOND
 
-_RELATIVE_TOLERANCE = 1e-9  # of a vector: what rounding may leave
+_RELATIVE_TOLERANCE = 1e-9  # of a vector: rounding error
 
 
 def finish_seconds_per_byte(rates: FloatArray, dialable: BoolArray) -> FloatArray:
-    """Seconds per byte until all who reduce are done, [S].
+    """Seconds per byte until all reducers are done, [S].
 
-    `rates` [S, R]: bytes per second of the R holders of S layers; `dialable` [S, R]: who can reduce, one at least.
+    `rates` [S, R]: bytes per second of the R holders of S layers; `dialable` [S, R]: holders that can reduce, at
+    least one per layer.
     """
     holders = rates.shape[1]
     if holders < 3:
@@ -33,9 +35,9 @@ def finish_seconds_per_byte(rates: FloatArray, dialable: BoolArray) -> FloatArra
     slope = np.take_along_axis(np.concatenate([slopes, -slopes], axis=1), order, axis=1).cumsum(axis=1)
     with np.errstate(invalid="ignore"):
         steps = np.nan_to_num(np.diff(points, axis=1), posinf=0.0) * slope[:, :-1]
-    filled = np.concatenate([np.zeros((len(rates), 1)), steps.cumsum(axis=1)], axis=1)  # of one vector, at each point
+    filled = np.concatenate([np.zeros((len(rates), 1)), steps.cumsum(axis=1)], axis=1)  # share reduced by each point
     whole = np.minimum(1.0, filled.max(axis=1, keepdims=True)) - _RELATIVE_TOLERANCE
-    last = np.argmax(filled >= whole, axis=1)  # the first point at which everything is given away
+    last = np.argmax(filled >= whole, axis=1)  # the first point by which the whole vector has reducers
     each = np.arange(len(rates))
     before = np.maximum(last - 1, 0)
     missing = 1 - filled[each, before]
@@ -43,14 +45,14 @@ def finish_seconds_per_byte(rates: FloatArray, dialable: BoolArray) -> FloatArra
 
 
 def largest_shares(dialable: BoolArray) -> FloatArray:
-    """The largest share that a holder of each layer may have, [S, 1]."""
+    """Largest share that a holder of each layer may have, [S, 1]."""
     return np.asarray(np.maximum(MAX_SHARE_FACTOR / dialable.shape[1], 1 / dialable.sum(axis=1, keepdims=True)))
 
 
-def busy_seconds(
+def link_seconds_per_byte(
     level: FloatArray, rate: FloatArray, reduces: BoolArray, largest: FloatArray, holders: int
 ) -> FloatArray:
-    """Seconds per byte that a holder's own link is busy, where the level is that; all of one shape."""
+    """Seconds per byte that a holder's own link is busy at this level; all arrays have one shape."""
     alone = 1 / rate
     if holders < 3:
         return alone
@@ -58,10 +60,10 @@ def busy_seconds(
 
 
 def reducer_mask(dialable: BoolArray) -> BoolArray:
-    """Those whom others can dial; all where nobody can be dialled, [S, R]."""
+    """Holders that others can dial; all holders of a layer where none can be dialled, [S, R]."""
     return dialable | ~dialable.any(axis=1, keepdims=True)
 
 
 def link_rates(uplink: FloatArray, downlink: FloatArray) -> FloatArray:
-    """Rate of the slower direction, because as many bytes come in as go out; at least `MIN_LINK_BYTES_PER_SECOND`."""
+    """Rate of the slower direction, as equal bytes go in and out; at least `MIN_LINK_BYTES_PER_SECOND`."""
     return np.maximum(np.minimum(uplink, downlink), MIN_LINK_BYTES_PER_SECOND)

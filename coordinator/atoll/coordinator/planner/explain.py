@@ -1,7 +1,7 @@
-"""What a layout means for people: who does what, what each waits for, what limits the whole, and what would help. Pure.
+"""Explains a layout to people: placements, waiting reasons, the bottleneck, and possible improvements. Pure.
 
-`explain` gives data; `report.py` makes sentences of it. What one more machine or a faster link would bring is found by
-planning again with it, from the present layout on.
+`explain` returns data; `report.py` and `layout_svg.py` present it. The gain of one more machine or of a faster link is
+found by planning again with it, starting from the present layout.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from atoll.coordinator.planner.splits import best_split
 from atoll.core.clock import Clock
 
 DAY_SECONDS = 86400.0
-_SAME_PLACE_SECONDS = 0.001  # of a new machine to the one beside which it is put
-_RELATIVE_TOLERANCE = 1e-6  # relative
-_MOST_LEFT_OUT = 200  # machines whose reason is looked for: each takes some layouts to evaluate
+_SAME_PLACE_SECONDS = 0.001  # round trip assumed between a new machine and its neighbour
+_RELATIVE_TOLERANCE = 1e-6
+_MOST_LEFT_OUT = 200  # machines that get a reason: each takes some evaluations
 
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """One machine's part in a layout."""
+    """One machine's place in a layout."""
 
     machine: str
     region: int
@@ -42,13 +42,13 @@ class StagePlacement:
     memory_lent_bytes: float
     computing: float  # share of the time
     waits_for: str
-    sets_pace: bool  # of its route
-    bytes_per_day: float  # that it sends, at most
+    sets_pace: bool  # is the bottleneck of its route
+    bytes_per_day: float  # upper bound of the bytes that it sends
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """One machine without a part, and why."""
+    """One machine without a place, and why."""
 
     machine: str
     region: int
@@ -57,7 +57,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Improvement:
-    """Something that could be had: tokens per second with it, in terms of those with the best layout without it."""
+    """A possible change: tokens per second with it over those of the best layout without it."""
 
     what: str
     times: float
@@ -65,7 +65,7 @@ class Improvement:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A layout of the first routes only, best value first."""
+    """A layout of only some routes, those with the most tokens for their price first."""
 
     machines: int
     tokens_per_second: float
@@ -75,19 +75,19 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All of it; the evaluation beside it has the totals."""
+    """The whole explanation of a layout; its `Evaluation` has the totals."""
 
     places: tuple[StagePlacement, ...]
     left_out: tuple[LeftOut, ...]
     bottleneck: str
-    assumed: tuple[str, ...]  # that the routes need and nobody can know
+    assumed: tuple[str, ...]  # unproven conditions of the routes
     help: tuple[Improvement, ...]
     curve: tuple[CurvePoint, ...]
-    sweet_spot: int  # machines at which time × price is least
+    sweet_spot: int  # number of machines with the least time × price
 
 
 def explain(found: Solution, *, clock: Clock, rng: random.Random, seconds: float) -> Explanation:
-    """`seconds`: to find out what would help."""
+    """Explain a solution; `seconds` is the time for finding improvements."""
     tables, value = found.tables, found.evaluation
     label = regions(found.problem)
     curve = tuple(_curve(tables, value))
@@ -108,18 +108,18 @@ def _assumed(tables: CostTables, value: Evaluation) -> Iterator[str]:
         one, other = machines[before.machine], machines[after.machine]
         if Reach.PUBLIC not in (one.reach, other.reach):
             yield (
-                f"{one.name} and {other.name}, both behind NAT, meet by hole punching, at 10 Mbit/s: some routers do "
-                "not allow it; better make one of them reachable"
+                f"{one.name} and {other.name} are both behind NAT and connect by hole punching, at 10 Mbit/s. Some "
+                "routers do not allow it: make one of the two reachable"
             )
 
 
 def bottleneck(tables: CostTables, value: Evaluation) -> str:
-    """What sets the pace of the whole, in one sentence."""
+    """Name the bottleneck of the whole layout, in one sentence."""
     outer, machines = value.round, tables.problem.machines
     if outer.busiest is not None and outer.seconds > outer.interval_seconds * (1 + _RELATIVE_TOLERANCE):
         return (
-            f"outer rounds: the link of {machines[outer.busiest].name} needs {outer.seconds:.0f} s for a round "
-            f"whose tokens are trained in {outer.interval_seconds:.0f} s"
+            f"outer rounds: the link of {machines[outer.busiest].name} needs {outer.seconds:.0f} s per round, "
+            f"but the swarm trains a round's tokens in {outer.interval_seconds:.0f} s"
         )
     slowest = min(
         range(len(value.routes)), key=lambda it: value.routes[it].tokens_per_second / len(value.layout.routes[it])
@@ -129,19 +129,19 @@ def bottleneck(tables: CostTables, value: Evaluation) -> str:
 
 
 def _pace_setter(tables: CostTables, route: Route) -> tuple[str, str]:
-    """Who or what sets a route's period, and by what."""
+    """Return the machine, link or path that sets a route's pace, and the reason."""
     cost, training = route_cost(tables, route), tables.problem.training
     names = [machine.name for machine in tables.problem.machines]
     slowest = max((stage.machine for stage in route), key=lambda it: tables.least_step_seconds([it]))
     if cost.flush_seconds <= tables.least_step_seconds([slowest]):
-        return names[slowest], f"its owner lets it step every {cost.flush_seconds:g} s at most"
+        return names[slowest], f"its owner set a minimum step of {cost.flush_seconds:g} s"
     if cost.in_flight_limit.period_seconds > cost.period_seconds * (1 + _RELATIVE_TOLERANCE):
         ends = " – ".join(
             names[route[place].machine] for place in (cost.in_flight_limit.first, cost.in_flight_limit.last)
         )
         limit = cost.in_flight_limit
-        told = f"{limit.in_flight} micro-batches in flight do not cover {limit.round_trip_seconds:.2f} s"
-        return f"the way {ends} and back", told
+        reason = f"{limit.in_flight} micro-batches in flight do not cover {limit.round_trip_seconds:.2f} s"
+        return f"the round trip {ends}", reason
     for stage in route:
         if tables.stage(stage.machine).period[stage.first, stage.last + 1] >= cost.period_seconds * (
             1 - _RELATIVE_TOLERANCE
@@ -183,12 +183,12 @@ def _places(tables: CostTables, value: Evaluation, label: Sequence[int]) -> Iter
 
 
 def left_out(tables: CostTables, value: Evaluation, most: int) -> tuple[LeftOut, ...]:
-    """Who has no part in a layout (of one route at least), and why; no more than so many are looked at."""
+    """Machines without a place in a layout (of at least one route), and why; at most `most` reasons are computed."""
     placed, label = set(value.layout.machines), regions(tables.problem).tolist()
     home = next((set(island) for island in islands(tables.usable) if placed & set(island)), placed)
     outside = [index for index in range(tables.count) if index not in placed]
     reasons = [_reason(tables, value, index, home) for index in outside[:most]]
-    reasons += ["the search found no place for it"] * (len(outside) - len(reasons))
+    reasons += ["the search found no place for this machine"] * (len(outside) - len(reasons))
     return tuple(
         LeftOut(tables.problem.machines[index].name, label[index], reason)
         for index, reason in zip(outside, reasons, strict=True)
@@ -200,42 +200,43 @@ def _reason(tables: CostTables, value: Evaluation, index: int, home: set[int]) -
     if machine.name in tables.pins and tables.pins[machine.name] is None:
         return "pinned out by the operator"
     if index not in home:
-        return "does not reach the others"
+        return "cannot connect to the other machines"
     if not tables.stage(index).most_layers:
         least = float(tables.spans.device_bytes[tables.spans.is_span].min())
-        return f"holds no layer: the smallest takes {least / 1e9:.1f} GB, or it may not hold those that fit"
+        return f"cannot hold any layer: the smallest takes {least / 1e9:.1f} GB, or pins or trust forbid those that fit"
     best = max(_layouts_with(tables, value.layout, index), key=lambda it: it.score, default=None)
     if best is None:
-        return f"holds {tables.stage(index).most_layers} of {tables.layers} layers, and nobody is left to hold the rest"
+        held = tables.stage(index).most_layers
+        return f"can hold {held} of {tables.layers} layers, and no free machine can hold the rest"
     worse = 1 - best.score / value.score
     if worse < -_RELATIVE_TOLERANCE:
-        return f"with it the swarm would be {-100 * worse:.1f} % better: too little for what moves"
+        return f"the swarm would be {-100 * worse:.1f} % better with it: too little for the layers that would move"
     if worse < _RELATIVE_TOLERANCE:
-        return "would change nothing"
+        return "the swarm would be equally fast with it"
     late = best.round.seconds > best.round.interval_seconds * (1 + _RELATIVE_TOLERANCE) and best.round.busiest == index
     why = (
-        f"its link would need {best.round.seconds:.0f} s for a round"
+        f"its link would need {best.round.seconds:.0f} s per round"
         if late
-        else "the route it is best in would slow down"
+        else "it would slow down even its best route"
     )
-    return f"with it the swarm would be {100 * worse:.1f} % worse: {why}"
+    return f"the swarm would be {100 * worse:.1f} % worse with it: {why}"
 
 
 def _layouts_with(tables: CostTables, layout: Layout, index: int) -> Iterator[Evaluation]:
-    """Layouts with that machine put somewhere: alone, or in the first, middle or last place of each of a few routes."""
+    """Evaluate layouts with that machine added: alone, or at the start, middle or end of each of a few routes."""
     alone = best_split(tables, (index,))
-    if alone.rate:
+    if alone.score_rate:
         yield evaluate(tables, Layout((*layout.routes, alone.route)))
     for place, route in enumerate(layout.routes[:8]):
         order = [stage.machine for stage in route]
         for at in {0, len(order) // 2, len(order)}:
             split = best_split(tables, (*order[:at], index, *order[at:]))
-            if split.rate:
+            if split.score_rate:
                 yield evaluate(tables, Layout((*layout.routes[:place], split.route, *layout.routes[place + 1 :])))
 
 
 def _improvements(found: Solution, clock: Clock, rng: random.Random, seconds: float) -> Iterator[Improvement]:
-    """One more of each kind of machine beside the slowest, and that one's link twice as fast."""
+    """Gains of one more machine of each kind beside the slowest one, and of a link twice as fast for that one."""
     problem, layout = found.problem, found.evaluation.layout
     beside = found.evaluation.round.busiest
     beside = layout.routes[0][0].machine if beside is None else beside
@@ -271,7 +272,7 @@ def _twice_the_link(problem: Problem, index: int) -> Problem:
 
 
 def _curve(tables: CostTables, value: Evaluation) -> Iterator[CurvePoint]:
-    """Routes join in the order of tokens for money, or of tokens per machine where nothing has a price."""
+    """Add routes by tokens per price, or by tokens per machine where nothing has a price."""
     worth = [
         cost.tokens_per_second / (cost.price_per_second or len(route))
         for cost, route in zip(value.routes, value.layout.routes, strict=True)

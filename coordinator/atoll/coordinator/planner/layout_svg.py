@@ -1,7 +1,7 @@
-"""A layout as a picture: routes from top to bottom, layers from left to right, colours for regions. Pure.
+"""Draws a layout as SVG: routes from top to bottom, layers from left to right, one colour per region. Pure.
 
-Each stage is a box over its layers, filled from below as far as its machine computes; whoever sets its route's pace
-has a strong frame. The rest stands in tooltips and below.
+Each stage is a box over its layers. Its fill height is the share of time that the machine computes; the bottleneck of a
+route has a strong frame. Tooltips and the notes below have the other figures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from atoll.core.units import count_text
 
 _WIDTH, _LEFT, _RIGHT = 960, 110, 16
 _HEAD, _ROW, _GAP, _LINE = 58, 46, 10, 18
-_CHARACTER = 6.6  # of text of 12 pixels, on average
+_CHARACTER = 6.6  # average width of a character at 12 pixels
 _MOST_TICKS = 16
 _MOST_NAMED = 12  # machines that were left out
 _MOST_SHOWN = 7  # regions in the legend
@@ -29,7 +29,7 @@ _STYLE = (
 
 
 def layout_svg(found: Solution, why: Explanation) -> str:
-    """A whole SVG document."""
+    """Return a complete SVG document."""
     layers = len(found.problem.layers)
     routes = [list(places) for _, places in groupby(why.places, key=lambda place: place.route)]
     floor = _HEAD + len(routes) * (_ROW + _GAP)
@@ -76,7 +76,7 @@ def _box(place: StagePlacement, layers: int, top: int) -> str:
     width, filled = max(1.0, right - x - 3), min(1.0, place.computing) * _ROW
     frame = f'stroke="{colour}" stroke-width="{2.5 if place.sets_pace else 1}"'
     span = f"{place.first}–{place.last}" if place.first < place.last else str(place.first)
-    told = (
+    tooltip = (
         f"{clean(place.machine)}: layers {span}; computes {place.computing:.0%} of the time; "
         f"{place.memory_bytes / 1e9:.1f} of {place.memory_lent_bytes / 1e9:.1f} GB; "
         f"sends {place.bytes_per_day / 1e9:.0f} GB a day; "
@@ -84,7 +84,7 @@ def _box(place: StagePlacement, layers: int, top: int) -> str:
     )
     return "".join(
         (
-            f"<g><title>{escape(told)}</title>",
+            f"<g><title>{escape(tooltip)}</title>",
             f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{_ROW}" rx="4" fill="#f7f9fb" {frame}/>',
             f'<rect x="{x:.1f}" y="{top + _ROW - filled:.1f}" width="{width:.1f}" height="{filled:.1f}" rx="4" '
             f'fill="{colour}" fill-opacity="0.30"/>',
@@ -96,7 +96,7 @@ def _box(place: StagePlacement, layers: int, top: int) -> str:
 
 
 def _notes(why: Explanation) -> Iterator[str]:
-    yield f"what limits it: {why.bottleneck}"
+    yield f"bottleneck: {why.bottleneck}"
     names = [item.machine for item in why.left_out]
     if names:
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
@@ -112,7 +112,7 @@ def _colour(region: int) -> str:
 
 
 def _short(text: str, width: float) -> str:
-    """What fits, an ellipsis where something does not; nothing where hardly a letter would."""
+    """Shorten text to a width, with an ellipsis; empty where fewer than two letters would fit."""
     most = int(width / _CHARACTER)
     if len(text) <= most:
         return text

@@ -1,8 +1,8 @@
-"""From measured paths to the N × N tables of a problem. Pure.
+"""Builds a problem's N × N link tables from measured paths. Pure.
 
-A path is given between two machines or, for all pairs at once, between two regions (or one region and itself); one
-between machines goes first. Large swarms measure few pairs: what is missing is taken as the shortest way over pairs
-that were measured, which routes of packets seldom exceed by much.
+A path is between two machines or, for all pairs at once, between two regions (or within one region). A path between
+machines has precedence. Large swarms measure few pairs: a missing round trip is estimated by the shortest way over
+measured pairs, which real packet routes seldom exceed by much.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from atoll.coordinator.planner.problem import BoolArray, FloatArray, Links, Mach
 from atoll.core.errors import PlanInputInvalid
 
 RELAY_BYTES_PER_SECOND = 1_250_000.0  # through a seed: 10 Mbit/s
-_NOWHERE = 1e9  # seconds; stands for "no path" inside SciPy, which drops what is infinite
-_LEAST_RTT = 1e-5  # seconds: SciPy takes 0 for "no edge"
+_LEAST_RTT = 1e-5  # seconds: SciPy treats 0 as "no edge"
 
 
 @dataclass(frozen=True)
-class Path:
-    """What lies from `source` to `target` (machines or regions) besides their access links."""
+class MeasuredPath:
+    """The path from `source` to `target` (machines or regions), without their access links."""
 
     source: str
     target: str
     rtt_seconds: float
     bytes_per_second: float = np.inf  # from source to target
-    back_bytes_per_second: float | None = None  # the other way; None: the same
+    back_bytes_per_second: float | None = None  # from target to source; None: the same
 
 
-def links_from_paths(machines: Sequence[Machine], paths: Iterable[Path]) -> Links:
-    """Tables of all pairs. Raises `PlanInputInvalid` for a name that nobody has and for a figure that is none."""
+def links_from_paths(machines: Sequence[Machine], paths: Iterable[MeasuredPath]) -> Links:
+    """Build the tables of all pairs. Raises `PlanInputInvalid` for an unknown name and for an invalid figure."""
     count = len(machines)
     rtt = np.full((count, count), np.inf)
     rate = np.full((count, count), np.inf)
@@ -43,7 +42,7 @@ def links_from_paths(machines: Sequence[Machine], paths: Iterable[Path]) -> Link
         region: np.array([index for index, machine in enumerate(machines) if machine.region == region])
         for region in {machine.region for machine in machines if machine.region}
     }
-    for path in sorted(paths, key=lambda it: it.source in places):  # a region's first: a machine's own goes over it
+    for path in sorted(paths, key=lambda it: it.source in places):  # regions first: paths of machines overwrite them
         ends = [_end(name, places, regions) for name in (path.source, path.target)]
         back = path.bytes_per_second if path.back_bytes_per_second is None else path.back_bytes_per_second
         _check(path, back)
@@ -54,7 +53,7 @@ def links_from_paths(machines: Sequence[Machine], paths: Iterable[Path]) -> Link
 
 
 def fill_missing_links(rtt_seconds: FloatArray, bytes_per_second: FloatArray) -> Links:
-    """Links with estimates for pairs without a round trip (NaN or inf); of two that differ, the longer holds."""
+    """Build links with estimates for pairs without a round trip (NaN or inf); the longer of two directions counts."""
     known = np.where(np.isfinite(rtt_seconds), rtt_seconds, -1.0)
     rtt = np.maximum(known, known.T)
     np.fill_diagonal(rtt, 0.0)
@@ -62,13 +61,13 @@ def fill_missing_links(rtt_seconds: FloatArray, bytes_per_second: FloatArray) ->
     if missing.any():
         edges = csr_array(np.where(missing, 0.0, np.maximum(rtt, _LEAST_RTT)))
         rtt = np.where(missing, shortest_path(edges, directed=False), rtt)
-    return Links(rtt, bytes_per_second, int(missing.sum()) // 2)
+    return Links(rtt, bytes_per_second)
 
 
 def transfer_rates(problem: Problem) -> FloatArray:
-    """Bytes per second that transfers reach from each machine to each, 0 where a route cannot pass, N × N.
+    """Bytes per second that transfers reach from each machine to each, 0 for pairs that cannot be neighbours, [N, N].
 
-    A route needs both directions, and one of two neighbours must be able to dial the other, or a relay stands between.
+    Neighbours of a route need both directions, and one of them must be able to dial the other, directly or by relay.
     """
     machines = problem.machines
     up = np.array([machine.uplink_bytes_per_second for machine in machines])
@@ -84,7 +83,7 @@ def transfer_rates(problem: Problem) -> FloatArray:
 
 
 def islands(usable: BoolArray) -> list[list[int]]:
-    """Machines that reach each other, directly or over others; the largest island first."""
+    """Group machines that reach each other, directly or over others; the largest group first."""
     count, labels = connected_components(csr_array(usable), directed=False)
     return sorted((np.flatnonzero(labels == label).tolist() for label in range(count)), key=len, reverse=True)
 
@@ -96,8 +95,10 @@ def _end(name: str, places: dict[str, np.ndarray], regions: dict[str, np.ndarray
     return found
 
 
-def _check(path: Path, back: float) -> None:
+def _check(path: MeasuredPath, back: float) -> None:
+    pair = f"{path.source} – {path.target}"
     if not 0 <= path.rtt_seconds < np.inf:
-        raise PlanInputInvalid(f"the round trip {path.source} – {path.target} is {path.rtt_seconds} seconds")
-    if not path.bytes_per_second >= 0 or not back >= 0:
-        raise PlanInputInvalid(f"the bandwidth {path.source} – {path.target} is negative or no number")
+        raise PlanInputInvalid(f"the round trip {pair} is {path.rtt_seconds} seconds; it must be 0 or more and finite")
+    for rate in (path.bytes_per_second, back):
+        if not rate >= 0:
+            raise PlanInputInvalid(f"the bandwidth {pair} is {rate} bytes per second; it must be 0 or more")

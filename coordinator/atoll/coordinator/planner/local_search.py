@@ -1,10 +1,11 @@
-"""Local search: routes are taken apart, changed and put together while the budget lasts, and the best is kept. Pure.
+"""Local search: changes a layout move by move while the budget lasts, and keeps the best one. Pure.
 
-Moves: two machines swap places; one goes next to a near one of another route, which its own need not survive; one joins
-from or leaves to those left out; a route changes its order, or where a round binds its cuts; and (ruin and recreate;
-Schrimpf et al., *Record breaking optimization results*, 2000) a few near routes are built anew from their machines,
-which also divides and merges. Every changed route is cut anew by dynamic programming. Moves that make the whole a
-little worse are taken too, less so as time goes by (simulated annealing; Kirkpatrick et al., 1983).
+Moves: swap two machines; move a machine next to a near one in the same or another route; add an unplaced machine;
+remove a machine; change the order of a route, or its cuts where the outer round is the bottleneck; and rebuild a few
+near routes from their machines, which also divides and merges routes (ruin and recreate; Schrimpf et al., *Record
+breaking optimization results*, 2000). Every changed route is split anew by dynamic programming (`splits.py`). A move
+that lowers the score a little is accepted with a probability that falls over time (simulated annealing; Kirkpatrick et
+al., 1983).
 """
 
 from __future__ import annotations
@@ -18,38 +19,53 @@ from itertools import product
 import numpy as np
 
 from atoll.coordinator.planner.budget import Budget
-from atoll.coordinator.planner.cost import Evaluation, evaluate, route_cost, score
+from atoll.coordinator.planner.cost import (
+    Evaluation,
+    evaluate,
+    layer_holders,
+    link_seconds,
+    round_latency,
+    route_cost,
+    score,
+)
 from atoll.coordinator.planner.cost_tables import CostTables
-from atoll.coordinator.planner.problem import Layout
-from atoll.coordinator.planner.round_floor import RouteRoundTime
+from atoll.coordinator.planner.exchange_time import (
+    finish_seconds_per_byte,
+    largest_shares,
+    link_seconds_per_byte,
+    reducer_mask,
+)
+from atoll.coordinator.planner.problem import FloatArray, Layout, Stage
 from atoll.coordinator.planner.route_builder import ALL_ORDERS, Order, RouteBuilder
 from atoll.coordinator.planner.splits import Split
 
-_INITIAL_TEMPERATURE = 0.1  # of a route's share of the whole: losses that are taken at the beginning
-_ROUND_BOUND_THRESHOLD = 0.8  # of the interval: from there on, what a round takes is part of every comparison
-_ROUND_LIMIT_FACTORS = (1.0, 0.75, 0.55, 0.4, 0.25)  # times the present round
-_RECUT_PROBABILITY = 0.25  # of the moves where a round binds
-_KEEP_ORDER_PROBABILITY = 0.3  # of the orders then: the fastest order of a route by itself need not be the best
-_REFINE_CUTS_PROBABILITY = 0.15  # of the moves then: their cuts are tried one by one
-_NEIGHBOURS = 24  # nearest machines that a machine has to do with
-_SMALL_SWARM_MACHINES = 40  # machines: up to here every accepted layout is evaluated in full
-_ROUND_CHECK_MOVES = 200  # accepted moves after which a larger one is
+_INITIAL_TEMPERATURE = 0.1  # × a route's average score: the loss that is accepted at the start
+_ROUND_BOUND_THRESHOLD = 0.8  # of the interval: a longer round enters every comparison
+_ROUND_LIMIT_FACTORS = (1.0, 0.75, 0.55, 0.4, 0.25)  # × the present round
+_RECUT_PROBABILITY = 0.25  # of a move that changes cuts, where the round is the bottleneck
+_KEEP_ORDER_PROBABILITY = 0.3  # there: a route's fastest order need not be best for the whole
+_REFINE_CUTS_PROBABILITY = 0.15  # there: of trying the cuts of a move one by one
+_NEIGHBOURS = 24  # nearest machines that moves combine with a machine
+_SMALL_SWARM_MACHINES = 40  # up to this size every accepted layout is evaluated in full
+_ROUND_CHECK_MOVES = 200  # accepted moves between full evaluations in a larger swarm
 
 
 @dataclass(frozen=True)
 class Move:
-    """Routes that go, by place, and orders that come instead."""
+    """Routes to remove, by index, and orders of machines to add as routes instead."""
 
-    gone: frozenset[int]
+    removed: frozenset[int]
     orders: tuple[Order, ...]
-    splits: tuple[Split, ...] = ()  # when they are cut already
-    rest: Order = ()  # a route more, if it can be one
+    splits: tuple[Split, ...] = ()  # instead of `orders`, where the routes are split already
+    rest: Order = ()  # one more route, where it is feasible
 
 
 class Search:
-    """A layout under change; only `machines` may be part of it.
+    """A search over layouts of `machines`, started from `routes`.
 
-    `tables` say what a layout is worth, those of `builder` which spans may be: the same, or fewer.
+    `tables` evaluate layouts. The tables of `builder` say which spans are allowed: the same spans, or fewer. Where the
+    outer round is the bottleneck of a small swarm, every comparison evaluates whole layouts; in a large one it uses an
+    estimate (`RouteRoundTime`).
     """
 
     def __init__(
@@ -65,9 +81,9 @@ class Search:
         self.rng = rng
         self.machines = list(machines)
         self.routes = list(routes)
-        self._near = self._neighbours()
-        self._round_time: RouteRoundTime | None = None  # where a round holds the layout up, or hardly not
-        self._round_limited_builders: list[RouteBuilder] = []  # that cut for shorter rounds, then
+        self._near = _nearest_machines(builder.distance, self.machines)
+        self._round_time: RouteRoundTime | None = None  # set once the round is the bottleneck, or nearly
+        self._round_limited_builders: list[RouteBuilder] = []  # that split for shorter rounds, from then on
         self._best = list(self.routes)
         self._score = self._best_score = self._score_of(self.routes)
         self._check_round()
@@ -75,7 +91,7 @@ class Search:
         self._index()
 
     def run(self, budget: Budget) -> Evaluation:
-        """Change the layout until the budget is over; returns the best seen."""
+        """Apply moves until the budget is over; returns the best layout seen."""
         moves = (self._swap, self._shift, self._join, self._leave, self._reorder, self._rebuild)
         weights = (4, 4, 2, 1, 2, 3)
         while not budget.over():
@@ -91,11 +107,11 @@ class Search:
 
     def _consider(self, move: Move, spent: float) -> None:
         splits = move.splits or tuple(self._split_of(order) for order in move.orders)
-        if any(not split.rate for split in splits):
+        if any(not split.score_rate for split in splits):
             return
         rest = self._split_of(move.rest) if move.rest else None
-        splits += (rest,) if rest is not None and rest.rate else ()
-        others = [split for place, split in enumerate(self.routes) if place not in move.gone]
+        splits += (rest,) if rest is not None and rest.score_rate else ()
+        others = [split for place, split in enumerate(self.routes) if place not in move.removed]
         if self._is_round_bound() and self.rng.random() < _REFINE_CUTS_PROBABILITY:
             splits = self._refine_cuts(others, list(splits))
         routes = others + list(splits)
@@ -115,7 +131,7 @@ class Search:
             self._check_round()
 
     def _refine_cuts(self, others: list[Split], changed: list[Split]) -> tuple[Split, ...]:
-        """With cuts moved by a layer for as long as that helps the whole."""
+        """Move the cuts of the changed routes by one layer for as long as that raises the layout's score."""
         worth, better = self._score_of(others + changed), True
         while better:
             better = False
@@ -129,7 +145,7 @@ class Search:
         return tuple(changed)
 
     def _with_cut(self, split: Split, cut: int, first: int) -> Split | None:
-        """The same route whose stage number `cut` begins with layer `first`; None where that cannot be."""
+        """Return the route with stage number `cut` starting at layer `first`; None where that is infeasible."""
         stages = list(split.route)
         before, after = stages[cut - 1], stages[cut]
         if not before.first < first <= after.last:
@@ -139,16 +155,16 @@ class Search:
         return Split(cost.score_rate, tuple(stages), cost.price_per_second) if cost.score_rate else None
 
     def _split_of(self, order: Order) -> Split:
-        """The best split of that order; of all orders, or both ways round, where that costs little."""
+        """Best split of that order; of all its orders, or of both directions, where that is cheap."""
         builder = self.rng.choice((self.builder, *self._round_limited_builders))
-        as_it_is = self._is_round_bound() and self.rng.random() < _KEEP_ORDER_PROBABILITY
-        if len(order) <= ALL_ORDERS and not as_it_is:
+        keep_order = self._is_round_bound() and self.rng.random() < _KEEP_ORDER_PROBABILITY
+        if len(order) <= ALL_ORDERS and not keep_order:
             return builder.best_order(order, self.rng)
-        there = builder.split(order)
-        if as_it_is or len(self.machines) > _SMALL_SWARM_MACHINES:
-            return there
-        back = builder.split(order[::-1])
-        return back if back.rate > there.rate else there
+        forward = builder.split(order)
+        if keep_order or len(self.machines) > _SMALL_SWARM_MACHINES:
+            return forward
+        reverse = builder.split(order[::-1])
+        return reverse if reverse.score_rate > forward.score_rate else forward
 
     def _check_round(self) -> None:
         known = evaluate(self.tables, Layout(tuple(split.route for split in self.routes)))
@@ -168,39 +184,28 @@ class Search:
         if self._is_round_bound():
             return evaluate(self.tables, Layout(tuple(split.route for split in routes))).score
         used = [stage.machine for split in routes for stage in split.route] if self.tables.pins else []
-        rate, price = sum(split.rate for split in routes), sum(split.price_per_second for split in routes)
+        rate, price = sum(split.score_rate for split in routes), sum(split.price_per_second for split in routes)
         if self._round_time is not None:
             seconds = max(self._round_time.seconds(split) for split in routes)
             rate = min(rate, self.tables.problem.training.round_tokens / seconds)
         return score(self.tables, rate, price, len(routes), used)
 
     def _is_round_bound(self) -> bool:
-        """Whether a round holds a small swarm up, or hardly not: then a route's own rate says little of its worth."""
+        """True where the round is the bottleneck of a small swarm, or nearly: a route's own rate then says little."""
         return self._round_time is not None and len(self.machines) <= _SMALL_SWARM_MACHINES
 
     def _index(self) -> None:
         self._place = {stage.machine: place for place, split in enumerate(self.routes) for stage in split.route}
         self._unplaced = [machine for machine in self.machines if machine not in self._place]
 
-    def _neighbours(self) -> dict[int, list[int]]:
-        members = np.array(self.machines)
-        distance = self.builder.distance[np.ix_(members, members)].copy()
-        np.fill_diagonal(distance, np.inf)
-        count = min(_NEIGHBOURS, len(members) - 1)
-        nearest = np.argpartition(distance, max(0, count - 1), axis=1)[:, :count]
-        return {int(machine): members[row].tolist() for machine, row in zip(members, nearest, strict=True)}
-
     def _pair(self) -> tuple[int, int] | None:
-        """A machine that has a place, and one near it or any other."""
+        """Pick a placed machine, and another one near it or anywhere."""
         if not self._place or len(self.machines) < 2:
             return None
-        one = self.rng.choice(list(self._place)) if len(self._place) < 64 else self._any_placed()
+        one = self.rng.choice(list(self._place)) if len(self._place) < 64 else _random_machine(self.routes, self.rng)
         near = self._near[one]
         other = self.rng.choice(near if self.rng.random() < 0.8 else self.machines)
         return (one, other) if other != one else None
-
-    def _any_placed(self) -> int:
-        return self.rng.choice(self.rng.choice(self.routes).route).machine
 
     def _order(self, place: int) -> Order:
         return tuple(stage.machine for stage in self.routes[place].route)
@@ -210,28 +215,28 @@ class Search:
         if pair is None:
             return None
         one, other = pair
-        from_route, there = self._place[one], self._place.get(other)
-        if there is None:
+        from_route, to_route = self._place[one], self._place.get(other)
+        if to_route is None:
             return Move(frozenset({from_route}), (_replaced(self._order(from_route), one, other),))
-        if from_route == there:
+        if from_route == to_route:
             order = _replaced(_replaced(_replaced(self._order(from_route), one, -1), other, one), -1, other)
             return Move(frozenset({from_route}), (order,))
-        orders = _replaced(self._order(from_route), one, other), _replaced(self._order(there), other, one)
-        return Move(frozenset({from_route, there}), orders)
+        orders = _replaced(self._order(from_route), one, other), _replaced(self._order(to_route), other, one)
+        return Move(frozenset({from_route, to_route}), orders)
 
     def _shift(self) -> Move | None:
-        """One machine goes next to another one, in the same route or from its own, which may end with that."""
+        """Move a machine next to another one, in its own route or a second one; its own route may end with that."""
         pair = self._pair()
         if pair is None or pair[1] not in self._place:
             return None
         moving, beside = pair
-        from_route, there = self._place[moving], self._place[beside]
+        from_route, to_route = self._place[moving], self._place[beside]
         rest = tuple(it for it in self._order(from_route) if it != moving)
-        target = self._beside(rest if from_route == there else self._order(there), beside, moving)
-        return Move(frozenset({from_route, there}), (target,), rest=() if from_route == there else rest)
+        target = _inserted(rest if from_route == to_route else self._order(to_route), beside, moving, self.rng)
+        return Move(frozenset({from_route, to_route}), (target,), rest=() if from_route == to_route else rest)
 
     def _join(self) -> Move | None:
-        """One that is left out joins a route, or is one."""
+        """Add an unplaced machine to a route, or as a route of its own."""
         if not self._unplaced:
             return None
         joining = self.rng.choice(self._unplaced)
@@ -240,8 +245,8 @@ class Search:
         beside = self.rng.choice(self._near[joining])
         if beside not in self._place:
             return None
-        there = self._place[beside]
-        return Move(frozenset({there}), (self._beside(self._order(there), beside, joining),))
+        to_route = self._place[beside]
+        return Move(frozenset({to_route}), (_inserted(self._order(to_route), beside, joining, self.rng),))
 
     def _leave(self) -> Move | None:
         if not self.routes:
@@ -265,7 +270,7 @@ class Search:
         return Move(frozenset({place}), (order[:start] + order[start:end][::-1] + order[end:],))
 
     def _recut(self) -> Move | None:
-        """One cut of a route elsewhere: where a round binds, the split that is fastest by itself need not be best."""
+        """Move one cut of a route: where the round is the bottleneck, the fastest split need not be the best."""
         long = [place for place, split in enumerate(self.routes) if len(split.route) > 1]
         if not long:
             return None
@@ -277,26 +282,79 @@ class Search:
         return Move(frozenset({place}), (), (split,)) if split else None
 
     def _rebuild(self) -> Move | None:
-        """Some near routes, and some who are left out, anew."""
-        gone: set[int] = set()
+        """Rebuild some near routes together with some unplaced machines."""
+        removed: set[int] = set()
         if self._place and self.rng.random() < 0.9:
-            centre = self._any_placed()
+            centre = _random_machine(self.routes, self.rng)
             near = (
                 self._near[centre]
                 if self.rng.random() < 0.7
                 else self.rng.sample(self.machines, min(8, len(self.machines)))
             )
             beside = [self._place[it] for it in near if it in self._place]
-            gone = {self._place[centre], *beside[: self.rng.randrange(4)]}
-        pool = [machine for place in gone for machine in self._order(place)]
+            removed = {self._place[centre], *beside[: self.rng.randrange(4)]}
+        pool = [machine for place in removed for machine in self._order(place)]
         pool += self.rng.sample(self._unplaced, min(len(self._unplaced), self.rng.randrange(9)))
         splits = self.builder.random_routes(pool, self.rng) if pool else []
-        return Move(frozenset(gone), (), tuple(splits)) if splits else None
+        return Move(frozenset(removed), (), tuple(splits)) if splits else None
 
-    def _beside(self, order: Order, beside: int, moving: int) -> Order:
-        place = order.index(beside) + self.rng.randrange(2)
-        return (*order[:place], moving, *order[place:])
+
+class RouteRoundTime:
+    """Estimate of the outer round's time by route, with the exchange levels of the layout `known`.
+
+    The levels (`exchange_time.py`) depend on all holders of a layer, and change little when one of many changes. So a
+    search over a large swarm computes them from time to time, and compares routes by their own links.
+    """
+
+    def __init__(self, tables: CostTables, known: Evaluation) -> None:
+        holders = layer_holders(tables, known.layout)
+        reduces = reducer_mask(tables.dialable[holders])
+        self._tables = tables
+        self._level = finish_seconds_per_byte(tables.link_bytes_per_second[holders], reduces)
+        self._most = largest_shares(reduces)[:, 0]
+        self._routes = len(known.layout.routes)
+        self._interval = known.round.interval_seconds
+        self._latency = round_latency(tables, known.layout.machines)
+        self._seen: dict[int, tuple[Split, float]] = {}
+
+    def seconds(self, split: Split) -> float:
+        """Seconds until the last link of this route is done with exchange and activations."""
+        found = self._seen.get(id(split))
+        if found is None:
+            seconds = max(self._stage(stage, split.score_rate) for stage in split.route) + self._latency
+            found = self._seen[id(split)] = split, seconds  # the reference keeps the id from being reused
+        return found[1]
+
+    def _stage(self, stage: Stage, rate: float) -> float:
+        tables, span = self._tables, slice(stage.first, stage.last + 1)
+        level, largest = self._level[span], self._most[span]
+        reduces = np.full(level.shape, tables.dialable[stage.machine])
+        per_byte = link_seconds_per_byte(
+            level, np.full(level.shape, tables.link_bytes_per_second[stage.machine]), reduces, largest, self._routes
+        )
+        own = self._interval * rate * link_seconds(tables, stage.machine, stage.first, stage.last + 1)
+        return float((per_byte * tables.layer_bytes[span]).sum()) + own
 
 
 def _replaced(order: Order, one: int, other: int) -> Order:
     return tuple(other if it == one else it for it in order)
+
+
+def _inserted(order: Order, beside: int, moving: int, rng: random.Random) -> Order:
+    """Insert a machine before or after `beside`."""
+    place = order.index(beside) + rng.randrange(2)
+    return (*order[:place], moving, *order[place:])
+
+
+def _random_machine(routes: Sequence[Split], rng: random.Random) -> int:
+    return rng.choice(rng.choice(routes).route).machine
+
+
+def _nearest_machines(distance: FloatArray, machines: Sequence[int]) -> dict[int, list[int]]:
+    """Up to `_NEIGHBOURS` nearest of these machines, by machine."""
+    members = np.array(machines)
+    between = distance[np.ix_(members, members)].copy()
+    np.fill_diagonal(between, np.inf)
+    count = min(_NEIGHBOURS, len(members) - 1)
+    nearest = np.argpartition(between, max(0, count - 1), axis=1)[:, :count]
+    return {int(machine): members[row].tolist() for machine, row in zip(members, nearest, strict=True)}

@@ -1,7 +1,8 @@
-"""From routes to the plan that members follow: who starts with which samples, and what each may claim. Pure.
+"""Builds the plan that members follow from routes: assignments, first samples, and limits on claims. Pure.
 
-Only drivers, who hold the first layer, get samples. Until a round has committed, plans deal them out: who goes on
-driving keeps its own, new drivers get the next ones. From then on manifests say who has what.
+Only drivers (the nodes that hold the first layer) get samples. Until a round has committed, plans assign them: a driver
+that stays keeps its samples, and a new driver gets the next ones. After that, manifests record the samples of each
+driver.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from atoll.core.run_spec import RunSpec
 
 @dataclass(frozen=True)
 class RoutePart:
-    """One node's place in a route."""
+    """One node's span in a route."""
 
     peer_id: str
     first: int
@@ -39,11 +40,11 @@ def build_plan(
     issued_unix_ms: int,
     reason: str,
 ) -> Plan:
-    """The plan `version` with these routes (at least one), ordered by driver, and layers of those who stand by.
+    """Build the plan `version` with these routes (at least one), ordered by driver, and with the standbys' layers.
 
-    Who stands by may claim no tokens and reduces nothing: it can neither change a sum nor spoil one.
-    It follows `previous`, whose routes go on where they are the same, unless another base makes them void. `head_round`
-    is the newest committed round, 0 for none; `reduce_rates` are bytes per second by peer id.
+    A standby may claim no tokens and reduces nothing, so it can neither change a sum nor delay one. A route that
+    `previous` has too keeps its name, unless the base changed. `head_round` is the newest committed round, 0 for none;
+    `reduce_rates` are bytes per second by peer id.
     """
     ordered = sorted(routes, key=lambda route: route[0].peer_id)
     drivers = [route[0].peer_id for route in ordered]
@@ -81,39 +82,39 @@ def routes_of(plan: Plan) -> tuple[Route, ...]:
 
 
 def _names(plan: Plan) -> Mapping[Route, RouteName]:
-    """What its routes are called."""
+    """Names of its routes."""
     return {route: plan.name_of(number) for number, route in enumerate(routes_of(plan))}
 
 
 def cuts_of(routes: Sequence[Route]) -> tuple[int, ...]:
-    """The layers before which some route is cut, ascending."""
+    """Layers at which a stage of any route starts, except layer 0, ascending."""
     return tuple(sorted({part.first for route in routes for part in route} - {0}))
 
 
 def most_round_tokens(spec: RunSpec, routes: int, cuts: int = 0) -> int:
-    """What one member may claim in a round: all that make it due.
+    """Largest number of tokens that one member may claim in a round: all that make the round due.
 
-    Where fragments take turns, as those between two cuts do, it claims what it trained over all their rounds, each of
-    which comes a little late and no sooner than every route has made a step.
+    Where fragments take turns, as those between two cuts do, a member claims what it trained over the rounds of all
+    fragments. Each round may be a little late, and none is due before every route has made a step.
     """
     sync = spec.sync
-    fragments = max(sync.fragments, cuts + 1)  # none lies across a cut
+    fragments = max(sync.fragments, cuts + 1)  # no fragment lies across a cut
     if fragments == 1:
         return sync.round_tokens
     return 2 * max(sync.round_tokens, fragments * routes * spec.tokens_per_step)
 
 
 def first_lease_samples(spec: RunSpec) -> int:
-    """What each driver starts with: enough for some rounds even if it trained every token alone."""
+    """Samples that each driver starts with: enough for `LEASE_ROUNDS` rounds, even if it trains every token alone."""
     return LEASE_ROUNDS * -(-spec.sync.round_tokens // spec.data.sequence_length)
 
 
 def _first_data_ranges(
     drivers: Sequence[str], previous: Plan | None, samples_each: int
 ) -> Mapping[str, tuple[SampleRange, ...]]:
-    """First samples: as `previous` has them, and for new drivers what follows the highest that it dealt out.
+    """First samples of drivers: those of `previous`; for new drivers, the ones after its highest sample.
 
-    What leavers held stays a gap; the first committed round hands it out again.
+    Samples of drivers that left stay a gap; the first committed round assigns them again.
     """
     kept = {item.peer_id: item.data_ranges for item in previous.assignments if item.data_ranges} if previous else {}
     cursor = max((end for ranges in kept.values() for _, end in ranges), default=0)

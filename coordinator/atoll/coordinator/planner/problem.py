@@ -1,7 +1,8 @@
-"""The placement problem as plain data: machines, links, layers, how a run trains, what the operator wants.
+"""The placement problem as plain data: machines, links, layers, training parameters, the operator's preferences.
 
-`docs/explain/planner.md` states the same in words and formulas; `cost.py` is the one place that evaluates a layout. All
-quantities are in bytes, seconds, tokens and FLOPs. Machines are known by their place in `Problem.machines`.
+A solver turns a `Problem` into a `Layout`: routes whose stages hold the layers. `cost.py` is the only module that
+evaluates a layout. `docs/explain/planner.md` states the problem in words and formulas. Quantities are in bytes,
+seconds, tokens and FLOPs. A machine is identified by its index in `Problem.machines`.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ BoolArray = NDArray[np.bool_]
 
 INT8_OF_FP32 = (1 + 2 / 128) / 4  # 128-element blocks with a two-byte scale
 INT4_BYTES = 0.5 + 2 / 128  # per parameter
-_BLOCK_WORKSPACE = 12  # activations that one block keeps while it is recomputed, in units of what leaves it
-_EDGE_WORKSPACE = 2  # of the embedding and the head
+_BLOCK_WORKSPACE = 12  # activations that a block keeps while it is recomputed, in units of its output
+_EDGE_WORKSPACE = 2  # the same for the embedding and the head
 FP32_BYTES = 4
-_SAVED_OUTPUTS = 4 / 3  # times that the output of a block's matrix is kept between forward and backward
-_SAVED_WIDTHS = 5.0  # and vectors of the model's width, a block
-_GRADIENT_OUTPUTS = 1 / 3  # gradients of a block's outputs that exist at once
-_LARGEST_MATRIX = 0.25  # of a block's elements
+_SAVED_OUTPUTS = 4 / 3  # copies of a block's matrix outputs that are kept between forward and backward
+_SAVED_WIDTHS = 5.0  # vectors of the model's width that a block keeps beside them
+_GRADIENT_OUTPUTS = 1 / 3  # share of a block's output gradients that exist at the same time
+_LARGEST_MATRIX = 0.25  # share of a block's parameters
 _LOGITS = 3  # logits, their log-softmax, its gradient
 
 
 class Reach(StrEnum):
-    """Who can open a connection to a machine."""
+    """Reachability of a machine: the ways in which others can connect to it."""
 
     PUBLIC = "public"
-    RELAYED = "relayed"  # behind NAT: reaches public machines, and others through a relay
-    OUTBOUND = "outbound"  # reaches public machines only
+    RELAYED = "relayed"  # behind NAT: connects to public machines directly, to others through a relay
+    OUTBOUND = "outbound"  # connects to public machines only
 
 
 class Goal(StrEnum):
-    """What a plan is to make small."""
+    """The quantity that a plan minimises."""
 
     TIME = "time"  # seconds per token
     PRICE = "price"  # money per token
@@ -56,79 +57,75 @@ class Layer:
     kind: str
     parameters: int
     flops_per_token: float  # forward
-    activation_bytes_per_token: int  # what leaves it, fp32
-    tied_to: tuple[str, ...] = ()  # layers whose parameters it borrows
-    workspace_bytes_per_token: int = 0  # kept while it is recomputed and differentiated
-    saved_bytes_per_token: int = 0  # beside that, while others of its span are; 0: what leaves it
-    workspace_bytes: int = 0  # whatever the tokens: a matrix's gradient before it is added
-    frozen_parameters: int = 0  # held beside the others; neither trained nor averaged
+    activation_bytes_per_token: int  # its output, fp32
+    tied_to: tuple[str, ...] = ()  # layers whose parameters it shares
+    workspace_bytes_per_token: int = 0  # held while this layer is recomputed and differentiated
+    saved_bytes_per_token: int = 0  # held while other layers of its span are differentiated; 0: its output
+    workspace_bytes: int = 0  # independent of the tokens: a matrix's gradient before it is accumulated
+    frozen_parameters: int = 0  # held beside `parameters`; neither trained nor averaged
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A node's profile, after its volunteer's limits."""
+    """A node's figures, after its owner's limits."""
 
     name: str
     device_memory_bytes: float
     host_memory_bytes: float
     uplink_bytes_per_second: float
     downlink_bytes_per_second: float
-    flops_per_second: float = 0.0  # that training reaches; used for kinds without a measured time
+    flops_per_second: float = 0.0  # reached in training; used for layer kinds without a measured time
     seconds_per_token: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # kind → forward, backward
     region: str = ""  # a label; breaks ties between measured distances
     reach: Reach = Reach.PUBLIC
-    shares_memory: bool = False  # device and host memory are one: a CPU
-    holds_whole: bool | None = None  # its own word on whether all layers fit; None: as computed
-    minimum_step_seconds: float = 0.0  # no inner step of a route that it is on is shorter
+    shares_memory: bool = False  # device and host memory are the same: a CPU
+    holds_whole: bool | None = None  # the node's own report of whether all layers fit; None: computed here
+    minimum_step_seconds: float = 0.0  # lower bound for an inner step of its route, set by its owner
     price_per_hour: float = 0.0
-    availability: float = 1.0  # share of the time that it is there
+    availability: float = 1.0  # share of the time that it is present
     failures_per_hour: float = 0.0
     trusted: bool = True
-    kind: str = ""  # of hardware, for people
-    speed_measured: bool = True  # its speed is that at which it was seen to work, not only told
+    kind: str = ""  # of hardware, for display
+    speed_measured: bool = True  # measured in training; False: only claimed by the node
 
 
 @dataclass(frozen=True)
 class Links:
-    """Measured paths between machines, N × N. `unknown_pairs` were estimated from the others (`links.py`)."""
+    """Paths between machines, [N, N]; `links.py` estimates missing ones from measured ones."""
 
     rtt_seconds: FloatArray  # symmetric; inf: no path is known
-    bytes_per_second: FloatArray  # [source, target]; inf: nothing but their access links limits it; 0: closed
-    unknown_pairs: int = 0
+    bytes_per_second: FloatArray  # [source, target]; inf: only the access links limit it; 0: closed
 
 
 @dataclass(frozen=True)
 class Training:
-    """How the run trains, as far as places matter."""
+    """Training parameters of the run that matter for placement."""
 
     micro_batch_tokens: int
     micro_batches: int  # per inner step (flush) of one route
     round_tokens: int  # of the whole swarm between two outer rounds
-    ahead: int = 5  # micro-batches that each link keeps on their way beside those that stages work on
+    ahead: int = 5  # micro-batches in flight on each link, beside those that the stages compute
     activation_ratio: float = INT8_OF_FP32  # bytes on the wire per byte of fp32 activation
     gradient_ratio: float = INT8_OF_FP32
     outer_bytes_per_parameter: float = INT4_BYTES
     device_bytes_per_parameter: float = 16.0  # fp32 weight, gradient, two AdamW moments
-    tied_user_bytes_per_parameter: float = (
-        8.0  # of a tied matrix: here are its values and a gradient, elsewhere moments
-    )
-    tied_owner_bytes_per_parameter: float = 0.0  # of one: on its way
+    tied_user_bytes_per_parameter: float = 8.0  # a tied matrix at its user: values and gradient, without moments
+    tied_owner_bytes_per_parameter: float = 0.0  # a tied matrix at its owner: buffers for transfers
     host_bytes_per_parameter: float = 12.0  # anchor, outer momentum, pseudo-gradient
-    state_bytes_per_parameter: float = 8.0  # anchor and momentum: what a new holder fetches
-    tie_bytes_per_parameter: float = 4.0  # a borrowed matrix comes, and its gradient goes, once a flush
+    tie_bytes_per_parameter: float = 4.0  # values to the user, gradient to the owner, once a flush each
     backward_per_forward: float = 2.0  # FLOPs, for machines without a measured time
-    activation_checkpointing: bool = False  # of machines that hold everything; stages always run forward again
-    link_efficiency: float = 0.9  # of a measured link that transfers reach
-    protocol_round_trips: float = 6.0  # of an outer round beside its bytes
+    activation_checkpointing: bool = False  # on machines that hold all layers; stages always recompute
+    link_efficiency: float = 0.9  # share of a measured bandwidth that transfers reach
+    protocol_round_trips: float = 6.0  # of an outer round, beside its transfers
 
     def in_flight(self, stages: int) -> int:
-        """Micro-batches on a route of so many stages at a time, at most: its first stage's credits."""
+        """Largest number of micro-batches on a route of `stages` stages: the credits of its first stage."""
         return min(self.micro_batches, (stages - 1) * (1 + self.ahead) + 1)
 
 
 @dataclass(frozen=True)
 class Pin:
-    """The operator's word on one machine: exactly this span (first, last), or no part in training."""
+    """The operator's order for one machine: exactly this span (first, last), or no part in training."""
 
     machine: str
     span: tuple[int, int] | None = None
@@ -136,27 +133,25 @@ class Pin:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the operator wants, and what weighs how much."""
+    """The operator's preferences, and the weights of the score."""
 
     goal: Goal = Goal.TIME
     pins: tuple[Pin, ...] = ()
-    kept: tuple[Pin, ...] = ()  # the same, but it costs nothing to leave them without a part
+    allowed_spans: tuple[Pin, ...] = ()  # like pins, but a machine without a place costs nothing
     trusted_ends: bool = False  # only trusted machines hold the first or the last layer
-    rtt_cap_seconds: float = Preferences.rtt_cap_seconds  # inside a route
-    rtt_weight: float = 2.0  # times that what is above the cap counts beside what it costs
+    rtt_cap_seconds: float = Preferences.rtt_cap_seconds  # between neighbours of a route
+    rtt_weight: float = 2.0  # penalty per second above the cap, in seconds beside its real cost
     sole_holder_discount: float = 0.05  # of the score where every layer has only one holder
-    unused_pin_discount: float = 1e-6  # of the score for each pinned machine without a place: only where it must be
+    unused_pin_discount: float = 1e-6  # factor on the score per pinned machine without a place: a last resort
     recovery_seconds: float = 60.0  # from a stage's failure until its route trains again
     hysteresis: float = Preferences.hysteresis  # a new plan must be better by this share
-    unmeasured_speed_hysteresis: float = (
-        0.2  # where it takes a place from somebody for a machine whose speed is only told
-    )
-    horizon_seconds: float = Preferences.horizon_seconds  # over which it must pay for its moves
+    unmeasured_speed_hysteresis: float = 0.2  # instead, where it replaces a machine by one with a claimed speed only
+    horizon_seconds: float = Preferences.horizon_seconds  # within this time a plan must pay for its moves
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything a planner may look at."""
+    """Everything that a solver may use."""
 
     machines: tuple[Machine, ...]
     links: Links
@@ -166,13 +161,13 @@ class Problem:
 
     @property
     def parameters(self) -> int:
-        """Of the model, ties counted once."""
+        """Parameters of the model, tied ones counted once."""
         return sum(layer.parameters for layer in self.layers)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One machine's part in a route."""
+    """One machine's span in a route."""
 
     machine: int
     first: int
@@ -184,19 +179,22 @@ Route = tuple[Stage, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Who holds what: routes whose stages cover all layers once, each machine in one route at most."""
+    """Routes whose stages cover all layers once; each machine is in one route at most."""
 
     routes: tuple[Route, ...]
 
     @property
     def machines(self) -> tuple[int, ...]:
-        """All that have a place."""
+        """All machines that have a place."""
         return tuple(stage.machine for route in self.routes for stage in route)
 
 
 def read_layers(table: plan_pb2.LayerTable, sequence_length: int) -> tuple[Layer, ...]:
-    """The rows of a run's layer table. What a layer keeps while it is differentiated is not in it: it is estimated from
-    its multiplications, as nodes do who refuse what does not fit (`docs/explain/pipelines.md`)."""
+    """Read the rows of a run's layer table.
+
+    The table has no activation memory. It is estimated from each layer's FLOPs, with the same formula by which nodes
+    refuse spans that do not fit (`docs/explain/pipelines.md`).
+    """
     width = table.layers[0].activation_bytes_per_token / FP32_BYTES if table.layers else 0.0
     return tuple(_read(row, width, sequence_length) for row in table.layers)
 
@@ -222,14 +220,14 @@ def _read(row: plan_pb2.LayerInfo, width: float, sequence_length: int) -> Layer:
 
 
 def _dense_bytes(parameters: int, block: bool) -> int:
-    """The gradient of a layer's largest matrix; adapters beside frozen ones are thin."""
+    """Bytes of the gradient of a layer's largest matrix. Layers with frozen parameters train thin adapters only."""
     return int(FP32_BYTES * parameters * (_LARGEST_MATRIX if block else 1))
 
 
 def decoder_layers(
     *, blocks: int, dimension: int, block_parameters: int, vocabulary: int, sequence_length: int, tied: bool = False
 ) -> tuple[Layer, ...]:
-    """The rows for a decoder that has no layer table yet: embedding, blocks, head."""
+    """Build the layers of a decoder without a layer table: embedding, blocks, head."""
     matrix, activation = vocabulary * dimension, 4 * dimension
     block_flops = 2.0 * block_parameters + 2.0 * dimension * sequence_length  # weights; causal attention
     block = Layer("block", "block", block_parameters, block_flops, activation, (), _BLOCK_WORKSPACE * activation)

@@ -1,12 +1,12 @@
-"""Who reduces how much of the vector, from what nodes measured of their links. Pure.
+"""Reduce shares: the part of the vector that each node sums in an outer round, from reported uplinks. Pure.
 
-Who reduces a share s of the vector sends the other shares to their reducers and the average of its own to everybody:
-1 + s·(N − 2) vectors in all. So the exchange takes as long as the slowest of (1 + s·(N − 2)) / uplink, and the best
-shares make that equal for all who reduce; who is too slow even for its own vector reduces nothing. A node that others
-cannot dial only contributes.
+A node that reduces a share s of the vector sends the other shares to their reducers and the average of its own share to
+all: 1 + s·(N − 2) vectors in total. The exchange takes as long as the slowest (1 + s·(N − 2)) / uplink, and the best
+shares make that equal for all reducers. A node that is too slow even for its own vector reduces nothing. A node that
+others cannot dial only contributes.
 
-Uplinks are the nodes' own words. Nobody is given more than twice an equal share while enough can be dialled, so that a
-boast gains little, and nobody counts as slower than 64 KiB/s.
+Nodes report their own uplinks. While enough nodes can be dialled, no node gets more than twice an equal share, so an
+exaggerated report gains little. No node counts as slower than 64 KiB/s.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-MAX_SHARE_FACTOR = 2.0  # of an equal share
-MIN_RESHARE_SPEEDUP = 1.25  # times as fast: new shares for less are not worth a new plan
-MIN_LINK_BYTES_PER_SECOND = 64 * 1024.0  # bytes per second
-EQUAL_SHARE_BYTES_PER_SECOND = 125_000_000  # 1 Gbit/s: what an equal share is written as
-MAX_UPLINK_BYTES_PER_SECOND = 1e12  # bytes per second that anybody is believed
+MAX_SHARE_FACTOR = 2.0  # × an equal share
+MIN_RESHARE_SPEEDUP = 1.25  # a smaller speedup is not worth a new plan
+MIN_LINK_BYTES_PER_SECOND = 64 * 1024.0  # a slower report counts as this
+EQUAL_SHARE_BYTES_PER_SECOND = 125_000_000  # 1 Gbit/s: the reduce rate that a plan gives an equal share
+MAX_UPLINK_BYTES_PER_SECOND = 1e12  # a higher report counts as this
 _HALVINGS = 60
 
 
 @dataclass(frozen=True)
 class NodeLink:
-    """What a node says of its link."""
+    """A node's report of its link."""
 
     uplink: float = 0.0  # bytes per second; 0: not measured yet
     outbound_only: bool = False  # others cannot dial it
 
 
 def best_shares(links: Mapping[str, NodeLink]) -> dict[str, float]:
-    """The shares, by peer id, that let an exchange among these nodes (at least one) end first; they sum to 1."""
+    """Shares, by peer id, that give the shortest exchange among these nodes (at least one); they sum to 1."""
     uplinks, count = _uplinks(links), len(links)
     dialable = [peer for peer, link in links.items() if not link.outbound_only] or list(links)
     most = {peer: max(MAX_SHARE_FACTOR / count, 1 / len(dialable)) if peer in dialable else 0.0 for peer in links}
-    if count <= 2 or len(dialable) == 1:  # two send as much whatever they reduce
+    if count <= 2 or len(dialable) == 1:  # with two nodes the bytes do not depend on the shares
         return {peer: (peer in dialable) / len(dialable) for peer in links}
 
     def shares(seconds: float) -> dict[str, float]:
-        """What everybody can reduce in that time a vector."""
+        """Share that each node can reduce in that many seconds per byte."""
         spare = {peer: (seconds * uplinks[peer] - 1) / (count - 2) for peer in links}
         return {peer: min(max(spare[peer], 0.0), most[peer]) for peer in links}
 
@@ -59,9 +59,9 @@ def best_shares(links: Mapping[str, NodeLink]) -> dict[str, float]:
 def exchange_seconds_per_byte(
     links: Mapping[str, NodeLink], shares: Mapping[str, float], among: Collection[str] = ()
 ) -> float:
-    """How long it takes at least, for each byte of the vector, until those `among` (all) have sent what they must.
+    """Least seconds per byte of the vector until the nodes `among` (default: all) have sent their parts.
 
-    Infinite where somebody whom nobody can dial has a share that another could have.
+    Infinite where a node that cannot be dialled has a share while another node can be dialled.
     """
     uplinks, count = _uplinks(links), len(links)
     stuck = any(link.outbound_only and shares.get(peer, 0.0) for peer, link in links.items())
@@ -71,9 +71,10 @@ def exchange_seconds_per_byte(
 
 
 def reshare_speedup(links: Mapping[str, NodeLink], planned: Mapping[str, int]) -> float:
-    """How many times as fast the best shares are as those in proportion to `planned` (reduce rates by peer id).
+    """Speedup of the best shares over those in proportion to `planned` (reduce rates by peer id).
 
-    Only those who reduce are compared: who is slow with its own vector is slow with any shares, and may be given up.
+    Only reducers are compared: a node that is slow with its own vector is slow with any shares, and the round may
+    continue without it.
     """
     total, best = sum(planned.get(peer, 0) for peer in links), best_shares(links)
     now = {peer: planned.get(peer, 0) / total if total else 1 / len(links) for peer in links}
@@ -82,12 +83,12 @@ def reshare_speedup(links: Mapping[str, NodeLink], planned: Mapping[str, int]) -
 
 
 def reduce_rate(share: float, holders: int) -> int:
-    """How a share among so many holders is written into a plan, in bytes per second."""
+    """Reduce rate that a plan gives a share among so many holders, in bytes per second."""
     return round(share * holders * EQUAL_SHARE_BYTES_PER_SECOND)
 
 
 def span_rates(links: Mapping[str, NodeLink], spans: Mapping[str, range], weights: Sequence[float]) -> dict[str, int]:
-    """What each reduces where they hold different `spans` of layers: the mean over its layers, each among its holders.
+    """Reduce rates of nodes with different `spans`: the mean over a node's layers, each among its holders.
 
     `weights` are the layers' sizes. Every layer has a holder.
     """
@@ -102,12 +103,12 @@ def span_rates(links: Mapping[str, NodeLink], spans: Mapping[str, range], weight
 def span_reshare_speedup(
     links: Mapping[str, NodeLink], spans: Mapping[str, range], planned: Mapping[str, int]
 ) -> float:
-    """The largest `reshare_speedup` among those who hold the same layers."""
+    """Largest `reshare_speedup` of any segment (layers with the same holders)."""
     return max(reshare_speedup({peer: links[peer] for peer in holders}, planned) for _, holders in segments(spans))
 
 
 def segments(spans: Mapping[str, range]) -> list[tuple[range, tuple[str, ...]]]:
-    """Consecutive layers with the same holders, and those holders, ordered."""
+    """Split the layers into runs with the same holders; returns each run with its holders, sorted."""
     ends = sorted({end for span in spans.values() for end in (span.start, span.stop)})
     return [
         (range(start, stop), tuple(sorted(peer for peer, span in spans.items() if start in span)))
@@ -120,16 +121,16 @@ def _weight(layers: range, weights: Sequence[float]) -> float:
 
 
 def _uplinks(links: Mapping[str, NodeLink]) -> dict[str, float]:
-    """With the median for those who measured nothing yet."""
+    """Uplinks by peer id; a node that measured nothing yet gets the median."""
     known = [max(link.uplink, MIN_LINK_BYTES_PER_SECOND) for link in links.values() if link.uplink]
     usual = statistics.median(known) if known else 1.0
     return {peer: max(link.uplink, MIN_LINK_BYTES_PER_SECOND) if link.uplink else usual for peer, link in links.items()}
 
 
 def needs_relay(multiaddrs: Iterable[str]) -> bool:
-    """Whether others cannot dial a node that says these addresses.
+    """True where others cannot dial a node with these addresses.
 
-    Behind NAT a node has addresses behind relays, beside those of its own network, which nobody outside can dial.
+    A node behind NAT has relay addresses and addresses of its own network, which no node outside can dial.
     """
     relayed = direct = False
     for address in multiaddrs:

@@ -1,7 +1,7 @@
-"""Regions: which machines are near each other, from round trips alone; labels only break ties. Pure.
+"""Regions: clusters of near machines, from round trips; labels only break ties. Pure.
 
-Average linkage (Sokal and Michener, 1958) does not chain machines together over single short links and moves little
-when a few round trips are noisy, so regions are stable where distances are.
+Average linkage (Sokal and Michener, 1958) does not chain machines together over single short links, and a few noisy
+round trips change it little. So regions are stable while distances are.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from scipy.spatial.distance import squareform
 from atoll.coordinator.planner.problem import FloatArray, IntArray, Problem
 
 REGION_SECONDS = 0.03  # a round trip that still counts as near
-_LABEL_SECONDS = 1e-4  # that two machines with unlike labels count as further apart
+_LABEL_SECONDS = 1e-4  # added to the distance of two machines with different labels
 _FAR = 10.0  # seconds: stands for "no path"
 
 
 def nearness_tree(problem: Problem, machines: Sequence[int]) -> FloatArray:
-    """SciPy's linkage of these machines (two at least) by round trip, [n − 1, 4]."""
+    """SciPy's linkage of these machines (at least two) by round trip, [n − 1, 4]."""
     members = list(machines)
     rtt = problem.links.rtt_seconds[np.ix_(members, members)]
     labels = np.array([problem.machines[machine].region for machine in members])
@@ -30,7 +30,7 @@ def nearness_tree(problem: Problem, machines: Sequence[int]) -> FloatArray:
 
 
 def regions(problem: Problem, within_seconds: float = REGION_SECONDS) -> IntArray:
-    """The region of each machine, by number from 0, in the order of their first machines."""
+    """Region of each machine, [N]; numbered from 0 in the order of the regions' first machines."""
     count = len(problem.machines)
     if count == 1:
         return np.zeros(1, dtype=np.int64)
@@ -41,7 +41,7 @@ def regions(problem: Problem, within_seconds: float = REGION_SECONDS) -> IntArra
 
 
 def groups_within(problem: Problem, machines: Sequence[int], within_seconds: float) -> list[list[int]]:
-    """These machines by nearness: those of one group are on average that near each other."""
+    """Group machines whose average round trip is at most `within_seconds`."""
     if len(machines) < 2:
         return [list(machines)] if machines else []
     labels = fcluster(nearness_tree(problem, machines), within_seconds, "distance")

@@ -1,4 +1,4 @@
-"""An explanation as sentences and as plain data, for the command line. Pure."""
+"""Presents an explanation for the command line, as sentences and as plain data. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOTICEABLE = 0.005  # relative
 
 
 def document(found: Solution, why: Explanation) -> dict[str, object]:
-    """Everything as plain values, for JSON."""
+    """Return everything as plain values, for JSON."""
     value = found.evaluation
     return {
         "tokens_per_second": value.tokens_per_second,
@@ -43,35 +43,35 @@ def document(found: Solution, why: Explanation) -> dict[str, object]:
 
 
 def sentences(found: Solution, why: Explanation) -> Iterator[str]:
-    """What stands below the table of places."""
+    """Yield the lines below the table of places."""
     value = found.evaluation
     routes = _count(len(value.routes), "route")
     yield f"predicted: {count_text(value.tokens_per_second)} tokens/s in {routes}{_price(value)}"
-    yield f"how good: {_proof(found)}"
-    yield f"a round: every {value.round.seconds:.0f} s"
+    yield f"optimality: {_proof(found)}"
+    yield f"round interval: {value.round.seconds:.0f} s"
     yield from facts(why)
 
 
 def facts(why: Explanation) -> Iterator[str]:
-    """What limits a layout, who has no part in it, and what would help."""
-    yield f"what limits it: {why.bottleneck}"
+    """Yield the bottleneck, the machines left out, and the improvements."""
+    yield f"bottleneck: {why.bottleneck}"
     yield from (f"assumed: {sentence}" for sentence in why.assumed)
     for item in why.left_out:
         yield f"left out: {item.machine} (region {item.region + 1}): {item.reason}"
     helpful = sorted(why.help, key=lambda it: -it.times)
     for help_ in helpful[:_MOST_HELP]:
         gain = help_.times - 1
-        yield f"with {help_.what}: " + (f"{100 * gain:+.1f} % tokens/s" if gain > _NOTICEABLE else "hardly any more")
+        yield f"with {help_.what}: " + (f"{100 * gain:+.1f} % tokens/s" if gain > _NOTICEABLE else "no noticeable gain")
     for point in why.curve:
         yield f"with {_count(point.machines, 'machine')}: {_point(point, point.machines == why.sweet_spot)}"
 
 
 def _proof(found: Solution) -> str:
     if not found.gap:
-        return "proven best"
+        return "proven optimal"
     if found.gap == float("inf"):
-        return f"the best of a search of {found.seconds:.1f} s; nothing is proven"
-    return f"at most {100 * found.gap:.1f} % from the best"
+        return f"best layout of a search of {found.seconds:.1f} s; no bound is proven"
+    return f"at most {100 * found.gap:.1f} % below the optimum"
 
 
 def _price(value: Evaluation) -> str:

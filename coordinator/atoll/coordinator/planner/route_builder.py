@@ -1,8 +1,9 @@
-"""First routes from a pool of machines: groups with enough memory, each in an order of short hops. Pure.
+"""Builds first routes from a pool of machines: groups with enough memory, each in an order of short hops. Pure.
 
-Near machines are grouped first, and who is left over goes on to wider circles. How many routes a pool becomes is tried,
-between as many as its memory allows (short routes hop less) and few (whose layers go by speed, not by memory). Groups
-are made in two ways: memory spread evenly, and likes together, so that a thin link slows only thin links.
+Near machines are grouped first; machines left over are grouped again with a larger distance. Several numbers of routes
+are tried for a pool: from as many as its memory allows (short routes have fewer hops) down to few (whose splits follow
+speed instead of memory). Groups are formed in two ways: with equal memory, and with machines of similar speed, so that
+a slow link slows only other slow ones.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from atoll.coordinator.planner.regions import groups_within
 from atoll.coordinator.planner.splits import Split, best_split
 
 GROUPING_RTT_SECONDS = (0.01, 0.03, 0.08, 0.2, 10.0)
-_ROUTE_COUNT_FACTORS = (1.0, 0.85, 0.7, 0.5, 0.3)  # of the most routes that the memory of a pool allows
-ALL_ORDERS = 3  # machines: up to here all orders of a group are tried
-_SMALL_POOL_MACHINES = 12  # machines in a pool: of fewer, many may be left out at a time
-_ORDERS_TRIED = 6  # changes to the order of a larger one
+_ROUTE_COUNT_FACTORS = (1.0, 0.85, 0.7, 0.5, 0.3)  # × the most routes that a pool's memory allows
+ALL_ORDERS = 3  # machines: for groups up to this size all orders are tried
+_SMALL_POOL_MACHINES = 12  # up to this size a random pool may leave out most of its machines
+_ORDERS_TRIED = 6  # changes to the order of a larger group
 _SPLITS_REMEMBERED = 200_000
 
 Order = tuple[int, ...]
 
 
 class RouteBuilder:
-    """Makes routes and remembers what each order of machines was worth."""
+    """Builds routes, and remembers the best split of each order of machines."""
 
     def __init__(self, tables: CostTables) -> None:
         self.tables = tables
@@ -40,7 +41,7 @@ class RouteBuilder:
         self.distance: FloatArray = tables.hop_total_per_byte * cut + tables.hop_latency + tables.hop_penalty
 
     def split(self, order: Order) -> Split:
-        """The best split over that order."""
+        """Best split over that order."""
         known = self._splits.get(order)
         if known is None:
             if len(self._splits) >= _SPLITS_REMEMBERED:
@@ -50,12 +51,12 @@ class RouteBuilder:
         return known
 
     def first_routes(self, machines: Sequence[int]) -> list[Split]:
-        """Routes from all of them: near ones first, then wider circles of who is left over."""
+        """Build routes from all these machines: near ones first, then those left over at larger distances."""
         singles: list[int] = []
         left: list[int] = []
         for machine in machines:
             alone = self.split((machine,))
-            (singles if alone.rate else left).append(machine)
+            (singles if alone.score_rate else left).append(machine)
         routes = [self.split((machine,)) for machine in singles]
         for within in GROUPING_RTT_SECONDS:
             remaining: list[int] = []
@@ -68,7 +69,7 @@ class RouteBuilder:
         return routes
 
     def best_of_pool(self, pool: Sequence[int]) -> list[Split]:
-        """The best of several ways to make routes of one pool; none where its memory is too little."""
+        """Best of several ways to build routes from one pool; empty where its memory is not enough."""
         most = int(self._layers[list(pool)].sum() // self.tables.layers)
         counts = sorted({max(1, round(most * share)) for share in _ROUTE_COUNT_FACTORS}) if most else []
         trials = [
@@ -76,10 +77,10 @@ class RouteBuilder:
             for count in counts
             for groups in (self._by_memory(pool, count), self._by_speed(pool, count))
         ]
-        return max(trials, key=lambda routes: sum(it.rate for it in routes), default=[])
+        return max(trials, key=lambda routes: sum(it.score_rate for it in routes), default=[])
 
     def random_routes(self, pool: Sequence[int], rng: random.Random) -> list[Split]:
-        """Routes of a pool in one way of many, at random; not all of it need be used."""
+        """Build routes from a random part of a pool, grouped in a random way."""
         likely = rng.uniform(0.3 if len(pool) <= _SMALL_POOL_MACHINES else 0.8, 1.0) if rng.random() < 0.5 else 1.0
         kept = [it for it in pool if rng.random() < likely]
         rng.shuffle(kept)
@@ -91,23 +92,23 @@ class RouteBuilder:
             count = rng.randint(max(1, most // 2), most)
             groups = (self._by_memory, self._by_speed, self._random)[rng.randrange(3)](rest, count)
         splits = [self.best_order(group, rng) for group in [*([it] for it in singles), *groups] if group]
-        return [split for split in splits if split.rate]
+        return [split for split in splits if split.score_rate]
 
     def best_order(self, group: Sequence[int], rng: random.Random) -> Split:
-        """A good order of a group: the best of all where they are few, else of a short path and changes to it."""
+        """Find a good order: the best of all in a small group, else the best of a short path and changes to it."""
         if len(group) <= ALL_ORDERS:
-            return max((self.split(order) for order in permutations(group)), key=lambda it: it.rate)
+            return max((self.split(order) for order in permutations(group)), key=lambda it: it.score_rate)
         best = self.split(self.path(group))
         for _ in range(_ORDERS_TRIED):
             order = [stage.machine for stage in best.route] or list(group)
             one, other = rng.sample(range(len(order)), 2)
             order.insert(other, order.pop(one))
             tried = self.split(tuple(order))
-            best = tried if tried.rate > best.rate else best
+            best = tried if tried.score_rate > best.score_rate else best
         return best
 
     def path(self, group: Iterable[int]) -> Order:
-        """An open path of short hops, from the end that makes it shortest; trusted machines at both ends if asked."""
+        """Order a group as an open path of short hops; with trusted machines at both ends where these are required."""
         members = sorted(set(group))
         if len(members) < 3:
             return self._with_trusted_ends(members)
@@ -121,10 +122,10 @@ class RouteBuilder:
 
     def _routes(self, groups: Iterable[Sequence[int]]) -> list[Split]:
         splits = [self.split(self.path(group)) for group in groups if group]
-        return [split for split in splits if split.rate]
+        return [split for split in splits if split.score_rate]
 
     def _by_memory(self, pool: Sequence[int], count: int) -> list[list[int]]:
-        """Largest memory first, each to the group that has least."""
+        """Group machines, largest memory first, each into the group that has the least memory."""
         groups: list[list[int]] = [[] for _ in range(count)]
         held = np.zeros(count)
         for machine in sorted(pool, key=lambda it: -self._layers[it]):
@@ -134,7 +135,7 @@ class RouteBuilder:
         return groups
 
     def _by_speed(self, pool: Sequence[int], count: int) -> list[list[int]]:
-        """Fastest first, in chunks that each have enough memory."""
+        """Group machines, fastest first, into chunks that each have enough memory."""
         return self._chunks(sorted(pool, key=lambda it: -self._speed[it]), count)
 
     def _random(self, pool: Sequence[int], count: int) -> list[list[int]]:
@@ -153,7 +154,7 @@ class RouteBuilder:
         return groups
 
     def _max_micro_batches_per_second(self, machine: int) -> float:
-        """Micro-batches per second that it can take at most, with one layer in the middle of a route."""
+        """Highest rate of micro-batches with its cheapest span."""
         period = self.tables.stage(machine).period
         finite = period[np.isfinite(period)]
         return float(1 / finite.min()) if finite.size and finite.min() > 0 else 0.0
@@ -170,7 +171,7 @@ class RouteBuilder:
 
 
 def _nearest_next(distance: FloatArray, start: int) -> tuple[list[int], float]:
-    """A path from `start` that always goes to the nearest machine not yet on it, and its length."""
+    """Path from `start` that always continues to the nearest machine not yet on it, and its length."""
     path, total = [start], 0.0
     left = np.ones(len(distance), dtype=bool)
     left[start] = False

@@ -1,7 +1,7 @@
-"""From a problem to a layout: exactly where machines are few, else by construction and local search. Pure and anytime.
+"""Solves a placement problem: exactly for few machines, otherwise by construction and local search. Pure and anytime.
 
-`clock` and `rng` are passed in, and the best layout so far is there whenever the time is up. Machines that do not reach
-each other cannot train together: the swarm is the island that trains fastest.
+`solve` returns the best layout found when its time is over; `clock` and `rng` are passed in. Machines that do not reach
+each other cannot train together, so each island of machines is solved by itself, and the fastest one is used.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from atoll.coordinator.planner.route_builder import RouteBuilder
 from atoll.coordinator.planner.splits import Split
 from atoll.core.clock import Clock
 
-_EXACT_TIME_SHARE = 0.6  # of the time, before the other way is gone
-_CONSTRUCTION_TIME_SHARE = 0.4  # of the time for the search
-_PHASES = 3  # searches, each from the best layout of those before
-_SMALL_POOL_PHASES = 10  # of few machines, every second from routes made at random
-_SMALL_POOL_MACHINES = 16  # machines
-_ROUND_LIMIT_FACTORS = (0.7, 0.45, 0.3, 0.2, 0.1, 0.05)  # times the round of the first routes
-_ROUND_LIMIT_RANGE = (0.3, 1.0)  # times the round of the best layout, where that binds, or nothing is averaged
-_ROUND_LIMIT_PROBABILITY = 0.7  # of the searches then have such a limit
+_EXACT_TIME_SHARE = 0.6  # of the time, before the local search starts
+_CONSTRUCTION_TIME_SHARE = 0.4  # of the time for the local search
+_PHASES = 3  # local searches, each from the best layout so far
+_SMALL_POOL_PHASES = 10  # the same for few machines; every second one starts from random routes
+_SMALL_POOL_MACHINES = 16
+_ROUND_LIMIT_FACTORS = (0.7, 0.45, 0.3, 0.2, 0.1, 0.05)  # × the round of the first routes
+_ROUND_LIMIT_RANGE = (0.3, 1.0)  # × the round of the best layout, where it is the bottleneck or there is none
+_ROUND_LIMIT_PROBABILITY = 0.7  # of a search with such a limit, in that case
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A layout and how good it is known to be."""
+    """A layout, and the proven bound on a better one."""
 
     tables: CostTables
     evaluation: Evaluation
@@ -58,9 +58,9 @@ def solve(
     start: Layout | None = None,
     exact: bool = True,
 ) -> Solution:
-    """The best layout found in that time, or in so many steps of the search.
+    """Return the best layout found in that time, or in that many search steps.
 
-    `start`: a layout to improve, as far as it is still possible. `exact=False`: never the exact solver. Raises
+    `start`: a layout to improve, as far as it is still feasible. `exact=False`: skip the exact solver. Raises
     `PlanInputInvalid`, and `NoFeasiblePlan` with what is missing.
     """
     began, budget = clock.monotonic(), Budget.of_seconds(clock, seconds, steps)
@@ -84,7 +84,7 @@ def solve(
 def _solve_island(
     tables: CostTables, island: Sequence[int], budget: Budget, rng: random.Random, start: Layout | None, exact: bool
 ) -> tuple[Evaluation | None, float, int]:
-    """The best of one island, its gap, and the steps taken."""
+    """Best layout of one island, its gap, and the steps taken."""
     if sum(tables.stage(machine).most_layers for machine in island) < tables.layers:
         return None, 0.0, 0
     known = math.inf
@@ -104,7 +104,10 @@ def _solve_island(
 def _search(
     tables: CostTables, island: Sequence[int], budget: Budget, rng: random.Random, given: Layout | None
 ) -> tuple[Evaluation, int]:
-    """Construction and local search, and where a round binds again with shorter rounds in mind; the steps taken."""
+    """Best layout by construction and local search, and the steps taken.
+
+    Where the outer round is the bottleneck, most searches limit spans to those that allow a shorter round.
+    """
     free = builder = RouteBuilder(tables)
     routes = _routes_of(builder, given, island)
     if not routes:
@@ -128,7 +131,7 @@ def _search(
 
 
 def _constructed(tables: CostTables, island: Sequence[int], budget: Budget) -> tuple[list[Split], RouteBuilder]:
-    """First routes; where a round holds them up, those for the length of a round with which they are worth most."""
+    """Build first routes; where the outer round is their bottleneck, those for the round limit with the best score."""
     builder = RouteBuilder(tables)
     routes = builder.first_routes(island)
     first = best = evaluate(tables, _layout(routes))
@@ -148,19 +151,19 @@ def _layout(routes: Sequence[Split]) -> Layout:
 
 
 def _routes_of(builder: RouteBuilder, layout: Layout | None, island: Sequence[int]) -> list[Split]:
-    """The routes of a layout that can still be; cut anew where their cuts cannot."""
+    """Routes of a layout that are still feasible; with a new split where the old one is infeasible."""
     members, found = set(island), []
     for route in layout.routes if layout else ():
         order = tuple(stage.machine for stage in route)
         if members.issuperset(order):
             cost = route_cost(builder.tables, route)
             kept = Split(cost.score_rate, route, cost.price_per_second)
-            found.append(kept if kept.rate else builder.split(order))
-    return [split for split in found if split.rate]
+            found.append(kept if kept.score_rate else builder.split(order))
+    return [split for split in found if split.score_rate]
 
 
 def _no_better(tables: CostTables, island: Sequence[int], best: Evaluation) -> bool:
-    """Whether an island trains less than `best` even if nothing but computing took time."""
+    """True where an island would train less than `best` even if only compute took time."""
     if tables.problem.wishes.goal is Goal.PRICE:
         return False
     total = 0.0

@@ -1,7 +1,7 @@
-"""Who can hold the whole model, and how much of it others can: from profiles and the layer table. Pure.
+"""Memory that spans need, and which spans fit a node's memory: from profiles and the layer table. Pure.
 
-The bytes are those of the planner's tables. Where a node says itself what the whole model would take on its device
-(`whole_model_bytes`), its word counts: its trainer refuses by that figure.
+The live coordinator uses this before it asks the planner, with the same tables (`span_tables.py`). Where a node reports
+the memory of the whole model on its device (`whole_model_bytes`), that figure counts: its trainer refuses by it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
-_PIPELINE_RATIO = {  # bytes on the wire per byte of fp32; `auto` is `int8` wherever a wide-area link limits a route
+_PIPELINE_RATIO = {  # bytes on the wire per byte of fp32; `auto` uses `int8` where a wide-area link limits a route
     "auto": INT8_OF_FP32,
     "int8": INT8_OF_FP32,
     "bf16": 0.5,
     "fp32": 1.0,
 }
-_DEVICE_BYTES = 24.0  # a parameter: weight, gradient, AdamW's moments, and for outer rounds an anchor and a snapshot
-MOST_LAYERS = 1024  # of a model that is ever cut: tables grow with the square
-_CODEC_BYTES = {  # per parameter; `auto` counts as int4, which it begins with
+_DEVICE_BYTES = 24.0  # per parameter: weight, gradient, AdamW's moments; for outer rounds an anchor and a snapshot
+MOST_LAYERS = 1024  # of a model that is cut into spans: tables grow with the square
+_CODEC_BYTES = {  # per parameter; `auto` counts as int4, which it starts with
     "fp32": 4.0,
     "bf16": 2.0,
     "fp16": 2.0,
@@ -45,28 +45,28 @@ _CODEC_BYTES = {  # per parameter; `auto` counts as int4, which it begins with
 
 
 class SpanMemory:
-    """What spans of one model take. `layers`: at most `MOST_LAYERS`."""
+    """Memory of the spans of one model with at most `MOST_LAYERS` layers."""
 
     def __init__(self, layers: tuple[Layer, ...], training: Training) -> None:
-        nobody = Links(np.empty((0, 0)), np.empty((0, 0)))
-        self.spans = SpanTables(Problem((), nobody, layers, training))
+        no_links = Links(np.empty((0, 0)), np.empty((0, 0)))
+        self.spans = SpanTables(Problem((), no_links, layers, training))
         self.layers = len(layers)
         self.training = training
 
     def holds_all(self, profile: mb.NodeProfile) -> bool:
-        """Whether a node can train all layers; one that did not tell its memory counts as such."""
+        """True where a node can train all layers, or did not report its memory."""
         return self.fits(profile, 0, self.layers - 1)
 
     def fits(self, profile: mb.NodeProfile, first: int, last: int) -> bool:
-        """Whether layers `first` to `last` fit the memory that a node told, if it did."""
-        told = holds_whole(profile) if (first, last) == (0, self.layers - 1) else None
-        if told is not None:
-            return told
+        """True where layers `first` to `last` fit the memory that a node reported, or where it reported none."""
+        reported = holds_whole(profile) if (first, last) == (0, self.layers - 1) else None
+        if reported is not None:
+            return reported
         spans = self.spans
         return bool(_enough(profile, spans.device_bytes[first, last + 1], spans.host_bytes[first, last + 1]))
 
     def most_layers(self, profile: mb.NodeProfile) -> int:
-        """How long the longest span is that fits."""
+        """Length of the longest span that fits."""
         if self.holds_all(profile):
             return self.layers
         fitting = self.spans.is_span & ~self.spans.is_whole
@@ -75,18 +75,18 @@ class SpanMemory:
         return int((end - start).max(initial=0))
 
     def needed_bytes(self, profile: mb.NodeProfile, first: int, last: int) -> float:
-        """What they take of the memory that a node told as its device's."""
+        """Bytes that layers `first` to `last` need of the memory that a node reports as its device's."""
         host = float(self.spans.host_bytes[first, last + 1]) if shares_memory(profile) else 0.0
         return self.device_bytes(first, last) + host
 
     def device_bytes(self, first: int, last: int) -> float:
-        """What layers `first` to `last` take of a device's memory."""
+        """Bytes of device memory that layers `first` to `last` need."""
         return float(self.spans.device_bytes[first, last + 1])
 
 
-@lru_cache(maxsize=16)  # asked about every node of a run, several times a second
+@lru_cache(maxsize=16)  # called for every node of a run, several times a second
 def span_memory(table: bytes, spec: RunSpec) -> SpanMemory | None:
-    """For the model of a serialised layer table; None where it has none, or more layers than are ever cut."""
+    """Build it from a serialised layer table; None where the table is empty or has more than `MOST_LAYERS`."""
     rows = plan_pb2.LayerTable.FromString(table)
     if not 0 < len(rows.layers) <= MOST_LAYERS:
         return None
@@ -94,14 +94,14 @@ def span_memory(table: bytes, spec: RunSpec) -> SpanMemory | None:
 
 
 def holds_whole(profile: mb.NodeProfile) -> bool | None:
-    """A node's own word on whether it holds all layers; None where it said nothing."""
+    """A node's own report of whether all layers fit; None where it reported nothing."""
     if not profile.device_memory_bytes or not profile.whole_model_bytes:
         return None
     return profile.whole_model_bytes <= profile.device_memory_bytes
 
 
 def training_of(spec: RunSpec) -> Training:
-    """How the run trains."""
+    """Translate the run spec into the planner's training parameters."""
     optimizer = spec.optimizer
     micro_batches = spec.samples_per_flush // optimizer.micro_batch_samples
     return Training(
@@ -113,7 +113,7 @@ def training_of(spec: RunSpec) -> Training:
         outer_bytes_per_parameter=_CODEC_BYTES.get(spec.sync.codec, _CODEC_BYTES["int4"]),
         activation_checkpointing=optimizer.activation_checkpointing,
         device_bytes_per_parameter=_DEVICE_BYTES,
-        tied_user_bytes_per_parameter=16.0,  # values and gradient, here and on their way
+        tied_user_bytes_per_parameter=16.0,  # values and gradient, each also in a transfer buffer
         tied_owner_bytes_per_parameter=8.0,
         ahead=spec.pipeline.ahead,
     )

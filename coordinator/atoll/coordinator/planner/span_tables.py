@@ -1,6 +1,6 @@
-"""What spans cost whoever holds them: memory, and bytes over their ends. NumPy only, and quick to load.
+"""Memory and traffic of every span of a model, as tables. NumPy only, and quick to import.
 
-Spans are half-open, as in `tables.py`: `[a, b]` of an (L + 1) × (L + 1) array is layers a … b − 1.
+Spans are half-open, as in `cost_tables.py`: entry `[a, b]` of an (L + 1) × (L + 1) array is for layers a … b − 1.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import numpy as np
 
 from atoll.coordinator.planner.problem import FP32_BYTES, BoolArray, FloatArray, Problem
 
-_TOKENS_BYTES = 16  # of a sample's token and of the one to predict
+_TOKENS_BYTES = 16  # a token of a sample and the token to predict
 
 
 class SpanTables:
-    """What spans cost whoever holds them, [a, b], in bytes per whatever the name says."""
+    """Memory and traffic of spans, [a, b]; names say the units."""
 
     def __init__(self, problem: Problem) -> None:
         training, layers = problem.training, problem.layers
@@ -23,26 +23,25 @@ class SpanTables:
         self.is_whole: BoolArray = (start == 0) & (end == count)
         self.parameters = self._sums([layer.parameters for layer in layers])
         self.frozen = self._sums([layer.frozen_parameters for layer in layers])
-        self.borrowed, self.lent = self._ties(problem)
+        self.borrowed_parameters, self.lent_parameters = self._ties(problem)
         leaves = np.array([0.0, *(layer.activation_bytes_per_token for layer in layers)])
-        leaves[count] = 0.0  # nothing leaves the head but the loss
+        leaves[count] = 0.0  # the head outputs only the loss
         self.cut_bytes_per_token: FloatArray = leaves  # [L + 1], fp32, over the cut before layer b
         sent = leaves[end] * training.activation_ratio + leaves[start] * training.gradient_ratio
         received = leaves[start] * training.activation_ratio + leaves[end] * training.gradient_ratio
         self.sent_bytes_per_token, self.received_bytes_per_token = sent, received
         self.recomputes: BoolArray = ~self.is_whole | training.activation_checkpointing
-        self.reruns_forward: BoolArray = self.recomputes & ((end < count) | self.is_whole)  # the last keeps its graph
+        self.reruns_forward: BoolArray = self.recomputes & ((end < count) | self.is_whole)  # last stage keeps its graph
         self.device_bytes = self._device_bytes(problem, leaves[start], leaves[end])
         self.host_bytes = self.parameters * training.host_bytes_per_parameter
 
     def _device_bytes(self, problem: Problem, enters: FloatArray, leaves: FloatArray) -> FloatArray:
         training, layers = problem.training, problem.layers
         held = self.parameters * training.device_bytes_per_parameter + self.frozen * FP32_BYTES
-        held += (
-            self.borrowed * training.tied_user_bytes_per_parameter + self.lent * training.tied_owner_bytes_per_parameter
-        )
+        held += self.borrowed_parameters * training.tied_user_bytes_per_parameter
+        held += self.lent_parameters * training.tied_owner_bytes_per_parameter
         kept = self._sums([it.saved_bytes_per_token or it.activation_bytes_per_token for it in layers[:-1]] + [0])
-        stages = len(layers) - np.arange(len(layers))  # from here on, at most
+        stages = len(layers) - np.arange(len(layers))  # most stages from this layer on
         most = np.array([*(training.in_flight(int(it)) for it in stages), 1])[:, None]
         waiting = (enters + leaves + _TOKENS_BYTES) * np.where(self.is_whole, 1, most)
         at_once = self._sums([float(it.saved_bytes_per_token or it.workspace_bytes_per_token) for it in layers])
@@ -64,7 +63,7 @@ class SpanTables:
         return found
 
     def _ties(self, problem: Problem) -> tuple[FloatArray, FloatArray]:
-        """Parameters that a span borrows from layers outside it, and lends to such; each owner's once."""
+        """Parameters that a span borrows from layers outside it, and that it lends to them; each owner once."""
         places = {layer.name: index for index, layer in enumerate(problem.layers)}
         borrowed, lent = np.zeros(self.is_span.shape), np.zeros(self.is_span.shape)
         pairs = {(places[name], index) for index, layer in enumerate(problem.layers) for name in layer.tied_to}
@@ -80,10 +79,10 @@ class SpanTables:
 
 
 def _layer_peak_bytes(problem: Problem) -> list[float]:
-    """Bytes that exist only while one layer is differentiated, by layer; these phases follow each other.
+    """Bytes that exist only while one layer is differentiated, by layer. The layers follow one after another.
 
-    A head has its logits, their log-softmax and its gradient, then the gradients of logits and of its matrix. When the
-    embedding's turn comes, nothing is kept of the blocks any more.
+    A head holds its logits, their log-softmax and its gradient; later the gradients of logits and of its matrix. When
+    the embedding is differentiated, the blocks keep nothing any more.
     """
     tokens, owners = problem.training.micro_batch_tokens, {layer.name: layer.parameters for layer in problem.layers}
     found = []

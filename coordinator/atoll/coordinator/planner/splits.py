@@ -1,8 +1,8 @@
-"""The best contiguous, unequal split of the layers over an ordered list of machines. Pure.
+"""Finds the best contiguous, unequal split of the layers over an ordered list of machines. Pure.
 
-A flush costs a sum (through) and a maximum (period), so for each bound on the period the least sum is found by dynamic
-programming over cuts, and the best bound is kept. The least bound that is possible at all is found the same way first;
-the others are a grid above it, so at most one step of the grid is given away.
+A flush costs a sum (through) and a maximum (period). For each bound on the period, dynamic programming over cuts finds
+the least sum; the best bound wins. The least feasible bound is found first, in the same way. The other bounds are a
+grid above it, so the result is worse than the optimum by one step of the grid at most.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from atoll.coordinator.planner.cost import flush_seconds, period_lower_bound, ro
 from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.problem import FloatArray, Route, Stage
 
-PERIOD_BOUND_FACTORS = (1.0, 1.02, 1.06, 1.15, 1.35, 2.0)  # times the least period
+PERIOD_BOUND_FACTORS = (1.0, 1.02, 1.06, 1.15, 1.35, 2.0)  # × the least period
 
 
 @dataclass(frozen=True)
 class Split:
-    """A route and its worth; `rate` counts what is above the cap of round trips more, 0 where there is no split."""
+    """A route with its cost. `score_rate` is `RouteCost.score_rate`; 0: no split is feasible."""
 
-    rate: float
+    score_rate: float
     route: Route
     price_per_second: float
 
@@ -32,7 +32,7 @@ NO_SPLIT = Split(0.0, (), 0.0)
 
 
 def best_split(tables: CostTables, order: Sequence[int], bounds: Sequence[float] = PERIOD_BOUND_FACTORS) -> Split:
-    """The best split over machines in that order, each with one layer at least."""
+    """Best split over the machines in that order, each with at least one layer."""
     if not all(tables.stage(machine).most_layers for machine in order):
         return NO_SPLIT
     least = _least_period(tables, order)
@@ -56,7 +56,7 @@ def best_split(tables: CostTables, order: Sequence[int], bounds: Sequence[float]
 
 
 def _least_period(tables: CostTables, order: Sequence[int]) -> float:
-    """The least that the slowest stage or hop can take."""
+    """Least period of the slowest stage or hop over all splits; infinite where no split is feasible."""
     reached = np.full(tables.layers + 1, np.inf)  # by layers covered
     reached[0] = 0.0
     before = None
@@ -70,7 +70,7 @@ def _least_period(tables: CostTables, order: Sequence[int]) -> float:
 
 
 def _sums(tables: CostTables, order: Sequence[int], limits: FloatArray) -> list[FloatArray]:
-    """By stage, for each of T limits on the period: the least sum by the stage's length and end, [T, K, L + 1]."""
+    """Least sums by stage, for each of T limits on the period, by the stage's length and end, [T, K, L + 1]."""
     reached = np.full((len(limits), tables.layers + 1), np.inf)
     reached[:, 0] = 0.0
     found: list[FloatArray] = []

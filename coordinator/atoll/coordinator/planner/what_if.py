@@ -1,7 +1,7 @@
-"""A what-if file: machines, links, a model and wishes, as TOML, for a swarm that need not exist. Pure.
+"""Reads a what-if file: TOML with machines, links, a model and preferences of a hypothetical swarm. Pure.
 
-`docs/explain/planner.md` lists every field. It is a format of its own: the lab's topologies speak of emulated links and
-say nothing of hardware, this one of hardware and nothing of queues.
+`docs/explain/planner.md` lists every field. The format differs from the lab's topologies, which describe emulated links
+with their queues and no hardware.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from atoll.coordinator.planner.links import Path, links_from_paths
+from atoll.coordinator.planner.links import MeasuredPath, links_from_paths
 from atoll.coordinator.planner.problem import (
     Goal,
     Layer,
@@ -86,7 +86,7 @@ class _MachineRow(_Table):
     kind: str = ""
     memory_gb: Positive
     host_memory_gb: Positive = 64.0
-    tflops: Positive  # that training reaches
+    tflops: Positive  # reached in training
     uplink_mbit: Positive = 100.0
     downlink_mbit: Positive = 100.0
     reach: Reach = Reach.PUBLIC
@@ -122,18 +122,18 @@ class _MachineRow(_Table):
 class _PathRow(_Table):
     between: tuple[Name, Name]  # machines or regions
     rtt_ms: Annotated[float, Field(ge=0, le=60_000)]
-    mbit: Annotated[float, Field(ge=0, le=1e9)] | None = None  # from the first to the second; none: their own links
-    back_mbit: Annotated[float, Field(ge=0, le=1e9)] | None = None  # the other way; none: the same
+    mbit: Annotated[float, Field(ge=0, le=1e9)] | None = None  # first to second; none: only access links limit
+    back_mbit: Annotated[float, Field(ge=0, le=1e9)] | None = None  # second to first; none: the same
 
-    def path(self) -> Path:
-        there = math.inf if self.mbit is None else self.mbit * MBIT_BYTES
+    def path(self) -> MeasuredPath:
+        forward = math.inf if self.mbit is None else self.mbit * MBIT_BYTES
         back = None if self.back_mbit is None else self.back_mbit * MBIT_BYTES
-        return Path(*self.between, self.rtt_ms / 1000, there, back)
+        return MeasuredPath(*self.between, self.rtt_ms / 1000, forward, back)
 
 
 class _PinRow(_Table):
     machine: Name
-    layers: tuple[int, int] | None = None  # first and last; none: no part in training
+    layers: tuple[int, int] | None = None  # first and last; none: excluded from training
 
 
 class _File(_Table):
@@ -146,7 +146,7 @@ class _File(_Table):
 
 
 def read_what_if(text: str, where: str) -> Problem:
-    """The problem that a file states. Raises `PlanInputInvalid` that names the field."""
+    """Parse a what-if file into a problem. Raises `PlanInputInvalid` that names the field."""
     try:
         document = tomllib.loads(text)
         file = _File.model_validate(document)
@@ -160,13 +160,13 @@ def read_what_if(text: str, where: str) -> Problem:
         raise PlanInputInvalid(f"{where} is not TOML: {error}") from error
     machines = tuple(machine for row in file.machine for machine in row.machines())
     if len(machines) > MOST_MACHINES:
-        raise PlanInputInvalid(f"{where}: {len(machines)} machines; {MOST_MACHINES} are the most")
+        raise PlanInputInvalid(f"{where}: {len(machines)} machines; at most {MOST_MACHINES} are allowed")
     twice = [pair for pair, times in Counter(frozenset(row.between) for row in file.path).items() if times > 1]
     if twice:
         ends = sorted(twice[0])
         raise PlanInputInvalid(
-            f"{where}: two [[path]] lead from {ends[0]} to {ends[-1]}",
-            "one says both ways: mbit, back_mbit",
+            f"{where}: two [[path]] entries are between {ends[0]} and {ends[-1]}",
+            "use one entry for both directions: mbit, back_mbit",
         )
     links = links_from_paths(machines, [row.path() for row in file.path])
     _check_paths(machines, links, where)
@@ -190,7 +190,7 @@ def read_what_if(text: str, where: str) -> Problem:
 
 
 def _place(loc: tuple[int | str, ...], file: dict[str, Any]) -> str:
-    """Where in the file, in its own words: `[[machine]] 3 ("attic").memory_gb`."""
+    """Format a field's location in the file's terms: `[[machine]] 3 ("attic").memory_gb`."""
     if len(loc) < 2 or not isinstance(loc[1], int):
         return ".".join(map(str, loc))
     row = file[str(loc[0])][loc[1]]
@@ -199,12 +199,12 @@ def _place(loc: tuple[int | str, ...], file: dict[str, Any]) -> str:
 
 
 def _check_paths(machines: tuple[Machine, ...], links: Links, where: str) -> None:
-    """Raises `PlanInputInvalid` for a machine of which nothing says how far it is from any other."""
+    """Raise `PlanInputInvalid` for a machine without a path to any other machine."""
     far = np.isinf(links.rtt_seconds).sum(axis=1) == len(machines) - 1
     lonely = next((machine for machine, alone in zip(machines, far, strict=True) if alone), None)
     if lonely is not None and len(machines) > 1:
         raise PlanInputInvalid(
-            f"{where}: no [[path]] leads from {lonely.name} (region {lonely.region}) to another machine",
-            f'add one for each pair of regions that meet, and for a region itself: between = ["{lonely.region}", '
+            f"{where}: no [[path]] connects {lonely.name} (region {lonely.region}) to another machine",
+            f'add one for each pair of regions, and one within the region: between = ["{lonely.region}", '
             f'"{lonely.region}"], rtt_ms = 2',
         )

@@ -205,7 +205,7 @@ def apply_planner_answer(state: State, now: StepTime, run_id: str, question: Que
     """Apply the planner's answer to a run's question."""
     if question.given_routes:
         return plan_pace.take_prediction(state, now, run_id, question, answer)
-    return planner_answer.take(state, now, run_id, question, answer)
+    return planner_answer.accept_answer(state, now, run_id, question, answer)
 
 
 def _rebuild_run_memory(run_id: str, contents: Contents, plans: tuple[Plan, ...], now: StepTime) -> RunMemory:

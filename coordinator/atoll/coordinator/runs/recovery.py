@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from atoll.coordinator.live import replan_trigger, standbys
+from atoll.coordinator.live import replan_trigger
 from atoll.coordinator.live.attendance import attendance_of, eligible_nodes
+from atoll.coordinator.live.backup_spans import remaining_standbys
 from atoll.coordinator.live.plan_issue import PlanNotes, issue_replica_plan, issue_route_plan, next_version
 from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.rounds import tie_break_votes
@@ -236,7 +237,7 @@ def _issue(draft: Draft, run_id: str, point: RecoveryPoint, eligible: list[str],
     members = {part.peer_id for route in whole for part in route}
     voters = tuple(sorted(members & set(eligible))) or tuple(sorted(eligible))
     base = Base(point.manifest_hash, voters, point.round, version)
-    standing = standbys.kept(draft.state, run_id, whole, eligible)
+    standing = remaining_standbys(draft.state, run_id, whole, eligible)
     issue_route_plan(draft, run_id, whole, reason, PlanNotes(left_out=memory.left_out), base, standbys=standing)
 
 

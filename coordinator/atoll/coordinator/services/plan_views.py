@@ -6,10 +6,15 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
-from atoll.coordinator.live import neighbour_copies
-from atoll.coordinator.live.plan_issue import STATE_BYTES_PER_PARAMETER
+from atoll.coordinator.live.backup_spans import complete_copies
 from atoll.coordinator.live.span_fit import span_memory_of
-from atoll.coordinator.planner.question import Answer, NamedRoute, Preferences, Question
+from atoll.coordinator.planner.question import (
+    STATE_BYTES_PER_PARAMETER,
+    Answer,
+    NamedRoute,
+    Preferences,
+    Question,
+)
 from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Node, PlanFigures
 from atoll.core.plan import Plan
@@ -90,7 +95,7 @@ def plan_fields(state: State, node: Node) -> admin.NodeView:
 
 def _copies(state: State, plan: Plan) -> Iterator[tuple[str, plan_pb2.Span]]:
     """Holder and span of each complete second copy of a neighbour's layers."""
-    for pair in neighbour_copies.kept(state, plan):
+    for pair in complete_copies(state, plan):
         yield pair.holder, plan_pb2.Span(first=pair.stage_span.start, last=pair.stage_span.stop - 1)
 
 

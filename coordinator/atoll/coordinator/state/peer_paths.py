@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
-from atoll.coordinator.planner.question import Path
+from atoll.coordinator.planner.question import PathMeasurement
 from atoll.coordinator.sanitize import MAX_NAME_CHARACTERS, clean, sanitized_message
 from atoll.v1 import membership_pb2 as mb
 
@@ -18,8 +18,8 @@ _MAX_LAYER_KINDS = 16
 
 
 def merge_reported_paths(
-    before: Mapping[str, Path], reported: Iterable[mb.PeerPath], members: Collection[str], now: float
-) -> Mapping[str, Path]:
+    before: Mapping[str, PathMeasurement], reported: Iterable[mb.PeerPath], members: Collection[str], now: float
+) -> Mapping[str, PathMeasurement]:
     """Paths after a heartbeat. Ignores figures out of range, and paths to peers that are not in `members`."""
     known = recent_paths(before, now)
     for path in islice(reported, MAX_PATHS):
@@ -36,14 +36,14 @@ def merge_reported_paths(
     return known
 
 
-def recent_paths(paths: Mapping[str, Path], now: float) -> dict[str, Path]:
+def recent_paths(paths: Mapping[str, PathMeasurement], now: float) -> dict[str, PathMeasurement]:
     """Paths measured within `STALE_SECONDS`."""
     return {peer: path for peer, path in paths.items() if now - path.at < STALE_SECONDS}
 
 
-def _smoothed(old: Path | None, new: mb.PeerPath, now: float) -> Path:
+def _smoothed(old: PathMeasurement | None, new: mb.PeerPath, now: float) -> PathMeasurement:
     rtt = new.rtt_seconds if old is None else old.rtt_seconds + NEW_SAMPLE_WEIGHT * (new.rtt_seconds - old.rtt_seconds)
-    return Path(rtt, new.bytes_per_second, now)
+    return PathMeasurement(rtt, new.bytes_per_second, now)
 
 
 def sanitized_profile(profile: mb.NodeProfile) -> mb.NodeProfile:

@@ -23,7 +23,7 @@ ASSUMED_MIN_BYTES_PER_SECOND = 1e6  # of the slowest link, for the deadline
 
 def spans_to_fetch(plan: Plan, question: Question, answer: Answer) -> dict[str, range]:
     """By peer id, the next spans of nodes that do not hold all of them under `plan`."""
-    peers = question.peers()
+    peers = question.peer_by_name()
     spans = {peers[name]: range(first, last + 1) for route in answer.routes for name, first, last in route}
     return {peer: span for peer, span in spans.items() if not _within(span, plan.span(peer))}
 

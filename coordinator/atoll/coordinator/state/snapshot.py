@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from atoll.coordinator.planner.question import Answer, Path, Preferences, Question
+from atoll.coordinator.planner.question import Answer, PathMeasurement, Preferences, Question
 from atoll.coordinator.state.rate_limits import STORED_ROWS_RATE, Allowance
 from atoll.coordinator.store.records import (
     Change,
@@ -84,7 +84,7 @@ class LiveNode:
     unfit_since: float | None = None  # monotonic, since when its state is not eligible for training
     status: mb.NodeStatus = field(default_factory=mb.NodeStatus)
     profile: mb.NodeProfile = field(default_factory=mb.NodeProfile)
-    paths: Mapping[str, Path] = field(default_factory=dict)  # to other members, by peer id
+    paths: Mapping[str, PathMeasurement] = field(default_factory=dict)  # to other members, by peer id
     corpus_digest: str = ""
     layers: bytes = b""  # LayerTable of the run's model, as reported before genesis
     drain_since: float | None = None  # monotonic, since when it is asked to leave, or may leave

@@ -12,7 +12,7 @@ import pytest
 from unit.coordinator.planner.worlds import GB, LAYERS, TRAINING, machine, swarm
 
 from atoll.coordinator.planner.checks import check_layout, check_problem
-from atoll.coordinator.planner.links import Path
+from atoll.coordinator.planner.links import MeasuredPath
 from atoll.coordinator.planner.problem import Goal, Layout, Pin, Problem, Reach, Stage, Wishes
 from atoll.coordinator.planner.solve import Solution, solve
 from atoll.core.clock import SystemClock
@@ -39,24 +39,24 @@ def solved(problem: Problem, **how: Any) -> Solution:
         ("seconds_per_token", {"block": (math.nan, 1.0)}),
     ],
 )
-def test_a_figure_that_cannot_be_is_named(field: str, value: object) -> None:
+def test_an_invalid_figure_is_named_with_its_machine(field: str, value: object) -> None:
     with pytest.raises(PlanInputInvalid, match=f"{field} of ann"):
         check_problem(swarm([machine("ann", **{field: value}), machine("ben")]))
 
 
-def test_somebody_of_unknown_speed_is_named() -> None:
-    with pytest.raises(PlanInputInvalid, match="how fast ann computes"):
+def test_a_machine_of_unknown_speed_is_named() -> None:
+    with pytest.raises(PlanInputInvalid, match="ann has neither a time for layers of kind"):
         check_problem(swarm([machine("ann", flops_per_second=0.0, seconds_per_token={"block": (1e-4, 2e-4)})]))
 
 
 @pytest.mark.parametrize(
     ("pins", "words"),
     [
-        ((Pin("eve", (0, 1)),), "'eve', which is no machine"),
-        ((Pin("ann", (3, 99)),), "layers 3–99 of 12"),
+        ((Pin("eve", (0, 1)),), "'eve', and there is no such machine"),
+        ((Pin("ann", (3, 99)),), "layers 3–99; the model has layers 0–11"),
         ((Pin("ann", (4, 2)),), "layers 4–2"),
-        ((Pin("ann", (0, 1)), Pin("ann", (2, 3))), "two pins 'ann'"),
-        ((Pin("ben", (0, 1)),), "not trusted"),
+        ((Pin("ann", (0, 1)), Pin("ann", (2, 3))), "pin 'ann' is given twice"),
+        ((Pin("ben", (0, 1)),), "ben is pinned to an end of the model, and trusted_ends"),
     ],
 )
 def test_pins_that_contradict_are_refused(pins: tuple[Pin, ...], words: str) -> None:
@@ -70,20 +70,20 @@ def test_a_pin_that_memory_cannot_hold_says_what_it_takes() -> None:
         solved(swarm([machine("ann", device_memory_bytes=4 * GB)], wishes=Wishes(pins=(Pin("ann", (0, 11)),))))
 
 
-def test_a_link_that_is_no_number_is_named() -> None:
+def test_an_invalid_link_figure_is_named() -> None:
     problem = swarm([machine("ann"), machine("ben")])
     rtt = problem.links.rtt_seconds.copy()
     rtt[0, 1] = np.nan
     with pytest.raises(PlanInputInvalid, match="round trip ann – ben"):
         check_problem(replace(problem, links=replace(problem.links, rtt_seconds=rtt)))
     with pytest.raises(PlanInputInvalid, match="bandwidth ann – ben"):
-        swarm([machine("ann"), machine("ben")], [Path("ann", "ben", 0.1, -1.0)])
+        swarm([machine("ann"), machine("ben")], [MeasuredPath("ann", "ben", 0.1, -1.0)])
     with pytest.raises(PlanInputInvalid, match="'eve'"):
-        swarm([machine("ann"), machine("ben")], [Path("ann", "eve", 0.1)])
+        swarm([machine("ann"), machine("ben")], [MeasuredPath("ann", "eve", 0.1)])
 
 
 def test_prices_are_asked_for_where_they_decide() -> None:
-    with pytest.raises(PlanInputInvalid, match="ann has no price"):
+    with pytest.raises(PlanInputInvalid, match="ann has no price_per_hour"):
         check_problem(swarm([machine("ann", price_per_hour=0.0)], wishes=Wishes(Goal.PRICE)))
 
 
@@ -98,7 +98,7 @@ def test_one_layer_that_fits_nowhere_is_named() -> None:
         solved(swarm([machine("ann"), machine("ben")], layers=layers))
 
 
-def test_what_rules_forbid_is_said_to_be_forbidden() -> None:
+def test_a_layer_that_rules_forbid_everywhere_is_named() -> None:
     machines = [machine("ann", trusted=False), machine("ben", trusted=False)]
     with pytest.raises(NoFeasiblePlan, match="no machine may hold layer embedding"):
         solved(swarm(machines, wishes=Wishes(trusted_ends=True)))
@@ -109,14 +109,14 @@ def test_closed_links_are_no_links() -> None:
     machines = [machine(name, device_memory_bytes=14 * GB) for name in ("ann", "ben")]
     assert len(solved(swarm(machines)).evaluation.layout.machines) == 2
     with pytest.raises(NoFeasiblePlan):
-        solved(swarm(machines, [Path("ann", "ben", 0.02, 1e9, 0.0)]))
+        solved(swarm(machines, [MeasuredPath("ann", "ben", 0.02, 1e9, 0.0)]))
     with pytest.raises(NoFeasiblePlan):
         solved(swarm([replace(it, reach=Reach.OUTBOUND) for it in machines]))
 
 
 def test_of_two_islands_the_faster_trains() -> None:
     machines = [machine(name) for name in ("ann", "ben", "cleo", "dora", "eve")]
-    shut = [Path(one, other, 0.1, 0.0) for one in ("ann", "ben") for other in ("cleo", "dora", "eve")]
+    shut = [MeasuredPath(one, other, 0.1, 0.0) for one in ("ann", "ben") for other in ("cleo", "dora", "eve")]
     found = solved(swarm(machines, shut, training=replace(TRAINING, round_tokens=10**8)))
     assert sorted(found.evaluation.layout.machines) == [2, 3, 4]
 

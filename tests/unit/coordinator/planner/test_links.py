@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.coordinator.planner.worlds import MBIT, machine, swarm
 
-from atoll.coordinator.planner.links import RELAY_BYTES_PER_SECOND, Path, fill_missing_links, islands, transfer_rates
+from atoll.coordinator.planner.links import (
+    RELAY_BYTES_PER_SECOND,
+    MeasuredPath,
+    fill_missing_links,
+    islands,
+    transfer_rates,
+)
 from atoll.coordinator.planner.problem import Reach
 from atoll.coordinator.planner.regions import regions
 
@@ -18,7 +24,6 @@ def test_a_pair_that_was_not_measured_is_as_far_as_the_shortest_way() -> None:
     links = fill_missing_links(rtt, np.full((3, 3), np.inf))
     assert links.rtt_seconds[0, 2] == pytest.approx(0.04)
     assert links.rtt_seconds[1, 2] == 0.03, "of two that differ the longer holds"
-    assert links.unknown_pairs == 1
 
 
 def test_machines_without_any_path_are_islands() -> None:
@@ -30,13 +35,13 @@ def test_machines_without_any_path_are_islands() -> None:
 
 def test_a_path_of_machines_goes_before_that_of_regions() -> None:
     machines = [machine("ann"), machine("ben"), machine("cleo", region="asia")]
-    problem = swarm(machines, [Path("ann", "ben", 0.5), Path("europe", "asia", 0.2)])
+    problem = swarm(machines, [MeasuredPath("ann", "ben", 0.5), MeasuredPath("europe", "asia", 0.2)])
     assert problem.links.rtt_seconds[0].tolist() == [0.0, 0.5, 0.2]
 
 
 def test_rates_are_the_narrowest_of_three_and_directional() -> None:
     machines = [machine("ann", uplink_bytes_per_second=10 * MBIT), machine("ben", downlink_bytes_per_second=100 * MBIT)]
-    rates = transfer_rates(swarm(machines, [Path("ann", "ben", 0.02, np.inf, 50 * MBIT)])) / 0.9
+    rates = transfer_rates(swarm(machines, [MeasuredPath("ann", "ben", 0.02, np.inf, 50 * MBIT)])) / 0.9
     assert rates[0, 1] == pytest.approx(10 * MBIT)
     assert rates[1, 0] == pytest.approx(50 * MBIT)
 
@@ -49,7 +54,7 @@ def test_rates_are_the_narrowest_of_three_and_directional() -> None:
         (Reach.RELAYED, Reach.OUTBOUND, 0.0),
     ],
 )
-def test_who_can_dial_whom(one: Reach, other: Reach, most: float) -> None:
+def test_reach_decides_the_rate_between_two_machines(one: Reach, other: Reach, most: float) -> None:
     rates = transfer_rates(swarm([machine("ann", reach=one), machine("ben", reach=other)]))
     assert rates[0, 1] == pytest.approx(0.9 * min(most, 1000 * MBIT))
 

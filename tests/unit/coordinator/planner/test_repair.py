@@ -1,4 +1,4 @@
-"""Who is gone is replaced with few moves, and never by somebody who cannot."""
+"""A machine that is gone is replaced with few moves, and never by one that may not hold its layers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_where_nothing_helps_there_is_no_route() -> None:
     assert mended(of(ann=8, cleo=8), THIRDS) == ()
 
 
-def test_a_spare_that_is_pinned_elsewhere_is_none() -> None:
+def test_a_spare_pinned_elsewhere_is_not_used() -> None:
     pinned = Wishes(pins=(Pin("dora", (0, 3)),))
     assert mended(of(pinned, ann=8, cleo=8, dora=8), THIRDS) == ()
 
@@ -77,7 +77,7 @@ def test_newcomers_make_routes_of_their_own() -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 2**32))
-def test_whatever_happens_what_is_repaired_can_be(seed: int) -> None:
+def test_repaired_layouts_are_feasible_under_random_changes(seed: int) -> None:
     rng = random.Random(seed)
     names = [f"m{number}" for number in range(rng.randint(1, 7))]
     before = of(**{name: rng.choice([4.0, 8.0, 14.0, 24.0]) for name in names})

@@ -24,7 +24,7 @@ def searched(problem: Problem, steps: int = 150, start: Layout | None = None, *,
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_a_layout_that_is_found_can_be(seed: int) -> None:
+def test_solutions_are_feasible(seed: int) -> None:
     problem = small(random.Random(seed))
     try:
         found = searched(problem)
@@ -60,7 +60,7 @@ def test_a_swarm_whose_machines_hold_everything_is_planned_as_replicas() -> None
     assert all(len(route) == 1 for route in layout.routes)
 
 
-def test_who_would_hold_up_every_round_is_left_out() -> None:
+def test_a_machine_that_would_delay_every_round_is_left_out() -> None:
     machines = [machine("ann"), machine("ben"), machine("slow", uplink_bytes_per_second=2 * MBIT)]
     training = replace(TRAINING, round_tokens=300_000)
     assert sorted(searched(swarm(machines, training=training), exact=True).evaluation.layout.machines) == [0, 1]
@@ -77,7 +77,7 @@ def test_layers_go_by_speed_where_memory_allows() -> None:
     assert held[0] > held[1]
 
 
-def test_a_cheap_plan_leaves_out_who_costs_more_than_it_brings() -> None:
+def test_a_cheap_plan_leaves_out_a_machine_that_costs_more_than_it_adds() -> None:
     machines = [machine("cheap"), machine("dear", price_per_hour=5.0)]
     training = replace(TRAINING, round_tokens=10**9)
     assert searched(swarm(machines, training=training), exact=True).evaluation.layout.machines == (0, 1)
@@ -100,7 +100,7 @@ def test_no_other_cuts_of_an_order_are_much_better(seed: int) -> None:
     tables, order, rng = CostTables(problem), list(range(8)), random.Random(seed)
     rng.shuffle(order)
     coarse, fine = best_split(tables, order), best_split(tables, order, [1 + 0.01 * step for step in range(200)])
-    assert fine.rate >= coarse.rate >= 0.93 * fine.rate
-    if coarse.rate:
+    assert fine.score_rate >= coarse.score_rate >= 0.93 * fine.score_rate
+    if coarse.score_rate:
         value = evaluate(tables, Layout((coarse.route,)))
-        assert value.routes[0].score_rate >= coarse.rate * (1 - 1e-9)
+        assert value.routes[0].score_rate >= coarse.score_rate * (1 - 1e-9)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from atoll.coordinator.planner.links import Path, links_from_paths
+from atoll.coordinator.planner.links import MeasuredPath, links_from_paths
 from atoll.coordinator.planner.problem import Layer, Machine, Problem, Training, Wishes, decoder_layers
 
 GB = 1e9
@@ -35,7 +35,7 @@ def machine(name: str, **changed: Any) -> Machine:
 
 def swarm(
     machines: Sequence[Machine],
-    paths: Sequence[Path] = (),
+    paths: Sequence[MeasuredPath] = (),
     *,
     layers: tuple[Layer, ...] = LAYERS,
     training: Training = TRAINING,
@@ -43,5 +43,5 @@ def swarm(
 ) -> Problem:
     """All 20 ms apart, but for `paths`."""
     regions = sorted({item.region for item in machines})
-    usual = [Path(one, other, 0.02) for one in regions for other in regions]
+    usual = [MeasuredPath(one, other, 0.02) for one in regions for other in regions]
     return Problem(tuple(machines), links_from_paths(machines, [*usual, *paths]), layers, training, wishes)

@@ -35,7 +35,7 @@ def test_every_machine_has_a_box_over_its_layers_and_names_are_text() -> None:
     assert all(before[1] <= after[0] for before, after in pairwise(ends))
 
 
-def test_a_picture_is_written_and_a_place_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_a_picture_is_written_and_an_unwritable_path_is_refused(tmp_path: Path) -> None:
     words = ["plan", "what-if", str(EXAMPLE), "--seconds", "1", "--svg"]
     assert CliRunner().invoke(main.app, [*words, str(tmp_path / "plan.svg")]).exit_code == 0
     assert ElementTree.parse(tmp_path / "plan.svg").getroot().tag == f"{SVG}svg"

@@ -28,7 +28,7 @@ swarms = st.dictionaries(
 
 
 @given(swarms)
-def test_shares_are_shares_and_nobody_who_boasts_gets_all(links: dict[str, NodeLink]) -> None:
+def test_shares_sum_to_one_and_no_fast_uplink_gets_all(links: dict[str, NodeLink]) -> None:
     shares = best_shares(links)
     assert shares.keys() == links.keys()
     assert math.isclose(sum(shares.values()), 1)
@@ -95,7 +95,7 @@ def test_a_gain_is_a_number_and_at_least_one(links: dict[str, NodeLink]) -> None
 
 
 @pytest.mark.parametrize("slow", [5e-324, 1.0, 1e3])
-def test_one_who_is_slow_with_its_own_vector_does_not_hold_up_the_shares_of_the_others(slow: float) -> None:
+def test_a_node_slow_with_its_own_vector_does_not_change_the_shares_of_others(slow: float) -> None:
     links = {**dict.fromkeys("abc", NodeLink(5e7)), **dict.fromkeys("def", NodeLink(1e6))}
     planned = dict.fromkeys("abcdef", 1) | {"x": 0}
     assert reshare_speedup(links, planned) > MIN_RESHARE_SPEEDUP
@@ -115,14 +115,12 @@ def test_one_who_is_slow_with_its_own_vector_does_not_hold_up_the_shares_of_the_
         (["/", "/ip4", "/ip4/what/tcp/1"], False),
     ],
 )
-def test_who_has_a_relay_and_otherwise_only_its_own_network_cannot_be_dialled(
-    addresses: list[str], expected: bool
-) -> None:
+def test_a_node_with_only_relay_and_private_addresses_cannot_be_dialled(addresses: list[str], expected: bool) -> None:
     assert needs_relay(addresses) is expected
 
 
 @given(st.integers(2, 64), st.integers(1, 20), st.integers(1, 50))
-def test_nobody_loses_tokens_to_the_cap_because_each_round_of_a_fragment_is_a_step_late(fragments, members, steps):
+def test_the_token_cap_allows_for_each_fragments_round_being_a_step_late(fragments, members, steps):
     """One member does all the work: over a turn it trains every round's due tokens, and one step of its own in each."""
     spec = parse_run_spec(spec_toml(fragments=fragments))
     step = spec.tokens_per_step
@@ -131,6 +129,6 @@ def test_nobody_loses_tokens_to_the_cap_because_each_round_of_a_fragment_is_a_st
     assert fragments * (due + step) <= most_round_tokens(spec, members)
 
 
-def test_of_whole_rounds_the_cap_is_what_makes_them_due():
+def test_without_fragments_the_token_cap_is_the_round_size():
     spec = parse_run_spec(spec_toml(round_tokens=4321))
     assert most_round_tokens(spec, 5) == 4321

@@ -17,7 +17,7 @@ from atoll.coordinator.planner.checks import check_layout
 from atoll.coordinator.planner.cost import evaluate
 from atoll.coordinator.planner.cost_tables import CostTables
 from atoll.coordinator.planner.exact_solver import solve_exactly
-from atoll.coordinator.planner.links import Path
+from atoll.coordinator.planner.links import MeasuredPath
 from atoll.coordinator.planner.solve import solve
 from atoll.core.clock import ManualClock, SystemClock
 from atoll.core.errors import NoFeasiblePlan, PlanInputInvalid
@@ -43,7 +43,7 @@ def test_the_optimum_is_that_of_brute_force(seed: int) -> None:
     assert evaluate(found.tables, layout).score == pytest.approx(score, rel=1e-9)
 
 
-def test_without_time_it_says_that_nothing_is_proven() -> None:
+def test_without_time_no_bound_is_proven() -> None:
     problem = small(random.Random(1), most=5)
     budget = Budget.of_seconds(ManualClock(), 60, steps=1)
     budget.taken = 1
@@ -72,7 +72,7 @@ def test_a_bound_that_was_left_unproven_is_told_when_the_budget_ends(monkeypatch
             for number in range(4)
         ]
         pairs = combinations([it.name for it in machines], 2)
-        paths = [Path(one, other, rng.choice([0.005, 0.4])) for one, other in pairs]
+        paths = [MeasuredPath(one, other, rng.choice([0.005, 0.4])) for one, other in pairs]
         training = replace(TRAINING, micro_batches=64, ahead=rng.choice([0, 1]))
         tables = CostTables(swarm(machines, paths, training=training))
         monkeypatch.setattr(exact_solver, "_MOST_ROUTES", 10**9)

@@ -1,4 +1,4 @@
-"""Who counts as holding everything, and how much the others hold: as the planner's own tables have it."""
+"""Spans that fit a node's memory are those of the planner's tables and of the trainer."""
 
 from __future__ import annotations
 
@@ -110,11 +110,11 @@ def test_no_span_is_planned_that_its_trainer_would_refuse(
     assert planned.device_bytes(first, last) <= 1.1 * needed
 
 
-def test_who_tells_no_memory_counts_as_holding_everything() -> None:
+def test_a_node_without_a_memory_report_counts_as_holding_all_layers() -> None:
     assert ROOM.holds_all(mb.NodeProfile())
 
 
-def test_the_word_of_a_node_about_the_whole_model_counts() -> None:
+def test_a_nodes_report_about_the_whole_model_counts() -> None:
     for told, holds in ((profile(WHOLE // 2, whole=WHOLE // 3), True), (profile(2 * WHOLE, whole=3 * WHOLE), False)):
         assert ROOM.holds_all(told) is holds
         node = PlannerNode("peer", "ann", told, mb.NodeStatus(), (), {})

@@ -1,4 +1,4 @@
-"""What a plan was predicted to train, and what it did: kept with it, and true after a restart."""
+"""Predicted and measured pace of a plan: stored with it, and correct after a restart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from atoll.coordinator.store.records import PlanFigures
 
 
 def kept(world: RoutedWorld, version: int) -> PlanFigures:
-    """What the store has of a plan."""
+    """A plan's figures in the store."""
     rows = [record for record in world.records if isinstance(record, PlanFigures) and record.version == version]
     return rows[-1]
 
@@ -36,7 +36,7 @@ def test_a_route_is_predicted_when_it_is_planned_and_measured_by_its_driver() ->
     assert PERSIST_INTERVAL_SECONDS <= kept(world, 1).measured_seconds <= 2 * PERSIST_INTERVAL_SECONDS
 
 
-def test_replicas_add_up_and_are_predicted_once_all_told_what_they_are() -> None:
+def test_replicas_add_up_and_are_predicted_once_all_reported_their_profiles() -> None:
     world = RoutedWorld()
     world.begin(ann=12, bob=12)
     world.wait(1)
@@ -89,7 +89,7 @@ def test_figures_outlive_a_restart() -> None:
     assert world.state.memory[RUN].figures == before
 
 
-def test_a_boast_without_end_neither_stops_planning_nor_outlives_who_boasted() -> None:
+def test_an_infinite_speed_report_neither_stops_planning_nor_outlives_its_node() -> None:
     world = RoutedWorld()
     world.begin(ann=12, bob=12)
     at(world, ann=100.0, bob=1.7e308)

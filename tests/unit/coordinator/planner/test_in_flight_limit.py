@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.coordinator.planner.in_flight_limit import NO_IN_FLIGHT_LIMIT, in_flight_limit
+from atoll.coordinator.planner.cost import NO_IN_FLIGHT_LIMIT, in_flight_limit
 from atoll.coordinator.planner.problem import Training
 from atoll.node.pipeline.schedule import Backward, Forward, flush_actions, stage_credits
 

@@ -6,7 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.coordinator.planner.exchange_time import busy_seconds, finish_seconds_per_byte, largest_shares, reducer_mask
+from atoll.coordinator.planner.exchange_time import (
+    finish_seconds_per_byte,
+    largest_shares,
+    link_seconds_per_byte,
+    reducer_mask,
+)
 from atoll.coordinator.planner.reduce_shares import (
     MIN_LINK_BYTES_PER_SECOND,
     NodeLink,
@@ -25,7 +30,7 @@ swarms = st.integers(2, 7).flatmap(
 def test_links_are_busy_as_long_as_the_best_shares_keep_them(layers: list[list[tuple[float, bool]]]) -> None:
     table = np.array([[rate for rate, _ in members] for members in layers])
     reduces = reducer_mask(np.array([[dialable for _, dialable in members] for members in layers]))
-    busy = busy_seconds(
+    busy = link_seconds_per_byte(
         finish_seconds_per_byte(table, reduces)[:, None], table, reduces, largest_shares(reduces), table.shape[1]
     )
     for members, row in zip(layers, busy, strict=True):
