@@ -129,9 +129,13 @@ class Swarm:
         await self.hub.cut(peer)
 
     async def settle_and_repair(self, present: Sequence[str], timeout: timedelta = TIMEOUT) -> None:
-        digests, holders, _ = settle(self.held, present)
-        self.settled = digests
-        await asyncio.gather(*(self.exchanges[peer].repair(digests, holders, timeout) for peer in present))
+        settled = settle(self.held, present)
+        self.settled = settled.digests
+
+        def sources(part: int) -> tuple[str, ...]:
+            return (*settled.holders.get(part, ()), *settled.whole)
+
+        await asyncio.gather(*(self.exchanges[peer].repair(settled.digests, sources, timeout) for peer in present))
 
     def assert_true(self, present: Sequence[str]) -> list[frozenset[str]]:
         """Those present hold the same bits, and each part is what its reducer gets from some of the contributors, all

@@ -10,6 +10,7 @@ from atoll.core.quorum import Ballot, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.types import Counted, Phase
+from atoll.v1 import dataplane_pb2 as dp
 
 BLANK = VoteRecord(0, b"", Ballot(0, 0))  # of a node that got its identity just now
 
@@ -63,6 +64,7 @@ class Node:
     snapshot: Snapshot | None = None
     frozen_at: int = 0  # tokens at the last snapshot
     parts: dict[RoundId, tuple[bytes, ...]] = field(default_factory=dict)
+    starts: dict[RoundId, dp.Start] = field(default_factory=dict)
     staged: set[bytes] = field(default_factory=set)  # digests of states that it holds beside its head
     backlog: list[tuple[Callable[..., None], tuple]] = field(default_factory=list)  # what came while it was frozen
     busy_since: float | None = None

@@ -29,12 +29,14 @@ from support.machine_plans import (
 from support.machine_votes import Acceptor, FakeVoteSigner
 
 from atoll.core.fragments import Fragment
+from atoll.core.frames import MAX_HEADER_BYTES
 from atoll.core.manifest import Head, changed_layers
 from atoll.core.plan import Base, Plan
 from atoll.core.quorum import VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.machine import RoundMachine
+from atoll.node.rounds.settlement import RepairSources
 from atoll.v1 import dataplane_pb2 as dp
 
 TICK = 0.25
@@ -63,6 +65,7 @@ class World(VirtualClock):
         self.acceptor = Acceptor()
         self.network = Network(self.rng)
         self.crash_probability = 0.0  # per action of any node
+        self.max_message_bytes = MAX_HEADER_BYTES
         self.step_seconds: dict[str, float] = {}  # of an inner step: a snapshot waits for its end
         self.exchange_seconds: Callable[[dp.Start], float] = lambda start: self.rng.uniform(0.2, 1.0)
         self.checkpoint_probability = 1.0
@@ -299,16 +302,16 @@ class World(VirtualClock):
 
     def _end_exchange(self, node: Node, round_id: RoundId, start: dp.Start) -> None:
         digests, partial, verdicts = self._exchanges.parts(round_id, node.peer, start)
-        node.parts[round_id] = digests
+        node.parts[round_id], node.starts[round_id] = digests, start
         self.feed(node.peer, rt.ExchangeDone(round_id, digests, partial, verdicts))
 
     def _complete(self, node: Node, round_id: RoundId, settle: dp.Settle) -> None:
         if round_id not in node.parts:
             return  # it caught up meanwhile
-        holders = {item.part: list(item.peer_ids) for item in settle.repairs}
+        sources = RepairSources(node.starts[round_id], settle)
         for part, (mine, digest) in enumerate(zip(node.parts[round_id], settle.digests, strict=True)):
             have = not digest or mine == digest
-            if not have and not any(self._reachable(node.peer, peer) for peer in holders.get(part, [])):
+            if not have and not any(self._reachable(node.peer, peer) for peer in sources(part)):
                 self.feed(node.peer, rt.Failed(round_id, f"part {part} cannot be repaired"))
                 return
         result = outer_step(round_id, settle.digests)
@@ -381,6 +384,9 @@ class World(VirtualClock):
         return self.nodes[b].alive and self.network.connects(a, b)
 
     def _send(self, sender: str, to: str, message: dp.RoundMessage) -> None:
+        if message.ByteSize() > self.max_message_bytes:
+            self._later(0.0, self.nodes[sender], self._take, rt.SendFailed(message, "too large"))
+            return
         if to in self.nodes:
             for delay, copy in self.network.copies(sender, to, message):
                 self.at(delay, self._arrive, sender, to, copy)

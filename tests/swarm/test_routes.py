@@ -62,7 +62,7 @@ def on_route(swarm: ProcessSwarm, name: str) -> bool:
 
 def stands_by(swarm: ProcessSwarm, name: str) -> bool:
     status = swarm.status(name)
-    return status is not None and "stands by" in status["detail"] and status["route"] is None
+    return status is not None and "standby" in status["detail"] and status["route"] is None
 
 
 async def test_a_route_and_a_whole_model_train_to_one_state(tmp_path):

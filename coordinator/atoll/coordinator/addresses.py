@@ -1,4 +1,4 @@
-"""Addresses and ports: whether we can have them, what they are called, and where others find us."""
+"""Addresses and ports: bind checks, formatting, and the address that others can reach."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pathlib import Path
 from atoll.core.errors import ConfigError, PortInUse
 from atoll.core.files import write_atomic
 
-WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 - names of what "everywhere" looks like, not a bind
-_DOCUMENTATION_ADDRESS = ("192.0.2.1", 9)  # RFC 5737: nobody's
+WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 - names for "all interfaces", not a bind
+_DOCUMENTATION_ADDRESS = ("192.0.2.1", 9)  # RFC 5737: reserved for documentation
 
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where this coordinator listens, as written to `endpoints.json` for launchers and people."""
+    """Endpoints of this coordinator, written to `endpoints.json` for launchers and people."""
 
     enrolment: str  # host:port
     local: str  # of the membership and admin services
     http: str
-    public: str  # stands in tokens
+    public: str  # in join tokens
 
     def write(self, path: Path) -> None:
-        """Replace the file, once everything listens."""
+        """Replace the file; called once all ports are bound."""
         content = {
             "version": 1,
             "pid": os.getpid(),
@@ -39,7 +39,7 @@ class Endpoints:
 
 
 def bind(host: str, port: int, flag: str) -> socket.socket:
-    """A bound, listening TCP socket. Raises `PortInUse`, `ConfigError` for a host that is not ours."""
+    """A bound, listening TCP socket. Raises `PortInUse`, `ConfigError` for a host that is not this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -49,9 +49,12 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            taken = "is in use" if error.errno == errno.EADDRINUSE else "needs privileges that we do not have"
+            taken = (
+                "is in use" if error.errno == errno.EADDRINUSE else "needs privileges that this process does not have"
+            )
             raise PortInUse(
-                f"port {port} on {host} {taken}", f"stop what listens there, or choose another port with {flag}"
+                f"port {port} on {host} {taken}",
+                f"stop the program that listens there, or choose another port with {flag}",
             ) from error
         raise ConfigError(
             f"cannot listen on {host}: {error.strerror or error}", "see --listen and --http-host"
@@ -60,23 +63,23 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
 
 
 def check_free(host: str, port: int, flag: str) -> None:
-    """Raise what `bind` would. gRPC itself only says that it failed."""
+    """Raise what `bind` would raise. gRPC itself only reports that it failed."""
     if port:
         bind(host, port, flag).close()
 
 
 def address(host: str, port: int) -> str:
-    """`host:port`, IPv6 in brackets."""
+    """Format `host:port`, with IPv6 in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def dialable(host: str) -> str:
-    """Where programs on this machine reach a server that listens on `host`."""
+    """Host under which local programs reach a server that listens on `host`."""
     return "127.0.0.1" if host in WILDCARDS else host
 
 
 def outward_address(host: str) -> str:
-    """What others probably reach us by: `host`, or the address that routes outward when it means everywhere.
+    """Address under which others probably reach us: `host` or, for a wildcard, the address of the default route.
 
     Connecting a UDP socket sends nothing; it only asks the kernel which address it would use.
     """
@@ -86,5 +89,5 @@ def outward_address(host: str) -> str:
         try:
             probe.connect(_DOCUMENTATION_ADDRESS)
             return str(probe.getsockname()[0])
-        except OSError:  # no route: a machine by itself
+        except OSError:  # no route: an isolated machine
             return "127.0.0.1"

@@ -1,11 +1,11 @@
-"""Backup and restore: keys, the admin credential and the database as one file.
+"""Backup and restore: keys, admin credential and database as one file.
 
 `write` may run while the coordinator serves: SQLite copies a consistent snapshot, other databases are read in one
-transaction, and either way the archive holds a SQLite file. `restore` makes a new data directory of it, or none.
+transaction; in both cases the archive holds an SQLite file. `restore` makes a complete data directory, or none.
 
-What happened after the backup is forgotten, so a restored coordinator must not trust its own memory of what it signed:
-plans and deny-lists go on above any number that may have been issued, it abstains from votes until that is safe
-(`rounds/tie_break_votes.py`), and all tokens are revoked, because their uses may have been spent since.
+A restored coordinator does not know what happened after the backup, so it must not rely on its record of what it
+signed. Plans and deny-lists continue above any number that may have been issued. It abstains from votes until that is
+safe (`rounds/tie_break_votes.py`). All tokens are revoked, because their uses may have been spent since.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from atoll.core.membership import EMPTY_DENY_LIST, issue_deny_list
 DATABASE = "coordinator.db"
 KEYS = ("ca.key", "ca.crt", "operator.key")
 CREDENTIAL = ("admin/admin.key", "admin/admin.crt", "admin/ca.crt", "admin/admin.toml")
-SKIPPED_NUMBERS = 1000  # that may have been issued since the backup, and
-SKIPPED_NUMBERS_PER_SECOND = 10  # as many more for every second since
+SKIPPED_NUMBERS = 1000  # plan and deny-list numbers that may have been issued since the backup, plus
+SKIPPED_NUMBERS_PER_SECOND = 10  # this many for every second since
 _BUSY_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class BackupResult:
-    """What a backup or a restore ended with, for people."""
+    """Result of a backup or a restore, for people."""
 
     path: Path
     ca_sha256: str
@@ -49,11 +49,14 @@ class BackupResult:
 
 
 def write(data_dir: Path, database_url: str, target: Path, unix_ms: int) -> BackupResult:
-    """Everything into a new file `target`, mode 0600. Raises `AlreadyExists`, `DataDirUnusable`, `DatabaseCorrupt`."""
+    """Write a backup to the new file `target`, mode 0600.
+
+    Raises `AlreadyExists`, `DataDirUnusable`, `DatabaseCorrupt`.
+    """
     missing = [name for name in KEYS if not (data_dir / name).is_file()]
     if missing:
         raise DataDirUnusable(
-            f"there is no coordinator in {data_dir}: {', '.join(missing)} not found", "name it with --data-dir"
+            f"{data_dir} is no coordinator's data directory: it lacks {', '.join(missing)}", "name it with --data-dir"
         )
     if target.exists():
         raise AlreadyExists(f"{target} exists already", "name a new file")
@@ -68,22 +71,22 @@ def write(data_dir: Path, database_url: str, target: Path, unix_ms: int) -> Back
         archive = staging / "archive"
         pack(archive, sources, unix_ms)
         try:
-            os.link(archive, target)  # unlike a rename, never over another file
+            os.link(archive, target)  # unlike a rename, this never replaces a file
             OS_DISK.sync_directory(target.parent)
         except FileExistsError as error:
             raise AlreadyExists(f"{target} exists already", "name a new file") from error
         except OSError as error:
             raise data_dir_unusable(target, error) from error
-    return _made(target, data_dir, unix_ms)
+    return _result(target, data_dir, unix_ms)
 
 
 def restore(archive: Path, data_dir: Path, database_url: str, unix_ms: int) -> BackupResult:
-    """A new data directory from a backup; `database_url` is empty for SQLite in it, else an empty database's.
+    """Make a new data directory from a backup. `database_url`: an empty database; empty: SQLite in the directory.
 
     Raises `AlreadyExists` for a directory or a database that is not empty, `BackupCorrupt`, `DataDirUnusable`.
     """
     if data_dir.exists() and (not data_dir.is_dir() or any(data_dir.iterdir())):
-        raise AlreadyExists(f"{data_dir} is not empty", "restore into a new directory, and move it afterwards")
+        raise AlreadyExists(f"{data_dir} is not empty", "restore into a new directory and move it afterwards")
     with _staging(data_dir) as staging:
         directory = staging / "data"
         directory.mkdir(mode=0o700)
@@ -100,24 +103,24 @@ def restore(archive: Path, data_dir: Path, database_url: str, unix_ms: int) -> B
             OS_DISK.sync_directory(data_dir.parent)
         except OSError as error:
             raise data_dir_unusable(data_dir, error) from error
-    return _made(data_dir, data_dir, created)
+    return _result(data_dir, data_dir, created)
 
 
 def _mark_as_restored(url: str, operator_key: Path, created_ms: int, unix_ms: int) -> None:
-    """What the restored coordinator must know of its own forgetting, in one transaction."""
-    spare = SKIPPED_NUMBERS + SKIPPED_NUMBERS_PER_SECOND * max(0, unix_ms - created_ms) // 1000
+    """Raise number floors, revoke tokens and log the restore, in one transaction."""
+    skipped = SKIPPED_NUMBERS + SKIPPED_NUMBERS_PER_SECOND * max(0, unix_ms - created_ms) // 1000
     operator = Identity.load(operator_key)
     store = SqlStore(url)
     try:
         contents = store.load()
         empty = issue_deny_list(operator, EMPTY_DENY_LIST.number, EMPTY_DENY_LIST.peer_ids, unix_ms / 1000)
         deny = contents.deny or DenyRow(EMPTY_DENY_LIST.number, empty.SerializeToString())
-        told = "restored from a backup: all tokens are revoked, and votes wait for a round of a newer plan"
+        message = "restored from a backup: all tokens are revoked; the coordinator votes after a round of a newer plan"
         changes: list[Change] = [
-            *(replace(run, plan_floor=max(run.plan_version, run.plan_floor) + spare) for run in contents.runs),
+            *(replace(run, plan_floor=max(run.plan_version, run.plan_floor) + skipped) for run in contents.runs),
             *(replace(token, revoked=True) for token in contents.tokens),
-            replace(deny, number=deny.number + spare),
-            Event(contents.last_event_id + 1, unix_ms, "coordinator.restored", "", "", told),
+            replace(deny, number=deny.number + skipped),
+            Event(contents.last_event_id + 1, unix_ms, "coordinator.restored", "", "", message),
         ]
         store.apply(changes)
     finally:
@@ -132,17 +135,17 @@ def _sqlite_path(url: str) -> Path:
 
 
 def _copy_sqlite(source: Path, target: Path) -> None:
-    """A consistent copy of a database in use, by SQLite's own means: neither side waits for the other."""
+    """Copy a database in use consistently, with SQLite's backup API: neither side waits for the other."""
     try:
-        reading = sqlite3.connect(f"file:{quote(str(source))}?mode=ro", uri=True, timeout=_BUSY_SECONDS)
+        source_connection = sqlite3.connect(f"file:{quote(str(source))}?mode=ro", uri=True, timeout=_BUSY_SECONDS)
         try:
-            writing = sqlite3.connect(target)
+            target_connection = sqlite3.connect(target)
             try:
-                reading.backup(writing)
+                source_connection.backup(target_connection)
             finally:
-                writing.close()
+                target_connection.close()
         finally:
-            reading.close()
+            source_connection.close()
         target.chmod(0o600)
         _check_and_merge_wal(target)
     except sqlite3.Error as error:
@@ -150,7 +153,7 @@ def _copy_sqlite(source: Path, target: Path) -> None:
 
 
 def _check_and_merge_wal(path: Path) -> None:
-    """One sound file without companions. Raises `DatabaseCorrupt`."""
+    """Check the database and merge its WAL, so that one file remains. Raises `DatabaseCorrupt`."""
     try:
         connection = sqlite3.connect(path)
         try:
@@ -169,7 +172,7 @@ def _check_and_merge_wal(path: Path) -> None:
 
 @contextmanager
 def _staging(target: Path) -> Iterator[Path]:
-    """A private directory beside `target`, gone afterwards. Raises `DataDirUnusable`."""
+    """Yield a private directory beside `target`, removed afterwards. Raises `DataDirUnusable`."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -181,5 +184,5 @@ def _staging(target: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _made(path: Path, directory: Path, unix_ms: int) -> BackupResult:
+def _result(path: Path, directory: Path, unix_ms: int) -> BackupResult:
     return BackupResult(path, certificate_sha256((directory / "ca.crt").read_bytes()), unix_ms)

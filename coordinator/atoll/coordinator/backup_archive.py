@@ -1,4 +1,4 @@
-"""The file that a backup is: an uncompressed tar, its index first, with the size and SHA-256 of all that follows."""
+"""File format of backups: an uncompressed tar whose first entry is an index with the size and SHA-256 of each file."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def pack(archive: Path, sources: Mapping[str, Path], unix_ms: int) -> None:
 
 
 def unpack(archive: Path, directory: Path, required: Collection[str], possible: Collection[str]) -> int:
-    """Every file of the archive into `directory`, mode 0600, checked; returns when it was made (Unix milliseconds).
+    """Extract and verify all files into `directory`, mode 0600; returns the backup's time (Unix milliseconds).
 
-    Names other than the `required` and the `possible` are refused. Raises `BackupCorrupt`, `ConfigError` when the
-    archive cannot be read, `DataDirUnusable`.
+    Other names than `required` and `possible` are refused. Raises `BackupCorrupt`, `ConfigError` if the archive cannot
+    be read, `DataDirUnusable`.
     """
     try:
-        tar = tarfile.open(archive, "r:")  # noqa: SIM115 - closed below; this error is another one
+        tar = tarfile.open(archive, "r:")  # noqa: SIM115 - closed below; its errors differ
     except OSError as error:
         raise ConfigError(f"cannot read {archive}: {error.strerror or error}") from error
     except tarfile.TarError as error:
@@ -64,12 +64,12 @@ def _unpack(tar: tarfile.TarFile, archive: Path, directory: Path, required: set[
     entries = iter(tar)
     created, expected = _index(tar, next(entries, None))
     if not required <= expected.keys() <= allowed:
-        raise ValueError("its index does not name the files of a coordinator")
+        raise ValueError("its index does not list the files of a coordinator")
     for entry in entries:
         known = expected.pop(entry.name, None)
         source = tar.extractfile(entry) if known is not None and entry.isreg() else None
         if known is None or source is None or entry.size != known["bytes"]:
-            raise BackupCorrupt(f"{archive} holds {entry.name!r}, which its index does not")
+            raise BackupCorrupt(f"{entry.name!r} in {archive} is not as its index lists it")
         path = directory / entry.name
         path.parent.mkdir(mode=0o700, exist_ok=True)
         if _copy(source, path) != known["sha256"]:
@@ -82,10 +82,12 @@ def _unpack(tar: tarfile.TarFile, archive: Path, directory: Path, required: set[
 def _index(tar: tarfile.TarFile, entry: tarfile.TarInfo | None) -> tuple[int, dict[str, Any]]:
     source = tar.extractfile(entry) if entry is not None and entry.name == INDEX else None
     if source is None or entry is None or entry.size > MAX_INDEX_BYTES:
-        raise ValueError(f"it does not begin with {INDEX}")
+        raise ValueError(f"its first entry is not {INDEX}")
     index = json.loads(source.read())
     if index["version"] != VERSION:
-        raise BackupCorrupt(f"the backup has version {index['version']!r}", "use the release that made it, or a newer")
+        raise BackupCorrupt(
+            f"the backup has version {index['version']!r}", "use the release that made it, or a newer one"
+        )
     return int(index["created_unix_ms"]), dict(index["files"])
 
 
@@ -96,7 +98,7 @@ def _add(tar: tarfile.TarFile, name: str, source: IO[bytes], size: int, unix_ms:
 
 
 def _copy(source: IO[bytes], path: Path) -> str:
-    """A durable file; its SHA-256 in hex."""
+    """Write a durable file; returns its SHA-256 in hex."""
     digest = hashlib.sha256()
     file = OS_DISK.create(path, 0o600)
     try:

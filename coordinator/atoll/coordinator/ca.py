@@ -1,7 +1,7 @@
-"""The coordinator's own secrets: the certificate authority, the operator's signing key, and what they issue.
+"""Secrets of the coordinator: certificate authority, operator key, and the certificates that they issue.
 
-Everything lies in the data directory with mode 0600, is made once and never written over. The server's own
-leaf lives in memory only and is renewed there.
+All files are in the data directory with mode 0600; keys are created once and never replaced. The server's own leaf
+certificate exists only in memory and is renewed there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SERVER_LIFETIME = timedelta(days=30)
 
 
 class CoordinatorKeys:
-    """The authority and the operator's key, loaded or created. Raises `KeyFileCorrupt`, `DataDirUnusable`."""
+    """The authority and the operator key, loaded or created. Raises `KeyFileCorrupt`, `DataDirUnusable`."""
 
     def __init__(self, data_dir: Path, clock: Clock) -> None:
         now = clock.unix()
@@ -37,16 +37,16 @@ class CoordinatorKeys:
         self._clock = clock
 
     def issue_node(self, csr_der: bytes, peer_id: str) -> bytes:
-        """A leaf for a member's TLS key, with the CA behind it. Raises `CertificateInvalid`."""
+        """Issue a leaf certificate for a member's TLS key, with the CA's chain. Raises `CertificateInvalid`."""
         return self.ca.issue(certs.csr_public_key(csr_der), f"atoll://node/{peer_id}", self._clock.unix())
 
 
 class ServerCertificate:
-    """The leaf of one TLS port, renewed in process well before it ends. Called from gRPC's threads.
+    """Leaf certificate of one TLS port, renewed in the process well before it expires.
 
-    gRPC asks at every handshake. It must be told "no change" unless there is one: given a configuration, it
-    frees the one in use, and a handshake that runs beside it then takes the process down (grpcio 1.85; 40
-    handshakes at once did it within a second). So a leaf lives for weeks and changes at a restart or rarely.
+    gRPC's threads ask for it at every handshake, and must get None unless it has changed. When gRPC gets a
+    configuration, it frees the one in use; a concurrent handshake then crashes the process (grpcio 1.85; 40 concurrent
+    handshakes did so within a second). So a leaf is valid for weeks and changes at a restart or rarely.
     """
 
     def __init__(self, ca: certs.CertificateAuthority, clock: Clock) -> None:
@@ -56,12 +56,12 @@ class ServerCertificate:
         self._renew_at = 0.0
 
     def credentials(self, *, mutual: bool) -> grpc.ServerCredentials:
-        """Server credentials; `mutual` ones ask for a client certificate of our CA."""
+        """Server credentials; `mutual` ones require a client certificate of our CA."""
         first = self._issue(self._clock.unix())
         return grpc.dynamic_ssl_server_credentials(first, self.fetch, mutual)  # type: ignore[arg-type]  # may be None
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """A new configuration when the leaf's time has come; None, meaning no change, otherwise."""
+        """A new configuration if the leaf is due for renewal; None: no change."""
         now = self._clock.unix()
         with self._lock:
             return self._issue(now) if now >= self._renew_at else None
@@ -75,7 +75,7 @@ class ServerCertificate:
 
 
 def write_admin_credential(keys: CoordinatorKeys, directory: Path, endpoint: str, now: float) -> None:
-    """Make `atollctl`'s credential, or keep a good one, and write where the coordinator listens now."""
+    """Create or renew `atollctl`'s credential, and write the endpoint where the coordinator listens."""
     make_private_dir(directory)
     chain = directory / "admin.crt"
     if not _is_renewal_not_due(chain, keys.ca, now):
@@ -83,23 +83,22 @@ def write_admin_credential(keys: CoordinatorKeys, directory: Path, endpoint: str
         write_private(directory / "admin.key", fresh.key_pem)
         write_private(directory / "ca.crt", fresh.ca_pem)
         write_private(chain, fresh.chain_pem)
-    named = {"endpoint": endpoint, "server_name": certs.SERVER_NAME}
-    lines = ["version = 1", *(f"{key} = {json.dumps(value)}" for key, value in named.items())]
+    settings = {"endpoint": endpoint, "server_name": certs.SERVER_NAME}
+    lines = ["version = 1", *(f"{key} = {json.dumps(value)}" for key, value in settings.items())]
     write_private(directory / "admin.toml", ("\n".join(lines) + "\n").encode())
 
 
 def _remove_incomplete_authority(data_dir: Path) -> None:
-    """Begin anew where the very first start ended between the authority's two files.
+    """Delete a CA key whose certificate was never written, after an interrupted first start.
 
-    The operator's key and the database are made after both: without them nothing was ever signed, and no backup
-    can exist.
+    Operator key and database are created later. Without them nothing was ever signed, and no backup can exist.
     """
     if not any((data_dir / name).exists() for name in ("ca.crt", "operator.key", "coordinator.db")):
         (data_dir / "ca.key").unlink(missing_ok=True)
 
 
 def _is_renewal_not_due(chain: Path, ca: certs.CertificateAuthority, now: float) -> bool:
-    """Of our CA, and not in the last third of its life."""
+    """True if the credential is from our CA and not in the last third of its lifetime."""
     if not chain.exists() or not (chain.parent / "admin.key").exists() or not (chain.parent / "ca.crt").exists():
         return False
     pem = chain.read_bytes()

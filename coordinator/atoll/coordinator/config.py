@@ -1,7 +1,7 @@
-"""The coordinator's settings: one frozen model, and the order in which its sources overrule each other.
+"""Settings of the coordinator: one frozen model, and the precedence of its sources.
 
-defaults < /etc/atoll/coordinator.toml < user config < `--config` < `ATOLL_COORDINATOR_*` < flags. An unknown
-key is an error wherever it stands. `origin` says where each value came from, for `config show`.
+defaults < /etc/atoll/coordinator.toml < user config < `--config` < `ATOLL_COORDINATOR_*` < flags. An unknown key
+is an error in every source. `origin` names the source of each value, for `atoll-coordinator config`.
 """
 
 from __future__ import annotations
@@ -28,31 +28,33 @@ Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
 class CoordinatorConfig(BaseModel):
-    """What an operator may set."""
+    """Settings of a coordinator, one field each."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     data_dir: Path  # keys, database, admin credential; mode 0700
-    listen: str = "0.0.0.0"  # noqa: S104 - nodes must reach us; both ports speak TLS only
-    enrol_port: Port = 7700  # strangers with a token; 0: a free one
-    member_port: Port = 7701  # members and operators, mutual TLS; 0: a free one
-    http_host: str = "127.0.0.1"  # the page and metrics have no login: keep them on loopback
-    http_port: Port = 7702  # 0: a free one
-    public_endpoint: str = ""  # host:port that stands in tokens; default: this machine's address
-    public_member_endpoint: str = ""  # where it is not the same host with the member port
-    database: str = ""  # SQLAlchemy URL, or file:PATH with it; default: SQLite in the data directory
+    listen: str = "0.0.0.0"  # noqa: S104 - nodes must reach it; both ports use TLS
+    enrol_port: Port = 7700  # for nodes with a token; 0: a free port
+    member_port: Port = 7701  # for members and operators, mutual TLS; 0: a free port
+    http_host: str = "127.0.0.1"  # page and metrics have no login: keep them on loopback
+    http_port: Port = 7702  # 0: a free port
+    public_endpoint: str = ""  # host:port in join tokens; default: this machine's address
+    public_member_endpoint: str = ""  # default: the same host with member_port
+    database: str = ""  # SQLAlchemy URL, or file:PATH; default: SQLite in the data directory
     silence_seconds: Seconds = 15.0
     lost_after_seconds: Seconds = 20.0
     plan_debounce_seconds: Seconds = 1.0
-    plan_search_seconds: Seconds = 2.0  # for the planner, where not every node holds the model
-    plan_goal: Literal["time", "price"] = "time"  # tokens per second, or per money
-    plan_hysteresis: Annotated[float, Field(ge=0, le=10)] = Preferences.hysteresis  # of plans that disturb others
+    plan_search_seconds: Seconds = 2.0  # if not every node can hold the model
+    plan_goal: Literal["time", "price"] = "time"  # tokens per second, or tokens per price
+    plan_hysteresis: Annotated[float, Field(ge=0, le=10)] = (
+        Preferences.hysteresis
+    )  # gain that a disturbing plan must reach
     plan_horizon_seconds: Annotated[float, Field(gt=0, le=365 * 86400)] = Preferences.horizon_seconds
     plan_rtt_cap_ms: Annotated[float, Field(gt=0, le=60_000)] = 1000 * Preferences.rtt_cap_seconds  # inside a route
     genesis_seconds: Seconds = 600.0
     recover_seconds: Seconds = 10.0
-    lost_layers_seconds: Seconds = 60.0  # that a layer is lost to all who should hold it
-    drain_seconds: Seconds = 5.0  # for calls in progress when told to stop
+    lost_layers_seconds: Seconds = 60.0  # all holders must report layers lost for this long
+    drain_seconds: Seconds = 5.0  # for calls in progress at shutdown
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "console", "json"] = "auto"
 
@@ -73,12 +75,12 @@ class CoordinatorConfig(BaseModel):
 
     @property
     def database_url(self) -> str:
-        """Where the state is kept. Raises `ConfigError`."""
+        """SQLAlchemy URL of the state. Raises `ConfigError`."""
         return database_url.resolve(self.database) or f"sqlite:///{self.data_dir / 'coordinator.db'}"
 
     @property
     def policy(self) -> Policy:
-        """The part that the state machine needs."""
+        """Settings that the state machine needs."""
         return Policy(
             silence_seconds=self.silence_seconds,
             lost_after_seconds=self.lost_after_seconds,
@@ -98,7 +100,7 @@ class CoordinatorConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration, and the source of each value."""
+    """A configuration and the source of each value."""
 
     config: CoordinatorConfig
     origin: Mapping[str, str]
@@ -123,8 +125,8 @@ def load(
         return Loaded(CoordinatorConfig.model_validate(values), origin)
     except ValidationError as error:
         problems = [(str(item["loc"][0]), item["msg"].removeprefix("Value error, ")) for item in error.errors()]
-        told = "; ".join(f"{key} ({origin[key]}): {message}" for key, message in problems)
-        raise ConfigError(told, "`atoll-coordinator config` lists every key") from error
+        message = "; ".join(f"{key} ({origin[key]}): {problem}" for key, problem in problems)
+        raise ConfigError(message, "`atoll-coordinator config` lists every key") from error
 
 
 def _sources(

@@ -1,9 +1,9 @@
-"""The one place where the state changes: a step is computed, made durable, and only then seen by anyone.
+"""`Controller`, the only place where the state changes: compute a step, make it durable, then publish it.
 
-Steps run one after the other on a thread of their own, so the event loop never waits for a disk and no lock
-is needed; readers take `state`, which is immutable. If the store fails, the state stays as it was and the
-caller gets the error: what was not stored did not happen. The operator's key signs plans and deny-lists here.
-Questions to the planner take seconds: they have a thread of their own, and their answers come back as steps.
+Steps run one after the other on a thread of their own, so the event loop never waits for a disk, and no lock is
+needed. Readers take `state`, which is immutable. If the store fails, the state stays as it was and the caller gets the
+error: what was not stored did not happen. Plans and deny-lists are signed here. A planner search takes
+seconds, so it has another thread; its answer is applied as a step.
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import structlog
-from google.protobuf.message import DecodeError
 
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.runs import machine
+from atoll.coordinator.signed_documents import SignedDocuments
 from atoll.coordinator.state.snapshot import Policy, State, Step, StepTime
 from atoll.coordinator.store.records import Change, DenyRow, Event, PlanRow
 from atoll.coordinator.store.store import Store
 from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
-from atoll.core.errors import AtollError, DatabaseCorrupt, Rejected
+from atoll.core.errors import AtollError
 from atoll.core.identity import Identity
-from atoll.core.membership import EMPTY_DENY_LIST, DenyList, MembershipVerifier, issue_deny_list
-from atoll.core.plan import Plan, sign_plan, verify_plan
-from atoll.v1 import common_pb2 as pb
 
 T = TypeVar("T")
 Operation = Callable[[State, StepTime], Step[T]]
@@ -36,7 +33,7 @@ TICK_SECONDS = 0.2
 
 
 class Controller:
-    """State, store and operator key under one roof."""
+    """State, store and operator key."""
 
     def __init__(self, store: Store, operator: Identity, clock: Clock, policy: Policy) -> None:
         self.store = store
@@ -44,16 +41,15 @@ class Controller:
         self.clock = clock
         self.policy = policy
         self.tick_failures = 0
-        self.store_failure: str = ""  # why the last write failed; empty when it did not
+        self.store_failure: str = ""  # why the last write failed; empty if it succeeded
         self._log: structlog.stdlib.BoundLogger = log.get("controller")
         self._thread = ThreadPoolExecutor(1, "controller")
         self._planner = ThreadPoolExecutor(1, "planner")
         self._change_events: set[asyncio.Event] = set()
-        self._signed_plans: dict[str, pb.Signed] = {}
-        self._signed_deny_list = issue_deny_list(
-            operator, EMPTY_DENY_LIST.number, EMPTY_DENY_LIST.peer_ids, clock.unix()
-        )
-        self.state = self._restore()
+        self.signed = SignedDocuments(operator, clock)
+        contents = store.load()
+        plans, deny = self.signed.load(contents)
+        self.state = machine.restore(contents, plans, deny, self.moment(), operator.public_key)
 
     async def do(self, operation: Operation[T]) -> T:
         """Run one step and return its result once it is durable. Raises what the step or the store raises."""
@@ -62,11 +58,11 @@ class Controller:
         return step.result
 
     async def read(self, query: Callable[[Store], T]) -> T:
-        """Read from the store without holding up the event loop."""
+        """Read from the store without blocking the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, query, self.store)
 
     async def run(self) -> None:
-        """Tick and plan until cancelled. What fails is logged and tried again: members train on meanwhile."""
+        """Tick and plan until cancelled. Failures are logged and retried; members train on meanwhile."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._repeat(self.tick))
             group.create_task(self._repeat(self.answer_questions))
@@ -77,25 +73,25 @@ class Controller:
             await action()
 
     async def tick(self) -> None:
-        """What time alone brings about, run by run: one that fails does not hold up the others."""
-        await self._attempt(lambda state, now: machine.tick_streams(state, now, self.policy))
+        """Apply what time alone changes, one step for each run: a failure in one does not delay the others."""
+        await self._do_and_log(lambda state, now: machine.tick_streams(state, now, self.policy))
         for run_id in self.state.runs:
-            await self._attempt(lambda state, now, run_id=run_id: machine.tick_run(state, now, self.policy, run_id))  # type: ignore[misc]
+            await self._do_and_log(lambda state, now, run_id=run_id: machine.tick_run(state, now, self.policy, run_id))  # type: ignore[misc]
 
     async def answer_questions(self) -> None:
-        """Ask the planner what runs want to know, one after the other, and bring them its answers."""
+        """Ask the planner the open questions of all runs, one after the other, and apply its answers."""
         for run_id, memory in self.state.memory.items():
             if memory.question is not None:
                 await self._attempt_answer(run_id, memory.question)
 
     async def plan(self, question: Question) -> Answer:
-        """The planner's answer; other calls are served meanwhile."""
+        """Compute the planner's answer on the planner's thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._planner, _solve_question, question, self.clock)
 
     @contextmanager
     def change_event(self) -> Iterator[asyncio.Event]:
-        """An event that is set whenever something durable changed."""
+        """Yield an event that is set after every durable change."""
         changed = asyncio.Event()
         self._change_events.add(changed)
         try:
@@ -103,48 +99,39 @@ class Controller:
         finally:
             self._change_events.discard(changed)
 
-    def signed_plan(self, run_id: str) -> pb.Signed | None:
-        """The run's newest plan, signed."""
-        return self._signed_plans.get(run_id)
-
-    @property
-    def signed_deny_list(self) -> pb.Signed:
-        """The deny-list in force, signed."""
-        return self._signed_deny_list
-
     def moment(self) -> StepTime:
-        """Now."""
+        """The current time."""
         return StepTime(unix_ms(self.clock), self.clock.monotonic())
 
     def close(self) -> None:
-        """Finish what was begun, then close the store. A search in progress ends by itself, for nobody."""
+        """Finish the step in progress, then close the store. A planner search ends by itself, unused."""
         self._planner.shutdown(wait=False, cancel_futures=True)
         self._thread.shutdown(wait=True)
         self.store.close()
 
     def notify(self) -> None:
-        """Wake everyone who watches."""
+        """Wake all watchers of `change_event`."""
         for watcher in self._change_events:
             watcher.set()
 
-    async def _attempt(self, operation: Operation[Any]) -> None:
+    async def _do_and_log(self, operation: Operation[Any]) -> None:
         try:
             await self.do(operation)
-        except Exception as error:  # supervision: the coordinator outlives a full disk
+        except Exception as error:  # supervision: the coordinator must survive a full disk
             self.tick_failures += 1
             self._log.error("tick failed", error=str(error), error_type=type(error).__name__)
 
     async def _attempt_answer(self, run_id: str, question: Question) -> None:
         try:
             found = await self.plan(question)
-        except Exception as error:  # supervision: a mistake of the planner's must not end the coordinator
+        except Exception as error:  # supervision: a planner bug must not end the coordinator
             self.tick_failures += 1
             self._log.error("planning failed", run=run_id, error=str(error), error_type=type(error).__name__)
-            found = Answer(missing="the planner failed on this problem; the coordinator's log says how")
-        await self._attempt(lambda state, now: machine.apply_planner_answer(state, now, run_id, question, found))
+            found = Answer(missing="the planner failed on this problem; see the coordinator's log")
+        await self._do_and_log(lambda state, now: machine.apply_planner_answer(state, now, run_id, question, found))
 
-    def _announce(self, records: Sequence[Change]) -> None:
-        """Wake first: a log that cannot be written must not keep news from anyone."""
+    def _wake_and_log(self, records: Sequence[Change]) -> None:
+        """Wake watchers, then log events. The order matters: a failing log must not delay watchers."""
         self.notify()
         for item in records:
             if isinstance(item, Event):
@@ -152,18 +139,17 @@ class Controller:
 
     def _perform(self, operation: Operation[T], loop: asyncio.AbstractEventLoop) -> Step[T]:
         step = operation(self.state, self.moment())
-        plans = [PlanRow(plan.run_id, plan.version, self._sign_plan(plan), plan.issued_unix_ms) for plan in step.plans]
-        deny = [DenyRow(step.deny.number, self._sign_deny_list(step.deny))] if step.deny else []
-        rows: list[Change] = [*step.records, *plans, *deny]
+        signed: list[PlanRow | DenyRow] = [self.signed.plan_row(plan) for plan in step.plans]
+        if step.deny:
+            signed.append(self.signed.deny_row(step.deny))
+        rows: list[Change] = [*step.records, *signed]
         if rows:
             self._store(rows)
-        for row in plans:
-            self._signed_plans[row.run_id] = pb.Signed.FromString(row.sealed)
-        for row_of_deny in deny:
-            self._signed_deny_list = pb.Signed.FromString(row_of_deny.sealed)
+        for row in signed:
+            self.signed.publish(row)
         self.state = step.state
-        if rows:  # from here, because the caller may have gone away meanwhile
-            loop.call_soon_threadsafe(self._announce, step.records)
+        if rows:  # scheduled here, because the caller may be cancelled meanwhile
+            loop.call_soon_threadsafe(self._wake_and_log, step.records)
         return step
 
     def _store(self, rows: list[Change]) -> None:
@@ -174,39 +160,9 @@ class Controller:
             raise
         self.store_failure = ""
 
-    def _sign_plan(self, plan: Plan) -> bytes:
-        return sign_plan(self.operator, plan).SerializeToString()
-
-    def _sign_deny_list(self, deny: DenyList) -> bytes:
-        sealed = issue_deny_list(self.operator, deny.number, deny.peer_ids, self.clock.unix())
-        return sealed.SerializeToString()
-
-    def _restore(self) -> State:
-        contents = self.store.load()
-        try:
-            plans = tuple(self._verified_plan(row) for row in contents.plans)
-            deny = self._verified_deny_list(contents.deny) if contents.deny else None
-        except (Rejected, DecodeError) as error:
-            raise DatabaseCorrupt(
-                f"the database holds something that this coordinator's key did not sign: {error}",
-                "database and keys must come from the same backup; nothing was changed",
-            ) from error
-        return machine.restore(contents, plans, deny, self.moment(), self.operator.public_key)
-
-    def _verified_plan(self, row: PlanRow) -> Plan:
-        sealed = pb.Signed.FromString(row.sealed)
-        plan = verify_plan(sealed, self.operator.public_key, row.run_id)
-        self._signed_plans[row.run_id] = sealed  # rows come in order of version: the newest stays
-        return plan
-
-    def _verified_deny_list(self, row: DenyRow) -> DenyList:
-        self._signed_deny_list = pb.Signed.FromString(row.sealed)
-        return MembershipVerifier(self.operator.public_key, "").verify_deny_list(self._signed_deny_list)
-
 
 def _solve_question(question: Question, clock: Clock) -> Answer:
-    from atoll.coordinator.planner.answer_question import (
-        answer,  # SciPy: a second, and only runs that need routes pay for it
-    )
+    # Imported here: SciPy takes a second to import, and only runs that need routes use it.
+    from atoll.coordinator.planner.answer_question import answer
 
     return answer(question, clock)

@@ -1,7 +1,7 @@
-"""Where the database's URL comes from, and how it is shown: it may hold a password.
+"""The database's URL: its sources, and its form for people, because it may hold a password.
 
-A setting is the URL itself or `file:PATH`, whose first line is the URL. What every user of the machine can read, a
-command line, must not hold a password.
+A setting is the URL itself, or `file:PATH` of a file whose first line is the URL. A command line must not hold a
+password: every user of the machine can read it.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ _HIDDEN = "hidden"
 
 
 def resolve(setting: str) -> str:
-    """The URL that a setting means. Raises `ConfigError` for a file that cannot be read."""
+    """The URL that a setting means. Raises `ConfigError` for an unreadable file."""
     if not setting.startswith(FILE):
         return setting
     path = Path(setting.removeprefix(FILE)).expanduser()
     try:
         return path.read_text().split("\n", 1)[0].strip()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"cannot read the database's URL from {path}: {why}", "see --database") from error
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"cannot read the database's URL from {path}: {reason}", "see --database") from error
 
 
 def refuse_password(argument: str) -> None:
-    """Raise `ConfigError` for a command-line argument that holds one."""
+    """Raise `ConfigError` for a command-line argument that holds a password."""
     url = _parsed(argument)
     if url is not None and (url.password is not None or "password" in url.query):
         raise ConfigError(
-            "the database's password must not stand on the command line, where every user of this machine can read it",
-            f"put the URL into a file and name it with --database {FILE}PATH, or set {VARIABLE}",
+            "the database URL on the command line holds a password, which every user of this machine can read",
+            f"write the URL to a file and pass --database {FILE}PATH, or set {VARIABLE}",
         )
 
 
 def printable(setting: str) -> str:
-    """For people and logs: a password is hidden, and so is what cannot be read as a URL."""
+    """A setting for people and logs: passwords are hidden, and text that is not a URL is hidden as a whole."""
     if not setting or setting.startswith(FILE):
         return setting
     url = _parsed(setting)

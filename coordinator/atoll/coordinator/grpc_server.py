@@ -1,8 +1,8 @@
-"""One TLS port with its services: bound, guarded, and for members with the health service beside them.
+"""One gRPC port with its services: bound, guarded, and for members with the health service.
 
-A connection must finish its handshake within seconds: each takes a file descriptor, and their number is limited.
-Strangers get no health service, because its `Watch` stays open for as long as the caller likes, and all else that they
-hold open ends within seconds: their one call is short.
+A connection must finish its TLS handshake within seconds, because each takes a file descriptor and their number is
+limited. The enrolment port has no health service: the health service's `Watch` stays open as long as the caller
+likes. All other connections of callers without a certificate end within seconds, because their one call is short.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from atoll.core.errors import PortInUse
 _UNAUTHENTICATED_OPTIONS = (
     ("grpc.max_concurrent_streams", 8),  # of one connection
     ("grpc.max_connection_idle_ms", 5_000),
-    ("grpc.max_connection_age_ms", 5_000),  # a call that was begun and never finished ends with its connection
+    ("grpc.max_connection_age_ms", 5_000),  # ends unfinished calls with their connection
     ("grpc.max_connection_age_grace_ms", 5_000),
 )
 _OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.so_reuseport", 0),  # or two coordinators would share a port without a word
-    ("grpc.http2.min_ping_interval_without_data_ms", 5000),  # nodes behind NAT keep their streams alive
+    ("grpc.so_reuseport", 0),  # else two coordinators could share a port unnoticed
+    ("grpc.http2.min_ping_interval_without_data_ms", 5000),  # nodes behind NAT send pings to keep streams alive
     ("grpc.keepalive_permit_without_calls", 1),
 )
 
 
 class GrpcServer:
-    """Bound when made; `server` takes the services; `start` answers."""
+    """Bound on construction; add services to `server`, then call `start`."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class GrpcServer:
         guard: AuthInterceptor,
         *,
         max_message_bytes: int,
-        max_calls: int | None = None,  # set on the strangers' port
+        max_calls: int | None = None,  # set on the enrolment port
     ) -> None:
-        """Raises `PortInUse`, `ConfigError`."""
+        """Bind the port. Raises `PortInUse`, `ConfigError`."""
         addresses.check_free(host, port, flag)
         bounds = () if max_calls is None else _UNAUTHENTICATED_OPTIONS
         options = (*_OPTIONS, *bounds, ("grpc.max_receive_message_length", max_message_bytes))
@@ -59,17 +59,17 @@ class GrpcServer:
             raise PortInUse(f"port {port} on {host} was taken just now", f"choose another one with {flag}") from error
 
     async def start(self, *services: str) -> None:
-        """Answer, and say so in the health service (where there is one) for the server and each of `services`."""
+        """Start serving; report the server and each of `services` as healthy."""
         await self.server.start()
         for name in ("", *services):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Take no more calls; let those in progress end within the grace."""
+        """Accept no more calls; calls in progress may take `grace_seconds`."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_seconds)
 
 
 async def stop_all(servers: list[GrpcServer], grace_seconds: float) -> None:
-    """Together, so that the graces do not add up."""
+    """Stop all servers at the same time, so that their grace periods do not add up."""
     await asyncio.gather(*(server.stop(grace_seconds) for server in servers))

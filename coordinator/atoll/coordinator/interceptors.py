@@ -1,8 +1,8 @@
-"""What stands in front of every RPC: who may call it, and how an error of ours becomes a status.
+"""gRPC interceptor of every call: checks the caller's role and turns errors into statuses.
 
-TLS has proven that the caller's certificate is from our CA; the URI in it says what the caller is. A node
-may call the membership service, an operator the admin service, nobody else anything. Errors of the tree go
-out with their sentence and remedy; anything else is a bug here: logged whole, told as "internal error".
+TLS has verified that the caller's certificate is from our CA; the URI in it names the role. A node may call the
+membership service, an operator the admin service. Errors of our tree are sent with message and remedy. Any other
+exception is a bug: it is logged in full and sent as "internal error".
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NODE_SUBJECT_PREFIX = "atoll://node/"
 ADMIN_SUBJECT_PREFIX = "atoll://admin/"
 _REQUIRED = {"/atoll.v1.MembershipService/": NODE_SUBJECT_PREFIX, "/atoll.v1.Admin/": ADMIN_SUBJECT_PREFIX}
 _OURS = "/atoll.v1."
-Behaviour = Callable[[Any, Any], Awaitable[Any]]  # gRPC's own signature: messages of any service
+Behaviour = Callable[[Any, Any], Awaitable[Any]]  # gRPC's signature: messages of any service
 _log = log.get("rpc")
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """Checks the caller's role and translates errors. Handlers are coroutines (streams use `context.write`)."""
+    """Checks the caller's role and maps errors. Handlers are coroutines (streams use `context.write`)."""
 
     def __init__(self, errors: Counter) -> None:
         self._errors = errors
@@ -36,7 +36,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wrap the handler of our own services; the health service stays as it is."""
+        """Wrap handlers of our services; the health service stays unchanged."""
         handler = await continuation(handler_call_details)
         method = str(handler_call_details.method)
         if handler is None or not method.startswith(_OURS):
@@ -61,9 +61,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                 failure = error
             except (grpc.aio.AbortError, grpc.aio.UsageError):
                 raise
-            except Exception:  # supervision: one broken call must not tell strangers how it broke
+            except Exception:  # supervision: the cause must not leave this process
                 _log.exception("an rpc failed", method=method)
-                failure = AtollError("internal error", "the coordinator's log says more")
+                failure = AtollError("internal error", "see the coordinator's log")
             self._errors.labels(method.rsplit("/", 1)[1], failure.reason).inc()
             status = grpc_errors.status_of(failure)
             return await context.abort(status, str(failure), grpc_errors.trailing_metadata(failure))
@@ -72,12 +72,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
 
 def caller(context: grpc.aio.ServicerContext[Any, Any], role: str) -> str:
-    """Return the name after the subject prefix `role` in the client's certificate. Raises `NotPermitted`."""
+    """Name after the subject prefix `role` in the client's certificate. Raises `NotPermitted`."""
     pem = next(iter(context.auth_context().get("x509_pem_cert", ())), b"")
     subject = subject_uri(pem) if pem else ""
     if not subject.startswith(role):
         raise NotPermitted(
-            f"this call needs a certificate for {role}…, not {subject or 'none'}", "use the credential made for it"
+            f"this call needs a certificate for {role}…, not {subject or 'none'}", "use a credential for that role"
         )
     return subject.removeprefix(role)
 

@@ -1,4 +1,4 @@
-"""Where the coordinator keeps its things, known to the server and to `atollctl` alike. Imports nothing heavy."""
+"""Paths of the coordinator's files, shared by the server and `atollctl`. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 SYSTEM_CONFIG = Path("/etc/atoll/coordinator.toml")
 SYSTEM_DATA_DIR = Path("/var/lib/atoll/coordinator")
-_SYSTEMD = Path("/run/systemd/system")  # there exactly when systemd runs the machine; see sd_booted(3)
+_SYSTEMD = Path("/run/systemd/system")  # exists exactly if systemd runs the machine; see sd_booted(3)
 
 
 def default_data_dir(environment: Mapping[str, str], user_id: int) -> Path:
@@ -25,7 +25,7 @@ def user_config(environment: Mapping[str, str]) -> Path:
 
 
 def credentials_dir(data_dir: Path) -> Path:
-    """Where `serve` writes `atollctl`'s credential."""
+    """Directory in which `serve` writes `atollctl`'s credential."""
     return data_dir / "admin"
 
 

@@ -1,8 +1,8 @@
-"""Words that came from elsewhere, made fit for a log, a terminal and a table.
+"""Sanitizing of foreign text for logs, terminals and tables.
 
-Nodes name their devices and say why they leave. Whoever prints that must not obey it: control characters move
-cursors and turn colours, bidirectional overrides reorder lines, and length alone can bury what matters. Texts
-are cleaned where they come in and once more where they go out, because a database outlives a release.
+Nodes name their devices and give reasons for leaving. Printed unchanged, such text could control the terminal: control
+characters move the cursor and set colours, bidirectional overrides reorder lines, and length alone can bury other
+output. Text is cleaned on arrival, and once more on output, because a database outlives a release.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 MAX_NAME_CHARACTERS = 256
-_SIGNED = ("clock_offset_seconds",)  # figures that may be below 0
+_SIGNED = ("clock_offset_seconds",)  # figures that may be negative
 MAX_SENTENCE_CHARACTERS = 500
 _M = TypeVar("_M", bound=Message)
 _BREAKS = {"Zl", "Zp"}  # line and paragraph separators
@@ -34,9 +34,9 @@ def clean(text: str, limit: int = MAX_SENTENCE_CHARACTERS) -> str:
 
 
 def sanitized_message(message: _M, limit: int = MAX_NAME_CHARACTERS) -> _M:
-    """A message as we keep it: fields and enum values that we know, clean strings, finite figures that make sense.
+    """A copy with known fields and enum values only, clean strings, and finite figures from 0 on.
 
-    So are messages inside it; lists are left as they are.
+    Nested messages are treated alike; lists are left as they are.
     """
     kept = type(message)()
     kept.CopyFrom(message)
@@ -54,9 +54,9 @@ def sanitized_message(message: _M, limit: int = MAX_NAME_CHARACTERS) -> _M:
 
 
 def enum_word(kind: Any, number: int) -> str:
-    """`NODE_STATE_CATCHING_UP` → "catching_up"; a number that this release does not know stays one.
+    """Short word for an enum value: `NODE_STATE_CATCHING_UP` → "catching_up". An unknown number stays a number.
 
-    `kind` is an enum's descriptor.
+    `kind` is the enum's descriptor.
     """
     value = kind.values_by_number.get(number)
     if value is None:

@@ -1,14 +1,13 @@
-"""The coordinator's main path: lock → keys → state → servers → serve → drain.
+"""Main path of the coordinator: lock → keys → state → servers → serve → drain.
 
-Two TLS ports, one for strangers with a token and one for members and operators, and HTTP on loopback, all
-in one event loop. SIGTERM or SIGINT lets calls in progress end within a deadline; a second signal ends the
-process at once, which is safe: whatever was acknowledged is on disk.
+Two TLS ports (one for nodes with a token, one for members and operators) and HTTP on loopback run in one event loop.
+On SIGTERM or SIGINT, calls in progress may end within a deadline. A second signal ends the process at once, which
+is safe: acknowledged data is on disk.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import signal
 import socket
@@ -37,23 +36,24 @@ from atoll.coordinator.web.metrics import StateCollector, rpc_errors
 from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AlreadyRunning, AtollError, DataDirUnusable
+from atoll.core.file_lock import FileLocked, lock_file
 from atoll.core.files import make_private_dir, raise_descriptor_limit
 from atoll.core.sdnotify import notify
 from atoll.v1 import admin_pb2_grpc, enrolment_pb2_grpc, membership_pb2_grpc
 
-MAX_ENROLMENT_BYTES = 64 << 10  # strangers get little
-MAX_ENROLMENT_CALLS = 4096  # most of them unfinished, if somebody means harm; each ends within ten seconds
-MAX_FILES = 1 << 16  # a connection costs 22 kB before it has shown anything: 1.4 GB at the most
+MAX_ENROLMENT_BYTES = 64 << 10  # callers without a certificate get little
+MAX_ENROLMENT_CALLS = 4096  # under attack most are unfinished; each ends within ten seconds
+MAX_FILES = 1 << 16  # an unauthenticated connection costs 22 kB: 1.4 GB at most
 FEW_FILES = 8192
-MAX_MEMBER_BYTES = 8 << 20  # a heartbeat with many manifests
-CREDENTIAL_SECONDS = 3600.0  # between looks at the admin credential
+MAX_MEMBER_BYTES = 8 << 20  # enough for a heartbeat with many manifests
+CREDENTIAL_SECONDS = 3600.0  # between checks of the admin credential
 EXIT_ON_SECOND_SIGNAL = 130
 _log = log.get("server")
 
 
 @dataclass(frozen=True)
 class Systemd:
-    """How to talk to the service manager: `NOTIFY_SOCKET`, and half of `WATCHDOG_USEC`."""
+    """Service manager settings: `NOTIFY_SOCKET`, and half of `WATCHDOG_USEC`."""
 
     address: str = ""
     watchdog_seconds: float | None = None
@@ -62,7 +62,7 @@ class Systemd:
 async def serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd, *, new_database: bool = False) -> None:
     """Run until told to stop. Raises `StateError`, `ConfigError`, `PortInUse` before anything is served.
 
-    Keys without a database are a mistake, unless `new_database` says that it is none.
+    Keys without a database are an error, unless `new_database` is set.
     """
     with private_files():
         make_private_dir(config.data_dir)
@@ -79,7 +79,7 @@ async def _serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd, new_
         async with running_servers(config, controller, keys, stopping) as endpoints:
             write_admin_credential(keys, credentials_dir(config.data_dir), endpoints.local, clock.unix())
             endpoints.write(config.data_dir / "endpoints.json")
-            _log.info("the coordinator serves", page=f"http://{endpoints.http}/", public=endpoints.public)
+            _log.info("coordinator started", page=f"http://{endpoints.http}/", public=endpoints.public)
             async with background_tasks(controller, keys, config, endpoints, systemd):
                 await stopping.wait()
             _log.info("stopping", deadline_seconds=config.drain_seconds)
@@ -89,7 +89,7 @@ async def _serve(config: CoordinatorConfig, clock: Clock, systemd: Systemd, new_
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Whatever this process writes inside, the database and its companions too, is for its owner alone."""
+    """Restrict all files that this process creates inside, the database's included, to their owner."""
     before = os.umask(0o077)
     try:
         yield
@@ -98,18 +98,18 @@ def private_files() -> Iterator[None]:
 
 
 def _raise_file_limit() -> None:
-    """Every connection is one."""
-    have = raise_descriptor_limit(MAX_FILES)
-    if have < FEW_FILES:
-        _log.warning("few file descriptors: a thousand nodes and a few strangers need more", limit=have)
+    """Raise the limit of file descriptors: every connection takes one."""
+    limit = raise_descriptor_limit(MAX_FILES)
+    if limit < FEW_FILES:
+        _log.warning("file descriptor limit is low for a thousand nodes", limit=limit, wanted=MAX_FILES)
 
 
 def open_state(
     config: CoordinatorConfig, clock: Clock, *, new_database: bool = False
 ) -> tuple[CoordinatorKeys, Controller]:
-    """Keys and state as they were left, or new. Raises `StateError`, `ConfigError`.
+    """Open keys and state, or create them. Raises `StateError`, `ConfigError`.
 
-    At the first start the database comes first: if it fails, no keys are left that would need one.
+    At the first start the database is created first. If that fails, no keys remain that would require it.
     """
     first_start = not (config.data_dir / "operator.key").exists()
     owner = f"process {os.getpid()} on {socket.gethostname()}, data directory {config.data_dir}"
@@ -127,7 +127,7 @@ def open_state(
 async def running_servers(
     config: CoordinatorConfig, controller: Controller, keys: CoordinatorKeys, stopping: asyncio.Event
 ) -> AsyncIterator[addresses.Endpoints]:
-    """All servers answer inside; at the end they drain. `stopping` must be set by then: it ends open streams."""
+    """Run all servers inside the context; drain them at its end. Set `stopping` first: it ends open streams."""
     registry = CollectorRegistry()
     guard = AuthInterceptor(rpc_errors(registry))
     registry.register(StateCollector(controller))
@@ -182,7 +182,7 @@ async def background_tasks(
     endpoints: addresses.Endpoints,
     systemd: Systemd,
 ) -> AsyncIterator[None]:
-    """What runs beside the servers: the clock's tick, the watchdog, the admin credential's renewal."""
+    """Run the tasks beside the servers: ticks, the watchdog, renewal of the admin credential."""
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(controller.run()),
@@ -199,24 +199,18 @@ async def background_tasks(
 @contextmanager
 def lock_data_dir(data_dir: Path) -> Iterator[None]:
     """Hold the data directory for this process. Raises `AlreadyRunning`, `DataDirUnusable`."""
-    path = data_dir / "lock"
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = lock_file(data_dir / "lock", f"{os.getpid()}\n")
+    except FileLocked as holder:
+        raise AlreadyRunning(
+            f"another coordinator (process {str(holder) or 'unknown'}) uses {data_dir}",
+            "stop it, or name another --data-dir",
+        ) from None
     except OSError as error:
         raise DataDirUnusable(
             f"cannot use {data_dir}: {error.strerror}", "check its owner and permissions, or name another --data-dir"
         ) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-        os.close(descriptor)
-        raise AlreadyRunning(
-            f"another coordinator (process {holder}) uses {data_dir}", "stop it, or name another --data-dir"
-        ) from None
-    try:
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
         yield
     finally:
         os.close(descriptor)
@@ -234,11 +228,11 @@ def _on_signals(stopping: asyncio.Event, controller: Controller) -> None:
 
 
 def _endpoints(config: CoordinatorConfig, enrol: int, member: int, http: int) -> addresses.Endpoints:
-    here = addresses.dialable(config.listen)
+    local_host = addresses.dialable(config.listen)
     public = config.public_endpoint or addresses.address(addresses.outward_address(config.listen), enrol)
     return addresses.Endpoints(
-        enrolment=addresses.address(here, enrol),
-        local=addresses.address(here, member),
+        enrolment=addresses.address(local_host, enrol),
+        local=addresses.address(local_host, member),
         http=addresses.address(addresses.dialable(config.http_host), http),
         public=public,
     )
@@ -255,5 +249,5 @@ async def _renew_credential(keys: CoordinatorKeys, data_dir: Path, endpoint: str
         await asyncio.sleep(CREDENTIAL_SECONDS)
         try:
             write_admin_credential(keys, credentials_dir(data_dir), endpoint, clock.unix())
-        except (AtollError, OSError) as error:  # no descriptors, say: the next hour has some
-            _log.error("the admin credential could not be written", error=str(error))
+        except (AtollError, OSError) as error:  # for example no file descriptors: retried in an hour
+            _log.error("cannot write the admin credential", error=str(error))

@@ -281,6 +281,19 @@ class PartInvalid(PeerMisbehaved):
     """A part has a wrong size, codec, count or order, or holds values that are not finite."""
 
 
+class ArithmeticDiffers(AtollError):
+    """This process computes other bits than the members of a run must, so its model would differ from theirs."""
+
+    exit_code = ExitCode.CONFIG
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class MessageTooLarge(AtollError):
+    """A message of ours exceeds the limit of one frame, so it was not sent. A fault of this program, not of a peer."""
+
+    grpc_status = "RESOURCE_EXHAUSTED"
+
+
 class RoundAbandoned(AtollError):
     """An outer round did not commit. Progress is kept and enters the next attempt."""
 

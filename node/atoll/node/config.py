@@ -1,9 +1,17 @@
-"""What a node's owner decides: where things lie, what to listen on, which limits hold.
+"""Configuration of a node: paths, addresses and the owner's limits.
 
-Precedence: defaults < /etc/atoll/node.toml < user config < what `join` and `set` were told (`node.toml` in the
-data directory, so that `up` after a reboot means the same node) < `--config` < `ATOLL_*` < flags. `load` keeps the
-origin of every value for `atoll config show`. Unknown keys are errors. `with_limits` is what `atoll set` does: limits
-only, all of them or none.
+Precedence, lowest first:
+
+1. defaults
+2. /etc/atoll/node.toml
+3. the user's atoll/node.toml
+4. node.toml in the data directory: what `join` and `set` were given, so that `up` starts the same node after a reboot
+5. the file of `--config`
+6. `ATOLL_*` variables
+7. flags
+
+`load` records the origin of every value for `atoll config show`. Unknown keys are errors. `with_limits` implements
+`atoll set`: it changes limits only, and all of them or none.
 """
 
 from __future__ import annotations
@@ -25,7 +33,7 @@ from atoll.node.training_policy import TrainingPolicy, parse_hours
 
 SYSTEM_CONFIG = Path("/etc/atoll/node.toml")
 OVERRIDES_FILE = "node.toml"  # in the data directory
-SET_COMMAND_ORIGIN = "atoll set"  # the origin of what a running daemon was told
+SET_COMMAND_ORIGIN = "atoll set"  # origin of a value changed in a running daemon
 ENVIRONMENT_PREFIX = "ATOLL_"
 _VARIABLES_OF_OTHER_COMMANDS = {"ATOLL_TOKEN_FILE", "ATOLL_CREDENTIALS", "ATOLL_COORDINATOR"}
 
@@ -40,7 +48,7 @@ def _setting(
     one_of: tuple[str, ...] = (),
     limit: bool = False,
 ) -> Any:
-    """A setting. `limit`: one that `atoll set` changes while the daemon runs."""
+    """Declare a setting. `limit`: `atoll set` can change it while the daemon runs."""
     return field(default=default, metadata={"help": help_text, "between": between, "one_of": one_of, "limit": limit})
 
 
@@ -52,57 +60,69 @@ def _limit_setting(default: Value, help_text: str, *, between: tuple[float, floa
 class NodeConfig:
     """One node's settings."""
 
-    data_dir: Path = field(metadata={"help": "keys, manifests, anchors, the local socket"})
-    name: str = _setting("", "shown to people; default: derived from the peer id")
-    listen: str = _setting("0.0.0.0", "address for peers")  # noqa: S104 - peers must reach us
-    port: int = _setting(0, "TCP port for peers; 0 picks a free one", between=(0, 65535))
-    announce: str = _setting("", "public address or host name, where it differs")
-    direct: bool = _setting(
-        True, "bulk goes over TCP and TLS to members that can be reached so; libp2p carries the rest"
+    data_dir: Path = field(metadata={"help": "directory of keys, manifests, anchors and the local socket"})
+    name: str = _setting(
+        "", "name shown to people, 1–63 characters of a–z, 0–9 and -; default: derived from the peer id"
     )
-    direct_port: int = _setting(0, "TCP port for that; 0 picks a free one", between=(0, 65535))
-    device: str = _setting("auto", "auto, cpu, cuda:0, mps; several GPUs as one node: cuda:0,cuda:1")
-    data: str = _setting("", "the corpus on this machine, where it is not the spec's path")
-    base: str = _setting("", "where the run's pretrained weights lie on this machine, if it starts from some")
-    vram_fraction: float = _limit_setting(1.0, "share of the GPU's memory that training may take", between=(0.01, 1.0))
+    listen: str = _setting("0.0.0.0", "address that peers connect to")  # noqa: S104 - peers must reach us
+    port: int = _setting(0, "TCP port for peers; 0 picks a free one", between=(0, 65535))
+    announce: str = _setting("", "public address or host name, for a node behind a port forward")
+    direct: bool = _setting(True, "send bulk over direct TCP and TLS connections where possible, else over libp2p")
+    direct_port: int = _setting(0, "TCP port for direct connections; 0 picks a free one", between=(0, 65535))
+    device: str = _setting(
+        "auto", "device for training: auto, cpu, cuda:N or mps; cuda:0,cuda:1 makes one node of two GPUs"
+    )
+    data: str = _setting("", "path of the corpus on this machine, if it is not the run spec's")
+    base: str = _setting("", "directory of the run's pretrained weights, if it starts from some")
+    vram_fraction: float = _limit_setting(
+        1.0, "share of the GPU's memory that training may use, 0.01 to 1", between=(0.01, 1.0)
+    )
     memory_megabytes: float = _setting(
         0.0,
-        "main memory that training may take on a CPU, beside torch and the corpus; 0: no limit",
+        "main memory that training may use on a CPU, not counting torch and the corpus; 0: no limit",
         between=(0, 1e9),
     )
     power_watts: float = _limit_setting(
         0.0, "power cap of the GPU while the daemon runs; 0: the driver's", between=(0, 10_000)
     )
     cpu_threads: int = _limit_setting(0, "threads for training; 0 uses every core", between=(0, 4096))
-    minimum_step_seconds: float = _limit_setting(0.0, "paces training: no inner step is shorter", between=(0, 3600))
-    compute_share: float = _limit_setting(1.0, "share of the time in which training computes", between=(0.01, 1.0))
-    upload_mbit_per_second: float = _limit_setting(0.0, "to peers; 0: no limit", between=(0, 1e6))
-    download_mbit_per_second: float = _limit_setting(0.0, "from peers; 0: no limit", between=(0, 1e6))
-    monthly_gigabytes: float = _limit_setting(
-        0.0, "to and from peers in a calendar month; 0: no limit", between=(0, 1e6)
+    minimum_step_seconds: float = _limit_setting(0.0, "minimum duration of an inner step", between=(0, 3600))
+    compute_share: float = _limit_setting(
+        1.0, "share of the time in which training computes, 0.01 to 1", between=(0.01, 1.0)
     )
-    hours: str = _limit_setting("", 'local times of day in which to train, "22:00-07:00,12:00-13:00"; empty: always')
+    upload_mbit_per_second: float = _limit_setting(0.0, "rate limit to peers; 0: no limit", between=(0, 1e6))
+    download_mbit_per_second: float = _limit_setting(0.0, "rate limit from peers; 0: no limit", between=(0, 1e6))
+    monthly_gigabytes: float = _limit_setting(
+        0.0, "traffic to and from peers in a calendar month; 0: no limit", between=(0, 1e6)
+    )
+    hours: str = _limit_setting(
+        "", "local times of day in which to train, for example 22:00-07:00,12:00-13:00; empty: always"
+    )
     on_battery: str = _limit_setting(
         "pause", "pause or train while the machine runs on its battery", one_of=("pause", "train")
     )
     only_when_idle_minutes: int = _limit_setting(
-        0, "train after nobody has used the machine for so long; 0: always", between=(0, 1440)
+        0, "train only after the machine was unused for this long; 0: always", between=(0, 1440)
     )
-    price_per_hour: float = _setting(0.0, "what this machine costs the swarm, for planning", between=(0, 1e6))
-    checkpoint_keep: int = _setting(3, "how many of the last checkpoints to keep", between=(1, 1000))
+    price_per_hour: float = _setting(0.0, "price of this machine, for the planner", between=(0, 1e6))
+    checkpoint_keep: int = _setting(3, "number of newest checkpoints to keep", between=(1, 1000))
     checkpoint_interval_seconds: float = _setting(
-        300.0, "between two checkpoints; 0 writes every round", between=(0, 86400)
+        300.0, "seconds between two checkpoints; 0 writes one every round", between=(0, 86400)
     )
-    log_level: str = _setting("info", "debug, info, warning, error", one_of=("debug", "info", "warning", "error"))
-    log_format: str = _setting("auto", "auto, console, json", one_of=("auto", "console", "json"))
+    log_level: str = _setting(
+        "info", "level of log messages: debug, info, warning or error", one_of=("debug", "info", "warning", "error")
+    )
+    log_format: str = _setting(
+        "auto", "format of log messages: auto, console or json", one_of=("auto", "console", "json")
+    )
 
     def path(self, *parts: str) -> Path:
-        """A path in the data directory."""
+        """Join `parts` to the data directory."""
         return self.data_dir.joinpath(*parts)
 
     @property
     def policy(self) -> TrainingPolicy:
-        """When this node may train."""
+        """The limits that decide when this node may train."""
         return TrainingPolicy(
             hours=parse_hours(self.hours),
             monthly_bytes=self.monthly_gigabytes * 1e9,
@@ -111,20 +131,21 @@ class NodeConfig:
         )
 
 
-LIMITS = tuple(item.name for item in fields(NodeConfig) if item.metadata.get("limit"))
-_FIELD_TYPES: dict[str, type] = get_type_hints(NodeConfig)
+SETTING_FIELDS = {item.name: item for item in fields(NodeConfig)}
+SETTING_TYPES: dict[str, type] = get_type_hints(NodeConfig)
+LIMITS = tuple(name for name, item in SETTING_FIELDS.items() if item.metadata.get("limit"))
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration and where each of its values came from."""
+    """A configuration with the origin of each value."""
 
     config: NodeConfig
     origin: dict[str, str]
 
 
 def default_data_dir(environment: Mapping[str, str]) -> Path:
-    """`$XDG_DATA_HOME/atoll/node`, else `~/.local/share/atoll/node`."""
+    """Return `$XDG_DATA_HOME/atoll/node`, else `~/.local/share/atoll/node`."""
     base = environment.get("XDG_DATA_HOME") or Path(environment.get("HOME", "/")) / ".local/share"
     return Path(base) / "atoll" / "node"
 
@@ -147,51 +168,51 @@ def load(
     later.append((_from_environment(environment), "environment"))
     later.append(({key: value for key, value in flags.items() if value is not None}, "flag"))
     data_dir = next((source["data_dir"] for source, _ in reversed(later) if "data_dir" in source), values["data_dir"])
-    remembered = Path(os.path.expanduser(str(data_dir))).absolute() / OVERRIDES_FILE
-    if remembered.exists():
-        _merge(values, origin, _read(remembered), str(remembered))
+    overrides = _path(data_dir) / OVERRIDES_FILE
+    if overrides.exists():
+        _merge(values, origin, _read(overrides), str(overrides))
     for source, name in later:
         _merge(values, origin, source, name)
     return LoadedConfig(NodeConfig(**_convert(values, origin)), origin)  # type: ignore[arg-type]
 
 
 def with_limits(loaded: LoadedConfig, changes: Mapping[str, Value]) -> LoadedConfig:
-    """With these limits instead. Raises `ConfigError` that names the key and what it may be; nothing changes then."""
+    """Return a copy with these limits changed. Raises `ConfigError` that names the key and its bounds."""
     for key in changes:
         if key not in LIMITS:
-            what = "is set when the node starts" if key in loaded.origin else "is no setting"
-            raise ConfigError(f"{key} {what}; `atoll set` changes limits", f"the limits are: {', '.join(LIMITS)}")
+            problem = "can only be set when the node starts" if key in loaded.origin else "is not a setting"
+            raise ConfigError(f"{key} {problem}; `atoll set` changes limits", f"the limits are: {', '.join(LIMITS)}")
     origin = {**loaded.origin, **dict.fromkeys(changes, SET_COMMAND_ORIGIN)}
     typed: dict[str, Any] = _convert(changes, origin)
     return LoadedConfig(replace(loaded.config, **typed), origin)
 
 
 def limits_of(loaded: LoadedConfig) -> dict[str, dict[str, Value]]:
-    """Every limit, with where its value comes from."""
+    """Return every limit with its value and origin."""
     return {key: {"value": getattr(loaded.config, key), "origin": loaded.origin[key]} for key in LIMITS}
 
 
 def save_overrides(loaded: LoadedConfig) -> None:
-    """Keep what flags, environment and `atoll set` said, now or at an earlier join, for the next start.
+    """Save for the next start what flags, environment and `atoll set` gave, now or at an earlier join.
 
     Raises `DataDirUnusable`.
     """
     path = loaded.config.path(OVERRIDES_FILE)
     kept = ("flag", "environment", SET_COMMAND_ORIGIN, str(path))
-    said = {key: getattr(loaded.config, key) for key, source in loaded.origin.items() if source in kept}
-    said.pop("data_dir", None)
-    lines = [f"{key} = {json.dumps(value)}\n" for key, value in said.items()]
+    overrides = {key: getattr(loaded.config, key) for key, source in loaded.origin.items() if source in kept}
+    overrides.pop("data_dir", None)
+    lines = [f"{key} = {json.dumps(value)}\n" for key, value in overrides.items()]
     write_atomic(path, "".join(["# written by `atoll join` and `atoll set`\n", *lines]).encode())
 
 
 def has_corpus_files(path: str) -> bool:
-    """Whether a file, a directory or anything that a pattern matches is there."""
-    place = Path(path).expanduser()
-    return place.exists() or bool(glob.glob(str(place), recursive=True))
+    """Report whether `path` is an existing file or directory, or a glob pattern that matches one."""
+    expanded = Path(path).expanduser()
+    return expanded.exists() or bool(glob.glob(str(expanded), recursive=True))
 
 
 def is_variable_of_another_command(name: str) -> bool:
-    """Whether an `ATOLL_*` variable is for other commands."""
+    """Report whether an `ATOLL_*` variable is read by other commands, so that it is no setting of the node."""
     return name in _VARIABLES_OF_OTHER_COMMANDS or name.startswith("ATOLL_COORDINATOR_")
 
 
@@ -216,16 +237,16 @@ def _merge(
 ) -> None:
     for key, value in new.items():
         if key not in origin:
-            raise ConfigError(f"unknown key {key!r} in {source}", "`atoll config show` lists every key")
+            raise ConfigError(f"unknown key {key!r} in {source}", "list all keys: `atoll config show`")
         values[key] = value
         origin[key] = source
 
 
 def _convert(values: Mapping[str, Value | Path], origin: Mapping[str, str]) -> dict[str, Value | Path]:
-    """Values as the types of the fields say: TOML gives numbers, the environment only text."""
+    """Convert values to the types of the fields: TOML gives numbers, the environment only text."""
     typed: dict[str, Value | Path] = {}
     for key, value in values.items():
-        kind = _FIELD_TYPES[key]
+        kind = SETTING_TYPES[key]
         try:
             typed[key] = _PARSERS[kind](value) if kind in _PARSERS else kind(value)
         except (TypeError, ValueError, KeyError, OverflowError) as error:
@@ -252,9 +273,9 @@ def _check(typed: Mapping[str, Value | Path], origin: Mapping[str, str]) -> None
         if between is not None and isinstance(value, int | float):
             low, high = between
             if not (math.isfinite(value) and low <= value <= high):
-                raise ConfigError(f"{item.name} = {value} in {origin[item.name]} is not between {low:g} and {high:g}")
+                raise ConfigError(f"{item.name} = {value} in {origin[item.name]} must be between {low:g} and {high:g}")
         if one_of and value is not None and value not in one_of:
-            raise ConfigError(f"{item.name} = {value!r} in {origin[item.name]} is none of {', '.join(one_of)}")
+            raise ConfigError(f"{item.name} = {value!r} in {origin[item.name]} must be one of: {', '.join(one_of)}")
     checks: tuple[tuple[str, Callable[[str], object]], ...] = (("hours", parse_hours), ("device", parse_device_names))
     for key, check in checks:
         try:

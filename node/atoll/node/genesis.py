@@ -1,4 +1,4 @@
-"""Round 0: the node that was chosen draws the initial parameters and signs their digests; others fetch them."""
+"""Genesis (round 0): the chosen node draws the initial parameters and signs their digests; the others fetch them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from atoll.v1 import manifest_pb2
 async def write_genesis(
     trainer: Trainer, identity: Identity, run_id: str, run_dir: Path, clock: Clock
 ) -> tuple[Head, AnchorState]:
-    """The head of round 0 and the state of all layers: in the trainer's memory where that holds it, else in a file."""
-    state = await _initial(trainer, run_dir)
+    """Initialise the model and sign round 0; return its head and the state of all layers.
+
+    The state lies in the trainer's memory if the trainer holds all layers, else in an unlinked mapped file.
+    """
+    state = await _initial_state(trainer, run_dir)
     manifest = manifest_pb2.Manifest(
         protocol=protocol.ours(),
         round=RoundId(run_id, 0, 0, 0, 0).to_proto(),
@@ -35,7 +38,7 @@ async def write_genesis(
     return Head(manifest_pb2.CommittedManifest(payload=payload, signatures=signatures)), state
 
 
-async def _initial(trainer: Trainer, run_dir: Path) -> AnchorState:
+async def _initial_state(trainer: Trainer, run_dir: Path) -> AnchorState:
     offsets = trainer.facts.layer_offsets
     if trainer.facts.holds_all:
         await trainer.initialise()
@@ -43,5 +46,5 @@ async def _initial(trainer: Trainer, run_dir: Path) -> AnchorState:
     path = run_dir / "genesis.f32"
     await trainer.write_initial_weights(path)
     initial = torch.from_file(str(path), size=offsets[-1], dtype=torch.float32)
-    path.unlink()  # its bytes stay for as long as they are mapped
+    path.unlink()  # the mapping keeps its bytes
     return AnchorState(initial, offsets)

@@ -1,7 +1,7 @@
-"""What this node has of a run: the state of its layers, what it held before, what it fetches for a plan to come.
+"""Committed state that this node holds of a run: its layers now, layers of earlier plans, layers prefetched for a plan.
 
-Others may ask for all of it (`/atoll/state/1`). The session says for which layers the trainer has memory; what belongs
-there comes from what was held before or prepared, from the last checkpoint, and from other members, in that order.
+Other members can fetch all of it (`/atoll/state/1`). The session says for which layers the trainer has memory. Their
+state comes from layers held earlier or prefetched, else from the last checkpoint, else from other members.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from atoll.node.wire.transport import Network
 
 @dataclass(frozen=True)
 class StateSources:
-    """Where a run's state comes from and goes to."""
+    """Services from which a run's state is read and to which it is written."""
 
     network: Network
     run_id: str
@@ -40,20 +40,23 @@ class StateSources:
     manifests: ManifestStore
     checkpoints: CheckpointWriter
     directives: Directives
-    send_heartbeat_now: Callable[[], None]  # the coordinator should hear from us
+    send_heartbeat_now: Callable[[], None]
 
 
 class LocalState:
-    """`head` is the newest round known here. `state` is of it, unless it lacks layers or the engine is moving it."""
+    """The newest head known here, and the state of this node's layers.
+
+    `state` belongs to `head`, except while layers are missing or the round engine moves it.
+    """
 
     def __init__(self, sources: StateSources) -> None:
         self.head: Head | None = None
         self.state: AnchorState | None = None
-        self.engine: AveragingEngine | None = None  # that moves the state now
+        self.engine: AveragingEngine | None = None  # moves the state now
         self._missing_layers: frozenset[int] = frozenset()  # layers of the state that must be fetched
-        self.lost: frozenset[int] = frozenset()  # nobody who answered has them as they are now, nor do we
-        self._base_without_checkpoint = b""  # the base for which there is no checkpoint here
-        self._previous_spans = PreviousSpans()  # what was held under other plans
+        self.lost: frozenset[int] = frozenset()  # missing layers that no answering member has at the head
+        self._base_without_checkpoint = b""  # manifest hash of the base for which there is no checkpoint here
+        self._previous_spans = PreviousSpans()  # layers held under earlier plans
         self._facts: TrainerFacts | None = None
         self._sources = sources
         self._server = StateServer(
@@ -71,7 +74,7 @@ class LocalState:
         )
 
     async def hold(self, trainer: Trainer) -> None:
-        """Put committed state of the trainer's layers into its memory, as far as there is any here."""
+        """Put the committed state of the trainer's layers into its memory, as far as this node has it."""
         self._facts = trainer.facts
         layers, before = trainer.facts.held, self.state
         if not layers:
@@ -89,25 +92,25 @@ class LocalState:
         await self._fill_missing()
 
     def begin(self, head: Head, state: AnchorState) -> None:
-        """This node wrote genesis: `state` is of all layers, maybe of more than it trains."""
+        """Take the state of the genesis that this node wrote: all layers, perhaps more than it trains."""
         self._sources.manifests.append(head)
         self.state, self._missing_layers = state, frozenset()
         self.moved(head)
 
     async def synchronise(self, plan: Plan) -> Head:
-        """Bring the state to the head that the members of `plan` agree on. Raises what `catch_up` raises."""
+        """Bring the state to the head on which the members of `plan` agree. Raises what `catch_up` raises."""
         sources = self._sources
         assert self.state is not None
         if self.head is not None and self.head.round == 0 and not plan.accepts(self.head):
             self.head = None  # a genesis that the coordinator did not choose
-        await self._take_prepared()
+        await self._take_prefetched()
         if self.head is not None and not plan.accepts(self.head):
             await self._return_to_base(plan)
-        asked = False
+        head_seen = False
 
-        def believe(head: Head) -> None:
-            nonlocal asked
-            asked = True
+        def on_head(head: Head) -> None:
+            nonlocal head_seen
+            head_seen = True
             self._server.remember_head(head)
 
         def on_lost_layers(layers: frozenset[int]) -> None:
@@ -121,15 +124,15 @@ class LocalState:
                 self.head,
                 operator_key=sources.operator_key,
                 incomplete=bool(self._missing_layers),
-                on_head=believe,
+                on_head=on_head,
                 local_states=lambda: self._previous_spans.held,
                 on_lost_layers=on_lost_layers,
             )
         except Unreachable:
-            self.lost = self.lost if asked else frozenset()  # no answer is no proof
+            self.lost = self.lost if head_seen else frozenset()  # no answer does not prove that layers are lost
             if self.lost or self._missing_layers or self.head is None or not plan.accepts(self.head):
                 raise
-            return self.head  # nobody else has any: we wrote genesis, or are alone
+            return self.head  # no other member has state: this node wrote genesis, or is alone
         if fetched is None:
             assert self.head is not None
             return self.head
@@ -140,21 +143,21 @@ class LocalState:
         return fetched.head
 
     def moved(self, head: Head) -> None:
-        """The state is of `head` now."""
+        """Record that the state now belongs to `head`."""
         self.head = head
         self._drop_unneeded(head)
 
     def checkpoint_state(self) -> CheckpointState | None:
-        """What a checkpoint would hold; None while this node has no head or lacks layers of it."""
+        """Return the state for a checkpoint; None while this node has no head or lacks layers of it."""
         if self.head is None or self.state is None or self._facts is None or self._missing_layers:
             return None
         layers = LayerLayout.of(self._facts.layers, self.state.layers)
         return CheckpointState(self.head, layers, self.state.anchor_E, self.state.momentum_E)
 
-    # --- where it comes from ---------------------------------------------------------------------------
+    # --- sources of state ------------------------------------------------------------------------------
 
     async def _restore(self, facts: TrainerFacts) -> None:
-        """What the last process of this node held, of whichever layers; the others tell what happened since."""
+        """Load the newest checkpoint of this node, whichever layers it holds; catch-up brings it to the head."""
         await asyncio.to_thread(self._sources.manifests.sweep)
         found = await self._sources.checkpoints.restore(LayerLayout.of(facts.layers))
         if found is None:
@@ -166,7 +169,7 @@ class LocalState:
         self.moved(found.head)
 
     async def _return_to_base(self, plan: Plan) -> None:
-        """The run goes on from an earlier round: what our checkpoint of it holds is ours again, the rest is fetched."""
+        """Go back to the base of the run, an earlier round: load its checkpoint; layers that it lacks are fetched."""
         assert self._facts is not None
         assert self.state is not None
         if self._base_without_checkpoint == plan.base.manifest_hash:
@@ -182,16 +185,16 @@ class LocalState:
         self.head, self._missing_layers = found.head, frozenset(self.state.layers)
         await self._fill_missing()
 
-    async def _take_prepared(self) -> None:
-        """The plan is there for which layers were fetched."""
-        prepared = self.prefetcher.take()
-        for head, state in prepared:
+    async def _take_prefetched(self) -> None:
+        """Use the layers that were prefetched for the plan that is now followed."""
+        prefetched = self.prefetcher.take()
+        for head, state in prefetched:
             self._previous_spans.add(head, state)
-        newest = max((head for head, _ in prepared), key=lambda head: head.round, default=None)
+        newest = max((head for head, _ in prefetched), key=lambda head: head.round, default=None)
         if newest is not None and self.head is None:
             await asyncio.to_thread(self._sources.manifests.append, newest)
             self.head = newest
-        if prepared and self._missing_layers:
+        if prefetched and self._missing_layers:
             await self._fill_missing()
 
     async def _fill_missing(self) -> None:
@@ -202,7 +205,7 @@ class LocalState:
         if self.state is not None and not self._missing_layers:
             self._previous_spans.prune(head, self.state.layers)
 
-    # --- what others may know --------------------------------------------------------------------------
+    # --- state served to other members -----------------------------------------------------------------
 
     def _current(self) -> tuple[Head, AnchorState] | None:
         if self._missing_layers or (self.engine is not None and self.engine.moving):
@@ -216,20 +219,20 @@ class LocalState:
     def _followed_layers(self) -> CurrentLayers:
         offsets = self._facts.layer_offsets if self._facts is not None else ()
         if self.state is None or self._missing_layers or self.engine is None:
-            return CurrentLayers(offsets)  # nothing here follows the rounds
+            return CurrentLayers(offsets)  # no layer here follows the rounds
         return CurrentLayers(offsets, self.state.layers, self.engine.head)
 
     def _idle_states(self) -> tuple[tuple[Head, AnchorState], ...]:
-        """What is not the present state, and nobody changes: held before, or fetched for a plan to come.
+        """States that nothing changes: held under earlier plans, or prefetched for a plan to come.
 
-        Of the latter what is true now: that we have an older one would hide that layers are lost.
+        Prefetched state is served only if it is current: an older one would hide that layers are lost.
         """
         head = self.engine.head if self.engine is not None else self.head
         fetched = (*self.prefetcher.held, *self.prefetcher.set_aside)
         return (*self._previous_spans.held, *(item for item in fetched if head is None or is_current_at(item, head)))
 
     def _states_not_moving(self) -> tuple[tuple[Head, AnchorState], ...]:
-        """What stands still here."""
+        """States that no engine moves, the present one included."""
         if self.state is None or self.head is None or self._missing_layers or self.engine is not None:
             return self._previous_spans.held
         return (*self._previous_spans.held, (self.head, self.state))

@@ -1,6 +1,6 @@
-"""This node's stage of a route: joined to its neighbours under every plan that has one, until the session ends.
+"""This node's stage of a route, connected to its neighbours while the plan has one, until the session ends.
 
-A route that a new plan leaves as it is goes on; any other change begins it anew.
+A route that a new plan leaves unchanged keeps running; any other change starts it anew.
 """
 
 from __future__ import annotations
@@ -25,84 +25,86 @@ from atoll.node.wire.transport import Network
 
 
 class RouteMembership:
-    """At most one bridge at a time."""
+    """Keeps at most one route connection at a time."""
 
     def __init__(
         self, network: Network, spec: RunSpec, peer_id: str, clock: Clock, on_broken: Callable[[], None] = lambda: None
     ) -> None:
-        """`on_broken` is called when a neighbour is missing."""
+        """`on_broken` is called when a neighbour is out of reach."""
         self.place: RoutePlace | None = None
-        self.number: int | None = None  # of the route, in the plan that is followed
-        self._cable: StageSocket | None = None
+        self.route_index: int | None = None  # index of the route in the plan that is followed
+        self._socket: StageSocket | None = None
         self._network, self._spec, self._me, self._clock, self._on_broken = network, spec, peer_id, clock, on_broken
         self._dispatcher = RouteDispatcher(network)
-        self._bridge: RouteConnection | None = None
+        self._connection: RouteConnection | None = None
         self._running: asyncio.Task[None] | None = None
 
     @property
     def incarnations(self) -> int:
-        """How often the route began under its name."""
-        return self._bridge.incarnations if self._bridge is not None else 0
+        """Number of times the route started under its name."""
+        return self._connection.incarnations if self._connection is not None else 0
 
     @property
     def unreachable_neighbour(self) -> str:
-        """Peer id of the neighbour that is out of reach; empty: none is."""
-        return self._bridge.unreachable_neighbour if self._bridge is not None else ""
+        """Peer id of the neighbour that is out of reach; empty if none is."""
+        return self._connection.unreachable_neighbour if self._connection is not None else ""
 
     async def follow(self, plan: Plan, trainer: Trainer) -> None:
-        """Take the place that `plan` has for this node, if it has one. Raises `InvalidRequest`, `ChildDied`."""
-        place, cable = RoutePlace.of(plan, self._me), trainer.cable
-        goes_on = place is not None and (place, cable) == (self.place, self._cable)
-        if not goes_on or self._running is None or self._running.done():
+        """Take the place that `plan` gives this node on a route, if any. Raises `InvalidRequest`, `ChildDied`."""
+        place, socket = RoutePlace.of(plan, self._me), trainer.cable
+        unchanged = place is not None and (place, socket) == (self.place, self._socket)
+        if not unchanged or self._running is None or self._running.done():
             await self.leave()
-        if place is None or cable is None:
+        if place is None or socket is None:
             return
-        number = plan.routes.index(place.peers)
+        route_index = plan.routes.index(place.peers)
         if self._running is None:
             await trainer.enter_route(place)
-            self._begin(place, cable, trainer)
-        self.number = number
+            self._begin(place, socket, trainer)
+        self.route_index = route_index
 
-    def _begin(self, place: RoutePlace, cable: StageSocket, trainer: Trainer) -> None:
-        self.place, self._cable = place, cable
-        self._bridge = RouteConnection(
-            self._dispatcher, cable, place, self._spec, trainer.facts.layers, self._clock, self._on_broken
+    def _begin(self, place: RoutePlace, socket: StageSocket, trainer: Trainer) -> None:
+        self.place, self._socket = place, socket
+        self._connection = RouteConnection(
+            self._dispatcher, socket, place, self._spec, trainer.facts.layers, self._clock, self._on_broken
         )
-        self._running = asyncio.create_task(self._run(self._bridge, self._link_codec_choice(place, cable, trainer)))
+        self._running = asyncio.create_task(
+            self._run(self._connection, self._link_codec_choice(place, socket, trainer))
+        )
 
-    def _link_codec_choice(self, place: RoutePlace, cable: StageSocket, trainer: Trainer) -> LinkCodecs | None:
+    def _link_codec_choice(self, place: RoutePlace, socket: StageSocket, trainer: Trainer) -> LinkCodecs | None:
         if self._spec.pipeline.codec != "auto":
             return None
         channel = LinkFormat.of(self._spec, trainer.facts.layers, *place.name)
         tokens = channel.samples * channel.tokens
         return LinkCodecs(
-            cable,
+            socket,
             place,
             tokens * channel.dimension,
             lambda: tokens * trainer.status.busy_seconds_per_token,
             self._network.bytes_per_second_to,
         )
 
-    async def _run(self, bridge: RouteConnection, codes: LinkCodecs | None) -> None:
+    async def _run(self, connection: RouteConnection, codecs: LinkCodecs | None) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                if codes is not None:
-                    tasks.create_task(codes.run())
-                await bridge.run()
-        except* ChildDied:  # whoever has the trainer hears of it first
+                if codecs is not None:
+                    tasks.create_task(codecs.run())
+                await connection.run()
+        except* ChildDied:  # the session notices the trainer's death itself
             pass
 
     async def until_driver_leaves(self, timeout: timedelta) -> None:
-        """Where this is a later stage of a route: wait until it breaks, because the first one may still need it."""
-        if self.place is None or self.place.stage == 0 or self._bridge is None:
+        """Wait on a later stage until the route breaks: the first stage (the driver) may still need it."""
+        if self.place is None or self.place.stage == 0 or self._connection is None:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout.total_seconds()):
-                await self._bridge.until_broken()
+                await self._connection.until_broken()
 
     async def leave(self) -> None:
-        """Let go of the neighbours. What was under way counts nothing."""
+        """Disconnect from the neighbours and discard the flush under way."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
-        self.place = self.number = self._cable = self._bridge = self._running = None
+        self.place = self.route_index = self._socket = self._connection = self._running = None

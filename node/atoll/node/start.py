@@ -1,7 +1,7 @@
-"""How a daemon starts: lock → identity → credentials → daemon.
+"""Start of a daemon: lock → identity → credentials → daemon.
 
-Everything that can go wrong with a token, a key or a directory goes wrong here, at once: torch and hivemind
-are imported only by a node that may really join; by its trainer's process at the same time.
+Problems with a token, a key or a directory are reported here, within a second: torch and hivemind are imported only
+after enrolment. The trainer's process imports torch at the same time.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from atoll.node.swarm.lazy_hivemind import install_lazy_hivemind
 from atoll.node.system.malloc_arenas import limit_malloc_arenas
 from atoll.node.trainer.trainer_process import LOG_NAME, TrainerProcess
 
-MAX_FILES = 1 << 16  # file descriptors: a conversation over libp2p is four, and four in p2pd
+MAX_FILES = 1 << 16  # file descriptors: a libp2p stream takes four here and four in p2pd
 
 
 async def run_daemon(loaded: LoadedConfig, token: JoinToken | None, clock: Clock) -> None:
-    """Be a member until told to leave. Raises the error that made it impossible."""
+    """Run a member until it leaves. Raises the error that prevents it."""
     limit_malloc_arenas()  # enrolment has threads
     config = loaded.config
     make_private_dir(config.data_dir)
@@ -41,7 +41,7 @@ async def run_daemon(loaded: LoadedConfig, token: JoinToken | None, clock: Clock
         log.configure(config.log_level, config.log_format, node=name)  # type: ignore[arg-type]
         credentials = await load_or_enrol(config, identity, name, token, clock)
         if token is not None:
-            save_owner_intent(config.data_dir, OwnerIntent())  # who joins wants to train, whatever was said before
+            save_owner_intent(config.data_dir, OwnerIntent())  # a new join ends an earlier pause
         # torch would make this folder in the system's temporary directory and leave it there
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.path("torch-cache")))
         use_huge_pages()
@@ -51,13 +51,13 @@ async def run_daemon(loaded: LoadedConfig, token: JoinToken | None, clock: Clock
             child = await _start_child(config, credentials, clock)
             if child is not None:
                 undo.push_async_callback(child.end)
-            from atoll.node.daemon import Daemon  # torch and hivemind: seconds, and not before they are needed
+            from atoll.node.daemon import Daemon  # here, because torch and hivemind take seconds to import
 
             await Daemon(loaded, identity, credentials, clock, child).run()
 
 
 async def _start_child(config: NodeConfig, credentials: Credentials, clock: Clock) -> TrainerProcess | None:
-    """The trainer's process, which imports torch while we do. None: seeds do not train."""
+    """Start the trainer's process, which imports torch while the daemon does. None for a seed: it does not train."""
     member = credentials.authority.verify_membership(credentials.signed_membership(), clock.unix())
     if "seed" in member.roles:
         return None
@@ -65,9 +65,9 @@ async def _start_child(config: NodeConfig, credentials: Credentials, clock: Cloc
 
 
 def use_huge_pages() -> None:
-    """For what torch will allocate: rounds touch vectors afresh, and page by page that costs more than the sums.
+    """Have torch allocate huge pages. Call it before torch allocates the first tensor.
 
-    Has to be called before torch allocates the first one.
+    Rounds touch fresh vectors, and the page faults of small pages cost more time than the sums.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
@@ -75,18 +75,18 @@ def use_huge_pages() -> None:
 async def load_or_enrol(
     config: NodeConfig, identity: Identity, name: str, token: JoinToken | None, clock: Clock
 ) -> Credentials:
-    """Credentials of an earlier enrolment, or new ones for the token."""
+    """Return the credentials of an earlier enrolment, or enrol with the token. Raises `UsageError` without either."""
     known = Credentials.load(config.data_dir)
     if known is not None and token is None:
         return known
     if token is None:
         raise UsageError(
-            "this node has not joined a run yet and was given no token",
-            "ask your operator for one, then: atoll join --token - (and paste it)",
+            "this node has not joined a run yet, and no token was given",
+            "ask your operator for a token, then: atoll join --token - (and paste it)",
         )
     credentials = await enrol(token, identity, name, clock)
     run_dir = config.path("runs", credentials.run_id)
-    if not run_dir.exists():  # a new member of this run cannot have voted; without a record it would abstain
+    if not run_dir.exists():  # a new member has no earlier vote; without a record of that it would abstain
         VoteStore(make_private_dir(run_dir)).begin()
     credentials.save(config.data_dir)
     return credentials
@@ -94,7 +94,7 @@ async def load_or_enrol(
 
 @contextlib.contextmanager
 def data_dir_lock(data_dir: Path) -> Iterator[None]:
-    """One daemon a data directory. Raises `AlreadyRunning`."""
+    """Lock the data directory, so that only one daemon uses it. Raises `AlreadyRunning`, `DataDirUnusable`."""
     try:
         descriptor = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
@@ -103,8 +103,8 @@ def data_dir_lock(data_dir: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise AlreadyRunning(
-            f"another atoll daemon runs on {data_dir}",
-            f"stop it with `atoll leave --data-dir {data_dir}`, or use another",
+            f"another atoll daemon uses {data_dir}",
+            f"stop it with `atoll leave --data-dir {data_dir}`, or choose another --data-dir",
         ) from error
     else:
         yield

@@ -1,4 +1,4 @@
-"""What this node is doing, for its owner, the coordinator, and logs: one object, filled in as things happen."""
+"""Live status of this node, as `atoll status` and heartbeats report it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from atoll.node.local_state import LocalState
 from atoll.node.rounds.engine import RoundCounters
 from atoll.node.route_membership import RouteMembership
-from atoll.node.trainer.messages import Loading
+from atoll.node.trainer.messages import Loading, TrainerStatus
 from atoll.node.trainer.trainer import Trainer, TrainerFacts
 from atoll.v1 import membership_pb2 as mb
 
@@ -19,12 +19,15 @@ STATE_NAMES = {
 
 @dataclass
 class LiveStatus:
-    """Mutable on purpose: the session writes, heartbeats and the local API read."""
+    """Current state and figures. Mutable: the session writes, heartbeats and the local API read.
+
+    Its attributes are the rows of one report, so there are many.
+    """
 
     state: mb.NodeState = mb.NODE_STATE_JOINING
     detail: str = "starting"
     facts: TrainerFacts | None = None
-    trainer: Trainer | None = None  # the newest, also after it was stopped
+    trainer: Trainer | None = None  # the newest one, also after it has stopped
     counters: RoundCounters = field(default_factory=RoundCounters)
     head_round: int = 0
     head_hash: bytes = b""
@@ -35,29 +38,30 @@ class LiveStatus:
     anchor_path: str = ""
     trainer_restarts: int = 0
     route: RouteMembership | None = None
-    holdings: LocalState | None = None
+    local_state: LocalState | None = None
+    genesis_report: mb.GenesisReport | None = None  # until a plan shows that the coordinator has it
 
     def enter(self, state: mb.NodeState, detail: str) -> None:
-        """Move on, and say why in one sentence."""
+        """Set the state, with a detail for people."""
         self.state, self.detail = state, detail
 
     def show_loading_progress(self, so_far: Loading) -> None:
-        """How far a trainer is that loads."""
+        """Report how far a loading trainer is."""
         if so_far.tokens and self.state in (mb.NODE_STATE_JOINING, mb.NODE_STATE_CATCHING_UP):
             self.detail = f"reading the corpus: {so_far.tokens:,} tokens so far"
 
     def to_proto(self, averaging_bytes: int, other_bytes: int) -> mb.NodeStatus:
-        """What goes into a heartbeat."""
-        training = self.trainer.status if self.trainer else None
+        """Build the status of a heartbeat."""
+        training = self._training
         status = mb.NodeStatus(
             state=self.state,
-            steps=training.steps if training else 0,
-            tokens=training.tokens if training else 0,
-            tokens_per_second=training.tokens_per_second if training else 0.0,
-            step_seconds=training.step_seconds if training else 0.0,
-            train_loss=training.train_loss if training else 0.0,
-            data_stall_seconds=training.data_stall_seconds if training else 0.0,
-            samples_repeated=training.samples_repeated if training else 0,
+            steps=training.steps,
+            tokens=training.tokens,
+            tokens_per_second=training.tokens_per_second,
+            step_seconds=training.step_seconds,
+            train_loss=training.train_loss,
+            data_stall_seconds=training.data_stall_seconds,
+            samples_repeated=training.samples_repeated,
             head_round=self.head_round,
             head_hash=self.head_hash,
             plan_version=self.plan_version,
@@ -67,22 +71,20 @@ class LiveStatus:
             rounds_joined=self.counters.joined,
             detail=self.detail,
         )
-        if training and training.busy_seconds_per_token and self.facts is not None and self.facts.span is not None:
+        if training.busy_seconds_per_token and self.facts is not None and self.facts.span is not None:
             status.computed.layers.first, status.computed.layers.last = self.facts.span
             status.computed.seconds_per_token = training.busy_seconds_per_token
         status.missing_stage = self.route.unreachable_neighbour if self.route is not None else ""
-        prepared = self.holdings.prefetcher.span if self.holdings is not None else range(0)
-        refused = self.holdings.prefetcher.refused if self.holdings is not None else range(0)
-        status.lost_layers.extend(sorted(self.holdings.lost) if self.holdings is not None else ())
-        if prepared:
-            status.prepared.first, status.prepared.last = prepared.start, prepared.stop - 1
-            status.prepared_round = self.holdings.prefetcher.round if self.holdings is not None else 0
-        if refused:
-            status.refused.first, status.refused.last = refused.start, refused.stop - 1
+        if self.local_state is not None:
+            _report_layers(status, self.local_state)
         return status
 
+    @property
+    def _training(self) -> TrainerStatus:
+        return self.trainer.status if self.trainer else TrainerStatus()
+
     def to_json(self, averaging_bytes: int, other_bytes: int) -> dict[str, Any]:
-        """What `atoll status --output json` prints."""
+        """Build the part of `atoll status --output json` that is about training."""
         message = self.to_proto(averaging_bytes, other_bytes)
         return {
             "state": STATE_NAMES[message.state],
@@ -114,16 +116,26 @@ class LiveStatus:
         }
 
     def _route_json(self) -> dict[str, Any]:
-        """The layers that are held, and the route that they are a stage of."""
-        place = self.route.place if self.route is not None else None
-        training = self.trainer.status if self.trainer else None
+        """Rows about the layers that this node holds and the route of which they are a stage."""
+        place, training = self.route.place if self.route is not None else None, self._training
         return {
             "layers": list(self.facts.span) if self.facts is not None and self.facts.span is not None else None,
-            "route": self.route.number if self.route is not None else None,
+            "route": self.route.route_index if self.route is not None else None,
             "stage": place.stage if place is not None else None,
             "stages": place.stages if place is not None else None,
-            "route_ready": training.route_ready if training else False,
-            "route_trouble": training.route_trouble if training else "",
+            "route_ready": training.route_ready,
+            "route_trouble": training.route_trouble,
             "route_incarnations": self.route.incarnations if self.route is not None else 0,
-            "flushes_aborted": training.flushes_aborted if training else 0,
+            "flushes_aborted": training.flushes_aborted,
         }
+
+
+def _report_layers(status: mb.NodeStatus, local_state: LocalState) -> None:
+    """Add the layers that are prefetched, refused and lost."""
+    prefetcher = local_state.prefetcher
+    status.lost_layers.extend(sorted(local_state.lost))
+    if prefetcher.span:
+        status.prepared.first, status.prepared.last = prefetcher.span.start, prefetcher.span.stop - 1
+        status.prepared_round = prefetcher.round
+    if prefetcher.refused:
+        status.refused.first, status.refused.last = prefetcher.refused.start, prefetcher.refused.stop - 1

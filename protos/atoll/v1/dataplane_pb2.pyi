@@ -132,19 +132,20 @@ class Parts(_message.Message):
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., digests: _Optional[_Iterable[bytes]] = ..., partial: _Optional[_Iterable[str]] = ..., verdicts: _Optional[_Iterable[_Union[_manifest_pb2.Verdict, _Mapping]]] = ...) -> None: ...
 
 class PartHolders(_message.Message):
-    __slots__ = ("part", "peer_ids")
+    __slots__ = ("part", "members")
     PART_FIELD_NUMBER: _ClassVar[int]
-    PEER_IDS_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     part: int
-    peer_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, part: _Optional[int] = ..., peer_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    members: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, part: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Settle(_message.Message):
-    __slots__ = ("round", "present", "partial", "digests", "repairs", "deadline_ms", "verdicts")
+    __slots__ = ("round", "present", "partial", "digests", "whole", "repairs", "deadline_ms", "verdicts")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     REPAIRS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
@@ -152,10 +153,11 @@ class Settle(_message.Message):
     present: _containers.RepeatedScalarFieldContainer[str]
     partial: _containers.RepeatedScalarFieldContainer[str]
     digests: _containers.RepeatedScalarFieldContainer[bytes]
+    whole: _containers.RepeatedScalarFieldContainer[int]
     repairs: _containers.RepeatedCompositeFieldContainer[PartHolders]
     deadline_ms: int
     verdicts: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Verdict]
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., present: _Optional[_Iterable[str]] = ..., partial: _Optional[_Iterable[str]] = ..., digests: _Optional[_Iterable[bytes]] = ..., repairs: _Optional[_Iterable[_Union[PartHolders, _Mapping]]] = ..., deadline_ms: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[_manifest_pb2.Verdict, _Mapping]]] = ...) -> None: ...
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., present: _Optional[_Iterable[str]] = ..., partial: _Optional[_Iterable[str]] = ..., digests: _Optional[_Iterable[bytes]] = ..., whole: _Optional[_Iterable[int]] = ..., repairs: _Optional[_Iterable[_Union[PartHolders, _Mapping]]] = ..., deadline_ms: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[_manifest_pb2.Verdict, _Mapping]]] = ...) -> None: ...
 
 class Attestation(_message.Message):
     __slots__ = ("peer_id", "signature")

@@ -1,4 +1,4 @@
-"""`atoll` as a person meets it: quick, honest about bad input, with the exit codes that scripts rely on."""
+"""The `atoll` program as people and scripts use it: start time, errors of bad input, exit codes."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ def atoll(*arguments, stdin="", env=(), timeout=60):
 
 
 def refused(done, code, *words):
-    """One sentence on stderr, nothing on stdout, no traceback, the right exit code."""
+    """Expect the exit code, a message on stderr, no traceback and an empty stdout."""
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
@@ -68,7 +68,7 @@ def refused(done, code, *words):
         assert word in done.stderr
 
 
-def test_the_trainers_log_is_for_people_or_as_it_is(tmp_path):
+def test_logs_prints_the_trainers_log_for_people_or_as_json(tmp_path):
     written = tmp_path / "runs/reef/trainer.log"
     written.parent.mkdir(parents=True)
     lines = [
@@ -93,7 +93,7 @@ def test_the_trainers_log_is_for_people_or_as_it_is(tmp_path):
 
 @pytest.fixture
 def token(tmp_path):
-    """A well-formed token for a port where nobody listens."""
+    """A valid token for a port on which no server listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -102,7 +102,7 @@ def token(tmp_path):
 
 @pytest.fixture
 def daemon(tmp_path):
-    """A local API that answers as a daemon does, in a thread."""
+    """A local API in a thread that answers like a daemon."""
     ready, done = threading.Event(), threading.Event()
     asked = []
     limits = {key: {"value": 1, "origin": "default"} for key in ("vram_fraction", "cpu_threads", "hours")}
@@ -127,7 +127,7 @@ def daemon(tmp_path):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_command_imports_what_it_does_not_need(command, tmp_path):
+def test_no_command_imports_slow_packages_that_it_does_not_need(command, tmp_path):
     program = (
         "import sys; from atoll.lab.cli.main import main\n"
         f"sys.argv = ['atoll', *{command.split()!r}]\n"
@@ -139,7 +139,7 @@ def test_no_command_imports_what_it_does_not_need(command, tmp_path):
     assert "heavy: []" in done.stdout, done.stdout + done.stderr
 
 
-def test_status_prints_what_the_daemon_says(daemon, tmp_path):
+def test_status_prints_the_daemons_answer(daemon, tmp_path):
     done = atoll("status", "--data-dir", tmp_path, "--output", "json")
     shown = json.loads(done.stdout)
     assert shown["version"] == 1
@@ -150,13 +150,13 @@ def test_status_prints_what_the_daemon_says(daemon, tmp_path):
         assert word in text.stdout
 
 
-def test_pause_passes_its_duration_on(daemon, tmp_path):
+def test_pause_sends_its_duration(daemon, tmp_path):
     assert atoll("pause", "--for", "2h", "--data-dir", tmp_path).returncode == 0
     assert daemon[-1] == {"command": "pause", "seconds": 7200.0}
     refused(atoll("pause", "--for", "soon", "--data-dir", tmp_path), 2, "not a duration")
 
 
-def test_set_sends_what_is_named_and_prints_what_holds(daemon, tmp_path):
+def test_set_sends_the_changes_and_prints_the_limits(daemon, tmp_path):
     done = atoll("set", "cpu-threads", "2", "hours", "22:00-07:00", "--data-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     assert daemon[-1] == {"command": "set", "limits": {"cpu_threads": "2", "hours": "22:00-07:00"}}
@@ -167,12 +167,12 @@ def test_set_sends_what_is_named_and_prints_what_holds(daemon, tmp_path):
     refused(atoll("set", "cpu_threads", "--data-dir", tmp_path), 2, "'cpu_threads' has no value")
 
 
-def test_resume_passes_force_on_and_says_what_keeps_it(daemon, tmp_path):
+def test_resume_sends_force_and_prints_the_limit_that_pauses_the_node(daemon, tmp_path):
     assert "Training again" in atoll("resume", "--force", "--data-dir", tmp_path).stderr
     assert daemon[-1] == {"command": "resume", "force": True}
 
 
-def test_set_without_a_daemon_is_for_the_next_start(tmp_path):
+def test_set_without_a_daemon_applies_at_the_next_start(tmp_path):
     done = atoll("set", "upload_mbit_per_second", "20", "on_battery", "train", "--data-dir", tmp_path)
     assert done.returncode == 0
     assert "next start" in done.stderr
@@ -186,7 +186,7 @@ def test_set_without_a_daemon_is_for_the_next_start(tmp_path):
 
 @pytest.fixture
 def deaf(tmp_path):
-    """Where a daemon seems to be that hangs up without a word."""
+    """A data directory whose daemon closes the connection without an answer."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "atoll.sock"))
         server.listen()
@@ -203,12 +203,12 @@ def deaf(tmp_path):
         serving.join(5)
 
 
-def test_set_writes_nothing_for_a_daemon_that_is_there_and_does_not_answer(deaf):
-    refused(atoll("set", "cpu_threads", "3", "--data-dir", deaf), 69, "hung up")
+def test_set_writes_nothing_if_the_daemon_does_not_answer(deaf):
+    refused(atoll("set", "cpu_threads", "3", "--data-dir", deaf), 69, "closed the connection")
     assert not (deaf / "node.toml").exists()
 
 
-def test_who_does_not_answer_in_time_is_not_taken_for_nobody(tmp_path):
+def test_a_daemon_that_answers_late_is_not_reported_as_missing(tmp_path):
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "atoll.sock"))
         server.listen()
@@ -228,7 +228,7 @@ def test_who_does_not_answer_in_time_is_not_taken_for_nobody(tmp_path):
         call(tmp_path, "status")
 
 
-def test_the_port_that_the_node_itself_uses_is_no_fault(daemon, tmp_path):
+def test_doctor_accepts_a_port_used_by_the_node_itself(daemon, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = load({"data_dir": tmp_path, "listen": "127.0.0.1", "port": taken.getsockname()[1]}, {}, None).config
         (ours,) = _port(config)
@@ -239,15 +239,15 @@ def test_the_port_that_the_node_itself_uses_is_no_fault(daemon, tmp_path):
     assert free.ok
 
 
-def test_doctor_says_which_limits_do_nothing_here(tmp_path):
+def test_doctor_names_limits_that_have_no_effect(tmp_path):
     environment = {"ATOLL_VRAM_FRACTION": "0.5", "ATOLL_DEVICE": "cpu", "ATOLL_HOURS": "22:00-07:00"}
     found = json.loads(atoll("doctor", "--data-dir", tmp_path, "--output", "json", env=environment).stdout)["doctor"]
     said = {item["name"]: item["found"] for item in found}
-    assert "does nothing on a CPU" in said["vram_fraction"]
+    assert "has no effect on a CPU" in said["vram_fraction"]
     assert "at 22:00-07:00" in said["limits"]
 
 
-def test_the_socket_is_the_owners_alone(daemon, tmp_path):
+def test_only_the_owner_can_use_the_socket(daemon, tmp_path):
     assert (tmp_path / "atoll.sock").stat().st_mode & 0o777 == 0o600
 
 
@@ -269,7 +269,7 @@ def test_a_data_directory_with_a_long_path_works_too(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["status", "pause", "resume", "finish", "leave"])
-def test_without_a_daemon_it_says_so(command, tmp_path):
+def test_commands_report_that_no_daemon_runs(command, tmp_path):
     refused(atoll(command, "--data-dir", tmp_path), 69, "no atoll daemon runs", "atoll join")
 
 
@@ -283,11 +283,11 @@ def test_a_token_in_argv_is_refused_without_being_repeated(token, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "atl1.nonsense", "hello", "atl2." + "a" * 64])
-def test_what_is_not_a_token_is_refused(text, tmp_path):
+def test_an_invalid_token_is_refused(text, tmp_path):
     refused(atoll("join", "--token", "-", "--data-dir", tmp_path, stdin=text + "\n"), 77, "join token")
 
 
-def test_no_token_at_all(tmp_path):
+def test_join_without_a_token_is_refused(tmp_path):
     refused(atoll("join", "--data-dir", tmp_path), 2, "no token")
     refused(atoll("join", "--token", f"file:{tmp_path}/none", "--data-dir", tmp_path), 78, "cannot read the token")
     (tmp_path / "seed.tok").write_text("…")
@@ -308,34 +308,34 @@ def test_no_token_at_all(tmp_path):
         (["--data", "/no/such/text"], "no training text at /no/such/text"),
     ],
 )
-def test_what_is_wrong_with_the_machine_is_said_before_a_token_is_spent(tmp_path, token, flags, words):
+def test_join_checks_the_machine_before_it_spends_a_token(tmp_path, token, flags, words):
     refused(atoll("join", "--token", "-", "--data-dir", tmp_path / "node", *flags, stdin=token), 78, words)
     assert not (tmp_path / "node").exists()
 
 
-def test_text_whose_name_looks_like_a_pattern_is_there(tmp_path, token):
+def test_a_corpus_file_named_like_a_pattern_is_found(tmp_path, token):
     text = tmp_path / "books [1]"
     text.mkdir()
     flags = "--data-dir", tmp_path / "node", "--data", text
     refused(atoll("join", "--token", "-", *flags, stdin=token), 69, "no coordinator answers")
 
 
-def test_the_doctor_looks_at_the_device_that_was_named(tmp_path):
+def test_doctor_checks_the_configured_device(tmp_path):
     done = atoll("doctor", "--data-dir", tmp_path, env={"ATOLL_DEVICE": "cuda:99"})
     assert done.returncode != 0
     assert "cuda:99 is not here" in done.stdout
     assert "2 × " in atoll("doctor", "--data-dir", tmp_path, env={"ATOLL_DEVICE": "cpu,cpu"}).stdout
 
 
-def test_an_unreachable_coordinator(token, tmp_path):
+def test_join_reports_an_unreachable_coordinator(token, tmp_path):
     refused(
         atoll("join", "--token", "-", "--data-dir", tmp_path, stdin=token), 69, "no coordinator answers", "firewall"
     )
     assert not (tmp_path / "credentials.json").exists()
 
 
-def test_a_coordinator_with_another_authority(tmp_path):
-    """Somebody else listens there: nothing is sent to it."""
+def test_join_refuses_a_coordinator_with_another_authority(tmp_path):
+    """Another server listens at the token's address: the node sends it nothing."""
     authority = CertificateAuthority.load_or_create(tmp_path / "ca.key", tmp_path / "ca.crt", time.time())
     leaf = authority.issue_with_new_key("atoll://coordinator", time.time(), server=True)
     (tmp_path / "leaf.pem").write_bytes(leaf.chain_pem + leaf.key_pem)
@@ -357,7 +357,7 @@ def test_a_coordinator_with_another_authority(tmp_path):
         token = new_join_token("cd" * 32, f"127.0.0.1:{listener.getsockname()[1]}").text()
         done = atoll("join", "--token", "-", "--data-dir", tmp_path / "node", stdin=token)
         thread.join(10)
-    refused(done, 77, "is not the coordinator that made this token")
+    refused(done, 77, "is not the coordinator that created this token")
     assert received == [b""]
 
 
@@ -373,13 +373,13 @@ def test_corrupt_credentials_are_named_and_kept(tmp_path):
     assert (tmp_path / "credentials.json").read_text() == "{"
 
 
-def test_an_unwritable_data_directory(token, tmp_path):
+def test_an_unwritable_data_directory_is_reported(token, tmp_path):
     file = tmp_path / "file"
     file.write_text("not a directory")
     refused(atoll("join", "--token", "-", "--data-dir", file / "node", stdin=token), 78, "cannot use")
 
 
-def test_a_data_directory_in_use(token, tmp_path):
+def test_a_data_directory_in_use_is_reported(token, tmp_path):
     import fcntl
 
     with (tmp_path / "lock").open("w") as lock:
@@ -403,7 +403,7 @@ def test_a_bad_configuration_names_the_key_and_the_file(text, words, tmp_path):
     refused(atoll("config", "show", "--config", config, "--data-dir", tmp_path / "d"), 78, str(config), *words)
 
 
-def test_settings_overrule_one_another_in_order(tmp_path):
+def test_settings_have_the_documented_precedence(tmp_path):
     config = tmp_path / "mine.toml"
     config.write_text("port = 1111\ncpu_threads = 3\nname = 'from-file'\n")
     environment = {"ATOLL_PORT": "2222", "ATOLL_DATA_DIR": str(tmp_path / "node")}
@@ -415,7 +415,7 @@ def test_settings_overrule_one_another_in_order(tmp_path):
     refused(atoll("config", "show", env={"ATOLL_COLOUR": "red"}), 78, "unknown key 'colour'", "environment")
 
 
-def test_what_join_was_told_is_remembered_for_up(token, tmp_path):
+def test_up_uses_the_settings_of_join(token, tmp_path):
     atoll("join", "--token", "-", "--data-dir", tmp_path, "--port", "7711", "--cpu-threads", "1", stdin=token)
     shown = json.loads(atoll("config", "show", "--data-dir", tmp_path, "--output", "json").stdout)["config"]
     assert (shown["port"], shown["cpu_threads"]) == (7711, 1)
@@ -423,7 +423,7 @@ def test_what_join_was_told_is_remembered_for_up(token, tmp_path):
     assert token.split(".")[3] not in (tmp_path / "node.toml").read_text()
 
 
-def test_a_second_join_keeps_what_the_first_was_told(token, tmp_path):
+def test_a_second_join_keeps_the_settings_of_the_first(token, tmp_path):
     atoll("join", "--token", "-", "--data-dir", tmp_path, "--port", "7711", stdin=token)
     atoll("join", "--token", "-", "--data-dir", tmp_path, "--cpu-threads", "2", stdin=token)
     shown = json.loads(atoll("config", "show", "--data-dir", tmp_path, "--output", "json").stdout)["config"]
@@ -436,19 +436,19 @@ def test_a_relative_data_directory_becomes_absolute(tmp_path):
     assert Path(shown["data_dir"]).is_absolute()
 
 
-def test_versions_are_told():
+def test_version_options_print_the_version():
     done = atoll("--version")
     assert done.returncode == 0
     assert done.stdout.startswith("atoll ")
 
 
-def test_the_pipeline_demo_refuses_what_it_would_leave_unheard():
+def test_the_pipeline_demo_refuses_options_that_it_would_ignore():
     done = atoll("demo", "--pipeline", "--nodes", "8", "--kill-coordinator")
     refused(done, 2, "--pipeline does not go with --nodes, --kill-coordinator")
 
 
-def test_ctrl_c_at_a_question_ends_like_anywhere_else(tmp_path):
-    """On a terminal of its own: the question is asked, the terminal sends the interrupt."""
+def test_ctrl_c_at_a_question_exits_as_elsewhere(tmp_path):
+    """Runs on its own terminal, which sends the interrupt after the question."""
     pid, terminal = pty.fork()
     if pid == 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # what a shell runs in the background ignores it

@@ -97,7 +97,7 @@ async def test_parts_of_a_round_are_asked_for_together_and_come_together(tmp_pat
             assert {path.name: path.read_bytes() for path in (target / name).iterdir()} == files.files
 
 
-async def test_when_one_part_fails_the_others_are_told_and_nothing_is_left(tmp_path: Path) -> None:
+async def test_when_one_part_fails_the_others_end_and_nothing_is_left(tmp_path: Path) -> None:
     async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
         ann, bob = nodes
         whole = checkpoint(ann.identity, elements=400_000)
@@ -108,7 +108,7 @@ async def test_when_one_part_fails_the_others_are_told_and_nothing_is_left(tmp_p
         pending_orders = [await ordered(node) for node in nodes]
         refusal = mb.CheckpointOpening(ticket=pending_orders[1].ticket, round=5, refusal="dropped it")
         await upload(bob, [mb.CheckpointUpload(opening=refusal)])
-        assert str(await pulling).endswith("does not send it: dropped it")
+        assert str(await pulling).endswith("refused to send the checkpoint: dropped it")
         assert await refusal_of(ann, parts[0], pending_orders[0].ticket) is grpc.StatusCode.NOT_FOUND
 
 
@@ -132,7 +132,7 @@ async def refused(home: Coordinator, target: Path, *arguments: str) -> AtollErro
     return result.exception
 
 
-async def test_what_ends_a_pull_is_told_as_what_it_is(tmp_path: Path) -> None:
+async def test_the_cause_that_ends_a_pull_is_reported(tmp_path: Path) -> None:
     async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
         ann, target = nodes[0], tmp_path / "pulled"
         files = checkpoint(ann.identity)
@@ -183,7 +183,7 @@ def forged(files: Files, ticket: bytes) -> list[mb.CheckpointUpload]:
     return messages
 
 
-async def test_a_node_that_goes_ends_the_pull_at_once(tmp_path: Path) -> None:
+async def test_a_node_that_disconnects_ends_the_pull_at_once(tmp_path: Path) -> None:
     async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
         ann, bob = nodes
         await hold(ann, checkpoint(ann.identity, 5))
@@ -227,7 +227,7 @@ async def test_only_the_node_that_was_asked_may_answer(tmp_path: Path) -> None:
         assert (await pulling).exit_code == 0
 
 
-async def test_an_operator_who_goes_ends_the_nodes_upload(tmp_path: Path) -> None:
+async def test_an_operator_that_disconnects_ends_the_upload(tmp_path: Path) -> None:
     async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
         ann = nodes[0]
         files = checkpoint(ann.identity)
@@ -245,7 +245,7 @@ async def test_an_operator_who_goes_ends_the_nodes_upload(tmp_path: Path) -> Non
         assert status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)  # the latter where a write crossed it
 
 
-async def test_of_a_set_of_many_some_come_at_a_time_and_all_in_the_end(tmp_path: Path) -> None:
+async def test_a_large_set_is_relayed_a_few_parts_at_a_time(tmp_path: Path) -> None:
     """Without a network: nodes are what answers orders."""
     count = MAX_CONCURRENT_PARTS + 3
     files = checkpoint(Identity.generate())
@@ -283,7 +283,7 @@ async def test_of_a_set_of_many_some_come_at_a_time_and_all_in_the_end(tmp_path:
         assert [message.data for message in mine[1:]] == [message.data for message in files.messages()[1:]]
 
 
-async def test_whoever_is_slower_sets_the_pace() -> None:
+async def test_the_slower_side_sets_the_pace() -> None:
     upload = RelayedUpload("peer", 1)
     messages = [mb.CheckpointUpload(data=bytes([number])) for number in range(12)]
 

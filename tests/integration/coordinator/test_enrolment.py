@@ -114,7 +114,7 @@ async def test_the_secret_is_stored_only_as_a_hash(tmp_path: Path) -> None:
     assert token.secret.encode() not in stored
 
 
-async def test_the_public_endpoint_stands_in_tokens(tmp_path: Path) -> None:
+async def test_tokens_contain_the_public_endpoint(tmp_path: Path) -> None:
     async with coordinator(tmp_path / "c", public_endpoint="swarm.example.org:17700") as home:
         await home.create_run()
         assert (await home.token()).endpoint == "swarm.example.org:17700"
@@ -135,7 +135,7 @@ def strangers_channel(home: Coordinator) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(home.endpoints.enrolment, trusted, options)
 
 
-async def test_calls_that_are_never_finished_keep_nobody_out_and_end_within_seconds(tmp_path: Path) -> None:
+async def test_unfinished_calls_exclude_no_node_and_end_within_seconds(tmp_path: Path) -> None:
     async with coordinator(tmp_path / "c") as home, AsyncExitStack() as strangers:
         await home.create_run()
         unfinished = []
@@ -163,7 +163,7 @@ async def test_connections_that_say_nothing_are_closed_within_seconds(tmp_path: 
                 writer.close()
 
 
-async def test_more_whole_requests_at_once_than_can_be_worked_on_are_told_to_come_again(tmp_path: Path) -> None:
+async def test_excess_concurrent_enrolments_are_asked_to_retry(tmp_path: Path) -> None:
     async with coordinator(tmp_path / "c") as home:
         await home.create_run()
         token = await home.token(uses=MAX_CONCURRENT_ENROLMENTS)

@@ -173,7 +173,7 @@ async def test_pause_start_and_stop_reach_the_nodes(tmp_path: Path) -> None:
         await nodes[0].hear(lambda response: response.run_state == mb.RUN_STATE_STOPPED)
 
 
-async def test_another_corpus_is_told_and_stays_outside(tmp_path: Path) -> None:
+async def test_a_node_with_another_corpus_is_refused_with_the_reason(tmp_path: Path) -> None:
     async with training(tmp_path / "c", "ann", "bob") as (home, _):
         stray = await (await home.node("cid")).connect(corpus="cd" * 32)
         failure = await stray.ended()

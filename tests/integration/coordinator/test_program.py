@@ -110,7 +110,7 @@ def run_in_process(*arguments: str) -> AtollError:
 
 
 @pytest.mark.swarm
-def test_it_serves_survives_a_kill_and_stops_when_told(tmp_path: Path) -> None:
+def test_the_program_serves_survives_a_kill_and_stops_on_sigterm(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     spec = tmp_path / "run.toml"
     spec.write_text(spec_toml())
@@ -231,7 +231,7 @@ def test_one_database_serves_one_coordinator(tmp_path: Path) -> None:
     open_state(CoordinatorConfig(data_dir=second, database=shared), SystemClock())[1].close()
 
 
-def test_a_missing_database_is_not_replaced_by_an_empty_one_without_a_word(tmp_path: Path) -> None:
+def test_a_missing_database_is_not_silently_replaced(tmp_path: Path) -> None:
     config, clock = CoordinatorConfig(data_dir=make_private_dir(tmp_path / "d")), SystemClock()
     keys, controller = open_state(config, clock)
     controller.close()

@@ -27,7 +27,7 @@ async def two_rounds(home: Coordinator, nodes: list[Node]) -> list[bytes]:
     return [hash_of(first), hash_of(second)]
 
 
-async def test_the_operator_recovers_a_run_whose_majority_is_gone(tmp_path: Path) -> None:
+async def test_the_operator_recovers_a_run_that_lost_its_majority(tmp_path: Path) -> None:
     async with coordinator(tmp_path / "c") as home:
         nodes = await begin(home, "ann", "bob", "cid")
         hashes = await two_rounds(home, nodes)
@@ -45,7 +45,7 @@ async def test_the_operator_recovers_a_run_whose_majority_is_gone(tmp_path: Path
         await close(nodes[:1])
 
 
-async def test_a_swarm_back_from_its_checkpoints_goes_on_by_itself(tmp_path: Path) -> None:
+async def test_a_swarm_that_returns_from_checkpoints_recovers_by_itself(tmp_path: Path) -> None:
     data_dir = tmp_path / "c"
     async with coordinator(data_dir) as home:
         nodes = await begin(home, "ann", "bob")

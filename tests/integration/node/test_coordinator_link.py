@@ -1,4 +1,4 @@
-"""The line to a coordinator that breaks: no report is lost, whatever the moment."""
+"""Link to a coordinator that ends streams: no report is lost, whenever it breaks."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ from atoll.v1 import membership_pb2_grpc
 
 
 class Flaky(membership_pb2_grpc.MembershipServiceServicer):
-    """Ends every second stream without acknowledging what it was told; remembers what it acknowledged."""
+    """Ends every second stream without an acknowledgement; records the reports that it acknowledged."""
 
     def __init__(self):
         self.streams = 0
@@ -50,7 +50,7 @@ class PlainLink(CoordinatorLink):
 
 @asynccontextmanager
 async def serving(service):
-    """A link that runs, to that service."""
+    """A running link to that service."""
     server = grpc.aio.server()
     membership_pb2_grpc.add_MembershipServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -67,15 +67,15 @@ async def serving(service):
 
 def plain_link(address):
     link = PlainLink(
-        None, Identity.generate(), SystemClock(), describe=lambda first: mb.HeartbeatRequest(),
-        on_response=lambda response: None, renewed=lambda credentials: None,
+        None, Identity.generate(), SystemClock(), build_heartbeat=lambda first: mb.HeartbeatRequest(),
+        on_response=lambda response: None, on_renewed=lambda credentials: None,
     )  # fmt: skip
     link.address = address
     return link
 
 
 class Early(membership_pb2_grpc.MembershipServiceServicer):
-    """A coordinator whose clock is behind by so many seconds, and which thinks over its first answers."""
+    """A coordinator whose clock is behind by `seconds` and whose first answers are slow."""
 
     def __init__(self, seconds):
         self.seconds = seconds
@@ -90,11 +90,11 @@ class Early(membership_pb2_grpc.MembershipServiceServicer):
 
 
 @pytest.mark.parametrize("seconds", [300.0, -300.0])
-async def test_a_node_finds_out_how_far_its_clock_is_off(seconds):
+async def test_a_node_measures_its_clock_offset(seconds):
     service = Early(seconds)
     async with serving(service) as link:
         async with asyncio.timeout(20):  # answers that come late on a busy machine are outdone by quick ones
-            while service.answers < 6 or link.clock_offset.seconds != pytest.approx(seconds, abs=0.1):
+            while service.answers < 6 or link.clock_offset.ahead_seconds != pytest.approx(seconds, abs=0.1):
                 link.send_heartbeat_now()
                 await asyncio.sleep(0.05)
 
@@ -113,7 +113,7 @@ async def test_reports_survive_every_broken_stream():
 
 
 async def starve():
-    """In a process of its own: gRPC aborts the process when it cannot open what it needs."""
+    """Runs in its own process, because gRPC aborts a process without free descriptors."""
     link = plain_link("127.0.0.1:1")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = len(os.listdir("/proc/self/fd"))
@@ -127,6 +127,6 @@ async def starve():
         pass
 
 
-def test_without_descriptors_the_line_waits_and_the_node_lives():
+def test_without_descriptors_the_link_waits_and_the_node_lives():
     program = [sys.executable, "-c", "import asyncio, test_coordinator_link as it; asyncio.run(it.starve())"]
     subprocess.run(program, cwd=Path(__file__).parent, check=True, timeout=60)

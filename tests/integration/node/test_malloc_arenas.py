@@ -1,4 +1,4 @@
-"""What glibc makes of what we ask; in a process of its own each, since it cannot be taken back."""
+"""Settings of glibc's allocator, each in its own process because they cannot be undone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import sys
 import pytest
 
 THREADS = 8
-_HEAPS = f"""
+_PROGRAM = f"""
 import ctypes, threading
-{{asked}}
+{{setup}}
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 together = threading.Barrier({THREADS})
@@ -33,17 +33,17 @@ libc.malloc_stats()
 _SHARED = "from atoll.node.system.malloc_arenas import limit_malloc_arenas\nlimit_malloc_arenas()"
 
 
-def heaps(asked: str) -> int:
-    """That so many threads allocate from."""
+def arenas(setup: str) -> int:
+    """Count the arenas from which so many threads allocate."""
     left_out = ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    program = [sys.executable, "-c", _HEAPS.format(asked=asked)]
-    told = subprocess.run(program, capture_output=True, text=True, timeout=60, env=environment)
-    assert told.returncode == 0, told.stderr
-    return len(re.findall(r"^Arena \d+:", told.stderr, re.MULTILINE))
+    program = [sys.executable, "-c", _PROGRAM.format(setup=setup)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    return len(re.findall(r"^Arena \d+:", done.stderr, re.MULTILINE))
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_stats"), reason="needs glibc")
-def test_threads_share_heaps() -> None:
-    assert heaps("") > 2
-    assert 0 < heaps(_SHARED) <= 2
+def test_threads_share_malloc_arenas() -> None:
+    assert arenas("") > 2
+    assert 0 < arenas(_SHARED) <= 2

@@ -1,4 +1,4 @@
-"""A node answers an operator's pull with the checkpoint on its disk, through a real coordinator."""
+"""Upload of a node's checkpoint to an operator, through a real coordinator."""
 
 import asyncio
 import shutil
@@ -37,7 +37,7 @@ def store_with(directory, number: int, elements: int) -> CheckpointStore:
 
 
 @pytest.mark.parametrize("elements", [1, 700_001])  # the larger: several messages, and a ragged end
-async def test_what_the_operator_gets_is_what_the_node_has(tmp_path, elements):
+async def test_the_operator_receives_the_nodes_checkpoint_unchanged(tmp_path, elements):
     store = store_with(tmp_path / "node", 5, elements)
     async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
         ann = nodes[0]
@@ -53,7 +53,7 @@ async def test_what_the_operator_gets_is_what_the_node_has(tmp_path, elements):
     }
 
 
-async def test_what_stages_have_is_a_model_that_can_be_read(tmp_path):
+async def test_the_checkpoints_of_all_stages_load_as_one_model(tmp_path):
     elements = 200_001
     offsets = tuple(index * elements for index in range(len(NAMES) + 1))
     layers, anchor_E = LayerLayout(NAMES, offsets), torch.rand(offsets[-1])
@@ -77,7 +77,7 @@ async def test_what_stages_have_is_a_model_that_can_be_read(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["gone", "manifest", "SHA256SUMS", "anchor.safetensors"])
-async def test_one_that_is_gone_or_not_whole_is_refused_in_a_sentence(tmp_path, damage):
+async def test_a_missing_or_damaged_checkpoint_is_refused_with_a_reason(tmp_path, damage):
     store = store_with(tmp_path / "node", 5, 10)
     async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
         ann = nodes[0]
@@ -91,12 +91,12 @@ async def test_one_that_is_gone_or_not_whole_is_refused_in_a_sentence(tmp_path, 
         await upload(ann.stub, order, store.path(5))
         result = await pulling
         assert isinstance(result.exception, NotFound)
-        assert "not held here" in str(result.exception)
+        assert "missing or damaged on this node" in str(result.exception)
     assert not (tmp_path / "pulled").exists()
 
 
-async def test_it_goes_on_while_the_next_checkpoint_replaces_it(tmp_path):
-    """keep=1: the files vanish from their directory between the opening and the last byte."""
+async def test_an_upload_goes_on_while_the_next_checkpoint_replaces_it(tmp_path):
+    """With keep=1 the files are deleted between the opening and the last byte."""
     store = store_with(tmp_path / "node", 5, 700_001)
     before = read_checkpoint(store.path(5))
 
@@ -124,7 +124,7 @@ async def test_it_goes_on_while_the_next_checkpoint_replaces_it(tmp_path):
     assert torch.equal(read_checkpoint(tmp_path / "pulled").momentum_E, before.momentum_E)
 
 
-async def test_an_operator_who_goes_ends_it_without_an_error_of_ours(tmp_path):
+async def test_an_operator_that_disconnects_ends_the_upload_without_an_error(tmp_path):
     store = store_with(tmp_path / "node", 5, 6_000_000)  # more than fits between the two
     async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
         ann = nodes[0]
@@ -161,7 +161,7 @@ async def test_each_order_is_carried_out_once_and_two_at_a_time():
     await uploads.close()
 
 
-async def test_closing_breaks_off_what_is_under_way():
+async def test_close_cancels_the_uploads_under_way():
     broken = asyncio.Event()
 
     async def send(order: mb.UploadOrder) -> None:

@@ -1,4 +1,4 @@
-"""What a node makes of its heartbeats' times."""
+"""Clock offset of a node, estimated from the times of its heartbeats."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ WAY = st.floats(0.0, 2.0)
 
 
 @given(st.floats(-1e6, 1e6), st.lists(st.tuples(WAY, WAY, WAY), min_size=1, max_size=20))
-def test_it_is_off_by_no_more_than_half_of_the_shortest_way_of_the_last_heartbeats(
+def test_the_error_is_at_most_half_the_shortest_round_trip(
     ahead: float, ways: list[tuple[float, float, float]]
 ) -> None:
     offset, now = ClockOffset(), 1.7e9
     for sequence, (there, thinks, back) in enumerate(ways, 1):
-        offset.sent(sequence, now + ahead)
+        offset.heartbeat_sent(sequence, now + ahead)
         now += there + thinks
         told = now
         now += back
-        offset.answered(sequence, told, now + ahead)
+        offset.heartbeat_answered(sequence, told, now + ahead)
     shortest = min(sum(way) for way in ways[-8:])
-    assert abs(offset.seconds - ahead) <= shortest / 2 + 1e-5
+    assert abs(offset.ahead_seconds - ahead) <= shortest / 2 + 1e-5
 
 
-def test_answers_that_tell_nothing_change_nothing() -> None:
+def test_answers_without_a_time_or_a_heartbeat_are_ignored() -> None:
     offset = ClockOffset()
-    offset.answered(1, 50.0, 60.0)  # to no heartbeat
-    offset.sent(2, 100.0)
-    offset.answered(2, 0.0, 100.2)  # of an older coordinator
-    offset.sent(3, 100.0)
-    offset.answered(3, 90.0, 99.0)  # the clock was set back meanwhile
-    assert offset.seconds is None
-    offset.sent(4, 100.0)
-    offset.sent(5, 101.0)
-    offset.answered(5, 91.1, 101.2)  # both heartbeats at once
-    offset.answered(4, 50.0, 101.3)
-    assert abs(offset.seconds - 10.0) < 1e-9
+    offset.heartbeat_answered(1, 50.0, 60.0)  # to no heartbeat
+    offset.heartbeat_sent(2, 100.0)
+    offset.heartbeat_answered(2, 0.0, 100.2)  # of an older coordinator
+    offset.heartbeat_sent(3, 100.0)
+    offset.heartbeat_answered(3, 90.0, 99.0)  # the clock was set back meanwhile
+    assert offset.ahead_seconds is None
+    offset.heartbeat_sent(4, 100.0)
+    offset.heartbeat_sent(5, 101.0)
+    offset.heartbeat_answered(5, 91.1, 101.2)  # both heartbeats at once
+    offset.heartbeat_answered(4, 50.0, 101.3)
+    assert abs(offset.ahead_seconds - 10.0) < 1e-9
     for sequence in range(6, 200):
-        offset.sent(sequence, 200.0)
-    offset.answered(6, 1.0, 200.1)  # forgotten: too many were never answered
-    assert abs(offset.seconds - 10.0) < 1e-9
+        offset.heartbeat_sent(sequence, 200.0)
+    offset.heartbeat_answered(6, 1.0, 200.1)  # forgotten: too many were never answered
+    assert abs(offset.ahead_seconds - 10.0) < 1e-9

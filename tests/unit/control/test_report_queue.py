@@ -1,4 +1,4 @@
-"""Reports wait until they are acknowledged, and never travel in batches that the coordinator refuses."""
+"""Reports are kept until they are acknowledged; no batch is larger than the coordinator accepts."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +28,7 @@ def test_every_report_is_pending_sent_or_acknowledged(actions, data):
     assert sorted([*waiting, *acknowledged]) == list(range(made))
 
 
-def test_a_long_absence_comes_back_in_bearable_pieces():
+def test_reports_after_a_long_absence_are_sent_in_bounded_batches():
     outgoing = ReportQueue()
     outgoing.pending = [mb.RoundReport(reason="x" * 6000) for _ in range(2000)]
     sequence = 0

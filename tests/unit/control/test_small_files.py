@@ -1,4 +1,4 @@
-"""Small files that a node starts from, cut at every offset or changed in one byte: told apart, never believed."""
+"""Small files from which a node starts: a truncated file or a changed byte is always detected."""
 
 from pathlib import Path
 
@@ -28,35 +28,35 @@ def directives(path: Path) -> Directives:
 
 @pytest.fixture
 async def plan_file(tmp_path):
-    """A plan as a node keeps it."""
-    directives(tmp_path / "plan").take(mb.HeartbeatResponse(plan=sign_plan(OPERATOR, PLAN)))
+    """The file of a saved plan."""
+    directives(tmp_path / "plan").apply_heartbeat(mb.HeartbeatResponse(plan=sign_plan(OPERATOR, PLAN)))
     assert directives(tmp_path / "plan").plan == PLAN
     return tmp_path / "plan"
 
 
-async def test_why_a_node_does_not_count_is_known_until_it_does(tmp_path):
+async def test_the_notice_is_kept_until_the_coordinator_counts_the_node(tmp_path):
     told = directives(tmp_path / "plan")
-    told.take(mb.HeartbeatResponse(notice="its text is another"))
+    told.apply_heartbeat(mb.HeartbeatResponse(notice="its text is another"))
     assert told.notice == "its text is another"
-    told.take(mb.HeartbeatResponse())
+    told.apply_heartbeat(mb.HeartbeatResponse())
     assert told.notice == ""
 
 
-def test_a_plan_that_was_cut_is_not_followed(plan_file):
+def test_a_truncated_plan_file_is_ignored(plan_file):
     data = plan_file.read_bytes()
     for length in range(len(data)):
         plan_file.write_bytes(data[:length])
         assert directives(plan_file).plan is None
 
 
-def test_no_byte_of_a_plan_may_change(plan_file):
+def test_a_plan_file_with_a_changed_byte_is_ignored(plan_file):
     data = plan_file.read_bytes()
     for offset in range(len(data)):
         plan_file.write_bytes(data[:offset] + bytes([data[offset] ^ (1 << offset % 8)]) + data[offset + 1 :])
         assert directives(plan_file).plan is None, offset
 
 
-def test_votes_that_were_cut_make_the_node_abstain(tmp_path):
+def test_truncated_votes_make_the_node_abstain(tmp_path):
     VoteStore(tmp_path).save(RECORD)
     (path,) = tmp_path.iterdir()
     data = path.read_bytes()
@@ -68,18 +68,18 @@ def test_votes_that_were_cut_make_the_node_abstain(tmp_path):
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(junk=st.binary(max_size=100) | st.sampled_from([b"[]", b"1", b'{"voted": 1}', b'{"voted": []}', b"null"]))
-def test_junk_for_votes_is_no_crash(tmp_path, junk):
+def test_random_bytes_as_votes_do_not_crash(tmp_path, junk):
     VoteStore(tmp_path).save(RECORD)
     (path,) = tmp_path.iterdir()
     path.write_bytes(junk)
     assert VoteStore(tmp_path).load() is None
 
 
-async def test_seeds_that_cannot_be_read_are_not_taken_and_the_rest_of_the_message_is(tmp_path):
+async def test_rejected_seeds_do_not_stop_the_rest_of_the_message(tmp_path):
     def refuse(seeds: tuple[str, ...]) -> None:
         raise ConfigError(f"{seeds[0]!r} does not name a seed")
 
     authority = MembershipVerifier(OPERATOR.public_key, PLAN.run_id)
     taken = Directives(authority, lambda deny, sealed: None, refuse, tmp_path / "plan")
-    taken.take(mb.HeartbeatResponse(seeds=["/foo"], order=mb.ORDER_DRAIN, run_state=mb.RUN_STATE_TRAINING))
+    taken.apply_heartbeat(mb.HeartbeatResponse(seeds=["/foo"], order=mb.ORDER_DRAIN, run_state=mb.RUN_STATE_TRAINING))
     assert (taken.order, taken.run_state) == (mb.ORDER_DRAIN, mb.RUN_STATE_TRAINING)

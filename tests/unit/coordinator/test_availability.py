@@ -21,9 +21,9 @@ def after(*spells: tuple[float, float], lost: bool = True) -> Node:
     """A node that was there, then away, for so many seconds each time, and came back."""
     node, now = Node("peer", "ann", "reef", ("node",), b"", 1, 0), 0.0
     for there, away in spells:
-        node = availability.went(node, LiveNode(session=1, seen=now, came=now), now + there)
-        node = availability.lost(node, LiveNode(session=0, seen=now, came=1.0)) if lost else node
-        node = availability.came(node, LiveNode(session=0, seen=now + there), now + there + away)
+        node = availability.count_connected(node, LiveNode(session=1, seen=now, connected_at=now), now + there)
+        node = availability.count_loss(node, LiveNode(session=0, seen=now, connected_at=1.0)) if lost else node
+        node = availability.count_absence(node, LiveNode(session=0, seen=now + there), now + there + away)
         now += there + away
     return node
 
@@ -32,7 +32,7 @@ def seen(node: Node) -> float:
     return availability.availability(node, None, 0.0)
 
 
-def test_who_is_new_counts_as_always_there_and_a_blink_changes_little() -> None:
+def test_a_new_node_counts_as_always_available_and_a_short_break_changes_little() -> None:
     assert seen(after()) == 1.0
     assert seen(after((HOUR, 10.0))) > 0.999
 
@@ -58,8 +58,8 @@ def test_a_node_that_has_become_better_is_believed() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9)), max_size=30), st.floats(0, 1e12))
-def test_it_is_a_share_and_a_rate_whatever_happens(spells: list[tuple[float, float]], now: float) -> None:
-    node, live = after(*spells), LiveNode(session=1, seen=now, came=0.0)
+def test_availability_is_a_share_and_losses_are_a_rate(spells: list[tuple[float, float]], now: float) -> None:
+    node, live = after(*spells), LiveNode(session=1, seen=now, connected_at=0.0)
     assert 0 < availability.availability(node, live, now) <= 1
     assert 0 <= availability.failures_per_hour(node, live, now) < 3600
 

@@ -92,7 +92,7 @@ def test_the_deny_list_that_is_shown_stays_and_the_next_one_is_above_the_spare_n
     assert world.state.deny.number == 1004
 
 
-def test_a_deny_list_of_somebody_else_is_not_taken_over() -> None:
+def test_a_deny_list_signed_by_another_key_is_refused() -> None:
     world = World()
     world.train("ann", "bob")
     foreign = issue_deny_list(Identity.generate(), 9, frozenset({"peer"}), 1.0)
@@ -185,7 +185,7 @@ def poem(_data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("spoil", [cut, flip, lacking, renamed, with_more, without_index, poem])
-def test_what_is_not_whole_leaves_nothing(home: Path, tmp_path: Path, spoil: Callable[[bytes], bytes]) -> None:
+def test_an_incomplete_backup_leaves_no_directory(home: Path, tmp_path: Path, spoil: Callable[[bytes], bytes]) -> None:
     made = backup.write(home, url(home), tmp_path / "b.tar", MADE_MS)
     made.path.write_bytes(spoil(made.path.read_bytes()))
     with pytest.raises(BackupCorrupt):

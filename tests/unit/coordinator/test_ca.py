@@ -29,7 +29,7 @@ def test_keys_are_made_once_and_private(tmp_path: Path, clock: ManualClock) -> N
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.iterdir())
 
 
-def test_a_first_start_that_was_cut_begins_anew(tmp_path: Path, clock: ManualClock) -> None:
+def test_an_interrupted_first_start_starts_over(tmp_path: Path, clock: ManualClock) -> None:
     CoordinatorKeys(tmp_path, clock)
     (tmp_path / "ca.crt").unlink()
     with pytest.raises(KeyFileCorrupt, match="only one is there"):

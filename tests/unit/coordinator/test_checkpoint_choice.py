@@ -23,7 +23,7 @@ def pair() -> RoutedWorld:
 
 
 def chosen(pair: RoutedWorld, *, round_number: int = 0, node: str = "", unverified: bool = False):
-    found = checkpoints.choose(pair.state, RUN, round_number, node, unverified=unverified)
+    found = checkpoints.choose_for_pull(pair.state, RUN, round_number, node, unverified=unverified)
     names = [pair.state.nodes[item.peer_id].name for item in found]
     return found[0].round, list(zip(names, [(item.first_layer, item.last_layer) for item in found], strict=True))
 
@@ -44,7 +44,7 @@ def test_the_newest_round_of_which_all_layers_are_there_is_taken(pair):
     assert chosen(pair) == (7, [("bob", (0, LAST))])
 
 
-def test_missing_layers_are_named_with_who_holds_the_others(pair):
+def test_missing_layers_are_named_with_the_holders_of_the_others(pair):
     tell(pair, "ann", 8, span=(0, 5))
     tell(pair, "bob", 8, 4, span=(9, 11))
     told = refused(pair, NotFound)
@@ -52,7 +52,7 @@ def test_missing_layers_are_named_with_who_holds_the_others(pair):
     assert "ann 0-5, bob 9-11" in told
     assert "layers 0-8 of round 4" in refused(pair, NotFound, round_number=4)
     assert "layers 6-11 of round 8" in refused(pair, NotFound, node="ann")
-    assert "said that it holds" in refused(pair, NotFound, round_number=5)
+    assert "reports a checkpoint" in refused(pair, NotFound, round_number=5)
 
 
 def test_the_round_that_lacks_least_is_named(pair):
@@ -61,7 +61,7 @@ def test_the_round_that_lacks_least_is_named(pair):
     assert "layer 11 of round 8" in refused(pair, NotFound)
 
 
-def test_who_is_away_is_told_apart_from_what_is_missing(pair):
+def test_disconnected_holders_and_missing_layers_give_different_errors(pair):
     tell(pair, "ann", 8)
     tell(pair, "bob", 8)
     pair.hang_up("bob")

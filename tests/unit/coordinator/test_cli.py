@@ -266,7 +266,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
 
 @pytest.mark.parametrize("output", ["text", "json"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_prints_what_it_always_printed(canned: Canned, name: str, output: str) -> None:
+def test_every_command_prints_its_golden_output(canned: Canned, name: str, output: str) -> None:
     result = CliRunner().invoke(main.app, [*COMMANDS[name], "--output", output], input="version = 1\n")
     assert result.exit_code == 0, result.output
     golden = GOLDEN / f"{name}.{'json' if output == 'json' else 'txt'}"
@@ -275,7 +275,7 @@ def test_every_command_prints_what_it_always_printed(canned: Canned, name: str, 
         assert json.loads(result.stdout)["version"] == 1
 
 
-def test_what_nodes_say_is_text_and_never_an_instruction(canned: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_of_nodes_cannot_control_the_terminal(canned: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
     evil = wire.NodeView()
     evil.CopyFrom(NODE)
     evil.profile.device_name = "[bold red]RTX[/] \x1b[2J\x07 [link=http://x]"
@@ -297,7 +297,7 @@ def test_what_nodes_say_is_text_and_never_an_instruction(canned: Canned, monkeyp
 def test_token_create_prints_the_token_and_nothing_else_on_stdout(canned: Canned) -> None:
     result = CliRunner().invoke(main.app, ["token", "create"])
     assert result.stdout == SECRET + "\n"
-    assert "good for 30 min" in result.stderr
+    assert "valid for 30 min" in result.stderr
     assert SECRET not in result.stderr
 
 
@@ -308,7 +308,7 @@ def test_options_become_the_request(canned: Canned) -> None:
     ]
 
 
-def test_what_was_pinned_becomes_the_request(canned: Canned) -> None:
+def test_arguments_of_pin_become_the_request(canned: Canned) -> None:
     CliRunner().invoke(main.app, ["plan", "pin", "basement", "--layers", "4-11"])
     CliRunner().invoke(main.app, ["plan", "pin", "basement", "--out"])
     span = plan_pb2.Span(first=4, last=11)
@@ -325,7 +325,7 @@ def test_a_pin_is_to_layers_or_out(canned: Canned, options: list[str]) -> None:
     assert canned.asked == []
 
 
-def test_a_diff_names_who_holds_other_layers(canned: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diff_lists_nodes_that_hold_other_layers(canned: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
     views = [wire.PlanView(), wire.PlanView()]
     for view, spans in zip(views, [{"a": (0, 3), "b": (4, 7)}, {"a": (0, 5), "c": (6, 7)}], strict=True):
         for peer, (first, last) in spans.items():
@@ -478,7 +478,7 @@ def test_every_program_has_a_version() -> None:
         assert result.stdout.startswith("atoll ")
 
 
-def test_where_a_terminal_is_narrow_whole_columns_go_and_names_stay(monkeypatch, capsys) -> None:
+def test_a_narrow_terminal_drops_whole_columns_but_not_names(monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("LINES", "25")  # else a dumb terminal has 80 columns whatever it says

@@ -92,7 +92,7 @@ def test_a_missing_named_file_is_an_error_and_a_missing_user_file_is_not(tmp_pat
         load({}, {"XDG_CONFIG_HOME": str(tmp_path)}, tmp_path / "absent.toml", tmp_path)
 
 
-def test_what_the_operator_wants_of_plans_reaches_the_planner(tmp_path: Path) -> None:
+def test_preferences_of_the_operator_reach_the_planner(tmp_path: Path) -> None:
     wanted = 'plan_goal = "price"\nplan_hysteresis = 0.1\nplan_horizon_seconds = 3600\nplan_rtt_cap_ms = 50'
     assert read(tmp_path, user=wanted).config.policy.preferences == Preferences("price", 0.1, 3600, 0.05)
     assert read(tmp_path).config.policy.preferences == Preferences()

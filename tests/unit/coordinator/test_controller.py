@@ -15,7 +15,7 @@ from atoll.coordinator import controller as coordinator
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.planner.answer_question import answer
 from atoll.coordinator.planner.question import Answer, Question
-from atoll.coordinator.runs import admission, lifecycle, machine
+from atoll.coordinator.runs import admission, lifecycle
 from atoll.coordinator.state.snapshot import Draft, Policy
 from atoll.coordinator.store.records import DenyRow, PlanRow, Record
 from atoll.core.clock import Clock, ManualClock
@@ -39,7 +39,7 @@ class FullDisk(MemoryStore):
         super().apply(records)
 
 
-async def test_what_was_not_stored_did_not_happen() -> None:
+async def test_a_step_that_is_not_stored_has_no_effect() -> None:
     store = FullDisk()
     controller = Controller(store, Identity.generate(), ManualClock(), Policy())
     store.full = True
@@ -83,7 +83,7 @@ async def test_bans_and_plans_are_signed_stored_and_restored() -> None:
     first.close()
     again = Controller(store, operator, ManualClock(), Policy())
     assert again.state.deny.peer_ids == {world.identities["ann"].peer_id}
-    assert again.signed_deny_list == first.signed_deny_list
+    assert again.signed.deny_list == first.signed.deny_list
     again.close()
 
 
@@ -95,8 +95,8 @@ async def test_a_plan_that_is_due_is_sealed_for_members() -> None:
     peer = world.identities["bob"].peer_id
     await controller.do(lambda state, now: admission.leave(state, now, peer, ""))
     for _ in range(3):
-        await controller.do(lambda state, now: machine.tick(state, now, controller.policy))
-    sealed = controller.signed_plan(RUN)
+        await controller.tick()
+    sealed = controller.signed.plan(RUN)
     assert sealed is not None
     assert verify_plan(sealed, operator.public_key, RUN).members == (world.identities["ann"].peer_id,)
     controller.close()
@@ -123,16 +123,16 @@ async def test_while_the_planner_thinks_the_coordinator_works_and_then_the_plan_
     controller.state = world.state
     planning = asyncio.create_task(controller.answer_questions())
     await controller.do(lambda state, now: admission.create_token(state, now, TOKEN))
-    assert controller.signed_plan(RUN) is None
+    assert controller.signed.plan(RUN) is None
     may_end.set()
     await planning
-    sealed = controller.signed_plan(RUN)
+    sealed = controller.signed.plan(RUN)
     assert sealed is not None
     assert len(verify_plan(sealed, operator.public_key, RUN).routes) == 1
     controller.close()
 
 
-async def test_a_planner_that_breaks_is_told_and_breaks_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_planner_failure_is_reported_and_affects_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     world = with_question()
 
     def broken(_question: Question, _clock: Clock) -> Answer:
@@ -148,7 +148,7 @@ async def test_a_planner_that_breaks_is_told_and_breaks_nothing_else(monkeypatch
 
 
 @pytest.mark.parametrize("row", [PlanRow(RUN, 1, b"", 0), DenyRow(1, b"")])
-def test_what_our_key_did_not_sign_is_not_believed(row: Record) -> None:
+def test_stored_documents_signed_by_another_key_are_refused(row: Record) -> None:
     world, store = World(), MemoryStore()
     world.create_run()
     store.apply([*world.records, row])

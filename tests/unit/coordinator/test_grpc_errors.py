@@ -42,5 +42,5 @@ def test_other_failures_keep_their_kind(code: grpc.StatusCode, details: str, kin
         ("Socket closed", "it does not answer: Socket closed"),
     ],
 )
-def test_people_are_told_what_went_wrong_and_not_where_in_grpc(details: str, told: str) -> None:
+def test_errors_for_people_omit_grpc_details(details: str, told: str) -> None:
     assert str(from_rpc_error(failure(grpc.StatusCode.UNAVAILABLE, details), "it")) == told

@@ -61,7 +61,7 @@ def test_numbers_beyond_reason_are_refused_in_a_sentence(line: str) -> None:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_what_is_stored_is_read_again_as_the_same_spec(path: str) -> None:
+def test_a_stored_spec_parses_to_the_same_spec(path: str) -> None:
     world = World()
     text = spec_toml().replace('"corpus"', json.dumps(path, ensure_ascii=False).replace("\x7f", "\\u007f"))
     run = world.take(lifecycle.create_run(world.state, world.now, text, start=False))
@@ -92,7 +92,7 @@ def test_the_only_run_needs_no_name_and_two_do() -> None:
         lookup.run(world.state, "")
 
 
-def test_orders_that_make_no_sense_say_what_would() -> None:
+def test_impossible_orders_name_the_possible_ones() -> None:
     world = World()
     world.create_run(start=False)
     with pytest.raises(InvalidTransition, match="is created: it cannot become paused") as refusal:

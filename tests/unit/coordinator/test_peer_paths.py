@@ -183,19 +183,19 @@ def test_a_node_behind_nat_is_reached_over_relays():
 @given(st.lists(st.tuples(st.sampled_from("abcx"), st.floats(), st.floats())))
 def test_no_figure_that_cannot_be_and_no_stranger_is_kept(told):
     messages = [mb.PeerPath(peer_id=peer, rtt_seconds=rtt, bytes_per_second=rate) for peer, rtt, rate in told]
-    known = peer_paths.take({}, messages, {"a", "b", "c"}, 5.0)
+    known = peer_paths.merge_reported_paths({}, messages, {"a", "b", "c"}, 5.0)
     assert set(known) <= {"a", "b", "c"}
     assert all(0 < path.rtt_seconds <= 60 and 0 <= path.bytes_per_second < math.inf for path in known.values())
 
 
 def test_figures_are_smoothed_grow_stale_and_are_bounded():
-    known = peer_paths.take({}, [mb.PeerPath(peer_id="a", rtt_seconds=0.1)], {"a"}, 0.0)
-    known = peer_paths.take(known, [mb.PeerPath(peer_id="a", rtt_seconds=0.2)], {"a"}, 10.0)
+    known = peer_paths.merge_reported_paths({}, [mb.PeerPath(peer_id="a", rtt_seconds=0.1)], {"a"}, 0.0)
+    known = peer_paths.merge_reported_paths(known, [mb.PeerPath(peer_id="a", rtt_seconds=0.2)], {"a"}, 10.0)
     assert known["a"].rtt_seconds == pytest.approx(0.13)
-    assert not peer_paths.take(known, [], {"a"}, 10.0 + peer_paths.STALE_SECONDS)
+    assert not peer_paths.merge_reported_paths(known, [], {"a"}, 10.0 + peer_paths.STALE_SECONDS)
     many = [f"peer-{number}" for number in range(2 * MAX_PATHS)]
     flood = [mb.PeerPath(peer_id=peer, rtt_seconds=0.1) for peer in many]
-    assert len(peer_paths.take({}, flood, set(many), 0.0)) == MAX_PATHS
+    assert len(peer_paths.merge_reported_paths({}, flood, set(many), 0.0)) == MAX_PATHS
     asked: list[str] = []
 
     def endless() -> Iterator[mb.PeerPath]:
@@ -203,7 +203,7 @@ def test_figures_are_smoothed_grow_stale_and_are_bounded():
             asked.append("one more")
             yield mb.PeerPath(peer_id="stranger", rtt_seconds=0.1)
 
-    peer_paths.take({}, endless(), {"a"}, 0.0)
+    peer_paths.merge_reported_paths({}, endless(), {"a"}, 0.0)
     assert len(asked) <= MAX_PATHS
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from unit.coordinator.world import spec_toml
 
-from atoll.coordinator.cli.plan_explain import live_plan, tell
+from atoll.coordinator.cli.plan_explain import explain_running_plan, live_plan
 from atoll.core.errors import InvalidTransition, PlanInputInvalid
 from atoll.core.output import Output
 from atoll.v1 import admin_pb2 as wire
@@ -85,7 +85,7 @@ def explained(given: dict[str, Any], capsys: pytest.CaptureFixture[str], output:
     client = SimpleNamespace(
         stub=SimpleNamespace(**{name: name for name in given}), call=lambda method, request: given[method]
     )
-    tell(client, "", 0.5, output)  # type: ignore[arg-type]
+    explain_running_plan(client, "", 0.5, output)  # type: ignore[arg-type]
     printed = capsys.readouterr().out
     return json.loads(printed) if output is Output.JSON else printed
 
@@ -101,13 +101,13 @@ def test_a_plan_of_replicas_is_predicted_to_train_what_its_members_do(capsys):
     assert not told["doubts"]
 
 
-def test_text_says_what_limits_it_who_boasts_and_what_would_help(capsys):
+def test_the_text_names_limits_false_claims_and_remedies(capsys):
     ann = node("ann", bob=3)
     boaster = node("bob", ann=31)
     boaster.status.tokens_per_second /= 10
     text = explained(answers(ann, boaster), capsys, Output.TEXT)
-    assert "its members train" in text
-    assert "the last ones came every 7 s" in text
+    assert "measured: " in text
+    assert "measured: every 7 s" in text
     assert "what limits it:" in text
     assert "with one more RTX:" in text
     assert "bob trains 10.0 times slower than its profile says" in text
@@ -130,26 +130,26 @@ def test_pins_bind_what_is_advised_and_help_is_beside_the_best_that_they_allow(c
     assert "no other layout of these machines would be noticeably faster" in text
 
 
-def test_a_plan_that_cannot_go_on_or_does_not_follow_its_pins_is_told(capsys):
+def test_a_plan_that_no_longer_fits_or_ignores_pins_is_reported(capsys):
     given = answers(node("ann", bob=30), node("bob", ann=31))
     given["ListNodes"].nodes[0].pin = "out"
     text = explained(given, capsys, Output.TEXT)
-    assert "ann is pinned otherwise: this plan does not follow that yet" in text
+    assert "ann has a pin that this plan does not follow yet" in text
     given["ListNodes"].nodes[0].pin = ""
     for it in given["ListNodes"].nodes:
         it.profile.device_memory_bytes = 1000
-    with pytest.raises(InvalidTransition, match="this plan cannot go on"):
+    with pytest.raises(InvalidTransition, match="this plan does not fit"):
         explained(given, capsys)
 
 
-def test_what_a_node_says_that_makes_no_sense_is_told(capsys):
+def test_an_impossible_profile_is_reported(capsys):
     broken = node("bob", ann=31)
     del broken.profile.layer_times[:]
     with pytest.raises(InvalidTransition, match="nothing says how fast bob computes"):
         explained(answers(node("ann", bob=30), broken), capsys)
 
 
-def test_the_coordinator_s_wishes_are_those_that_are_explained(capsys):
+def test_the_coordinator_s_preferences_are_used(capsys):
     """Both train for the same money, the slow one for ten times of it a token: who asks for price wants one."""
     ann, bob = node("ann", bob=3), node("bob", 4.0, ann=3)
     ann.profile.price_per_hour, bob.profile.price_per_hour = 0.1, 4.0
@@ -168,13 +168,13 @@ def test_nodes_of_one_name_are_told_apart(capsys):
     assert names == ["same …r-same", "same …nother"]
 
 
-def test_what_cannot_be_explained_says_why():
+def test_a_plan_that_cannot_be_explained_gives_the_reason():
     silent = wire.NodeView(peer_id="peer-cid", name="cid")
     given = answers(node("ann"), silent)
     told = given["GetRun"], given["GetPlan"].plan, given["ListNodes"].nodes, []
-    with pytest.raises(InvalidTransition, match="cid has not told what it is"):
+    with pytest.raises(InvalidTransition, match="cid has not reported a profile"):
         live_plan(*told)
-    with pytest.raises(InvalidTransition, match="a member has not told"):
+    with pytest.raises(InvalidTransition, match="a member has not reported"):
         live_plan(told[0], told[1], [], [])
     gap = answers(node("ann"))
     gap["GetPlan"].plan.assignments[0].span.last = 1

@@ -120,7 +120,7 @@ def nothing(files: Files) -> None:
         nothing,
     ],
 )
-def test_what_is_not_true_leaves_nothing(tmp_path: Path, spoil: Callable[[Files], None]) -> None:
+def test_a_checkpoint_that_fails_verification_leaves_nothing(tmp_path: Path, spoil: Callable[[Files], None]) -> None:
     files = checkpoint(SIGNER)
     spoil(files)
     with pytest.raises(AtollError):
@@ -261,5 +261,5 @@ def test_a_set_that_is_not_whole_and_of_one_round_leaves_nothing(
 
 
 def test_missing_layers_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointCorrupt, match=r"does not hold layer 1$"):
+    with pytest.raises(CheckpointCorrupt, match=r"lack layer 1$"):
         receive(lacking(), tmp_path / "c")

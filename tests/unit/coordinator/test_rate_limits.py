@@ -21,7 +21,7 @@ from unit.coordinator.world import (
 
 from atoll.coordinator.live import attendance
 from atoll.coordinator.rounds import reports, tie_break_votes
-from atoll.coordinator.runs import admission, checkpoints, machine
+from atoll.coordinator.runs import admission, checkpoints
 from atoll.coordinator.state import snapshot
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE, STORED_ROWS_RATE, Allowance, Rate
 from atoll.coordinator.store.records import Event, PlanRow, Round, WaitingRound
@@ -95,7 +95,7 @@ def test_signatures_of_strangers_are_refused_unread(world: World, verified: list
     assert verified == []
 
 
-def test_what_cannot_be_is_refused_before_a_signature_is_read(world: World, verified: list[bytes]) -> None:
+def test_impossible_reports_are_rejected_before_signatures_are_verified(world: World, verified: list[bytes]) -> None:
     everyone = [world.identities[name] for name in ALL]
     for report in (
         round_report(2, b"x" * 32, everyone, committed_before=10**12),
@@ -108,7 +108,7 @@ def test_what_cannot_be_is_refused_before_a_signature_is_read(world: World, veri
     assert verified == []
 
 
-def test_who_was_refused_too_often_is_not_listened_to_for_a_while(world: World, verified: list[bytes]) -> None:
+def test_a_node_rejected_too_often_is_ignored_for_a_while(world: World, verified: list[bytes]) -> None:
     everyone = [world.identities[name] for name in ALL]
     genesis = world.state.memory[RUN].committed[0].manifest_hash
     true = round_report(1, genesis, everyone)
@@ -124,7 +124,7 @@ def test_who_was_refused_too_often_is_not_listened_to_for_a_while(world: World, 
     assert world.run.head_round == 1
 
 
-def test_what_hangs_on_a_manifest_is_not_kept(world: World) -> None:
+def test_unknown_fields_of_a_manifest_are_not_stored(world: World) -> None:
     everyone = [world.identities[name] for name in ALL]
     report = round_report(1, world.state.memory[RUN].committed[0].manifest_hash, everyone)
     report.manifest.signatures[0].payload = b"z" * 100_000
@@ -143,7 +143,7 @@ def round_report_kept(kept: manifest_pb2.CommittedManifest) -> manifest_pb2.Comm
     return copy
 
 
-def test_what_hangs_on_a_layer_table_is_not_kept() -> None:
+def test_unknown_fields_of_a_layer_table_are_not_stored() -> None:
     world = World()
     world.create_run(min_nodes=1)
     world.join("ann")
@@ -158,7 +158,7 @@ def test_what_hangs_on_a_layer_table_is_not_kept() -> None:
 # --- rows and events -------------------------------------------------------------------------------------
 
 
-def test_only_its_opener_tells_of_an_abandoned_attempt(world: World) -> None:
+def test_only_its_opener_may_report_an_abandoned_attempt(world: World) -> None:
     report = abandoned_report(1)
     other = next(name for name in ALL if name != world.opener_of(report))
     world.say(other, rounds=[report])
@@ -211,14 +211,14 @@ def test_a_flood_of_reports_costs_a_bounded_number_of_rows(world: World) -> None
     assert world.kinds()[-1] == "round.abandoned"
 
 
-def test_who_only_hangs_up_and_calls_again_is_not_told_for_ever(world: World) -> None:
+def test_reconnecting_repeatedly_stops_filling_the_event_log(world: World) -> None:
     before = world.kinds().count("node.connected")
     for _ in range(2 * int(STORED_ROWS_RATE.burst)):
         world.connect("eve")
     assert world.kinds().count("node.connected") - before < STORED_ROWS_RATE.burst
 
 
-def test_who_only_leaves_and_comes_back_is_not_told_for_ever(world: World) -> None:
+def test_leaving_repeatedly_stops_filling_the_event_log(world: World) -> None:
     peer = world.identities["eve"].peer_id
     for _ in range(2 * int(STORED_ROWS_RATE.burst)):
         world.take(admission.leave(world.state, world.now, peer, "bye"))
@@ -229,7 +229,7 @@ def test_who_only_leaves_and_comes_back_is_not_told_for_ever(world: World) -> No
     )
 
 
-def test_who_only_enrols_again_is_not_told_for_ever(world: World) -> None:
+def test_enrolling_repeatedly_stops_filling_the_event_log(world: World) -> None:
     token = world.token()
     world.enrol("eve", token)
     before = world.kinds().count("node.enrolled")
@@ -242,13 +242,13 @@ def test_who_only_enrols_again_is_not_told_for_ever(world: World) -> None:
     assert 0 < world.kinds().count("node.enrolled") - before <= STORED_ROWS_RATE.burst
 
 
-def test_who_tells_another_text_all_the_time_is_not_told_for_ever() -> None:
+def test_changing_corpora_repeatedly_stops_filling_the_event_log() -> None:
     world = World()
     world.create_run(min_nodes=9)
     world.join("ann", "bob", "eve")
     for number in range(2 * int(STORED_ROWS_RATE.burst)):
         world.say("eve", ELIGIBLE_STATES, corpus_digest=f"{number:064x}")
-        world.take(machine.tick(world.state, world.now, world.policy))
+        world.tick()
     assert 0 < world.kinds().count("node.corpus-differs") <= STORED_ROWS_RATE.burst
     assert len(world.state.memory[RUN].logged_corpus_mismatches) == 1
 
@@ -290,7 +290,7 @@ def test_a_report_is_no_place_to_store_things(world: World, spoil: str) -> None:
         report.manifest.tie_break.signature = b"z" * (64 if spoil == "other-key" else 100_000)
     world.say("eve", rounds=[report])
     assert world.kinds()[-1] == "round.rejected"
-    assert world.state.memory[RUN].waiting == {}
+    assert world.state.memory[RUN].waiting_rounds == {}
 
 
 def test_large_rows_cost_more(world: World) -> None:
@@ -300,7 +300,7 @@ def test_large_rows_cost_more(world: World) -> None:
         report = round_report(number, b"x" * 32, [eve])
         report.manifest.CopyFrom(commit(text, [eve]))
         world.say("eve", rounds=[report])
-    waiting = world.state.memory[RUN].waiting
+    waiting = world.state.memory[RUN].waiting_rounds
     assert sum(len(row.report) for row in waiting.values()) <= reports.MAX_WAITING_BYTES
     assert len([row for row in world.records if isinstance(row, WaitingRound)]) < STORED_ROWS_RATE.burst / 16
 
@@ -328,7 +328,7 @@ def test_old_events_and_attempts_go_and_are_still_counted(world: World, monkeypa
     assert newest == world.state.last_event_id
     assert world.run.rounds_opened == 60
     world.restart()
-    assert (world.run.rounds_opened, len(world.state.memory[RUN].abandoned)) == (60, 10)
+    assert (world.run.rounds_opened, len(world.state.memory[RUN].abandoned_attempts)) == (60, 10)
 
 
 # --- plans -----------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def flap(world: World, times: int) -> None:
         world.wait(1.4)
 
 
-def test_a_node_that_comes_and_goes_makes_few_plans(world: World) -> None:
+def test_a_node_that_joins_and_leaves_repeatedly_causes_few_plans(world: World) -> None:
     before = len(world.plans)
     flap(world, 100)  # 140 seconds
     assert len(world.plans) - before <= 2 * (len(attendance.REJOIN_DELAYS_SECONDS) - 1 + 140 // 30)
@@ -356,12 +356,12 @@ def test_a_node_that_comes_and_goes_makes_few_plans(world: World) -> None:
         assert "eve" in world.members()
 
 
-def test_old_plans_go_but_not_those_that_set_a_base(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_plans_are_deleted_except_those_that_set_a_base(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "KEPT_PLANS", 3)
     for _ in range(6):
         flap(world, 2)
         world.wait(35)
-    assert sorted(world.state.memory[RUN].caps) == [plan.version for plan in world.plans[-3:]]
+    assert sorted(world.state.memory[RUN].token_caps) == [plan.version for plan in world.plans[-3:]]
     store = MemoryStore()
     store.apply([PlanRow(RUN, plan.version, b"", 0) for plan in world.plans[:-3]])
     store.apply([record for record in world.records if getattr(record, "record", None) is PlanRow])
@@ -372,7 +372,7 @@ def test_old_plans_go_but_not_those_that_set_a_base(world: World, monkeypatch: p
 
 
 def test_one_opener_cannot_use_up_the_attempts_of_a_round(world: World) -> None:
-    members = world.state.memory[RUN].caps[1]
+    members = world.state.memory[RUN].token_caps[1]
     dan, ann = (world.identities[name].peer_id for name in ("dan", "ann"))
 
     def next_of(peer: str, attempt: int) -> RoundId:
@@ -381,7 +381,7 @@ def test_one_opener_cannot_use_up_the_attempts_of_a_round(world: World) -> None:
 
     def ask(peer: str, round_id: RoundId) -> bool:
         try:
-            answer = world.take(tie_break_votes.answer(world.state, world.now, peer, round_id, b""))
+            answer = world.take(tie_break_votes.answer_vote_request(world.state, world.now, peer, round_id, b""))
         except InvalidRequest:
             return False
         assert isinstance(answer, tie_break_votes.VoteReply)
@@ -402,21 +402,21 @@ def test_one_opener_cannot_use_up_the_attempts_of_a_round(world: World) -> None:
     assert ask(ann, next_of(ann, top + 500))
 
 
-def test_who_could_not_ask_for_long_may_come_late(world: World) -> None:
+def test_a_first_vote_request_may_have_a_late_attempt(world: World) -> None:
     eve = world.identities["eve"].peer_id
-    members = world.state.memory[RUN].caps[1]
+    members = world.state.memory[RUN].token_caps[1]
     tries = (RoundId(RUN, 1, 0, 1, count) for count in range(tie_break_votes.MAX_FIRST_ATTEMPT + 10, 10**6))
     far = next(item for item in tries if item.opener(members) == eve)
     with pytest.raises(InvalidRequest, match="too far"):
-        tie_break_votes.answer(world.state, world.now, eve, far, b"")
+        tie_break_votes.answer_vote_request(world.state, world.now, eve, far, b"")
     world.wait(20)
-    assert tie_break_votes.answer(world.state, world.now, eve, far, b"").result.granted
+    assert tie_break_votes.answer_vote_request(world.state, world.now, eve, far, b"").result.granted
 
 
 # --- lists -----------------------------------------------------------------------------------------------
 
 
-def test_of_many_checkpoints_and_addresses_some_are_kept_and_the_stream_goes_on(world: World) -> None:
+def test_excess_checkpoints_and_addresses_are_dropped_without_ending_the_stream(world: World) -> None:
     eve = world.identities["eve"].peer_id
     told = [mb.CheckpointInfo(round=number, manifest_hash=b"h" * 32) for number in range(1, 101)]
     addresses = [f"/ip4/10.0.0.{number}/tcp/1" for number in range(100)]
@@ -425,20 +425,20 @@ def test_of_many_checkpoints_and_addresses_some_are_kept_and_the_stream_goes_on(
     assert world.state.nodes[eve].multiaddrs == tuple(addresses[:64])
 
 
-def test_only_what_is_known_to_have_committed_is_pulled(world: World) -> None:
+def test_only_rounds_known_as_committed_are_pulled(world: World) -> None:
     everyone = [world.identities[name] for name in ALL]
     ann, eve = (world.identities[name].peer_id for name in ("ann", "eve"))
     true = round_report(1, world.state.memory[RUN].committed[0].manifest_hash, everyone)
     forged = round_report(10**6, b"x" * 32, everyone[:1], signers=[])
     world.say("ann", rounds=[true], checkpoints_changed=True, checkpoints=[info(true)])
     world.say("eve", checkpoints_changed=True, checkpoints=[info(forged)])
-    (mine,) = checkpoints.choose(world.state, RUN, 0, "")
+    (mine,) = checkpoints.choose_for_pull(world.state, RUN, 0, "")
     assert (mine.peer_id, mine.round) == (ann, 1)
     checkpoints.check_manifest(world.state, mine, true.manifest)
     with pytest.raises(NotFound, match="not known to have committed") as refusal:
-        checkpoints.choose(world.state, RUN, 0, "eve")
+        checkpoints.choose_for_pull(world.state, RUN, 0, "eve")
     assert "--unverified" in refusal.value.remedy
-    (theirs,) = checkpoints.choose(world.state, RUN, 0, "", unverified=True)
+    (theirs,) = checkpoints.choose_for_pull(world.state, RUN, 0, "", unverified=True)
     assert theirs.peer_id == eve
     checkpoints.check_manifest(world.state, theirs, forged.manifest, unverified=True)
     with pytest.raises(PeerMisbehaved):
@@ -452,7 +452,7 @@ def test_a_true_manifest_without_its_votes_is_not_passed_on(world: World, votes_
     everyone = [world.identities[name] for name in ALL]
     true = round_report(1, world.state.memory[RUN].committed[0].manifest_hash, everyone)
     world.say("eve", rounds=[true], checkpoints_changed=True, checkpoints=[info(true)])
-    (wanted,) = checkpoints.choose(world.state, RUN, 0, "")
+    (wanted,) = checkpoints.choose_for_pull(world.state, RUN, 0, "")
     del true.manifest.signatures[votes_left:]
     with pytest.raises(SignatureInvalid):
         checkpoints.check_manifest(world.state, wanted, true.manifest)

@@ -59,7 +59,7 @@ def recover(world: World) -> None:
     world.take(recovery.recover(world.state, world.now, RUN))
 
 
-def test_those_who_are_left_go_on_and_decide(world: World) -> None:
+def test_after_a_recovery_the_remaining_nodes_decide(world: World) -> None:
     for name in ("cid", "dan", "eve"):
         world.hang_up(name)
     world.wait(30)
@@ -73,7 +73,7 @@ def test_those_who_are_left_go_on_and_decide(world: World) -> None:
     assert (world.run.head_round, world.run.committed_tokens) == (4, 8500)
 
 
-def test_rounds_that_nobody_holds_are_void_for_good(world: World) -> None:
+def test_rounds_without_a_holder_become_void_for_good(world: World) -> None:
     third = next(row for row in world.records if isinstance(row, Round) and row.number == 3)
     for name in ("cid", "dan", "eve"):
         world.hang_up(name)
@@ -96,7 +96,7 @@ def test_rounds_that_nobody_holds_are_void_for_good(world: World) -> None:
     assert (world.run.head_round, world.run.committed_tokens) == (3, 6000)
 
 
-def test_a_recovery_forgets_the_votes_of_what_is_void(world: World) -> None:
+def test_a_recovery_deletes_the_votes_of_void_rounds(world: World) -> None:
     vote = Vote(RUN, 4, 1, 0, 1, 0, b"old")
     memory = replace(world.state.memory[RUN], votes={4: vote})
     world.records.append(vote)
@@ -108,7 +108,7 @@ def test_a_recovery_forgets_the_votes_of_what_is_void(world: World) -> None:
     assert world.state.memory[RUN].votes == {}
 
 
-def test_what_is_left_of_a_recovery_can_be_recovered_from(world: World) -> None:
+def test_a_run_can_be_recovered_twice(world: World) -> None:
     for name in ("bob", "cid", "dan", "eve"):
         world.hang_up(name)
     world.heads["ann"] = (9, b"n" * 32)  # newer than all that was told
@@ -125,7 +125,7 @@ def test_what_is_left_of_a_recovery_can_be_recovered_from(world: World) -> None:
         recover(world)
 
 
-def test_a_base_that_was_only_known_by_its_hash_may_be_told_later(world: World) -> None:
+def test_a_base_known_only_by_its_hash_may_be_reported_later(world: World) -> None:
     everyone = [world.identities[name] for name in ALL]
     fourth = round_report(4, hash_at(world, 3), everyone, committed_before=7500)
     fifth = round_report(5, hash_of(fourth), everyone, committed_before=10_000, tokens_each=100)
@@ -143,19 +143,19 @@ def test_a_base_that_was_only_known_by_its_hash_may_be_told_later(world: World) 
 
 
 @pytest.mark.parametrize("lost", [("dan", "eve"), ("eve",), ()])
-def test_it_is_refused_while_those_who_decide_are_there(world: World, lost: tuple[str, ...]) -> None:
+def test_a_recovery_is_refused_while_the_electorate_can_decide(world: World, lost: tuple[str, ...]) -> None:
     for name in lost:
         world.hang_up(name)
-    with pytest.raises(InvalidTransition, match="nothing needs"):
+    with pytest.raises(InvalidTransition, match="no recovery is needed"):
         recover(world)
 
 
-def test_it_is_refused_while_half_are_there_because_the_coordinator_votes() -> None:
+def test_a_recovery_is_refused_while_half_are_connected_and_the_coordinator_votes() -> None:
     world = World()
     world.train("ann", "bob")
     go_on(world, "ann", "bob")
     world.hang_up("bob")
-    with pytest.raises(InvalidTransition, match="nothing needs"):
+    with pytest.raises(InvalidTransition, match="no recovery is needed"):
         recover(world)
 
 
@@ -167,7 +167,7 @@ def test_a_majority_that_lost_the_newest_round_may_be_recovered(world: World) ->
     assert world.run.head_round == 2
 
 
-def test_it_is_refused_where_nothing_is_left_or_the_run_does_not_train(world: World) -> None:
+def test_a_recovery_is_refused_without_a_state_or_outside_training(world: World) -> None:
     for name in ALL:
         world.hang_up(name)
     with pytest.raises(InvalidTransition, match="no connected node"):
@@ -178,7 +178,7 @@ def test_it_is_refused_where_nothing_is_left_or_the_run_does_not_train(world: Wo
 
 
 @pytest.mark.parametrize("head", [(2, b"x" * 32), (2**60, b"x" * 32)])
-def test_a_state_that_cannot_be_is_not_gone_on_from(world: World, head: tuple[int, bytes]) -> None:
+def test_an_impossible_state_is_no_recovery_point(world: World, head: tuple[int, bytes]) -> None:
     for name in ("cid", "dan", "eve"):
         world.hang_up(name)
     back_to(world, 1, "ann")
@@ -192,7 +192,7 @@ def test_a_hash_of_another_length_is_refused_and_not_kept(world: World) -> None:
     bob = world.identities["bob"].peer_id
     kept = world.state.live[bob].status
     for head_hash in (b"short", bytes(33), bytes(7 << 20)):
-        with pytest.raises(InvalidRequest, match="32 bytes"):
+        with pytest.raises(InvalidRequest, match="must be 0 or 32"):
             world.tell("bob", mb.NodeStatus(state=mb.NODE_STATE_TRAINING, head_hash=head_hash))
     assert world.state.live[bob].status == kept
 
@@ -209,7 +209,7 @@ def all_restarted(world: World) -> None:
         world.connect(name)
 
 
-def test_a_swarm_that_was_restarted_as_a_whole_goes_on_by_itself(world: World) -> None:
+def test_a_swarm_that_restarts_as_a_whole_recovers_by_itself(world: World) -> None:
     all_restarted(world)
     world.wait(world.policy.recover_seconds - 1)
     assert "run.recovered" not in world.kinds()
@@ -219,7 +219,7 @@ def test_a_swarm_that_was_restarted_as_a_whole_goes_on_by_itself(world: World) -
     assert len(world.plans[-1].base.voters) == 5
 
 
-def test_it_waits_while_anybody_who_decides_is_away(world: World) -> None:
+def test_no_recovery_starts_while_a_voter_is_disconnected(world: World) -> None:
     all_restarted(world)
     world.hang_up("eve")
     world.wait(60)
@@ -230,7 +230,7 @@ def test_it_waits_while_anybody_who_decides_is_away(world: World) -> None:
     assert "run.recovered" in world.kinds()
 
 
-def test_it_waits_while_anybody_holds_the_newest_round(world: World) -> None:
+def test_no_recovery_starts_while_a_node_holds_the_newest_round(world: World) -> None:
     all_restarted(world)
     world.heads["eve"] = (3, hash_at(world, 3))
     world.say("eve")
@@ -238,7 +238,7 @@ def test_it_waits_while_anybody_holds_the_newest_round(world: World) -> None:
     assert "run.recovered" not in world.kinds()
 
 
-def test_it_starts_to_count_anew_when_it_looked_otherwise_meanwhile(world: World) -> None:
+def test_the_recovery_timeout_restarts_after_an_interruption(world: World) -> None:
     all_restarted(world)
     world.wait(8)
     world.say("ann", mb.NODE_STATE_JOINING)
@@ -248,7 +248,7 @@ def test_it_starts_to_count_anew_when_it_looked_otherwise_meanwhile(world: World
     assert "run.recovered" not in world.kinds()
 
 
-def test_nothing_happens_where_nothing_is_left(world: World) -> None:
+def test_no_recovery_starts_without_a_recovery_point(world: World) -> None:
     for name in ALL:
         world.heads[name] = (0, b"")
         world.say(name)

@@ -70,7 +70,7 @@ def power_cut(world: RoutedWorld, **back_to: int) -> None:
         world.say(name)
 
 
-def test_after_a_power_cut_it_goes_on_from_the_newest_round_that_is_whole(pair: RoutedWorld) -> None:
+def test_after_a_power_cut_the_newest_complete_round_is_recovered(pair: RoutedWorld) -> None:
     before = pair.spans()
     tell(pair, "ann", 12, 8, 4)
     tell(pair, "bob", 10, 8, 4)
@@ -87,7 +87,7 @@ def test_after_a_power_cut_it_goes_on_from_the_newest_round_that_is_whole(pair: 
     assert "rounds 9 to 12 are void" in told
 
 
-def test_when_all_are_behind_it_goes_on_from_what_all_have(pair: RoutedWorld) -> None:
+def test_when_all_nodes_are_behind_their_common_round_is_recovered(pair: RoutedWorld) -> None:
     tell(pair, "ann", 11, 7)
     tell(pair, "bob", 9, 7)
     for name, number in (("ann", 11), ("bob", 9)):
@@ -111,7 +111,7 @@ def test_layers_that_another_holder_has_are_not_lost(pair: RoutedWorld) -> None:
     assert pair.plan.version == version
 
 
-def test_while_one_is_away_that_may_have_them_nothing_is_given_up(pair: RoutedWorld) -> None:
+def test_no_recovery_starts_while_an_absent_node_may_hold_the_layers(pair: RoutedWorld) -> None:
     tell(pair, "ann", 8)
     tell(pair, "bob", 8)
     power_cut(pair, ann=12, bob=8)
@@ -121,7 +121,7 @@ def test_while_one_is_away_that_may_have_them_nothing_is_given_up(pair: RoutedWo
     assert pair.plan.base.round == 0
 
 
-def test_who_finds_its_layers_after_all_ends_it(pair: RoutedWorld) -> None:
+def test_a_node_that_finds_its_layers_cancels_the_recovery(pair: RoutedWorld) -> None:
     tell(pair, "ann", 8)
     tell(pair, "bob", 8)
     power_cut(pair, ann=12, bob=8)
@@ -133,17 +133,17 @@ def test_who_finds_its_layers_after_all_ends_it(pair: RoutedWorld) -> None:
     assert pair.plan.version == 1
 
 
-def test_where_no_round_is_whole_nothing_is_guessed_and_the_operator_is_told(pair: RoutedWorld) -> None:
+def test_without_a_complete_round_no_recovery_starts_and_the_operator_is_refused(pair: RoutedWorld) -> None:
     tell(pair, "ann", 12, 9)
     tell(pair, "bob", 10, 8)
     power_cut(pair, ann=12, bob=10)
     pair.wait(2 * pair.policy.lost_layers_seconds)
     assert pair.plan.version == 1
-    with pytest.raises(InvalidTransition, match="nothing to go on from"):
+    with pytest.raises(InvalidTransition, match="hold a complete state"):
         recovery.recover(pair.state, pair.now, RUN, force=True)
 
 
-def test_a_claim_of_the_newest_round_by_somebody_stops_no_recovery(pair: RoutedWorld) -> None:
+def test_one_claim_of_the_newest_round_stops_no_recovery(pair: RoutedWorld) -> None:
     """The layers are lost: whoever says that it has a checkpoint of that round has none that helps."""
     tell(pair, "ann", 12, 8)
     tell(pair, "bob", 12, 8)
@@ -152,7 +152,7 @@ def test_a_claim_of_the_newest_round_by_somebody_stops_no_recovery(pair: RoutedW
     assert pair.plan.base.round == 8
 
 
-def test_when_that_round_is_lost_too_it_goes_back_further(pair: RoutedWorld) -> None:
+def test_if_the_recovered_round_is_lost_an_older_one_is_recovered(pair: RoutedWorld) -> None:
     tell(pair, "ann", 12, 8, 4)
     tell(pair, "bob", 10, 8, 4)
     power_cut(pair, ann=12, bob=10)
@@ -164,7 +164,7 @@ def test_when_that_round_is_lost_too_it_goes_back_further(pair: RoutedWorld) -> 
     assert pair.plan.base.round == 4
 
 
-def test_checkpoints_of_who_has_no_place_do_not_count(pair: RoutedWorld) -> None:
+def test_checkpoints_of_nodes_outside_the_plan_do_not_count(pair: RoutedWorld) -> None:
     """Nobody would ask it."""
     pair.cards(spare=2)
     pair.wait(3)
@@ -176,7 +176,7 @@ def test_checkpoints_of_who_has_no_place_do_not_count(pair: RoutedWorld) -> None
     assert pair.plan.base.round == 4
 
 
-def test_who_took_part_in_the_newest_round_and_is_away_is_waited_for(pair: RoutedWorld) -> None:
+def test_recovery_waits_for_absent_members_of_the_newest_round(pair: RoutedWorld) -> None:
     pair.cards(spare=6)
     pair.wait(3)
     for name in STAGES:
@@ -197,7 +197,7 @@ def test_who_took_part_in_the_newest_round_and_is_away_is_waited_for(pair: Route
 
 
 @pytest.mark.parametrize("span", [(0, LAYERS), (7, 6), (0, 2**32 - 1)])
-def test_checkpoints_of_layers_that_are_none_are_refused(pair: RoutedWorld, span: tuple[int, int]) -> None:
+def test_checkpoints_with_invalid_layers_are_rejected(pair: RoutedWorld, span: tuple[int, int]) -> None:
     with pytest.raises(InvalidRequest):
         tell(pair, "ann", 8, span=span)
 
@@ -208,7 +208,7 @@ def test_more_lost_layers_than_there_are_are_refused(pair: RoutedWorld) -> None:
         pair.say("ann")
 
 
-def test_who_is_catching_up_may_hold_what_an_earlier_plan_gave_it() -> None:
+def test_a_node_that_catches_up_may_hold_layers_of_an_earlier_plan() -> None:
     """Both say round 11, of which the layers of one are nowhere: only what lies on disks with its layers counts."""
     world = pair_of_stages()
     world.wait(1)

@@ -49,7 +49,7 @@ def test_rounds_move_the_head_and_resending_them_does_not(world: World) -> None:
     assert (world.run.head_round, world.run.committed_tokens) == (2, 2000)
 
 
-def test_who_is_present_in_every_round_is_remembered_once(world: World) -> None:
+def test_an_unchanged_set_of_present_members_is_shared(world: World) -> None:
     previous = genesis_hash(world)
     for number in range(1, 4):
         report = round_report(number, previous, members(world), committed_before=1000 * (number - 1))
@@ -71,7 +71,7 @@ def test_rounds_may_arrive_out_of_order(world: World) -> None:
     assert len(rounds(world)) == 2
 
 
-def test_an_abandoned_round_is_kept_once_and_told(world: World) -> None:
+def test_an_abandoned_round_is_stored_and_logged_once(world: World) -> None:
     report = abandoned_report(1)
     for _ in range(2):
         world.say(world.opener_of(report), rounds=[report])
@@ -201,9 +201,7 @@ def huge(world: World) -> mb.RoundReport:
         huge,
     ],
 )
-def test_reports_that_cannot_be_true_are_told_and_dropped(
-    world: World, make: Callable[[World], mb.RoundReport]
-) -> None:
+def test_impossible_reports_are_logged_and_dropped(world: World, make: Callable[[World], mb.RoundReport]) -> None:
     world.say("ann", rounds=[make(world)])
     assert rounds(world) == []
     assert world.run.head_round == 0
@@ -259,7 +257,7 @@ def head_and_last_event(world: World) -> tuple[int, str]:
     return world.run.head_round, world.kinds()[-1]
 
 
-def test_a_majority_commits_without_those_who_are_gone(five: World) -> None:
+def test_a_majority_commits_without_absent_members(five: World) -> None:
     some = named(five, "ann", "bob", "cid", "dan")
     report = round_report(1, genesis_hash(five), some, gone=tuple(named(five, "dan")))
     five.say("ann", rounds=[report])
@@ -268,7 +266,7 @@ def test_a_majority_commits_without_those_who_are_gone(five: World) -> None:
     assert head_and_last_event(five) == (1, "round.committed")
 
 
-def test_who_was_present_decides_the_next_round(five: World) -> None:
+def test_present_members_decide_the_next_round(five: World) -> None:
     first = round_report(1, genesis_hash(five), named(five, "ann", "bob", "cid"))
     five.say("ann", rounds=[first])
     three = named(five, "cid", "dan", "eve")  # a majority of all, but one of those three who decide
@@ -312,7 +310,7 @@ def test_votes_of_an_attempt_do_not_count_in_another(five: World) -> None:
     assert head_and_last_event(five) == (0, "round.rejected")
 
 
-def test_what_is_only_in_some_sums_does_not_count(five: World) -> None:
+def test_contributions_missing_from_some_sums_do_not_count(five: World) -> None:
     report = round_report(1, genesis_hash(five), named(five, "ann", "bob", "cid"), gone=tuple(named(five, "cid")))
     manifest = manifest_pb2.Manifest.FromString(report.manifest.payload)
     for tokens, verdict in ((500, "round.rejected"), (0, "round.committed")):
@@ -349,7 +347,9 @@ def screened_report(world: World, tokens: int, *verdicts: manifest_pb2.Verdict) 
 
 
 @pytest.mark.parametrize(("parts", "tokens"), [(2, 500), (3, 0)])
-def test_what_screening_left_out_of_most_sums_does_not_count_and_is_told(five: World, parts: int, tokens: int) -> None:
+def test_contributions_screened_out_of_most_sums_do_not_count_and_are_logged(
+    five: World, parts: int, tokens: int
+) -> None:
     said = [
         manifest_pb2.Verdict(reducer=place, contributor=2, parts_left_out=part)
         for place, part in ((0, 1), (1, parts - 1))
@@ -359,7 +359,7 @@ def test_what_screening_left_out_of_most_sums_does_not_count_and_is_told(five: W
     five.say("ann", rounds=[screened_report(five, tokens, *said)])
     assert five.kinds()[-1] == "round.committed"
     told = [record.message for record in five.records if isinstance(record, Event)][-1]
-    assert ("screening left cid out of most sums" in told) == (not tokens)
+    assert ("screening excluded cid from most sums" in told) == (not tokens)
     (cid,) = named(five, "cid")
     assert rounds(five)[0].screened == (() if tokens else (cid.peer_id,))
     assert five.run.committed_tokens == 1000 + tokens
@@ -376,7 +376,7 @@ def test_verdicts_of_or_about_strangers_are_no_manifests(five: World) -> None:
 
 
 def waiting(world: World) -> list[int]:
-    return sorted(number for number, _ in world.state.memory[RUN].waiting)
+    return sorted(number for number, _ in world.state.memory[RUN].waiting_rounds)
 
 
 @pytest.mark.parametrize("present", [("eve",), ("dan", "eve")])
@@ -395,7 +395,7 @@ def test_a_manifest_never_names_its_own_electorate(present: tuple[str, ...], num
     assert waiting(world) == ([5000] if number == 5000 else [])
 
 
-def test_a_round_told_early_counts_with_a_majority_of_those_known_and_those_planned(five: World) -> None:
+def test_an_early_round_counts_with_majorities_of_known_voters_and_of_the_plan(five: World) -> None:
     everyone = named(five, "ann", "bob", "cid", "dan", "eve")
     third = round_report(3, b"x" * 32, everyone, committed_before=5000, signers=everyone[:3])
     five.say("ann", rounds=[third])
@@ -456,7 +456,7 @@ def handed_over(world: World) -> list[mb.RoundReport]:
     return told
 
 
-def test_rounds_wait_for_those_before_them_also_over_a_restart(seven: World) -> None:
+def test_rounds_wait_for_earlier_ones_across_a_restart(seven: World) -> None:
     first, second, third, fourth = handed_over(seven)
     seven.say("ann", rounds=[first])
     seven.say("gus", rounds=[fourth])  # the four that decide after round 1 did not vote
@@ -473,7 +473,7 @@ def test_rounds_wait_for_those_before_them_also_over_a_restart(seven: World) -> 
     assert (seven.run.head_round, waiting(seven)) == (4, [])
 
 
-def test_what_waits_follows_whatever_comes_last(seven: World) -> None:
+def test_waiting_rounds_commit_in_any_order_of_arrival(seven: World) -> None:
     for report in reversed(handed_over(seven)):
         assert seven.run.head_round == 0
         seven.say("ann", rounds=[report])
@@ -481,7 +481,7 @@ def test_what_waits_follows_whatever_comes_last(seven: World) -> None:
     assert sorted(row.number for row in rounds(seven)) == [1, 2, 3, 4]
 
 
-def test_the_operator_is_told_of_a_gap_and_closes_it(seven: World) -> None:
+def test_a_gap_is_logged_and_a_recovery_closes_it(seven: World) -> None:
     *_, fourth = handed_over(seven)
     seven.say("gus", rounds=[fourth])
     seven.wait(100)
@@ -495,7 +495,7 @@ def test_the_operator_is_told_of_a_gap_and_closes_it(seven: World) -> None:
     assert seven.run.committed_tokens == 7500
 
 
-def test_a_restored_coordinator_goes_on_with_a_majority_of_those_it_knew(five: World) -> None:
+def test_a_restored_coordinator_continues_with_a_majority_of_known_voters(five: World) -> None:
     everyone = named(five, "ann", "bob", "cid", "dan", "eve")
     five.say("ann", rounds=[round_report(1, genesis_hash(five), everyone)])
     five.put(replace(five.run, plan_floor=1000))  # rounds 2 to 9 and their plans are forgotten
@@ -546,7 +546,7 @@ def test_a_round_that_comes_late_must_be_the_one_that_the_next_follows(five: Wor
     assert [row.number for row in rounds(five)] == [2, 1]
 
 
-def test_a_restart_remembers_who_decides(five: World) -> None:
+def test_a_restart_keeps_the_electorate(five: World) -> None:
     first = round_report(1, genesis_hash(five), named(five, "ann", "bob", "cid"))
     five.say("ann", rounds=[first])
     before = five.state.memory[RUN].committed
@@ -569,7 +569,7 @@ def test_the_loss_of_genesis_counts(world: World) -> None:
     assert world.run.loss == 5.5
 
 
-def test_a_loss_of_a_round_that_nobody_knows_is_dropped(world: World) -> None:
+def test_an_evaluation_of_an_unknown_round_is_dropped(world: World) -> None:
     world.say("ann", evaluations=[mb.EvaluationReport(round=2**40, loss=0.001)])
     assert (world.run.loss_round, world.kinds()[-1]) == (0, "evaluation.rejected")
 

@@ -71,7 +71,7 @@ def test_metrics_name_runs_and_states_and_no_peers() -> None:
     assert all(line.startswith(("#", "atoll_")) for line in text.splitlines())
 
 
-def test_systemd_is_told_over_its_socket(tmp_path: Path) -> None:
+def test_systemd_is_notified_over_its_socket(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
         listener.settimeout(5)
@@ -81,7 +81,7 @@ def test_systemd_is_told_over_its_socket(tmp_path: Path) -> None:
     assert not notify("", "READY=1")
 
 
-def test_systemd_is_told_also_when_no_descriptors_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systemd_is_notified_also_without_free_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
         listener.settimeout(5)

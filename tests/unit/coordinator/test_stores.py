@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import MetaData, create_engine, text
+from sqlalchemy import create_engine
 from support.memory_store import MemoryStore
 from support.postgres import Postgres, missing, postgres
-from unit.coordinator.world import round_report
 
-from atoll.coordinator.store import migrations
 from atoll.coordinator.store.copying import copy_rows
 from atoll.coordinator.store.database_lock import OWNER_TABLE
 from atoll.coordinator.store.records import (
@@ -46,7 +44,6 @@ from atoll.core.errors import (
     DataDirUnusable,
     Unreachable,
 )
-from atoll.core.identity import Identity
 
 TOKEN = Token("t1", "hash", "reef", ("node", "seed"), 3, 2, 10, 20)
 NODE = Node("p1", "ann", "reef", ("node",), b"\0\xff", 1, 10, multiaddrs=("/ip4/1", "/ip6/2"), pin="3-7")
@@ -105,7 +102,7 @@ def test_an_empty_store_is_empty(store: Store) -> None:
     assert store.plan("reef", 1) is None
 
 
-def test_what_was_applied_is_loaded_field_by_field(store: Store) -> None:
+def test_applied_rows_are_loaded_field_by_field(store: Store) -> None:
     store.apply(ALL)
     kept = replace(ROUND, manifest=b"")
     assert store.load() == Contents(
@@ -157,7 +154,7 @@ def test_closing_twice_is_fine(store: Store) -> None:
     store.close()
 
 
-def test_what_is_deleted_is_gone_and_deleting_nothing_is_fine(store: Store) -> None:
+def test_deleted_rows_disappear_and_deleting_a_missing_row_is_fine(store: Store) -> None:
     other = replace(VOTE, number=9)
     store.apply([VOTE, other, Delete(Vote, ("reef", 8))])
     store.apply([Delete(Vote, ("reef", 8)), Delete(Checkpoint, ("p1", 77)), HELD])
@@ -186,7 +183,7 @@ def test_a_database_opened_again_has_everything(url: str) -> None:
     store.close()
 
 
-def test_a_database_has_one_owner_who_is_named_and_another_one_afterwards(url: str) -> None:
+def test_a_database_has_one_owner_at_a_time_named_in_the_error(url: str) -> None:
     first = SqlStore(url, "process 7 on reef")
     with pytest.raises(AlreadyRunning, match="process 7 on reef"):
         SqlStore(url, "process 8 on lagoon")
@@ -219,7 +216,7 @@ def test_an_owner_whose_lock_was_lost_and_taken_writes_nothing_over(url: str) ->
     second.close()
 
 
-def test_where_none_may_be_made_none_is(url: str, tmp_path: Path) -> None:
+def test_no_database_is_created_unless_allowed(url: str, tmp_path: Path) -> None:
     before = {path.name for path in tmp_path.iterdir()}
     with pytest.raises(DatabaseMissing, match="no coordinator's database") as refusal:
         SqlStore(url, "ann", may_create=False)
@@ -262,7 +259,7 @@ def test_a_server_that_is_not_there_is_named_without_its_password(tmp_path: Path
 
 
 def test_a_server_that_does_not_admit_us_is_no_reason_to_try_again(server: Postgres) -> None:
-    with pytest.raises(ConfigError, match="does not admit us"):
+    with pytest.raises(ConfigError, match="denies access"):
         SqlStore(server.url("nowhere"))
 
 
@@ -322,7 +319,7 @@ def test_a_place_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["nonsense", "nosuchdb://host/x"])
-def test_a_url_that_is_none_is_a_config_error(url: str) -> None:
+def test_an_invalid_url_is_a_config_error(url: str) -> None:
     with pytest.raises(ConfigError):
         SqlStore(url)
 
@@ -331,41 +328,3 @@ def test_passwords_stay_out_of_messages() -> None:
     with pytest.raises(ConfigError) as refusal:
         SqlStore("nosuchdb://user:hunter2@host/x")
     assert "hunter2" not in str(refusal.value)
-
-
-def test_attempts_of_earlier_releases_are_counted(url: str) -> None:
-    engine = create_engine(url)
-    migrations.upgrade(engine, "0003")
-    tables = MetaData()
-    tables.reflect(engine)
-    with engine.begin() as connection:
-        for record in (RUN, replace(RUN, run_id="other"), ROUND, replace(ROUND, attempt=1, committed=False)):
-            table = tables.tables["runs" if isinstance(record, Run) else "rounds"]
-            values = {name: value for name, value in vars(record).items() if name in table.c}
-            values |= {"present": ""} if isinstance(record, Round) else {}
-            connection.execute(table.insert().values(**values))
-    engine.dispose()
-    store = SqlStore(url)
-    assert {run.run_id: run.rounds_opened for run in store.load().runs} == {"reef": 2, "other": 0}
-    store.close()
-
-
-def test_a_database_of_the_first_release_gets_the_totals_of_its_rounds(url: str) -> None:
-    engine = create_engine(url)
-    migrations.upgrade(engine, "0001")
-    report = round_report(7, b"x" * 32, [Identity.generate()], tokens_each=500, committed_before=9000)
-    keys = "run_id, number, plan_version, fragment, attempt, committed, reason, opener, seconds, reported_ms"
-    rest = "wire_bytes, tokens, members, parts_zeroed, manifest_hash, manifest"
-    with engine.begin() as connection:
-        connection.execute(
-            text(
-                f"INSERT INTO rounds ({keys}, {rest}) "
-                "VALUES ('reef',7,1,0,0,:yes,'','p1',1,1,1,500,1,0,:hash,:manifest)"
-            ),
-            {"yes": True, "hash": b"h", "manifest": report.manifest.SerializeToString()},
-        )
-    engine.dispose()
-    store = SqlStore(url)
-    (row,) = store.load().rounds
-    assert (row.committed_tokens, row.made_under, row.previous_hash, len(row.present)) == (9500, 1, b"x" * 32, 1)
-    store.close()

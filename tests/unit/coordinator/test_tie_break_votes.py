@@ -31,7 +31,7 @@ def test_no_vote_below_a_promise_and_no_two_in_one_attempt(asked: list[tuple[Bal
     for ballot, payload in asked:
         known = next(iter(store.load().votes), None)  # a restart before every call
         answer = (
-            tie_break_votes.cast(known, RUN, 5, ballot, payload)
+            tie_break_votes.cast_vote(known, RUN, 5, ballot, payload)
             if payload
             else tie_break_votes.promise(known, RUN, 5, ballot)
         )
@@ -73,7 +73,7 @@ def test_with_the_coordinator_no_two_results_are_ever_committed(steps: list[tupl
                 kept[name] = answer.vote
                 promises[number][name] = last(answer.vote)
         elif voting and (number in chosen or choose(electorate, number, promises[number], chosen)):
-            answer = tie_break_votes.cast(kept.get(name), RUN, 1, ballot, chosen[number])
+            answer = tie_break_votes.cast_vote(kept.get(name), RUN, 1, ballot, chosen[number])
             if answer.granted and answer.vote is not None:
                 kept[name] = answer.vote
                 voters[number].add(name)
@@ -111,7 +111,7 @@ def world() -> World:
 
 def attempt(world: World, *, number: int = 1, plan: int = 1, by: str = "ann") -> RoundId:
     """The first attempt that this node opens."""
-    members = world.state.memory[RUN].caps[plan]
+    members = world.state.memory[RUN].token_caps[plan]
     peer = world.identities[by].peer_id
     tries = (RoundId(RUN, plan, 0, number, count) for count in range(9))
     return next(item for item in tries if item.opener(members) == peer)
@@ -126,7 +126,7 @@ def payload(world: World, round_id: RoundId, *, previous: bytes | None = None) -
 
 def ask(world: World, round_id: RoundId, text: bytes = b"", *, by: str = "ann") -> tie_break_votes.VoteReply:
     peer = world.identities[by].peer_id
-    answer = world.take(tie_break_votes.answer(world.state, world.now, peer, round_id, text))
+    answer = world.take(tie_break_votes.answer_vote_request(world.state, world.now, peer, round_id, text))
     assert isinstance(answer, tie_break_votes.VoteReply)
     return answer
 
@@ -186,7 +186,7 @@ def test_the_runs_state_matters(world: World, state: str, granted: bool) -> None
     assert ask(world, attempt(world)).granted is granted
 
 
-def test_who_may_not_ask(world: World) -> None:
+def test_vote_requests_of_the_wrong_sender_are_refused(world: World) -> None:
     mine = attempt(world)
     for wrong in (
         replace(mine, attempt=mine.attempt + 1),  # the other one's
@@ -201,7 +201,7 @@ def test_who_may_not_ask(world: World) -> None:
     world.join("cid")  # not in a plan yet
     with pytest.raises(InvalidRequest):
         ask(world, mine, by="cid")
-    world.take(tie_break_votes.answer(world.state, world.now, world.identities["ann"].peer_id, mine, b""))
+    world.take(tie_break_votes.answer_vote_request(world.state, world.now, world.identities["ann"].peer_id, mine, b""))
     world.state = replace(
         world.state,
         nodes={key: replace(node, banned=node.name == "ann") for key, node in world.state.nodes.items()},
@@ -211,7 +211,7 @@ def test_who_may_not_ask(world: World) -> None:
 
 
 @pytest.mark.parametrize("spoil", ["number", "attempt", "previous", "rubbish", "size"])
-def test_what_is_not_voted_for(world: World, spoil: str) -> None:
+def test_invalid_payloads_get_no_vote(world: World, spoil: str) -> None:
     mine = attempt(world)
     text = {
         "number": payload(world, replace(mine, number=2)),
@@ -236,7 +236,7 @@ def test_votes_are_kept_for_a_bounded_number_of_rounds(world: World) -> None:
 
 
 def test_attempts_cannot_be_used_up(world: World) -> None:
-    with pytest.raises(InvalidRequest, match="too far"):
+    with pytest.raises(InvalidRequest, match="must be at most"):
         ask(world, replace(attempt(world), attempt=2**32 - 1))
     assert ask(world, attempt(world)).granted
 
@@ -266,4 +266,8 @@ def test_a_restored_coordinator_abstains_until_a_round_of_a_plan_since_has_commi
 
 def test_errors_are_ours(world: World) -> None:
     with pytest.raises(AtollError):
-        world.take(tie_break_votes.answer(world.state, world.now, Identity.generate().peer_id, attempt(world), b""))
+        world.take(
+            tie_break_votes.answer_vote_request(
+                world.state, world.now, Identity.generate().peer_id, attempt(world), b""
+            )
+        )

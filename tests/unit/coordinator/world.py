@@ -202,8 +202,14 @@ class World:
                     self.state = replace(
                         self.state, live={**self.state.live, peer: replace(live, seen=self.now.monotonic)}
                     )
-            self.take(machine.tick(self.state, self.now, self.policy))
+            self.tick()
             self.tick_done()
+
+    def tick(self) -> None:
+        """Take the steps of one tick."""
+        self.take(machine.tick_streams(self.state, self.now, self.policy))
+        for run_id in self.state.runs:
+            self.take(machine.tick_run(self.state, self.now, self.policy, run_id))
 
     def tick_done(self) -> None:
         """Whoever else has a turn."""
@@ -275,7 +281,7 @@ class World:
 
     def opener_of(self, report: mb.RoundReport) -> str:
         """Whose attempt it was."""
-        members = self.state.memory[RUN].caps[report.round.plan_version]
+        members = self.state.memory[RUN].token_caps[report.round.plan_version]
         return self.name_of(RoundId.from_proto(report.round).opener(members))
 
     def hang_up(self, name: str) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,8 @@ def test_dockerfile_copies_only_what_exists_and_is_not_ignored() -> None:
     assert copied
     assert set(copied) == allowed
     assert [source for source in copied if not (ROOT / source).exists()] == []
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert set(wheel["packages"]) <= set(copied), "`atoll` does not start without one of its source roots"
 
 
 def _compose() -> dict[str, Any]:

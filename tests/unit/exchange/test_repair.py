@@ -18,7 +18,7 @@ from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.allreduce import PROTOCOL
-from atoll.node.exchange.repair import MAX_PARTS_PER_REQUEST
+from atoll.node.exchange.repair import MAX_PARTS_PER_REQUEST, SourcesOfPart
 from atoll.v1 import dataplane_pb2 as dp
 
 WEIGHTS = {"a": 1, "b": 2, "c": 3, "d": 4}
@@ -58,8 +58,12 @@ async def lose(swarm: Swarm, peer: str, indices: list[int]) -> None:
     await swarm.exchanges[peer]._average.zero(indices)
 
 
-def everyone_holds(swarm: Swarm, peers: list[str]) -> dict[int, list[str]]:
-    return dict.fromkeys(range(swarm.total), peers)
+def held_by(holders: dict[int, list[str]]) -> SourcesOfPart:
+    return lambda part: holders.get(part, [])
+
+
+def everyone_holds(swarm: Swarm, peers: list[str]) -> SourcesOfPart:
+    return held_by(dict.fromkeys(range(swarm.total), peers))
 
 
 def test_questions_are_shared_among_holders_and_only_what_is_missing_is_asked_for():
@@ -84,7 +88,7 @@ def test_questions_are_shared_among_holders_and_only_what_is_missing_is_asked_fo
             await lose(swarm, peer, [3])
             swarm.averages[peer].fill_(float("nan"))
             nowhere = [b"" if index == 3 else digest for index, digest in enumerate(swarm.settled)]
-            assert await swarm.exchanges[peer].repair(nowhere, {}, TIMEOUT)
+            assert await swarm.exchanges[peer].repair(nowhere, held_by({}), TIMEOUT)
             part = next(
                 part for share in swarm.layout.reducer_shares for part in share.parts if share.first + part.index == 3
             )
@@ -161,7 +165,7 @@ def test_what_was_settled_otherwise_is_replaced_and_what_nobody_has_is_zeroed():
             await swarm.exchanges[peer]._average.put(0, other)
         settled = (hashlib.sha256(other).digest(), *swarm.settled[1:-1], b"")
         for peer in ALL:
-            await swarm.exchanges[peer].repair(settled, {0: ["c", "d"]}, TIMEOUT)
+            await swarm.exchanges[peer].repair(settled, held_by({0: ["c", "d"]}), TIMEOUT)
             assert torch.equal(swarm.averages[peer], swarm.averages["a"])
         last = swarm.layout.reducer_shares[-1].parts[-1]
         assert torch.equal(swarm.averages["a"][: first.end], swarm.codec.decode(other, first.elements))
@@ -178,7 +182,7 @@ def test_a_part_without_holders_cannot_be_repaired():
         await lose(swarm, "a", [4])
         for holders in ({}, {4: []}, {4: ["a"]}, {4: ["nobody"]}):
             with pytest.raises(RoundAbandoned, match="part 4 of"):
-                await swarm.exchanges["a"].repair(swarm.settled, holders, TIMEOUT)
+                await swarm.exchanges["a"].repair(swarm.settled, held_by(holders), TIMEOUT)
         await swarm.close()
 
     run_virtually(scene())

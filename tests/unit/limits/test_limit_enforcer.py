@@ -1,4 +1,4 @@
-"""Limits in a daemon: who is told to rest, with which words, and what a restart remembers."""
+"""Limits in a daemon: when the session is paused, with which reason, and what a restart remembers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GB = 10**9
 
 
 class Host:
-    """Counts what it is told."""
+    """A limiter that counts the bytes of the test."""
 
     def __init__(self) -> None:
         self.bytes_total = 0
@@ -37,20 +37,20 @@ class Host:
 
 
 class Session:
-    """Trains, or rests for a reason."""
+    """A session that records the reason of its pause."""
 
     def __init__(self) -> None:
-        self.resting = ""
+        self.pause_reason = ""
         self.limits: list[NodeConfig] = []
-        self.told = asyncio.Event()
+        self.changed = asyncio.Event()
 
     def pause(self, reason: str) -> None:
-        self.resting = reason
-        self.told.set()
+        self.pause_reason = reason
+        self.changed.set()
 
     def resume(self) -> None:
-        self.resting = ""
-        self.told.set()
+        self.pause_reason = ""
+        self.changed.set()
 
     async def limit(self, config: NodeConfig) -> None:
         if config.vram_fraction < 0.5:
@@ -59,7 +59,7 @@ class Session:
 
 
 class Node:
-    """One daemon's limits, as often as it is started."""
+    """The limits of one daemon over several starts."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -78,8 +78,8 @@ class Node:
         return await handler({"command": command, **arguments})
 
     @property
-    def resting(self) -> str:
-        return self.session.resting
+    def pause_reason(self) -> str:
+        return self.session.pause_reason
 
 
 @pytest.fixture
@@ -89,23 +89,23 @@ async def node(tmp_path: Path) -> Node:
     return it
 
 
-async def test_a_pause_lasts_over_a_restart_until_its_time(node: Node) -> None:
+async def test_a_pause_survives_a_restart_until_its_end(node: Node) -> None:
     answer = await node.ask("pause", seconds=7200)
     assert answer["until_unix"] == MORNING + 7200
-    assert node.resting == "paused by its owner until 2026-11-21 10:00"
+    assert node.pause_reason == "paused by its owner until 2026-11-21 10:00"
     node.clock.advance(3600)
     await node.start()
-    assert "until 2026-11-21 10:00" in node.resting
+    assert "until 2026-11-21 10:00" in node.pause_reason
     node.clock.advance(3601)
     await node.start()
-    assert not node.resting
+    assert not node.pause_reason
     await node.ask("pause")
     node.clock.advance(10**6)
     await node.start()
-    assert node.resting == "paused by its owner"
+    assert node.pause_reason == "paused by its owner"
     assert await node.ask("resume") == {"paused": False, "reason": "", "warning": ""}
     await node.start()
-    assert not node.resting
+    assert not node.pause_reason
 
 
 async def test_a_pause_ends_by_itself_without_a_restart(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,25 +114,25 @@ async def test_a_pause_ends_by_itself_without_a_restart(node: Node, monkeypatch:
     node.clock.advance(59.99)
     await node.ask("pause", seconds=0.01)
     async with asyncio.timeout(5):
-        while node.resting:
-            node.session.told.clear()
+        while node.pause_reason:
+            node.session.changed.clear()
             node.clock.advance(0.01)
-            await node.session.told.wait()
+            await node.session.changed.wait()
     running.cancel()
 
 
-async def test_finish_lets_the_round_end_and_a_restart_rest_until_resume(node: Node) -> None:
+async def test_finish_does_not_pause_now_but_after_a_restart_until_resume(node: Node) -> None:
     await node.ask("pause", seconds=60)
     await node.ask("resume")
     assert node.limit_enforcer.finish() == ""
-    assert not node.resting  # or the round would be given up
+    assert not node.pause_reason  # or the round would be given up
     await node.ask("set", limits={"cpu_threads": 1})  # looks again
-    assert not node.resting
+    assert not node.pause_reason
     await node.start()
-    assert "finished by its owner" in node.resting
+    assert "finished by its owner" in node.pause_reason
     await node.ask("resume")
     await node.start()
-    assert not node.resting
+    assert not node.pause_reason
 
 
 async def test_a_pause_that_ends_meanwhile_does_not_undo_finish(node: Node) -> None:
@@ -141,111 +141,107 @@ async def test_a_pause_that_ends_meanwhile_does_not_undo_finish(node: Node) -> N
     node.clock.advance(61)
     await node.ask("set", limits={"cpu_threads": 1})
     await node.start()
-    assert "finished by its owner" in node.resting
+    assert "finished by its owner" in node.pause_reason
 
 
-async def test_hours_rest_the_node_and_force_overrules_them_until_they_change(node: Node) -> None:
+async def test_hours_pause_the_node_and_force_overrules_them_until_they_allow_training(node: Node) -> None:
     await node.ask("set", limits={"hours": "22:00-07:00"})
-    assert "22:00" in node.resting
+    assert "22:00" in node.pause_reason
     answer = await node.ask("resume")
-    assert (answer["paused"], answer["reason"]) == (True, node.resting)
+    assert (answer["paused"], answer["reason"]) == (True, node.pause_reason)
     assert (await node.ask("resume", force=True))["paused"] is False
-    assert not node.resting
+    assert not node.pause_reason
     await node.ask("pause")
-    assert node.resting == "paused by its owner"
+    assert node.pause_reason == "paused by its owner"
     await node.ask("resume", force=True)
-    assert not node.resting
+    assert not node.pause_reason
     node.clock.advance(15 * 3600)  # 23:00: now they allow it
     await node.ask("set", limits={"on_battery": "train"})
     node.clock.advance(9 * 3600)  # 08:00 again: the force is spent
     await node.ask("set", limits={"on_battery": "pause"})
-    assert "22:00" in node.resting
+    assert "22:00" in node.pause_reason
 
 
-async def test_force_overrules_the_limit_that_it_was_said_against_and_no_other(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_force_overrules_only_the_limit_that_paused_the_node(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     on_battery = False
     monkeypatch.setattr("atoll.node.limits.enforcer.on_battery", lambda: on_battery)
     await node.ask("set", limits={"hours": "22:00-07:00", "on_battery": "pause"})
     await node.ask("resume", force=True)
-    assert not node.resting
+    assert not node.pause_reason
     on_battery = True
     await node.ask("set", limits={"cpu_threads": 1})  # looks again
-    assert node.resting == "on battery"
+    assert node.pause_reason == "on battery"
     assert (await node.ask("resume", force=True))["paused"] is False  # both, now
-    assert not node.resting
+    assert not node.pause_reason
     on_battery = False
     await node.ask("set", limits={"cpu_threads": 2})
-    assert not node.resting
+    assert not node.pause_reason
     on_battery = True
     await node.ask("set", limits={"cpu_threads": 1})
-    assert node.resting == "on battery"  # it allowed it meanwhile
+    assert node.pause_reason == "on battery"  # it allowed it meanwhile
     await node.ask("resume", force=True)
     on_battery = False
     await node.ask("resume", force=True)  # twice is no less
-    assert not node.resting
+    assert not node.pause_reason
     answer = await node.ask("resume")  # without force all limits hold again
     assert "22:00" in answer["reason"]
 
 
-async def test_force_also_overrules_the_minute_for_which_mains_power_must_last(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_force_also_overrules_the_settle_time_of_mains_power(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     on_battery = True
     monkeypatch.setattr("atoll.node.limits.enforcer.on_battery", lambda: on_battery)
     await node.ask("set", limits={"on_battery": "pause"})
-    assert node.resting == "on battery"
+    assert node.pause_reason == "on battery"
     on_battery = False
-    await node.limit_enforcer._observe_and_enforce()
-    assert "mains power is back" in node.resting
+    await node.limit_enforcer.observe_and_enforce()
+    assert "mains power is back" in node.pause_reason
     assert (await node.ask("resume", force=True))["paused"] is False
-    assert not node.resting
-    await node.limit_enforcer._observe_and_enforce()
-    assert not node.resting
+    assert not node.pause_reason
+    await node.limit_enforcer.observe_and_enforce()
+    assert not node.pause_reason
     node.clock.advance(61)
-    await node.limit_enforcer._observe_and_enforce()
+    await node.limit_enforcer.observe_and_enforce()
     on_battery = True
-    await node.limit_enforcer._observe_and_enforce()
-    assert node.resting == "on battery"
+    await node.limit_enforcer.observe_and_enforce()
+    assert node.pause_reason == "on battery"
 
 
-async def test_the_owner_is_told_first_of_his_own_pause(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_owners_pause_is_reported_before_a_limit(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enforcer, "on_battery", lambda: True)
     await node.start()
-    assert node.resting == "on battery"
+    assert node.pause_reason == "on battery"
     await node.ask("pause")
-    assert node.resting == "paused by its owner"
+    assert node.pause_reason == "paused by its owner"
     await node.ask("set", limits={"on_battery": "train"})
     await node.ask("resume")
-    assert not node.resting
+    assert not node.pause_reason
 
 
-async def test_a_month_that_is_spent_rests_the_node_until_it_turns_or_the_limit_rises(node: Node) -> None:
+async def test_a_used_up_month_pauses_the_node_until_the_next_month_or_a_higher_limit(node: Node) -> None:
     await node.ask("set", limits={"monthly_gigabytes": 1})
     node.host.bytes_total = 600 * 10**6
     await node.limit_enforcer.close()
     await node.start()  # counts from nothing again; the file has the rest
-    assert not node.resting
+    assert not node.pause_reason
     node.host.bytes_total = 500 * 10**6
     await node.ask("set", limits={"cpu_threads": 1})
-    assert "1 GB are spent; trains again on 2026-12-01" in node.resting
-    assert node.limit_enforcer.describe("")["month_bytes"] == 1_100_000_000
+    assert "1 GB are used up; training resumes on 2026-12-01" in node.pause_reason
+    assert node.limit_enforcer.status_json("")["month_bytes"] == 1_100_000_000
     await node.ask("set", limits={"monthly_gigabytes": "1.5"})
-    assert not node.resting
+    assert not node.pause_reason
     await node.ask("set", limits={"monthly_gigabytes": 1})
     node.clock.advance(10 * 86400)
     await node.ask("set", limits={"cpu_threads": 2})
-    assert not node.resting
-    assert node.limit_enforcer.describe("")["month_bytes"] == 0
+    assert not node.pause_reason
+    assert node.limit_enforcer.status_json("")["month_bytes"] == 0
 
 
-async def test_what_is_left_of_the_month_is_all_that_may_pass_unless_forced(node: Node) -> None:
+async def test_traffic_is_limited_to_the_rest_of_the_month_unless_forced(node: Node) -> None:
     assert node.host.allowed == float("inf")
     await node.ask("set", limits={"monthly_gigabytes": 1, "hours": "22:00-07:00"})
     node.host.bytes_total = 600 * 10**6
     await node.ask("resume", force=True)  # of its hours
-    assert not node.resting
+    assert not node.pause_reason
     assert node.host.allowed == GB
     await node.limit_enforcer.close()
     await node.start()
@@ -253,30 +249,30 @@ async def test_what_is_left_of_the_month_is_all_that_may_pass_unless_forced(node
     await node.ask("resume", force=True)
     node.host.bytes_total = 500 * 10**6
     await node.ask("set", limits={"cpu_threads": 1})
-    assert "GB are spent" in node.resting  # the earlier force does not overrule this
+    assert "GB are used up" in node.pause_reason  # the earlier force does not overrule this
     assert node.host.allowed <= node.host.bytes_total
     await node.ask("resume", force=True)
-    assert not node.resting
+    assert not node.pause_reason
     assert node.host.allowed == float("inf")
 
 
-async def test_a_start_with_a_wrong_clock_erases_no_month(node: Node) -> None:
+async def test_a_start_with_a_wrong_clock_erases_no_traffic(node: Node) -> None:
     await node.ask("set", limits={"monthly_gigabytes": 1})
     node.host.bytes_total = 2 * GB
     await node.limit_enforcer.close()
     for year in range(1970, 2000):  # a battery on the board that died, again and again
         node.clock = ManualClock(datetime(year, 1, 1).timestamp())
         await node.start()
-        assert not node.resting
+        assert not node.pause_reason
         await node.limit_enforcer.close()
         node.clock = ManualClock(MORNING)
         await node.start()
-        assert "GB are spent" in node.resting
+        assert "GB are used up" in node.pause_reason
         await node.limit_enforcer.close()
     assert len(json.loads((node.directory / "traffic.json").read_bytes())["bytes_by_month"]) < 30
 
 
-async def test_set_changes_all_or_nothing(node: Node, tmp_path: Path) -> None:
+async def test_set_changes_all_limits_or_none(node: Node, tmp_path: Path) -> None:
     answer = await node.ask("set", limits={"upload_mbit_per_second": "8", "cpu_threads": "2"})
     assert node.host.rates == (1e6, 0.0)
     assert node.session.limits[-1].cpu_threads == 2
@@ -293,7 +289,7 @@ async def test_set_changes_all_or_nothing(node: Node, tmp_path: Path) -> None:
     assert node.host.rates == (1e6, 0.0)
 
 
-async def test_what_cannot_be_written_down_is_refused_or_told(node: Node, tmp_path: Path) -> None:
+async def test_a_failed_write_refuses_set_and_warns_on_pause(node: Node, tmp_path: Path) -> None:
     node.limit_enforcer = LimitEnforcer(
         load({"data_dir": tmp_path / "gone"}, {"HOME": str(tmp_path)}, None), node.clock
     )
@@ -303,16 +299,18 @@ async def test_what_cannot_be_written_down_is_refused_or_told(node: Node, tmp_pa
     assert node.host.rates == (0.0, 0.0)
     assert node.session.limits[-1].cpu_threads == 0  # put back
     assert "a restart will not know" in (await node.ask("pause"))["warning"]
-    assert node.resting  # all the same
+    assert node.pause_reason  # all the same
 
 
-async def test_the_environment_is_named_where_it_will_win_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_set_warns_if_the_environment_overrides_the_limit_at_the_next_start(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ATOLL_CPU_THREADS", "7")
     answer = await node.ask("set", limits={"cpu_threads": 2})
-    assert answer["warnings"] == ["ATOLL_CPU_THREADS in the environment wins at the next start"]
+    assert answer["warnings"] == ["the next start takes ATOLL_CPU_THREADS from the environment instead"]
 
 
-async def test_a_seed_has_rates_and_nothing_to_pause(tmp_path: Path) -> None:
+async def test_a_seed_has_rate_limits_but_cannot_be_paused(tmp_path: Path) -> None:
     node = Node(tmp_path)
     await node.start(seed=True)
     await node.ask("set", limits={"download_mbit_per_second": 80})
@@ -322,12 +320,12 @@ async def test_a_seed_has_rates_and_nothing_to_pause(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"paused": true}', b"[]"])
-async def test_a_damaged_wish_means_rest_and_damaged_traffic_nothing(tmp_path: Path, damage: bytes) -> None:
+async def test_a_damaged_intent_pauses_and_damaged_traffic_counts_from_0(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "owner.json").write_bytes(damage)
     (tmp_path / "traffic.json").write_bytes(damage)
     node = Node(tmp_path)
     await node.start()
-    assert node.resting
-    assert node.limit_enforcer.month_bytes == 0
+    assert node.pause_reason
+    assert node.limit_enforcer.status_json("")["month_bytes"] == 0
     await node.ask("resume")
     assert json.loads((tmp_path / "owner.json").read_bytes())["paused"] is False

@@ -1,4 +1,4 @@
-"""Battery, other programs, people: read from files as Linux writes them."""
+"""Use of the machine by battery, other programs and people, read from files as Linux writes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_machine_without_a_battery_runs_on_mains(tmp_path: Path) -> None:
     assert not on_battery(tmp_path)
 
 
-def test_a_laptop(tmp_path: Path) -> None:
+def test_a_laptop_runs_on_battery_only_while_it_is_unplugged(tmp_path: Path) -> None:
     supply(tmp_path, "BAT0", type="Battery", status="Discharging")
     assert on_battery(tmp_path)
     supply(tmp_path, "AC", type="Mains", online="1")
@@ -48,7 +48,7 @@ def stat(proc: Path, busy: int, **processes: tuple[int, int]) -> None:
         (proc / name[1:] / "stat").write_text(f"{name[1:]} (a ) b) S {parent} 0 0 0 0 0 0 0 0 0 {ticks} 0 0 0 20\n")
 
 
-def test_our_own_family_does_not_count_as_others(tmp_path: Path) -> None:
+def test_descendants_of_the_daemon_do_not_count_as_other_programs(tmp_path: Path) -> None:
     stat(tmp_path, 1000 * TICK, p10=(1, 5 * TICK), p11=(10, 0), p12=(11, 0), p20=(1, 0))
     before = cpu_times(tmp_path)
     stat(tmp_path, 1010 * TICK, p10=(1, 6 * TICK), p11=(10, 3 * TICK), p12=(11, 4 * TICK), p20=(1, 2 * TICK))
@@ -57,7 +57,7 @@ def test_our_own_family_does_not_count_as_others(tmp_path: Path) -> None:
     assert cores_used_by_others(before, now, 12, seconds=10) == pytest.approx(0.6)
 
 
-async def test_use_by_others_starts_the_clock_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_use_by_others_restarts_the_idle_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = ""
 
     async def loginctl() -> str:
@@ -81,12 +81,12 @@ async def test_use_by_others_starts_the_clock_again(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("answer", ["", "nonsense", "IdleHint=", "IdleHint=yes\nIdleSinceHint=soon"])
-def test_logind_that_says_nothing_useful_objects_to_nothing(answer: str) -> None:
+def test_unknown_answers_of_logind_do_not_count_as_use(answer: str) -> None:
     assert idle_since_of(answer) is None
 
 
 def test_this_machine_can_be_observed() -> None:
-    """The kernel's own files: a child of ours that computes is family, not somebody else."""
+    """Reads the kernel's own files: a busy child of this process is not another program."""
     burn = [sys.executable, "-c", "import os, time\nwhile time.process_time() < 0.6: pass\nprint(flush=True); input()"]
     with subprocess.Popen(burn, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None

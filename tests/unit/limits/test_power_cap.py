@@ -1,4 +1,4 @@
-"""The power cap, with a driver that behaves as NVIDIA's does."""
+"""Power cap with a fake driver that behaves like NVIDIA's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UUID, OTHER = "GPU-1234", "GPU-5678"
 
 
 class Driver(SimpleNamespace):
-    """GPUs with caps of 300 W and 250 W, which take 100 to 350 W from who may set it."""
+    """A driver of two GPUs with caps of 300 W and 250 W that accepts 100 to 350 W."""
 
     class NVMLError(Exception):
         pass
@@ -53,7 +53,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     assert it.opened == 0
 
 
-def test_what_was_there_before_comes_back(driver: Driver, tmp_path: Path) -> None:
+def test_restore_sets_the_previous_cap(driver: Driver, tmp_path: Path) -> None:
     cap = PowerCap(tmp_path)
     cap.apply(200.0, [UUID])
     cap.apply(150.0, [UUID])
@@ -66,26 +66,20 @@ def test_what_was_there_before_comes_back(driver: Driver, tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_the_next_start_puts_it_back_after_a_kill(driver: Driver, tmp_path: Path) -> None:
+def test_the_next_start_restores_the_cap_of_a_killed_daemon(driver: Driver, tmp_path: Path) -> None:
     PowerCap(tmp_path).apply(200.0, [UUID])
     PowerCap(tmp_path).restore()
     assert driver.caps[UUID] == 300_000
 
 
-def test_all_gpus_of_a_node_are_capped_and_each_gets_its_own_back(driver: Driver, tmp_path: Path) -> None:
+def test_each_gpu_is_capped_and_gets_its_own_previous_cap_back(driver: Driver, tmp_path: Path) -> None:
     PowerCap(tmp_path).apply(200.0, [UUID, OTHER])
     assert driver.caps == {UUID: 200_000, OTHER: 200_000}
     PowerCap(tmp_path).restore()
     assert driver.caps == {UUID: 300_000, OTHER: 250_000}
 
 
-def test_what_an_older_version_wrote_is_put_back(driver: Driver, tmp_path: Path) -> None:
-    (tmp_path / "power.json").write_text('{"version": 1, "uuid": "GPU-1234", "milliwatts": 275000}')
-    PowerCap(tmp_path).restore()
-    assert driver.caps == {UUID: 275_000, OTHER: 250_000}
-
-
-def test_refusals_are_sentences_and_change_nothing(driver: Driver, tmp_path: Path) -> None:
+def test_a_refused_cap_names_the_reason_and_changes_nothing(driver: Driver, tmp_path: Path) -> None:
     cap = PowerCap(tmp_path)
     with pytest.raises(PowerCapRefused, match="100 to 350"):
         cap.apply(50.0, [UUID])
@@ -100,10 +94,10 @@ def test_refusals_are_sentences_and_change_nothing(driver: Driver, tmp_path: Pat
     assert driver.caps[UUID] == 300_000
 
 
-def test_without_a_driver_it_says_so(tmp_path: Path) -> None:
-    """The real library, on a machine without a GPU."""
-    with pytest.raises(PowerCapRefused, match=r"driver sets no power cap|no GPU|Not Found"):
+def test_without_a_driver_the_cap_is_refused_and_the_file_kept(tmp_path: Path) -> None:
+    """Uses the real library, on a machine without a GPU."""
+    with pytest.raises(PowerCapRefused, match=r"driver refused the power cap|no GPU|Not Found"):
         PowerCap(tmp_path).apply(200.0, ["GPU-none"])
-    (tmp_path / "power.json").write_text('{"uuid": "GPU-none", "milliwatts": 1}')
+    (tmp_path / "power.json").write_text('{"version": 2, "milliwatts": {"GPU-none": 1}}')
     PowerCap(tmp_path).restore()  # warns, and tries again at the next start
     assert (tmp_path / "power.json").exists()

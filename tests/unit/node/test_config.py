@@ -1,4 +1,4 @@
-"""Limits change as a whole or not at all, and the next start remembers them."""
+"""Limits change all together or not at all, and are kept for the next start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def loaded(tmp_path: Path) -> LoadedConfig:
     return load({"data_dir": tmp_path / "node", "cpu_threads": 3}, environment, None)
 
 
-def test_what_was_set_wins_and_is_there_at_the_next_start(loaded: LoadedConfig, tmp_path: Path) -> None:
+def test_a_value_from_set_is_kept_for_the_next_start(loaded: LoadedConfig, tmp_path: Path) -> None:
     new = with_limits(loaded, {"hours": "22:00-07:00", "upload_mbit_per_second": "12.5", "cpu_threads": 2})
     assert (new.config.hours, new.config.upload_mbit_per_second, new.config.cpu_threads) == ("22:00-07:00", 12.5, 2)
     assert new.origin["hours"] == SET_COMMAND_ORIGIN
@@ -41,12 +41,12 @@ def test_what_was_set_wins_and_is_there_at_the_next_start(loaded: LoadedConfig, 
         ({"on_battery": "maybe"}, "on_battery.*pause, train"),
         ({"only_when_idle_minutes": 10**9}, "only_when_idle_minutes.*between 0 and 1440"),
         ({"upload_mbit_per_second": "inf"}, "upload_mbit_per_second.*between"),
-        ({"port": 7710}, "port is set when the node starts"),
-        ({"colour": "red"}, "colour is no setting"),
+        ({"port": 7710}, "port can only be set when the node starts"),
+        ({"colour": "red"}, "colour is not a setting"),
         ({"cpu_threads": 1, "on_battery": "maybe"}, "on_battery"),
     ],
 )
-def test_a_bad_value_names_its_key_and_what_it_may_be(
+def test_a_bad_value_names_its_key_and_its_bounds(
     loaded: LoadedConfig, changes: dict[str, str | int], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -55,7 +55,7 @@ def test_a_bad_value_names_its_key_and_what_it_may_be(
 
 
 @given(st.dictionaries(st.sampled_from(LIMITS), st.one_of(st.text(), st.floats(), st.integers(), st.booleans())))
-def test_any_value_is_either_taken_or_refused_in_a_sentence(changes: dict[str, str | float]) -> None:
+def test_any_value_is_either_accepted_or_refused_with_its_key(changes: dict[str, str | float]) -> None:
     loaded = load({"data_dir": "/nowhere"}, {}, None)
     new, refused = loaded, ""
     try:

@@ -1,4 +1,4 @@
-"""When a node may train: hours, the month's bytes, the battery, other users."""
+"""Training policy: hours, monthly traffic, battery, use by others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ policies = st.builds(
 
 @st.composite
 def days(draw):
-    """Observations five seconds apart: plugs that are pulled, people who come back, bytes that add up."""
+    """Observations five seconds apart: the plug is pulled, people use the machine, traffic adds up."""
     seen, at = [], draw(moments)
     unused, month = 0.0, 0
     for second in range(0, 5 * draw(st.integers(1, 120)), 5):
@@ -50,48 +50,48 @@ def days(draw):
 
 
 def judge(policy, day):
-    verdict, verdicts = TrainingDecision(), []
+    decision, decisions = TrainingDecision(), []
     for seen in day:
-        verdict = decide(policy, seen, verdict)
-        verdicts.append(verdict)
-    return verdicts
+        decision = decide(policy, seen, decision)
+        decisions.append(decision)
+    return decisions
 
 
 @given(policies, days())
 def test_it_trains_only_while_every_limit_allows_it(policy, day):
-    for seen, verdict in zip(day, judge(policy, day), strict=True):
-        assert verdict.train == (verdict.cause is None) == (not verdict.reason)
-        if verdict.train:
+    for seen, decision in zip(day, judge(policy, day), strict=True):
+        assert decision.train == (decision.cause is None) == (not decision.reason)
+        if decision.train:
             assert not policy.hours or any(window.contains(seen.local.time()) for window in policy.hours)
             assert not policy.monthly_bytes or seen.month_bytes < policy.monthly_bytes
             assert not (policy.pause_on_battery and seen.on_battery)
             assert seen.seconds_since_use >= policy.idle_seconds
-        if verdict.until is not None:
-            assert verdict.until > seen.local
+        if decision.until is not None:
+            assert decision.until > seen.local
 
 
 @given(policies.map(lambda policy: replace(policy, hours=())), days())
-def test_it_does_not_flap(policy, day):
-    """From one start to the next at least the settling time passes."""
-    verdicts = judge(policy, day)
-    starts = [now.monotonic for now, a, b in zip(day[1:], verdicts, verdicts[1:], strict=False) if b.train > a.train]
+def test_training_starts_are_at_least_the_settle_time_apart(policy, day):
+    """At least the settle time passes between two starts of training."""
+    decisions = judge(policy, day)
+    starts = [now.monotonic for now, a, b in zip(day[1:], decisions, decisions[1:], strict=False) if b.train > a.train]
     assert all(later - earlier >= MAINS_POWER_SETTLE_TIME.total_seconds() for earlier, later in pairwise(starts))
 
 
 @given(policies, moments)
-def test_what_it_promises_comes_true(policy, at):
-    """At the time that a verdict names, with nothing else against it, the node trains."""
+def test_training_resumes_at_the_announced_time(policy, at):
+    """At the time that a decision names, the node trains unless another limit pauses it."""
     quiet = replace(policy, pause_on_battery=False, idle_seconds=0.0)
-    verdict = decide(quiet, MachineObservation(at, 0.0, month_bytes=2 * 10**9), TrainingDecision())
+    decision = decide(quiet, MachineObservation(at, 0.0, month_bytes=2 * 10**9), TrainingDecision())
     for _ in range(3):  # the month may turn outside the hours
-        if verdict.until is None:
+        if decision.until is None:
             break
-        then = MachineObservation(verdict.until, 10.0, month_bytes=0)
-        verdict = decide(quiet, then, verdict)
-    assert verdict.train
+        then = MachineObservation(decision.until, 10.0, month_bytes=0)
+        decision = decide(quiet, then, decision)
+    assert decision.train
 
 
-def test_the_battery_stops_at_once_and_mains_power_must_last():
+def test_battery_pauses_at_once_and_mains_power_must_settle():
     unplugged = decide(TrainingPolicy(), MachineObservation(NOON, 100.0, on_battery=True), TrainingDecision())
     assert (unplugged.train, unplugged.cause) == (False, PauseCause.BATTERY)
     back = decide(TrainingPolicy(), MachineObservation(NOON, 105.0), unplugged)
@@ -104,16 +104,16 @@ def test_the_battery_stops_at_once_and_mains_power_must_last():
     ).train
 
 
-def test_a_window_over_midnight():
+def test_a_window_may_cross_midnight():
     night = parse_hours("22:00-07:00")
     allowed = [hour for hour in range(24) if night[0].contains(time(hour, 30))]
     assert allowed == [0, 1, 2, 3, 4, 5, 6, 22, 23]
-    verdict = decide(TrainingPolicy(hours=night), MachineObservation(NOON, 0.0), TrainingDecision())
-    assert (verdict.cause, verdict.until) == (PauseCause.HOURS, NOON.replace(hour=22))
-    assert "22:00" in verdict.reason
+    decision = decide(TrainingPolicy(hours=night), MachineObservation(NOON, 0.0), TrainingDecision())
+    assert (decision.cause, decision.until) == (PauseCause.HOURS, NOON.replace(hour=22))
+    assert "22:00" in decision.reason
 
 
-def test_hours_as_people_write_them():
+def test_hours_are_parsed_with_spaces_and_short_forms():
     assert parse_hours(" ") == ()
     assert parse_hours("9:00 - 24:00, 1:30-2:00") == (Hours(time(9), time(0)), Hours(time(1, 30), time(2)))
     assert parse_hours("00:00-24:00")[0].contains(time(3))

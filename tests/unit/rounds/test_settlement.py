@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -9,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import PeerMisbehaved
-from atoll.node.rounds.settlement import check_report, settle
+from atoll.core.frames import MAX_HEADER_BYTES
+from atoll.core.identity import Identity
+from atoll.node.rounds.settlement import MAX_HOLDERS, RepairSources, Settlement, check_report, settle
 from atoll.v1 import dataplane_pb2 as dp
+from atoll.v1 import manifest_pb2
 
 
 @dataclass(frozen=True)
@@ -33,18 +37,62 @@ def swarms(draw: st.DrawFn) -> dict[str, Report]:
     return {peer: Report(draw(lists), draw(names)) for peer in members}
 
 
+def sources(settled: Settlement, order: list[str], part: int) -> tuple[str, ...]:
+    """Whom a member asks, after the messages that carry it."""
+    start = dp.Start(contributions=[manifest_pb2.Contribution(peer_id=peer) for peer in order])
+    return RepairSources(start, message(settled, order))(part)
+
+
+def message(settled: Settlement, order: list[str]) -> dp.Settle:
+    place = {peer: index for index, peer in enumerate(order)}
+    return dp.Settle(
+        present=order,
+        digests=settled.digests,
+        whole=[place[peer] for peer in settled.whole],
+        repairs=[
+            dp.PartHolders(part=part, members=[place[peer] for peer in peers])
+            for part, peers in settled.holders.items()
+        ],
+    )
+
+
 @given(swarms())
 def test_every_present_member_can_become_equal_and_nothing_held_is_zeroed(reports: dict[str, Report]) -> None:
-    digests, holders, partial = settle(reports, list(reports))
-    for index, settled in enumerate(digests):
+    order = list(reports)
+    settled = settle(reports, order)
+    lacking = False
+    for index, digest in enumerate(settled.digests):
         held = [reports[peer].digests[index] for peer in reports]
-        assert bool(settled) == any(held)
-        in_need = [peer for peer in reports if settled and reports[peer].digests[index] != settled]
-        givers = [peer for peer in reports if reports[peer].digests[index] == settled]
-        assert holders.get(index, ()) == (tuple(givers) if in_need else ())
-        assert bool(givers) or not in_need
-        assert all(held.count(settled) >= held.count(other) for other in held if other)
-    assert partial == tuple(sorted({name for report in reports.values() for name in report.partial}))
+        assert bool(digest) == any(held)
+        assert all(held.count(digest) >= held.count(other) for other in held if other)
+        in_need = [peer for peer in reports if digest and reports[peer].digests[index] != digest]
+        givers = {peer for peer in reports if reports[peer].digests[index] == digest}
+        asked = sources(settled, order, index)
+        assert set(asked) <= givers or not digest
+        assert len(set(asked)) >= min(MAX_HOLDERS, len(givers)) or not in_need  # so that one may die
+        lacking |= bool(in_need) or not digest
+    assert settled.is_complete is not lacking
+    assert settled.partial == tuple(sorted({name for report in reports.values() for name in report.partial}))
+
+
+@pytest.mark.parametrize("lacking", ["nobody", "one member", "every member another part", "every member most parts"])
+def test_settle_fits_into_one_message_of_a_thousand_members_and_ten_thousand_parts(lacking: str) -> None:
+    members, parts = 1_000, 10_000
+    order = [Identity.generate().peer_id if place == 0 else f"{place:052d}" for place in range(members)]
+    full = tuple(part.to_bytes(32, "big") for part in range(1, parts + 1))
+    mine = {peer: list(full) for peer in order}
+    rng = random.Random(1)
+    for place, peer in enumerate(order):
+        if lacking == "every member another part":
+            mine[peer][place] = b""
+        elif lacking == "every member most parts":
+            kept = set(rng.sample(range(parts), parts // 100))
+            mine[peer] = [digest if part in kept else b"" for part, digest in enumerate(full)]
+    if lacking == "one member":
+        mine[order[7]] = [b""] * parts
+    settled = settle({peer: Report(tuple(digests)) for peer, digests in mine.items()}, order)
+    said = dp.RoundMessage(settle=message(settled, order))
+    assert said.ByteSize() < MAX_HEADER_BYTES
 
 
 @given(swarms(), st.randoms(use_true_random=False))
@@ -61,19 +109,20 @@ def test_most_members_win_and_ties_go_to_the_lowest_digest() -> None:
         "b": Report((digest(9), digest(1), b"")),
         "c": Report((digest(1), b"", b"")),
     }
-    digests, holders, _ = settle(reports, ["c", "b", "a"])
-    assert digests == (digest(9), digest(1), b"")
-    assert holders == {0: ("b", "a"), 1: ("b",)}
+    settled = settle(reports, ["c", "b", "a"])
+    assert settled.digests == (digest(9), digest(1), b"")
+    assert settled.whole == ("b",)
+    assert settled.holders == {0: ("a",)}
 
 
 def test_who_is_not_present_is_not_asked() -> None:
     reports = {"a": Report((b"",)), "b": Report((digest(1),), ("z",))}
-    assert settle(reports, ["a"]) == ((b"",), {}, ())
+    assert settle(reports, ["a"]) == Settlement((b"",), ("a",), {}, (), is_complete=False)
 
 
 def test_messages_are_reports() -> None:
     reports = {"a": dp.Parts(digests=[digest(1)], partial=["b"]), "b": dp.Parts(digests=[b""])}
-    assert settle(reports, ["a", "b"]) == ((digest(1),), {0: ("a",)}, ("b",))
+    assert settle(reports, ["a", "b"]) == Settlement((digest(1),), ("a",), {}, ("b",), is_complete=False)
 
 
 @pytest.mark.parametrize("digests", [(), (digest(1),) * 3, (b"", b"x"), (b"", b"x" * 33)])

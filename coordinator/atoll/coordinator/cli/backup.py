@@ -1,4 +1,4 @@
-"""`atoll-coordinator backup` and `restore`: one file with everything that a coordinator is."""
+"""`atoll-coordinator backup` and `restore`: all state of a coordinator in one file."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from atoll.coordinator.backup import BackupResult
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="a TOML file with settings")]
-DataDirOption = Annotated[Path | None, typer.Option(help="of the coordinator")]
+DataDirOption = Annotated[Path | None, typer.Option(help="the coordinator's data directory")]
 Database = Annotated[
     str | None,
-    typer.Option(metavar="URL|file:PATH", help="SQLAlchemy URL, or a file with it; default: SQLite in data-dir"),
+    typer.Option(metavar="URL|file:PATH", help="SQLAlchemy URL, or a file that holds it; default: SQLite in data-dir"),
 ]
 
 
 def backup(
-    target: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="a new file, or a directory to put one in")],
+    target: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="a new file, or a directory for one")],
     config: ConfigOption = None,
     data_dir: DataDirOption = None,
     database: Database = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Write keys, credential and database to one file, also while the coordinator serves.
+    """Write keys, credential and database to one file. The coordinator may be serving.
 
-    Whoever has that file can be the operator: keep it as you keep the keys.
+    The file grants the operator's rights: protect it like the keys.
 
     [bold]Example[/bold]
 
@@ -48,23 +48,23 @@ def backup(
         target / time.strftime("atoll-coordinator-%Y%m%dT%H%M%SZ.tar", time.gmtime(now)) if target.is_dir() else target
     )
     made = backups.write(settings.data_dir, settings.database_url, file.absolute(), int(now * 1000))
-    _tell(made, output, f"backed up; the authority is {made.ca_sha256[:16]}…")
+    _print_result(made, output, f"backed up; CA fingerprint {made.ca_sha256[:16]}…")
 
 
 def restore(
-    archive: Annotated[Path, typer.Argument(metavar="FILE", help="what `backup` wrote")],
+    archive: Annotated[Path, typer.Argument(metavar="FILE", help="a file that `backup` wrote")],
     data_dir: Annotated[Path, typer.Option(help="a new or empty directory")],
     database: Annotated[
         str | None,
         typer.Option(
             metavar="URL|file:PATH",
-            help="an empty database to fill, or a file with its URL; "
+            help="an empty database to fill, or a file that holds its URL; "
             "default: $ATOLL_COORDINATOR_DATABASE, else SQLite in data-dir",
         ),
     ] = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Make a data directory from a backup. Only when the coordinator that it is of will never run again.
+    """Create a data directory from a backup. Use this only if the original coordinator will never run again.
 
     [bold]Example[/bold]
 
@@ -76,12 +76,12 @@ def restore(
     database_url.refuse_password(database or "")
     url = database_url.resolve(os.environ.get(database_url.VARIABLE, "") if database is None else database)
     made = backups.restore(archive, data_dir.expanduser().absolute(), url, int(time.time() * 1000))
-    _tell(
-        made, output, f"restored; the authority is {made.ca_sha256[:16]}…. All join tokens are revoked: make new ones"
+    _print_result(
+        made, output, f"restored; CA fingerprint {made.ca_sha256[:16]}…. All join tokens are revoked: create new ones"
     )
 
 
-def _tell(made: BackupResult, output: Output, sentence: str) -> None:
+def _print_result(made: BackupResult, output: Output, sentence: str) -> None:
     if output is Output.JSON:
         facts = {"path": str(made.path), "ca_sha256": made.ca_sha256, "created_unix_ms": made.created_unix_ms}
         print_json({"backup": facts})

@@ -1,4 +1,4 @@
-"""`atollctl checkpoint`: where checkpoints lie, and one of them brought here."""
+"""`atollctl checkpoint`: list the checkpoints on nodes; download one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.formatting import count, local_time, size
-from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption, RunOption
+from atoll.coordinator.cli.formatting import count_or_dash, local_time, size_or_dash
+from atoll.coordinator.cli.options import CredentialsOption, RunOption
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show
 from atoll.coordinator.sanitize import clean
+from atoll.coordinator.store.records import MAX_INTEGER
 from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
 
@@ -29,7 +30,7 @@ _COLUMNS = [
     Column("manifest", drop_order=1),
     Column("committed"),
 ]
-_STEPS = 10  # lines of progress where it does not go to a terminal
+_STEPS = 10  # progress lines if stderr is not a terminal
 
 
 @app.command("list")
@@ -49,22 +50,22 @@ def list_checkpoints(
 
 @app.command()
 def pull(
-    to: Annotated[Path, typer.Option(metavar="DIR", help="a new directory for it")],
+    to: Annotated[Path, typer.Option(metavar="DIR", help="a new directory for the checkpoint")],
     round_number: Annotated[
         int,
-        typer.Option("--round", min=0, max=MAX_NUMBER, help="0: the newest that connected nodes have all layers of"),
+        typer.Option("--round", min=0, max=MAX_INTEGER, help="0: the newest of which connected nodes hold all layers"),
     ] = 0,
-    node: Annotated[str, typer.Option(metavar="NODE", help="from this one; default: any that holds it")] = "",
+    node: Annotated[str, typer.Option(metavar="NODE", help="download from this node; default: any holder")] = "",
     unverified: Annotated[
-        bool, typer.Option("--unverified", help="also a round of which the coordinator does not know that it committed")
+        bool, typer.Option("--unverified", help="accept a round that the coordinator does not know as committed")
     ] = False,
     run: RunOption = "",
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Bring a checkpoint here, through the coordinator. It is checked, layer by layer, before it is there.
+    """Download a checkpoint through the coordinator. Every layer is verified before the directory appears.
 
-    Where no node holds all layers, a directory of checkpoints of one round comes; `atoll export` takes it as it is.
+    Where no node holds all layers, the result is a directory of checkpoints of one round; `atoll export` accepts it.
 
     [bold]Examples[/bold]
 
@@ -88,29 +89,28 @@ def pull(
         where = {"path": str(target), "parts": list(found.parts)}
         print_json({"checkpoint": {**facts, "manifest_hash": head.hash.hex(), **where}})
         return
-    print_to_stderr(
-        f"round {head.round} of run {clean(view.run_id)}, {count(head.committed_tokens)} tokens: every layer is true"
-    )
+    tokens = count_or_dash(head.committed_tokens)
+    print_to_stderr(f"round {head.round} of run {clean(view.run_id)}, {tokens} tokens: all checksums match")
     if found.parts:
-        print_to_stderr(f"from nodes that hold some layers each: {', '.join(found.parts)}")
+        print_to_stderr(f"assembled from nodes that hold some layers each: {', '.join(found.parts)}")
     if unverified:
-        print_to_stderr("with --unverified, nobody vouches for it but those who signed its manifest")
+        print_to_stderr("--unverified: only the signers of its manifest vouch for it; the coordinator does not")
     print(target)
 
 
 class Progress:
-    """Says on stderr how much has come: in place on a terminal, else now and then."""
+    """Prints the download's progress on stderr: in place on a terminal, else ten lines in all."""
 
     def __init__(self) -> None:
         self._last_step = 0
 
     def __call__(self, done: int, total: int) -> None:
-        """`done` of `total` bytes are here."""
+        """Report that `done` of `total` bytes have arrived."""
         step = _STEPS * 10 * done // total // (1 if sys.stderr.isatty() else 10) if total else 0
         if step == self._last_step:
             return
         self._last_step = step
-        line = f"{size(done)} of {size(total)}"
+        line = f"{size_or_dash(done)} of {size_or_dash(total)}"
         if sys.stderr.isatty():
             print(f"\r{line:<40}", end="\n" if done == total else "", file=sys.stderr, flush=True)
         else:
@@ -124,8 +124,8 @@ def _row(item: wire.CheckpointView) -> JsonObject:
         "node": item.node_name,
         "layers": f"{held.layers.first}-{held.layers.last}" if held.HasField("layers") else "",
         "state": "connected" if item.connected else "offline",
-        "tokens": count(held.committed_tokens),
-        "size": size(held.bytes),
+        "tokens": count_or_dash(held.committed_tokens),
+        "size": size_or_dash(held.bytes),
         "written": local_time(held.written_unix_ms),
         "manifest": f"{held.manifest_hash.hex()[:12]}…",
         "committed": "yes" if item.committed else "unknown",

@@ -1,10 +1,12 @@
-"""Checkpoints that arrive message by message, written so that they are there whole and true, or not at all.
+"""Download of a checkpoint: written completely and verified, or not at all.
 
-Files go under a temporary name beside the target. Sizes and SHA-256 must be those announced, every layer's digest the
-manifest's, and the manifest must carry votes, all of them genuine; then all is synced and renamed. Whether the votes
-are enough is the coordinator's to know, which knows who decides: it passes nothing on else (`runs/checkpoints.py`).
-Where nodes hold some layers each, their checkpoints come at the same time, and a directory of directories is made of
-them, of one round and with all layers. Needs neither torch nor safetensors.
+Files arrive message by message and go under a temporary name beside the target. Sizes and SHA-256 must equal the
+announced ones. Every layer's digest must equal the manifest's, and the manifest must carry valid votes. Then all is
+synced and renamed. Whether the votes are a quorum is checked by the coordinator, which knows the electorate and
+relays nothing else (`runs/checkpoints.py`).
+
+Where each node holds only some layers, their checkpoints arrive at the same time and become a directory of
+directories: one round, all layers. Needs neither torch nor safetensors.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class DownloadedCheckpoint:
-    """What is there now."""
+    """A complete, verified checkpoint on this disk."""
 
     head: Head
-    parts: tuple[str, ...]  # directories in the target; none where it is itself a checkpoint of all layers
+    parts: tuple[str, ...]  # directories in the target; empty if the target itself is one checkpoint of all layers
 
 
 def receive(
@@ -50,10 +52,11 @@ def receive(
     layers: Sequence[str],
     progress: Callable[[int, int], None],
 ) -> DownloadedCheckpoint:
-    """Write what `messages` bring to the directory `target`; `progress` is told bytes so far and in all.
+    """Write the files in `messages` to the directory `target`.
 
-    `layers` are the names in the layer table. Raises `AlreadyExists`, `CheckpointCorrupt`, `DataDirUnusable`, and
-    what reading the messages raises; nothing is left behind then.
+    `layers` are the names in the layer table. `progress` is called with bytes received and bytes in all. Raises
+    `AlreadyExists`, `CheckpointCorrupt`, `DataDirUnusable`, and what reading `messages` raises. A failure leaves
+    nothing behind.
     """
     refuse_existing(target)
     temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
@@ -73,7 +76,7 @@ def receive(
 
 
 def refuse_existing(target: Path) -> None:
-    """Raise `AlreadyExists` unless `target` is free, or an empty directory; `DataDirUnusable` if that is unknown."""
+    """Raise `AlreadyExists` unless `target` is free or an empty directory; `DataDirUnusable` if it cannot be read."""
     try:
         taken = any(target.iterdir()) if target.is_dir() else target.exists() or target.is_symlink()
     except OSError as error:
@@ -92,63 +95,70 @@ def _write_messages(
     first = next(messages, mb.CheckpointUpload())
     count = max(1, first.opening.parts)
     if count > len(layers):
-        raise CheckpointCorrupt(f"{count} checkpoints were announced of a model of {len(layers)} layers")
+        raise CheckpointCorrupt(f"the coordinator announced {count} checkpoints for a model of {len(layers)} layers")
     arriving: dict[int, _CheckpointWriter] = {}
-    with ExitStack() as held:
+    with ExitStack() as writers:
         message: mb.CheckpointUpload | None = first
         while message is not None:
             if message.HasField("opening"):
                 if message.part in arriving or message.part >= count:
-                    raise CheckpointCorrupt("another checkpoint came than was announced")
+                    raise CheckpointCorrupt(f"checkpoint {message.part} of {count} arrived twice or is out of range")
                 place = directory if count == 1 else directory / str(message.part)
-                arriving[message.part] = held.enter_context(closing(_CheckpointWriter(place, message.opening, run_id)))
+                arriving[message.part] = writers.enter_context(
+                    closing(_CheckpointWriter(place, message.opening, run_id))
+                )
             elif message.part not in arriving or not message.data:
-                raise CheckpointCorrupt("the checkpoint ended before all of it had come", "try again")
+                raise CheckpointCorrupt("the transfer ended before the checkpoint was complete", "try again")
             else:
                 arriving[message.part].take(message.data)
-                announced = sum(each.bytes for each in arriving.values())
+                announced = sum(each.bytes_total for each in arriving.values())
                 progress(sum(each.bytes_received for each in arriving.values()), announced * count // len(arriving))
             complete = len(arriving) == count and all(each.complete for each in arriving.values())
             message = None if complete else next(messages, None)
     if len(arriving) < count or not all(each.complete for each in arriving.values()):
-        raise CheckpointCorrupt("the checkpoint ended before all of it had come", "try again")
+        raise CheckpointCorrupt("the transfer ended before the checkpoint was complete", "try again")
     return _verify_and_name(directory, list(arriving.values()), layers)
 
 
 def _verify_and_name(
     directory: Path, arrived: Sequence[_CheckpointWriter], layers: Sequence[str]
 ) -> DownloadedCheckpoint:
-    """Check what came against its manifest, and name it by its layers."""
+    """Check the received checkpoints against their manifest; name each directory by its layers."""
     head, names, known = arrived[0].head, list[str](), set[int]()
     for each in arrived:
         if each.head.hash != head.hash:
-            raise CheckpointCorrupt(f"what came is of two states: rounds {head.round} and {each.head.round}")
-        held = each.check(layers)
-        known.update(held)
+            raise CheckpointCorrupt(
+                f"the nodes sent checkpoints of different states: rounds {head.round} and {each.head.round}",
+                "try again",
+            )
+        layer_range = each.check(layers)
+        known.update(layer_range)
         if len(arrived) > 1:
-            names.append(f"layers-{held.start}-{held.stop - 1}")
+            names.append(f"layers-{layer_range.start}-{layer_range.stop - 1}")
             OS_DISK.sync_directory(each.directory)
             OS_DISK.rename(each.directory, directory / names[-1])
     if missing := set(range(len(layers))) - known:
-        raise CheckpointCorrupt(f"what came does not hold {layers_text(missing)}")
+        raise CheckpointCorrupt(f"the received checkpoints lack {layers_text(missing)}")
     return DownloadedCheckpoint(head, tuple(sorted(names, key=lambda name: int(name.split("-")[1]))))
 
 
 class _CheckpointWriter:
-    """One checkpoint that comes."""
+    """Writes one checkpoint while its bytes arrive."""
 
     def __init__(self, directory: Path, opening: mb.CheckpointOpening, run_id: str) -> None:
         """Raises `CheckpointCorrupt`, `OSError`."""
         files = {item.name: item for item in opening.files}
-        if not files or len(files) != len(opening.files) or not all(_NAME.fullmatch(name) for name in files):
-            raise CheckpointCorrupt("the node sent no files, or some with names that cannot be")
+        if not files or len(files) != len(opening.files):
+            raise CheckpointCorrupt("the node sent no files, or two of one name")
+        if bad := [name for name in files if not _NAME.fullmatch(name)]:
+            raise CheckpointCorrupt(f"the node sent a file name that is not allowed: {bad[0][:64]!r}")
         self.head = parse_and_verify_head(opening.manifest, run_id)
         if not self.head.signers:
-            raise CheckpointCorrupt(f"nobody voted for the manifest of round {self.head.round} that the node sent")
+            raise CheckpointCorrupt(f"the manifest of round {self.head.round} that the node sent carries no votes")
         if self.head.round != opening.round:
             raise CheckpointCorrupt(f"the node sent the manifest of round {self.head.round} for round {opening.round}")
         self.directory = directory
-        self.bytes, self.bytes_received = sum(item.bytes for item in files.values()), 0
+        self.bytes_total, self.bytes_received = sum(item.bytes for item in files.values()), 0
         self._manifest, self._manifest_sent = opening.manifest, MANIFEST in files
         directory.mkdir(exist_ok=True)
         self._file_writer = _write(directory, list(files.values()))
@@ -156,18 +166,18 @@ class _CheckpointWriter:
         self._feed_writer(None)
 
     def take(self, data: bytes) -> None:
-        """The next bytes of its files. Raises `CheckpointCorrupt`, `OSError`."""
+        """Write the next bytes of its files. Raises `CheckpointCorrupt`, `OSError`."""
         self.bytes_received += len(data)
-        if self.complete or self.bytes_received > self.bytes:
+        if self.complete or self.bytes_received > self.bytes_total:
             raise CheckpointCorrupt("the node sent more than it announced")
         self._feed_writer(data)
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Close the open file; nothing more is written."""
         self._file_writer.close()
 
     def check(self, layers: Sequence[str]) -> range:
-        """The layers that it holds, all of them true. Raises `CheckpointCorrupt`, `OSError`."""
+        """Verify all layers against the manifest; return the layers held. Raises `CheckpointCorrupt`, `OSError`."""
         _place_manifest(self.directory, self._manifest, sent=self._manifest_sent)
         states = self.head.manifest.layers
         if len(states) != len(layers):
@@ -186,7 +196,9 @@ class _CheckpointWriter:
 
 
 def _write(directory: Path, files: Sequence[mb.CheckpointFile]) -> Generator[None, bytes | None, None]:
-    """Is sent the bytes of all files, and cuts them anew where files end. Raises `CheckpointCorrupt`, `OSError`."""
+    """Coroutine that is sent the bytes of all files and splits them at file ends. Raises `CheckpointCorrupt`,
+    `OSError`.
+    """
     rest = memoryview(b"")
     for item in files:
         digest, left = hashlib.sha256(), item.bytes
@@ -208,7 +220,7 @@ def _write(directory: Path, files: Sequence[mb.CheckpointFile]) -> Generator[Non
 
 
 def held_layers(path: Path, layers: Sequence[str]) -> range:
-    """The consecutive layers that a safetensors file says it holds. Raises `CheckpointCorrupt`, `OSError`."""
+    """Consecutive layers that a safetensors file's header names. Raises `CheckpointCorrupt`, `OSError`."""
     with _open_received(path) as file:
         names = set(read_header(file, path, _MAX_HEADER_BYTES)[0])
     numbers = [number for number, name in enumerate(layers) if name in names]
@@ -229,7 +241,7 @@ def check_layers(path: Path, digests: Mapping[str, bytes]) -> None:
             except MALFORMED_ERRORS as error:
                 raise CheckpointCorrupt(f"{path.name} has a header that does not parse") from error
             if found != digest:
-                raise CheckpointCorrupt(f"layer {name} in {path.name} is not what the manifest says")
+                raise CheckpointCorrupt(f"the SHA-256 of layer {name} in {path.name} is not the manifest's")
 
 
 def _open_received(path: Path) -> BinaryIO:
@@ -240,7 +252,7 @@ def _open_received(path: Path) -> BinaryIO:
 
 
 def _digest(file: BinaryIO, data: int, entry: Mapping[str, Any]) -> bytes:
-    """SHA-256 of one tensor's bytes; `data` is where tensors begin. Raises `ValueError` and its like."""
+    """SHA-256 of one tensor's bytes; `data` is the offset of the tensors. Raises `ValueError` and its like."""
     start, end = entry["data_offsets"]
     (elements,) = entry["shape"]
     if entry["dtype"] != "F32" or end - start != _FP32_BYTES * elements or not 0 <= start <= end:
@@ -261,4 +273,4 @@ def _place_manifest(directory: Path, manifest: manifest_pb2.CommittedManifest, *
     if not sent:
         write_synced(path, manifest.SerializeToString(deterministic=True))
     elif manifest_pb2.CommittedManifest.FromString(path.read_bytes()).payload != manifest.payload:
-        raise CheckpointCorrupt("the node sent two manifests that differ")
+        raise CheckpointCorrupt("the node sent two different manifests")

@@ -1,7 +1,7 @@
-"""How `atollctl` reaches the coordinator: the credential's directory, a mutual-TLS channel, our errors.
+"""Connection of `atollctl` to the coordinator: credential files, mutual-TLS channel, mapped errors.
 
-The directory holds `admin.toml` (endpoint), `admin.key`, `admin.crt` and `ca.crt`; copy it to any machine
-from which the operator works, and edit the endpoint.
+The credential directory holds `admin.toml` (endpoint and server name), `admin.key`, `admin.crt` and `ca.crt`.
+`atoll-coordinator serve` writes it. The operator may copy it to another machine and edit the endpoint there.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ Response = TypeVar("Response")
 
 
 class Client:
-    """Calls the admin service; failures come out as errors of the tree."""
+    """Calls the admin service and raises gRPC failures as `AtollError`."""
 
     def __init__(self, stub: admin_pb2_grpc.AdminStub, endpoint: str) -> None:
         self.stub = stub
         self._who = f"the coordinator at {endpoint}"
 
     def call(self, method: Callable[..., Response], request: object) -> Response:
-        """One answer for one request. Raises `AtollError`."""
+        """Send one request and return its response. Raises `AtollError`."""
         try:
             return method(request, timeout=CALL_SECONDS)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._who) from error
 
     def stream(self, method: Callable[..., Iterable[Response]], request: object) -> Generator[Response, None, None]:
-        """Answers for as long as they come. Raises `AtollError`."""
+        """Yield responses until the stream ends. Raises `AtollError`."""
         try:
             yield from method(request)
         except grpc.RpcError as error:
@@ -50,7 +50,7 @@ class Client:
 
 @contextmanager
 def connect(directory: Path | None) -> Iterator[Client]:
-    """A client with the credential in `directory` (default: this machine's). Raises `ConfigError`."""
+    """Yield a client with the credential in `directory` (default: this machine's). Raises `ConfigError`."""
     place = directory or credentials_dir(default_data_dir(os.environ, os.getuid()))
     settings = _settings(place)
     endpoint, server_name = settings["endpoint"], settings["server_name"]
@@ -63,7 +63,7 @@ def connect(directory: Path | None) -> Iterator[Client]:
         ("grpc.ssl_target_name_override", server_name),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.enable_http_proxy", 0),
-        ("grpc.keepalive_time_ms", 15_000),  # a stream to a machine that is gone must end
+        ("grpc.keepalive_time_ms", 15_000),  # ends a stream whose coordinator died silently
         ("grpc.keepalive_timeout_ms", 10_000),
     )
     with grpc.secure_channel(endpoint, credentials, options) as channel:
@@ -77,7 +77,8 @@ def _settings(place: Path) -> dict[str, str]:
         raise ConfigError(f"{place / 'admin.toml'} is not TOML: {error}") from error
     if not all(isinstance(settings.get(key), str) for key in ("endpoint", "server_name")):
         raise ConfigError(
-            f"{place / 'admin.toml'} lacks endpoint or server_name", "`atoll-coordinator serve` writes it anew"
+            f"{place / 'admin.toml'} lacks endpoint or server_name",
+            "copy it again from the coordinator's DATA-DIR/admin; `atoll-coordinator serve` writes it at each start",
         )
     return settings
 
@@ -88,6 +89,6 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(
             f"cannot read the operator's credential {path}: {error.strerror}",
-            "run this where `atoll-coordinator serve` runs, as the same user; if that has a --data-dir, or runs "
-            "elsewhere, name DATA-DIR/admin, or a copy of it, with --credentials or ATOLL_CREDENTIALS",
+            "run this on the coordinator's machine as the user of `atoll-coordinator serve`; if it uses --data-dir or "
+            "runs elsewhere, pass DATA-DIR/admin, or a copy of it, with --credentials or ATOLL_CREDENTIALS",
         ) from error

@@ -1,4 +1,4 @@
-"""`atollctl events`: what happened, and what happens."""
+"""`atollctl events`: print the event log; follow new events."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from rich.text import Text
 
 from atoll.coordinator.cli.client import connect
 from atoll.coordinator.cli.formatting import local_time
-from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption
+from atoll.coordinator.cli.options import CredentialsOption
 from atoll.coordinator.cli.output import message_dict
 from atoll.coordinator.sanitize import clean
+from atoll.coordinator.store.records import MAX_INTEGER
 from atoll.core.output import Output, OutputOption, print_json_line
 from atoll.v1 import admin_pb2 as wire
 
@@ -20,8 +21,8 @@ MAX_MESSAGE_CHARACTERS = 2000
 
 
 def events(
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="stay and show what comes")] = False,
-    after: Annotated[int, typer.Option(min=0, max=MAX_NUMBER, metavar="ID", help="only those after this one")] = 0,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="keep running and print new events")] = False,
+    after: Annotated[int, typer.Option(min=0, max=MAX_INTEGER, metavar="ID", help="only events after this id")] = 0,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
@@ -41,7 +42,7 @@ def events(
                     print_json_line({"event": message_dict(event)})
                 else:
                     console.print(_line(event))
-        except KeyboardInterrupt:  # how one ends --follow
+        except KeyboardInterrupt:  # Ctrl-C ends --follow
             return
 
 

@@ -1,4 +1,4 @@
-"""Values as tables show them."""
+"""Formats of the values that tables show."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from atoll.core.units import bytes_text, count_text, duration_text
 
 
 def time_ago(unix_ms: int, now: float) -> str:
-    """`3 s ago`; a dash for never."""
+    """`3 s ago`, or a dash for 0."""
     return "–" if not unix_ms else f"{duration_text(max(0.0, now - unix_ms / 1000))} ago"
 
 
@@ -23,16 +23,16 @@ def local_time(unix_ms: int) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_ms / 1000))
 
 
-def count(number: float) -> str:
-    """`1.23 M`; a dash for nothing."""
+def count_or_dash(number: float) -> str:
+    """`1.23 M`, or a dash for 0."""
     return count_text(number) if number else "–"
 
 
-def size(number: float) -> str:
-    """`1.5 KiB`; a dash for nothing."""
+def size_or_dash(number: float) -> str:
+    """`1.5 KiB`, or a dash for 0."""
     return bytes_text(number) if number else "–"
 
 
-def loss(value: float) -> str:
-    """Four digits; a dash for none yet."""
+def loss_or_dash(value: float) -> str:
+    """Four decimals, or a dash for 0."""
     return f"{value:.4f}" if value else "–"

@@ -1,7 +1,7 @@
-"""`atollctl`: the operator's program. One file per group of commands; this one only puts them together.
+"""`atollctl`, the operator's program: assembles the groups of commands, one file per group.
 
-Nothing here imports torch, hivemind, pydantic, SQLAlchemy or a web framework: a command answers in well
-under half a second.
+Nothing here imports torch, hivemind, pydantic, SQLAlchemy or a web framework, so that a command answers in
+well under half a second.
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ app.command("events")(events.events)
 
 
 def main() -> None:
-    """The `atollctl` program."""
+    """Run `atollctl`."""
     run_cli(app)

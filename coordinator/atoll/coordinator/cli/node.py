@@ -1,4 +1,4 @@
-"""`atollctl node`: who is here, and who shall go."""
+"""`atollctl node`: list, inspect, drain and ban nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.formatting import count, local_time, loss, size, time_ago
+from atoll.coordinator.cli.formatting import count_or_dash, local_time, loss_or_dash, size_or_dash, time_ago
 from atoll.coordinator.cli.options import CredentialsOption, NodeArgument, RunOption
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show, show_facts
 from atoll.coordinator.sanitize import clean, enum_word
@@ -55,7 +55,7 @@ def list_nodes(run: RunOption = "", output: OutputOption = Output.TEXT, credenti
 
 @app.command("show")
 def show_node(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """Show everything that is known about a node.
+    """Show everything that the coordinator knows about a node.
 
     [bold]Example[/bold]
 
@@ -68,7 +68,7 @@ def show_node(node: NodeArgument, output: OutputOption = Output.TEXT, credential
 
 @app.command()
 def drain(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """Ask a node to finish its round and leave. It may come back later.
+    """Ask a node to finish its round and leave. The node may come back later.
 
     [bold]Example[/bold]
 
@@ -87,7 +87,7 @@ def ban(
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Refuse a peer everywhere, for good. All members are told at once.
+    """Refuse a peer everywhere, for good. All members learn it at once.
 
     [bold]Example[/bold]
 
@@ -98,13 +98,13 @@ def ban(
         if not yes:
             print_to_stderr(f"this bans {clean(view.name)} ({clean(view.peer_id)}) for good; it cannot be undone")
             if not ask_interactively(lambda: typer.confirm("ban it?", err=True)):
-                raise UsageError("nothing was done", "say yes, or pass --yes")
+                raise UsageError("nothing was done", "answer yes, or pass --yes")
         view = client.call(client.stub.BanNode, wire.BanNodeRequest(node=view.peer_id, reason=reason))
     show(output, {"node": message_dict(view)}, _COLUMNS, [_row(view, time.time())])
 
 
 def _columns(nodes: Sequence[wire.NodeView]) -> list[Column]:
-    """Of several runs, nodes are told apart by their run, however narrow the terminal is."""
+    """Table columns; the run is never dropped if the nodes belong to several runs."""
     several = len({node.run_id for node in nodes}) > 1
     return [replace(column, drop_order=0) if several and column.key == "run_id" else column for column in _COLUMNS]
 
@@ -115,7 +115,7 @@ def _state(node: wire.NodeView) -> str:
     if not node.connected:
         return "offline"
     word = enum_word(mb.NodeState.DESCRIPTOR, node.status.state).replace("_", " ")
-    return f"{word}, to drain" if node.draining and word != "draining" else word
+    return f"{word}, will drain" if node.draining and word != "draining" else word
 
 
 def _row(node: wire.NodeView, now: float) -> JsonObject:
@@ -126,10 +126,10 @@ def _row(node: wire.NodeView, now: float) -> JsonObject:
         "role": _roles(node),
         "state": _state(node),
         "device": node.profile.device_name or node.profile.device or "–",
-        "pace": count(node.status.tokens_per_second) if node.connected else "–",
+        "pace": count_or_dash(node.status.tokens_per_second) if node.connected else "–",
         "steps": node.status.steps or "–",
         "round": node.status.head_round or "–",
-        "loss": loss(node.status.train_loss),
+        "loss": loss_or_dash(node.status.train_loss),
         "seen": time_ago(node.last_seen_unix_ms, now),
     }
 
@@ -142,27 +142,27 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("run", node.run_id),
         ("role", _roles(node)),
         ("state", _state(node)),
-        ("says", status.detail or "–"),
+        ("status", status.detail or "–"),
         ("enrolled", local_time(node.enrolled_unix_ms)),
         ("last seen", time_ago(node.last_seen_unix_ms, now)),
         ("device", profile.device_name or profile.device or "–"),
-        ("device memory", size(profile.device_memory_bytes)),
+        ("device memory", size_or_dash(profile.device_memory_bytes)),
         ("atoll version", profile.atoll_version or "–"),
-        ("tokens/s", count(status.tokens_per_second)),
+        ("tokens/s", count_or_dash(status.tokens_per_second)),
         ("seconds per step", f"{status.step_seconds:.3f}" if status.step_seconds else "–"),
-        ("computing a token", _computing(status)),
+        ("compute time per token", _computing(status)),
         ("steps", status.steps),
-        ("tokens", count(status.tokens)),
-        ("training loss", loss(status.train_loss)),
+        ("tokens", count_or_dash(status.tokens)),
+        ("training loss", loss_or_dash(status.train_loss)),
         ("head round", status.head_round),
         ("follows plan", status.plan_version or "–"),
-        ("part in the plan", _plan_part_text(node)),
+        ("place in the plan", _plan_part_text(node)),
         ("pinned", f"to layers {node.pin}" if node.pin and node.pin != "out" else node.pin or "–"),
-        ("there", _availability_text(node)),
-        ("in doubt", node.doubt or "–"),
+        ("availability", _availability_text(node)),
+        ("profile warning", node.doubt or "–"),
         ("clock", _clock(status)),
-        ("sent for averaging", size(status.averaging_bytes_sent)),
-        ("in fp32 it would be", size(status.averaging_bytes_fp32)),
+        ("sent for averaging", size_or_dash(status.averaging_bytes_sent)),
+        ("the same in fp32", size_or_dash(status.averaging_bytes_fp32)),
         ("round trips", _round_trips(node)),
         ("uplink", _rate(status.uplink_bytes_per_second)),
         ("downlink, at least", _rate(status.downlink_bytes_per_second)),
@@ -173,11 +173,11 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
 def _availability_text(node: wire.NodeView) -> str:
     if not node.availability:
         return "–"
-    return f"{node.availability:.1%} of the time, lost {24 * node.failures_per_hour:.1f} times a day"
+    return f"connected {node.availability:.1%} of the time, lost {24 * node.failures_per_hour:.1f} times a day"
 
 
 def _clock(status: mb.NodeStatus) -> str:
-    """Beside the coordinator's."""
+    """The node's clock against the coordinator's."""
     if not status.HasField("clock_offset_seconds"):
         return "–"
     ahead = status.clock_offset_seconds
@@ -201,7 +201,7 @@ def _plan_part_text(node: wire.NodeView) -> str:
     if node.route:
         return f"layers {node.span.first}–{node.span.last}, in route {node.route}"
     if node.HasField("span"):
-        return f"stands by with layers {node.span.first}–{node.span.last}"
+        return f"standby with layers {node.span.first}–{node.span.last}"
     return f"none: {node.left_out}" if node.left_out else "–"
 
 

@@ -1,4 +1,4 @@
-"""Options that many commands share. Cheap to import: every command line pays for this file."""
+"""Options that several commands share. Every command imports this file, so it must stay cheap."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ CredentialsOption = Annotated[
         "--credentials",
         metavar="DIR",
         envvar="ATOLL_CREDENTIALS",
-        help="the operator's credential; default: where `atoll-coordinator serve` on this machine put it",
+        help="directory of the operator's credential; default: the one of this machine's `atoll-coordinator serve`",
     ),
 ]
-MAX_NUMBER = 2**62  # of versions and ids: databases keep 63 bits
-RunOption = Annotated[str, typer.Option("--run", metavar="NAME", help="which run; not needed if one only is under way")]
+RunOption = Annotated[str, typer.Option("--run", metavar="NAME", help="the run; needed only if several are under way")]
 NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="name, peer id, or the end of a peer id")]

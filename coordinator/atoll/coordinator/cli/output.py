@@ -1,7 +1,8 @@
 """Results on stdout: a table for people, or one versioned JSON object.
 
-JSON keys are the wire's field names, enums are short lower-case words, bytes are hex, times are milliseconds
-since the Unix epoch. `version` grows when a key changes its meaning; new keys may come at any time.
+JSON keys are the field names of the protobuf messages. Enums become short lower-case words, bytes become hex,
+and times are milliseconds since the Unix epoch. `version` grows when a key changes its meaning; new keys may
+appear at any time.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _MAX_LINE_CHARACTERS = 4096
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its heading, the key of its value, and how it stands."""
+    """A column of a table: its heading, the key of its value, and its layout."""
 
     heading: str
     key: str = ""
     align_right: bool = False
-    prose: bool = False  # it is what gives way on a narrow terminal
-    drop_order: int = 0  # where that is not enough, columns go: 1 first, and so on; 0 never does
+    prose: bool = False  # wraps on a narrow terminal
+    drop_order: int = 0  # columns dropped if the table is still too wide: 1 first; 0: never
 
 
 def show(output: Output, document: Mapping[str, object], columns: Sequence[Column], rows: Sequence[JsonObject]) -> None:
@@ -39,23 +40,23 @@ def show(output: Output, document: Mapping[str, object], columns: Sequence[Colum
     if output is Output.JSON:
         print_json(document)
         return
-    left = sorted({column.drop_order for column in columns if column.drop_order})
-    table, endless = _table(columns, rows), Console(width=10_000)  # one that is narrow measures no more than that
-    while left and endless.measure(table).maximum > _console().width:
-        del left[0]
-        columns = [column for column in columns if not column.drop_order or column.drop_order in left]
+    droppable = sorted({column.drop_order for column in columns if column.drop_order})
+    table, wide_console = _table(columns, rows), Console(width=10_000)  # measures do not exceed the width
+    while droppable and wide_console.measure(table).maximum > _console().width:
+        del droppable[0]
+        columns = [column for column in columns if not column.drop_order or column.drop_order in droppable]
         table = _table(columns, rows)
     _print(table)
 
 
 def print_sentences(sentences: Iterable[str]) -> None:
-    """Below a table, a line each; where a terminal is narrower, broken between words."""
+    """Print sentences below a table, one a line, wrapped between words on a narrow terminal."""
     for sentence in map(clean, sentences):
         print(wrap_for_terminal(sentence, sys.stdout))
 
 
 def show_facts(output: Output, document: Mapping[str, object], facts: Sequence[tuple[str, object]]) -> None:
-    """Print `document` as JSON, or facts one a line."""
+    """Print `document` as JSON, or `facts` one a line."""
     if output is Output.JSON:
         print_json(document)
         return
@@ -68,7 +69,7 @@ def show_facts(output: Output, document: Mapping[str, object], facts: Sequence[t
 
 
 def message_dict(message: Message) -> JsonObject:
-    """A message as a dictionary of plain values, every field present."""
+    """Convert a protobuf message to a dictionary of plain values, with every field present."""
     return {field.name: _value(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 
@@ -89,7 +90,7 @@ def _single(field: Any, value: object) -> object:
 
 
 def _plain_text(value: object) -> Text:
-    """Never markup: brackets are what they are. Line by line, because a run spec has lines."""
+    """Text without markup: brackets are printed as they are. Keeps line breaks, because a run spec has lines."""
     return Text("\n".join(clean(line, _MAX_LINE_CHARACTERS) for line in str(value).split("\n")))
 
 
@@ -105,12 +106,12 @@ def _table(columns: Sequence[Column], rows: Sequence[JsonObject]) -> Table:
 
 
 def _console() -> Console:
-    """As wide as the terminal; without one, wide enough never to cut a line."""
+    """Console as wide as the terminal; without a terminal, wide enough never to cut a line."""
     return Console(width=None if sys.stdout.isatty() else 240, highlight=False)
 
 
 def _print(table: Table) -> None:
-    """No spaces at the ends of lines."""
+    """Print without spaces at the ends of lines."""
     console = _console()
     with console.capture() as captured:
         console.print(table)

@@ -1,4 +1,4 @@
-"""`atollctl plan`: who trains what."""
+"""`atollctl plan`: show, compare, pin, apply and explain plans."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import typer
 
 from atoll.coordinator.cli import plan_change
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.formatting import count, local_time, size
-from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption, NodeArgument, RunOption
+from atoll.coordinator.cli.formatting import count_or_dash, local_time, size_or_dash
+from atoll.coordinator.cli.options import CredentialsOption, NodeArgument, RunOption
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show
 from atoll.coordinator.sanitize import clean
+from atoll.coordinator.store.records import MAX_INTEGER
 from atoll.core.output import Output, OutputOption, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
 
 app = typer.Typer(help="Plans: show, history, diff, pin, unpin, apply, explain, what-if.", no_args_is_help=True)
-VersionArgument = Annotated[int, typer.Argument(min=1, max=MAX_NUMBER)]
-SvgOption = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="draw the plan into this file, too")]
+VersionArgument = Annotated[int, typer.Argument(min=1, max=MAX_INTEGER)]
+SvgOption = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="also draw the plan into this file")]
 _COPIES = Column("copy of", "copies")
 _COLUMNS = [
     Column("route", align_right=True),
@@ -53,11 +54,11 @@ def group() -> None:
 @app.command("show")
 def show_plan(
     run: RunOption = "",
-    version: Annotated[int, typer.Option(min=0, max=MAX_NUMBER, help="0: the newest")] = 0,
+    version: Annotated[int, typer.Option(min=0, max=MAX_INTEGER, help="0: the newest")] = 0,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Show a plan: spans, routes, data, caps, and why it was made.
+    """Show a plan: spans, routes, data, caps, and the reason for it.
 
     [bold]Example[/bold]
 
@@ -81,7 +82,7 @@ def show_plan(
 
 @app.command("history")
 def history(run: RunOption = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """Show all plans that are kept: when and why they were made, what was predicted, what was measured.
+    """Show all plans that are kept: issue time, reason, predicted and measured speed.
 
     [bold]Example[/bold]
 
@@ -100,7 +101,7 @@ def diff(
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Show who holds other layers under one plan than under another.
+    """Show which nodes hold other layers in one plan than in another.
 
     [bold]Example[/bold]
 
@@ -113,12 +114,12 @@ def diff(
 @app.command("pin")
 def pin(
     node: NodeArgument,
-    layers: Annotated[str, typer.Option(metavar="A-B", help="exactly these, the first and the last counted")] = "",
-    out: Annotated[bool, typer.Option("--out", help="no part in training")] = False,
+    layers: Annotated[str, typer.Option(metavar="A-B", help="exactly these layers, first and last included")] = "",
+    out: Annotated[bool, typer.Option("--out", help="give the node no layers")] = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Have a node hold exactly these layers, or none, until it is unpinned. The plan follows within seconds.
+    """Make a node hold exactly these layers, or none, until it is unpinned. A new plan follows within seconds.
 
     [bold]Examples[/bold]
 
@@ -146,11 +147,11 @@ def unpin(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: C
 @app.command("apply")
 def apply(
     run: RunOption = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would change")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print what would change")] = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Plan now, without waiting for nodes to settle; a plan is issued if it is another one that pays for its moves.
+    """Plan now, without waiting for nodes to settle. A plan is issued if it differs and repays its moves.
 
     [bold]Example[/bold]
 
@@ -164,21 +165,21 @@ def apply(
 @app.command("explain")
 def explain_plan(
     run: RunOption = "",
-    seconds: Annotated[float, typer.Option(min=0.5, max=3600, help="how long to look for better ones")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.5, max=3600, help="how long to search for better plans")] = 5.0,
     svg: SvgOption = None,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Say what limits the plan that a run follows, and what would help, from what its nodes measured.
+    """Explain what limits the running plan and what would help, from what its nodes measured.
 
     [bold]Example[/bold]
 
       atollctl plan explain --svg plan.svg
     """
-    from atoll.coordinator.cli.plan_explain import tell  # SciPy: other commands need not wait for it
+    from atoll.coordinator.cli.plan_explain import explain_running_plan  # imports SciPy
 
     with connect(credentials) as client:
-        tell(client, run, seconds, output, svg)
+        explain_running_plan(client, run, seconds, output, svg)
 
 
 @app.command("what-if")
@@ -188,35 +189,35 @@ def what_if(
     svg: SvgOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Plan for machines that one does not own yet, and say what limits them and what would help.
+    """Plan for a list of machines in a file; explain what limits them and what would help.
 
-    Asks no coordinator. Example: atollctl plan what-if rented.toml --svg rented.svg
+    Needs no coordinator. Example: atollctl plan what-if rented.toml --svg rented.svg
     """
-    from atoll.coordinator.cli.what_if import tell  # SciPy: other commands need not wait for it
+    from atoll.coordinator.cli.what_if import plan_file  # imports SciPy
 
-    tell(topology, seconds, output, svg)
+    plan_file(topology, seconds, output, svg)
 
 
 def _rows(view: wire.PlanView) -> Iterator[JsonObject]:
-    """By route, then along it; then those who stand by."""
+    """Rows by route and position on it, then standbys."""
     plan, nodes = view.plan, {item.peer_id: item for item in view.nodes}
     assigned = {item.peer_id: item for item in plan.assignments}
     total = sum(item.max_reduce_bytes_per_second for item in plan.assignments)
     placed = [(number, peer) for number, route in enumerate(plan.routes, 1) for peer in route.peer_ids]
     drivers = {route.peer_ids[0] for route in plan.routes}
-    standing = sorted(assigned.keys() - {peer for _, peer in placed})
-    for number, peer in [*placed, *((0, peer) for peer in standing)]:
+    standbys = sorted(assigned.keys() - {peer for _, peer in placed})
+    for number, peer in [*placed, *((0, peer) for peer in standbys)]:
         item, node = assigned[peer], nodes.get(peer, wire.PlacedNode())
         samples = ", ".join(f"{piece.start}–{piece.end - 1}" for piece in item.data_ranges)
         yield {
-            "route": number or "stands by",
+            "route": number or "standby",
             "node": node.name or "–",
             "peer": f"…{peer[-8:]}",
             "layers": f"{item.span.first}–{item.span.last}",
             "copies": ", ".join(f"{span.first}–{span.last}" for span in node.copies) or "–",
-            "memory": f"{size(node.memory_bytes)} of {size(node.memory_lent_bytes)}",
+            "memory": f"{size_or_dash(node.memory_bytes)} of {size_or_dash(node.memory_lent_bytes)}",
             "samples": samples or ("from manifests" if peer in drivers else "none"),
-            "cap": count(item.max_round_tokens),
+            "cap": count_or_dash(item.max_round_tokens),
             "reduces": f"{100 * item.max_reduce_bytes_per_second / total:.0f} %" if total else "–",
         }
 
@@ -228,9 +229,9 @@ def _line(item: wire.PlanFigures) -> JsonObject:
         "issued": local_time(item.issued_unix_ms),
         "nodes": item.nodes,
         "routes": item.routes,
-        "predicted": count(predicted),
-        "measured": count(measured),
+        "predicted": count_or_dash(predicted),
+        "measured": count_or_dash(measured),
         "off": f"{100 * (predicted / measured - 1):+.0f} %" if predicted and measured else "–",
-        "moved": size(item.moved_bytes),
+        "moved": size_or_dash(item.moved_bytes),
         "why": item.reason,
     }

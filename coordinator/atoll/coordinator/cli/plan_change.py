@@ -1,4 +1,4 @@
-"""What plans change: between two versions, by a pin, by planning now."""
+"""Changes of plans: between two versions, by a pin, by planning now."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from atoll.coordinator.cli.client import Client
-from atoll.coordinator.cli.formatting import count, size
+from atoll.coordinator.cli.formatting import count_or_dash, size_or_dash
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show
 from atoll.coordinator.sanitize import clean
 from atoll.core.errors import UsageError
@@ -21,7 +21,7 @@ _PIN_COLUMNS = [Column("node", "name"), Column("peer"), Column("pin"), Column("l
 
 
 def diff(client: Client, run: str, earlier: int, later: int, output: Output) -> None:
-    """Fetch both plans and print who holds other layers."""
+    """Fetch two plans and print which nodes hold other layers."""
     views = [
         client.call(client.stub.GetPlan, wire.GetPlanRequest(run_id=run, version=version))
         for version in (earlier, later)
@@ -29,20 +29,20 @@ def diff(client: Client, run: str, earlier: int, later: int, output: Output) -> 
     changes = list(_changes(*views))
     show(output, {"from": earlier, "to": later, "changes": changes}, _DIFF_COLUMNS, changes)
     if output is Output.TEXT and not changes:
-        print_to_stderr(f"plans {earlier} and {later} give everybody the same layers")
+        print_to_stderr(f"plans {earlier} and {later} give every node the same layers")
 
 
 def pin_request(node: str, layers: str, *, out: bool) -> wire.PinNodeRequest:
-    """From what was typed. Raises `UsageError`."""
+    """Build a request from the command's arguments. Raises `UsageError`."""
     span = _SPAN.fullmatch(layers)
     if bool(layers) == out or (layers and span is None):
-        raise UsageError("a node is pinned to layers or out", "give --layers FIRST-LAST, as in 0-11, or --out")
+        raise UsageError("pin needs either --layers or --out", "give --layers FIRST-LAST, as in 0-11, or --out")
     first_last = plan_pb2.Span(first=int(span[1]), last=int(span[2])) if span else None
     return wire.PinNodeRequest(node=node, span=first_last)
 
 
 def show_pin(node: wire.NodeView, output: Output) -> None:
-    """The node, after its pin changed."""
+    """Print the node after its pin changed."""
     row: JsonObject = {
         "name": node.name,
         "peer": f"…{node.peer_id[-8:]}",
@@ -53,14 +53,14 @@ def show_pin(node: wire.NodeView, output: Output) -> None:
 
 
 def show_change(response: wire.ApplyPlanResponse, output: Output, *, dry_run: bool) -> None:
-    """What a plan changes, or would."""
+    """Print what a plan changes, or would change."""
     rows: list[JsonObject] = [
         {
             "node": item.name,
             "peer": f"…{item.peer_id[-8:]}",
             "before": item.before or "–",
             "after": item.after or "–",
-            "fetches": size(item.fetched_bytes),
+            "fetches": size_or_dash(item.fetched_bytes),
         }
         for item in response.moves
     ]
@@ -76,7 +76,7 @@ def _sentences(response: wire.ApplyPlanResponse, *, dry_run: bool) -> Iterator[s
         return
     if response.after_tokens_per_second:
         before, after = response.before_tokens_per_second, response.after_tokens_per_second
-        yield f"predicted: {count(before)} tokens/s before, {count(after)} after"
+        yield f"predicted: {count_or_dash(before)} tokens/s before, {count_or_dash(after)} after"
     for item in response.left_out:
         yield f"left out: {item.name or item.peer_id}: {item.reason}"
     if response.version:
@@ -88,10 +88,10 @@ def _sentences(response: wire.ApplyPlanResponse, *, dry_run: bool) -> Iterator[s
 
 
 def _changes(earlier: wire.PlanView, later: wire.PlanView) -> Iterator[JsonObject]:
-    """Who holds other layers, by name."""
+    """Rows of nodes that hold other layers, by name."""
     names = {item.peer_id: item.name for view in (earlier, later) for item in view.nodes}
     before, after = ({item.peer_id: _span(item.span) for item in view.plan.assignments} for view in (earlier, later))
-    for peer in sorted(before.keys() | after.keys(), key=lambda it: (names.get(it, ""), it)):
+    for peer in sorted(before.keys() | after.keys(), key=lambda peer_id: (names.get(peer_id, ""), peer_id)):
         if before.get(peer) != after.get(peer):
             yield {
                 "node": names.get(peer) or "–",

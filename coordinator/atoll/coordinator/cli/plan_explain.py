@@ -1,4 +1,8 @@
-"""`atollctl plan explain`: the plan that a run follows, seen by the planner through what its nodes measured."""
+"""`atollctl plan explain`: evaluate the running plan with the planner, from what its nodes measured.
+
+Rebuilds the planner's problem from the coordinator's answers, evaluates the plan's layout, and searches for a
+better one. Nothing is changed on the coordinator.
+"""
 
 from __future__ import annotations
 
@@ -31,29 +35,31 @@ from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import plan_pb2
 
 _DEFAULT_PREFERENCES = Preferences()
-_ROUNDS = 20  # the last ones, whose pace is compared
+_ROUNDS = 20  # recent rounds from which the round time is measured
 
 
 @dataclass(frozen=True)
 class RunningPlan:
-    """A run's plan as a problem and a layout, and what was measured of the whole."""
+    """A run's plan as a problem and a layout, with the measured speed."""
 
     problem: Problem
     layout: Layout
     doubts: tuple[str, ...]
-    tokens_per_second: float  # that its members say they train now
-    round_seconds: float | None  # between the last rounds; None: too few
+    tokens_per_second: float  # as its members report it now
+    round_seconds: float | None  # between the last rounds; None: too few rounds
 
 
-def tell(client: Client, run_id: str, seconds: float, output: Output, svg: FilePath | None = None) -> None:
+def explain_running_plan(
+    client: Client, run_id: str, seconds: float, output: Output, svg: FilePath | None = None
+) -> None:
     """Fetch, evaluate, explain, print, draw.
 
-    Raises `ConfigError` for a file that cannot be written, `InvalidTransition` before there is a plan to explain.
+    Raises `ConfigError` for an unwritable file, `InvalidTransition` while the run has no plan.
     """
     check_writable(svg)
     run = client.call(client.stub.GetRun, wire.RunRequest(run_id=run_id))
     if not run.plan_version:
-        raise InvalidTransition(f"run {run.run_id} has no plan yet", "it gets one when training begins")
+        raise InvalidTransition(f"run {run.run_id} has no plan yet", "the coordinator issues one when training begins")
     view = client.call(client.stub.GetPlan, wire.GetPlanRequest(run_id=run.run_id))
     nodes = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=run.run_id)).nodes
     after = max(0, run.head_round - _ROUNDS)
@@ -65,20 +71,20 @@ def tell(client: Client, run_id: str, seconds: float, output: Output, svg: FileP
     why = explain(now, clock=clock, rng=rng, seconds=EXPLAIN_TIME_FRACTION * seconds)
     best = solve(live.problem, clock=clock, rng=rng, seconds=seconds, start=live.layout)
     measured = {"tokens_per_second": live.tokens_per_second, "round_seconds": live.round_seconds}
-    told = {"plan": document(now, why), "measured": measured, "doubts": live.doubts, "best": layout_document(best)}
+    result = {"plan": document(now, why), "measured": measured, "doubts": live.doubts, "best": layout_document(best)}
     draw(svg, now, why)
-    show(output, told, COLUMNS, rows(why.places))
+    show(output, result, COLUMNS, rows(why.places))
     if output is Output.TEXT:
         print()
         print_sentences((*predicted_and_measured(now, live), *facts(why), *advice(now, best), *live.doubts))
 
 
 def preferences_of(view: wire.PlanView) -> Preferences:
-    """What the coordinator's settings say; the usual ones where it did not tell them."""
-    told = view.wishes
-    if told.goal not in set(Goal):
+    """Preferences from the coordinator's settings; the defaults if it sent none."""
+    sent = view.wishes
+    if sent.goal not in set(Goal):
         return Preferences()
-    return Preferences(told.goal, told.hysteresis, told.horizon_seconds, told.rtt_cap_seconds)
+    return Preferences(sent.goal, sent.hysteresis, sent.horizon_seconds, sent.rtt_cap_seconds)
 
 
 def live_plan(
@@ -88,14 +94,17 @@ def live_plan(
     rounds: Sequence[wire.RoundView],
     preferences: Preferences = _DEFAULT_PREFERENCES,
 ) -> RunningPlan:
-    """From the coordinator's answers. Raises `InvalidTransition` while a member has not said what it is."""
+    """Build problem and layout from the coordinator's answers.
+
+    Raises `InvalidTransition` while a member of the plan has not reported its profile.
+    """
     by_peer = {node.peer_id: node for node in nodes}
     members = [by_peer[item.peer_id] for item in plan.assignments if item.peer_id in by_peer]
     silent = [node.name for node in members if not node.profile.device]
     if silent or len(members) < len(plan.assignments):
         raise InvalidTransition(
-            f"{', '.join(map(clean, silent)) or 'a member'} has not told what it is since the coordinator started",
-            "ask again when it is connected",
+            f"{', '.join(map(clean, silent)) or 'a member'} has not reported a profile since the coordinator started",
+            "try again when it is connected",
         )
     spec, pins = parse_run_spec(run.spec_toml), []
     for node, name in _distinct_names(members):
@@ -111,20 +120,21 @@ def live_plan(
         known, read_layers(run.layers, spec.data.sequence_length), spec, wishes_of(preferences, tuple(pins))
     )
     if seen.refused:
-        raise InvalidTransition(f"this plan cannot be judged: {'; '.join(seen.refused.values())}")
+        raise InvalidTransition(f"this plan cannot be evaluated: {'; '.join(seen.refused.values())}")
     check_problem(seen.problem)
     problem, unfit = without_unfit_pins(seen.problem)
     late = [name for node, name in _distinct_names(members) if not _follows_pin(node, spans[node.peer_id])]
-    if late:  # what stands cannot be judged by pins that it does not follow yet
+    if late:  # the plan does not follow these pins yet: evaluate it without pins
         problem = replace(problem, wishes=replace(problem.wishes, pins=()))
-        unfit |= {name: f"{name} is pinned otherwise: this plan does not follow that yet" for name in late}
+        unfit |= {name: f"{name} has a pin that this plan does not follow yet" for name in late}
     place = {node.peer_id: index for index, node in enumerate(members)}
     layout = Layout(tuple(tuple(Stage(place[peer], *spans[peer]) for peer in route.peer_ids) for route in plan.routes))
     check_layout(problem, layout)
     if not evaluate(CostTables(problem), layout).tokens_per_second:
-        told = "".join(f"; {why}" for why in unfit.values())
+        reasons = "".join(f"; {why}" for why in unfit.values())
         raise InvalidTransition(
-            f"with what its members say now this plan cannot go on{told}", "ask again: plans follow"
+            f"this plan does not fit what its members report now{reasons}",
+            "try again after the next plan is issued",
         )
     drivers = {route.peer_ids[0] for route in plan.routes}
     trained = sum(node.status.tokens_per_second for node in members if node.connected and node.peer_id in drivers)
@@ -133,18 +143,18 @@ def live_plan(
 
 
 def predicted_and_measured(now: Solution, live: RunningPlan) -> Iterator[str]:
-    """What the plan predicts beside what is measured."""
+    """Sentences that compare predicted and measured speed."""
     predicted = now.evaluation.tokens_per_second
-    told = f"predicted: {count_text(predicted)} tokens/s"
+    speed = f"predicted: {count_text(predicted)} tokens/s"
     if live.tokens_per_second:
-        told += f"; its members train {count_text(live.tokens_per_second)}"
-    yield told
-    told = f"a round: every {now.evaluation.round.seconds:.0f} s"
-    yield told if live.round_seconds is None else f"{told}; the last ones came every {live.round_seconds:.0f} s"
+        speed += f"; measured: {count_text(live.tokens_per_second)} tokens/s"
+    yield speed
+    interval = f"predicted: a round every {now.evaluation.round.seconds:.0f} s"
+    yield interval if live.round_seconds is None else f"{interval}; measured: every {live.round_seconds:.0f} s"
 
 
 def advice(now: Solution, best: Solution) -> Iterator[str]:
-    """What another layout of the same machines would bring."""
+    """Sentence on what another layout of the same machines would gain."""
     cheap = now.problem.wishes.goal is Goal.PRICE
     gain = best.evaluation.score / max(now.evaluation.score, 1e-300) - 1
     if gain < 0.01:
@@ -152,12 +162,12 @@ def advice(now: Solution, best: Solution) -> Iterator[str]:
         return
     stages = Counter(len(route) for route in best.evaluation.layout.routes)
     shapes = ", ".join(f"{count} × {length}" for length, count in sorted(stages.items()))
-    what = " of tokens for the same money" if cheap else ""
-    yield f"another layout would reach {100 * gain:+.0f} %{what}: routes × stages {shapes}"
+    unit = " of tokens for the same money" if cheap else ""
+    yield f"another layout would reach {100 * gain:+.0f} %{unit}: routes × stages {shapes}"
 
 
 def layout_document(best: Solution) -> dict[str, object]:
-    """The planner's own layout as plain values."""
+    """The best layout found, as plain values."""
     names = [machine.name for machine in best.problem.machines]
     return {
         "tokens_per_second": best.evaluation.tokens_per_second,
@@ -174,7 +184,7 @@ def _follows_pin(node: wire.NodeView, span: tuple[int, int]) -> bool:
 
 def _measured(node: wire.NodeView, name: str, span: tuple[int, int], *, alone: bool) -> PlannerNode:
     paths = {path.peer_id: Path(path.rtt_seconds, path.bytes_per_second, 0.0) for path in node.paths}
-    there = node.availability or 1.0
+    availability = node.availability or 1.0
     return PlannerNode(
         node.peer_id,
         name,
@@ -183,13 +193,13 @@ def _measured(node: wire.NodeView, name: str, span: tuple[int, int], *, alone: b
         tuple(node.multiaddrs),
         paths,
         alone,
-        availability=there,
+        availability=availability,
         failures_per_hour=node.failures_per_hour,
     )
 
 
 def _distinct_names(nodes: Sequence[wire.NodeView]) -> Iterator[tuple[wire.NodeView, str]]:
-    """With names that tell them apart."""
+    """Nodes with names that are unique among them."""
     usage = Counter(node.name for node in nodes)
     for node in nodes:
         yield node, node.name if usage[node.name] == 1 else f"{node.name} …{node.peer_id[-6:]}"

@@ -1,4 +1,4 @@
-"""`atollctl run`: create a training job, start it, look at it, pause it, end it."""
+"""`atollctl run`: create, start, inspect, pause, stop and recover training runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.formatting import count, local_time, loss
-from atoll.coordinator.cli.options import MAX_NUMBER, CredentialsOption
+from atoll.coordinator.cli.formatting import count_or_dash, local_time, loss_or_dash
+from atoll.coordinator.cli.options import CredentialsOption
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show, show_facts
 from atoll.coordinator.sanitize import clean, enum_word
+from atoll.coordinator.store.records import MAX_INTEGER
 from atoll.core.errors import ConfigError, RunSpecError, UsageError
 from atoll.core.output import Output, OutputOption, ask_interactively, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
@@ -23,7 +24,7 @@ from atoll.v1 import membership_pb2 as mb
 
 _SHOWN = 8
 app = typer.Typer(help="Runs: create, list, show, rounds, start, pause, stop, recover.", no_args_is_help=True)
-RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="its name; not needed if one only is under way")]
+RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="needed only if several runs are under way")]
 _COLUMNS = [
     Column("run", "run_id"),
     Column("state"),
@@ -34,7 +35,7 @@ _COLUMNS = [
     Column("nodes", align_right=True),
     Column("plan", align_right=True),
 ]
-_ROUNDS = 1000  # rows at once; abandoned attempts are some of them
+_ROUNDS = 1000  # rows a request, abandoned attempts included
 _ROUND_COLUMNS = [
     Column("round", align_right=True),
     Column("attempt", align_right=True, drop_order=1),
@@ -55,7 +56,7 @@ _ROUND_COLUMNS = [
 @app.command()
 def create(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the run spec, TOML; - reads standard input")],
-    start: Annotated[bool, typer.Option("--start", help="also start it")] = False,
+    start: Annotated[bool, typer.Option("--start", help="also start the run")] = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
@@ -76,11 +77,14 @@ def create(
 
 
 def _print_spec_notes(text: str) -> None:
-    from atoll.core.run_spec import parse_run_spec, spec_warnings  # pydantic: not for the commands that only look
+    from atoll.core.run_spec import (
+        parse_run_spec,
+        spec_warnings,
+    )  # imports pydantic
 
-    with suppress(RunSpecError):  # the coordinator took it: its release knows more
-        for doubt in spec_warnings(parse_run_spec(text)):
-            print_to_stderr(f"note: {doubt}")
+    with suppress(RunSpecError):  # the coordinator accepted the spec: its release may be newer
+        for warning in spec_warnings(parse_run_spec(text)):
+            print_to_stderr(f"note: {warning}")
 
 
 @app.command("list")
@@ -114,14 +118,12 @@ def rounds(
     run: RunArgument = "",
     after: Annotated[
         int | None,
-        typer.Option(
-            min=0, max=MAX_NUMBER, metavar="ROUND", help="the first after this one", show_default="the newest"
-        ),
+        typer.Option(min=0, max=MAX_INTEGER, metavar="ROUND", help="rounds after this one", show_default="the newest"),
     ] = None,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Show how rounds ended, the newest last: who took part, who was there at the end, parts that were lost.
+    """Show how rounds ended, the newest last: members, members present at the end, parts lost.
 
     [bold]Example[/bold]
 
@@ -135,12 +137,12 @@ def rounds(
     )
     if len(found) == _ROUNDS:
         first, last = found[0].round.number, found[-1].round.number
-        print_to_stderr(f"These are rounds {first} to {last}; `--after ROUND` shows others.")
+        print_to_stderr(f"showing rounds {first} to {last}; `--after ROUND` shows others")
 
 
 @app.command()
 def start(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """Start a run, or go on with a paused one.
+    """Start a run, or resume a paused one.
 
     [bold]Example[/bold]
 
@@ -153,7 +155,7 @@ def start(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials
 
 @app.command()
 def pause(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """Let the nodes wait; `run start` goes on.
+    """Pause a run: its nodes wait. `run start` resumes it.
 
     [bold]Example[/bold]
 
@@ -166,7 +168,7 @@ def pause(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials
 
 @app.command()
 def stop(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """End a run for good. Its anchors stay where they are.
+    """End a run for good. Nodes keep its checkpoints.
 
     [bold]Example[/bold]
 
@@ -182,14 +184,14 @@ def recover(
     run: RunArgument = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="although enough nodes are here: a lost result blocks")
+        bool, typer.Option("--force", help="recover even if a majority is connected: a lost result blocks the run")
     ] = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Go on from the newest state that connected nodes hold, when a majority is gone for good.
+    """Resume from the newest state that connected nodes hold, after a majority is lost for good.
 
-    Newer rounds become void, also on nodes that come back later. Where a majority can come back, wait for it.
+    Newer rounds become void, also on nodes that return later. If a majority may return, wait for it.
 
     [bold]Example[/bold]
 
@@ -199,14 +201,14 @@ def recover(
         view = client.call(client.stub.GetRun, wire.RunRequest(run_id=run))
         if not yes:
             nodes = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=view.run_id)).nodes
-            held = [node.status.head_round for node in nodes if node.connected and node.status.head_hash]
+            head_rounds = [node.status.head_round for node in nodes if node.connected and node.status.head_hash]
             print_to_stderr(
                 f"run {clean(view.run_id)} is at round {view.head_round}; "
-                f"connected nodes hold: {_holders_by_round(held)}"
+                f"connected nodes hold: {_holders_by_round(head_rounds)}"
             )
-            print_to_stderr("newer rounds than the newest of these become void for good, wherever they are")
+            print_to_stderr("rounds newer than the newest of these become void for good, on every node")
             if not ask_interactively(lambda: typer.confirm("recover it?", err=True)):
-                raise UsageError("nothing was done", "say yes, or pass --yes")
+                raise UsageError("nothing was done", "answer yes, or pass --yes")
         view = client.call(client.stub.RecoverRun, wire.RecoverRunRequest(run_id=view.run_id, force=force))
     _show_rows(output, {"run": message_dict(view)}, [view])
 
@@ -238,9 +240,9 @@ def _row(run: wire.RunView) -> JsonObject:
         "run_id": run.run_id,
         "state": _state(run),
         "round": run.head_round or "–",
-        "tokens": count(run.committed_tokens),
+        "tokens": count_or_dash(run.committed_tokens),
         "done": f"{100 * min(1.0, run.committed_tokens / run.stop_tokens):.0f} %",
-        "loss": loss(run.validation_loss),
+        "loss": loss_or_dash(run.validation_loss),
         "nodes": f"{run.nodes_ready} of {run.min_nodes}+",
         "plan": run.plan_version or "–",
     }
@@ -259,7 +261,7 @@ def _round_row(item: wire.RoundView) -> JsonObject:
         "screened": len(item.screened) or "–",
         "zeroed": item.parts_zeroed or "–",
         "codec": clean(item.codec, 8) or "–",
-        "tokens": count(item.tokens),
+        "tokens": count_or_dash(item.tokens),
         "seconds": f"{item.seconds:.1f}",
         "when": local_time(item.unix_ms),
     }
@@ -269,10 +271,10 @@ def _facts(run: wire.RunView) -> list[tuple[str, object]]:
     facts: list[tuple[str, object]] = [
         ("run", run.run_id),
         ("state", _state(run)),
-        ("tokens", f"{count(run.committed_tokens)} of {count(run.stop_tokens)}"),
+        ("tokens", f"{count_or_dash(run.committed_tokens)} of {count_or_dash(run.stop_tokens)}"),
         ("rounds", f"{run.rounds_committed} committed of {run.rounds_opened} opened; head {run.head_round}"),
         ("nodes", f"{run.nodes_ready} ready; {run.min_nodes} needed to begin"),
-        *([("not counted", _first_few(run.uncounted))] if run.uncounted else []),
+        *([("nodes not ready", _first_few(run.uncounted))] if run.uncounted else []),
         ("plan", run.plan_version or "–"),
         *([("no plan is possible", run.missing)] if run.missing else []),
         ("validation loss", _losses(run)),
@@ -283,7 +285,7 @@ def _facts(run: wire.RunView) -> list[tuple[str, object]]:
 
 
 def _first_few(words: Sequence[str]) -> str:
-    """The first of them; hundreds of nodes may load at once."""
+    """The first few texts and the number of the others; hundreds of nodes may load at once."""
     shown, more = [clean(text, 80) for text in words[:_SHOWN]], len(words) - _SHOWN
     return "; ".join(shown) + (f"; {more} more" if more > 0 else "")
 
@@ -291,8 +293,8 @@ def _first_few(words: Sequence[str]) -> str:
 def _layers(run: wire.RunView) -> str:
     rows = run.layers.layers
     frozen = sum(row.frozen_parameters for row in rows)
-    beside = f" trained, {count(frozen)} frozen" if frozen else ""
-    return f"{len(rows)}, {count(sum(row.parameters for row in rows))} parameters{beside}"
+    frozen_text = f" trained, {count_or_dash(frozen)} frozen" if frozen else ""
+    return f"{len(rows)}, {count_or_dash(sum(row.parameters for row in rows))} parameters{frozen_text}"
 
 
 def _losses(run: wire.RunView) -> str:

@@ -1,4 +1,4 @@
-"""`atoll-coordinator`: run the coordinator, back it up, show the settings it would run with."""
+"""`atoll-coordinator`: serve, back up and restore a coordinator; show its settings."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ EnrolPort = Annotated[int | None, typer.Option(help="for nodes with a token \\[7
 MemberPort = Annotated[int | None, typer.Option(help="for members and operators \\[7701]; 0 picks a free one")]
 HttpHost = Annotated[str | None, typer.Option(metavar="HOST", help="address of the page and metrics \\[127.0.0.1]")]
 HttpPort = Annotated[int | None, typer.Option(help="port of the page and metrics \\[7702]; 0 picks a free one")]
-Public = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="what stands in join tokens")]
-PublicMember = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="the members' port, seen from outside")]
+Public = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="enrolment address in join tokens")]
+PublicMember = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="the members' port as seen from outside")]
 Database = Annotated[
     str | None,
-    typer.Option(metavar="URL|file:PATH", help="SQLAlchemy URL, or a file with it; default: SQLite in data-dir"),
+    typer.Option(metavar="URL|file:PATH", help="SQLAlchemy URL, or a file that holds it; default: SQLite in data-dir"),
 ]
-NewDatabase = Annotated[bool, typer.Option("--new-database", help="make an empty one although the keys are there")]
-LostAfter = Annotated[float | None, typer.Option(help="without a stream a node leaves the plan \\[20]")]
+NewDatabase = Annotated[bool, typer.Option("--new-database", help="create an empty database although keys exist")]
+LostAfter = Annotated[
+    float | None, typer.Option(help="seconds without a heartbeat stream until a node is removed from the plan \\[20]")
+]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning, error")]
 LogFormat = Annotated[str | None, typer.Option(help="auto, console, json")]
 
@@ -64,7 +66,7 @@ def serve(
     log_level: LogLevel = None,
     log_format: LogFormat = None,
 ) -> None:
-    """Serve until SIGTERM. The first start makes the keys, the database and the admin credential.
+    """Serve until SIGTERM. The first start creates the keys, the database and the admin credential.
 
     [bold]Examples[/bold]
 
@@ -112,5 +114,5 @@ app.command("restore")(backup.restore)
 
 
 def main() -> None:
-    """The `atoll-coordinator` program."""
+    """Run `atoll-coordinator`."""
     run_cli(app)

@@ -1,4 +1,4 @@
-"""`atollctl token`: what lets a node in."""
+"""`atollctl token`: create, list and revoke join tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import common_pb2 as pb
 
 app = typer.Typer(help="Join tokens: create, list, revoke.", no_args_is_help=True)
-MAX_USES = 100_000  # as the coordinator has it
+MAX_USES = 100_000  # equal to the coordinator's limit
 _ROLES = {"node": pb.ROLE_NODE, "seed": pb.ROLE_SEED}
 _COLUMNS = [
     Column("id"),
@@ -34,13 +34,13 @@ _COLUMNS = [
 @app.command()
 def create(
     run: RunOption = "",
-    uses: Annotated[int, typer.Option(min=1, max=MAX_USES, help="how many nodes it admits")] = 1,
-    ttl: Annotated[str, typer.Option(metavar="DURATION", help="how long it lives: 30m, 2h, 1d")] = "30m",
+    uses: Annotated[int, typer.Option(min=1, max=MAX_USES, help="number of nodes that it admits")] = 1,
+    ttl: Annotated[str, typer.Option(metavar="DURATION", help="lifetime: 30m, 2h, 1d")] = "30m",
     role: Annotated[list[str] | None, typer.Option(help="node or seed; may be given twice")] = None,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Make a join token. Only the token goes to stdout; it is shown this once.
+    """Create a join token. Only the token goes to stdout; it is shown only once.
 
     [bold]Examples[/bold]
 
@@ -65,7 +65,7 @@ def create(
     uses_text = "one use" if view.uses_total == 1 else f"{view.uses_total} uses"
     life = duration_text((view.expires_unix_ms - view.created_unix_ms) / 1000)
     command = "atoll join --name seed --port 7710" if request.roles == [pb.ROLE_SEED] else "atoll join"
-    print_to_stderr(f"token {view.id} for run {view.run_id}: {uses_text}, good for {life}. On the node: {command}")
+    print_to_stderr(f"token {view.id} for run {view.run_id}: {uses_text}, valid for {life}. On the node: {command}")
     print(made.token)
 
 
@@ -89,11 +89,11 @@ def list_tokens(output: OutputOption = Output.TEXT, credentials: CredentialsOpti
 
 @app.command()
 def revoke(
-    token_id: Annotated[str, typer.Argument(metavar="ID", help="as `token list` shows it")],
+    token_id: Annotated[str, typer.Argument(metavar="ID", help="id from `token list`")],
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Make a token useless. Nodes that used it stay.
+    """Revoke a token. Nodes that used it remain members.
 
     [bold]Example[/bold]
 

@@ -1,4 +1,4 @@
-"""`atollctl plan what-if`: the planner on a file, without a coordinator."""
+"""`atollctl plan what-if`: run the planner on a file of machines, without a coordinator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError
 from atoll.core.output import Output
 
-EXPLAIN_TIME_FRACTION = 0.5  # of the time to search, again, for what would help
+EXPLAIN_TIME_FRACTION = 0.5  # share of the search time spent again on what would help
 COLUMNS = [
     Column("route", align_right=True),
     Column("region", align_right=True),
@@ -29,10 +29,8 @@ COLUMNS = [
 ]
 
 
-def tell(path: Path, seconds: float, output: Output, svg: Path | None = None) -> None:
-    """Plan, explain, print, draw. Raises `ConfigError` for files that cannot be read or written, and what the planner
-    raises.
-    """
+def plan_file(path: Path, seconds: float, output: Output, svg: Path | None = None) -> None:
+    """Plan, explain, print, draw. Raises `ConfigError` for an unreadable or unwritable file, and planner errors."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -50,7 +48,7 @@ def tell(path: Path, seconds: float, output: Output, svg: Path | None = None) ->
 
 
 def check_writable(path: Path | None) -> None:
-    """Before a search of minutes; what does not exist is not left behind. Raises `ConfigError`."""
+    """Check the path before a search of minutes; leaves no new file behind. Raises `ConfigError`."""
     if path is None:
         return
     try:
@@ -63,7 +61,7 @@ def check_writable(path: Path | None) -> None:
 
 
 def draw(path: Path | None, found: Solution, why: Explanation) -> None:
-    """Into a file, where one was asked for. Raises `ConfigError`."""
+    """Write the drawing to `path`, if one was given. Raises `ConfigError`."""
     if path is None:
         return
     try:
@@ -73,7 +71,7 @@ def draw(path: Path | None, found: Solution, why: Explanation) -> None:
 
 
 def rows(places: Sequence[StagePlacement]) -> list[JsonObject]:
-    """The table of who does what."""
+    """Table rows: the span, memory and waiting of each machine."""
     return [
         {
             "route": place.route + 1,

@@ -16,7 +16,7 @@ from atoll.coordinator.planner.question import (
     status_for_span,
 )
 from atoll.coordinator.state import availability
-from atoll.coordinator.state.peer_paths import fresh
+from atoll.coordinator.state.peer_paths import recent_paths
 from atoll.coordinator.state.snapshot import LiveNode, Policy, RunMemory, State, StepTime
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Plan
@@ -108,7 +108,7 @@ def _measured(state: State, memory: RunMemory, peer: str, now: StepTime) -> Plan
         profile=live.profile,
         status=status_for_span(live.status, span.start, span.stop - 1),
         multiaddrs=node.multiaddrs,
-        paths=fresh(live.paths, now.monotonic),
+        paths=recent_paths(live.paths, now.monotonic),
         alone=alone,
         availability=availability.availability(node, live, now.monotonic),
         failures_per_hour=availability.failures_per_hour(node, live, now.monotonic),

@@ -1,8 +1,8 @@
-"""What nodes report about rounds, losses and genesis: checked here, then stored once however often it comes. Pure.
+"""Reports of rounds, losses and genesis: checked here, then stored once however often they arrive. Pure.
 
-Reports are resent until they are acknowledged, so every one of them must be harmless to receive twice. One
-that cannot be true is told in the event log and dropped: it must neither stop the node's heartbeats nor
-come again. A round that cannot be judged yet waits, durably, until the rounds around it are known.
+A node resends a report until it is acknowledged, so receiving it twice must be harmless. A report that is provably
+wrong is logged as an event and dropped: it must neither end the node's heartbeats nor be sent again. A round whose
+predecessor is unknown waits, durably, until the rounds around it are known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from atoll.coordinator.rounds.round_checks import (
 )
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import run_states
-from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE
+from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE, STORED_ROWS_RATE
 from atoll.coordinator.state.snapshot import Commit, Draft, RunMemory, attempt_key, charge_row, commit_from_row
 from atoll.coordinator.store.records import Evaluation, Round, Run, WaitingRound
 from atoll.core.data_position import DataPosition
@@ -36,12 +36,12 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import membership_pb2 as mb
 
 MAX_LOSS = 1e6
-MAX_WAITING = 256  # rounds that one node told
-MAX_WAITING_BYTES = 4 << 20  # of these together
-GAP_SECONDS = 60.0  # that rounds wait before the operator is told
-DROPPED_SECONDS = 10.0  # for which dropped reports are told together
-_MAX_NAMED_NODES = 5  # in one sentence
-_ROW_BYTES = 64 << 10  # of a large row cost as much as a small one
+MAX_WAITING = 256  # waiting rounds of one node
+MAX_WAITING_BYTES = 4 << 20  # of one node's waiting rounds together
+GAP_SECONDS = 60.0  # rounds wait this long before the event log says so
+DROPPED_SECONDS = 10.0  # dropped reports of this period share one event
+_MAX_NAMED_NODES = 5  # in one event
+_ROW_BYTES = 64 << 10  # each further 64 KiB of a row costs as much as a row
 
 
 def apply_round_report(draft: Draft, peer_id: str, run_id: str, report: mb.RoundReport) -> None:
@@ -56,14 +56,14 @@ def apply_round_report(draft: Draft, peer_id: str, run_id: str, report: mb.Round
         elif _charge_row(draft, peer_id):
             _log_round(draft, row)
             draft.add_abandoned(run_id, attempt_key(row))
-            told = f"round {row.number} was abandoned: {row.reason}"
-            draft.event("round.abandoned", run_id, str(row.number), told)
+            message = f"round {row.number} was abandoned: {row.reason}"
+            draft.event("round.abandoned", run_id, str(row.number), message)
     except AtollError as error:
         _reject(draft, run_id, peer_id, "round", error)
 
 
 def apply_evaluation_report(draft: Draft, peer_id: str, run_id: str, report: mb.EvaluationReport) -> None:
-    """Store a validation loss; the same round may be evaluated twice, the later word stands."""
+    """Store a validation loss. A round may be evaluated twice; the later report replaces the earlier."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     try:
         tokens = _check_evaluation(peer_id, memory, report)
@@ -78,7 +78,7 @@ def apply_evaluation_report(draft: Draft, peer_id: str, run_id: str, report: mb.
 
 
 def apply_genesis_report(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisReport) -> None:
-    """The first anchor: check it, keep it, issue plan 1. Anyone but the writer who was asked is ignored."""
+    """Check and store the genesis manifest, and issue plan 1. Ignores all nodes but the chosen writer."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     if run.state != "GENESIS" or run.genesis or memory.writer != peer_id or peer_id in memory.failed_genesis_writers:
         return
@@ -101,49 +101,51 @@ def apply_genesis_report(draft: Draft, peer_id: str, run_id: str, report: mb.Gen
 
 
 def warn_of_round_gap(draft: Draft, run_id: str) -> None:
-    """Say it, once, when rounds wait for others that nobody tells."""
+    """Log an event, once, when rounds wait for others that no node reports."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     if memory.waiting_since is None or draft.now.monotonic - memory.waiting_since < GAP_SECONDS:
         return
     draft.remember(run_id, waiting_since=None)
-    newest = max(number for number, _ in memory.waiting)
+    newest = max(number for number, _ in memory.waiting_rounds)
     if newest > run.head_round:
-        told = (
-            f"rounds up to {newest} were told, but not those after {run.head_round}, and too few of those who decide "
-            "after it voted for later ones: `atollctl run recover --force` goes on from what most nodes hold"
+        message = (
+            f"rounds up to {newest} were reported, but not those right after {run.head_round}, and too few members "
+            "that decide those voted for later ones: `atollctl run recover --force` continues from the state that "
+            "most nodes hold"
         )
-        draft.event("run.gap", run_id, str(newest), told)
+        draft.event("run.gap", run_id, str(newest), message)
 
 
 def log_dropped_reports(draft: Draft) -> None:
-    """Name those who sent more than their allowance, with how much, in one line each."""
+    """Log one event for each node that exceeded its report limit, with the number of dropped reports."""
     for peer_id, live in draft.state.live.items():
         if live.dropped_reports and draft.now.monotonic - live.dropped_since >= DROPPED_SECONDS:
             draft.set_live(peer_id, replace(live, dropped_reports=0))
             node = draft.state.nodes[peer_id]
-            told = f"{live.dropped_reports} reports of {node.name} were dropped: it sends more than a node has to tell"
-            draft.event("reports.dropped", node.run_id, peer_id, told)
+            limit = f"{STORED_ROWS_RATE.per_second:g} a second, burst {STORED_ROWS_RATE.burst:g}"
+            message = f"{live.dropped_reports} reports of {node.name} were dropped: it exceeded its limit ({limit})"
+            draft.event("reports.dropped", node.run_id, peer_id, message)
 
 
 # --- rounds that committed ---------------------------------------------------------------------------
 
 
 def _is_known_report(memory: RunMemory, peer_id: str, report: mb.RoundReport) -> bool:
-    """Whether exactly this is known, or waits, already."""
+    """True if exactly this outcome is stored, or waits, already."""
     known, key = memory.committed.get(report.round.number), report_key(report)
     if not report.committed:
-        return key in memory.abandoned or (known is not None and known.attempt == key)
-    told = known is not None and known.committed_tokens is not None
-    if known is not None and told and known.manifest_hash == manifest_hash(report.manifest.payload):
+        return key in memory.abandoned_attempts or (known is not None and known.attempt == key)
+    is_reported = known is not None and known.committed_tokens is not None
+    if known is not None and is_reported and known.manifest_hash == manifest_hash(report.manifest.payload):
         return True
-    waiting = memory.waiting.get((report.round.number, peer_id))
+    waiting = memory.waiting_rounds.get((report.round.number, peer_id))
     return waiting is not None and _report_of(waiting).manifest.payload == report.manifest.payload
 
 
 def _judge_committed(draft: Draft, run: Run, row: Round, report: mb.RoundReport) -> None:
-    """Judge it now, or let it wait. Raises what is wrong with it; signatures are looked at last."""
-    if draft.state.live[row.opener].refused.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) is None:
-        raise PeerMisbehaved("too many reports of this node were refused")
+    """Commit the round, or store it as waiting. Raises what is wrong with it; verifies signatures last."""
+    if draft.state.live[row.opener].refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) is None:
+        raise PeerMisbehaved("this node has no allowance left for rejected reports")
     head, row = check_reported_head(draft.state, run, row, report)
     decided = is_decided(head, draft.state.memory[run.run_id], draft.state.operator_key)
     verify_votes(head)
@@ -166,11 +168,11 @@ def _commit(draft: Draft, row: Round) -> None:
     draft.remember(
         run_id,
         committed={**memory.committed, number: commit_from_row(row, memory.committed.get(number - 1))},
-        abandoned=memory.abandoned - {attempt_key(row)},
+        abandoned_attempts=memory.abandoned_attempts - {attempt_key(row)},
     )
     draft.event("round.committed", run_id, str(number), _committed_sentence(draft, row))
     run = draft.state.runs[run_id]
-    if number >= run.head_round:  # equal: a base that we only knew by its hash
+    if number >= run.head_round:  # equal: a base that was known only by its hash
         draft.put(replace(run, head_round=number, committed_tokens=row.committed_tokens))
         draft.remember(run_id, head_known_since=draft.now.monotonic)
         draft.forget_votes(run_id, [decided for decided in memory.votes if decided <= number])
@@ -178,26 +180,26 @@ def _commit(draft: Draft, row: Round) -> None:
 
 
 def _store_waiting(draft: Draft, row: WaitingRound) -> None:
-    """Keep it, at the cost of the lowest that this node told when there are too many."""
+    """Store a waiting round. If the node has too many, its lowest ones are deleted."""
     memory = draft.state.memory[row.run_id]
-    own = {key: other for key, other in memory.waiting.items() if key[1] == row.peer_id and key[0] != row.number}
+    own = {key: other for key, other in memory.waiting_rounds.items() if key[1] == row.peer_id and key[0] != row.number}
     size = len(row.report) + sum(len(other.report) for other in own.values())
-    gone: list[tuple[int, str]] = []
+    dropped: list[tuple[int, str]] = []
     for key in sorted(own):
-        if size <= MAX_WAITING_BYTES and len(own) - len(gone) < MAX_WAITING:
+        if size <= MAX_WAITING_BYTES and len(own) - len(dropped) < MAX_WAITING:
             break
         size -= len(own[key].report)
-        gone.append(key)
-    draft.forget_waiting(row.run_id, gone)
+        dropped.append(key)
+    draft.forget_waiting(row.run_id, dropped)
     draft.set_waiting(row)
 
 
 def _judge_waiting_rounds(draft: Draft, run_id: str, number: int) -> None:
-    """Look at the rounds that wait and that a newly known one may have something to say about."""
+    """Commit waiting rounds that a newly known round decides."""
     known = [number]
     while known:
         number = known.pop()
-        waiting = draft.state.memory[run_id].waiting
+        waiting = draft.state.memory[run_id].waiting_rounds
         draft.forget_waiting(run_id, [key for key in waiting if key[0] == number])
         above = min((key[0] for key in waiting if key[0] > number), default=number)
         for key in sorted(waiting):
@@ -206,11 +208,11 @@ def _judge_waiting_rounds(draft: Draft, run_id: str, number: int) -> None:
 
 
 def _commit_if_decided(draft: Draft, waiting: WaitingRound) -> bool:
-    """Commit a round that waited, if it can be now; what turns out to be wrong is dropped."""
+    """Commit a waiting round if it is decided now; delete it if it proves wrong."""
     run_id, report = waiting.run_id, _report_of(waiting)
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     key = (waiting.number, waiting.peer_id)
-    if key not in memory.waiting or waiting.number in memory.committed:
+    if key not in memory.waiting_rounds or waiting.number in memory.committed:
         return False
     try:
         row = row_from_report(draft.state, waiting.told_ms, waiting.peer_id, run, report)
@@ -232,46 +234,46 @@ def _report_of(waiting: WaitingRound) -> mb.RoundReport:
 def _log_round(draft: Draft, row: Round) -> None:
     run, memory = draft.state.runs[row.run_id], draft.state.memory[row.run_id]
     draft.log(row)
-    if attempt_key(row) not in memory.abandoned:
+    if attempt_key(row) not in memory.abandoned_attempts:
         draft.put(replace(run, rounds_opened=run.rounds_opened + 1))
 
 
 def _committed_sentence(draft: Draft, row: Round) -> str:
-    gone = row.members - len(row.present)
+    absent = row.members - len(row.present)
     nodes = draft.state.nodes
     screened = [nodes[peer].name if peer in nodes else peer for peer in row.screened[:_MAX_NAMED_NODES]]
     more = f" and {len(row.screened) - _MAX_NAMED_NODES} more" if len(row.screened) > _MAX_NAMED_NODES else ""
     notes = [
-        f"{gone} of them gone by then" if gone else "",
-        f"{row.partial} only in part" if row.partial else "",
+        f"{absent} of them absent at its end" if absent else "",
+        f"{row.partial} in some sums only" if row.partial else "",
         f"{row.parts_zeroed} parts zeroed" if row.parts_zeroed else "",
-        f"screening left {', '.join(screened)}{more} out of most sums" if screened else "",
+        f"screening excluded {', '.join(screened)}{more} from most sums" if screened else "",
     ]
     by = "one node" if row.members == 1 else f"{row.members} nodes"
-    told = f"round {row.number} committed by {by}: {row.tokens} tokens in {row.seconds:.1f} s"
-    return "; ".join([told, *(note for note in notes if note)])
+    summary = f"round {row.number} committed by {by}: {row.tokens} tokens in {row.seconds:.1f} s"
+    return "; ".join([summary, *(note for note in notes if note)])
 
 
 # --- allowances --------------------------------------------------------------------------------------
 
 
 def _charge_row(draft: Draft, peer_id: str, cost: float = 1.0) -> bool:
-    """Whether this node may have one more row; what is beyond is counted."""
+    """Charge one row to this node's limit; False, and counted as dropped, if the limit is reached."""
     if charge_row(draft, peer_id, cost):
         return True
     _drop(draft, peer_id)
     return False
 
 
-def _reject(draft: Draft, run_id: str, peer_id: str, what: str, error: AtollError) -> None:
+def _reject(draft: Draft, run_id: str, peer_id: str, kind: str, error: AtollError) -> None:
     live = draft.state.live.get(peer_id)
-    left = live.refused.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) if live else None
-    if live is None or left is None:
+    remaining = live.refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) if live else None
+    if live is None or remaining is None:
         _drop(draft, peer_id)
         return
-    draft.set_live(peer_id, replace(live, refused=left))
+    draft.set_live(peer_id, replace(live, refusal_allowance=remaining))
     name = draft.state.nodes[peer_id].name
-    draft.event(f"{what}.rejected", run_id, peer_id, f"{what} report of {name} was dropped: {clean(str(error), 300)}")
+    draft.event(f"{kind}.rejected", run_id, peer_id, f"{kind} report of {name} was rejected: {clean(str(error), 300)}")
 
 
 def _drop(draft: Draft, peer_id: str) -> None:
@@ -285,34 +287,34 @@ def _drop(draft: Draft, peer_id: str) -> None:
 
 
 def _check_evaluation(peer_id: str, memory: RunMemory, report: mb.EvaluationReport) -> int:
-    """Tokens of the round that was evaluated, if this node can have done it.
+    """Tokens of the evaluated round. Raises `PeerMisbehaved` if this node cannot have evaluated it.
 
-    Who opened the round or was present in it can; genesis, any member of any plan.
+    The round's opener and the members present at its end can; genesis, any member of any plan.
     """
     commit = memory.committed.get(report.round)
     if commit is None or commit.committed_tokens is None:
-        raise PeerMisbehaved(f"an evaluation of round {report.round}, which is not known to have committed")
+        raise PeerMisbehaved(f"evaluation of round {report.round}, which is not known to have committed")
     if report.round:
         allowed = peer_id in commit.present or peer_id == commit.opener
     else:
-        allowed = any(peer_id in members for members in memory.caps.values())
+        allowed = any(peer_id in members for members in memory.token_caps.values())
     if not allowed:
-        raise PeerMisbehaved(f"an evaluation of round {report.round} by a node that was not part of it")
+        raise PeerMisbehaved(f"evaluation of round {report.round} by a node that was not part of it")
     if not 0 <= report.loss <= MAX_LOSS:  # false for NaN too
-        raise PeerMisbehaved(f"an evaluation of round {report.round} with a loss that cannot be")
+        raise PeerMisbehaved(f"the loss of round {report.round} is {report.loss}; must be 0 to {MAX_LOSS:g}")
     return commit.committed_tokens
 
 
 def _check_genesis(run: Run, writer: str, report: mb.GenesisReport) -> None:
     check_layer_table(report.layers, parse_run_spec(run.spec_toml).model_hash())
     if len(report.manifest.signatures) != 1:
-        raise PeerMisbehaved("genesis is signed by its writer alone")
+        raise PeerMisbehaved(f"genesis has {len(report.manifest.signatures)} signatures; must have its writer's only")
     head = parse_and_verify_head(report.manifest, run.run_id)
     if head.round != 0 or head.manifest.previous_hash or head.manifest.contributions:
-        raise PeerMisbehaved("genesis is round 0, follows nothing and has no contributions")
+        raise PeerMisbehaved("genesis must be round 0, without a previous hash and without contributions")
     if head.manifest.corpus_digest.hex() != run.corpus_digest:
-        raise PeerMisbehaved("genesis names another corpus than the run's")
+        raise PeerMisbehaved("genesis was written from another corpus than the run's")
     if head.data != DataPosition() or head.committed_tokens:
-        raise PeerMisbehaved("genesis has handed out data already; plan 1 does that")
+        raise PeerMisbehaved("genesis assigns data or counts tokens; plan 1 assigns the first data")
     check_layers(head.manifest, len(report.layers.layers))
     require_signers(head, [writer])

@@ -1,12 +1,12 @@
-"""Whether the report of a round can be true. Pure; what is cheap comes first, signatures last.
+"""Checks of reported rounds. Pure; cheap checks come first, signatures last.
 
-A manifest names its contributors, so it must never name those whose votes make it count: they stand in the manifest
-before it. A round whose predecessor is unknown here (openers tell theirs in any order after an outage, and what an
-opener told nobody died with it) is believed
+A manifest names its contributors, so the members whose votes make it valid must be known from elsewhere: the manifest
+before it names them. Openers report in any order after an outage, and a round may be lost with the opener that never
+reported it. A round whose predecessor is unknown here is accepted
 
-- when it is what the known round after it follows, by its hash;
-- when a strict majority of those who decide after the newest known round before it voted for it, and so did a strict
-  majority of the present plan: no minority of either can lead the coordinator astray.
+- if the known round after it follows it, by hash; or
+- if a strict majority of the electorate of the newest known round before it voted for it, and a strict majority of
+  the present plan did so, too: no minority of either can mislead the coordinator.
 
 Otherwise it waits until the gap is filled (`reports.py`).
 """
@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state.snapshot import AttemptKey, RunMemory, State, electorate_after, is_void
-from atoll.coordinator.store.records import Round, Run
+from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, Round, Run
 from atoll.core.errors import PeerMisbehaved, SignatureInvalid
 from atoll.core.fragments import fragment_count, fragment_of_round
 from atoll.core.manifest import Head, parse_head, require_quorum, strip_unknown_manifest_fields
@@ -32,37 +32,37 @@ from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
 MAX_LAYERS = 4096
-MAX_ROUNDS_AHEAD = 10_000  # rounds between the head and a committed one that is told before those between
-MAX_ATTEMPT = 10**6  # weeks without a majority
-MAX_PAYLOAD_BYTES = 2 << 20  # a manifest of thousands of members and layers
-ABANDONED_WINDOW_ROUNDS = 256  # rounds below the head of which abandoned attempts are still kept
-_MAX = 2**62  # databases keep 63 bits
-_MAX_FLOPS_PER_TOKEN = 1e18  # of a layer, for one token
-_DIGEST_BYTES = 32
+MAX_ROUNDS_AHEAD = 10_000  # from the head to a committed round that is reported before those between
+MAX_ATTEMPT = 10**6  # enough for weeks without a majority
+MAX_PAYLOAD_BYTES = 2 << 20  # enough for thousands of members and layers
+ABANDONED_WINDOW_ROUNDS = 256  # older abandoned attempts are not stored
+_MAX_FLOPS_PER_TOKEN = 1e18  # of one layer
 _SIGNATURE_BYTES = 64
 
 
 def report_key(report: mb.RoundReport) -> AttemptKey:
-    """The attempt that a report is of."""
+    """Key of the reported attempt."""
     return (report.round.number, report.round.plan_version, report.round.fragment, report.round.attempt)
 
 
 def row_from_report(state: State, unix_ms: int, peer_id: str, run: Run, report: mb.RoundReport) -> Round:
-    """The row of an attempt, as far as its opener's word goes. Raises `PeerMisbehaved` for what cannot be."""
+    """The row of an attempt as its opener reports it; the manifest is not read yet. Raises `PeerMisbehaved`."""
     named, memory = report.round, state.memory[run.run_id]
-    if named.run_id != run.run_id or peer_id not in memory.caps.get(named.plan_version, {}):
-        raise PeerMisbehaved(f"round {named.number} under plan {named.plan_version} is not one this node was part of")
-    ahead = (
-        MAX_ROUNDS_AHEAD if report.committed else 2
-    )  # who abandons a round knows the one before it, or is about to tell it
+    if named.run_id != run.run_id or peer_id not in memory.token_caps.get(named.plan_version, {}):
+        raise PeerMisbehaved(f"this node was not a member of round {named.number} under plan {named.plan_version}")
+    # The opener of an abandoned round knows the round before it, or is about to report that one.
+    ahead = MAX_ROUNDS_AHEAD if report.committed else 2
     if not 1 <= named.number <= run.head_round + ahead:
         raise PeerMisbehaved(f"round {named.number} is too far from round {run.head_round}, the newest known")
-    if named.attempt > MAX_ATTEMPT or named.fragment != fragment_of_round(
-        named.number, fragments_of(run, memory, named.plan_version)
-    ):
-        raise PeerMisbehaved(f"round {named.number} has an attempt or a fragment that cannot be")
-    if not math.isfinite(report.seconds) or report.wire_bytes > _MAX:
-        raise PeerMisbehaved(f"the report of round {named.number} holds a value that cannot be")
+    if named.attempt > MAX_ATTEMPT:
+        raise PeerMisbehaved(f"attempt of round {named.number} is {named.attempt}; must be at most {MAX_ATTEMPT}")
+    fragment = fragment_of_round(named.number, fragments_of(run, memory, named.plan_version))
+    if named.fragment != fragment:
+        raise PeerMisbehaved(f"fragment of round {named.number} is {named.fragment}; must be {fragment}")
+    if not math.isfinite(report.seconds):
+        raise PeerMisbehaved(f"seconds of round {named.number} is {report.seconds}; must be finite")
+    if report.wire_bytes > MAX_INTEGER:
+        raise PeerMisbehaved(f"wire_bytes of round {named.number} is {report.wire_bytes}; at most {MAX_INTEGER}")
     if not report.committed:
         _check_abandoned(run, memory, peer_id, report)
     return Round(
@@ -81,29 +81,29 @@ def row_from_report(state: State, unix_ms: int, peer_id: str, run: Run, report: 
 
 
 def check_reported_head(state: State, run: Run, row: Round, report: mb.RoundReport) -> tuple[Head, Round]:
-    """The manifest of a committed round and its row, if it fits what is known; nobody's signature is checked yet.
+    """The manifest of a committed round and its row, if they fit what is known. Verifies no signature yet.
 
     Raises `PeerMisbehaved`, `ProtocolMismatch`, `SignatureInvalid`.
     """
     memory = state.memory[run.run_id]
     _check_size(report.manifest, state.operator_key)
-    parse_head(report.manifest, run.run_id, max_signatures=len(state.nodes))  # before much of it is copied
+    parse_head(report.manifest, run.run_id, max_signatures=len(state.nodes))  # before a large message is copied
     head = Head(strip_unknown_manifest_fields(report.manifest))
     made = head.manifest.round
     known = memory.committed.get(row.number)
     if known is not None and known.manifest_hash != head.hash:
-        raise PeerMisbehaved(f"round {row.number} was committed before, with another manifest")
-    odd = made.plan_version == row.plan_version and made.fragment != row.fragment
-    if odd or made.number != row.number or head.ballot != (row.plan_version, row.attempt):
+        raise PeerMisbehaved(f"round {row.number} has committed before, with another manifest")
+    other_fragment = made.plan_version == row.plan_version and made.fragment != row.fragment
+    if other_fragment or made.number != row.number or head.ballot != (row.plan_version, row.attempt):
         raise PeerMisbehaved(f"the manifest is of round {head.round}, the report of another attempt or round")
     if is_void(memory.bases, row.number, made.plan_version):
         raise PeerMisbehaved(f"round {row.number} is void: the run was recovered from before it")
     if not head.signers <= state.nodes.keys():
-        raise PeerMisbehaved(f"round {row.number} is signed by somebody who was never a member")
-    check_layers(head.manifest, _layer_count(run.layers))
+        raise PeerMisbehaved(f"round {row.number} is signed by a peer that was never enrolled")
+    check_layers(head.manifest, layer_count(run.layers))
     if head.manifest.fragments != fragments_of(run, memory, made.plan_version):
-        raise PeerMisbehaved(f"round {head.round} is of other fragments than those of its plan")
-    tokens = _contributed_tokens(head, memory.caps.get(made.plan_version, {}))
+        raise PeerMisbehaved(f"round {head.round} has {head.manifest.fragments} fragments; its plan has another number")
+    tokens = _contributed_tokens(head, memory.token_caps.get(made.plan_version, {}))
     _check_history(head, run, memory, tokens)
     contributions = head.manifest.contributions
     return head, replace(
@@ -124,7 +124,7 @@ def check_reported_head(state: State, run: Run, row: Round, report: mb.RoundRepo
 
 
 def _codec_name(codec: pb.Codec) -> str:
-    """Its name in run specs; a number where it is none that we know."""
+    """The codec's name in run specs; its number if this release does not know it."""
     try:
         return pb.Codec.Name(codec).removeprefix("CODEC_").lower()
     except ValueError:
@@ -132,19 +132,20 @@ def _codec_name(codec: pb.Codec) -> str:
 
 
 def fragments_of(run: Run, memory: RunMemory, plan_version: int) -> int:
-    """Among how many fragments the run's rounds take turns under that plan."""
-    return fragment_count(memory.spec.sync.fragments, _layer_count(run.layers), memory.cuts.get(plan_version, 0))
+    """Number of fragments of the run under that plan."""
+    return fragment_count(memory.spec.sync.fragments, layer_count(run.layers), memory.cut_counts.get(plan_version, 0))
 
 
-@lru_cache(maxsize=16)  # asked about every report of a run
-def _layer_count(table: bytes) -> int:
+@lru_cache(maxsize=16)  # needed for every report of a run
+def layer_count(table: bytes) -> int:
+    """Number of layers in a serialized layer table; 0 before genesis."""
     return len(plan_pb2.LayerTable.FromString(table).layers)
 
 
 def is_decided(head: Head, memory: RunMemory, operator_key: bytes) -> bool:
-    """Whether those who decide the round voted for it; False when nobody can tell yet. Takes signers at their word.
+    """True if the electorate voted for the round; False while the electorate is unknown. Verifies no signature.
 
-    Raises `SignatureInvalid` when the round before it is known and the votes are not enough.
+    Raises `SignatureInvalid` if the round before it is known and the votes are too few.
     """
     known, after = memory.committed.get(head.round), memory.committed.get(head.round + 1)
     if known is not None or (after is not None and after.previous_hash == head.hash):
@@ -159,55 +160,60 @@ def is_decided(head: Head, memory: RunMemory, operator_key: bytes) -> bool:
 
 
 def check_layer_table(table: plan_pb2.LayerTable, model_hash: str) -> None:
-    """Raise `PeerMisbehaved` unless the layers are few enough, have names, can be, and are of the run's model."""
+    """Raise `PeerMisbehaved` unless the layer table is well formed and belongs to the run's model."""
     names = {layer.name for layer in table.layers}
     if not 1 <= len(table.layers) <= MAX_LAYERS or len(names) != len(table.layers) or "" in names:
-        raise PeerMisbehaved(f"a layer table has 1 to {MAX_LAYERS} layers with names of their own")
+        raise PeerMisbehaved(
+            f"the layer table has {len(table.layers)} layers with {len(names)} names; "
+            f"must have 1 to {MAX_LAYERS} layers, each with its own name"
+        )
     if any(not names.issuperset(layer.tied_to) for layer in table.layers):
-        raise PeerMisbehaved("a layer table ties a layer to one that is not in it")
-    if any(
-        not 0 <= layer.flops_per_token_forward <= _MAX_FLOPS_PER_TOKEN for layer in table.layers
-    ):  # false for NaN, too
-        raise PeerMisbehaved("a layer table has figures that cannot be")
+        raise PeerMisbehaved("the layer table ties a layer to one that is not in it")
+    for layer in table.layers:
+        if not 0 <= layer.flops_per_token_forward <= _MAX_FLOPS_PER_TOKEN:  # also refuses NaN
+            flops = f"flops_per_token_forward of layer {clean(layer.name, 64)} is {layer.flops_per_token_forward}"
+            raise PeerMisbehaved(f"{flops}; must be 0 to {_MAX_FLOPS_PER_TOKEN:g}")
     if table.model_hash != model_hash:
-        raise PeerMisbehaved("the layer table is of another model than the run's")
+        raise PeerMisbehaved("the layer table belongs to another model than the run's")
 
 
 def check_layers(manifest: manifest_pb2.Manifest, count: int) -> None:
-    """Raise `PeerMisbehaved` unless every layer is there, in order, with digests."""
+    """Raise `PeerMisbehaved` unless the manifest lists every layer, in order, with digests."""
     if [item.layer for item in manifest.layers] != list(range(count)):
         raise PeerMisbehaved(f"the manifest does not list the {count} layers in order")
-    if any(len(item.anchor_digest) != _DIGEST_BYTES for item in manifest.layers) or any(
-        len(item.momentum_digest) != _DIGEST_BYTES for item in manifest.layers
+    if any(len(item.anchor_digest) != SHA256_BYTES for item in manifest.layers) or any(
+        len(item.momentum_digest) != SHA256_BYTES for item in manifest.layers
     ):
-        raise PeerMisbehaved(f"a digest in the manifest is not {_DIGEST_BYTES} bytes long")
+        raise PeerMisbehaved(f"a layer digest in the manifest does not have {SHA256_BYTES} bytes")
 
 
 def _check_size(committed: manifest_pb2.CommittedManifest, operator_key: bytes) -> None:
     if len(committed.payload) > MAX_PAYLOAD_BYTES:
-        raise PeerMisbehaved(f"a manifest has at most {MAX_PAYLOAD_BYTES} bytes")
+        raise PeerMisbehaved(f"the manifest has {len(committed.payload)} bytes; must be at most {MAX_PAYLOAD_BYTES}")
     vote = committed.tie_break
     if committed.HasField("tie_break") and (vote.public_key != operator_key or len(vote.signature) != _SIGNATURE_BYTES):
-        raise SignatureInvalid("the manifest carries a tie-break that is not the coordinator's")
+        raise SignatureInvalid("the manifest carries a tie-break vote that is not the coordinator's")
 
 
 def _check_abandoned(run: Run, memory: RunMemory, peer_id: str, report: mb.RoundReport) -> None:
-    """Only its opener knows that an attempt was abandoned, and only of late ones it is worth a row."""
+    """Raise `PeerMisbehaved` unless the attempt is recent and this node was its opener: only the opener knows."""
     named = report.round
     if named.number <= run.head_round - ABANDONED_WINDOW_ROUNDS:
-        raise PeerMisbehaved(f"round {named.number} is long over; attempts at it are not kept any more")
+        raise PeerMisbehaved(
+            f"round {named.number} is over {ABANDONED_WINDOW_ROUNDS} rounds old; its attempts are not stored any more"
+        )
     if is_void(memory.bases, named.number, named.plan_version):
         raise PeerMisbehaved(f"round {named.number} is void: the run was recovered from before it")
-    if RoundId.from_proto(named).opener(memory.caps[named.plan_version]) != peer_id:
-        raise PeerMisbehaved(f"attempt {named.attempt} at round {named.number} was not this node's to open")
+    if RoundId.from_proto(named).opener(memory.token_caps[named.plan_version]) != peer_id:
+        raise PeerMisbehaved(f"this node is not the opener of attempt {named.attempt} at round {named.number}")
 
 
 def _contributed_tokens(head: Head, caps: Mapping[str, int]) -> int:
-    """Tokens of a round to which members of its plan contributed, each once and within its cap."""
+    """Tokens of a round, after checking that its plan's members contributed, each once and within its cap."""
     contributions = head.manifest.contributions
     names = {item.peer_id for item in contributions}
     if not head.electorate.members or len(names) != len(contributions) or not names <= caps.keys():
-        raise PeerMisbehaved(f"the contributors of round {head.round} are not members of its plan")
+        raise PeerMisbehaved(f"round {head.round} has contributors outside its plan, or one contributor twice")
     require_valid_verdicts(head.manifest.verdicts, [item.weight for item in contributions], head.manifest.parts_total)
     for item, counted in zip(contributions, counted_tokens(head.manifest), strict=True):
         if item.weight > caps[item.peer_id] or item.tokens != counted:
@@ -216,31 +222,34 @@ def _contributed_tokens(head: Head, caps: Mapping[str, int]) -> int:
 
 
 def _check_history(head: Head, run: Run, memory: RunMemory, tokens: int) -> None:
-    """Whether the round fits between those that are known: hashes, plan version, tokens of the run."""
+    """Raise `PeerMisbehaved` unless hashes, plan version and token total fit the known rounds around this one."""
     number, plan_version = head.round, head.manifest.round.plan_version
     before, after = memory.committed.get(number - 1), memory.committed.get(number + 1)
     if before is not None and head.manifest.previous_hash != before.manifest_hash:
-        raise PeerMisbehaved(f"round {number} does not follow the round {number - 1} that we know")
-    if after is not None and after.previous_hash not in (b"", head.hash):  # a base that nobody reported has none
-        raise PeerMisbehaved(f"round {number + 1} that we know does not follow round {number}")
+        raise PeerMisbehaved(f"round {number} does not follow the known round {number - 1}")
+    if after is not None and after.previous_hash not in (b"", head.hash):  # empty: a base that no node reported
+        raise PeerMisbehaved(f"the known round {number + 1} does not follow round {number}")
     newest = memory.committed[run.head_round].plan_version
     if (plan_version < newest) if number > run.head_round else (plan_version > newest > 0):
         raise PeerMisbehaved(f"round {number} is under plan {plan_version}, round {run.head_round} under {newest}")
     least, most = _total_tokens(number, run, memory, tokens)
-    if not least <= head.committed_tokens <= min(most, _MAX):
-        raise PeerMisbehaved(f"round {number} counts tokens that cannot be")
+    most = min(most, MAX_INTEGER)
+    if not least <= head.committed_tokens <= most:
+        raise PeerMisbehaved(
+            f"committed_tokens of round {number} is {head.committed_tokens}; must be {least} to {most}"
+        )
 
 
 def _total_tokens(number: int, run: Run, memory: RunMemory, tokens: int) -> tuple[int, int]:
-    """The least and the most that the run can have counted up to round `number`, in which `tokens` were trained."""
+    """Least and most tokens that the run can have committed up to round `number`, which added `tokens`."""
     before = memory.committed.get(number - 1)
     if before is not None:
         total = before.committed_tokens
-        return (tokens, _MAX) if total is None else (total + tokens, total + tokens)
+        return (tokens, MAX_INTEGER) if total is None else (total + tokens, total + tokens)
     if number <= run.head_round:
         known_total = number < run.head_round and memory.committed[run.head_round].committed_tokens is not None
-        return tokens, run.committed_tokens if known_total else _MAX
-    unknown = number - 1 - run.head_round  # nobody can have trained more in them than the plans allow
-    most = unknown * max(sum(caps.values()) for caps in memory.caps.values())
+        return tokens, run.committed_tokens if known_total else MAX_INTEGER
+    unknown = number - 1 - run.head_round  # each of these can have added at most what the plans allow
+    most = unknown * max(sum(caps.values()) for caps in memory.token_caps.values())
     known = memory.committed[run.head_round].committed_tokens
-    return run.committed_tokens + tokens, (_MAX if known is None else known + tokens + most)
+    return run.committed_tokens + tokens, (MAX_INTEGER if known is None else known + tokens + most)

@@ -1,11 +1,12 @@
-"""The coordinator as a tie-breaker: one acceptor of Paxos for every round that it knows no outcome of. Pure.
+"""Tie-break votes of the coordinator: one Paxos acceptor for every undecided round. Pure.
 
-Where exactly half of the members that decide a round are left, the coordinator's vote decides (core/quorum.py). It
-promises not to vote in attempts before the asker's, tells what it voted for last, and never votes for two results
-in one attempt. What it said is a row, durable before the answer leaves, until the round is known to be decided.
+If exactly half of a round's electorate is left, the coordinator's vote decides (core/quorum.py). The coordinator
+promises not to vote in attempts before the asker's, returns its last vote, and never votes for two results in one
+attempt. Promises and votes are rows. They are durable before the response leaves, and stay until the round is known
+to be decided.
 
-A coordinator that was restored from a backup has forgotten votes. Whoever commits a round first made *under a plan
-issued since the restore* shows that no earlier vote can reach beyond it; until then the coordinator abstains.
+A coordinator that was restored from a backup has forgotten votes. Once a round first made *under a plan issued since
+the restore* has committed, no earlier vote can matter. Until then the coordinator abstains.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from atoll.coordinator.state import lookup
 from atoll.coordinator.state.rate_limits import ATTEMPT_RAISES_RATE, Allowance
 from atoll.coordinator.state.snapshot import Draft, RunMemory, State, Step, StepTime, is_void
 from atoll.coordinator.store.records import Run, Vote
-from atoll.core.errors import Banned, InvalidRequest
+from atoll.core.errors import InvalidRequest
 from atoll.core.fragments import fragment_of_round
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
 from atoll.v1 import manifest_pb2
 
-MAX_UNREPORTED_ROUNDS = 16  # rounds that may have been committed without our knowing: openers tell them within seconds
-MAX_FAR_ROUNDS = 8  # further ahead than that, so that nobody's asking can crowd out the next rounds
-MAX_FIRST_ATTEMPT = 10_000  # at a round that was never asked about, and one more a second since the head is known
+MAX_UNREPORTED_ROUNDS = 16  # rounds that may have committed unknown to us: openers report them within seconds
+MAX_FAR_ROUNDS = 8  # rounds further ahead than that with votes, so that requests cannot crowd out the next rounds
+MAX_FIRST_ATTEMPT = 10_000  # in the first request about a round, plus one a second since the head is known
 
 
 @dataclass(frozen=True)
 class VoteReply:
-    """What the opener is told. Refusals carry `reason`, and what was promised, if anything."""
+    """Answer to the opener. Refusals carry `reason`, and the earlier promise, if there is one."""
 
     granted: bool
     vote: Vote | None
@@ -40,7 +41,7 @@ class VoteReply:
 
 
 def promise(known: Vote | None, run_id: str, number: int, ballot: Ballot) -> VoteReply:
-    """Not to vote in attempts before `ballot`, unless a later one was promised already."""
+    """Promise not to vote in attempts before `ballot`, unless a later one was promised already."""
     if known is not None and ballot < _promised(known):
         return VoteReply(False, known, _later_promise_text(known))
     if known is None:
@@ -48,8 +49,8 @@ def promise(known: Vote | None, run_id: str, number: int, ballot: Ballot) -> Vot
     return VoteReply(True, replace(known, promised_plan=ballot.plan_version, promised_attempt=ballot.attempt))
 
 
-def cast(known: Vote | None, run_id: str, number: int, ballot: Ballot, payload: bytes) -> VoteReply:
-    """A vote for `payload` in `ballot`, unless a later attempt was promised or another payload has the vote."""
+def cast_vote(known: Vote | None, run_id: str, number: int, ballot: Ballot, payload: bytes) -> VoteReply:
+    """Vote for `payload` in `ballot`, unless a later attempt was promised or another payload has the vote."""
     promised = promise(known, run_id, number, ballot)
     if not promised.granted or promised.vote is None:
         return promised
@@ -60,15 +61,15 @@ def cast(known: Vote | None, run_id: str, number: int, ballot: Ballot, payload: 
     return VoteReply(True, voted)
 
 
-def answer(state: State, now: StepTime, peer_id: str, round_id: RoundId, payload: bytes) -> Step[VoteReply]:
-    """What `peer_id` gets that opened `round_id`: a promise, or with a payload a vote for it.
+def answer_vote_request(
+    state: State, now: StepTime, peer_id: str, round_id: RoundId, payload: bytes
+) -> Step[VoteReply]:
+    """Answer `peer_id`, the opener of `round_id`: a promise or, with a payload, a vote for it.
 
-    Raises `InvalidRequest` for what no correct opener sends, `Banned`, `CertificateInvalid`.
+    Raises `InvalidRequest` for a request that no correct opener sends, `Banned`, `CertificateInvalid`.
     """
     draft = Draft(state, now)
-    node = lookup.caller(state, peer_id)
-    if node.banned:
-        raise Banned(f"peer {peer_id} was banned by the operator")
+    node = lookup.member(state, peer_id)
     run = state.runs[node.run_id]
     memory = state.memory[run.run_id]
     _check_request(run, memory, peer_id, round_id)
@@ -78,22 +79,22 @@ def answer(state: State, now: StepTime, peer_id: str, round_id: RoundId, payload
     refusal = _refusal(run, memory, round_id.number)
     if refusal:
         return draft.done(VoteReply(False, known, refusal))
-    asked = _allowance_after_raise(memory, now, peer_id, round_id)
+    allowance = _allowance_after_raise(memory, now, peer_id, round_id)
     if payload:
-        given = cast(known, run.run_id, round_id.number, round_id.ballot, payload)
+        given = cast_vote(known, run.run_id, round_id.number, round_id.ballot, payload)
     else:
         given = promise(known, run.run_id, round_id.number, round_id.ballot)
     if given.granted and given.vote is not None and given.vote != known:
         draft.set_vote(given.vote)
-        draft.remember(run.run_id, asked={**memory.asked, peer_id: asked})
+        draft.remember(run.run_id, raise_allowances={**memory.raise_allowances, peer_id: allowance})
         if payload:
-            told = f"the coordinator broke the tie of round {round_id} for {node.name}"
-            draft.event("round.tie-broken", run.run_id, str(round_id.number), told)
+            message = f"the coordinator broke the tie of round {round_id} for {node.name}"
+            draft.event("round.tie-broken", run.run_id, str(round_id.number), message)
     return draft.done(given)
 
 
 def abstains(run: Run, memory: RunMemory) -> bool:
-    """Whether forgotten votes may still matter: after a restore, until a round of a plan issued since has committed."""
+    """True after a restore, until a round of a newer plan has committed: forgotten votes may still matter."""
     since_restore = max((commit.plan_version for commit in memory.committed.values()), default=0)
     recovered = memory.bases[-1].since_version if memory.bases else 0
     return max(since_restore, recovered) <= run.plan_floor and run.plan_floor > 0
@@ -105,70 +106,77 @@ def _refusal(run: Run, memory: RunMemory, number: int) -> str:
     if number <= run.head_round:
         return f"round {number} is committed; the newest known is {run.head_round}"
     if abstains(run, memory):
-        return "the coordinator was restored from a backup and does not vote until a round has committed without it"
+        return (
+            "the coordinator was restored from a backup; it does not vote until a round has committed without its vote"
+        )
     far = [voted for voted in memory.votes if voted > run.head_round + MAX_UNREPORTED_ROUNDS]
     if number not in memory.votes and number > run.head_round + MAX_UNREPORTED_ROUNDS and len(far) >= MAX_FAR_ROUNDS:
-        return f"round {number} is far from round {run.head_round}, the newest known: tell the rounds between first"
+        return f"round {number} is far from round {run.head_round}, the newest known: report the rounds between first"
     return ""
 
 
 def _check_request(run: Run, memory: RunMemory, peer_id: str, round_id: RoundId) -> None:
-    members = memory.caps.get(round_id.plan_version, {})
+    members = memory.token_caps.get(round_id.plan_version, {})
     current = memory.plan.members if memory.plan else ()
     if round_id.run_id != run.run_id or peer_id not in current or peer_id not in members:
-        raise InvalidRequest("a vote is asked for by a member of the run's plan, about its own run")
-    if round_id.fragment != fragment_of_round(round_id.number, fragments_of(run, memory, round_id.plan_version)):
-        raise InvalidRequest(f"round {round_id.number} is not one of fragment {round_id.fragment}")
+        raise InvalidRequest("a vote request must come from a member of the run's plan and of the attempt's plan")
+    fragment = fragment_of_round(round_id.number, fragments_of(run, memory, round_id.plan_version))
+    if round_id.fragment != fragment:
+        raise InvalidRequest(f"fragment of round {round_id.number} is {round_id.fragment}; must be {fragment}")
     if not 0 < round_id.number <= run.head_round + MAX_ROUNDS_AHEAD:
         raise InvalidRequest(f"round {round_id.number} is too far from round {run.head_round}, the newest known")
     if round_id.attempt > MAX_ATTEMPT:
-        raise InvalidRequest(f"attempt {round_id.attempt} is too far: a round has at most {MAX_ATTEMPT}")
+        raise InvalidRequest(f"attempt is {round_id.attempt}; must be at most {MAX_ATTEMPT}")
     if round_id.opener(members) != peer_id:
-        raise InvalidRequest("a vote is asked for by the opener of the attempt")
+        raise InvalidRequest(f"this node is not the opener of attempt {round_id.attempt} at round {round_id.number}")
     if is_void(memory.bases, round_id.number, round_id.plan_version):
         raise InvalidRequest(f"round {round_id.number} under plan {round_id.plan_version} is void")
 
 
 def _allowance_after_raise(memory: RunMemory, now: StepTime, peer_id: str, round_id: RoundId) -> Allowance:
-    """What is left of the opener's allowance after this attempt. Raises `InvalidRequest` when it goes too far.
+    """The opener's allowance after this attempt. Raises `InvalidRequest` if it is exceeded.
 
-    Attempts are finite, so nobody may use them up alone: every opener has an allowance of its own for raising what was
-    promised, far above what honest ones need. Only the first that asks about a round may be far up: openers do not
-    ask while they do not need the coordinator, or cannot reach it.
+    The number of attempts is bounded, so no opener may use them up alone. Every opener has an allowance for raising the
+    promised attempt, far above what a correct opener needs. Only the first request about a round may be far up: openers
+    do not ask while they do not need the coordinator, or cannot reach it.
     """
-    known, before = memory.votes.get(round_id.number), memory.asked.get(peer_id, Allowance())
+    known, before = memory.votes.get(round_id.number), memory.raise_allowances.get(peer_id, Allowance())
     if known is None or known.promised_plan < round_id.plan_version:
-        patience = now.monotonic - memory.head_known_since
-        enough = round_id.attempt <= MAX_FIRST_ATTEMPT + ATTEMPT_RAISES_RATE.per_second * patience
-        left = before if enough else None
+        head_age_seconds = now.monotonic - memory.head_known_since
+        enough = round_id.attempt <= MAX_FIRST_ATTEMPT + ATTEMPT_RAISES_RATE.per_second * head_age_seconds
+        remaining = before if enough else None
     else:
         raised = max(0, round_id.attempt - known.promised_attempt)
-        left = (
+        remaining = (
             before.spend(ATTEMPT_RAISES_RATE, now.monotonic, raised)
             if known.promised_plan == round_id.plan_version
             else before
         )
-    if left is None:
-        raise InvalidRequest(f"attempt {round_id.attempt} at round {round_id.number} is too far from those before it")
-    return left
+    if remaining is None:
+        raise InvalidRequest(
+            f"attempt {round_id.attempt} at round {round_id.number} is too far above the attempts before it"
+        )
+    return remaining
 
 
 def _check_payload(memory: RunMemory, round_id: RoundId, payload: bytes) -> None:
     if len(payload) > MAX_PAYLOAD_BYTES:
-        raise InvalidRequest(f"a manifest has at most {MAX_PAYLOAD_BYTES} bytes")
+        raise InvalidRequest(f"the manifest has {len(payload)} bytes; must be at most {MAX_PAYLOAD_BYTES}")
     try:
         manifest = manifest_pb2.Manifest.FromString(payload)
     except DecodeError as error:
-        raise InvalidRequest("a vote is asked for something that is no manifest") from error
+        raise InvalidRequest("the payload is not a manifest") from error
     made = RoundId.from_proto(manifest.round)
-    odd = made.plan_version == round_id.plan_version and made.fragment != round_id.fragment
-    if odd or (made.run_id, made.number) != (round_id.run_id, round_id.number):
-        raise InvalidRequest("a vote is asked for the manifest of another round")
+    other_fragment = made.plan_version == round_id.plan_version and made.fragment != round_id.fragment
+    if other_fragment or (made.run_id, made.number) != (round_id.run_id, round_id.number):
+        raise InvalidRequest(
+            f"the manifest is of round {made.number}; must be of round {round_id.number}, its run and its fragment"
+        )
     if made.ballot > round_id.ballot or is_void(memory.bases, made.number, made.plan_version):
-        raise InvalidRequest("a vote is asked for a manifest of a later attempt, or of a void one")
+        raise InvalidRequest("the manifest is of a later attempt, or of a void round")
     before = memory.committed.get(round_id.number - 1)
     if before is not None and manifest.previous_hash != before.manifest_hash:
-        raise InvalidRequest(f"a vote is asked for a manifest that does not follow the round {round_id.number - 1}")
+        raise InvalidRequest(f"the manifest does not follow the known round {round_id.number - 1}")
 
 
 def _promised(vote: Vote) -> Ballot:

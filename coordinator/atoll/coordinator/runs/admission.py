@@ -1,7 +1,7 @@
-"""Who comes in and who must go: tokens, enrolment, renewal, drain, ban, leave. Pure.
+"""Admission and removal of nodes: tokens, enrolment, renewal, drain, ban, leave. Pure.
 
 Spending a token and writing the node's row are one step, hence one transaction: a token with N uses admits
-N times, whatever dies when.
+N times, whichever process dies when.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime, charg
 from atoll.coordinator.store.records import Node, Token
 from atoll.core.errors import (
     AlreadyExists,
-    Banned,
     InvalidRequest,
     TokenExpired,
     TokenRevoked,
@@ -38,7 +37,7 @@ _ASK_OPERATOR = "ask your operator for a new one: `atollctl token create`"
 
 @dataclass(frozen=True)
 class TokenRequest:
-    """What the operator asked for; id and secret were drawn outside."""
+    """The operator's request for a token. The caller drew id and secret."""
 
     token_id: str
     secret_hash: str
@@ -50,7 +49,7 @@ class TokenRequest:
 
 @dataclass(frozen=True)
 class Applicant:
-    """Who shows a token. The key behind `peer_id` was already proven."""
+    """A node that presents a token. The caller has verified the key behind `peer_id`."""
 
     token_id: str
     secret: str = field(repr=False)
@@ -60,13 +59,15 @@ class Applicant:
 
 
 def create_token(state: State, now: StepTime, request: TokenRequest) -> Step[Token]:
-    """A new token. Raises `NotFound`, `Ambiguous`, `InvalidRequest`."""
+    """Create a token. Raises `NotFound`, `Ambiguous`, `InvalidRequest`."""
     run = lookup.run(state, request.run_id)
     roles = request.roles or ("node",)
     if any(role not in TOKEN_ROLES for role in roles):
-        raise InvalidRequest(f"a token can admit {' or '.join(TOKEN_ROLES)}, not {', '.join(roles)}")
-    if not 1 <= request.uses <= MAX_USES or not 1 <= request.ttl_seconds <= MAX_TTL_SECONDS:
-        raise InvalidRequest(f"a token has 1 to {MAX_USES} uses and lives 1 second to a year")
+        raise InvalidRequest(f"roles are {', '.join(roles)}; a token can admit {' and '.join(TOKEN_ROLES)}")
+    if not 1 <= request.uses <= MAX_USES:
+        raise InvalidRequest(f"uses is {request.uses}; must be 1 to {MAX_USES}")
+    if not 1 <= request.ttl_seconds <= MAX_TTL_SECONDS:
+        raise InvalidRequest(f"ttl_seconds is {request.ttl_seconds}; must be 1 to {MAX_TTL_SECONDS}")
     token = Token(
         token_id=request.token_id,
         secret_hash=request.secret_hash,
@@ -85,7 +86,7 @@ def create_token(state: State, now: StepTime, request: TokenRequest) -> Step[Tok
 
 
 def revoke_token(state: State, now: StepTime, token_id: str) -> Step[Token]:
-    """Make a token useless. Twice is fine. Raises `NotFound`."""
+    """Revoke a token; does nothing if it is revoked already. Raises `NotFound`."""
     token = lookup.token(state, token_id)
     draft = Draft(state, now)
     if not token.revoked:
@@ -96,21 +97,22 @@ def revoke_token(state: State, now: StepTime, token_id: str) -> Step[Token]:
 
 
 def enrol(state: State, now: StepTime, applicant: Applicant) -> Step[Node]:
-    """Spend one use of the token and write the node's row. Raises `Rejected` and kin, `AlreadyExists`.
+    """Spend one use of the token and write the node's row. Raises `Rejected` and its subclasses, `AlreadyExists`.
 
-    Who was admitted by this very token is answered again at no cost: the first answer may have been lost.
+    A peer that this token admitted already gets the same answer without another use: the first answer may have
+    been lost.
     """
     if not _NAME.fullmatch(applicant.node_name):
-        raise InvalidRequest("a node's name has 1 to 63 characters of a-z, 0-9 and -", "join with another --name")
+        raise InvalidRequest("a node's name must have 1 to 63 characters of a-z, 0-9 and -", "join with another --name")
     known = state.nodes.get(applicant.peer_id)
     repeated = known is not None and known.token_id == applicant.token_id
     token = _check_token(state, now, applicant, spent=repeated)
     if applicant.peer_id in state.deny.peer_ids or (known and known.banned):
-        raise Banned(f"peer {applicant.peer_id} was banned by the operator")
+        raise lookup.banned(applicant.peer_id)
     live = state.live.get(applicant.peer_id)
     if known and known.run_id != token.run_id and live and live.connected:
         raise AlreadyExists(
-            f"peer {applicant.peer_id} is at work in run {known.run_id!r}",
+            f"peer {applicant.peer_id} is connected to run {known.run_id!r}",
             "stop it first, or use another data directory: one identity serves one run",
         )
     node = _enrolled(state, now, known, token, applicant)
@@ -128,9 +130,9 @@ def enrol(state: State, now: StepTime, applicant: Applicant) -> Step[Node]:
 
 
 def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, applicant: Applicant) -> Node:
-    """The row of who is admitted. In the same run it stays what it was known as: pinned, often away.
+    """The row of an admitted node. Within one run it keeps its pin and its availability record.
 
-    Who was asked to drain and shows a new token is wanted again.
+    A draining node that presents a new token is no longer draining.
     """
     name = _unique_name(state, token.run_id, applicant)
     if known is not None and known.run_id == token.run_id:
@@ -151,15 +153,16 @@ def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, app
 
 
 def _log_enrolled(draft: Draft, node: Node, *, again: bool) -> None:
-    told = f"{node.name} enrolled{' again' if again else ''} as {', '.join(node.roles)}"
-    draft.event("node.enrolled", node.run_id, node.peer_id, told)
+    message = f"{node.name} enrolled{' again' if again else ''} as {', '.join(node.roles)}"
+    draft.event("node.enrolled", node.run_id, node.peer_id, message)
     if "seed" not in node.roles and not _seeds(draft.state, node.run_id):
-        draft.event("run.no-seed", node.run_id, node.run_id, "nodes cannot find each other: this run has no seed yet")
+        message = "this run has no seed: nodes cannot discover each other. Start one: `atoll join --name seed`"
+        draft.event("run.no-seed", node.run_id, node.run_id, message)
 
 
 def renew(state: State, now: StepTime, peer_id: str) -> Step[Node]:
-    """The next epoch of a member. Raises `Banned`, `CertificateInvalid`."""
-    node = _unbanned_member(state, peer_id)
+    """Give a member its next membership epoch. Raises `Banned`, `CertificateInvalid`."""
+    node = lookup.member(state, peer_id)
     draft = Draft(state, now)
     node = replace(node, epoch=node.epoch + 1)
     draft.put(node)
@@ -179,7 +182,7 @@ def drain(state: State, now: StepTime, text: str) -> Step[Node]:
                 node.peer_id,
                 replace(live, drain_since=now.monotonic, handing_over=hand_over.must_hand_over(state, node)),
             )
-        draft.event("node.draining", node.run_id, node.peer_id, f"{node.name} is asked to drain")
+        draft.event("node.draining", node.run_id, node.peer_id, f"{node.name} was asked to drain")
     return draft.done(node)
 
 
@@ -198,12 +201,12 @@ def ban(state: State, now: StepTime, text: str, reason: str) -> Step[Node]:
     return draft.done(node)
 
 
-def merge_deny_list(draft: Draft, sealed: pb.Signed) -> None:
-    """A member holds a newer deny-list of ours than we do: this is a restored coordinator, and it is put right.
+def merge_deny_list(draft: Draft, signed: pb.Signed) -> None:
+    """Adopt a newer deny-list that a member shows: this coordinator was restored from an older backup.
 
-    Raises `SignatureInvalid`, `CertificateInvalid` for one that is not ours.
+    Raises `SignatureInvalid`, `CertificateInvalid` for a list that this operator did not sign.
     """
-    shown = MembershipVerifier(draft.state.operator_key, "").verify_deny_list(sealed)
+    shown = MembershipVerifier(draft.state.operator_key, "").verify_deny_list(signed)
     known = draft.state.deny
     if shown.number <= known.number:
         return
@@ -218,7 +221,7 @@ def merge_deny_list(draft: Draft, sealed: pb.Signed) -> None:
 
 
 def leave(state: State, now: StepTime, peer_id: str, reason: str) -> Step[None]:
-    """An orderly goodbye. The node may come back while its certificate lasts. Raises `CertificateInvalid`."""
+    """Record an announced leave. The node may return while its certificate is valid. Raises `CertificateInvalid`."""
     node, reason = lookup.caller(state, peer_id), clean(reason, MAX_REASON_CHARACTERS)
     draft = Draft(state, now)
     if not node.left:
@@ -230,7 +233,7 @@ def leave(state: State, now: StepTime, peer_id: str, reason: str) -> Step[None]:
 
 
 def seeds_of(state: State, run_id: str) -> tuple[str, ...]:
-    """Multiaddrs of the run's seeds, those that are connected first; each names the seed that told it, and no other."""
+    """Multiaddrs of the run's seeds, connected seeds first. Each address ends in its seed's peer id."""
 
     def connected_first(node: Node) -> tuple[bool, str]:
         live = state.live.get(node.peer_id)
@@ -248,30 +251,25 @@ def _seeds(state: State, run_id: str) -> list[Node]:
     return [node for node in members if "seed" in node.roles and not (node.banned or node.left)]
 
 
-def _unbanned_member(state: State, peer_id: str) -> Node:
-    node = lookup.caller(state, peer_id)
-    if node.banned:
-        raise Banned(f"peer {peer_id} was banned by the operator")
-    return node
-
-
 def _check_token(state: State, now: StepTime, applicant: Applicant, *, spent: bool) -> Token:
-    """The token, if it admits the applicant; `spent`: it did before, so no use need be left."""
+    """The token, if it admits the applicant. `spent`: it did so before, so that no use need be left."""
     token = state.tokens.get(applicant.token_id)
     if token is None or not secret_matches(applicant.secret, token.secret_hash):
-        raise TokenUnknown("no such token here, or its secret is wrong", "copy the whole token again")
+        raise TokenUnknown(
+            "this coordinator does not know the token, or its secret is wrong", "copy the whole token again"
+        )
     if token.revoked:
         raise TokenRevoked("the operator revoked this token", _ASK_OPERATOR)
     if token.expires_ms <= now.unix_ms:
         ago = duration_text((now.unix_ms - token.expires_ms) / 1000)
         raise TokenExpired(f"the token expired {ago} ago", _ASK_OPERATOR)
     if token.uses_left <= 0 and not spent:
-        raise TokenUsedUp(f"the token was good for {token.uses_total} and has been used up", _ASK_OPERATOR)
+        raise TokenUsedUp(f"all {token.uses_total} uses of the token are spent", _ASK_OPERATOR)
     return token
 
 
 def _unique_name(state: State, run_id: str, applicant: Applicant) -> str:
-    """The name asked for, or with a number when another peer of the run has it, or one that the plan still names."""
+    """The requested name, with a number added if another peer of the run, or of its plan, has it."""
     plan = state.memory[run_id].plan
     peers = {*(node.peer_id for node in state.members_of(run_id)), *(plan.members if plan else ())}
     taken = {state.nodes[peer].name for peer in peers - {applicant.peer_id}}

@@ -1,11 +1,11 @@
-"""The life of a run: from created over genesis to training and its end. Pure.
+"""Life cycle of a run: from created through genesis to training and its end. Pure.
 
     CREATED → WAITING → GENESIS → TRAINING → FINISHED
                  ↖________|           ↕
                                    PAUSED          any but FINISHED → STOPPED
 
-`advance` moves a run as far as what is known now allows; the operator's orders are the other edges. Which plan a run
-that trains has is decided in `following`.
+`advance` moves a run as far as the nodes allow; the operator's orders are the other edges. `live/plan_upkeep.py`
+decides which plan a training run follows.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from atoll.core.units import bytes_text
 
 
 def create_run(state: State, now: StepTime, spec_toml: str, *, start: bool) -> Step[Run]:
-    """A run from a spec. Raises `RunSpecError`, `AlreadyExists`."""
+    """Create a run from a spec. Raises `RunSpecError`, `AlreadyExists`."""
     spec = parse_run_spec(spec_toml)
     stored = spec.resolved_toml()
-    if parse_run_spec(stored, "the spec with its defaults") != spec:  # or the next start could not read it
-        raise RunSpecError("the run spec changes when it is written out with its defaults", "simplify its strings")
+    if parse_run_spec(stored, "the spec with its defaults") != spec:  # the next start could not read it
+        raise RunSpecError("the run spec does not survive being written as TOML", "simplify its strings")
     name = spec.run.name
     if name in state.runs:
-        raise AlreadyExists(f"there is a run called {name!r} already", "give the new one another run.name")
+        raise AlreadyExists(f"a run named {name!r} exists already", "give the new one another run.name")
     draft = Draft(state, now)
     draft.put(Run(run_id=name, spec_toml=stored, state="CREATED", created_ms=now.unix_ms))
     draft.add_memory(name, RunMemory(spec=spec))
@@ -50,7 +50,7 @@ def create_run(state: State, now: StepTime, spec_toml: str, *, start: bool) -> S
 
 
 def start(state: State, now: StepTime, run_id: str, policy: Policy) -> Step[Run]:
-    """Start a created run, or go on with a paused one. Raises `NotFound`, `InvalidTransition`."""
+    """Start a created run, or resume a paused one. Raises `NotFound`, `InvalidTransition`."""
     run = lookup.run(state, run_id)
     draft = Draft(state, now)
     if run.state not in ("CREATED", "PAUSED"):
@@ -60,24 +60,27 @@ def start(state: State, now: StepTime, run_id: str, policy: Policy) -> Step[Run]
         )
     resumed = run.state == "PAUSED"
     transition_run(
-        draft, run.run_id, "TRAINING" if run.genesis else "WAITING", "the run goes on" if resumed else "started"
+        draft,
+        run.run_id,
+        "TRAINING" if run.genesis else "WAITING",
+        "the run was resumed" if resumed else "the run was started",
     )
     draft.remember(run.run_id, no_plan_before=now.monotonic + policy.resume_seconds, changed_since=None)
     return draft.done(draft.state.runs[run.run_id])
 
 
 def pause(state: State, now: StepTime, run_id: str) -> Step[Run]:
-    """Let the nodes wait. Raises `NotFound`, `InvalidTransition`."""
+    """Pause a run: its nodes wait. Raises `NotFound`, `InvalidTransition`."""
     return _transition_by_operator(state, now, run_id, "PAUSED", "the operator paused the run")
 
 
 def stop(state: State, now: StepTime, run_id: str) -> Step[Run]:
-    """End the run for good. Raises `NotFound`, `InvalidTransition`."""
+    """End a run for good. Raises `NotFound`, `InvalidTransition`."""
     return _transition_by_operator(state, now, run_id, "STOPPED", "the operator stopped the run")
 
 
 def advance(draft: Draft, run_id: str, policy: Policy) -> None:
-    """Move the run as far as the nodes allow."""
+    """Move a run as far as its nodes allow."""
     run = draft.state.runs[run_id]
     match run.state:
         case "WAITING":
@@ -114,9 +117,12 @@ def _begin_genesis_if_ready(draft: Draft, run_id: str) -> None:
 
 
 def _memory_shortage(state: State, run_id: str, ready: list[str]) -> str:
-    """What these nodes lack to hold the model together; empty where they lack nothing, or nobody told its layers."""
+    """The memory that these nodes lack to hold the model together.
+
+    Empty if they lack none, or if no node has reported a layer table.
+    """
     tables = Counter(state.live[peer].layers for peer in ready if state.live[peer].layers)
-    model = span_memory_of(state, run_id, max(tables, key=lambda it: tables[it], default=b""))
+    model = span_memory_of(state, run_id, max(tables, key=lambda table: tables[table], default=b""))
     if model is None:
         return ""
     held = sum(model.most_layers(state.live[peer].profile) for peer in ready)
@@ -144,11 +150,11 @@ def _replace_late_genesis_writer(draft: Draft, run_id: str, policy: Policy) -> N
         return
     draft.put(replace(state.runs[run_id], corpus_digest=""))
     draft.remember(run_id, writer="")
-    transition_run(draft, run_id, "WAITING", "too few ready nodes are left to begin")
+    transition_run(draft, run_id, "WAITING", "too few ready nodes are left for genesis")
 
 
 def _choose_genesis_writer(draft: Draft, run_id: str, ready: list[str]) -> None:
-    """Ask the lowest peer id that was not asked in vain; when all were, start over."""
+    """Choose the lowest peer id that was not asked in vain; if all were, start over."""
     memory = draft.state.memory[run_id]
     passed = memory.failed_genesis_writers | ({memory.writer} if memory.writer else set())
     fresh = [peer for peer in ready if peer not in passed]
@@ -160,11 +166,11 @@ def _choose_genesis_writer(draft: Draft, run_id: str, ready: list[str]) -> None:
         failed_genesis_writers=passed if fresh else frozenset(),
     )
     name = draft.state.nodes[writer].name
-    draft.event("run.genesis-writer", run_id, writer, f"{name} writes the genesis anchor")
+    draft.event("run.genesis-writer", run_id, writer, f"{name} was asked to write the genesis anchor")
 
 
 def _log_corpus_mismatches(draft: Draft, run_id: str, digest: str) -> None:
-    """Say it, once per digest, when a fit node's text is not that of most: it does not count towards genesis."""
+    """Log fit nodes whose corpus is not the most common one, once per digest. They do not count for genesis."""
     memory = draft.state.memory[run_id]
     for node, other in nodes_with_other_corpus(draft.state, run_id, digest):
         if memory.logged_corpus_mismatches.get(node.peer_id) == other:
@@ -172,8 +178,8 @@ def _log_corpus_mismatches(draft: Draft, run_id: str, digest: str) -> None:
         memory = replace(memory, logged_corpus_mismatches={**memory.logged_corpus_mismatches, node.peer_id: other})
         draft.remember(run_id, logged_corpus_mismatches=memory.logged_corpus_mismatches)
         if charge_row(draft, node.peer_id):
-            told = f"{node.name} has the corpus {other[:12]}…, others have {digest[:12]}…: it does not count"
-            draft.event("node.corpus-differs", run_id, node.peer_id, told)
+            message = f"{node.name} has corpus {other[:12]}…, most nodes have {digest[:12]}…: it does not count"
+            draft.event("node.corpus-differs", run_id, node.peer_id, message)
 
 
 def _transition_by_operator(state: State, now: StepTime, run_id: str, target: str, why: str) -> Step[Run]:

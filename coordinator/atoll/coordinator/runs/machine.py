@@ -1,9 +1,8 @@
-"""The coordinator's state machine: what came in and the time go in, the next state and rows come out. Pure.
+"""State machine of heartbeat streams and of time: messages and time go in, the next state and rows come out. Pure.
 
-Orders of the operator and enrolment are in `admission` and `lifecycle`, what nodes report in `reports`; here
-are the heartbeats and the clock. `tick` is called a few times a second and does everything that nobody asked
-for: silent streams end, lost nodes are named, runs advance. It returns the state it was given when there was
-nothing to do.
+Enrolment is in `admission`, the operator's orders are in `lifecycle`, and what nodes report is in
+`rounds/reports`. `tick_streams` and `tick_run` run a few times a second. They end silent streams, mark lost
+nodes, and advance runs. With nothing to do they return the state that they were given.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from atoll.coordinator.live import hand_over, plan_pace, planner_answer
 from atoll.coordinator.live.attendance import ELIGIBLE_STATES, corpus_expected
 from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs, memory_figures
 from atoll.coordinator.rounds import reports
-from atoll.coordinator.rounds.round_checks import check_layer_table
+from atoll.coordinator.rounds.round_checks import check_layer_table, layer_count
 from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
 from atoll.coordinator.sanitize import MAX_SENTENCE_CHARACTERS, clean, sanitized_message
 from atoll.coordinator.state import availability, lookup, peer_paths
@@ -38,9 +37,9 @@ from atoll.coordinator.state.snapshot import (
     is_void,
     token_caps_of,
 )
-from atoll.coordinator.store.records import Checkpoint, Node
+from atoll.coordinator.store.records import SHA256_BYTES, Checkpoint, Node
 from atoll.coordinator.store.store import Contents
-from atoll.core.errors import Banned, CorpusError, InvalidRequest, InvalidTransition
+from atoll.core.errors import CorpusError, InvalidRequest, InvalidTransition
 from atoll.core.manifest import manifest_hash
 from atoll.core.membership import EMPTY_DENY_LIST, DenyList
 from atoll.core.plan import Base, Plan
@@ -48,19 +47,18 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
-MAX_MULTIADDRS = 64  # of one node; the first ones are kept
+MAX_MULTIADDRS = 64  # of one node; later ones are ignored
 MAX_MULTIADDR_CHARACTERS = 256
 MAX_REPORTS = 256  # of each kind in one heartbeat
-_HASH_BYTES = 32
 _CORPUS_DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 
 
 def restore(
     contents: Contents, plans: tuple[Plan, ...], deny: DenyList | None, now: StepTime, operator_key: bytes = b""
 ) -> State:
-    """The state after a restart. `plans` and `deny` are the stored ones, their signatures checked.
+    """The state after a restart. `plans` and `deny` are the stored ones; their signatures are checked already.
 
-    Members of the newest plans get the usual grace to come back, as if their streams had ended just now.
+    Members of the newest plans get the usual time to reconnect, as if their streams had ended just now.
     """
     runs = {run.run_id: run for run in contents.runs}
     memory = {run_id: _rebuild_run_memory(run_id, contents, plans, now) for run_id in runs}
@@ -88,44 +86,46 @@ def restore(
 
 
 def connect(state: State, now: StepTime, peer_id: str) -> Step[int]:
-    """A heartbeat stream opened: its session number. An older stream of the peer is over with this.
+    """Open a heartbeat stream; the result is its session number. An older stream of the peer ends with this.
 
     Raises `Banned`, `CertificateInvalid`.
     """
-    node = lookup.caller(state, peer_id)
-    if node.banned:
-        raise Banned(f"peer {peer_id} was banned by the operator")
+    node = lookup.member(state, peer_id)
     draft = Draft(state, now)
     session = draft.new_session()
     old = state.live.get(peer_id)
     drain_since = old.drain_since if old else now.monotonic
-    fresh = LiveNode(session=session, seen=now.monotonic, came=now.monotonic, drain_since=drain_since)
-    if old is not None:  # who hangs up and calls again has no more to spend
+    fresh = LiveNode(session=session, seen=now.monotonic, connected_at=now.monotonic, drain_since=drain_since)
+    if old is not None:  # a reconnect does not refill the rate limits
         fresh = replace(
             fresh,
             handing_over=old.handing_over,
             unfit_since=old.unfit_since,
-            profile=old.profile,  # until it is told anew, so that nobody is planned anew for a blink
+            profile=old.profile,  # until a new report, so that a short break causes no new plan
             row_allowance=old.row_allowance,
-            refused=old.refused,
-            resized=old.resized,
+            refusal_allowance=old.refusal_allowance,
+            memory_change_allowance=old.memory_change_allowance,
             dropped_reports=old.dropped_reports,
             dropped_since=old.dropped_since,
         )
     draft.set_live(peer_id, fresh)
-    draft.put(replace(availability.came(node, old, now.monotonic), left=False, last_seen_ms=now.unix_ms))
-    if charge_row(draft, peer_id):  # who does nothing else is not news
+    draft.put(replace(availability.count_absence(node, old, now.monotonic), left=False, last_seen_ms=now.unix_ms))
+    if charge_row(draft, peer_id):  # a node that only reconnects does not fill the event log
         draft.event("node.connected", node.run_id, peer_id, f"{node.name} connected")
     return draft.done(session)
 
 
 def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: mb.HeartbeatRequest) -> Step[None]:
-    """One message of a stream. Raises `InvalidTransition` when the stream is no longer the node's,
-    `CorpusError` when its text is not the run's, `InvalidRequest`."""
+    """Apply one message of a stream.
+
+    Raises `InvalidTransition` if the stream is no longer the node's, `CorpusError` if the node has another corpus
+    than the run, and `InvalidRequest`.
+    """
     node, live = check_session(state, peer_id, session)
     _check_request(request)
-    if len(request.status.lost_layers) > checkpoints.layer_count(state, node.run_id):
-        raise InvalidRequest("a node has lost more layers than there are")
+    count = layer_count(state.runs[node.run_id].layers)
+    if len(request.status.lost_layers) > count:
+        raise InvalidRequest(f"lost_layers has {len(request.status.lost_layers)} entries; the model has {count} layers")
     draft = Draft(state, now)
     status = sanitized_message(request.status, MAX_SENTENCE_CHARACTERS)
     if request.HasField("deny_list"):
@@ -137,35 +137,37 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
         status=status,
         unfit_since=_unfit_since(live, status.state, now.monotonic),
         **_accepted_profile(live, request, now.monotonic),
-        paths=peer_paths.take(live.paths, request.paths, state.nodes, now.monotonic) if request.paths else live.paths,
+        paths=peer_paths.merge_reported_paths(live.paths, request.paths, state.nodes, now.monotonic)
+        if request.paths
+        else live.paths,
         corpus_digest=request.corpus_digest or live.corpus_digest,
         layers=_accepted_layer_table(state, node, live, request),
     )
     draft.set_live(peer_id, live)
     if "node" in node.roles:
-        checkpoints.take(draft, node, request)
+        checkpoints.update_from_heartbeat(draft, node, request)
         _take_reports(draft, node, request)
     return draft.done(None)
 
 
 def check_session(state: State, peer_id: str, session: int) -> tuple[Node, LiveNode]:
-    """The node and what it told us, if its stream may go on. Raises `Banned`, `InvalidTransition`, `CorpusError`."""
-    node, live = lookup.caller(state, peer_id), state.live.get(peer_id)
-    if node.banned:
-        raise Banned(f"peer {peer_id} was banned by the operator")
+    """The node's row and live state, if its stream may go on. Raises `Banned`, `InvalidTransition`, `CorpusError`."""
+    node, live = lookup.member(state, peer_id), state.live.get(peer_id)
     expected = corpus_expected(state, node.run_id)
     if expected and live and live.corpus_digest not in ("", expected):
         raise CorpusError(
             f"the corpus of this node ({live.corpus_digest[:12]}…) is not the run's ({expected[:12]}…)",
-            "get the same text as the other nodes: `atoll up --data PATH`",
+            "use the same text as the other nodes: `atoll up --data PATH`",
         )
     if live is None or live.session != session:
-        raise InvalidTransition("this heartbeat stream is over: it was silent, or the node opened another", "reconnect")
+        raise InvalidTransition(
+            "heartbeat stream closed: it timed out, or a newer stream of this node replaced it", "reconnect"
+        )
     return node, live
 
 
 def disconnect(state: State, now: StepTime, peer_id: str, session: int) -> Step[None]:
-    """A stream ended. Nothing happens when the node has another one by now."""
+    """Record the end of a stream. Does nothing if the node has a newer stream."""
     draft = Draft(state, now)
     live = state.live.get(peer_id)
     if live is not None and live.session == session:
@@ -173,55 +175,37 @@ def disconnect(state: State, now: StepTime, peer_id: str, session: int) -> Step[
     return draft.done(None)
 
 
-def tick(state: State, now: StepTime, policy: Policy) -> Step[None]:
-    """What time alone brings about."""
-    draft = Draft(state, now)
-    _end_silent_streams(draft, policy)
-    for run_id in state.runs:
-        _tick_run(draft, run_id, policy)
-    return draft.done(None)
-
-
 def tick_streams(state: State, now: StepTime, policy: Policy) -> Step[None]:
-    """The part of `tick` that belongs to no run."""
+    """End silent streams and mark lost nodes."""
     draft = Draft(state, now)
-    _end_silent_streams(draft, policy)
-    return draft.done(None)
-
-
-def tick_run(state: State, now: StepTime, policy: Policy, run_id: str) -> Step[None]:
-    """The part of `tick` that belongs to one run: a step of its own, so that no run can hold up another."""
-    draft = Draft(state, now)
-    _tick_run(draft, run_id, policy)
-    return draft.done(None)
-
-
-def apply_planner_answer(state: State, now: StepTime, run_id: str, question: Question, answer: Answer) -> Step[Any]:
-    """The planner answered what a run wanted to know."""
-    if question.given_routes:
-        return plan_pace.take_prediction(state, now, run_id, question, answer)
-    return planner_answer.take(state, now, run_id, question, answer)
-
-
-def _end_silent_streams(draft: Draft, policy: Policy) -> None:
-    now = draft.now
     reports.log_dropped_reports(draft)
     for peer_id, live in draft.state.live.items():
         if live.connected and now.monotonic - live.seen > policy.silence_seconds:
             _end_stream(draft, peer_id, live)
         elif not live.connected and not live.lost and now.monotonic - live.seen > policy.lost_after_seconds:
             _mark_lost(draft, peer_id, live)
+    return draft.done(None)
 
 
-def _tick_run(draft: Draft, run_id: str, policy: Policy) -> None:
+def tick_run(state: State, now: StepTime, policy: Policy, run_id: str) -> Step[None]:
+    """Apply what time changes in one run. Each run has its own step, so that no run can hold up another."""
+    draft = Draft(state, now)
     _end_streams_with_other_corpus(draft, run_id)
     reports.warn_of_round_gap(draft, run_id)
     hand_over.release_drained(draft, run_id, policy)
     lifecycle.advance(draft, run_id, policy)
     if draft.state.runs[run_id].state == "TRAINING":
-        recovery.watch(draft, run_id, policy)
+        recovery.recover_if_lost(draft, run_id, policy)
         plan_pace.sample_pace(draft, run_id)
         plan_pace.ask_prediction(draft, run_id, policy)
+    return draft.done(None)
+
+
+def apply_planner_answer(state: State, now: StepTime, run_id: str, question: Question, answer: Answer) -> Step[Any]:
+    """Apply the planner's answer to a run's question."""
+    if question.given_routes:
+        return plan_pace.take_prediction(state, now, run_id, question, answer)
+    return planner_answer.take(state, now, run_id, question, answer)
 
 
 def _rebuild_run_memory(run_id: str, contents: Contents, plans: tuple[Plan, ...], now: StepTime) -> RunMemory:
@@ -242,16 +226,16 @@ def _rebuild_run_memory(run_id: str, contents: Contents, plans: tuple[Plan, ...]
     return RunMemory(
         spec=parse_run_spec(run.spec_toml, f"the stored spec of run {run_id!r}"),
         plan=own[-1] if own else None,
-        caps={plan.version: token_caps_of(plan) for plan in own},
-        cuts={plan.version: len(plan.cuts) for plan in own},
-        abandoned=frozenset(attempt_key(row) for row in rounds if not row.committed),
-        waiting={(row.number, row.peer_id): row for row in contents.waiting if row.run_id == run_id},
+        token_caps={plan.version: token_caps_of(plan) for plan in own},
+        cut_counts={plan.version: len(plan.cuts) for plan in own},
+        abandoned_attempts=frozenset(attempt_key(row) for row in rounds if not row.committed),
+        waiting_rounds={(row.number, row.peer_id): row for row in contents.waiting if row.run_id == run_id},
         waiting_since=now.monotonic if any(row.run_id == run_id for row in contents.waiting) else None,
         head_known_since=now.monotonic,
         committed=committed,
         votes={vote.number: vote for vote in contents.votes if vote.run_id == run_id},
         bases=bases,
-        void=frozenset(void),
+        void_manifest_hashes=frozenset(void),
         figures=figures,
         left_out=json.loads(figures.left_out) if figures else {},
     )
@@ -270,13 +254,13 @@ def _genesis_hash(genesis: bytes) -> bytes:
 
 def _check_request(request: mb.HeartbeatRequest) -> None:
     if not _CORPUS_DIGEST.fullmatch(request.corpus_digest):
-        raise InvalidRequest("a corpus digest is 64 hexadecimal digits")
-    if len(request.status.head_hash) not in (0, _HASH_BYTES):
-        raise InvalidRequest(f"a hash has {_HASH_BYTES} bytes")
+        raise InvalidRequest("corpus_digest must be empty or 64 hexadecimal digits")
+    if len(request.status.head_hash) not in (0, SHA256_BYTES):
+        raise InvalidRequest(f"head_hash has {len(request.status.head_hash)} bytes; must be 0 or {SHA256_BYTES}")
     if len(request.rounds) > MAX_REPORTS or len(request.evaluations) > MAX_REPORTS:
-        raise InvalidRequest(f"a heartbeat carries at most {MAX_REPORTS} reports of a kind")
+        raise InvalidRequest(f"a heartbeat may have at most {MAX_REPORTS} round reports and {MAX_REPORTS} evaluations")
     if len(request.checkpoints) > checkpoints.MAX_REPORTED_CHECKPOINTS:
-        raise InvalidRequest(f"a heartbeat tells at most {checkpoints.MAX_REPORTED_CHECKPOINTS} checkpoints")
+        raise InvalidRequest(f"a heartbeat may report at most {checkpoints.MAX_REPORTED_CHECKPOINTS} checkpoints")
     for address in request.multiaddrs[:MAX_MULTIADDRS]:
         if (
             not 0 < len(address) <= MAX_MULTIADDR_CHARACTERS
@@ -284,18 +268,23 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
             or address.split() != [address]
             or clean(address) != address
         ):
-            raise InvalidRequest("a multiaddr starts with / and has no spaces and at most 256 characters")
+            raise InvalidRequest(
+                f"a multiaddr must start with /, without spaces, with at most {MAX_MULTIADDR_CHARACTERS} characters"
+            )
 
 
 def _unfit_since(live: LiveNode, state: mb.NodeState, now: float) -> float | None:
-    """No new word, and no new stream, begins the time anew: only being fit."""
+    """When the node became unfit; None while it is fit. New messages and new streams do not reset the time."""
     if state in ELIGIBLE_STATES:
         return None
     return now if live.unfit_since is None else live.unfit_since
 
 
 def _accepted_profile(live: LiveNode, request: mb.HeartbeatRequest, now: float) -> dict[str, Any]:
-    """What a node says of itself from now on. Who changes its memory too often is believed again after a while."""
+    """Changed fields of `LiveNode` for a reported profile.
+
+    A profile is ignored while the node changes its planner inputs more often than `MEMORY_CHANGES_RATE` allows.
+    """
     if not request.HasField("profile"):
         return {}
     profile = peer_paths.sanitized_profile(request.profile)
@@ -304,12 +293,12 @@ def _accepted_profile(live: LiveNode, request: mb.HeartbeatRequest, now: float) 
         has_planner_inputs(live.profile),
     ):
         return {"profile": profile}
-    left = live.resized.spend(MEMORY_CHANGES_RATE, now)
-    return {} if left is None else {"profile": profile, "resized": left}
+    remaining = live.memory_change_allowance.spend(MEMORY_CHANGES_RATE, now)
+    return {} if remaining is None else {"profile": profile, "memory_change_allowance": remaining}
 
 
 def _accepted_layer_table(state: State, node: Node, live: LiveNode, request: mb.HeartbeatRequest) -> bytes:
-    """The layer table that counts until genesis brings one. Raises `PeerMisbehaved`."""
+    """The node's layer table; it counts until genesis sets the run's. Raises `PeerMisbehaved`."""
     if state.runs[node.run_id].genesis or not request.HasField("layers"):
         return b"" if state.runs[node.run_id].genesis else live.layers
     check_layer_table(request.layers, state.memory[node.run_id].spec.model_hash())
@@ -333,7 +322,7 @@ def _take_reports(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> Non
 
 def _end_stream(draft: Draft, peer_id: str, live: LiveNode) -> None:
     draft.set_live(peer_id, replace(live, session=0, seen=draft.now.monotonic))
-    node = availability.went(draft.state.nodes[peer_id], live, draft.now.monotonic)
+    node = availability.count_connected(draft.state.nodes[peer_id], live, draft.now.monotonic)
     draft.put(replace(node, last_seen_ms=draft.now.unix_ms))
 
 
@@ -341,12 +330,12 @@ def _mark_lost(draft: Draft, peer_id: str, live: LiveNode) -> None:
     draft.set_live(peer_id, replace(live, lost=True))
     node = draft.state.nodes[peer_id]
     if not (node.left or node.banned):
-        draft.put(availability.lost(node, live))
-        draft.event("node.lost", node.run_id, peer_id, f"{node.name} was lost: no heartbeat")
+        draft.put(availability.count_loss(node, live))
+        draft.event("node.lost", node.run_id, peer_id, f"{node.name} was lost: no heartbeat stream")
 
 
 def _end_streams_with_other_corpus(draft: Draft, run_id: str) -> None:
-    """Once per stream, name the nodes whose text is not the run's; `check_session` ends their streams."""
+    """Log nodes with another corpus, once per stream; `check_session` then ends their streams."""
     expected = corpus_expected(draft.state, run_id)
     if not expected:
         return
@@ -354,6 +343,6 @@ def _end_streams_with_other_corpus(draft: Draft, run_id: str) -> None:
         live = draft.state.live.get(node.peer_id)
         if live and live.connected and live.corpus_digest not in ("", expected):
             if charge_row(draft, node.peer_id):
-                told = f"{node.name} has another corpus than the run"
-                draft.event("node.corpus-differs", run_id, node.peer_id, told)
+                message = f"{node.name} holds different training data than the run"
+                draft.event("node.corpus-differs", run_id, node.peer_id, message)
             _end_stream(draft, node.peer_id, live)

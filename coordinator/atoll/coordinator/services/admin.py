@@ -1,4 +1,7 @@
-"""The operator's service. Thin: each call is one step of the machine or one look at the state or the store."""
+"""`AdminService`, the operator's gRPC service.
+
+A thin layer: each call is one step of a state machine, or one read of the state or the store.
+"""
 
 # ruff: noqa: N802 - gRPC dictates the names of the methods
 
@@ -16,7 +19,7 @@ from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
 from atoll.coordinator.services import plan_views, views
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.state import lookup
-from atoll.coordinator.store.records import Checkpoint, Node, Round, Run
+from atoll.coordinator.store.records import MAX_INTEGER, Checkpoint, Node, Round, Run
 from atoll.coordinator.store.store import Store
 from atoll.core.errors import InvalidRequest, NotFound
 from atoll.core.membership import ROLE_NAMES
@@ -29,11 +32,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 EVENT_BATCH = 500
 FOLLOW_SECONDS = 30.0
 MAX_ROUNDS = 10_000
-MAX_NUMBER = 2**62  # databases keep 63 bits; nothing is numbered higher
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """Tokens, nodes, runs, plans, events, rounds, checkpoints."""
+    """Tokens, nodes, runs, plans, events, rounds, checkpoints: one method for each RPC of `admin.proto`."""
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     # --- tokens ------------------------------------------------------------------------------------
 
     async def CreateToken(self, request: wire.CreateTokenRequest, context: Context) -> wire.CreateTokenResponse:
-        """A fresh secret; only its hash is kept."""
+        """Create a token with a fresh secret; only the secret's hash is stored."""
         text = new_join_token(self._ca_sha256, self._public_endpoint)
         wanted = admission.TokenRequest(
             token_id=text.token_id,
@@ -67,19 +69,19 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return wire.CreateTokenResponse(token=text.text(), view=views.token_view(token))
 
     async def ListTokens(self, request: wire.ListTokensRequest, context: Context) -> wire.ListTokensResponse:
-        """All of them, the newest first."""
+        """All tokens, the newest first."""
         tokens = sorted(self._controller.state.tokens.values(), key=lambda token: -token.created_ms)
         return wire.ListTokensResponse(tokens=[views.token_view(token) for token in tokens])
 
     async def RevokeToken(self, request: wire.RevokeTokenRequest, context: Context) -> wire.RevokeTokenResponse:
-        """By id."""
+        """Revoke a token by id."""
         token = await self._controller.do(lambda state, now: admission.revoke_token(state, now, request.id))
         return wire.RevokeTokenResponse(view=views.token_view(token))
 
     # --- nodes -------------------------------------------------------------------------------------
 
     async def ListNodes(self, request: wire.ListNodesRequest, context: Context) -> wire.ListNodesResponse:
-        """Of one run, or all; by name."""
+        """Nodes of one run, or of all, by run and name."""
         state = self._controller.state
         run_id = lookup.run(state, request.run_id).run_id if request.run_id else ""
         nodes = [node for node in state.nodes.values() if run_id in ("", node.run_id)]
@@ -87,15 +89,15 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return wire.ListNodesResponse(nodes=[self._node(node) for node in nodes])
 
     async def GetNode(self, request: wire.GetNodeRequest, context: Context) -> wire.NodeView:
-        """By peer id, name, or part of a peer id."""
+        """A node by peer id, name, or end of a peer id."""
         return self._node(lookup.node(self._controller.state, request.node))
 
     async def DrainNode(self, request: wire.DrainNodeRequest, context: Context) -> wire.NodeView:
-        """Ask it to finish and leave."""
+        """Ask a node to finish its round and leave."""
         return self._node(await self._controller.do(lambda state, now: admission.drain(state, now, request.node)))
 
     async def BanNode(self, request: wire.BanNodeRequest, context: Context) -> wire.NodeView:
-        """Deny it everywhere, for good."""
+        """Put a node's peer id on the deny-list, for good."""
         return self._node(
             await self._controller.do(lambda state, now: admission.ban(state, now, request.node, request.reason))
         )
@@ -103,7 +105,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     # --- runs --------------------------------------------------------------------------------------
 
     async def CreateRun(self, request: wire.CreateRunRequest, context: Context) -> wire.RunView:
-        """From TOML."""
+        """Create a run from a TOML spec."""
         return await self._run(
             await self._controller.do(
                 lambda state, now: lifecycle.create_run(state, now, request.spec_toml, start=request.start)
@@ -111,24 +113,24 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         )
 
     async def StartRun(self, request: wire.RunRequest, context: Context) -> wire.RunView:
-        """Start, or go on."""
+        """Start a run, or resume a paused one."""
         policy = self._controller.policy
         return await self._run(
             await self._controller.do(lambda state, now: lifecycle.start(state, now, request.run_id, policy))
         )
 
     async def PauseRun(self, request: wire.RunRequest, context: Context) -> wire.RunView:
-        """Let the nodes wait."""
+        """Pause a run: its nodes wait."""
         return await self._run(
             await self._controller.do(lambda state, now: lifecycle.pause(state, now, request.run_id))
         )
 
     async def StopRun(self, request: wire.RunRequest, context: Context) -> wire.RunView:
-        """End it for good."""
+        """End a run for good."""
         return await self._run(await self._controller.do(lambda state, now: lifecycle.stop(state, now, request.run_id)))
 
     async def RecoverRun(self, request: wire.RecoverRunRequest, context: Context) -> wire.RunView:
-        """Go on from the newest state that is left."""
+        """Resume a run from the newest state that connected nodes hold."""
         return await self._run(
             await self._controller.do(
                 lambda state, now: recovery.recover(state, now, request.run_id, force=request.force)
@@ -136,11 +138,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         )
 
     async def GetRun(self, request: wire.RunRequest, context: Context) -> wire.RunView:
-        """With its losses."""
+        """A run with its evaluations."""
         return await self._run(lookup.run(self._controller.state, request.run_id))
 
     async def ListRuns(self, request: wire.ListRunsRequest, context: Context) -> wire.ListRunsResponse:
-        """Oldest first, without losses."""
+        """All runs, the oldest first, without evaluations."""
         state = self._controller.state
         runs = sorted(state.runs.values(), key=lambda run: run.created_ms)
         return wire.ListRunsResponse(runs=[views.run_view(state, run) for run in runs])
@@ -148,17 +150,17 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     # --- plans, rounds, events ---------------------------------------------------------------------
 
     async def GetPlan(self, request: wire.GetPlanRequest, context: Context) -> wire.PlanView:
-        """A version, or the newest."""
+        """A plan by version; 0: the newest."""
         state = self._controller.state
         run = lookup.run(state, request.run_id)
-        version = min(request.version or run.plan_version, MAX_NUMBER)
+        version = min(request.version or run.plan_version, MAX_INTEGER)
         row = await self._controller.read(lambda store: store.plan(run.run_id, version)) if version else None
         if row is None:
             which = f"plan {request.version}" if request.version else "plan"
             missing = state.memory[run.run_id].missing
             raise NotFound(
                 f"run {run.run_id!r} has no {which} yet" + (f": {missing}" if missing else ""),
-                "plan 1 comes with genesis: `atollctl run show`",
+                "plan 1 is issued after genesis; see `atollctl run show`",
             )
         figures = await self._controller.read(lambda store: store.plan_figures(run.run_id))
         own = next((item for item in figures if item.version == version), None)
@@ -166,13 +168,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return plan_views.plan_view(state, pb.Signed.FromString(row.sealed), own, wishes)
 
     async def PlanHistory(self, request: wire.PlanHistoryRequest, context: Context) -> wire.PlanHistoryResponse:
-        """Oldest first."""
+        """Figures of all plans of a run, the oldest first."""
         run = lookup.run(self._controller.state, request.run_id)
         rows = await self._controller.read(lambda store: store.plan_figures(run.run_id))
         return wire.PlanHistoryResponse(plans=[plan_views.figures_view(row) for row in rows])
 
     async def ApplyPlan(self, request: wire.ApplyPlanRequest, context: Context) -> wire.ApplyPlanResponse:
-        """Plan now, or say what that would change."""
+        """Plan now; issue the plan, or with `dry_run` only return what would change."""
         run = lookup.run(self._controller.state, request.run_id)
         question = plan_apply.operator_question(
             self._controller.state, self._controller.moment(), run.run_id, self._controller.policy
@@ -186,18 +188,18 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return plan_views.proposal_view(self._controller.state, run.run_id, question, found, issued)
 
     async def PinNode(self, request: wire.PinNodeRequest, context: Context) -> wire.NodeView:
-        """To layers, or out."""
+        """Pin a node to layers, or out of the plan."""
         span = (request.span.first, request.span.last) if request.HasField("span") else None
         return self._node(await self._controller.do(lambda state, now: pinning.pin(state, now, request.node, span)))
 
     async def UnpinNode(self, request: wire.UnpinNodeRequest, context: Context) -> wire.NodeView:
-        """The planner decides again."""
+        """Remove a node's pin."""
         return self._node(await self._controller.do(lambda state, now: pinning.unpin(state, now, request.node)))
 
     async def ListRounds(self, request: wire.ListRoundsRequest, context: Context) -> wire.ListRoundsResponse:
-        """Oldest first: those after a round, or the newest."""
+        """Rounds after a number, or the newest ones; the oldest first."""
         run_id = lookup.run(self._controller.state, request.run_id).run_id
-        limit, after_round = min(request.limit or 1000, MAX_ROUNDS), min(request.after_round, MAX_NUMBER)
+        limit, after_round = min(request.limit or 1000, MAX_ROUNDS), min(request.after_round, MAX_INTEGER)
 
         def wanted(store: Store) -> tuple[Round, ...]:
             newest = request.newest
@@ -207,8 +209,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return wire.ListRoundsResponse(rounds=[views.round_view(self._controller.state, row) for row in rows])
 
     async def Events(self, request: wire.EventsRequest, context: Context) -> None:  # type: ignore[override]
-        """Everything after an id; with `follow` until the caller goes or we stop."""
-        after_id = min(request.after_id, MAX_NUMBER)
+        """Stream events after an id; with `follow`, until the caller goes or the server stops."""
+        after_id = min(request.after_id, MAX_INTEGER)
         with self._controller.change_event() as changed:
             while not self._stopping.is_set():
                 rows = await self._controller.read(lambda store, after=after_id: store.events(after, EVENT_BATCH))  # type: ignore[misc]
@@ -219,7 +221,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                     continue
                 if not request.follow:
                     return
-                with suppress(TimeoutError):  # a look now and then costs nothing, and no wait is for ever
+                with suppress(TimeoutError):  # looks again after a while, should a wake-up be missed
                     async with asyncio.timeout(FOLLOW_SECONDS):
                         await changed.wait()
                 changed.clear()
@@ -229,15 +231,15 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ListCheckpoints(
         self, request: wire.ListCheckpointsRequest, context: Context
     ) -> wire.ListCheckpointsResponse:
-        """The newest first."""
+        """Checkpoints that nodes of a run reported, the newest round first."""
         state = self._controller.state
         found = checkpoints.checkpoints_of_run(state, lookup.run(state, request.run_id).run_id)
         return wire.ListCheckpointsResponse(checkpoints=[views.checkpoint_view(state, item) for item in found])
 
     async def PullCheckpoint(self, request: wire.PullCheckpointRequest, context: Context) -> None:  # type: ignore[override]
-        """Files of one, or of several with all layers together, as the nodes send them."""
+        """Relay the files of one checkpoint, or of several that together hold all layers."""
         lenient, state = request.unverified, self._controller.state
-        wanted = checkpoints.choose(state, request.run_id, request.round, request.node, unverified=lenient)
+        wanted = checkpoints.choose_for_pull(state, request.run_id, request.round, request.node, unverified=lenient)
 
         def check(item: Checkpoint, manifest: manifest_pb2.CommittedManifest) -> None:
             checkpoints.check_manifest(self._controller.state, item, manifest, unverified=lenient)
@@ -256,5 +258,5 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 def _role_name(role: int) -> str:
     names = {int(number): name for number, name in ROLE_NAMES.items()}
     if role not in names:
-        raise InvalidRequest(f"there is no role number {role}")
+        raise InvalidRequest(f"role is {role}; must be one of {', '.join(map(str, sorted(names)))}")
     return names[role]

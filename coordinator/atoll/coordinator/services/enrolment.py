@@ -1,4 +1,7 @@
-"""The service open to strangers: a token for a certificate. Thin; the rules are in `runs/admission.py`."""
+"""`EnrolmentService`: exchanges a join token for certificates. The only service open to callers without one.
+
+A thin layer; the rules are in `runs/admission.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import enrolment_pb2 as wire
 from atoll.v1 import enrolment_pb2_grpc
 
-MAX_CONCURRENT_ENROLMENTS = 64  # whole requests under way; one that never comes whole takes no place
+MAX_CONCURRENT_ENROLMENTS = 64  # complete requests in progress; incomplete ones do not count
 
 
 class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
@@ -35,9 +38,9 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
     async def Enrol(  # noqa: N802 - gRPC dictates the name
         self, request: wire.EnrolRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> wire.EnrolResponse:
-        """Check the applicant's keys, spend the token, hand out everything a member needs."""
+        """Verify the applicant's keys, spend the token, and return everything that a member needs."""
         if self._under_way >= MAX_CONCURRENT_ENROLMENTS:
-            raise Busy(f"{MAX_CONCURRENT_ENROLMENTS} nodes are joining at this moment", "try again in a few seconds")
+            raise Busy(f"{MAX_CONCURRENT_ENROLMENTS} nodes are enrolling already", "try again in a few seconds")
         self._under_way += 1
         try:
             return await self._enrol(request)
@@ -49,7 +52,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         self._check_clock(request.node_unix_ms / 1000)
         peer_id = peer_id_of(request.identity_public_key)
         verify("csr", request.csr_der, request.csr_signature, request.identity_public_key)
-        csr_public_key(request.csr_der)  # before the token is spent
+        csr_public_key(request.csr_der)  # raises before the token is spent
         applicant = admission.Applicant(
             token_id=request.token_id,
             secret=request.token_secret,
@@ -63,7 +66,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
             certificate_chain_pem=self._keys.issue_node(request.csr_der, peer_id),
             membership=membership_of(self._controller, node),
             operator_public_key=self._keys.operator.public_key,
-            deny_list=self._controller.signed_deny_list,
+            deny_list=self._controller.signed.deny_list,
             seeds=admission.seeds_of(state, node.run_id),
             run_spec_toml=state.runs[node.run_id].spec_toml,
             membership_endpoint=self._membership_endpoint,
@@ -81,7 +84,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
 
 
 def membership_of(controller: Controller, node: Node) -> pb.Signed:
-    """The compact certificate that peers show one another."""
+    """Membership certificate that peers show one another."""
     return issue_membership(
         controller.operator,
         public_key=node.public_key,

@@ -1,7 +1,7 @@
-"""One heartbeat stream's memory: what was received, and what this node was told already.
+"""State of one heartbeat stream: what was received from the node, and what was sent to it.
 
-Everything that a node may be told is derived anew from the state; only the difference to what it knows is
-sent, so a push can neither be lost nor come twice.
+Every response is derived from the coordinator's state; only the difference to what the node already knows is
+sent. So no message can be lost or sent twice.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from atoll.v1 import membership_pb2 as mb
 
 
 class HeartbeatSession:
-    """Between the coordinator and one node, for as long as one stream lives."""
+    """One heartbeat stream between the coordinator and a node."""
 
     def __init__(self, controller: Controller, uploads: CheckpointRelay, peer_id: str, session: int) -> None:
         self._controller = controller
         self._uploads = uploads
         self._peer_id = peer_id
         self._session = session
-        self._received_sequence = 0  # sequence of the last request that is durable
+        self._received_sequence = 0  # of the last request that is durable
         self._received_any = False
         self._acknowledgement_due = False
-        self._sent_plan_version = 0  # that the node has
+        self._sent_plan_version = 0  # the plan version that the node has
         self._sent_genesis = False
         self._deny_number = -1
         self._seeds: tuple[str, ...] = ()
@@ -41,10 +41,10 @@ class HeartbeatSession:
             range(0),
             "",
         )  # run state, order, layers to prepare, notice
-        self._ordered_uploads: set[bytes] = set()  # of uploads that were asked for on this stream
+        self._ordered_uploads: set[bytes] = set()  # tickets of uploads ordered on this stream
 
     async def receive_requests(self, requests: AsyncIterator[mb.HeartbeatRequest], changed: asyncio.Event) -> None:
-        """Take every request as one step; set `changed` after each, and when the stream ends."""
+        """Apply every request as one step; set `changed` after each, and when the stream ends."""
         try:
             async for request in requests:
                 await self._controller.do(
@@ -62,7 +62,10 @@ class HeartbeatSession:
             changed.set()
 
     def next_response(self) -> mb.HeartbeatResponse | None:
-        """What to send now; None when the node knows everything. Raises what ends the stream (`Banned`, …)."""
+        """The response to send now; None if the node knows everything.
+
+        Raises what ends the stream (`Banned`, `InvalidTransition`, `CorpusError`).
+        """
         state = self._controller.state
         node, _ = machine.check_session(state, self._peer_id, self._session)
         if not self._received_any:
@@ -78,15 +81,15 @@ class HeartbeatSession:
         layers = prefetch.layers_to_fetch(state, self._peer_id)
         if layers:
             response.prepare.first, response.prepare.last = layers.start, layers.stop - 1
-        telling = (response.run_state, response.order, layers, response.notice)
-        news = telling != self._last_sent
-        news |= self._add_plan(response, node)
-        news |= self._add_deny_list(response)
-        news |= self._add_seeds(response, node)
-        news |= self._add_uploads(response)
-        if not (news or self._acknowledgement_due):
+        current = (response.run_state, response.order, layers, response.notice)
+        has_news = current != self._last_sent
+        has_news |= self._add_plan(response, node)
+        has_news |= self._add_deny_list(response)
+        has_news |= self._add_seeds(response, node)
+        has_news |= self._add_uploads(response)
+        if not (has_news or self._acknowledgement_due):
             return None
-        self._last_sent = telling
+        self._last_sent = current
         self._acknowledgement_due = False
         return response
 
@@ -94,11 +97,11 @@ class HeartbeatSession:
         run = self._controller.state.runs[node.run_id]
         if "node" not in node.roles or run.plan_version <= self._sent_plan_version:
             return False
-        sealed = self._controller.signed_plan(run.run_id)
-        if sealed is None:
+        signed = self._controller.signed.plan(run.run_id)
+        if signed is None:
             return False
-        response.plan.CopyFrom(sealed)
-        self._sent_plan_version = plan_pb2.Plan.FromString(sealed.payload).version
+        response.plan.CopyFrom(signed)
+        self._sent_plan_version = plan_pb2.Plan.FromString(signed.payload).version
         if not self._sent_genesis:
             response.layers.ParseFromString(run.layers)
             response.genesis.CopyFrom(manifest_pb2.CommittedManifest.FromString(run.genesis))
@@ -109,7 +112,7 @@ class HeartbeatSession:
         number = self._controller.state.deny.number
         if number <= self._deny_number:
             return False
-        response.deny_list.CopyFrom(self._controller.signed_deny_list)
+        response.deny_list.CopyFrom(self._controller.signed.deny_list)
         self._deny_number = number
         return True
 

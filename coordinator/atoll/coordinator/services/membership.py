@@ -1,7 +1,8 @@
-"""The service of members: renew, heartbeat, vote, leave. Thin; the rules are in `state/`.
+"""`MembershipService`: renew, heartbeat, vote, upload, leave.
 
-A heartbeat stream is two tasks. One takes what the node sends, step by step, and counts what is durable.
-The other says something whenever a request is owed an answer or the run has something new for this node.
+A thin layer; the rules are in `runs/` and `rounds/`. A heartbeat stream is two tasks. One applies what the node
+sends, step by step, and records the last durable request. The other responds when a request is unacknowledged or
+the run has news for this node.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
     async def Renew(  # noqa: N802 - gRPC dictates the names
         self, request: mb.RenewRequest, context: Context
     ) -> mb.RenewResponse:
-        """A new TLS certificate and the next epoch of the membership."""
+        """Issue a new TLS certificate and the next epoch of the membership certificate."""
         peer_id = caller(context, NODE_SUBJECT_PREFIX)
         known = lookup.caller(self._controller.state, peer_id)
         verify("csr", request.csr_der, request.csr_signature, known.public_key)
@@ -55,20 +56,20 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         return mb.RenewResponse(
             certificate_chain_pem=self._keys.issue_node(request.csr_der, peer_id),
             membership=membership_of(self._controller, node),
-            deny_list=self._controller.signed_deny_list,
+            deny_list=self._controller.signed.deny_list,
         )
 
     async def Leave(self, request: mb.LeaveRequest, context: Context) -> mb.LeaveResponse:  # noqa: N802
-        """The node goes; the next plan is made without it."""
+        """Record that the node leaves; the next plan is made without it."""
         peer_id = caller(context, NODE_SUBJECT_PREFIX)
         await self._controller.do(lambda state, now: admission.leave(state, now, peer_id, request.reason))
         return mb.LeaveResponse()
 
     async def Vote(self, request: mb.VoteRequest, context: Context) -> mb.VoteResponse:  # noqa: N802
-        """A promise or a vote, signed once it is durable."""
+        """Give a promise or a vote; a vote is signed after it is durable."""
         peer_id, round_id = caller(context, NODE_SUBJECT_PREFIX), RoundId.from_proto(request.round)
         given = await self._controller.do(
-            lambda state, now: tie_break_votes.answer(state, now, peer_id, round_id, request.payload)
+            lambda state, now: tie_break_votes.answer_vote_request(state, now, peer_id, round_id, request.payload)
         )
         response = views.vote_answer(round_id, given)
         if given.granted and request.payload:
@@ -79,14 +80,14 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
     async def UploadCheckpoint(  # noqa: N802
         self, request_iterator: AsyncIterator[mb.CheckpointUpload], context: Context
     ) -> mb.CheckpointUploadResponse:
-        """Pass a checkpoint on to the operator who waits for it."""
+        """Relay a checkpoint to the operator who asked for it."""
         await self._uploads.receive_upload(caller(context, NODE_SUBJECT_PREFIX), request_iterator)
         return mb.CheckpointUploadResponse()
 
-    async def Heartbeat(  # type: ignore[override]  # noqa: N802 - a coroutine that writes, which gRPC also takes
+    async def Heartbeat(  # type: ignore[override]  # noqa: N802 - gRPC accepts a coroutine that writes
         self, request_iterator: AsyncIterator[mb.HeartbeatRequest], context: Context
     ) -> None:
-        """Serve one stream until the node ends it, it falls silent, or we stop."""
+        """Serve one stream until the node ends it, it becomes silent, or the server stops."""
         peer_id = caller(context, NODE_SUBJECT_PREFIX)
         session = await self._controller.do(lambda state, now: machine.connect(state, now, peer_id))
         heartbeat_session = HeartbeatSession(self._controller, self._uploads, peer_id, session)
@@ -110,7 +111,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         context: Context,
     ) -> None:
         while not self._stopping.is_set():
-            # The tick ends silent streams, so this waits no longer than its patience; the deadline is for its bugs.
+            # The tick ends silent streams within silence_seconds. This deadline guards against bugs in the tick.
             async with asyncio.timeout(2 * self._controller.policy.silence_seconds + 5):
                 await changed.wait()
             changed.clear()

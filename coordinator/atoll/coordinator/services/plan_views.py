@@ -1,4 +1,4 @@
-"""Plans as the wire shows them: with names, memory, who is left out, and figures. Pure."""
+"""Plans as `admin.proto` messages: names, memory, nodes left out, and figures. Pure."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import plan_pb2
 
 
-def plan_view(state: State, sealed: pb.Signed, figures: PlanFigures | None, wishes: Preferences) -> admin.PlanView:
-    """A plan as it was signed, and what is known of it beside."""
-    message = plan_pb2.Plan.FromString(sealed.payload)
+def plan_view(state: State, signed: pb.Signed, figures: PlanFigures | None, wishes: Preferences) -> admin.PlanView:
+    """View of a signed plan with its figures and nodes; copies and reasons only for the newest plan."""
+    message = plan_pb2.Plan.FromString(signed.payload)
     memory, plan = state.memory[message.run_id], Plan.from_proto(message)
     newest = memory.plan is not None and memory.plan.version == plan.version
     left_out = memory.left_out if newest else json.loads(figures.left_out) if figures else {}
     return admin.PlanView(
         plan=message,
-        signed=sealed,
+        signed=signed,
         nodes=_placed_nodes(state, plan, dict(_copies(state, plan)) if newest else {}),
         left_out=[
             admin.LeftOutNode(peer_id=peer, name=_name(state, peer), reason=reason)
-            for peer, reason in sorted(left_out.items(), key=lambda it: _name(state, it[0]))
+            for peer, reason in sorted(left_out.items(), key=lambda item: _name(state, item[0]))
         ],
         missing=memory.missing if newest else "",
         figures=figures_view(figures) if figures else None,
@@ -39,7 +39,7 @@ def plan_view(state: State, sealed: pb.Signed, figures: PlanFigures | None, wish
 
 
 def figures_view(row: PlanFigures) -> admin.PlanFigures:
-    """A line of the plans' history."""
+    """View of one row of the plan history."""
     return admin.PlanFigures(
         version=row.version,
         issued_unix_ms=row.issued_ms,
@@ -56,7 +56,7 @@ def figures_view(row: PlanFigures) -> admin.PlanFigures:
 def proposal_view(
     state: State, run_id: str, question: Question, answer: Answer, plan: Plan | None
 ) -> admin.ApplyPlanResponse:
-    """What a plan would change, or, where `plan` was issued, did."""
+    """View of the changes that a planner answer would make or, if `plan` was issued, has made."""
     peers = {node.name: node.peer_id for node in state.members_of(run_id)}
     after = question.given_routes or answer.routes
     moves = [] if answer.missing and not question.given_routes else list(_moves(question, after, peers))
@@ -76,7 +76,7 @@ def proposal_view(
 
 
 def plan_fields(state: State, node: Node) -> admin.NodeView:
-    """The fields of a node's view that tell its part in the newest plan, and nothing else."""
+    """A view with only the fields that describe a node's place in the newest plan."""
     memory = state.memory[node.run_id]
     plan = memory.plan
     left_out, doubt = memory.left_out.get(node.peer_id, ""), memory.claim_doubts.get(node.peer_id, "")
@@ -89,7 +89,7 @@ def plan_fields(state: State, node: Node) -> admin.NodeView:
 
 
 def _copies(state: State, plan: Plan) -> Iterator[tuple[str, plan_pb2.Span]]:
-    """By peer id: the layers of a neighbour that it has, too."""
+    """Holder and span of each complete second copy of a neighbour's layers."""
     for pair in neighbour_copies.kept(state, plan):
         yield pair.holder, plan_pb2.Span(first=pair.stage_span.start, last=pair.stage_span.stop - 1)
 
@@ -97,8 +97,8 @@ def _copies(state: State, plan: Plan) -> Iterator[tuple[str, plan_pb2.Span]]:
 def _placed_nodes(state: State, plan: Plan, copies: Mapping[str, plan_pb2.Span]) -> Iterator[admin.PlacedNode]:
     model = span_memory_of(state, plan.run_id)
     routes = {peer: number for number, route in enumerate(plan.routes, 1) for peer in route}
-    along = [*(peer for route in plan.routes for peer in route), *plan.standbys]
-    for peer in along:
+    peers = [*(peer for route in plan.routes for peer in route), *plan.standbys]
+    for peer in peers:
         live, span = state.live.get(peer), plan.span(peer)
         fits = model is not None and span.stop <= model.layers
         yield admin.PlacedNode(
@@ -113,18 +113,18 @@ def _placed_nodes(state: State, plan: Plan, copies: Mapping[str, plan_pb2.Span])
 
 
 def _moves(question: Question, after: tuple[NamedRoute, ...], peers: dict[str, str]) -> Iterator[admin.MovedNode]:
-    """Who has other layers afterwards, by name."""
-    before, later, standing = _spans(question.current), _spans(after), _spans((question.standbys,))
+    """Nodes that hold other layers afterwards, by name."""
+    before, later, standby_spans = _spans(question.current), _spans(after), _spans((question.standbys,))
     for name in sorted(before.keys() | later.keys()):
         if before.get(name) == later.get(name):
             continue
-        held, new = before.get(name, standing.get(name, range(0))), later.get(name, range(0))
+        held, new = before.get(name, standby_spans.get(name, range(0))), later.get(name, range(0))
         parameters = sum(question.layers.layers[layer].parameters for layer in new if layer not in held)
         yield admin.MovedNode(
             peer_id=peers.get(name, ""),
             name=name,
-            before=_words(held),
-            after=_words(new),
+            before=_span_text(held),
+            after=_span_text(new),
             fetched_bytes=STATE_BYTES_PER_PARAMETER * parameters,
         )
 
@@ -133,7 +133,7 @@ def _spans(routes: tuple[NamedRoute, ...]) -> dict[str, range]:
     return {name: range(first, last + 1) for route in routes for name, first, last in route}
 
 
-def _words(span: range) -> str:
+def _span_text(span: range) -> str:
     return f"{span.start}-{span.stop - 1}" if span else ""
 
 

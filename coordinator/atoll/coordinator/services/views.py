@@ -1,6 +1,6 @@
-"""The state as the wire shows it: rows and live figures into the messages of `admin.proto` and `membership.proto`.
+"""Rows and live figures as messages of `admin.proto` and `membership.proto`. Pure.
 
-Pure. Nodes' figures were made finite when they came in, so every front end may print JSON.
+Nodes' figures were made finite when they arrived, so every front end may print them as JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from atoll.coordinator.rounds.tie_break_votes import VoteReply
 from atoll.coordinator.runs import checkpoints
 from atoll.coordinator.services.plan_views import plan_fields
 from atoll.coordinator.state.availability import availability, failures_per_hour
-from atoll.coordinator.state.peer_paths import fresh
+from atoll.coordinator.state.peer_paths import recent_paths
 from atoll.coordinator.state.snapshot import State, is_void
 from atoll.coordinator.store.records import Checkpoint, Evaluation, Event, Node, Round, Run, Token
 from atoll.core.membership import ROLES
@@ -25,7 +25,7 @@ from atoll.v1 import plan_pb2
 
 
 def token_view(token: Token) -> admin.TokenView:
-    """A token without its secret."""
+    """View of a token without its secret."""
     return admin.TokenView(
         id=token.token_id,
         run_id=token.run_id,
@@ -39,11 +39,11 @@ def token_view(token: Token) -> admin.TokenView:
 
 
 def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin.NodeView:
-    """A node as of its last heartbeat."""
+    """View of a node as of its last heartbeat."""
     live = state.live.get(node.peer_id)
-    seen = node.last_seen_ms
+    last_seen_ms = node.last_seen_ms
     if live is not None and live.connected:
-        seen = max(seen, unix_ms - int((monotonic - live.seen) * 1000))
+        last_seen_ms = max(last_seen_ms, unix_ms - int((monotonic - live.seen) * 1000))
     view = admin.NodeView(
         peer_id=node.peer_id,
         name=node.name,
@@ -52,7 +52,7 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
         profile=live.profile if live else None,
         status=live.status if live else None,
         enrolled_unix_ms=node.enrolled_ms,
-        last_seen_unix_ms=seen,
+        last_seen_unix_ms=last_seen_ms,
         connected=live is not None and live.connected,
         banned=node.banned,
         draining=node.draining,
@@ -61,7 +61,7 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
         failures_per_hour=failures_per_hour(node, live, monotonic),
         paths=[
             mb.PeerPath(peer_id=peer, rtt_seconds=path.rtt_seconds, bytes_per_second=path.bytes_per_second)
-            for peer, path in sorted(fresh(live.paths, monotonic).items() if live else ())
+            for peer, path in sorted(recent_paths(live.paths, monotonic).items() if live else ())
         ],
     )
     view.MergeFrom(plan_fields(state, node))
@@ -69,7 +69,7 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
 
 
 def run_view(state: State, run: Run, evaluations: tuple[Evaluation, ...] = ()) -> admin.RunView:
-    """A run; `evaluations` come from the store because they are many."""
+    """View of a run; `evaluations` are read from the store because they are many."""
     memory = state.memory[run.run_id]
     return admin.RunView(
         run_id=run.run_id,
@@ -95,7 +95,7 @@ def run_view(state: State, run: Run, evaluations: tuple[Evaluation, ...] = ()) -
 
 
 def round_view(state: State, row: Round) -> admin.RoundView:
-    """A line of the round log."""
+    """View of one row of the round log."""
     return admin.RoundView(
         round=pb.RoundId(
             run_id=row.run_id,
@@ -121,7 +121,7 @@ def round_view(state: State, row: Round) -> admin.RoundView:
 
 
 def vote_answer(round_id: RoundId, given: VoteReply) -> mb.VoteResponse:
-    """What the coordinator promised and voted for, to be signed."""
+    """The coordinator's promise and earlier vote as a message; the vote is signed by the caller."""
     response = mb.VoteResponse(granted=given.granted, reason=given.reason)
     if given.vote is not None:
         response.promised_plan_version = given.vote.promised_plan
@@ -134,7 +134,7 @@ def vote_answer(round_id: RoundId, given: VoteReply) -> mb.VoteResponse:
 
 
 def checkpoint_view(state: State, item: Checkpoint) -> admin.CheckpointView:
-    """A checkpoint and who holds it."""
+    """View of a checkpoint and its holder."""
     return admin.CheckpointView(
         checkpoint=mb.CheckpointInfo(
             round=item.round,
@@ -152,7 +152,7 @@ def checkpoint_view(state: State, item: Checkpoint) -> admin.CheckpointView:
 
 
 def event_view(row: Event) -> admin.Event:
-    """A line of the event log."""
+    """View of one row of the event log."""
     return admin.Event(
         id=row.event_id,
         unix_ms=row.unix_ms,
@@ -164,12 +164,12 @@ def event_view(row: Event) -> admin.Event:
 
 
 def run_state(run: Run) -> mb.RunState:
-    """The wire's word for a run's state."""
+    """A run's state as a protobuf enum."""
     return cast("mb.RunState", mb.RunState.Value(f"RUN_STATE_{run.state}"))
 
 
 def order_for(state: State, node: Node) -> mb.Order:
-    """What the operator wants of a node now."""
+    """The order that a node should follow now."""
     live = state.live.get(node.peer_id)
     if node.draining and not (live is not None and live.handing_over):
         return mb.ORDER_DRAIN

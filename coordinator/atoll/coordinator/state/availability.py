@@ -1,8 +1,8 @@
-"""How much of the time a node is there, and how often it is lost: what the planner may count on. Pure.
+"""Availability of a node and its rate of losses, which the planner counts on. Pure.
 
-Sums of seconds that fade with a half-life of a week, so that a node can become better. Who is new counts as always
-there: a day of that is lent to everybody. An absence counts as a day at most. What happens while the coordinator is
-down nobody knows, and it does not count.
+Both are sums of seconds that decay with a half-life of a week, so that a node can improve. A new node counts as
+always available: every node is credited with one day of uptime. One absence counts as a day at most. Time in which
+the coordinator is down does not count, because nothing is known about it.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ MAX_COUNTED_ABSENCE_SECONDS = 86400.0
 _HOUR = 3600.0
 
 
-def came(node: Node, before: LiveNode | None, now: float) -> Node:
-    """With the absence, or the older stream, that is over now. `now`: monotonic, as are the times in `before`."""
+def count_absence(node: Node, before: LiveNode | None, now: float) -> Node:
+    """Add the absence, or the older stream, that ends now. `now` and the times in `before` are monotonic."""
     if before is None:
         return node
     if before.connected:
-        return went(node, before, now)
+        return count_connected(node, before, now)
     away = min(max(0.0, now - before.seen), MAX_COUNTED_ABSENCE_SECONDS)
-    faded = _decayed(node, away)
-    return replace(faded, away_seconds=faded.away_seconds + away)
+    decayed = _decayed(node, away)
+    return replace(decayed, away_seconds=decayed.away_seconds + away)
 
 
-def went(node: Node, live: LiveNode, now: float) -> Node:
-    """With the stream that is over now."""
-    there = max(0.0, now - live.came)
-    faded = _decayed(node, there)
-    return replace(faded, there_seconds=faded.there_seconds + there)
+def count_connected(node: Node, live: LiveNode, now: float) -> Node:
+    """Add the stream that ends now."""
+    connected_seconds = max(0.0, now - live.connected_at)
+    decayed = _decayed(node, connected_seconds)
+    return replace(decayed, there_seconds=decayed.there_seconds + connected_seconds)
 
 
-def lost(node: Node, live: LiveNode) -> Node:
-    """It was gone for too long, and had not said goodbye; since our start, else each start would count it again."""
-    return replace(node, losses=node.losses + 1) if live.came else node
+def count_loss(node: Node, live: LiveNode) -> Node:
+    """Count a loss, unless the node was not connected since this process started: a restart must not count it again."""
+    return replace(node, losses=node.losses + 1) if live.connected_at else node
 
 
 def availability(node: Node, live: LiveNode | None, now: float) -> float:
-    """Share of the time that it is there, above 0."""
-    there = node.there_seconds + _current_stream_seconds(live, now) + PRIOR_UPTIME_SECONDS
-    return there / (there + node.away_seconds)
+    """Share of the time in which the node is connected; above 0."""
+    connected_seconds = node.there_seconds + _current_stream_seconds(live, now) + PRIOR_UPTIME_SECONDS
+    return connected_seconds / (connected_seconds + node.away_seconds)
 
 
 def failures_per_hour(node: Node, live: LiveNode | None, now: float) -> float:
-    """That it is lost, while it is there."""
+    """Losses an hour of connected time."""
     return node.losses * _HOUR / (node.there_seconds + _current_stream_seconds(live, now) + PRIOR_UPTIME_SECONDS)
 
 
 def _current_stream_seconds(live: LiveNode | None, now: float) -> float:
-    return max(0.0, now - live.came) if live is not None and live.connected else 0.0
+    return max(0.0, now - live.connected_at) if live is not None and live.connected else 0.0
 
 
 def _decayed(node: Node, seconds: float) -> Node:
-    kept = 0.5 ** (seconds / HALF_LIFE_SECONDS)
+    factor = 0.5 ** (seconds / HALF_LIFE_SECONDS)
     return replace(
         node,
-        there_seconds=kept * node.there_seconds,
-        away_seconds=kept * node.away_seconds,
-        losses=kept * node.losses,
+        there_seconds=factor * node.there_seconds,
+        away_seconds=factor * node.away_seconds,
+        losses=factor * node.losses,
     )

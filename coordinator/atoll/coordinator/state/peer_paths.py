@@ -1,4 +1,4 @@
-"""What members measured of the paths between them. Pure: words of others, bounded and smoothed."""
+"""Measured paths between members, as the members report them: bounded and smoothed. Pure."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from atoll.coordinator.planner.question import Path
 from atoll.coordinator.sanitize import MAX_NAME_CHARACTERS, clean, sanitized_message
 from atoll.v1 import membership_pb2 as mb
 
-MAX_PATHS = 64  # that one node's word is kept about
-STALE_SECONDS = 600.0  # after which a figure is no measurement any more
-NEW_SAMPLE_WEIGHT = 0.3  # the weight of a new figure beside the old ones
-_MAX_RTT_SECONDS = 60.0  # seconds
+MAX_PATHS = 64  # of one node
+STALE_SECONDS = 600.0  # older measurements are dropped
+NEW_SAMPLE_WEIGHT = 0.3  # in the exponential average of round-trip times
+_MAX_RTT_SECONDS = 60.0
 _MAX_LAYER_KINDS = 16
 
 
-def take(
-    before: Mapping[str, Path], told: Iterable[mb.PeerPath], others: Collection[str], now: float
+def merge_reported_paths(
+    before: Mapping[str, Path], reported: Iterable[mb.PeerPath], members: Collection[str], now: float
 ) -> Mapping[str, Path]:
-    """What is known after a heartbeat. Figures that cannot be, and those about strangers, are passed over."""
-    known = fresh(before, now)
-    for path in islice(told, MAX_PATHS):
-        real = math.isfinite(path.rtt_seconds) and math.isfinite(path.bytes_per_second)
+    """Paths after a heartbeat. Ignores figures out of range, and paths to peers that are not in `members`."""
+    known = recent_paths(before, now)
+    for path in islice(reported, MAX_PATHS):
+        finite = math.isfinite(path.rtt_seconds) and math.isfinite(path.bytes_per_second)
         if (
-            not real
+            not finite
             or not 0 < path.rtt_seconds <= _MAX_RTT_SECONDS
             or path.bytes_per_second < 0
-            or path.peer_id not in others
+            or path.peer_id not in members
         ):
             continue
         if path.peer_id in known or len(known) < MAX_PATHS:
@@ -36,8 +36,8 @@ def take(
     return known
 
 
-def fresh(paths: Mapping[str, Path], now: float) -> dict[str, Path]:
-    """Those that were measured lately."""
+def recent_paths(paths: Mapping[str, Path], now: float) -> dict[str, Path]:
+    """Paths measured within `STALE_SECONDS`."""
     return {peer: path for peer, path in paths.items() if now - path.at < STALE_SECONDS}
 
 
@@ -47,13 +47,13 @@ def _smoothed(old: Path | None, new: mb.PeerPath, now: float) -> Path:
 
 
 def sanitized_profile(profile: mb.NodeProfile) -> mb.NodeProfile:
-    """As we keep it: clean words, finite figures from 0 on, a few kinds of layers with names of their own."""
+    """A profile with clean texts, finite figures from 0 on, and at most 16 kinds of layers, each once."""
     kept = sanitized_message(profile)
     del kept.layer_times[:]
     kinds: set[str] = set()
     for time in profile.layer_times[:_MAX_LAYER_KINDS]:
-        tidy = sanitized_message(time, MAX_NAME_CHARACTERS)
-        if clean(tidy.kind) and tidy.kind not in kinds:
-            kinds.add(tidy.kind)
-            kept.layer_times.append(tidy)
+        cleaned = sanitized_message(time, MAX_NAME_CHARACTERS)
+        if clean(cleaned.kind) and cleaned.kind not in kinds:
+            kinds.add(cleaned.kind)
+            kept.layer_times.append(cleaned)
     return kept

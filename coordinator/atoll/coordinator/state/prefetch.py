@@ -1,10 +1,10 @@
-"""Two phases of a plan that moves layers: who lacks some fetches them first, under the plan that stands. Pure.
+"""Preparation of a plan that moves layers: nodes fetch what they lack before the plan is issued. Pure.
 
-Prepare: the answer of the planner is kept, and each node that lacks layers of its next span is told to fetch them
-(`HeartbeatResponse.prepare`). Commit: once all say that they have them, the plan is issued; only what was averaged
-since is fetched then. Somebody of the new plan who is gone, shrank or was pinned meanwhile, or does not come to have
-its layers in time or has no room for them, ends it: nothing has changed for anybody. Where somebody of the present plan
-is gone nobody waits: a swarm that lacks a stage is mended at once.
+First, the planner's answer is kept, and each node that lacks layers of its next span is told to fetch them
+(`HeartbeatResponse.prepare`) while it follows the current plan. Once all nodes report that they have their layers,
+the plan is issued; only what was averaged since is fetched then. The preparation is dropped, without any effect, if
+a node of the new plan disconnects, reports less memory, is pinned, does not fetch in time or has no room. If a node
+of the current plan is lost, nothing waits: a swarm that lacks a stage gets a new plan at once.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from atoll.coordinator.state.snapshot import Preparation, State
 if TYPE_CHECKING:
     from atoll.core.plan import Plan
 
-MAX_ROUNDS_BEHIND = 2  # rounds: one that is being followed, one that was told before that
-ASSUMED_MIN_BYTES_PER_SECOND = 1e6  # that a preparation allows for
+MAX_ROUNDS_BEHIND = 2  # one round in progress, one reported before it
+ASSUMED_MIN_BYTES_PER_SECOND = 1e6  # of the slowest link, for the deadline
 
 
 def spans_to_fetch(plan: Plan, question: Question, answer: Answer) -> dict[str, range]:
-    """By peer id, the spans of an answer whose nodes do not hold all of it under `plan`."""
+    """By peer id, the next spans of nodes that do not hold all of them under `plan`."""
     peers = question.peers()
     spans = {peers[name]: range(first, last + 1) for route in answer.routes for name, first, last in route}
     return {peer: span for peer, span in spans.items() if not _within(span, plan.span(peer))}
 
 
 def fetch_deadline_seconds(preparation: Preparation, least: float) -> float:
-    """Seconds that it may take: `least`, and what the most that one node fetches needs on a slow link."""
+    """Time limit: `least` seconds plus the largest fetch of one node over a slow link."""
     return least + max(preparation.answer.fetched_bytes.values(), default=0.0) / ASSUMED_MIN_BYTES_PER_SECOND
 
 
 def peers_still_fetching(state: State, preparation: Preparation) -> tuple[str, ...]:
-    """Peer ids of those that do not say yet that they hold their next span, ordered."""
+    """Peer ids that do not report yet that they hold their next span, in order."""
     return tuple(peer for peer, span in sorted(preparation.spans.items()) if not has_prefetched(state, peer, span))
 
 
 def layers_to_fetch(state: State, peer_id: str) -> range:
-    """What a node is to fetch; empty: nothing."""
+    """Layers that a node should fetch; empty: none."""
     node = state.nodes[peer_id]
     memory = state.memory.get(node.run_id)
     if memory is None:
         return range(0)
-    coming = memory.standbys.get(peer_id) or memory.copies.get(peer_id)
-    beside = coming.span if coming is not None else range(0)
-    return memory.preparation.spans.get(peer_id, beside) if memory.preparation is not None else beside
+    pending = memory.standbys.get(peer_id) or memory.copies.get(peer_id)
+    outside_plan = pending.span if pending is not None else range(0)
+    return memory.preparation.spans.get(peer_id, outside_plan) if memory.preparation is not None else outside_plan
 
 
 def has_prefetched(state: State, peer: str, span: range) -> bool:
-    """Whether a node says that it has these layers as they are now, or nearly."""
+    """True if a node reports that it holds these layers, at most two rounds old."""
     live = state.live.get(peer)
     if live is None or not live.connected or not live.status.HasField("prepared"):
         return False
@@ -60,7 +60,7 @@ def has_prefetched(state: State, peer: str, span: range) -> bool:
 
 
 def reports_no_room(state: State, peer: str, span: range) -> bool:
-    """Whether a node says that it has no room for these layers, which it was told to fetch."""
+    """True if a node reports that it has no room for these layers, which it was told to fetch."""
     live = state.live.get(peer)
     if live is None or not live.connected or not live.status.HasField("refused"):
         return False

@@ -1,7 +1,7 @@
-"""How much one peer may make the coordinator do in a time: token buckets, as plain values. Pure.
+"""Rate limits of what one peer may cost the coordinator: token buckets as plain values. Pure.
 
-What an honest node sends is either new and true, and then it is free, or rare. Whatever else a member sends costs
-a row, an event or a look at signatures, and of those it has so many, and so many more a second.
+A correct node sends new and true reports, which are free, or rare ones. Any other message costs a row, an event or a
+signature check; each peer has a burst of these, refilled at a rate a second.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rate:
-    """So many at once, and so many more a second."""
+    """A bucket's size and its refill a second."""
 
     burst: float
     per_second: float
@@ -19,22 +19,19 @@ class Rate:
 
 @dataclass(frozen=True)
 class Allowance:
-    """What a peer used of a rate; it comes back with time."""
+    """Used part of a rate; it refills with time."""
 
     used: float = 0.0
     at: float = 0.0  # monotonic
 
     def spend(self, rate: Rate, now: float, cost: float = 1.0) -> Allowance | None:
-        """What is left after `cost` more; None when there is not enough."""
+        """The allowance after `cost` more; None if too little is left."""
         used = max(0.0, self.used - rate.per_second * max(0.0, now - self.at)) + cost
         return Allowance(used, now) if used <= rate.burst else None
 
 
-STORED_ROWS_RATE = Rate(
-    256, 1.0
-)  # rows that no other member vouches for: abandoned attempts, rounds that wait, losses again
-REFUSED_REPORTS_RATE = Rate(32, 0.2)  # reports that are refused, an event each
-MEMORY_CHANGES_RATE = Rate(
-    8, 1 / 60
-)  # changes of what a node says of its memory: each may have the planner search anew
-ATTEMPT_RAISES_RATE = Rate(1000, 1.0)  # by how much an opener may raise the attempt promised at a round
+# Rows that no other member vouches for: abandoned attempts, waiting rounds, repeated losses.
+STORED_ROWS_RATE = Rate(256, 1.0)
+REFUSED_REPORTS_RATE = Rate(32, 0.2)  # rejected reports; each is an event
+MEMORY_CHANGES_RATE = Rate(8, 1 / 60)  # changes of the reported memory; each may start a planner search
+ATTEMPT_RAISES_RATE = Rate(1000, 1.0)  # attempts by which an opener may raise the coordinator's promise

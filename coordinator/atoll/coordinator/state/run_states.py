@@ -1,4 +1,4 @@
-"""The states of a run and how one leads to another. Pure."""
+"""States of a run and the transitions between them. Pure."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ TRANSITIONS: dict[str, frozenset[str]] = {
 
 
 def transition_run(draft: Draft, run_id: str, target: str, why: str) -> None:
-    """Raises `InvalidTransition`."""
+    """Move a run to another state. Raises `InvalidTransition`."""
     run = draft.state.runs[run_id]
     if target not in TRANSITIONS[run.state]:
         possible = ", ".join(sorted(TRANSITIONS[run.state])).lower()
         raise InvalidTransition(
             f"run {run_id!r} is {run.state.lower()}: it cannot become {target.lower()}",
-            f"from here it can become: {possible}" if possible else "that is its end; create another run",
+            f"from here it can become: {possible}" if possible else "its state is final; create another run",
         )
     draft.put(replace(run, state=target))
     draft.remember(run_id, standbys={}, copies={})
-    if draft.state.memory[run_id].preparation is not None:  # it is asked for anew
+    if draft.state.memory[run_id].preparation is not None:  # the planner is asked again later
         draft.remember(run_id, preparation=None, answered_question=None)
     draft.event(f"run.{target.lower()}", run_id, run_id, why)
 
 
 def finish_if_due(draft: Draft, run_id: str) -> None:
-    """FINISHED, once the committed tokens are those that the spec asks for."""
+    """Finish the run once it has committed the tokens of its spec."""
     run, spec = draft.state.runs[run_id], draft.state.memory[run_id].spec
     if run.committed_tokens >= spec.run.stop_tokens and run.state in ("TRAINING", "PAUSED"):
         transition_run(

@@ -1,8 +1,8 @@
-"""Everything the coordinator decides from, as one immutable value, and the draft that makes the next one.
+"""State of the whole coordinator as one immutable value, and the draft from which the next state is made.
 
-Durable rows (`records.py`) and what only lives while connections do (`LiveNode`) stand side by side, so that a
-decision reads one thing. A function of the machine takes a `State` and a `StepTime`, works on a `Draft`, and
-returns a `Step`: the next state, the rows to make durable *before anyone is told*, and what the operator
+Durable rows (`store/records.py`) and state that lasts only as long as a connection (`LiveNode`) are held together,
+so that a decision reads one value. A function of the machine takes a `State` and a `StepTime`, works on a `Draft`,
+and returns a `Step`: the next state, the rows to make durable *before any response leaves*, and what the operator
 key has to sign. Nothing here does I/O.
 """
 
@@ -38,13 +38,13 @@ from atoll.v1 import membership_pb2 as mb
 T = TypeVar("T")
 AttemptKey = tuple[int, int, int, int]  # number, plan version, fragment, attempt
 KEPT_EVENTS = 100_000
-KEPT_PLANS = 256  # of a run, beside those that set a base
-KEPT_ATTEMPTS = 4096  # abandoned ones of a run
+KEPT_PLANS = 256  # of a run; plans that set a base are kept in addition
+KEPT_ATTEMPTS = 4096  # abandoned attempts of a run
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Now, read once per step: for people and certificates, and for deadlines."""
+    """The current time, read once per step: wall-clock for people and certificates, monotonic for deadlines."""
 
     unix_ms: int
     monotonic: float
@@ -52,100 +52,101 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Policy:
-    """How patient the coordinator is, in seconds, and what plans it prefers."""
+    """Timeouts and intervals in seconds, and the preferences of plans."""
 
-    silence_seconds: float = 15.0  # without a heartbeat a stream counts as gone
-    lost_after_seconds: float = 20.0  # without a stream a node leaves the plan
+    silence_seconds: float = 15.0  # a stream without a heartbeat for this long is ended
+    lost_after_seconds: float = 20.0  # a node without a stream for this long leaves the plan
     debounce_seconds: float = 1.0  # changes this close together make one plan
-    reshare_after_seconds: float = 60.0  # that other shares of reducing must have been better for so long
-    replan_seconds: float = 120.0  # after which routes are looked at again, because links and speeds drift
-    solve_seconds: float = 2.0  # that the planner may search
-    prepare_seconds: float = 60.0  # for nodes to fetch layers before a plan gives them, beside the bytes' time
-    solve_steps: int | None = None  # of its search, at most; where a result must repeat
-    standby_seconds: float = 10.0  # that a node must have had no place before it stands by: others may come
-    resume_seconds: float = 5.0  # after a pause, nodes get this long to come back before the plan changes
+    reshare_after_seconds: float = 60.0  # other shares of reducing must have been better for this long
+    replan_seconds: float = 120.0  # routes are replanned after this long, because links and speeds drift
+    solve_seconds: float = 2.0  # search time of the planner
+    prepare_seconds: float = 60.0  # for nodes to fetch layers before a plan assigns them, plus the transfer time
+    solve_steps: int | None = None  # most steps of a search; set where its result must repeat
+    standby_seconds: float = 10.0  # a node without a place becomes a standby after this long: others may join
+    resume_seconds: float = 5.0  # after a pause, nodes have this long to reconnect before the plan changes
     genesis_seconds: float = 600.0  # to write the genesis anchor before another node is asked
-    recover_seconds: float = (
-        10.0  # that all who decide must have been back, with older rounds, before the run goes back
-    )
-    lost_layers_seconds: float = 60.0  # that all who should hold some layers must have said that these are lost
+    recover_seconds: float = 10.0  # the whole electorate must report older rounds for this long before a recovery
+    lost_layers_seconds: float = 60.0  # all holders of some layers must report them lost for this long before it
     preferences: Preferences = field(default_factory=Preferences)
 
 
 @dataclass(frozen=True)
 class LiveNode:
-    """What a node told us since this process started. `session` 0: no stream is open."""
+    """Reports of a node since this process started. `session` 0: no stream is open.
+
+    Its fields are many because every report of a node is kept here, each replaced on its own.
+    """
 
     session: int
-    seen: float  # monotonic, of the last message or of the stream's end
+    seen: float  # monotonic; the end of the stream if none is open
     lost: bool = False
-    came: float = 0.0  # monotonic, when its stream was opened
-    unfit_since: float | None = None  # monotonic, since when it says that it neither trains nor could
+    connected_at: float = 0.0  # monotonic, when its stream was opened
+    unfit_since: float | None = None  # monotonic, since when its state is not eligible for training
     status: mb.NodeStatus = field(default_factory=mb.NodeStatus)
     profile: mb.NodeProfile = field(default_factory=mb.NodeProfile)
     paths: Mapping[str, Path] = field(default_factory=dict)  # to other members, by peer id
     corpus_digest: str = ""
-    layers: bytes = b""  # LayerTable of the run's model, as told before genesis
-    drain_since: float | None = None  # monotonic; when the operator asked the node to leave, or it may leave since
-    handing_over: bool = False  # it drains, but is not told yet: others fetch its layers
+    layers: bytes = b""  # LayerTable of the run's model, as reported before genesis
+    drain_since: float | None = None  # monotonic, since when it is asked to leave, or may leave
+    handing_over: bool = False  # draining, but not ordered yet: others fetch its layers first
     row_allowance: Allowance = field(default_factory=Allowance)
-    refused: Allowance = field(default_factory=Allowance)
-    resized: Allowance = field(default_factory=Allowance)
-    dropped_reports: int = 0  # reports beyond those, not told yet
+    refusal_allowance: Allowance = field(default_factory=Allowance)
+    memory_change_allowance: Allowance = field(default_factory=Allowance)
+    dropped_reports: int = 0  # reports beyond the allowances, not logged yet
     dropped_since: float = 0.0  # monotonic
 
     @property
     def connected(self) -> bool:
-        """Whether a heartbeat stream is open."""
+        """True if a heartbeat stream is open."""
         return self.session != 0
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What is remembered of a committed round."""
+    """Facts about a committed round that later decisions need."""
 
     manifest_hash: bytes
-    plan_version: int = 0  # under which it was made; 0: genesis, before any plan
-    committed_tokens: int | None = 0  # of the whole run, that round included; None: nobody told us this round
+    plan_version: int = 0  # of its manifest; 0: genesis, before any plan
+    committed_tokens: int | None = 0  # of the run up to this round; None: the round was never reported
     previous_hash: bytes = b""
-    present: frozenset[str] = frozenset()  # peer ids: who decides the next round, unless a base says otherwise
+    present: frozenset[str] = frozenset()  # peer ids that decide the next round, unless a base names others
     opener: str = ""  # peer id
-    members: int = 0  # that contributed
-    partial: int = 0  # of them, in some of the sums only
-    screened: int = 0  # of them, left out of more than half of all parts by screening
+    members: int = 0  # contributors
+    partial: int = 0  # contributors missing from some sums
+    screened: int = 0  # contributors that screening excluded from more than half of all parts
     parts_zeroed: int = 0
-    attempt: AttemptKey | None = None  # that committed it
+    attempt: AttemptKey | None = None  # the attempt that committed
 
 
 @dataclass(frozen=True)
 class PlanJoins:
-    """How often a node came into a run's plan lately."""
+    """Number of recent times that a node joined a run's plan."""
 
     count: int = 0
-    at: float = 0.0  # monotonic, the last time
+    at: float = 0.0  # monotonic, of the last one
 
 
 @dataclass(frozen=True)
 class AnsweredQuestion:
-    """What the planner last found an answer to."""
+    """The planner's question that was answered last."""
 
-    nodes: tuple[tuple[object, ...], ...]  # who might have a part, with what decides which
+    nodes: tuple[tuple[object, ...], ...]  # candidates, each with the figures that decide its place
     at: float  # monotonic
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """A plan to come, and who has to fetch what before."""
+    """A plan to be issued once its nodes have fetched their layers."""
 
     question: Question
     answer: Answer
-    spans: Mapping[str, range]  # by peer id: the next span of each who lacks some of it
+    spans: Mapping[str, range]  # by peer id: next spans of nodes that lack some of their layers
     since: float  # monotonic
 
 
 @dataclass(frozen=True)
 class PendingFetch:
-    """A node that fetches layers which no plan gives it yet: to stand by with them, or as a second copy."""
+    """A fetch of layers outside the plan, for a standby or a second copy."""
 
     span: range
     since: float  # monotonic
@@ -153,73 +154,64 @@ class PendingFetch:
 
 @dataclass(frozen=True)
 class RunMemory:
-    """What belongs to a run and is rebuilt at start: parsed documents, indices, timers (monotonic)."""
+    """State of a run that is rebuilt at start: parsed documents, indices, timers (monotonic).
+
+    It is one class because `Draft.remember` replaces fields by name, and rules of all rooms read several of them.
+    """
 
     spec: RunSpec
     plan: Plan | None = None
-    caps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)  # plan version → member → tokens a round
-    cuts: Mapping[int, int] = field(default_factory=dict)  # plan version → how many places its spans are cut at
-    abandoned: frozenset[AttemptKey] = frozenset()  # attempts whose rows are kept
-    committed: Mapping[int, Commit] = field(default_factory=dict)  # by round number; what a recovery made void is out
-    waiting: Mapping[tuple[int, str], WaitingRound] = field(default_factory=dict)  # by round number and who told it
-    waiting_since: float | None = None  # monotonic; cleared when the operator was told
+    token_caps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)  # plan version → member → tokens a round
+    cut_counts: Mapping[int, int] = field(default_factory=dict)  # plan version → number of cuts between its spans
+    abandoned_attempts: frozenset[AttemptKey] = frozenset()  # those whose rows are kept
+    committed: Mapping[int, Commit] = field(default_factory=dict)  # by round number, without void rounds
+    waiting_rounds: Mapping[tuple[int, str], WaitingRound] = field(default_factory=dict)  # by round number and reporter
+    waiting_since: float | None = None  # monotonic; None after the gap was logged
     head_known_since: float = 0.0  # monotonic, since when the newest round is known
-    asked: Mapping[str, Allowance] = field(default_factory=dict)  # of openers, for raising attempts
-    plan_joins: Mapping[str, PlanJoins] = field(default_factory=dict)  # of nodes, into the plan
-    votes: Mapping[int, Vote] = field(default_factory=dict)  # by round number: those that may still matter
+    raise_allowances: Mapping[str, Allowance] = field(default_factory=dict)  # by opener, for raising attempts
+    plan_joins: Mapping[str, PlanJoins] = field(default_factory=dict)  # by peer id
+    votes: Mapping[int, Vote] = field(default_factory=dict)  # by number of each undecided round
     bases: tuple[Base, ...] = ()  # of all plans, each once, the newest last
-    void: frozenset[bytes] = frozenset()  # manifest hashes of rounds that a recovery went back behind
-    recoverable_since: float | None = None  # when it was first seen that the newest round is lost to all who decide
-    writer: str = ""  # who writes genesis
+    void_manifest_hashes: frozenset[bytes] = frozenset()  # of rounds that a recovery made void
+    recoverable_since: float | None = None  # monotonic, since when the newest round is lost to its electorate
+    writer: str = ""  # peer id
     genesis_writer_since: float = 0.0
-    failed_genesis_writers: frozenset[str] = frozenset()  # asked for genesis in vain
+    failed_genesis_writers: frozenset[str] = frozenset()  # asked in vain
     most_common_corpus_digest: str = ""  # the digest that most fit nodes share, as last counted before genesis
-    logged_corpus_mismatches: Mapping[str, str] = field(
-        default_factory=dict
-    )  # by peer id: digest that differed before genesis
-    changed_since: float | None = None  # when what is wanted first differed from the plan
+    logged_corpus_mismatches: Mapping[str, str] = field(default_factory=dict)  # by peer id: the differing digest
+    changed_since: float | None = None  # since when the wanted plan differs from the current one
     changed_why: str = ""  # in members, reach or links
-    no_plan_before: float = 0.0  # no new plan before
-    question: Question | None = None  # that waits for the planner's answer
-    questions: int = 0  # that were asked
-    question_nodes: tuple[tuple[object, ...], ...] = ()  # by that question: see `AnsweredQuestion`
+    no_plan_before: float = 0.0
+    question: Question | None = None  # waiting for the planner's answer
+    questions: int = 0
+    question_nodes: tuple[tuple[object, ...], ...] = ()  # of that question; see `AnsweredQuestion`
     answered_question: AnsweredQuestion | None = None
     preparation: Preparation | None = None  # of the next plan
-    standbys: Mapping[str, PendingFetch] = field(
-        default_factory=dict
-    )  # by peer id: who fetches layers to stand by with
-    copies: Mapping[str, PendingFetch] = field(
-        default_factory=dict
-    )  # by peer id: stages with a copy of a neighbour's layers
-    fetch_timeouts: Mapping[str, float] = field(
-        default_factory=dict
-    )  # by peer id: who did not fetch any of those in time, when
-    copies_checked_at: float | None = None  # monotonic: when it was last asked who should have one
+    standbys: Mapping[str, PendingFetch] = field(default_factory=dict)  # by peer id of the standby
+    copies: Mapping[str, PendingFetch] = field(default_factory=dict)  # by peer id of the stage that copies
+    fetch_timeouts: Mapping[str, float] = field(default_factory=dict)  # by peer id: when such a fetch timed out
+    copies_checked_at: float | None = None  # when the nodes that should hold copies were last computed
     unconfirmed_takeovers: Mapping[str, float] = field(
         default_factory=dict
-    )  # by peer id: who did on its own word alone, when
-    no_question_before: float = 0.0  # a route became shorter, and is to work again before the planner is asked
-    prepare_retry_at: Mapping[str, float] = field(
-        default_factory=dict
-    )  # by peer id: who did not fetch in time, until when
-    shares_checked_at: float | None = None  # monotonic: when it was last asked whether other shares would pay
-    new_shares_pay: bool = False  # what came of it
-    left_out: Mapping[str, str] = field(default_factory=dict)  # by peer id: why it has no part in the plan
-    claim_doubts: Mapping[str, str] = field(
-        default_factory=dict
-    )  # by peer id: how its word differs from what others see
+    )  # by peer id: when it took over unconfirmed
+    no_question_before: float = 0.0  # after a route was shortened, it trains again before the planner is asked
+    prepare_retry_at: Mapping[str, float] = field(default_factory=dict)  # by peer id, after a fetch that timed out
+    shares_checked_at: float | None = None  # when other shares of reducing were last compared
+    new_shares_pay: bool = False  # result of that comparison
+    left_out: Mapping[str, str] = field(default_factory=dict)  # by peer id: why it has no place in the plan
+    claim_doubts: Mapping[str, str] = field(default_factory=dict)  # by peer id: how its claims differ from measurements
     corrections: Mapping[str, float] = field(default_factory=dict)  # by peer id: see `Measured.learned`
-    missing: str = ""  # why there is no plan that could be followed now
+    missing: str = ""  # why no plan is possible now
     figures: PlanFigures | None = None  # of the newest plan
-    sampled_at: float | None = None  # monotonic, when its pace was looked at last
-    predicted_version: int = 0  # the plan of which a prediction was asked for last
+    sampled_at: float | None = None  # when its speed was last sampled
+    predicted_version: int = 0  # version of the last plan whose prediction was requested
 
 
 @dataclass(frozen=True)
 class State:
-    """The whole coordinator."""
+    """The state of the whole coordinator."""
 
-    operator_key: bytes = b""  # whose tie-breaks count
+    operator_key: bytes = b""  # public key that signs tie-break votes
     tokens: Mapping[str, Token] = field(default_factory=dict)
     nodes: Mapping[str, Node] = field(default_factory=dict)
     runs: Mapping[str, Run] = field(default_factory=dict)
@@ -227,7 +219,7 @@ class State:
     live: Mapping[str, LiveNode] = field(default_factory=dict)  # by peer id
     checkpoints: Mapping[str, tuple[Checkpoint, ...]] = field(default_factory=dict)  # by peer id, newest first
     deny: DenyList = EMPTY_DENY_LIST
-    deny_reserved: int = 0  # numbers up to here may have been issued and forgotten
+    deny_reserved: int = 0  # numbers up to this one may have been issued before a restore
     last_event_id: int = 0
     last_session: int = 0
 
@@ -238,7 +230,7 @@ class State:
 
 @dataclass(frozen=True)
 class Step(Generic[T]):
-    """What one input did."""
+    """Result of one input."""
 
     state: State
     result: T
@@ -248,17 +240,17 @@ class Step(Generic[T]):
 
 
 def token_caps_of(plan: Plan) -> Mapping[str, int]:
-    """The members of a plan, and how many tokens each may claim in a round."""
+    """Members of a plan, each with the most tokens that it may claim in a round."""
     return {item.peer_id: item.max_round_tokens for item in plan.assignments}
 
 
 def attempt_key(row: Round) -> AttemptKey:
-    """What names an attempt within its run."""
+    """Key of an attempt within its run."""
     return (row.number, row.plan_version, row.fragment, row.attempt)
 
 
 def commit_from_row(row: Round, before: Commit | None) -> Commit:
-    """What is remembered of a committed round. Who was present mostly were so `before`: one set serves both."""
+    """The `Commit` of a committed row. Shares the set of present members with `before` if they are equal."""
     present = frozenset(row.present)
     return Commit(
         manifest_hash=row.manifest_hash,
@@ -281,12 +273,12 @@ def add_base(bases: tuple[Base, ...], base: Base) -> tuple[Base, ...]:
 
 
 def is_void(bases: tuple[Base, ...], number: int, made_under: int) -> bool:
-    """Whether a recovery went back behind a round that was made under that plan version."""
+    """True if a recovery made this round void, given the plan version under which it was made."""
     return any(number > base.round and made_under < base.since_version for base in bases)
 
 
 def electorate_after(memory: RunMemory, number: int) -> Electorate | None:
-    """Who decides the round after `number`, in the history that counts; None when that round is not known here."""
+    """Electorate of the round after `number` in the valid history; None if that round is unknown here."""
     commit = memory.committed.get(number)
     if commit is None:
         return None
@@ -295,7 +287,7 @@ def electorate_after(memory: RunMemory, number: int) -> Electorate | None:
 
 
 class Draft:
-    """Collects one step. Tables are copied when first written, so the state it began from never changes."""
+    """Collects the changes of one step. Tables are copied on first write, so the initial state never changes."""
 
     def __init__(self, state: State, now: StepTime) -> None:
         self.state = state
@@ -305,7 +297,7 @@ class Draft:
         self._deny: DenyList | None = None
 
     def put(self, row: Token | Node | Run) -> None:
-        """Insert or replace a row, durably."""
+        """Insert or replace a durable row."""
         match row:
             case Token():
                 self._set("tokens", row.token_id, row)
@@ -316,67 +308,67 @@ class Draft:
         self._records.append(row)
 
     def log(self, row: Round | Evaluation) -> None:
-        """Append to a log that is not kept in memory."""
+        """Append a durable row to a log that is not held in memory."""
         self._records.append(row)
 
     def set_vote(self, vote: Vote) -> None:
-        """What the coordinator is bound by at one round number, durably."""
+        """Store the coordinator's promise or vote at one round number, durably."""
         self.remember(vote.run_id, votes={**self.state.memory[vote.run_id].votes, vote.number: vote})
         self._records.append(vote)
 
     def forget_votes(self, run_id: str, numbers: list[int]) -> None:
-        """These rounds are decided, or void."""
+        """Delete the votes at these round numbers: the rounds are decided, or void."""
         if numbers:
             votes = self.state.memory[run_id].votes
             self.remember(run_id, votes={number: vote for number, vote in votes.items() if number not in numbers})
             self._records += [Delete(Vote, (run_id, number)) for number in numbers]
 
     def add_abandoned(self, run_id: str, key: AttemptKey) -> None:
-        """One more attempt whose row is kept; the oldest row goes when there are too many."""
-        kept = self.state.memory[run_id].abandoned | {key}
+        """Record an attempt whose row is kept; delete the oldest row beyond `KEPT_ATTEMPTS`."""
+        kept = self.state.memory[run_id].abandoned_attempts | {key}
         if len(kept) > KEPT_ATTEMPTS:
             oldest = min(kept)
             kept -= {oldest}
             self._records.append(Delete(Round, (run_id, *oldest)))
-        self.remember(run_id, abandoned=kept)
+        self.remember(run_id, abandoned_attempts=kept)
 
     def set_waiting(self, row: WaitingRound) -> None:
-        """A round that cannot be judged yet, durably."""
+        """Store a round until the rounds around it are known, durably."""
         memory = self.state.memory[row.run_id]
         since = self.now.monotonic if memory.waiting_since is None else memory.waiting_since
-        waiting = {**memory.waiting, (row.number, row.peer_id): row}
-        self.remember(row.run_id, waiting=waiting, waiting_since=since)
+        waiting = {**memory.waiting_rounds, (row.number, row.peer_id): row}
+        self.remember(row.run_id, waiting_rounds=waiting, waiting_since=since)
         self._records.append(row)
 
     def forget_waiting(self, run_id: str, keys: list[tuple[int, str]]) -> None:
-        """These were judged, or do not matter any more."""
+        """Delete waiting rounds that are judged, or obsolete."""
         if keys:
             memory = self.state.memory[run_id]
-            left = {key: row for key, row in memory.waiting.items() if key not in keys}
-            self.remember(run_id, waiting=left, waiting_since=self.now.monotonic if left else None)
+            remaining = {key: row for key, row in memory.waiting_rounds.items() if key not in keys}
+            self.remember(run_id, waiting_rounds=remaining, waiting_since=self.now.monotonic if remaining else None)
             self._records += [Delete(WaitingRound, (run_id, *key)) for key in keys]
 
     def set_checkpoints(self, peer_id: str, held: tuple[Checkpoint, ...]) -> None:
-        """All checkpoints that a node holds, the newest first."""
+        """Replace all checkpoints of a node, the newest first."""
         before = {item.round: item for item in self.state.checkpoints.get(peer_id, ())}
         self._records += [item for item in held if before.pop(item.round, None) != item]
         self._records += [Delete(Checkpoint, (peer_id, number)) for number in before]
         self._set("checkpoints", peer_id, held)
 
     def remember(self, run_id: str, **changes: Any) -> None:
-        """Change fields of a run's memory; `replace` refuses names that it does not have."""
+        """Replace fields of a run's memory. An unknown field name raises `TypeError`."""
         self._set("memory", run_id, replace(self.state.memory[run_id], **changes))
 
     def add_memory(self, run_id: str, memory: RunMemory) -> None:
-        """Begin a run's memory."""
+        """Add the memory of a new run."""
         self._set("memory", run_id, memory)
 
     def set_live(self, peer_id: str, live: LiveNode) -> None:
-        """Change what a connection told us."""
+        """Replace the live state of a node."""
         self._set("live", peer_id, live)
 
     def event(self, kind: str, run_id: str, subject: str, message: str) -> None:
-        """Write one line of the event log."""
+        """Append one row to the event log; delete the oldest beyond `KEPT_EVENTS`."""
         number = self.state.last_event_id + 1
         self.state = replace(self.state, last_event_id=number)
         self._records.append(Event(number, self.now.unix_ms, kind, run_id, subject, message))
@@ -384,37 +376,39 @@ class Draft:
             self._records.append(Delete(Event, (number - KEPT_EVENTS,)))
 
     def new_session(self) -> int:
-        """A number for a heartbeat stream."""
+        """Number of a new heartbeat stream."""
         self.state = replace(self.state, last_session=self.state.last_session + 1)
         return self.state.last_session
 
     def issue_plan(self, plan: Plan, figures: PlanFigures) -> None:
-        """Make `plan` the run's newest; the operator's key signs it before anyone sees it."""
+        """Make `plan` the run's newest; the operator key signs it before it is sent."""
         memory = self.state.memory[plan.run_id]
         bases = add_base(memory.bases, plan.base)
-        caps = {**memory.caps, plan.version: token_caps_of(plan)}
-        cuts = {**memory.cuts, plan.version: len(plan.cuts)}
+        caps = {**memory.token_caps, plan.version: token_caps_of(plan)}
+        cuts = {**memory.cut_counts, plan.version: len(plan.cuts)}
         for version in sorted(caps)[:-KEPT_PLANS]:
             del caps[version]
             cuts.pop(version, None)
             if all(version != base.since_version for base in bases):
                 self._records += [Delete(table, (plan.run_id, version)) for table in (PlanRow, PlanFigures)]
-        self.remember(plan.run_id, plan=plan, caps=caps, cuts=cuts, bases=bases, changed_since=None, preparation=None)
+        self.remember(
+            plan.run_id, plan=plan, token_caps=caps, cut_counts=cuts, bases=bases, changed_since=None, preparation=None
+        )
         self._plans.append(plan)
         self.set_figures(figures)
 
     def set_figures(self, figures: PlanFigures) -> None:
-        """What is known of the run's newest plan, durably."""
+        """Store the figures of the run's newest plan, durably."""
         self.remember(figures.run_id, figures=figures)
         self._records.append(figures)
 
     def issue_deny(self, deny: DenyList) -> None:
-        """Replace the deny-list; signed likewise."""
+        """Replace the deny-list; the operator key signs it before it is sent."""
         self.state = replace(self.state, deny=deny)
         self._deny = deny
 
     def done(self, result: T) -> Step[T]:
-        """The step."""
+        """The finished step."""
         return Step(self.state, result, tuple(self._records), tuple(self._plans), self._deny)
 
     def _set(self, table: str, key: str, value: object) -> None:
@@ -423,11 +417,11 @@ class Draft:
 
 
 def charge_row(draft: Draft, peer_id: str, cost: float = 1.0) -> bool:
-    """Spend one more row or event of this peer's, if it may have that: whether it may. Free for who never connected."""
+    """Charge `cost` rows to this peer's allowance; False if it is used up. A peer without live state is not charged."""
     live = draft.state.live.get(peer_id)
     if live is None:
         return True
-    left = live.row_allowance.spend(STORED_ROWS_RATE, draft.now.monotonic, cost)
-    if left is not None:
-        draft.set_live(peer_id, replace(live, row_allowance=left))
-    return left is not None
+    remaining = live.row_allowance.spend(STORED_ROWS_RATE, draft.now.monotonic, cost)
+    if remaining is not None:
+        draft.set_live(peer_id, replace(live, row_allowance=remaining))
+    return remaining is not None

@@ -1,4 +1,4 @@
-"""All rows of one database into another, empty one: for backups of databases that are not SQLite, and back."""
+"""Copy of all rows of one database into an empty one, for backups of databases other than SQLite."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _BATCH = 500
 
 
 def copy_rows(source_url: str, target_url: str) -> None:
-    """Copy what one transaction sees; the schema is made in the target, which must hold no row.
+    """Copy what one transaction sees. Creates the schema in the target, which must hold no row.
 
     Raises `AlreadyExists` for a target with rows, `DatabaseCorrupt`, `DataDirUnusable`, `ConfigError`.
     """
-    SqlStore(target_url).close()  # the schema, and every error that a first connection can meet
+    SqlStore(target_url).close()  # creates the schema and raises connection errors
     source, target = open_engine(source_url), open_engine(target_url)
     try:
-        with _snapshot(source) as reading, target.begin() as writing:
-            _refuse_rows(writing)
+        with _snapshot(source) as source_connection, target.begin() as target_connection:
+            _refuse_rows(target_connection)
             for table in METADATA.sorted_tables:
-                for rows in reading.execute(select(table)).mappings().partitions(_BATCH):
-                    writing.execute(table.insert(), [dict(row) for row in rows])
+                for rows in source_connection.execute(select(table)).mappings().partitions(_BATCH):
+                    target_connection.execute(table.insert(), [dict(row) for row in rows])
     except SQLAlchemyError as error:
         raise DatabaseCorrupt(f"the database cannot be copied: {error}") from error
     finally:
@@ -33,7 +33,7 @@ def copy_rows(source_url: str, target_url: str) -> None:
 
 
 def _snapshot(engine: Engine) -> Connection:
-    """A connection whose reads all see the same moment; SQLite's do anyway."""
+    """A connection whose reads see one moment; SQLite gives that by default."""
     connection = engine.connect()
     if engine.dialect.name == "sqlite":
         return connection

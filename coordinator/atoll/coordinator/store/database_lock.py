@@ -1,14 +1,13 @@
-"""Whose database it is: one coordinator writes at a time, and the next one only when the first has ended.
+"""Ownership of the database: only one coordinator may write to it at a time.
 
-Whoever opens a database takes a lock that ends with its process (on a file beside SQLite's, an advisory lock of a
-session in PostgreSQL) and counts the generation in the table `owner` up. Every transaction that writes begins with
-`check_ownership`: should a lock have been lost, as when a database server restarts, and the database been taken
-meanwhile, nothing is written over. The table is not part of the state: no migration makes it.
+A coordinator takes a lock that ends with its process: on a file beside an SQLite database, or an advisory lock of a
+PostgreSQL session. It also increments the generation in the table `owner`. Every writing transaction begins with
+`check_ownership`. So if a lock is lost, as when a database server restarts, and another coordinator takes the
+database, the first one overwrites nothing. The table is not part of the state: no migration creates it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from sqlalchemy import BigInteger, Column, Connection, Engine, MetaData, Table, Text, select, text
 
 from atoll.core.errors import AlreadyRunning, DataDirUnusable
+from atoll.core.file_lock import FileLocked, lock_file
 
 OWNER_TABLE = Table(
     "owner",
@@ -25,11 +25,11 @@ OWNER_TABLE = Table(
     Column("holder", Text, nullable=False),
 )
 _ONLY_ROW = 1
-_ADVISORY_LOCK = int.from_bytes(b"atoll", "big")  # PostgreSQL's are per database
+_ADVISORY_LOCK = int.from_bytes(b"atoll", "big")  # advisory locks of PostgreSQL are per database
 
 
 class DatabaseLock:
-    """Held until `close` or the end of the process. Raises `AlreadyRunning` naming the holder, `DataDirUnusable`."""
+    """Lock held until `close` or the end of the process. Raises `AlreadyRunning`, `DataDirUnusable`."""
 
     def __init__(self, engine: Engine, holder: str) -> None:
         self.close: Callable[[], None] = lambda: None
@@ -41,19 +41,13 @@ class DatabaseLock:
 
     def _lock_file(self, path: Path, holder: str) -> None:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = lock_file(path, holder)
+        except FileLocked as first:
+            raise already_owned(str(first)) from None
         except OSError as error:
             raise DataDirUnusable(
                 f"unable to open {path}: {error.strerror}", "check the owner and the permissions of its directory"
             ) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            first = os.read(descriptor, 1000).decode(errors="replace")
-            os.close(descriptor)
-            raise already_owned(first) from None
-        os.truncate(descriptor, 0)
-        os.write(descriptor, holder.encode())
         self.close = lambda: os.close(descriptor)
 
     def _lock_session(self, engine: Engine) -> None:
@@ -64,14 +58,14 @@ class DatabaseLock:
             raise already_owned(first)
 
         def end() -> None:
-            session.invalidate()  # a pool would keep the session, and with it the lock
+            session.invalidate()  # the pool would keep the session, and with it the lock
             session.close()
 
         self.close = end
 
 
 def claim_ownership(connection: Connection, holder: str) -> int:
-    """Become the owner, as a lock allows; the generation for `check_ownership`."""
+    """Become the owner; returns the generation for `check_ownership`. The caller holds the lock."""
     OWNER_TABLE.create(connection, checkfirst=True)
     before = connection.scalar(select(OWNER_TABLE.c.generation).where(OWNER_TABLE.c.id == _ONLY_ROW).with_for_update())
     generation = (before or 0) + 1
@@ -84,22 +78,22 @@ def claim_ownership(connection: Connection, holder: str) -> int:
 
 
 def check_ownership(connection: Connection, generation: int) -> None:
-    """Raise `AlreadyRunning` unless that claim is the newest; a later one waits until this transaction has ended."""
+    """Raise `AlreadyRunning` unless this generation is the newest. Later claims wait for this transaction."""
     same = OWNER_TABLE.c.generation == generation
     if connection.execute(OWNER_TABLE.update().where(same).values(generation=generation)).rowcount == 0:
         raise already_owned(_holder(connection))
 
 
 def already_owned(holder: str) -> AlreadyRunning:
-    """The error of whoever is not the owner."""
-    who = f" ({holder})" if holder else ""
+    """Error for a coordinator that is not the owner."""
+    owner = f" ({holder})" if holder else ""
     return AlreadyRunning(
-        f"another coordinator{who} has this database", "stop one of the two; keys and database belong to one alone"
+        f"another coordinator{owner} uses this database", "stop one of the two: a database belongs to one coordinator"
     )
 
 
 def sqlite_file(engine: Engine) -> Path | None:
-    """The file of an SQLite database; None for one in memory and for other databases."""
+    """File of an SQLite database; None for one in memory and for other databases."""
     name = engine.url.database
     if engine.dialect.name != "sqlite" or not name or name == ":memory:" or name.startswith("file:"):
         return None

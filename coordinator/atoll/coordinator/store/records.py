@@ -1,8 +1,8 @@
-"""What the coordinator must never forget, as plain frozen rows.
+"""Durable rows of the coordinator, as plain frozen dataclasses.
 
-Each class is one table: the field names are the column names, and `KEY` names the primary key. The state
-machine makes these rows; a `Store` keeps them; nothing else is durable. Times are milliseconds since the
-Unix epoch. Signed things keep the exact bytes that were signed.
+Each class is one table: the field names are the column names, and `KEY` names the primary key. The state machine
+makes these rows, and a `Store` keeps them; nothing else is durable. Times are milliseconds since the Unix epoch.
+Signed messages are stored as the exact bytes that were signed.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+MAX_INTEGER = 2**62  # highest number in a row: databases store 63 bits
+SHA256_BYTES = 32
+
 
 @dataclass(frozen=True)
 class Token:
-    """A join token. The secret itself is in nobody's table."""
+    """A join token; only the hash of its secret is stored."""
 
     KEY: ClassVar[tuple[str, ...]] = ("token_id",)
 
@@ -30,7 +33,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Node:
-    """An enrolled peer. `epoch` grows with each certificate it is given."""
+    """An enrolled peer, one field a column. `epoch` grows with each membership certificate."""
 
     KEY: ClassVar[tuple[str, ...]] = ("peer_id",)
 
@@ -41,21 +44,21 @@ class Node:
     public_key: bytes
     epoch: int
     enrolled_ms: int
-    last_seen_ms: int = 0  # as of the last connect or disconnect; live figures are in memory
+    last_seen_ms: int = 0  # at the last connect or disconnect; later figures are in memory
     banned: bool = False
     draining: bool = False
     left: bool = False
-    multiaddrs: tuple[str, ...] = ()  # kept so that seeds are known right after a restart
-    token_id: str = ""  # that admitted it last
-    pin: str = ""  # the operator's: layers "0-5", or "out"; empty: none
-    there_seconds: float = 0.0  # with a stream, faded (`presence.py`)
-    away_seconds: float = 0.0  # without one
-    losses: float = 0.0  # without a goodbye
+    multiaddrs: tuple[str, ...] = ()  # stored so that seeds are known right after a restart
+    token_id: str = ""  # the token that admitted it last
+    pin: str = ""  # by the operator: layers as "0-5", or "out"; empty: none
+    there_seconds: float = 0.0  # with an open stream, decayed (`state/availability.py`)
+    away_seconds: float = 0.0  # without a stream, decayed
+    losses: float = 0.0  # disconnects without an announced leave, decayed
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training job. `state` is a name of `RunState` without its prefix."""
+    """A training run. `state` is a name of `RunState` without its prefix."""
 
     KEY: ClassVar[tuple[str, ...]] = ("run_id",)
 
@@ -71,13 +74,13 @@ class Run:
     committed_tokens: int = 0
     loss_round: int = 0  # of the newest evaluation
     loss: float = 0.0  # nats per token; 0: none yet
-    plan_floor: int = 0  # after a restore: plans up to here may have been issued and are forgotten
-    rounds_opened: int = 0  # attempts that were ever reported; rows of old abandoned ones are dropped
+    plan_floor: int = 0  # after a restore: higher plans up to this version may have been issued
+    rounds_opened: int = 0  # all attempts ever reported; rows of old abandoned ones are deleted
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """A plan as it was signed."""
+    """A signed plan."""
 
     KEY: ClassVar[tuple[str, ...]] = ("run_id", "version")
 
@@ -89,7 +92,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """What is known of a version of a plan beside what was signed."""
+    """Figures of a plan version that are not part of the signed plan."""
 
     KEY: ClassVar[tuple[str, ...]] = ("run_id", "version")
 
@@ -100,15 +103,15 @@ class PlanFigures:
     nodes: int
     routes: int
     predicted_tokens_per_second: float = 0.0  # 0: not predicted
-    measured_tokens_per_second: float = 0.0  # of its drivers, on average; 0: not measured
+    measured_tokens_per_second: float = 0.0  # average sum over its drivers; 0: not measured
     measured_seconds: float = 0.0
-    moved_bytes: float = 0.0  # of anchor and momentum, that its members had to fetch
-    left_out: str = "{}"  # JSON: why each of these peers has no part
+    moved_bytes: float = 0.0  # of anchor and momentum, fetched by its members
+    left_out: str = "{}"  # JSON: peer id → why it has no place
 
 
 @dataclass(frozen=True)
 class Round:
-    """How one attempt at one round ended, as its opener told it."""
+    """Outcome of one attempt at one round, as its opener reported it, one field a column."""
 
     KEY: ClassVar[tuple[str, ...]] = ("run_id", "number", "plan_version", "fragment", "attempt")
 
@@ -123,51 +126,51 @@ class Round:
     seconds: float
     reported_ms: int
     wire_bytes: int = 0
-    tokens: int = 0  # contributed in this round
-    committed_tokens: int = 0  # of the whole run, this round included
-    members: int = 0  # that contributed
+    tokens: int = 0  # counted in this round
+    committed_tokens: int = 0  # of the run up to this round
+    members: int = 0  # contributors
     parts_zeroed: int = 0
     manifest_hash: bytes = b""
     manifest: bytes = b""  # CommittedManifest, when committed
     previous_hash: bytes = b""
-    made_under: int = 0  # plan version of the manifest: that of the attempt, or an earlier one's
-    present: tuple[str, ...] = ()  # peer ids of those that decide the next round
-    partial: int = 0  # members that are missing from some of the sums
-    screened: tuple[str, ...] = ()  # peer ids: screening left them out of more than half of all parts
-    codec: str = ""  # that its exchange used
+    made_under: int = 0  # plan version of the manifest: the attempt's, or an earlier attempt's
+    present: tuple[str, ...] = ()  # peer ids that decide the next round
+    partial: int = 0  # contributors missing from some sums
+    screened: tuple[str, ...] = ()  # peer ids that screening excluded from more than half of all parts
+    codec: str = ""  # of its exchange
 
 
 @dataclass(frozen=True)
 class WaitingRound:
-    """A report of a committed round that cannot be judged yet: the round before it is not known here."""
+    """A report of a committed round that waits, because the round before it is unknown."""
 
     KEY: ClassVar[tuple[str, ...]] = ("run_id", "number", "peer_id")
 
     run_id: str
     number: int
-    peer_id: str  # who told it
-    report: bytes  # RoundReport; the signatures on its manifest are genuine
+    peer_id: str  # the reporter
+    report: bytes  # RoundReport; the signatures on its manifest are verified
     told_ms: int
 
 
 @dataclass(frozen=True)
 class Vote:
-    """What the coordinator promised and voted for as the tie-breaker of one round that it knows no outcome of."""
+    """The coordinator's promise and vote as tie-breaker of one undecided round."""
 
     KEY: ClassVar[tuple[str, ...]] = ("run_id", "number")
 
     run_id: str
     number: int
-    promised_plan: int  # no votes in earlier attempts: plan version and attempt
+    promised_plan: int  # with `promised_attempt`: no votes in earlier attempts
     promised_attempt: int
     voted_plan: int = 0
     voted_attempt: int = 0
-    payload: bytes = b""  # the Manifest voted for last; empty: none yet
+    payload: bytes = b""  # the Manifest that got the last vote; empty: none yet
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that a node said it holds."""
+    """A checkpoint that a node reports."""
 
     KEY: ClassVar[tuple[str, ...]] = ("peer_id", "round")
 
@@ -183,7 +186,7 @@ class Checkpoint:
 
     @property
     def layers(self) -> range:
-        """That it holds."""
+        """Layers that it holds."""
         return range(self.first_layer, self.last_layer + 1)
 
 
@@ -201,10 +204,10 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class DenyRow:
-    """A deny-list as it was signed; the highest number is in force.
+    """A signed deny-list; the one with the highest number is in force.
 
-    A restore keeps the list and writes it under a higher number than any that may have been issued and forgotten:
-    the next list is numbered above that.
+    A restore stores the list again under a higher number than any that may have been issued since the backup. The
+    next list is numbered above that.
     """
 
     KEY: ClassVar[tuple[str, ...]] = ("number",)
@@ -215,7 +218,7 @@ class DenyRow:
 
 @dataclass(frozen=True)
 class Event:
-    """One line of the event log. Ids grow by one."""
+    """One row of the event log. Ids grow by one."""
 
     KEY: ClassVar[tuple[str, ...]] = ("event_id",)
 
@@ -248,7 +251,7 @@ RECORDS: tuple[type[Record], ...] = (
 
 @dataclass(frozen=True)
 class Delete:
-    """No row, but the order to remove the one with this key."""
+    """Order to delete the row with this key."""
 
     record: type[Record]
     key: tuple[str | int, ...]

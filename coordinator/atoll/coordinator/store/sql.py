@@ -1,9 +1,9 @@
-"""The store on any SQLAlchemy URL; SQLite in WAL mode with `synchronous=FULL` unless told otherwise.
+"""`SqlStore`: the store on any SQLAlchemy URL; SQLite in WAL mode with `synchronous=FULL` by default.
 
-WAL with FULL fsyncs at every commit, so what was acknowledged survives a power cut, and readers never wait
-for the writer. The schema comes from the migrations, which run here at start-up; `tables.py` mirrors it.
-Every database failure leaves as one of our errors: a damaged file is reported and never written over. A store with an
-`owner` keeps every other one out (`owner.py`).
+With WAL and FULL, SQLite calls fsync at every commit: acknowledged data survives a power cut, and readers never wait
+for the writer. The migrations create the schema at start; `tables.py` mirrors it. Every database failure becomes one
+of our errors. A damaged file is reported and never overwritten. A store with an `owner` excludes all others
+(`database_lock.py`).
 """
 
 from __future__ import annotations
@@ -55,22 +55,26 @@ from atoll.coordinator.store.tables import TABLES
 from atoll.core.errors import AtollError, ConfigError, DatabaseCorrupt, DatabaseMissing, DataDirUnusable, Unreachable
 
 _R = TypeVar("_R", bound=Record)
-_ACCESS_DENIED_TEXTS = ("authentication failed", "does not exist", "no password supplied")  # of PostgreSQL, for good
+_ACCESS_DENIED_TEXTS = (
+    "authentication failed",
+    "does not exist",
+    "no password supplied",
+)  # PostgreSQL errors that a retry does not cure
 _BUSY_SECONDS = 10
 
 
 class SqlStore(Store):
-    """Tables in a database.
+    """Store in a SQL database.
 
-    Raises `DatabaseCorrupt`, `DataDirUnusable`, `ConfigError` when it cannot be used, `Unreachable` when its server is
-    not there (yet).
+    Raises `DatabaseCorrupt`, `DataDirUnusable` or `ConfigError` if the database cannot be used, and `Unreachable` if
+    its server does not respond (yet).
     """
 
     def __init__(self, url: str, owner: str = "", *, may_create: bool = True) -> None:
-        """`owner` says, for people, whose it is from now on; empty for a copy that nobody else knows.
+        """Open the database. `owner` names the new owner for people; empty for a private copy.
 
-        Raises `AlreadyRunning` while another owner has it, `DatabaseMissing` where there are no tables and none may be
-        made.
+        Raises `AlreadyRunning` while another owner has it, `DatabaseMissing` if it has no tables and `may_create` is
+        false.
         """
         self._printable_url = printable(url)
         self._engine = open_engine(url)
@@ -80,9 +84,9 @@ class SqlStore(Store):
             with self._store_errors():
                 if not may_create and self._is_empty():
                     raise DatabaseMissing(
-                        f"there is no coordinator's database in {self._printable_url}",
-                        "put it back, or restore a backup; to begin with an empty one, where every node must enrol "
-                        "again: `atoll-coordinator serve --new-database`, once",
+                        f"the keys exist, but {self._printable_url} holds no coordinator's database",
+                        "put the database back, or restore a backup. To start with an empty one, in which every node "
+                        "must enrol again: `atoll-coordinator serve --new-database`, once",
                     )
                 if owner:
                     self._lock = DatabaseLock(self._engine, owner)
@@ -168,7 +172,7 @@ class SqlStore(Store):
         self._engine.dispose()
 
     def _is_empty(self) -> bool:
-        """Looks without making anything: SQLite makes a file for whoever asks."""
+        """True if the database has no schema. Checks the path first: SQLite creates a file on connect."""
         path = sqlite_file(self._engine)
         return (path is not None and not path.exists()) or not inspect(self._engine).has_table("alembic_version")
 
@@ -195,7 +199,9 @@ class SqlStore(Store):
         except DBAPIError as error:
             text, lost = str(error.orig), self._engine.dialect.name != "sqlite" and isinstance(error, OperationalError)
             if lost and any(word in text for word in _ACCESS_DENIED_TEXTS):
-                raise ConfigError(f"{self._printable_url} does not admit us: {text}", "see --database") from error
+                raise ConfigError(
+                    f"{self._printable_url} denies access: {text}", "check user, password and name in --database"
+                ) from error
             raise (self._no_server if lost else self._local_error)(text) from error
         except (SQLAlchemyError, ValueError) as error:
             raise self._corrupt(str(error)) from error
@@ -212,21 +218,23 @@ class SqlStore(Store):
     def _no_server(self, text: str) -> Unreachable:
         return Unreachable(
             f"cannot reach the database {self._printable_url}: {text}",
-            "see that its server runs and admits the coordinator; what was acknowledged is there",
+            "check that its server runs and accepts connections; acknowledged data is safe there",
         )
 
     def _corrupt(self, text: str) -> DatabaseCorrupt:
         return DatabaseCorrupt(
             f"the database {self._printable_url} cannot be used: {text}",
-            "restore it (with its -wal file) from a backup; it was left as it is. "
-            "With an empty one every node must enrol again",
+            "restore it (with its -wal file) from a backup; the coordinator left it unchanged. "
+            "With an empty database every node must enrol again",
         )
 
 
 def open_engine(url: str) -> Engine:
-    """Connections to a database, set up as the store needs them. Raises `ConfigError`."""
+    """Connections to a database, configured as the store needs them. Raises `ConfigError`."""
     try:
-        engine = create_engine(url, pool_pre_ping=not url.startswith("sqlite"))  # a server may have restarted
+        engine = create_engine(
+            url, pool_pre_ping=not url.startswith("sqlite")
+        )  # reconnects after a restart of the server
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         raise ConfigError(f"database {printable(url)!r} is not usable: {error}", "see --database") from error
     if engine.dialect.name == "sqlite":
@@ -236,7 +244,7 @@ def open_engine(url: str) -> Engine:
 
 
 def _on_connect(connection: sqlite3.Connection, _record: object) -> None:
-    connection.isolation_level = None  # the driver would commit in front of DDL; `_on_begin` begins instead
+    connection.isolation_level = None  # the driver would commit before DDL; `_on_begin` begins instead
     for pragma in (f"busy_timeout={_BUSY_SECONDS * 1000}", "journal_mode=WAL", "synchronous=FULL"):
         connection.execute(f"PRAGMA {pragma}").close()
 
@@ -251,7 +259,7 @@ def _select(record: type[Record]) -> Select[Any]:
 
 
 def _select_rounds() -> Select[Any]:
-    """Rounds without the manifest column: it is large and only kept as evidence."""
+    """Rounds without the manifest column, which is large and only stored as evidence."""
     table = TABLES[Round]
     columns = [column for column in table.c if column.name != "manifest"]
     return select(*columns).order_by(*(table.c[name] for name in Round.KEY))
@@ -262,7 +270,7 @@ def _all(connection: Connection, record: type[_R], wanted: Select[Any]) -> tuple
 
 
 def _upsert(connection: Connection, row: Record) -> None:
-    """Update or insert, in the dialect that every database speaks."""
+    """Update or insert, in SQL that every database supports."""
     table = TABLES[type(row)]
     values = {item.name: getattr(row, item.name) for item in fields(row)}
     same = [table.c[name] == values[name] for name in row.KEY]
@@ -271,7 +279,7 @@ def _upsert(connection: Connection, row: Record) -> None:
 
 
 def _append(connection: Connection, event: Event) -> None:
-    """Events are never replaced: a number that is taken was taken by somebody else."""
+    """Insert an event. A number in use means that another coordinator wrote it."""
     values = {item.name: getattr(event, item.name) for item in fields(event)}
     try:
         connection.execute(TABLES[Event].insert().values(**values))

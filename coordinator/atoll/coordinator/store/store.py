@@ -1,8 +1,8 @@
-"""Where the coordinator's durable rows are kept: one small interface, one suite of tests for every backend.
+"""Interface of the coordinator's durable rows; one test suite runs against every backend.
 
-The coordinator loads everything it decides from once (`load`), keeps it in memory, and from then on only
-appends what each step changed (`apply`). The long logs (events, rounds, plans, losses) stay in the store
-and are read on demand. One coordinator owns a store; calls come from one thread at a time.
+The coordinator loads everything it decides from once (`load`) and keeps it in memory. From then on it only writes
+the changes of each step (`apply`). The long logs (events, rounds, plans, losses) stay in the store and are read on
+demand. One coordinator owns a store; calls come from one thread at a time.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from atoll.coordinator.store.records import (
 
 @dataclass(frozen=True)
 class Contents:
-    """What the state machine needs at start. `rounds` come without their manifests."""
+    """Rows that the state machine needs at start. `rounds` come without their manifests."""
 
     tokens: tuple[Token, ...]
     nodes: tuple[Node, ...]
     runs: tuple[Run, ...]
-    plans: tuple[PlanRow, ...]  # of every run: the newest, and those that set a base
+    plans: tuple[PlanRow, ...]  # of every run: the kept ones, in order of version
     rounds: tuple[Round, ...]
     deny: DenyRow | None  # the newest
     last_event_id: int  # 0: none yet
@@ -50,44 +50,44 @@ class Store(ABC):
 
     @abstractmethod
     def load(self) -> Contents:
-        """Read what the machine starts from. MUST see everything that an earlier `apply` returned for."""
+        """Read the rows from which the machine starts. MUST see all rows of every `apply` that returned."""
 
     @abstractmethod
     def apply(self, changes: Sequence[Change]) -> None:
         """Insert or replace each row by its key, or delete it. MUST refuse an event whose number is taken.
 
-        MUST be atomic: all rows or none. MUST have reached the disk when it returns. MUST keep the order of
-        the sequence where it names one key twice (the last wins). Raises `StateError`, among them `AlreadyRunning`
-        when somebody else wrote here meanwhile; then nothing changed.
+        MUST be atomic: all rows or none. MUST have reached the disk when it returns. MUST apply changes of one key in
+        order, so that the last wins. Raises `StateError`, among them `AlreadyRunning` if another coordinator has
+        written meanwhile; then nothing has changed.
         """
 
     @abstractmethod
     def events(self, after_id: int, limit: int) -> tuple[Event, ...]:
-        """The first `limit` events with an id greater than `after_id`, MUST be in order of id."""
+        """The first `limit` events with an id greater than `after_id`. MUST be in order of id."""
 
     @abstractmethod
     def rounds(self, run_id: str, after_round: int, limit: int) -> tuple[Round, ...]:
-        """Rounds with a number greater than `after_round`, MUST be ordered by number, plan, fragment, attempt.
+        """Rounds with a number greater than `after_round`. MUST be ordered by number, plan, fragment, attempt.
 
-        MUST leave `manifest` empty: lists are for people.
+        MUST leave `manifest` empty.
         """
 
     @abstractmethod
     def newest_rounds(self, run_id: str, limit: int) -> tuple[Round, ...]:
-        """The last `limit` of these, in the same order."""
+        """The last `limit` rounds of a run, in the same order."""
 
     @abstractmethod
     def evaluations(self, run_id: str) -> tuple[Evaluation, ...]:
-        """All losses of a run, MUST be ordered by round."""
+        """All evaluations of a run. MUST be ordered by round."""
 
     @abstractmethod
     def plan(self, run_id: str, version: int) -> PlanRow | None:
-        """That version of the plan, or None."""
+        """One plan version, or None."""
 
     @abstractmethod
     def plan_figures(self, run_id: str) -> tuple[PlanFigures, ...]:
-        """What is known of a run's plans, MUST be ordered by version."""
+        """Figures of all plans of a run. MUST be ordered by version."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of files and connections. MUST be safe to call twice."""
+        """Release files and connections. MUST be safe to call twice."""

@@ -1,4 +1,4 @@
-"""The tables of `records.py` as SQLAlchemy sees them. Migrations create them; a test compares the two."""
+"""SQLAlchemy tables derived from `records.py`. A migration creates them; a test compares the two."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from atoll.coordinator.store.records import (
 
 
 class StringTuple(TypeDecorator[tuple[str, ...]]):
-    """A tuple of words without white space (roles, multiaddrs), one a line."""
+    """Column type of a tuple of words without white space (roles, multiaddrs), one a line."""
 
     impl = Text
     cache_ok = True

@@ -1,7 +1,7 @@
-"""The HTTP side, on loopback: a page for people, `/api/status` behind it, `/metrics`, `/livez`, `/readyz`.
+"""HTTP application on loopback: status page, `/api/status`, `/metrics`, `/livez`, `/readyz`.
 
-It reads, it never changes anything, and it has no login; hence loopback. Requests must name the host that
-we listen on, so that a web page elsewhere cannot read this one through a name of its own (DNS rebinding).
+It only reads and has no login; hence loopback. Requests must name the host that we listen on. Otherwise a foreign
+web page could read this one through a DNS name of its own (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Site:
 
 
 def installed_version() -> str:
-    """Of the distribution; empty in a bare source tree."""
+    """Version of the installed distribution; empty in a bare source tree."""
     try:
         return version("atoll")
     except PackageNotFoundError:

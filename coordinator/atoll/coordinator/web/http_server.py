@@ -1,4 +1,4 @@
-"""uvicorn as a guest in our event loop: on a socket that we bound, without signal handlers of its own."""
+"""uvicorn inside our event loop, on a socket that we bound, without signal handlers of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _START_SECONDS = 10.0
 class _EmbeddedServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the program's business."""
+        """Install no signal handlers: the program handles signals."""
         yield
 
 
@@ -39,7 +39,7 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Accept requests when this returns."""
+        """Start the server; it accepts requests when this returns."""
         self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         async with asyncio.timeout(_START_SECONDS):
             while not self._server.started:
@@ -48,7 +48,7 @@ class HttpServer:
                 await asyncio.sleep(0.005)
 
     async def stop(self) -> None:
-        """Finish what is being answered, then close."""
+        """Finish requests in progress, then close."""
         if self._task is not None:
             self._server.should_exit = True
             await self._task

@@ -1,11 +1,11 @@
-"""Prometheus metrics of the coordinator: read off the state at each scrape, and errors counted as they happen.
+"""Prometheus metrics of the coordinator: read from the state at each scrape; errors are counted as they happen.
 
-Labels are runs, node states, methods and error names: all bounded. Nothing is labelled by peer.
+Labels are runs, node states, methods and error names, which are all bounded. No label names a peer.
 """
 
 from __future__ import annotations
 
-from collections import Counter as Tally
+from collections import Counter as Counts
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -21,19 +21,19 @@ from atoll.v1 import membership_pb2 as mb
 
 
 def rpc_errors(registry: CollectorRegistry) -> Counter:
-    """Counts RPCs that ended in an error of ours."""
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter that nobody reads
+    """Counter of RPCs that ended in an error."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter without a use
     return Counter("atoll_rpc_errors", "RPCs that ended in an error", ["method", "reason"], registry=registry)
 
 
 class StateCollector(Collector):
-    """The state, as gauges."""
+    """Collector of gauges and counters from the state."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
 
     def collect(self) -> Iterator[Metric]:
-        """Called at each scrape."""
+        """Metrics of the current state, at each scrape."""
         state = self._controller.state
         healthy = not self._controller.store_failure
         yield GaugeMetricFamily("atoll_store_healthy", "1 unless the last write failed", value=healthy)
@@ -45,8 +45,8 @@ class StateCollector(Collector):
 
 def _nodes(state: State) -> Iterator[Metric]:
     nodes = GaugeMetricFamily("atoll_nodes", "Connected nodes and seeds by state", labels=["run", "state"])
-    pace = GaugeMetricFamily("atoll_tokens_per_second", "Sum of what connected nodes measure", labels=["run"])
-    counts: Tally[tuple[str, str]] = Tally()
+    pace = GaugeMetricFamily("atoll_tokens_per_second", "Sum of the rates that connected nodes measure", labels=["run"])
+    counts: Counts[tuple[str, str]] = Counts()
     speeds: defaultdict[str, float] = defaultdict(float)
     for node in state.nodes.values():
         live = state.live.get(node.peer_id)

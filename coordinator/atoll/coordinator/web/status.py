@@ -1,7 +1,7 @@
-"""What the status page and `/api/status` show: one JSON object, built from the state and the logs. Pure.
+"""Data of the status page and of `/api/status`: one JSON object, built from the state and the logs. Pure.
 
-`version` grows when a field changes its meaning. Long series are thinned here, so the page stays quick
-however long a run lasts.
+`version` grows when a field changes its meaning. Long series are thinned here, so that the page stays quick in long
+runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Logs:
-    """What the store adds to the state, by run."""
+    """Rows read from the store, by run."""
 
     evaluations: dict[str, tuple[Evaluation, ...]] = field(default_factory=dict)
     rounds: dict[str, tuple[Round, ...]] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Logs:
 
 
 def status(state: State, now: StepTime, logs: Logs, atoll_version: str) -> dict[str, object]:
-    """Everything, JSON-ready."""
+    """The whole status, ready for JSON."""
     return {
         "version": VERSION,
         "unix_ms": now.unix_ms,
@@ -51,7 +51,7 @@ def status(state: State, now: StepTime, logs: Logs, atoll_version: str) -> dict[
 
 
 def downsample(items: Sequence[T], most: int = MAX_POINTS) -> list[T]:
-    """At most `most` of the items, evenly picked, the last one always among them."""
+    """At most `most` items, evenly picked; the last item is always among them."""
     if len(items) <= most:
         return list(items)
     return [items[(index + 1) * len(items) // most - 1] for index in range(most)]
@@ -82,7 +82,7 @@ def _run(state: State, run: Run, evaluations: Sequence[Evaluation], rounds: Sequ
 
 
 def _plan(plan: Plan | None) -> dict[str, object] | None:
-    """Who holds what: routes as lists of stages, in their order, and who stands by."""
+    """Placement of layers: routes as lists of stages, in order, and the standbys."""
     if plan is None:
         return None
     return {

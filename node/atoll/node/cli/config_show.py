@@ -1,4 +1,4 @@
-"""`atoll config show`: every setting, and where its value came from."""
+"""`atoll config show`: print every setting and the origin of its value."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import typer
 from atoll.core.output import Output, OutputOption, print_json
 from atoll.node.cli.options import ConfigFile, DataDir, load_settings
 
-app = typer.Typer(help="Look at this node's settings.", no_args_is_help=True)
+app = typer.Typer(help="Show this node's settings.", no_args_is_help=True)
 
 
 @app.callback()
 def group() -> None:
-    """Look at this node's settings."""
+    """Show this node's settings."""
 
 
 @app.command()
 def show(
-    origin: Annotated[bool, typer.Option("--origin", help="Also say where each value came from.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Also print the origin of each value.")] = False,
     data_dir: DataDir = None,
     config: ConfigFile = None,
     output: OutputOption = Output.TEXT,

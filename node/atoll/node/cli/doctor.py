@@ -1,4 +1,4 @@
-"""`atoll doctor`: what would keep this machine from training, found before it does."""
+"""`atoll doctor`: check this machine for problems that would prevent training."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Finding:
 
 
 def doctor(data_dir: DataDir = None, config: ConfigFile = None, output: OutputOption = Output.TEXT) -> None:
-    """Check Python, packages, device, disk, port, keys, certificate and the way to the coordinator."""
+    """Check Python, packages, device, limits, disk, port, keys, certificate and the connection to the coordinator."""
     loaded = load_settings(data_dir, config).config
     findings = []
     for check in _CHECKS:
@@ -72,9 +72,9 @@ def _print(finding: Finding) -> None:
 def _python(_: NodeConfig) -> Iterator[Finding]:
     from importlib.metadata import PackageNotFoundError, version
 
-    here = ".".join(map(str, sys.version_info[:3]))
+    found = ".".join(map(str, sys.version_info[:3]))
     supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    yield Finding("python", supported, here, "use Python 3.11, 3.12 or 3.13")
+    yield Finding("python", supported, found, "use Python 3.11, 3.12 or 3.13")
     for package in ("torch", "hivemind"):
         try:
             yield Finding(package, True, version(package))
@@ -96,29 +96,34 @@ def _device(config: NodeConfig) -> Iterator[Finding]:
             timeout=_DEVICE_TIMEOUT_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        yield Finding("device", False, "torch did not start in two minutes", "check the GPU driver")
+        yield Finding(
+            "device", False, f"torch did not start within {_DEVICE_TIMEOUT_SECONDS} s", "check the GPU driver"
+        )
         return
     problem = done.stderr.strip().splitlines()[-1:] or ["torch failed"]
     yield Finding(
         "device",
         done.returncode == 0,
         done.stdout.strip() or problem[0],
-        "check the GPU driver and torch, or name another with --device",
+        "check the GPU driver and torch, or choose another device with --device",
     )
     if done.stdout.startswith("no GPU") or config.device.startswith("cpu"):
-        for key, value, none in (
+        for key, value, no_limit in (
             ("vram_fraction", config.vram_fraction, 1.0),
             ("power_watts", config.power_watts, 0.0),
         ):
-            if value != none:
-                yield Finding(key, True, f"{value:g} does nothing on a CPU")
+            if value != no_limit:
+                yield Finding(key, True, f"{value:g} has no effect on a CPU")
 
 
 def _disk(config: NodeConfig) -> Iterator[Finding]:
-    place = next(path for path in (config.data_dir, *config.data_dir.parents) if path.exists())
-    free = shutil.disk_usage(place).free
+    directory = next(path for path in (config.data_dir, *config.data_dir.parents) if path.exists())
+    free = shutil.disk_usage(directory).free
     yield Finding(
-        "disk", free >= _MIN_FREE_BYTES, f"{bytes_text(free)} free at {place}", "free some space, or set --data-dir"
+        "disk",
+        free >= _MIN_FREE_BYTES,
+        f"{bytes_text(free)} free at {directory}",
+        f"free at least {bytes_text(_MIN_FREE_BYTES)}, or choose another disk with --data-dir",
     )
 
 
@@ -128,16 +133,21 @@ def _limits(config: NodeConfig) -> Iterator[Finding]:
 
     yield Finding("limits", True, limits_text(config))
     if config.on_battery == "pause" and on_battery():
-        yield Finding("battery", True, "this machine runs on it now: the node would rest")
+        yield Finding("battery", True, "this machine runs on battery now: training would be paused")
     if config.only_when_idle_minutes and shutil.which("loginctl") is None:
-        yield Finding("idle", True, "no loginctl here: only the load of other programs counts as use")
+        yield Finding("idle", True, "loginctl is missing: only the CPU use of other programs counts as use")
     if config.power_watts and os.geteuid() != 0:
-        yield Finding("power cap", False, "most drivers take it from root only", "see `atoll status` while it runs")
+        yield Finding(
+            "power cap",
+            False,
+            "most drivers allow only root to set it",
+            "run the node as root, or see `atoll status` while it runs",
+        )
 
 
 def _port(config: NodeConfig) -> Iterator[Finding]:
     if config.port == 0:
-        yield Finding("port", True, "any free one (set --port behind a port forward)")
+        yield Finding("port", True, "any free port (set --port behind a port forward)")
         return
     family = socket.AF_INET6 if ":" in config.listen else socket.AF_INET
     with socket.socket(family) as probe:
@@ -146,14 +156,14 @@ def _port(config: NodeConfig) -> Iterator[Finding]:
             probe.bind((config.listen, config.port))
         except OSError as error:
             ours = error.errno == errno.EADDRINUSE and _daemon_answers(config)
-            told = f"{config.port} is in use by this node" if ours else f"{config.port}: {error.strerror}"
-            yield Finding("port", ours, told, "" if ours else "stop what uses it, or set --port")
+            found = f"{config.port} is in use by this node" if ours else f"{config.port}: {error.strerror}"
+            yield Finding("port", ours, found, "" if ours else "stop the program that uses it, or set --port")
         else:
             yield Finding("port", True, f"{config.port} is free")
 
 
 def _daemon_answers(config: NodeConfig) -> bool:
-    """Whether the daemon of this data directory answers."""
+    """Report whether the daemon of this data directory answers."""
     from atoll.node.control.local_client import call
 
     try:
@@ -172,11 +182,11 @@ def _membership(config: NodeConfig) -> Iterator[Finding]:
             yield Finding("identity", True, Identity.load(config.path("identity.key")).peer_id)
         credentials = Credentials.load(config.data_dir)
         if credentials is None:
-            yield Finding("membership", True, "not joined yet: get a token from your operator, then `atoll join`")
+            yield Finding("membership", True, "not joined yet: ask your operator for a token, then run `atoll join`")
             return
         member = credentials.authority.verify_membership(credentials.signed_membership(), time.time())
         hours = (member.not_after - time.time()) / 3600
-        yield Finding("membership", True, f"run {credentials.run_id}, certificate good for {hours:.0f} h")
+        yield Finding("membership", True, f"run {credentials.run_id}, certificate valid for {hours:.0f} h")
         yield from _coordinator(credentials.coordinator)
     except AtollError as error:
         yield Finding("membership", False, str(error), error.remedy)

@@ -1,8 +1,15 @@
-"""`atoll export`: a checkpoint as a directory that other programs load."""
+"""`atoll export` and `atoll base`: convert models to and from the format of other programs.
+
+`export` writes a checkpoint as a directory that other programs can load. `base` prints the `[model]` section of a run
+that starts from such a directory.
+"""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +19,6 @@ import typer
 from atoll.core.errors import Ambiguous, AtollError, CheckpointCorrupt, NotFound, UsageError
 from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.node.cli.options import DataDir, data_directory
-from atoll.node.cli.scratch import temporary_torch_cache
 from atoll.node.control.local_client import call
 
 if TYPE_CHECKING:
@@ -20,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """What the directory is for."""
+    """Programs for which the directory is written."""
 
     HF = "hf"
 
 
 class Dtype(StrEnum):
-    """How numbers are stored."""
+    """Data types of the written weights."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -34,33 +40,40 @@ class Dtype(StrEnum):
 
 
 def export(
-    to: Annotated[Path, typer.Option("--to", help="The directory to write; it must not exist.", show_default=False)],
+    to: Annotated[Path, typer.Option("--to", help="Directory to write; it must not exist yet.", show_default=False)],
     format_: Annotated[Format, typer.Option("--format", help="hf: for Hugging Face transformers.")] = Format.HF,
     checkpoint: Annotated[
         list[Path] | None,
         typer.Option(
             "--checkpoint",
-            help="What `atollctl checkpoint pull` wrote, or a checkpoint's directory; several, where nodes hold spans.",
+            help="A directory of one checkpoint, or one that `atollctl checkpoint pull` wrote. "
+            "Repeat it for each stage when nodes hold only some layers.",
         ),
     ] = None,
     round_number: Annotated[
-        int | None, typer.Option("--round", min=0, help="The checkpoint of that round; default: the newest.")
+        int | None, typer.Option("--round", min=0, help="Export the checkpoint of this round; default: the newest.")
     ] = None,
-    run: Annotated[str | None, typer.Option("--run", help="The run, where this node has several.")] = None,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="How numbers are stored.")] = Dtype.FP32,
+    run: Annotated[str | None, typer.Option("--run", help="Name of the run, if this node has several.")] = None,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Data type of the weights.")] = Dtype.FP32,
     shard_gigabytes: Annotated[
-        float, typer.Option("--shard-gigabytes", min=1e-6, help="The most that a file of weights holds.")
+        float, typer.Option("--shard-gigabytes", min=1e-6, help="Largest size of one file of weights.")
     ] = 50.0,
     base: Annotated[
         Path | None,
-        typer.Option("--base", help="Of adapters: the base's directory. Writes the whole model, adapters merged."),
+        typer.Option(
+            "--base",
+            help="For adapter runs: the base model's directory. Writes the whole model with the adapters merged.",
+        ),
     ] = None,
     data_dir: DataDir = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Write a checkpoint as a directory that other programs load. The node may be training meanwhile."""
+    """Write a checkpoint as a directory that other programs can load. The node may train meanwhile."""
     if checkpoint and (round_number is not None or run is not None):
-        raise UsageError("--checkpoint names a checkpoint; --round and --run choose among this node's")
+        raise UsageError(
+            "--checkpoint cannot be combined with --round or --run, which choose among this node's checkpoints",
+            "leave out --checkpoint, or --round and --run",
+        )
     with ExitStack() as exit_stack:
         if checkpoint:
             found = _open_and_join(checkpoint, exit_stack)
@@ -68,9 +81,9 @@ def export(
             found = _open_own_checkpoint(
                 _checkpoints_directory(data_directory(data_dir), run), round_number, exit_stack
             )
-        from atoll.node.export.huggingface_export import export_huggingface  # takes seconds: torch
+        from atoll.node.export.huggingface_export import export_huggingface  # here, because torch takes seconds
 
-        with temporary_torch_cache():
+        with _temporary_torch_cache():
             export_huggingface(found, to, dtype, base, 1e9 * shard_gigabytes)
     if output is Output.JSON:
         facts = {"run": found.spec.run.name, "round": found.head.round, "manifest_hash": found.head.hash.hex()}
@@ -82,8 +95,26 @@ def export(
         _report_newer_round(data_directory(data_dir), found.spec.run.name, found.head.round)
 
 
+def base(
+    directory: Annotated[
+        Path, typer.Argument(help="Directory with config.json and safetensors files.", show_default=False)
+    ],
+    name: Annotated[
+        str, typer.Option("--name", help="Name of the repository that has these files, for other people.")
+    ] = "",
+) -> None:
+    r"""Print the \[model] section of a run that starts from these weights. It pins every file by its digest."""
+    from atoll.node.model.describe_base import describe  # here, because torch and transformers take seconds
+
+    with _temporary_torch_cache():
+        text, notes = describe(directory, name)
+    for note in notes:
+        print_to_stderr(note)
+    typer.echo(text)
+
+
 def _report_newer_round(data_dir: Path, run: str, round_number: int) -> None:
-    """Beside the round at which the node is, if one runs."""
+    """Tell the user if the running node of this run is at a newer round."""
     try:
         status = call(data_dir, "status")
     except AtollError:
@@ -95,34 +126,37 @@ def _report_newer_round(data_dir: Path, run: str, round_number: int) -> None:
 
 
 def _checkpoints_directory(data_dir: Path, run: str | None) -> Path:
-    """Where the checkpoints of the run lie."""
+    """Find the directory of the run's checkpoints. Raises `NotFound`, `Ambiguous`."""
     found = sorted(path for path in data_dir.glob("runs/*/checkpoints") if run in (None, path.parent.name))
     if not found:
         raise NotFound(
             f"no checkpoints under {data_dir}",
-            "the node has not written one yet, or --data-dir or --run is another",
+            "wait until the node writes its first one, or correct --data-dir or --run",
         )
     if len(found) > 1:
-        raise Ambiguous(f"this node has runs {', '.join(path.parent.name for path in found)}", "choose one with --run")
+        names = ", ".join(path.parent.name for path in found)
+        raise Ambiguous(f"this node has several runs: {names}", "choose one with --run")
     return found[0]
 
 
 def _open_own_checkpoint(checkpoints: Path, round_number: int | None, exit_stack: ExitStack) -> StoredModel:
-    """That of the round, or the newest that is whole. Nothing is set aside: that is for the daemon."""
+    """Open the checkpoint of the round, or the newest undamaged one. Damaged ones stay: the daemon sets them aside."""
     from atoll.node.export.stored_model import open_checkpoint
 
     names = sorted((path.name for path in checkpoints.iterdir() if path.name.isdecimal()), key=int, reverse=True)
     if round_number is not None:
         if f"{round_number:09d}" not in names:
             present = ", ".join(str(int(name)) for name in names) or "none"
-            raise NotFound(f"no checkpoint of round {round_number} is held here", f"held: {present}")
+            raise NotFound(f"this node has no checkpoint of round {round_number}", f"it has rounds: {present}")
         return open_checkpoint(checkpoints / f"{round_number:09d}", exit_stack)
     for name in names:
         try:
             return open_checkpoint(checkpoints / name, exit_stack)
         except CheckpointCorrupt as error:
             print_to_stderr(f"warning: {error}")
-    raise NotFound(f"no whole checkpoint in {checkpoints}", "the node writes one soon after its next round")
+    raise NotFound(
+        f"no undamaged checkpoint in {checkpoints}", "start the node: it writes one soon after its next round"
+    )
 
 
 def _open_and_join(paths: list[Path], exit_stack: ExitStack) -> StoredModel:
@@ -130,3 +164,11 @@ def _open_and_join(paths: list[Path], exit_stack: ExitStack) -> StoredModel:
     from atoll.node.export.stored_model import checkpoints_in, open_checkpoint
 
     return join([open_checkpoint(found, exit_stack) for path in paths for found in checkpoints_in(path)])
+
+
+@contextmanager
+def _temporary_torch_cache() -> Iterator[None]:
+    """Give torch a cache directory that is deleted at the end; by default it leaves one in the temporary directory."""
+    with tempfile.TemporaryDirectory(prefix="atoll-") as folder:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+        yield

@@ -1,27 +1,30 @@
-"""`atoll join` and `atoll up`: become a member, and stay one, in the foreground (systemd keeps it alive)."""
+"""`atoll join` and `atoll up`: run a member's daemon in the foreground (systemd restarts it).
+
+`join` takes a token and settings; `up` starts the same node again.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.files import make_private_dir
 from atoll.core.output import ask_interactively, print_to_stderr
-from atoll.node.cli.options import ConfigFile, DataDir, load_settings
+from atoll.node.cli.options import ConfigFile, DataDir, load_settings, with_setting_options
 from atoll.node.cli.set_limits import limits_text
-from atoll.node.config import LoadedConfig, NodeConfig, has_corpus_files, save_overrides
+from atoll.node.config import SETTING_FIELDS, LoadedConfig, NodeConfig, has_corpus_files, save_overrides
 from atoll.node.training.device_names import parse_device_names
 
 if TYPE_CHECKING:
     from atoll.core.tokens import JoinToken
 
-_SOURCE_HELP = "Where the token comes from: '-' (standard input) or file:PATH. Default: $ATOLL_TOKEN_FILE, or ask."
-_ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - to be told in words
+_SOURCE_HELP = "Source of the token: '-' (standard input) or file:PATH. Default: $ATOLL_TOKEN_FILE, or ask."
+_ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - only compared with
 _EXAMPLES = """
 Examples:
 
@@ -32,102 +35,25 @@ Examples:
   pass show atoll-token | atoll join --token - --yes
 """
 Token = Annotated[str | None, typer.Option("--token", help=_SOURCE_HELP, show_default=False)]
-Name = Annotated[str | None, typer.Option("--name", help="Shown to people: 1–63 of a–z, 0–9 and -.")]
-Listen = Annotated[
-    str | None, typer.Option("--listen", help="Address that peers connect to.", show_default="every address")
-]
-Port = Annotated[int | None, typer.Option("--port", help="TCP port for peers; 0 picks one.", show_default="0")]
-Announce = Annotated[str | None, typer.Option("--announce", help="Public address or host name behind a port forward.")]
-Device = Annotated[
-    str | None,
-    typer.Option("--device", help="auto, cpu, cuda:N or mps; cuda:0,cuda:1: one node of two.", show_default="auto"),
-]
-Threads = Annotated[int | None, typer.Option("--cpu-threads", help="Threads for training; 0: every core.")]
-Data = Annotated[
-    str | None, typer.Option("--data", help="The corpus on this machine, where it is not the spec's path.")
-]
-Base = Annotated[
-    str | None, typer.Option("--base", help="Directory with the run's pretrained weights, if it starts from some.")
-]
-Pace = Annotated[
-    float | None, typer.Option("--minimum-step-seconds", help="Go easy: no inner step takes less time than this.")
-]
-Share = Annotated[
-    float | None,
-    typer.Option("--compute-share", help="Compute for this share of the time and rest in between, 0.01 to 1."),
-]
-Vram = Annotated[float | None, typer.Option("--vram-fraction", help="Share of the GPU's memory to use, 0.01 to 1.")]
-Memory = Annotated[
-    float | None, typer.Option("--memory-megabytes", help="Main memory for training on a CPU; 0: no limit.")
-]
-Power = Annotated[float | None, typer.Option("--power-watts", help="Power cap of the GPU while this runs.")]
-Upload = Annotated[float | None, typer.Option("--upload-mbit-per-second", help="To peers; 0: no limit.")]
-Download = Annotated[float | None, typer.Option("--download-mbit-per-second", help="From peers; 0: no limit.")]
-Monthly = Annotated[float | None, typer.Option("--monthly-gigabytes", help="To and from peers; 0: no limit.")]
-Hours = Annotated[str | None, typer.Option("--hours", help="When to train, for example 22:00-07:00,12:00-13:00.")]
-Battery = Annotated[str | None, typer.Option("--on-battery", help="pause or train.", show_default="pause")]
-Idle = Annotated[
-    int | None, typer.Option("--only-when-idle-minutes", help="Train after nobody has used the machine for so long.")
-]
-LogLevel = Annotated[str | None, typer.Option("--log-level", help="debug, info, warning, error", show_default="info")]
-LogFormat = Annotated[str | None, typer.Option("--log-format", help="auto, console, json", show_default="auto")]
+_WITHOUT_OPTION = {  # set in a configuration file or by an ATOLL_* variable
+    "data_dir",  # has its own option
+    "direct",
+    "direct_port",
+    "price_per_hour",
+    "checkpoint_keep",
+    "checkpoint_interval_seconds",
+}
+_SETTINGS = tuple(name for name in SETTING_FIELDS if name not in _WITHOUT_OPTION)
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; accept the limits shown.")]
 
 
+@with_setting_options(*_SETTINGS)
 def join(
-    token: Token = None,
-    name: Name = None,
-    data_dir: DataDir = None,
-    config: ConfigFile = None,
-    listen: Listen = None,
-    port: Port = None,
-    announce: Announce = None,
-    device: Device = None,
-    cpu_threads: Threads = None,
-    data: Data = None,
-    base: Base = None,
-    minimum_step_seconds: Pace = None,
-    compute_share: Share = None,
-    vram_fraction: Vram = None,
-    memory_megabytes: Memory = None,
-    power_watts: Power = None,
-    upload_mbit_per_second: Upload = None,
-    download_mbit_per_second: Download = None,
-    monthly_gigabytes: Monthly = None,
-    hours: Hours = None,
-    on_battery: Battery = None,
-    only_when_idle_minutes: Idle = None,
-    log_level: LogLevel = None,
-    log_format: LogFormat = None,
-    yes: Yes = False,
+    token: Token = None, data_dir: DataDir = None, config: ConfigFile = None, yes: Yes = False, **settings: Any
 ) -> None:
-    """Join a run with a token, train until it is finished, and serve its anchor until you stop it (Ctrl-C drains)."""
-    loaded = load_settings(
-        data_dir,
-        config,
-        name=name,
-        listen=listen,
-        port=port,
-        announce=announce,
-        device=device,
-        cpu_threads=cpu_threads,
-        data=_absolute(data),
-        base=str(Path(base).expanduser().absolute()) if base else base,
-        minimum_step_seconds=minimum_step_seconds,
-        compute_share=compute_share,
-        vram_fraction=vram_fraction,
-        memory_megabytes=memory_megabytes,
-        power_watts=power_watts,
-        upload_mbit_per_second=upload_mbit_per_second,
-        download_mbit_per_second=download_mbit_per_second,
-        monthly_gigabytes=monthly_gigabytes,
-        hours=hours,
-        on_battery=on_battery,
-        only_when_idle_minutes=only_when_idle_minutes,
-        log_level=log_level,
-        log_format=log_format,
-    )
-    from atoll.core.tokens import parse_join_token  # cryptography: not for the commands that only look
+    """Join a run with a token, train until the run is finished, then serve its anchor. Ctrl-C finishes the round."""
+    loaded = load_settings(data_dir, config, **_with_absolute_paths(settings))
+    from atoll.core.tokens import parse_join_token  # here, so that `--help` does not import cryptography
 
     parsed = parse_join_token(_token_text(token))
     _check_machine(loaded.config)
@@ -140,19 +66,25 @@ def join(
 join.__doc__ = (join.__doc__ or "") + "\n" + _EXAMPLES
 
 
-def up(data_dir: DataDir = None, config: ConfigFile = None, data: Data = None, log_format: LogFormat = None) -> None:
-    """Start again as the member that an earlier `join` made; needs no token. For systemd and after a reboot."""
-    loaded = load_settings(data_dir, config, data=_absolute(data), log_format=log_format)
-    if data:
+@with_setting_options("data", "log_format")
+def up(data_dir: DataDir = None, config: ConfigFile = None, **settings: Any) -> None:
+    """Start the node of an earlier `join` again, without a token: for systemd and after a reboot."""
+    loaded = load_settings(data_dir, config, **_with_absolute_paths(settings))
+    if settings["data"]:
         _check_machine(loaded.config)
-        if loaded.config.data_dir.is_dir():  # else nobody joined from it, which is said next
+        if loaded.config.data_dir.is_dir():  # else there was no join, and `_run` reports that
             save_overrides(loaded)
     _run(loaded, None)
 
 
-def _absolute(data: str | None) -> str | None:
-    """A path from here; patterns stay as they are."""
-    return str(Path(data).absolute()) if data and Path(data).exists() else data
+def _with_absolute_paths(settings: dict[str, Any]) -> dict[str, Any]:
+    """Make the paths absolute, because the daemon may restart in another directory; a glob pattern stays as it is."""
+    data, base = settings["data"], settings.get("base")
+    if data and Path(data).exists():
+        data = str(Path(data).absolute())
+    if base:
+        base = str(Path(base).expanduser().absolute())
+    return {**settings, "data": data, "base": base}
 
 
 def _run(loaded: LoadedConfig, token: JoinToken | None) -> None:
@@ -165,17 +97,17 @@ def _run(loaded: LoadedConfig, token: JoinToken | None) -> None:
 
 
 def _token_text(source: str | None) -> str:
-    """Read the token; a token on the command line is refused, because others can read that line."""
+    """Read the token from its source. Raises `UsageError` for a token on the command line, which others can read."""
     if source == "-":
         return sys.stdin.readline()
     if source is not None and source.startswith("file:"):
         return _read(Path(source.removeprefix("file:")))
-    if source is not None and os.path.exists(source):  # of a token, too long for a name, `Path.exists` would raise
+    if source is not None and os.path.exists(source):  # `Path.exists` raises for a token: its name is too long
         raise UsageError(f"--token {source} is neither '-' nor file:PATH", f"use --token file:{source}")
     if source is not None:
         raise UsageError(
-            "a token does not belong on the command line, where every user of this machine can read it",
-            "use --token -, --token file:PATH, ATOLL_TOKEN_FILE, or leave it out and paste it when asked",
+            "the token is on the command line, where every user of this machine can read it",
+            "use --token -, --token file:PATH or ATOLL_TOKEN_FILE, or leave it out and paste it when asked",
         )
     if os.environ.get("ATOLL_TOKEN_FILE"):
         return _read(Path(os.environ["ATOLL_TOKEN_FILE"]))
@@ -190,29 +122,29 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ConfigError(f"cannot read the token from {path}: {reason}") from error
+        raise ConfigError(
+            f"cannot read the token from {path}: {reason}", "check the path and its permissions"
+        ) from error
 
 
 def _check_machine(config: NodeConfig) -> None:
-    """What can be wrong with this machine, before a token is spent on it. Raises `ConfigError`."""
+    """Check corpus and device before a use of the token is spent. Raises `ConfigError`."""
     if config.data and not has_corpus_files(config.data):
-        raise ConfigError(f"there is no training text at {config.data}", "name yours with --data")
+        raise ConfigError(f"there is no training text at {config.data}", "give the path of the corpus with --data")
     if any(name not in ("auto", "cpu") for name in parse_device_names(config.device)):
-        from atoll.node.training.device_group import choose_devices  # torch: seconds, which the daemon needs anyway
+        from atoll.node.training.device_group import choose_devices  # here, because torch takes seconds
 
         choose_devices(config.device)
 
 
 def _show_limits(config: NodeConfig, yes: bool) -> None:
-    """Say what this node will use, and ask once."""
+    """Print the limits that this node will use, and ask once."""
     print_to_stderr(f"This node will use: {limits_text(config)}.")
     if config.data:
-        print_to_stderr(f"It trains on the text at {config.data}, wherever the run's is.")
+        print_to_stderr(f"It trains on the text at {config.data}, which must be the run's corpus.")
     listen = "every address" if config.listen == _ALL_ADDRESSES else config.listen
     port = f"port {config.port}" if config.port else "a free port"
-    print_to_stderr(f"Peers reach it on {listen}, {port}. Its state lies in {config.data_dir}.")
-    print_to_stderr(
-        "Stop it at any moment with Ctrl-C or `atoll leave`; `atoll pause` gives the machine back for a while."
-    )
+    print_to_stderr(f"Peers reach it on {listen}, {port}. It keeps its state in {config.data_dir}.")
+    print_to_stderr("Stop it at any time with Ctrl-C or `atoll leave`; `atoll pause` frees the machine for a while.")
     if not yes and sys.stdin.isatty() and not ask_interactively(lambda: typer.confirm("Join?", default=True, err=True)):
         raise typer.Exit(0)

@@ -1,4 +1,4 @@
-"""`atoll logs`: the trainer's log; the daemon's own goes to stderr (journald keeps it under systemd)."""
+"""`atoll logs`: print the trainer's log. The daemon logs to stderr, which journald keeps under systemd."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from atoll.node.cli.options import DataDir, data_directory
 
 Format = Annotated[
     Literal["auto", "console", "json"],
-    typer.Option("--log-format", help="auto: console on a terminal, else json, as it is in the file"),
+    typer.Option("--log-format", help="auto: console on a terminal, else json, the format of the file."),
 ]
 
 
 def logs(
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing what comes.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")] = 50,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of last lines.")] = 50,
     log_format: Format = "auto",
     data_dir: DataDir = None,
 ) -> None:
@@ -30,19 +30,21 @@ def logs(
     where = data_directory(data_dir)
     found = sorted(where.glob("runs/*/trainer.log"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise NotFound(f"no log under {where}", "the node has not started training yet, or --data-dir is another")
+        raise NotFound(
+            f"no trainer's log under {where}", "wait until the node starts its trainer, or correct --data-dir"
+        )
     human = sys.stdout.isatty() if log_format == "auto" else log_format == "console"
     _print(found[-1], lines, follow, _line_formatter() if human else str)
 
 
 def _line_formatter() -> Callable[[str], str]:
-    from atoll.core import log  # structlog takes long to import: only for who needs it
+    from atoll.core import log  # here, because structlog takes long to import
 
     return log.json_line_formatter(sys.stdout.isatty())
 
 
 def _print(path: Path, lines: int, follow: bool, format_line: Callable[[str], str]) -> None:
-    """The last lines, whole; what is still being written comes with `follow`, or once at the end."""
+    """Print the last complete lines. An incomplete line follows once it is complete with `follow`, else at the end."""
     with path.open(errors="replace") as file:
         last = deque(file, maxlen=lines + 1)
         partial_line = last.pop() if last and not last[-1].endswith("\n") else ""

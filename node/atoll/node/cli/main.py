@@ -1,6 +1,6 @@
-"""A volunteer's commands, one file each. The `atoll` program adds the lab's (`atoll.lab.cli.main`).
+"""Commands of a volunteer, one file each. The `atoll` program adds the lab's (`atoll.lab.cli.main`).
 
-Only `export` and `base` import torch, and only once they run. `join` leaves that to the trainer's process.
+A command imports torch only when it runs and needs it, so that `--help` and `status` are fast.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import typer
 
 from atoll.core.output import VersionOption
-from atoll.node.cli import base, config_show, doctor, export, join, logs, pause_resume, set_limits, status
+from atoll.node.cli import config_show, doctor, export, join, logs, pause_resume, set_limits, status
 
 app = typer.Typer(
     name="atoll",
@@ -36,5 +36,5 @@ app.command("set")(set_limits.set_)
 app.command()(doctor.doctor)
 app.command()(logs.logs)
 app.command()(export.export)
-app.command()(base.base)
+app.command()(export.base)
 app.add_typer(config_show.app, name="config")

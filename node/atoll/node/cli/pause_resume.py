@@ -1,4 +1,4 @@
-"""`atoll pause`, `resume`, `finish`, `leave`: the owner's say over a running daemon."""
+"""`atoll pause`, `resume`, `finish`, `leave`: commands of the owner to a running daemon."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from atoll.node.control.local_client import call
 
 def pause(
     duration: Annotated[
-        str | None, typer.Option("--for", help="Resume by itself after, for example, 30m or 2h.")
+        str | None, typer.Option("--for", help="Resume automatically after this time, for example 30m or 2h.")
     ] = None,
     data_dir: DataDir = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Stop training for now; the node stays a member and goes on later from where the others are."""
+    """Stop training for now. The node stays a member and later catches up with the other nodes."""
     seconds = parse_duration(duration).total_seconds() if duration else 0.0
     answer = call(data_directory(data_dir), "pause", seconds=seconds)
     if output is Output.JSON:
@@ -31,23 +31,27 @@ def pause(
 
 def resume(
     force: Annotated[
-        bool, typer.Option("--force", help="Also against the limit that keeps it from training, until that changes.")
+        bool,
+        typer.Option(
+            "--force", help="Overrule the limit that pauses the node, until that limit allows training again."
+        ),
     ] = False,
     data_dir: DataDir = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Train again after `pause` or `finish`, if the limits allow it."""
+    """Train again after `pause` or `finish`, unless a limit pauses the node."""
     answer = call(data_directory(data_dir), "resume", force=force)
     if output is Output.JSON:
         print_json({"resume": answer})
     else:
-        resting = f"Not paused any more, but resting: {answer.get('reason')}. `atoll resume --force` trains anyway."
-        print_to_stderr(resting if answer.get("reason") else "Training again.")
+        reason = answer.get("reason")
+        paused = f"Your pause is over, but a limit pauses the node: {reason}. `atoll resume --force` trains anyway."
+        print_to_stderr(paused if reason else "Training again.")
         _warn(answer)
 
 
 def finish(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None:
-    """Finish the current round, so that nothing trained is lost, then leave; rests after a restart until `resume`."""
+    """Finish the current round, so that no training is lost, then leave. After a restart: paused until `resume`."""
     answer = call(data_directory(data_dir), "finish")
     if output is Output.JSON:
         print_json({"finish": answer})
@@ -57,7 +61,7 @@ def finish(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None
 
 
 def leave(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None:
-    """Say goodbye and stop the daemon at once; progress since the last round is given up."""
+    """Leave and stop the daemon at once. Training since the last round is lost."""
     answer = call(data_directory(data_dir), "leave")
     if output is Output.JSON:
         print_json({"leave": answer})

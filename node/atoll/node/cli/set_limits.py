@@ -1,4 +1,4 @@
-"""`atoll set`: what the node may take of this machine, changed while it runs. And the same in one line for `join`."""
+"""`atoll set`: change the limits of a node, running or not. `limits_text` shows them in one line for `join`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from atoll.node.cli.options import DataDir, load_settings
 from atoll.node.config import NodeConfig, limits_of, save_overrides, with_limits
 from atoll.node.control.local_client import call
 
-_TIMEOUT = timedelta(seconds=60)  # a trainer obeys between two steps
+_TIMEOUT = timedelta(seconds=60)  # a trainer applies limits between two steps
 Words = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY VALUE]...", help="Limits and their new values; none: list them.")
 ]
 
 
 def set_(words: Words = None, data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None:
-    """Change limits of this node, running or not: all that are named, or none if one cannot be.
+    """Change limits of this node, running or not. If one value is invalid, none changes.
 
     Examples:
 
@@ -39,7 +39,7 @@ def set_(words: Words = None, data_dir: DataDir = None, output: OutputOption = O
         answer = {"limits": limits_of(with_limits(loaded, changes)), "warnings": []}
         if changes:
             save_overrides(with_limits(loaded, changes))
-            print_to_stderr("No daemon runs here; this holds from its next start.")
+            print_to_stderr("No daemon is running; the change takes effect at its next start.")
     if output is Output.JSON:
         print_json({"set": answer})
         return
@@ -47,7 +47,7 @@ def set_(words: Words = None, data_dir: DataDir = None, output: OutputOption = O
 
 
 def limits_text(config: NodeConfig) -> str:
-    """Every limit that holds, in words."""
+    """Describe every limit in one line, for people."""
     parts = [f"device {config.device}", f"{config.cpu_threads or os.cpu_count() or 1} CPU threads"]
     pace = config.minimum_step_seconds
     parts.append(f"at most one step every {pace:g} s" if pace else "full pace")
@@ -59,7 +59,8 @@ def limits_text(config: NodeConfig) -> str:
         parts.append(f"{config.memory_megabytes:g} MB of main memory")
     if config.power_watts:
         parts.append(f"{config.power_watts:g} W")
-    up, down = (f"{rate:g} Mbit/s" if rate else "no limit" for rate in _rate_limits_mbit_per_second(config))
+    rates = (config.upload_mbit_per_second, config.download_mbit_per_second)
+    up, down = (f"{rate:g} Mbit/s" if rate else "no limit" for rate in rates)
     parts.append(f"upload {up}, download {down}")
     parts.append(f"{config.monthly_gigabytes:g} GB a month" if config.monthly_gigabytes else "no monthly limit")
     parts.append(f"at {config.hours}" if config.hours else "at all hours")
@@ -69,14 +70,10 @@ def limits_text(config: NodeConfig) -> str:
     return ", ".join(parts)
 
 
-def _rate_limits_mbit_per_second(config: NodeConfig) -> tuple[float, float]:
-    return config.upload_mbit_per_second, config.download_mbit_per_second
-
-
 def _pairs(words: list[str]) -> dict[str, str]:
     if len(words) % 2:
         raise UsageError(
-            f"{words[-1]!r} has no value", "write: atoll set KEY VALUE [KEY VALUE]...; `atoll set` lists them"
+            f"{words[-1]!r} has no value", "write: atoll set KEY VALUE [KEY VALUE]...; `atoll set` lists the limits"
         )
     return {key.replace("-", "_"): value for key, value in zip(words[::2], words[1::2], strict=True)}
 

@@ -1,7 +1,8 @@
-"""Sending a checkpoint to the operator who asked for it, through the coordinator.
+"""Upload of a checkpoint through the coordinator, for an operator who asked for it.
 
-An order comes down the heartbeat stream, again and again until it is answered. The files are opened before anything
-is said, so a checkpoint that is removed meanwhile still arrives whole; one that is not here is refused in a sentence.
+Heartbeat answers repeat an upload order until the node carries it out. The node opens all files first, so a checkpoint
+that is deleted during the upload still arrives whole. If the checkpoint is missing or damaged, the node refuses with a
+reason.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
 CHUNK_BYTES = 1 << 20
-MESSAGE_TIMEOUT = timedelta(seconds=90)  # the coordinator gives up after 60
+MESSAGE_TIMEOUT = timedelta(seconds=90)  # the coordinator's own timeout is 60 s
 MAX_CONCURRENT_UPLOADS = 2
-_REMEMBERED = 256  # tickets
+_TICKETS_REMEMBERED = 256
 
-if TYPE_CHECKING:  # exist, or are generic, only in stubs
+if TYPE_CHECKING:  # these exist, or are generic, only in type stubs
     from atoll.v1.membership_pb2_grpc import MembershipServiceAsyncStub
 
     Call = grpc.aio.StreamUnaryCall[mb.CheckpointUpload, mb.CheckpointUploadResponse]
@@ -41,16 +42,16 @@ _log = log.get("upload")
 
 
 class CheckpointUploads:
-    """Answers each order once. `send` carries one out; it logs its own failures."""
+    """Carries out each upload order once. `send` uploads one checkpoint and logs its own failures."""
 
     def __init__(self, send: Callable[[mb.UploadOrder], Coroutine[Any, Any, None]]) -> None:
         self._send = send
-        self._seen: deque[bytes] = deque(maxlen=_REMEMBERED)
+        self._seen: deque[bytes] = deque(maxlen=_TICKETS_REMEMBERED)
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_UPLOADS)
 
     def take(self, orders: Iterable[mb.UploadOrder]) -> None:
-        """Orders from a heartbeat's answer."""
+        """Start the uploads of those orders that are new."""
         for order in orders:
             if order.ticket not in self._seen:
                 self._seen.append(order.ticket)
@@ -59,7 +60,7 @@ class CheckpointUploads:
                 task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Break off what is under way."""
+        """Cancel the uploads under way."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -70,13 +71,13 @@ class CheckpointUploads:
 
 
 async def upload(stub: MembershipServiceAsyncStub, order: mb.UploadOrder, directory: Path) -> None:
-    """Send the checkpoint in `directory`, or refuse. What fails is logged: it is the operator who is told."""
+    """Send the checkpoint in `directory`, or refuse. Failures are logged: the coordinator tells the operator."""
     call = stub.UploadCheckpoint()  # type: ignore[call-arg]  # written to below
     try:
-        await _answer(call, order, directory)
+        await _send_or_refuse(call, order, directory)
         async with asyncio.timeout(MESSAGE_TIMEOUT.total_seconds()):
             await call
-    except asyncio.InvalidStateError:  # the call ended while we wrote; why, it says itself
+    except asyncio.InvalidStateError:  # the call ended during a write; `details` says why
         with contextlib.suppress(grpc.aio.AioRpcError):
             await call
         _log.warning("checkpoint not sent", round=order.round, reason=await call.details())
@@ -90,14 +91,14 @@ async def upload(stub: MembershipServiceAsyncStub, order: mb.UploadOrder, direct
         call.cancel()
 
 
-async def _answer(call: Call, order: mb.UploadOrder, directory: Path) -> None:
+async def _send_or_refuse(call: Call, order: mb.UploadOrder, directory: Path) -> None:
     opening = mb.CheckpointOpening(ticket=order.ticket, round=order.round)
     with ExitStack() as exit_stack:
         try:
             manifest, files = await asyncio.to_thread(_open, directory, exit_stack)
         except (AtollError, OSError, DecodeError) as error:
             _log.warning("checkpoint refused", round=order.round, reason=str(error))
-            opening.refusal = f"the checkpoint of round {order.round} is not held here, or not whole"
+            opening.refusal = f"the checkpoint of round {order.round} is missing or damaged on this node"
             await _write(call, mb.CheckpointUpload(opening=opening))
             await call.done_writing()
             return
@@ -109,7 +110,7 @@ async def _answer(call: Call, order: mb.UploadOrder, directory: Path) -> None:
             while left:
                 piece = await asyncio.to_thread(file.source.read, min(left, CHUNK_BYTES))
                 if not piece:
-                    raise OSError(f"{file.name} ended too early")
+                    raise OSError(f"{file.name} is {left} bytes shorter than {file.size}")
                 left -= len(piece)
                 await _write(call, mb.CheckpointUpload(data=piece))
     await call.done_writing()
@@ -120,7 +121,8 @@ async def _write(call: Call, message: mb.CheckpointUpload) -> None:
         async with asyncio.timeout(MESSAGE_TIMEOUT.total_seconds()):
             await call.write(message)
     except TimeoutError as error:
-        raise DeadlineExceeded("the coordinator does not take the checkpoint") from error
+        seconds = MESSAGE_TIMEOUT.total_seconds()
+        raise DeadlineExceeded(f"the coordinator accepted no part of the checkpoint for {seconds:.0f} s") from error
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class _File:
 
 
 def _open(directory: Path, exit_stack: ExitStack) -> tuple[manifest_pb2.CommittedManifest, list[_File]]:
-    """The manifest and all files, open. Raises `CheckpointCorrupt`, `OSError`, `DecodeError`."""
+    """Open all files and read the manifest. Raises `CheckpointCorrupt`, `OSError`, `DecodeError`."""
     sums = {name: bytes.fromhex(digest) for name, digest in read_sums(directory).items()}
     sums[SUMS] = hashlib.sha256((directory / SUMS).read_bytes()).digest()
     files = [

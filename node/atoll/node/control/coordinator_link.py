@@ -1,7 +1,7 @@
-"""The line to the coordinator: heartbeats up, plans and orders down, certificates renewed in time.
+"""Link to the coordinator: sends heartbeats, receives plans and orders, renews the certificate in time.
 
-The line may break for hours; training does not notice. Reports wait here until the coordinator says that
-they are durable, so nothing acknowledged is ever lost and nothing is counted twice (reports are idempotent).
+The link may be down for hours; training goes on. Reports are kept until the coordinator acknowledges that they are
+durable, and sent again after a break. So no report is lost, and none is counted twice (reports are idempotent).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from atoll.v1 import membership_pb2_grpc
 HEARTBEAT_INTERVAL = timedelta(seconds=1)
 CALL_TIMEOUT = timedelta(seconds=10)
 VOTE_TIMEOUT = timedelta(seconds=8)
-MAX_REPORTS = 200  # in one heartbeat, and bytes: the rest goes with the next one
-MAX_REPORT_BYTES = 1 << 20
+MAX_REPORTS = 200  # in one heartbeat
+MAX_REPORT_BYTES = 1 << 20  # in one heartbeat
 _ANSWER_TIMEOUT = timedelta(seconds=30)  # the coordinator answers every heartbeat
-_CLOCK_WARNING_SECONDS = 5.0  # people should know; nothing stops
-_BACKOFF = (timedelta(milliseconds=500), timedelta(seconds=15))
+_CLOCK_WARNING_SECONDS = 5.0  # a larger offset is logged; it stops nothing
+_BACKOFF = (timedelta(milliseconds=500), timedelta(seconds=15))  # first and longest pause between attempts
 _SPARE_DESCRIPTORS = 16  # a new channel takes about six
-_NOT_RETRIED = (Banned, CorpusError, ProtocolMismatch)  # trying again cannot help
+_NOT_RETRIED = (Banned, CorpusError, ProtocolMismatch)  # a retry gets the same answer
 
-if TYPE_CHECKING:  # generic only in its stubs
+if TYPE_CHECKING:  # generic only in its type stubs
     Call = grpc.aio.StreamStreamCall[mb.HeartbeatRequest, mb.HeartbeatResponse]
 
 _log = log.get("coordinator")
@@ -49,13 +49,13 @@ _log = log.get("coordinator")
 
 @dataclass
 class ReportQueue:
-    """Reports on their way: `pending` not sent yet, `sent` by the sequence of the heartbeat that carried them."""
+    """Reports that are not durable yet: `pending` ones, and `sent` ones by the heartbeat that carried them."""
 
     pending: list[mb.RoundReport | mb.EvaluationReport] = field(default_factory=list)
     sent: dict[int, list[mb.RoundReport | mb.EvaluationReport]] = field(default_factory=dict)
 
     def take(self, sequence: int) -> list[mb.RoundReport | mb.EvaluationReport]:
-        """The oldest of what waits, now travelling with `sequence`; no more than one heartbeat may carry."""
+        """Move the oldest pending reports to heartbeat `sequence`, as many as one heartbeat may carry."""
         size = count = 0
         for report in self.pending[:MAX_REPORTS]:
             size += report.ByteSize()
@@ -68,18 +68,18 @@ class ReportQueue:
         return batch
 
     def acknowledged(self, sequence: int) -> None:
-        """Reports up to that heartbeat are durable."""
+        """Forget the reports up to that heartbeat: they are durable."""
         for number in [number for number in self.sent if number <= sequence]:
             del self.sent[number]
 
     def requeue_unacknowledged(self) -> None:
-        """The line broke: what was not acknowledged travels again."""
+        """Make all unacknowledged reports pending again, oldest first, after the link broke."""
         self.pending = [report for number in sorted(self.sent) for report in self.sent[number]] + self.pending
         self.sent = {}
 
 
 class CoordinatorLink:
-    """One member's line to the coordinator."""
+    """One member's link to the coordinator."""
 
     def __init__(
         self,
@@ -87,35 +87,36 @@ class CoordinatorLink:
         identity: Identity,
         clock: Clock,
         *,
-        describe: Callable[[bool], mb.HeartbeatRequest],
+        build_heartbeat: Callable[[bool], mb.HeartbeatRequest],
         on_response: Callable[[mb.HeartbeatResponse], None],
-        renewed: Callable[[Credentials], None],
+        on_renewed: Callable[[Credentials], None],
     ) -> None:
+        """`build_heartbeat` is called with True for the first heartbeat of a stream, which has the static facts."""
         self.credentials = credentials
         self.connected = False
-        self._unreachable_logged = False  # it was said that it does not answer
+        self._unreachable_logged = False
         self.clock_offset = ClockOffset()
-        self._clock_warning_logged = False  # that it is far off
+        self._clock_warning_logged = False
         self._identity = identity
         self._clock = clock
-        self._build_heartbeat = describe  # True: with the static facts
+        self._build_heartbeat = build_heartbeat
         self._on_response = on_response
-        self._on_renewed = renewed
+        self._on_renewed = on_renewed
         self._reports = ReportQueue()
         self._sequence = 0
         self._heartbeat_due = asyncio.Event()
 
     def report(self, report: mb.RoundReport | mb.EvaluationReport) -> None:
-        """Tell the coordinator, now or when it is back."""
+        """Queue a report and send it as soon as the coordinator can be reached."""
         self._reports.pending.append(report)
         self._heartbeat_due.set()
 
     def send_heartbeat_now(self) -> None:
-        """Send a heartbeat now: something changed that others wait for."""
+        """Send the next heartbeat at once, because it reports a change that other nodes wait for."""
         self._heartbeat_due.set()
 
     async def run(self) -> None:
-        """Keep the line up until cancelled. Raises `Banned` and its like: there trying again is no use."""
+        """Keep the link up until cancelled. Raises errors that a retry cannot cure, such as `Banned`."""
         backoff = _BACKOFF[0]
         while True:
             try:
@@ -129,7 +130,7 @@ class CoordinatorLink:
             except Unreachable as problem:
                 self._log_unreachable(str(problem), backoff)
             except TimeoutError:
-                self._log_unreachable("it fell silent", backoff)
+                self._log_unreachable(f"no heartbeat answer for {_ANSWER_TIMEOUT.total_seconds():.0f} s", backoff)
             backoff = _BACKOFF[0] if self.connected else backoff
             self.connected = False
             self._reports.requeue_unacknowledged()
@@ -141,18 +142,18 @@ class CoordinatorLink:
         _log.warning("coordinator out of reach", reason=reason, retry_seconds=backoff.total_seconds())
 
     async def leave(self, reason: str) -> None:
-        """Say goodbye. A coordinator that does not answer will notice by itself."""
+        """Announce that this node leaves. If that fails, the coordinator notices the missing heartbeats."""
         try:
             async with self._channel() as channel:
                 stub = membership_pb2_grpc.MembershipServiceStub(channel)
                 await stub.Leave(mb.LeaveRequest(reason=reason), timeout=CALL_TIMEOUT.total_seconds())
         except grpc.aio.AioRpcError as error:
-            _log.warning("could not say goodbye", reason=str(from_rpc_error(error, "the coordinator")))
+            _log.warning("leave_not_sent", reason=str(from_rpc_error(error, "the coordinator")))
         except Unreachable as error:
-            _log.warning("could not say goodbye", reason=str(error))
+            _log.warning("leave_not_sent", reason=str(error))
 
     async def vote(self, request: mb.VoteRequest) -> mb.VoteResponse:
-        """Ask the coordinator to break a tie. Raises what it answers, `Unreachable` when it does not."""
+        """Ask the coordinator to break a tie. Raises the error that it answers, or `Unreachable`."""
         async with self._channel() as channel:
             stub = membership_pb2_grpc.MembershipServiceStub(channel)
             try:
@@ -166,7 +167,7 @@ class CoordinatorLink:
             await upload(membership_pb2_grpc.MembershipServiceStub(channel), order, directory)
 
     async def flush(self, timeout: timedelta) -> bool:
-        """Wait until every report is durable; False when the time is over."""
+        """Wait until every report is durable; return False on a timeout."""
         try:
             async with asyncio.timeout(timeout.total_seconds()):
                 while self._reports.pending or self._reports.sent:
@@ -187,17 +188,17 @@ class CoordinatorLink:
                     pass
             finally:
                 call.cancel()
-                sending.cancel()  # before what was under way is queued again: nobody else may take it
+                sending.cancel()  # before unacknowledged reports are queued again: it must take none of them
                 await asyncio.gather(sending, return_exceptions=True)
 
     async def _read_response(self, call: Call) -> bool:
-        """Act on one answer; False when the coordinator has ended the stream."""
+        """Read and handle one answer; return False if the coordinator ended the stream."""
         async with asyncio.timeout(_ANSWER_TIMEOUT.total_seconds()):
             response = await call.read()
         if not isinstance(response, mb.HeartbeatResponse):
             return False
         if self._unreachable_logged:
-            _log.info("the coordinator answers again")
+            _log.info("coordinator answers again")
         self.connected, self._unreachable_logged = True, False
         self._reports.acknowledged(response.acknowledged_sequence)
         self._compare_clocks(response)
@@ -205,15 +206,15 @@ class CoordinatorLink:
         return True
 
     def _compare_clocks(self, answer: mb.HeartbeatResponse) -> None:
-        self.clock_offset.answered(answer.acknowledged_sequence, answer.unix_ms / 1000, self._clock.unix())
-        ahead = self.clock_offset.seconds or 0.0
-        off = abs(ahead) >= _CLOCK_WARNING_SECONDS
-        if off and not self._clock_warning_logged:
-            _log.warning("this machine's clock is not the coordinator's", ahead_seconds=round(ahead, 1))
-        self._clock_warning_logged = off
+        self.clock_offset.heartbeat_answered(answer.acknowledged_sequence, answer.unix_ms / 1000, self._clock.unix())
+        ahead_seconds = self.clock_offset.ahead_seconds or 0.0
+        wrong = abs(ahead_seconds) >= _CLOCK_WARNING_SECONDS
+        if wrong and not self._clock_warning_logged:
+            _log.warning("clock differs from the coordinator's", ahead_seconds=round(ahead_seconds, 1))
+        self._clock_warning_logged = wrong
 
     async def _send(self, call: Call) -> None:
-        """Heartbeats, one a beat and whenever there is a hurry, until cancelled or the call is over."""
+        """Send heartbeats, one an interval and at once when one is due, until cancelled or the call ends."""
         first = True
         while not call.done():
             self._heartbeat_due.clear()
@@ -225,11 +226,11 @@ class CoordinatorLink:
                     request.rounds.append(report)
                 else:
                     request.evaluations.append(report)
-            self.clock_offset.sent(self._sequence, self._clock.unix())
+            self.clock_offset.heartbeat_sent(self._sequence, self._clock.unix())
             try:
                 await call.write(request)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the reading side says why
+                return  # the reading side gets the reason
             first = False
             if self._reports.pending:
                 continue
@@ -243,7 +244,7 @@ class CoordinatorLink:
         left = not_after(self.credentials.tls_chain_pem.encode()) - self._clock.unix()
         if left <= 0:
             raise CertificateInvalid(
-                "this node was away from its coordinator for so long that its certificate has expired",
+                "this node did not reach its coordinator in time to renew its certificate, which has expired",
                 "ask your operator for a new token, then: atoll join",
             )
         return left < LEAF_LIFETIME.total_seconds() - CERTIFICATE_LIFETIME.total_seconds() * RENEW_AT_FRACTION
@@ -266,9 +267,12 @@ class CoordinatorLink:
         _log.info("certificate renewed")
 
     def _channel(self) -> grpc.aio.Channel:
-        """Raises `Unreachable` when there are no descriptors for one: gRPC would end the process."""
+        """Dial the coordinator. Raises `Unreachable` without free descriptors: gRPC would end the process."""
         if not _descriptors_available(_SPARE_DESCRIPTORS):
-            raise Unreachable("the coordinator cannot be dialled: this node has no file descriptors left")
+            raise Unreachable(
+                "the coordinator cannot be dialled: this node has no file descriptors left",
+                "raise the limit of open files (`ulimit -n`)",
+            )
         return self._dial()
 
     def _dial(self) -> grpc.aio.Channel:
@@ -283,7 +287,7 @@ class CoordinatorLink:
 
 
 def _descriptors_available(descriptors: int) -> bool:
-    """Whether this process may open so many more files."""
+    """Report whether this process can open so many more files."""
     taken: list[int] = []
     try:
         for _ in range(descriptors):

@@ -1,4 +1,4 @@
-"""What enrolment gave this node, on disk: written once as a whole, renewed as a whole."""
+"""Credentials that enrolment gave this node, kept in one file that every change replaces as a whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE_NAME = "credentials.json"
 
 @dataclass(frozen=True)
 class Credentials:
-    """Everything needed to speak to the coordinator and to other members."""
+    """Keys, certificates and addresses for talking to the coordinator and to other members."""
 
     run_id: str
     coordinator: str  # host:port of the membership service
@@ -33,26 +33,26 @@ class Credentials:
 
     @property
     def tls(self) -> Credential:
-        """For the mutual-TLS channel."""
+        """Key and certificates of the mutual-TLS channel."""
         return Credential(self.tls_key_pem.encode(), self.tls_chain_pem.encode(), self.ca_pem.encode())
 
     @property
     def authority(self) -> MembershipVerifier:
-        """For checking other members."""
+        """Verifier of other members' certificates."""
         return MembershipVerifier(self.operator_key, self.run_id)
 
     def signed_membership(self) -> pb.Signed:
-        """Our certificate, as peers see it."""
+        """Return this node's membership certificate, as peers see it."""
         return pb.Signed.FromString(self.membership)
 
-    def deny(self) -> DenyList:
-        """The deny-list as of the last word of the coordinator."""
+    def verified_deny_list(self) -> DenyList:
+        """Return the newest deny-list that the coordinator sent. Raises `SignatureInvalid`."""
         return self.authority.verify_deny_list(pb.Signed.FromString(self.deny_list))
 
     def renewed(
         self, *, tls_key_pem: bytes, chain_pem: bytes, membership: pb.Signed, deny_list: pb.Signed
     ) -> Credentials:
-        """The same with a fresh certificate."""
+        """Return a copy with a renewed certificate and a deny-list that is at least as new."""
         return replace(
             self,
             tls_key_pem=tls_key_pem.decode(),
@@ -60,14 +60,14 @@ class Credentials:
             membership=membership.SerializeToString(),
         ).with_deny_list(deny_list)
 
-    def with_deny_list(self, sealed: pb.Signed) -> Credentials:
-        """The same with a newer deny-list; an older one changes nothing. Raises `SignatureInvalid`."""
-        if self.authority.verify_deny_list(sealed).number < self.deny().number:
+    def with_deny_list(self, signed: pb.Signed) -> Credentials:
+        """Return a copy with this deny-list, unless it is older. Raises `SignatureInvalid`."""
+        if self.authority.verify_deny_list(signed).number < self.verified_deny_list().number:
             return self
-        return replace(self, deny_list=sealed.SerializeToString())
+        return replace(self, deny_list=signed.SerializeToString())
 
     def with_seeds(self, seeds: tuple[str, ...]) -> Credentials:
-        """The same with other seeds to bootstrap from."""
+        """Return a copy with other seeds."""
         return replace(self, seeds=seeds)
 
     def save(self, directory: Path) -> None:
@@ -79,20 +79,20 @@ class Credentials:
 
     @classmethod
     def load(cls, directory: Path) -> Credentials | None:
-        """Read the file; None when this node never joined. Raises `KeyFileCorrupt`."""
+        """Read the file; None if this node never joined. Raises `KeyFileCorrupt`."""
         path = directory / FILE_NAME
         if not path.exists():
             return None
         try:
             plain = json.loads(read_private(path))
             if plain.pop("version") != 1:
-                raise ValueError("another version")
+                raise ValueError("its version is not 1")
             for key in ("operator_key", "membership", "deny_list"):
                 plain[key] = b64decode(plain[key], validate=True)
             loaded = cls(**{**plain, "seeds": tuple(plain["seeds"])})
-            loaded.deny()
+            loaded.verified_deny_list()
         except (ValueError, TypeError, KeyError) as error:
             raise KeyFileCorrupt(
-                f"{path} cannot be read: {error}", "move it away and join again with a new token"
+                f"{path} is damaged: {error}", "move it away and join again with a new token"
             ) from error
         return loaded

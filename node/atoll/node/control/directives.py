@@ -1,7 +1,7 @@
-"""What the coordinator wants of this node, verified and in one place. Parts of the node wait on it.
+"""Verified directives of the coordinator to this node: plan, order, run state. Other parts wait for changes of them.
 
-The newest plan is kept on disk, and members tell it one another: a node that starts while the coordinator is down goes
-on with it.
+The newest plan is kept on disk, and members pass it on to each other. So a node can start and train while the
+coordinator is down.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = log.get("coordinator")
 
 
 class Directives:
-    """The newest verified plan, order and run state; `until` waits for a change of them."""
+    """The newest verified plan, order and run state; `until` waits for a change."""
 
     def __init__(
         self,
@@ -37,27 +37,26 @@ class Directives:
         self.signed_plan: pb.Signed | None = None
         self.order = mb.ORDER_UNSPECIFIED
         self.run_state = mb.RUN_STATE_UNSPECIFIED
-        self.prepare = range(0)  # layers that a plan to come may give this node
-        self.notice = ""  # why this node does not count at present, for people; empty: it does
+        self.prepare = range(0)  # layers that the next plan may give this node
+        self.notice = ""  # why the coordinator does not count this node, for people; empty: it does
         self._authority = authority
         self._on_deny_list = on_deny_list
         self._on_seeds_changed = on_seeds_changed
-        self._changed = asyncio.Condition()
-        self._wakers: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()  # replaced at each change
         self._plan_path = plan_path
         self._load_saved_plan()
 
-    def take(self, response: mb.HeartbeatResponse) -> None:
-        """Believe what is signed; a plan or list that does not verify is logged and ignored."""
+    def apply_heartbeat(self, response: mb.HeartbeatResponse) -> None:
+        """Adopt the directives in a heartbeat's answer; log and ignore a plan or list that does not verify."""
         if response.HasField("plan"):
             self._log_if_unverified(lambda: self._adopt_if_newer(response.plan))
         if response.HasField("deny_list"):
-            sealed = response.deny_list
-            self._log_if_unverified(lambda: self._on_deny_list(self._authority.verify_deny_list(sealed), sealed))
+            signed = response.deny_list
+            self._log_if_unverified(lambda: self._on_deny_list(self._authority.verify_deny_list(signed), signed))
         if response.seeds:
             self._log_if_unverified(lambda: self._on_seeds_changed(tuple(response.seeds)))
         if response.notice and response.notice != self.notice:
-            _log.warning("this node does not count yet", reason=response.notice)
+            _log.warning("node_not_counted", reason=response.notice)
         self.notice = response.notice
         self.order = response.order
         self.run_state = response.run_state
@@ -65,50 +64,44 @@ class Directives:
         self.prepare = range(prepare.first, prepare.last + 1) if response.HasField("prepare") else range(0)
         self.wake()
 
-    def accept_plan(self, sealed: pb.Signed) -> None:
-        """A plan that a member passed on; one that does not verify, or is not newer, changes nothing."""
-        self._log_if_unverified(lambda: self._adopt_if_newer(sealed))
+    def accept_plan(self, signed: pb.Signed) -> None:
+        """Adopt a plan that a member passed on; ignore it if it does not verify or is not newer."""
+        self._log_if_unverified(lambda: self._adopt_if_newer(signed))
         self.wake()
 
     def plan_newer_than(self, version: int) -> pb.Signed | None:
-        """Our plan as the operator signed it, if it is newer than `version`."""
+        """Return this node's plan as the operator signed it, if it is newer than `version`."""
         return self.signed_plan if self.plan is not None and self.plan.version > version else None
 
-    def _adopt_if_newer(self, sealed: pb.Signed) -> None:
-        plan = verify_plan(sealed, self._authority.operator_key, self._authority.run_id)
+    def _adopt_if_newer(self, signed: pb.Signed) -> None:
+        plan = verify_plan(signed, self._authority.operator_key, self._authority.run_id)
         if self.plan is None or plan.version > self.plan.version:
-            self.plan, self.signed_plan = plan, sealed
+            self.plan, self.signed_plan = plan, signed
             _log.info("plan received", version=plan.version, members=len(plan.members), reason=plan.reason)
-            write_atomic(self._plan_path, sealed.SerializeToString())
+            write_atomic(self._plan_path, signed.SerializeToString())
 
     def _load_saved_plan(self) -> None:
         try:
-            sealed = pb.Signed.FromString(self._plan_path.read_bytes())
-            self.plan = verify_plan(sealed, self._authority.operator_key, self._authority.run_id)
-            self.signed_plan = sealed
+            signed = pb.Signed.FromString(self._plan_path.read_bytes())
+            self.plan = verify_plan(signed, self._authority.operator_key, self._authority.run_id)
+            self.signed_plan = signed
         except FileNotFoundError:
             return
         except (OSError, DecodeError, AtollError) as error:
-            _log.warning("the last plan cannot be read; the coordinator will tell it again", reason=str(error))
+            _log.warning("saved plan cannot be read; the coordinator sends it again", reason=str(error))
 
-    def _log_if_unverified(self, take: Callable[[], None]) -> None:
+    def _log_if_unverified(self, adopt: Callable[[], None]) -> None:
         try:
-            take()
+            adopt()
         except AtollError as error:
-            _log.error("a word of the coordinator was not taken", reason=str(error))
+            _log.error("coordinator_message_rejected", reason=str(error))
 
     def wake(self) -> None:
-        """Let waiters look again."""
-
-        async def notify() -> None:
-            async with self._changed:
-                self._changed.notify_all()
-
-        task = asyncio.get_running_loop().create_task(notify())
-        self._wakers.add(task)
-        task.add_done_callback(self._wakers.discard)
+        """Have all waiters check their conditions again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Return once `condition` holds. The caller sets the deadline, where one makes sense."""
-        async with self._changed:
-            await self._changed.wait_for(condition)
+        """Wait until `condition` is true. The caller sets the deadline, if it needs one."""
+        while not condition():
+            await self._changed.wait()

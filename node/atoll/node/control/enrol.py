@@ -1,4 +1,4 @@
-"""Enrolment: a token becomes credentials. The coordinator is checked before it is told anything."""
+"""Enrolment: exchange a join token for credentials. The coordinator is authenticated before anything is sent to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMEOUT = timedelta(seconds=10)
 
 
 async def enrol(token: JoinToken, identity: Identity, node_name: str, clock: Clock) -> Credentials:
-    """Trade the token for credentials. Raises what the coordinator says, `CaMismatch`, `Unreachable`."""
+    """Exchange the token for credentials. Raises the coordinator's error, `CaMismatch`, `Unreachable`."""
     ca_pem = await asyncio.to_thread(fetch_ca, token)
     key_pem, csr_der = new_tls_key_and_csr()
     request = enrolment_pb2.EnrolRequest(
@@ -47,10 +47,10 @@ async def enrol(token: JoinToken, identity: Identity, node_name: str, clock: Clo
             response = await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(request, timeout=TIMEOUT.total_seconds())
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, f"the coordinator at {token.endpoint}") from error
-    return _checked(response, token, identity, key_pem, ca_pem, clock)
+    return _verified_credentials(response, token, identity, key_pem, ca_pem, clock)
 
 
-def _checked(
+def _verified_credentials(
     response: enrolment_pb2.EnrolResponse,
     token: JoinToken,
     identity: Identity,
@@ -58,7 +58,7 @@ def _checked(
     ca_pem: bytes,
     clock: Clock,
 ) -> Credentials:
-    """Believe nothing unread: spec, membership and deny-list must hold before they are written."""
+    """Build credentials after verifying the run spec, the membership and the deny-list in the response."""
     host, _ = split_endpoint(token.endpoint)
     member_host, _, member_port = response.membership_endpoint.rpartition(":")
     credentials = Credentials(
@@ -75,19 +75,19 @@ def _checked(
     )
     parse_run_spec(credentials.run_spec_toml, f"the spec of run {response.run_id}")
     credentials.authority.verify_membership(response.membership, clock.unix(), expect_peer_id=identity.peer_id)
-    credentials.deny()
+    credentials.verified_deny_list()
     return credentials
 
 
 def fetch_ca(token: JoinToken) -> bytes:
-    """The authority's certificate, PEM, from one TLS handshake; nothing of ours is sent.
+    """Fetch the authority's certificate (PEM) with one TLS handshake; no data is sent.
 
-    Raises `CaMismatch` unless its SHA-256 is the token's, `Unreachable` when nobody answers.
+    Raises `Unreachable`, or `CaMismatch` unless the chain has a certificate with the SHA-256 of the token.
     """
     host, port = split_endpoint(token.endpoint)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # the hash in the token is the check
+    context.verify_mode = ssl.CERT_NONE  # the hash in the token authenticates the server
     context.set_alpn_protocols(["h2"])
     try:
         with (
@@ -98,13 +98,13 @@ def fetch_ca(token: JoinToken) -> bytes:
     except OSError as error:
         raise Unreachable(
             f"no coordinator answers at {token.endpoint}: {error}",
-            "check the address in the token, the coordinator's enrolment port, and firewalls on the way",
+            "check the address in the token, the coordinator's enrolment port, and firewalls in between",
         ) from error
     for der in chain:
         if hashlib.sha256(der).hexdigest() == token.ca_sha256:
             return x509.load_der_x509_certificate(der).public_bytes(Encoding.PEM)
     raise CaMismatch(
-        f"the server at {token.endpoint} is not the coordinator that made this token",
+        f"the server at {token.endpoint} is not the coordinator that created this token",
         "ask your operator for a new token: `atollctl token create`",
     )
 

@@ -1,7 +1,7 @@
-"""The local socket: how `atoll status`, `pause`, `resume`, `finish` and `leave` reach the daemon.
+"""Local API: the daemon's side of the socket for `atoll status`, `pause`, `resume`, `set`, `finish` and `leave`.
 
-One JSON object a line each way over a Unix socket of mode 0600 in the data directory. Only the owner of
-that directory can connect, so there is no further authentication. Nothing here imports torch.
+A request and its answer are each one line with a JSON object, over a Unix socket of mode 0600 in the data directory.
+Only the directory's owner can connect, so there is no further authentication. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Command = Callable[[dict[str, Any]], Awaitable[Answer]]
 
 
 class LocalApi:
-    """Serves named commands on the socket."""
+    """Serves commands by name on the socket."""
 
     def __init__(self, data_dir: Path, commands: dict[str, Command]) -> None:
         self._data_dir = data_dir
@@ -33,12 +33,12 @@ class LocalApi:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Listen. A stale socket of a dead daemon is replaced (the data directory's lock is ours)."""
+        """Listen. Replaces the socket of a dead daemon: the caller holds the data directory's lock."""
         with socket_path(self._data_dir) as path:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             listener = socket.socket(socket.AF_UNIX)
-            mask = os.umask(0o177)  # nothing else may run meanwhile, so nothing is awaited
+            mask = os.umask(0o177)  # process-wide: await nothing until it is restored
             try:
                 listener.bind(path)
             except OSError:
@@ -61,7 +61,11 @@ class LocalApi:
                 line = await reader.readline()
             writer.write(json.dumps(await self._answer(line)).encode() + b"\n")
             await writer.drain()
-        except (TimeoutError, ValueError, ConnectionError):  # silent, endless, or gone
+        except (
+            TimeoutError,
+            ValueError,
+            ConnectionError,
+        ):  # no request in time, too long a line, or the client is gone
             return
         finally:
             writer.close()
@@ -71,21 +75,23 @@ class LocalApi:
             request = _parse(line)
             command = self._commands.get(request["command"])
             if command is None:
-                raise UsageError("the daemon does not know that command")
+                raise UsageError(
+                    f"the daemon has no command {request['command'][:40]!r}", "restart the daemon after an upgrade"
+                )
             try:
                 return {"ok": await command(request)}
             except (ValueError, TypeError, OverflowError, LookupError) as error:
-                raise UsageError(f"the daemon cannot use what came with that command: {error}") from error
+                raise UsageError(f"invalid arguments for {request['command']!r}: {error}") from error
         except AtollError as error:
             return {"error": {"reason": error.reason, "message": str(error), "remedy": error.remedy}}
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """A request with the name of a command. Raises `UsageError`."""
+    """Parse a request and require the name of a command. Raises `UsageError`."""
     try:
         request = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UsageError("a request to the daemon is one JSON object on a line") from error
+        raise UsageError("a request to the daemon must be one line with a JSON object") from error
     if not isinstance(request, dict) or not isinstance(request.get("command"), str):
-        raise UsageError("a request to the daemon names a command")
+        raise UsageError('a request to the daemon must have the key "command" with a text')
     return request

@@ -1,4 +1,4 @@
-"""The asking side of the local socket (`localapi.py` answers): standard library only, so commands start at once."""
+"""Client of the local API (`local_api.py`). It imports only the standard library and errors, so commands start fast."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Answer = dict[str, Any]
 
 
 def call(data_dir: Path, command: str, timeout: timedelta = _TIMEOUT, **arguments: object) -> Answer:
-    """Ask the daemon of `data_dir`. Raises `NotRunning` when there is none, and whatever it answers.
+    """Call a command of the daemon of `data_dir`. Raises the error that the daemon answers, and also:
 
-    `DeadlineExceeded` when it does not answer, `Unreachable` when it hung up, `ProtocolMismatch` when that makes no
-    sense.
+    `NotRunning` without a daemon, `DeadlineExceeded` without an answer, `Unreachable` if the daemon closes the
+    connection, `ProtocolMismatch` for an answer of another release.
     """
     try:
         with socket_path(data_dir) as path, socket.socket(socket.AF_UNIX) as connection:
@@ -32,42 +32,42 @@ def call(data_dir: Path, command: str, timeout: timedelta = _TIMEOUT, **argument
             connection.connect(path)
             connection.sendall(json.dumps({"command": command, **arguments}).encode() + b"\n")
             line = connection.makefile("rb").readline(MAX_LINE)
-    except (TimeoutError, BlockingIOError) as error:  # the latter: many wait for it already
+    except (TimeoutError, BlockingIOError) as error:  # BlockingIOError: its backlog is full
         raise DeadlineExceeded(
             f"the daemon on {data_dir} did not answer within {timeout.total_seconds():.0f} s",
-            "it may still do what it was asked for: see `atoll status`",
+            "it may still carry out the command: see `atoll status`",
         ) from error
     except (ConnectionResetError, BrokenPipeError) as error:
-        raise _hung_up(data_dir) from error
+        raise _connection_closed(data_dir) from error
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
         raise NotRunning(
             f"no atoll daemon runs on {data_dir}", "start one with `atoll join`, or name its directory with --data-dir"
         ) from error
     except OSError as error:
-        raise Unreachable(f"the daemon on {data_dir} cannot be asked: {error.strerror}") from error
+        raise Unreachable(f"cannot connect to the daemon on {data_dir}: {error.strerror}") from error
     if not line:
-        raise _hung_up(data_dir)
+        raise _connection_closed(data_dir)
     try:
         answer = json.loads(line)
         if "error" not in answer:
             return dict(answer["ok"])
         problem = answer["error"]
-        told = error_class(problem["reason"])(str(problem["message"]), str(problem["remedy"]))
+        answered = error_class(problem["reason"])(str(problem["message"]), str(problem["remedy"]))
     except (ValueError, TypeError, KeyError, RecursionError) as cause:
         raise ProtocolMismatch(
-            f"what answers on {data_dir} does not speak as this release of atoll does",
+            f"the daemon on {data_dir} answered in a format of another release of atoll",
             "restart the daemon after an upgrade, or name its directory with --data-dir",
         ) from cause
-    raise told
+    raise answered
 
 
-def _hung_up(data_dir: Path) -> Unreachable:
-    return Unreachable(f"the daemon on {data_dir} hung up", "see its log")
+def _connection_closed(data_dir: Path) -> Unreachable:
+    return Unreachable(f"the daemon on {data_dir} closed the connection without an answer", "see its log")
 
 
 @contextlib.contextmanager
 def socket_path(data_dir: Path) -> Iterator[str]:
-    """The path of the daemon's socket, however deep `data_dir` lies."""
+    """Give a path of the daemon's socket that is short enough for the kernel, however deep `data_dir` lies."""
     directory = SocketDirectory.open(data_dir, SOCKET_NAME)
     try:
         yield str(directory.path / SOCKET_NAME)

@@ -37,7 +37,7 @@ from atoll.node.exchange.codecs import is_finite
 from atoll.node.exchange.partition import ReducerShare
 from atoll.node.exchange.peer_deadlines import next_frame
 from atoll.node.exchange.reducer import Reducer
-from atoll.node.exchange.repair import PROTOCOL, RepairClient, RepairServer
+from atoll.node.exchange.repair import PROTOCOL, RepairClient, RepairServer, SourcesOfPart
 from atoll.node.exchange.screening import Screen
 from atoll.node.exchange.weighted_sum import token_weight
 from atoll.node.system.background_tasks import BackgroundTasks
@@ -143,11 +143,11 @@ class Exchange:
         partial, verdicts = (tuple(sorted(ours.partial)), ours.verdicts) if ours is not None else ((), ())
         return ExchangeResult(self._average.digests, partial, verdicts, dict(self.faults))
 
-    async def repair(self, digests: Sequence[bytes], holders: Mapping[int, Sequence[str]], timeout: timedelta) -> bool:
+    async def repair(self, digests: Sequence[bytes], sources: SourcesOfPart, timeout: timedelta) -> bool:
         """After `run`: make the average what was settled; empty digests become a zero update.
 
-        `holders` names who can give a part, by its index. Whether anything was done. Raises `RoundAbandoned` when no
-        holder gave true bytes in time.
+        `sources` names the members to ask for a part. Returns whether anything changed. Raises `RoundAbandoned` when
+        no member gave bytes with the settled digest in time.
         """
         have = self._average.digests
         if all(digests) and tuple(digests) == have:
@@ -158,7 +158,7 @@ class Exchange:
         repairer = RepairClient(
             self.round_id, self._network, self._average, frame_timeout, self._track_stream, self._fault
         )
-        await repairer.fetch(wanted, holders, timeout)
+        await repairer.fetch(wanted, sources, timeout)
         return True
 
     def drop_sink(self) -> None:

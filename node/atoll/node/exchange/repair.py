@@ -25,6 +25,7 @@ PROTOCOL = "/atoll/average/1"
 MAX_PARTS_PER_REQUEST = 256  # parts in one question
 _MAX_STREAMS = 2  # questions of one member that are answered at once
 
+SourcesOfPart = Callable[[int], Sequence[str]]  # a part's index → members that hold it
 TrackStream = Callable[[Stream], AbstractContextManager[None]]
 
 
@@ -68,14 +69,10 @@ class RepairClient:
         self._track_stream = track_stream
         self._fault = fault
 
-    async def fetch(
-        self, wanted: Mapping[int, bytes], holders: Mapping[int, Sequence[str]], timeout: timedelta
-    ) -> None:
-        """Put the bytes that have these digests. Raises `RoundAbandoned` when no holder gives one of them in time."""
+    async def fetch(self, wanted: Mapping[int, bytes], sources: SourcesOfPart, timeout: timedelta) -> None:
+        """Put the bytes that have these digests. Raises `RoundAbandoned` when no source gives one of them in time."""
         self._wanted = dict(wanted)
-        self._sources = {
-            index: [peer for peer in holders.get(index, ()) if peer != self._network.peer_id] for index in wanted
-        }
+        self._sources = {index: [peer for peer in sources(index) if peer != self._network.peer_id] for index in wanted}
         self._last_failure = "nobody is said to hold it"
         try:
             async with asyncio.timeout(timeout.total_seconds()):

@@ -1,19 +1,21 @@
-"""The owner's limits at work in a running daemon: look, decide, pause or resume, count, remember.
+"""Enforcement of the owner's limits in a running daemon.
 
-Every few seconds the machine is observed and `policy.decide` asked; the owner's own `pause` stands above it, and
-`resume --force` overrules one objection until it changes. What the owner says is written down before it is answered,
-so that a restart does the same. `atoll set` takes effect as a whole or not at all.
+Every few seconds `LimitEnforcer` observes the machine, asks `training_policy.decide`, and pauses or resumes the
+training session. It also counts the month's traffic, limits the rates to and from peers, and sets the GPU's power cap.
+
+`atoll pause` takes precedence over the limits. `atoll resume --force` overrules the limit that pauses the node, until
+that limit allows training again. The owner's intent is written to disk before the command is answered, so that a
+restart does the same. `atoll set` applies all of its changes or none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any, Protocol
 
 from atoll.core import log
@@ -22,137 +24,134 @@ from atoll.core.errors import AtollError, InvalidTransition, UsageError
 from atoll.node.config import LoadedConfig, NodeConfig, limits_of, save_overrides, with_limits
 from atoll.node.control.local_api import Command
 from atoll.node.limits.machine_usage import MachineUsage, on_battery
-from atoll.node.limits.owner_files import MonthlyTraffic, OwnerIntent, load_owner_intent, save_owner_intent
+from atoll.node.limits.owner_files import OwnerIntent, load_owner_intent, save_owner_intent
 from atoll.node.limits.power_cap import PowerCap, PowerCapRefused
+from atoll.node.limits.traffic_limit import TrafficLimit, TrafficLimiter, local_time
 from atoll.node.trainer.trainer import TrainerFacts
 from atoll.node.training_policy import MachineObservation, PauseCause, TrainingDecision, active_causes, decide
 
 OBSERVE_INTERVAL = timedelta(seconds=5)
-TRAFFIC_SAVE_INTERVAL = timedelta(seconds=60)  # a crash forgets so much traffic at most
-_BYTES_PER_MBIT = 1e6 / 8
 
 _log = log.get("limits")
 
 
 class Pausable(Protocol):
-    """What can be told to rest."""
+    """A training session that can be paused."""
 
     def pause(self, reason: str) -> None: ...
     def resume(self) -> None: ...
 
 
-class TrafficLimiter(Protocol):
-    """What counts and slows the bytes to and from peers."""
-
-    @property
-    def bytes_total(self) -> int: ...
-    def limit(self, upload_bytes_per_second: float, download_bytes_per_second: float) -> None: ...
-    def set_remaining_bytes(self, more_bytes: float) -> None: ...
-
-
 @dataclass(frozen=True)
 class LimitTargets:
-    """What the limits hold for; a seed has no session."""
+    """Objects to which the limits are applied; a seed has no session."""
 
     traffic: TrafficLimiter
     session: Pausable | None
-    limit_training: Callable[[NodeConfig], Awaitable[None]]  # raises `ModelTooLarge` when they cannot hold
+    limit_training: Callable[[NodeConfig], Awaitable[None]]  # raises `ModelTooLarge` if it exceeds them
     facts: Callable[[], TrainerFacts | None]
 
 
+def not_training() -> InvalidTransition:
+    """The error for a command that only a training node can carry out."""
+    return InvalidTransition(
+        "this member does not train: it is a seed, or it is still starting",
+        "if it is a node, try again in a few seconds",
+    )
+
+
 class LimitEnforcer:
-    """The limits of one node and its owner's standing wish."""
+    """Applies one node's limits and its owner's last pause, resume or finish.
+
+    Its many methods are the steps of one look at the machine, and the handlers of the local API.
+    """
 
     def __init__(self, loaded: LoadedConfig, clock: Clock) -> None:
         self.intent: OwnerIntent = load_owner_intent(loaded.config.data_dir)
-        self.verdict = TrainingDecision()
-        self.month_bytes = 0
+        self.decision = TrainingDecision()
         self._loaded = loaded
         self._clock = clock
         self._targets: LimitTargets | None = None
-        self._overruled_causes: frozenset[PauseCause] = frozenset()  # limits that the owner overruled
-        self._finishing = False  # what is written down is for the next start
+        self._overruled_causes: frozenset[PauseCause] = frozenset()  # limits overruled by `resume --force`
+        self._finishing = False  # the saved intent differs from `intent`: it is for the next start
         self._changed = asyncio.Event()
         self._change_lock = asyncio.Lock()
         self._machine_usage = MachineUsage(clock.monotonic())
-        self._month = MonthlyTraffic(loaded.config.data_dir)
-        self._saved_at_monotonic = clock.monotonic()
+        self._traffic = TrafficLimit(loaded.config.data_dir, clock)
         self._power = PowerCap(loaded.config.data_dir)
         self._requested_power_cap: tuple[float, tuple[str, ...]] | None = None
         self._warnings: dict[str, str] = {}
 
     @property
     def config(self) -> NodeConfig:
-        """As it stands now."""
+        """The configuration with the limits that apply now."""
         return self._loaded.config
 
     async def attach(self, targets: LimitTargets) -> None:
-        """From here on the limits hold; the first verdict is in force when this returns."""
+        """Begin to enforce the limits; the first decision is applied when this returns."""
         self._targets = targets
-        await asyncio.to_thread(self._power.restore)  # of a daemon that was killed
-        self._limit_rates()
-        await self._observe_and_enforce()
+        await asyncio.to_thread(self._power.restore)  # a killed daemon may have left its cap
+        self._traffic.limit_rates(targets.traffic, self.config)
+        await self.observe_and_enforce()
 
     async def run(self) -> None:
-        """Look again and again."""
+        """Observe and enforce until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._seconds_to_next_look()):
                     await self._changed.wait()
             self._changed.clear()
-            await self._observe_and_enforce()
+            await self.observe_and_enforce()
 
     async def close(self) -> None:
-        """Write the month's traffic, put the power cap back."""
+        """Save the month's traffic and restore the power cap."""
         if self._targets is not None:
-            self._count_traffic(self._targets.traffic)
-            self._save_month()
+            self._traffic.count(self._targets.traffic)
+            self._warn("traffic", self._traffic.save())
             await asyncio.to_thread(self._power.restore)
 
     def finish(self) -> str:
-        """The owner wants no more after this round: a restart rests until told otherwise.
+        """Save that a restarted node stays paused until `atoll resume`; return a warning for people, or "".
 
-        Not in force here, because whoever rests gets no round to leave with. Returns a warning for people, or nothing.
+        The running process is not paused, because it needs the current round in order to leave.
         """
         self._finishing = True
         self._save_intent(OwnerIntent(paused=True, finished=True))
-        return self._warnings.get("wish", "")
+        return self._warnings.get("intent", "")
 
-    def describe(self, problem: str) -> dict[str, Any]:
-        """For `atoll status`; `problem` is one more that its owner should know of."""
+    def status_json(self, problem: str) -> dict[str, Any]:
+        """Traffic and warnings for `atoll status`; a non-empty `problem` becomes one more warning."""
         return {
-            "month_bytes": self.month_bytes,
+            "month_bytes": self._traffic.month_bytes,
             "month_bytes_allowed": int(self.config.policy.monthly_bytes),
             "warnings": [*self._warnings.values(), *([problem] if problem else [])],
         }
 
     def commands(self) -> dict[str, Command]:
-        """For the local API."""
+        """Handlers of the local API, by command."""
         return {"pause": self._pause, "resume": self._resume, "set": self._set}
 
-    # --- looking ---------------------------------------------------------------------------------------
+    # --- observing -------------------------------------------------------------------------------------
 
-    async def _observe_and_enforce(self) -> None:
+    async def observe_and_enforce(self) -> None:
+        """Count traffic, observe the machine, decide, and pause or resume the session. `attach` comes first."""
         targets = self._targets
         assert targets is not None
-        self._count_traffic(targets.traffic)
-        if (
-            self._warnings.get("traffic")
-            or self._clock.monotonic() - self._saved_at_monotonic >= TRAFFIC_SAVE_INTERVAL.total_seconds()
-        ):
-            self._save_month()
+        self._traffic.count(targets.traffic)
+        if self._warnings.get("traffic") or self._traffic.save_is_due():
+            self._warn("traffic", self._traffic.save())
         if self.intent.paused and not self.intent.is_paused_at(self._clock.unix()):
             self._end_expired_pause()
         await self._apply_power_cap(targets)
-        before, seen = self.verdict, await self._observe()
-        told = {before.cause} if not before.train else set()  # also while mains power has to last
-        self._overruled_causes &= (
-            active_causes(self.config.policy, seen) | told
-        )  # who allows it again is asked anew the next time
-        self.verdict = decide(self.config.policy, seen, before, self._overruled_causes)
-        if self.verdict.cause is not before.cause:
-            _log.info("limits", train=self.verdict.train, reason=self.verdict.reason or "none holds")
-        self._set_remaining_traffic(targets.traffic)
+        before, seen = self.decision, await self._observe()
+        paused_by = {before.cause} if not before.train else set()  # also while mains power settles
+        # a limit that allows training again is no longer overruled
+        self._overruled_causes &= active_causes(self.config.policy, seen) | paused_by
+        self.decision = decide(self.config.policy, seen, before, self._overruled_causes)
+        if self.decision.cause is not before.cause:
+            _log.info("training_decision", train=self.decision.train, reason=self.decision.reason)
+        month_overruled = PauseCause.MONTH in self._overruled_causes
+        self._traffic.set_remaining(targets.traffic, 0 if month_overruled else self.config.policy.monthly_bytes)
         self._apply()
 
     async def _observe(self) -> MachineObservation:
@@ -163,11 +162,11 @@ class LimitEnforcer:
             else float("inf")
         )
         return MachineObservation(
-            self._local_time(), now, self.month_bytes, policy.pause_on_battery and on_battery(), unused
+            local_time(self._clock), now, self._traffic.month_bytes, policy.pause_on_battery and on_battery(), unused
         )
 
     def _apply(self) -> None:
-        """Tell the session what holds now; saying it twice is fine."""
+        """Pause or resume the session as `reason` says. Idempotent."""
         session = self._targets.session if self._targets is not None else None
         if session is None:
             return
@@ -179,74 +178,44 @@ class LimitEnforcer:
 
     @property
     def reason(self) -> str:
-        """Why the node does not train, for people; empty when it may."""
+        """Reason for the pause, for people; empty while the node may train."""
         unix = self._clock.unix()
         if self.intent.is_paused_at(unix):
             return self.intent.reason(unix)
-        if not self.verdict.train:
-            return self.verdict.reason
-        return ""
+        return "" if self.decision.train else self.decision.reason
 
     def _seconds_to_next_look(self) -> float:
-        """Until the next look, or the end of a pause if that is sooner."""
+        """Seconds to the next observation, or to the end of a pause if that is sooner."""
         left = float("inf") if self.intent.until_unix is None else self.intent.until_unix - self._clock.unix()
         return max(0.0, min(OBSERVE_INTERVAL.total_seconds(), left))
 
-    def _local_time(self) -> datetime:
-        return datetime.fromtimestamp(self._clock.unix()).astimezone()
-
-    # --- traffic and power -----------------------------------------------------------------------------
-
-    def _limit_rates(self) -> None:
-        assert self._targets is not None
-        up, down = self.config.upload_mbit_per_second, self.config.download_mbit_per_second
-        self._targets.traffic.limit(up * _BYTES_PER_MBIT, down * _BYTES_PER_MBIT)
-
-    def _count_traffic(self, traffic: TrafficLimiter) -> None:
-        self.month_bytes = self._month.count(traffic.bytes_total, self._local_time())
-
-    def _set_remaining_traffic(self, traffic: TrafficLimiter) -> None:
-        """The rest of the month, so that not even one look's worth goes over it; `resume --force` lifts the limit."""
-        self._count_traffic(traffic)
-        allowed = self.config.policy.monthly_bytes
-        traffic.set_remaining_bytes(
-            allowed - self.month_bytes if allowed and PauseCause.MONTH not in self._overruled_causes else math.inf
-        )
-
-    def _save_month(self) -> None:
-        self._saved_at_monotonic = self._clock.monotonic()
-        try:
-            self._month.save()
-        except AtollError as error:
-            self._warn("traffic", f"this month's traffic is not written down: {error}")
-        else:
-            self._warn("traffic", "")
+    # --- power and warnings ----------------------------------------------------------------------------
 
     async def _apply_power_cap(self, targets: LimitTargets) -> None:
-        """Once the device is known, and again whenever the cap changes."""
+        """Set the cap once the device is known, and again when the limit changes."""
         facts = targets.facts()
         if facts is None:
             return
-        asked = (self.config.power_watts, tuple(filter(None, facts.device_uuid.split(","))))
-        if asked == self._requested_power_cap:
+        requested = (self.config.power_watts, tuple(filter(None, facts.device_uuid.split(","))))
+        if requested == self._requested_power_cap:
             return
-        self._requested_power_cap = asked
+        self._requested_power_cap = requested
         try:
-            await asyncio.to_thread(self._power.apply, *asked)
+            await asyncio.to_thread(self._power.apply, *requested)
         except (PowerCapRefused, AtollError) as error:
             self._warn("power", str(error))
         else:
             self._warn("power", "")
         no_memory = self.config.vram_fraction < 1 and facts.device.startswith("cpu")
-        self._warn("memory", "vram_fraction does nothing here: the device is a CPU" if no_memory else "")
+        self._warn("memory", "vram_fraction has no effect: the device is a CPU" if no_memory else "")
 
-    def _warn(self, about: str, problem: str) -> None:
-        """Shown by `atoll status` until the problem is empty; logged when it is new."""
-        if problem and self._warnings.get(about) != problem:
-            _log.warning("a limit is not kept", reason=problem)
-        self._warnings.pop(about, None)
+    def _warn(self, subject: str, problem: str) -> None:
+        """Show `problem` in `atoll status` until it is empty; log it when it is new."""
+        if problem and self._warnings.get(subject) != problem:
+            _log.warning("limit_not_enforced", reason=problem)
+        self._warnings.pop(subject, None)
         if problem:
-            self._warnings[about] = problem
+            self._warnings[subject] = problem
 
     # --- the local API ---------------------------------------------------------------------------------
 
@@ -254,44 +223,44 @@ class LimitEnforcer:
         self._require_training()
         seconds = float(request.get("seconds") or 0)
         self._set_intent(OwnerIntent(paused=True, until_unix=self._clock.unix() + seconds if seconds > 0 else None))
-        return {"paused": True, "until_unix": self.intent.until_unix, "warning": self._warnings.get("wish", "")}
+        return {"paused": True, "until_unix": self.intent.until_unix, "warning": self._warnings.get("intent", "")}
 
     async def _resume(self, request: dict[str, Any]) -> dict[str, Any]:
         self._require_training()
-        told = {self.verdict.cause} if self.verdict.cause is not None else set()
-        self._overruled_causes = self._overruled_causes | told if request.get("force") else frozenset()
+        paused_by = {self.decision.cause} if self.decision.cause is not None else set()
+        self._overruled_causes = self._overruled_causes | paused_by if request.get("force") else frozenset()
         self._set_intent(OwnerIntent())
         if self._targets is not None:
-            await self._observe_and_enforce()  # with that limit overruled, another may hold
-        return {"paused": bool(self.reason), "reason": self.reason, "warning": self._warnings.get("wish", "")}
+            await self.observe_and_enforce()  # with that limit overruled, another may still apply
+        return {"paused": bool(self.reason), "reason": self.reason, "warning": self._warnings.get("intent", "")}
 
     def _set_intent(self, intent: OwnerIntent) -> None:
-        """In force at once, also when the disk is full."""
+        """Apply the intent at once, then save it: it applies even if the disk is full."""
         self.intent = intent
         self._apply()
         self._changed.set()
         self._save_intent(intent)
 
     def _end_expired_pause(self) -> None:
-        """The pause is over by itself; `_observe_and_enforce` goes on."""
+        """Clear a pause whose time is over; the caller applies the result."""
         self.intent = OwnerIntent()
         if not self._finishing:
             self._save_intent(self.intent)
 
     def _save_intent(self, intent: OwnerIntent) -> None:
-        """For the next start; told to people where it fails."""
+        """Save the intent for the next start; a failure becomes a warning."""
         try:
             save_owner_intent(self.config.data_dir, intent)
         except AtollError as error:
-            self._warn("wish", f"a restart will not know of this: {error}")
+            self._warn("intent", f"a restart will not know of this: {error}")
         else:
-            self._warn("wish", "")
+            self._warn("intent", "")
 
     async def _set(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Change limits, or only list them."""
+        """Change the limits in the request, if any, and list all limits."""
         changes = request.get("limits") or {}
         if not isinstance(changes, Mapping):
-            raise UsageError("limits are keys with values")
+            raise UsageError("limits must be an object of keys and values", "write: atoll set KEY VALUE")
         async with self._change_lock:
             if changes:
                 await self._change(changes)
@@ -308,17 +277,18 @@ class LimitEnforcer:
         except AtollError:
             await targets.limit_training(old.config)
             raise
-        overruled = [key for key in changes if old.origin[key] == "environment" or f"ATOLL_{key.upper()}" in os.environ]
-        names = ", ".join(f"ATOLL_{key.upper()}" for key in overruled)
-        self._warn("environment", f"{names} in the environment wins at the next start" if overruled else "")
+        overridden = [
+            key for key in changes if old.origin[key] == "environment" or f"ATOLL_{key.upper()}" in os.environ
+        ]
+        names = ", ".join(f"ATOLL_{key.upper()}" for key in overridden)
+        self._warn("environment", f"the next start takes {names} from the environment instead" if overridden else "")
         self._loaded = new
-        self.verdict = TrainingDecision(
-            True, self.verdict.cause
-        )  # the new limits are judged afresh, without settling first
-        self._limit_rates()
+        # decide anew under the new limits, without waiting for mains power to settle
+        self.decision = TrainingDecision(True, self.decision.cause)
+        self._traffic.limit_rates(targets.traffic, self.config)
         self._requested_power_cap = None
-        await self._observe_and_enforce()
+        await self.observe_and_enforce()
 
     def _require_training(self) -> None:
         if self._targets is None or self._targets.session is None:
-            raise InvalidTransition("this member is a seed or still starting; it does not train")
+            raise not_training()

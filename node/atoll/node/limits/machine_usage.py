@@ -1,8 +1,11 @@
-"""What a machine says about itself: battery or mains, who else uses it. What is absent objects to nothing.
+"""Observation of the machine: whether it runs on battery, and when its owner last used it.
 
-"In use" means one of two things. Others' programs took the processor: /proc/stat, less the daemon and its descendants,
-above `IN_USE_CORES` over the time since the last look. Or somebody sits at it: logind's IdleHint, which desktops
-keep and which counts terminals, asked through `loginctl` where there is one.
+The machine is in use if one of two signals says so:
+
+- Other programs use the CPU: /proc/stat minus the daemon and its descendants exceeds `IN_USE_CORES`.
+- Somebody is logged in and active: logind's IdleHint, which desktops and terminals keep, read with `loginctl`.
+
+A signal that the machine does not have never pauses training.
 """
 
 from __future__ import annotations
@@ -17,13 +20,13 @@ from pathlib import Path
 
 POWER_SUPPLIES = Path("/sys/class/power_supply")
 PROC = Path("/proc")
-IN_USE_CORES = 0.5  # of processor time a second: more than a desktop at rest, less than anything that computes
+IN_USE_CORES = 0.5  # CPU seconds a second: above an idle desktop, below any program that computes
 _LOGINCTL_TIMEOUT = timedelta(seconds=3)
 _BUSY_COLUMNS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal
 
 
 def on_battery(supplies: Path = POWER_SUPPLIES) -> bool:
-    """Whether the machine runs on its own battery now; a mouse's battery does not count."""
+    """Report whether the machine runs on its own battery or UPS; a mouse's battery does not count."""
     try:
         kinds = {path: _read_word(path / "type") for path in supplies.iterdir()}
     except OSError:
@@ -39,21 +42,21 @@ def on_battery(supplies: Path = POWER_SUPPLIES) -> bool:
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Seconds of processor time since boot: everybody's, and by process with its parent."""
+    """CPU seconds since boot: of the whole machine, and of each process."""
 
     busy: float
-    processes: dict[int, tuple[int, float]]  # pid → parent, user and system seconds
+    processes: dict[int, tuple[int, float]]  # pid → parent's pid, user and system seconds
 
 
 def cpu_times(proc: Path = PROC) -> CpuTimes:
-    """Raises `OSError`, `ValueError` where the kernel is not Linux."""
+    """Read the CPU times from `proc`. Raises `OSError` or `ValueError` if the kernel is not Linux."""
     tick = 1.0 / os.sysconf("SC_CLK_TCK")
     columns = (proc / "stat").read_text().splitlines()[0].split()[1:]
     return CpuTimes(sum(int(columns[i]) for i in _BUSY_COLUMNS) * tick, dict(_processes(proc, tick)))
 
 
 def cores_used_by_others(before: CpuTimes, now: CpuTimes, ours: int, seconds: float) -> float:
-    """How many cores all but the process `ours` and its descendants kept busy."""
+    """Cores kept busy by all processes except `ours` and its descendants."""
     family = _descendants(now, ours)
     own = sum(
         max(0.0, seconds_used - before.processes.get(pid, (0, 0.0))[1])
@@ -64,16 +67,19 @@ def cores_used_by_others(before: CpuTimes, now: CpuTimes, ours: int, seconds: fl
 
 
 class MachineUsage:
-    """Remembers when the machine was last used by others."""
+    """Tracks when something other than this daemon last used the machine."""
 
     def __init__(self, now: float, proc: Path = PROC) -> None:
         self._proc = proc
-        self._last_used_monotonic = now  # a machine that has just started may be in use
+        self._last_used_monotonic = now  # unknown at the start: assume that the machine is in use
         self._last_sample_monotonic = now
         self._last_cpu_times: CpuTimes | None = None
 
     async def seconds_since_use(self, now: float, unix: float) -> float:
-        """Since the last use by others; `now` is monotonic. Look every few seconds: a look covers the time between."""
+        """Seconds since the last use by others. `now` is monotonic, `unix` the wall clock.
+
+        Call it every few seconds: each call measures the CPU use since the previous one.
+        """
         with contextlib.suppress(OSError, ValueError, IndexError):
             times = await asyncio.to_thread(cpu_times, self._proc)
             before, seconds = self._last_cpu_times, now - self._last_sample_monotonic
@@ -87,7 +93,7 @@ class MachineUsage:
 
 
 def idle_since_of(answer: str) -> float | None:
-    """The Unix time since when all of logind's sessions are idle: infinity when they are not, None when unknown."""
+    """Unix time since which all logind sessions are idle; infinity if one is active, None if unknown."""
     words = dict(line.split("=", 1) for line in answer.splitlines() if "=" in line)
     if words.get("IdleHint") == "no":
         return float("inf")
@@ -96,7 +102,7 @@ def idle_since_of(answer: str) -> float | None:
 
 
 async def _loginctl() -> str:
-    """What logind says about all sessions together; empty without one."""
+    """Output of `loginctl show-session` over all sessions; empty if it is absent, fails or times out."""
     try:
         child = await asyncio.create_subprocess_exec(
             *("loginctl", "show-session", "-p", "IdleHint", "-p", "IdleSinceHint"),
@@ -108,12 +114,12 @@ async def _loginctl() -> str:
         return ""
     try:
         async with asyncio.timeout(_LOGINCTL_TIMEOUT.total_seconds()):
-            said, _ = await child.communicate()
+            output, _ = await child.communicate()
     except TimeoutError:
         child.kill()
         await child.wait()
         return ""
-    return said.decode(errors="replace") if child.returncode == 0 else ""
+    return output.decode(errors="replace") if child.returncode == 0 else ""
 
 
 def _processes(proc: Path, tick: float) -> Iterator[tuple[int, tuple[int, float]]]:

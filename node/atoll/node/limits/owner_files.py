@@ -1,9 +1,9 @@
-"""What outlives the daemon of the owner's wishes and of the month's traffic: two small files in the data directory.
+"""The owner's intent and the month's traffic, kept over restarts in two files of the data directory.
 
-`owner.json` says whether the owner wants the node to rest, and until when; a restart must not train behind the owner's
-back. `traffic.json` holds the bytes of each calendar month: a start with a wrong clock counts into another one and
-erases nothing. A file that cannot be read counts as rest, and as nothing sent: the owner can say more, and the month
-ends.
+- `owner.json`: whether the owner paused the node, and until when. If it cannot be read, the node stays paused until
+  `atoll resume`, so that a restart never trains against the owner's will.
+- `traffic.json`: bytes by calendar month. A daemon started with a wrong clock counts into another month and erases
+  nothing. If the file cannot be read, counting starts at 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from atoll.core import log
 from atoll.core.files import write_atomic
 from atoll.node.training_policy import month_of
 
-MONTHS_KEPT = 24  # the last that were counted into
+MONTHS_KEPT = 24  # those counted into last
 _INTENT_FILE, _TRAFFIC_FILE = "owner.json", "traffic.json"
 
 _log = log.get("owner")
@@ -25,18 +25,18 @@ _log = log.get("owner")
 
 @dataclass(frozen=True)
 class OwnerIntent:
-    """What the owner last said."""
+    """The owner's last pause, resume or finish."""
 
     paused: bool = False
-    until_unix: float | None = None  # of a pause; None: until `atoll resume`
+    until_unix: float | None = None  # end of the pause; None: until `atoll resume`
     finished: bool = False  # paused by `atoll finish`
 
     def is_paused_at(self, unix: float) -> bool:
-        """Whether the node must rest at that time."""
+        """Report whether the pause applies at that time."""
         return self.paused and (self.until_unix is None or unix < self.until_unix)
 
     def reason(self, unix: float) -> str:
-        """For `atoll status`."""
+        """Reason for the pause, for `atoll status`."""
         if self.finished:
             return "finished by its owner; `atoll resume` trains again"
         if self.until_unix is None:
@@ -45,7 +45,7 @@ class OwnerIntent:
 
 
 def load_owner_intent(data_dir: Path) -> OwnerIntent:
-    """The owner's last word; rest, if it cannot be read."""
+    """Read the owner's last intent; paused if the file cannot be read."""
     try:
         plain = json.loads((data_dir / _INTENT_FILE).read_bytes())
         until = plain["until_unix"]
@@ -53,25 +53,25 @@ def load_owner_intent(data_dir: Path) -> OwnerIntent:
     except FileNotFoundError:
         return OwnerIntent()
     except (OSError, ValueError, TypeError, KeyError) as error:
-        _log.warning("what the owner said last cannot be read: resting until `atoll resume`", reason=str(error))
+        _log.warning("owner.json cannot be read; training stays paused until `atoll resume`", reason=str(error))
         return OwnerIntent(paused=True)
 
 
 def save_owner_intent(data_dir: Path, intent: OwnerIntent) -> None:
-    """Make it durable. Raises `DataDirUnusable`."""
+    """Write the intent durably. Raises `DataDirUnusable`."""
     write_atomic(data_dir / _INTENT_FILE, json.dumps({"version": 1, **asdict(intent)}).encode())
 
 
 class MonthlyTraffic:
-    """Bytes to and from peers by calendar month, over all starts of the daemon."""
+    """Bytes to and from peers by calendar month, summed over restarts of the daemon."""
 
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir / _TRAFFIC_FILE
-        self._bytes = _read(self._path)  # by month, the one that was counted into last at the end
-        self._counted = 0  # of the process's own total
+        self._bytes = _read(self._path)  # by month, in the order in which they were last counted into
+        self._counted = 0  # bytes of this process already added
 
     def count(self, process_total: int, local: datetime) -> int:
-        """Take the process's total so far into the month of `local`; returns the month's bytes."""
+        """Add what `process_total` grew by to the month of `local`; return the bytes of that month."""
         month = month_of(local)
         self._bytes[month] = self._bytes.pop(month, 0) + process_total - self._counted
         self._counted = process_total
@@ -80,7 +80,7 @@ class MonthlyTraffic:
         return self._bytes[month]
 
     def save(self) -> None:
-        """Make it durable. Raises `DataDirUnusable`."""
+        """Write the counts durably. Raises `DataDirUnusable`."""
         plain = {"version": 2, "bytes_by_month": self._bytes}
         write_atomic(self._path, json.dumps(plain).encode())
 
@@ -92,5 +92,5 @@ def _read(path: Path) -> dict[str, int]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        _log.warning("this month's traffic cannot be read: counting from nothing", reason=str(error))
+        _log.warning("traffic.json cannot be read; the month's traffic is counted from 0", reason=str(error))
         return {}

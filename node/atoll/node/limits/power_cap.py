@@ -1,8 +1,8 @@
-"""The GPU's power cap, through NVIDIA's management library where the driver lets us.
+"""The GPU's power cap, set through NVIDIA's management library (NVML).
 
-The cap belongs to the driver and outlives every process, so what was there before is written down first and put back on
-exit, or by the next start if this one is killed. Setting it takes root on most machines; without, training goes on
-and the owner is told why there is no cap.
+The driver keeps a cap after the process ends. So `power.json` records the previous cap first, and exit restores it; if
+the daemon is killed, its next start does. Most machines allow only root to set a cap. Without that right training goes
+on, and `atoll status` says why there is no cap.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ _log = log.get("power")
 
 
 class PowerCapRefused(AtollError):
-    """The driver, or this GPU, takes no such cap; training goes on without."""
+    """The driver or this GPU refused the cap; training goes on without it."""
 
 
 class PowerCap:
-    """The caps of a node's GPUs. Every method takes milliseconds and may block: call it in a thread."""
+    """Power caps of a node's GPUs. Every method blocks for milliseconds: call it in a thread."""
 
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir / _FILE
 
     def apply(self, watts: float, uuids: Sequence[str]) -> None:
-        """Set the cap of each; 0 puts back what was there before. Raises `PowerCapRefused`, `DataDirUnusable`."""
+        """Set the cap of each GPU; 0 restores the previous caps. Raises `PowerCapRefused`, `DataDirUnusable`."""
         if not watts:
             self.restore()
             return
         if not uuids:
-            raise PowerCapRefused("power_watts does nothing here: the device is not an NVIDIA GPU")
+            raise PowerCapRefused("power_watts has no effect: the device is not an NVIDIA GPU")
         with _nvml() as nvml:
             handles = {uuid: nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids}
             for handle in handles.values():
                 low, high = nvml.nvmlDeviceGetPowerManagementLimitConstraints(handle)
                 if not low <= watts * 1000 <= high:
-                    raise PowerCapRefused(f"power_watts = {watts:g}: this GPU takes {low / 1000:g} to {high / 1000:g}")
+                    bounds = f"{low / 1000:g} to {high / 1000:g} W"
+                    raise PowerCapRefused(f"power_watts = {watts:g} was not set: this GPU accepts {bounds}")
             if not self._path.exists():
                 before = {uuid: nvml.nvmlDeviceGetPowerManagementLimit(handle) for uuid, handle in handles.items()}
                 write_atomic(self._path, json.dumps({"version": 2, "milliwatts": before}).encode())
@@ -53,11 +54,10 @@ class PowerCap:
         _log.info("power cap set", watts=watts)
 
     def restore(self) -> None:
-        """Put back what was there before the first `apply`, of this process or one that was killed."""
+        """Restore the caps from before the first `apply`, of this process or of one that was killed."""
         try:
             written = json.loads(self._path.read_bytes())
-            first = "uuid" in written  # as versions before the second have it
-            before = {written["uuid"]: written["milliwatts"]} if first else dict(written["milliwatts"])
+            before = dict(written["milliwatts"])
             with _nvml() as nvml:
                 for uuid, milliwatts in before.items():
                     nvml.nvmlDeviceSetPowerManagementLimit(nvml.nvmlDeviceGetHandleByUUID(uuid), int(milliwatts))
@@ -65,13 +65,13 @@ class PowerCap:
         except FileNotFoundError:
             return
         except (OSError, ValueError, TypeError, KeyError, PowerCapRefused) as error:
-            _log.warning("the GPU's power cap was not put back; a reboot does it", reason=str(error))
+            _log.warning("previous GPU power cap not restored; a reboot restores it", reason=str(error))
 
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[Any]:
-    """NVIDIA's library, open. Its errors become `PowerCapRefused`."""
-    import pynvml  # here: the driver's library is loaded only by who wants a cap
+    """Open NVML; its errors become `PowerCapRefused`."""
+    import pynvml  # here, so that the driver's library is loaded only if there is a cap
 
     try:
         pynvml.nvmlInit()
@@ -80,4 +80,4 @@ def _nvml() -> Iterator[Any]:
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
-        raise PowerCapRefused(f"the driver sets no power cap: {error}") from error
+        raise PowerCapRefused(f"the driver refused the power cap: {error}") from error

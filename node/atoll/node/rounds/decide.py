@@ -21,6 +21,7 @@ from atoll.core.round_id import RoundId
 from atoll.core.verdicts import counted_tokens, require_valid_verdicts, strip_unknown_verdict_fields
 from atoll.node.exchange.codecs import BY_NUMBER, CODECS, Codec
 from atoll.node.exchange.partition import MIN_PART_ELEMENTS, ReduceRange, part_elements, partition
+from atoll.node.rounds.settlement import MAX_HOLDERS
 from atoll.node.rounds.types import RoundPolicy
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -130,9 +131,11 @@ def check_settle(start: dp.Start, settle: dp.Settle) -> None:
         raise PeerMisbehaved("Settle does not have one digest for each part")
     if settle.digests and not any(settle.digests):
         raise PeerMisbehaved("Settle gives up every part")
-    for repair in settle.repairs:
-        if repair.part >= len(settle.digests) or not set(repair.peer_ids) <= set(present):
-            raise PeerMisbehaved("Settle repairs a part that is none, or from somebody who is gone")
+    named = [*settle.whole, *(place for repair in settle.repairs for place in repair.members)]
+    if any(place >= len(members) for place in named):
+        raise PeerMisbehaved(f"Settle names a holder of parts beyond the {len(members)} members of Start")
+    if any(repair.part >= len(settle.digests) or len(repair.members) > MAX_HOLDERS for repair in settle.repairs):
+        raise PeerMisbehaved(f"Settle repairs a part that Start does not have, or names over {MAX_HOLDERS} holders")
     check_verdicts(start, settle.verdicts)
 
 

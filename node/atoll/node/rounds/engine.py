@@ -16,7 +16,7 @@ from datetime import timedelta
 
 from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
-from atoll.core.errors import AtollError, ChildDied, first_error
+from atoll.core.errors import AtollError, ChildDied, MessageTooLarge, first_error
 from atoll.core.fragments import Fragment
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head
@@ -24,6 +24,7 @@ from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.exchange.arithmetic_check import require_equal_bits
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.decide import is_witness, position_at
 from atoll.node.rounds.event_queue import EventQueue
@@ -141,6 +142,7 @@ class AveragingEngine:
             CountedShare(rt.Counted.UNKNOWN),
         )  # the head before the last commit; what that holds of ours
         self._looking = False
+        self._unsent: dp.RoundMessage | None = None  # the last message that was too large
         self._head_is_new = False  # what it leaves of our progress shall be reported at once
         self._last_look = clock.monotonic()
         self.moving = False  # the state is changing; it must not be served
@@ -193,6 +195,7 @@ class AveragingEngine:
 
     async def run(self, links: RoundLinks) -> None:
         """Take part in rounds until cancelled or `finished`. Raises what the trainer or the disk raise."""
+        await asyncio.to_thread(require_equal_bits)
         self._links = links
         if self._machine.finished:
             self.finished.set()
@@ -262,7 +265,7 @@ class AveragingEngine:
     def _perform(self, action: rt.Action) -> None:
         match action:
             case rt.Send(peer, message):
-                self._links.send(peer, message)
+                self._send(peer, message)
             case rt.Pledge():
                 self._pledges.put_nowait(action)
             case rt.SharePlan(peer):
@@ -304,14 +307,23 @@ class AveragingEngine:
             if pledge.peer == self._me:
                 self._events.put(rt.Received(self._me, pledge.message))
             else:
-                self._links.send(pledge.peer, pledge.message)
+                self._send(pledge.peer, pledge.message)
+
+    def _send(self, peer: str, message: dp.RoundMessage) -> None:
+        try:
+            self._links.send(peer, message)
+        except MessageTooLarge as error:
+            if message is not self._unsent:  # the same message for every member: one line says it
+                _log.error("message not sent", reason=str(error))
+                self._events.put(rt.SendFailed(message, str(error)))
+            self._unsent = message
 
     def _share_plan(self, peer: str) -> None:
         now = self._clock.monotonic()
         sealed = self._callbacks.plan_newer_than(self._machine.plan.version - 1)
         if sealed is not None and now - self._plans_sent.get(peer, float("-inf")) >= _PLAN_AGAIN_SECONDS:
             self._plans_sent[peer] = now
-            self._links.send(peer, dp.RoundMessage(plan=sealed))
+            self._send(peer, dp.RoundMessage(plan=sealed))
 
     # --- orders to the trainer, one after another ----------------------------------------------------
 

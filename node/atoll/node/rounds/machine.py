@@ -31,12 +31,12 @@ from atoll.node.rounds.follower import Follower
 from atoll.node.rounds.opener import TIE_SECONDS, Opener, StageDeadlines
 from atoll.node.rounds.pending_opens import PendingOpens
 from atoll.node.rounds.promises import Promises
-from atoll.node.rounds.round_trigger import MAX_ATTEMPT, MAX_ATTEMPT_JUMP, RoundTrigger
+from atoll.node.rounds.round_trigger import MAX_ATTEMPT, MAX_ATTEMPT_JUMP, NEXT_OPENERS, RoundTrigger
 from atoll.node.rounds.snapshot_ledger import SnapshotLedger
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
-NEXT_OPENERS = 3  # the following attempts' openers are told how many tokens there are
+_OPENER_KINDS = frozenset({"open", "start", "settle", "adopt", "abandon"})
 _LOST_SECONDS = 1.0  # an opener whose connection broke has that long to say something
 
 
@@ -178,6 +178,8 @@ class RoundMachine:
                     self._give_up(reason)
             case rt.PledgeFailed(message):
                 self._on_pledge_failed(message)
+            case rt.SendFailed(message, reason):
+                self._on_send_failed(message, reason)
             case rt.TieBreak():
                 if self._opener is not None:
                     self._opener.tie_broken(event, self._now)
@@ -239,7 +241,7 @@ class RoundMachine:
     def _report_tokens(self) -> None:
         if not self._trigger.hear_self(self._tokens, self._leaving, self._step_seconds, self._now):
             return
-        for peer in self._upcoming(self.round_id):
+        for peer in self._upcoming(self.round_id, self._trigger.openers_to_tell(self._now)):
             self._send_report(peer)
 
     def _announce_position(self) -> None:
@@ -249,10 +251,10 @@ class RoundMachine:
                 if peer != self.me:
                     self._send_report(peer)
 
-    def _upcoming(self, round_id: RoundId) -> list[str]:
-        """Who else may open that attempt and those after it."""
+    def _upcoming(self, round_id: RoundId, count: int) -> list[str]:
+        """The other members that may open that attempt or one of the next, of `count` attempts."""
         order = round_id.order(self.plan.members)
-        upcoming = {order[(round_id.attempt + ahead) % len(order)] for ahead in range(NEXT_OPENERS)}
+        upcoming = {order[(round_id.attempt + ahead) % len(order)] for ahead in range(min(count, len(order)))}
         return sorted(upcoming - {self.me})
 
     def _send_report(self, peer: str) -> None:
@@ -271,7 +273,7 @@ class RoundMachine:
         expected = RoundId(self.policy.run_id, self.plan.version, fragment, number, 0)
         report = self._report_of(expected, self._tokens_since_snapshot)
         report.expected = True
-        for peer in self._upcoming(expected):
+        for peer in self._upcoming(expected, NEXT_OPENERS):
             self._send(peer, dp.RoundMessage(report=report))
 
     @property
@@ -624,6 +626,18 @@ class RoundMachine:
             self._carry_out(following)
         else:
             self._decline(following.opener, following.round_id, "it cannot write down what it votes for")
+
+    def _on_send_failed(self, message: dp.RoundMessage, reason: str) -> None:
+        """An attempt cannot go on without its message: end it, with the reason in the round log."""
+        kind = str(message.WhichOneof("body"))
+        if kind in ("plan", "report", "commit"):
+            return  # of no attempt that is under way
+        round_id = RoundId.from_proto(getattr(message, kind).round)
+        if self._opener is not None and self._opener.round_id == round_id and kind in _OPENER_KINDS:
+            self._opener.give_way(reason, self._now)
+            self._drain_opener()
+        elif self._is_following(round_id):
+            self._give_up(reason)
 
     def _release(self, *, said_so: bool = False) -> None:
         """Forget the current attempt; a later one has another opener. `said_so`: this one abandoned it in words."""

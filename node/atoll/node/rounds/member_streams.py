@@ -13,8 +13,8 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from atoll.core import log
-from atoll.core.errors import AtollError, DeadlineExceeded, PeerMisbehaved, Unreachable
-from atoll.core.frames import FrameKind
+from atoll.core.errors import AtollError, DeadlineExceeded, MessageTooLarge, PeerMisbehaved, Unreachable
+from atoll.core.frames import MAX_HEADER_BYTES, FrameKind
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 
@@ -43,19 +43,28 @@ class RoundLinks:
         self._network = network
         self._receive = receive
         self._lost = lost  # told when a member's stream breaks: most likely it is dead
-        self._queues: dict[str, asyncio.Queue[dp.RoundMessage]] = {}
+        self._queues: dict[str, asyncio.Queue[bytes]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.dropped = 0
         network.handle(PROTOCOL, self._serve)
 
     def send(self, peer: str, message: dp.RoundMessage) -> None:
-        """Queue a message. Never blocks; a full queue (the peer is long gone) drops the message."""
+        """Queue a message. Never blocks; a full queue (the peer is long gone) drops the message.
+
+        Raises `MessageTooLarge`, which names the kind of the message and its size.
+        """
+        payload = message.SerializeToString()
+        if len(payload) > MAX_HEADER_BYTES:
+            kind = message.WhichOneof("body")
+            raise MessageTooLarge(
+                f"{kind} has {len(payload)} bytes; a message between members has at most {MAX_HEADER_BYTES}"
+            )
         queue = self._queues.get(peer)
         if queue is None:
             queue = self._queues[peer] = asyncio.Queue(_QUEUE)
             self._keep(self._deliver(peer, queue))
         try:
-            queue.put_nowait(message)
+            queue.put_nowait(payload)
         except asyncio.QueueFull:
             self.dropped += 1
 
@@ -80,12 +89,12 @@ class RoundLinks:
                 raise PeerMisbehaved("a round message does not parse") from error
             await self._receive(stream.peer_id, message)
 
-    async def _deliver(self, peer: str, queue: asyncio.Queue[dp.RoundMessage]) -> None:
+    async def _deliver(self, peer: str, queue: asyncio.Queue[bytes]) -> None:
         stream: Stream | None = None
         watch: asyncio.Task[None] | None = None
         try:
             while True:
-                payload = (await queue.get()).SerializeToString()
+                payload = await queue.get()
                 if stream is not None and watch is not None and watch.done():
                     await stream.close()
                     stream = None

@@ -303,7 +303,8 @@ class Opener:
         if not summed or not self._may_commit(self._parts):
             self._abandon(self._shortfall())
             return
-        digests, holders, partial = settle(self._parts, summed)
+        settled = settle(self._parts, summed)
+        digests = settled.digests
         if digests and not any(digests):  # a commit would count what everybody trained and take none of it
             if not self._is_overdue:  # perhaps links grew slow, and nobody had the time for any part
                 self._learn(far=False, failed=True)
@@ -314,14 +315,19 @@ class Opener:
         ]
         self.out += [missed for missed in told if missed.contributors]
         self._learn(far=all(digests))
-        self._mends = bool(holders) or not all(digests)
+        self._mends = not settled.is_complete
         seconds = self._decision.timeout_seconds
+        place = {peer: index for index, peer in enumerate(self._members)}
         message = dp.Settle(
             round=self.round_id.to_proto(),
             present=[peer for peer in there if not self._ready[peer].leaving] or there,
-            partial=partial,
+            partial=settled.partial,
             digests=digests,
-            repairs=[dp.PartHolders(part=part, peer_ids=peers) for part, peers in sorted(holders.items())],
+            whole=[] if settled.is_complete else [place[peer] for peer in settled.whole],
+            repairs=[
+                dp.PartHolders(part=part, members=[place[peer] for peer in peers])
+                for part, peers in sorted(settled.holders.items())
+            ],
             deadline_ms=int(seconds * 1000),
             verdicts=strip_unknown_verdict_fields(verdict for peer in there for verdict in self._parts[peer].verdicts),
         )

@@ -24,6 +24,7 @@ from atoll.core.round_id import RoundId
 from atoll.node.rounds.types import RoundPolicy
 from atoll.v1 import dataplane_pb2 as dp
 
+NEXT_OPENERS = 3  # openers of the next attempts that every member reports its tokens to, in quiet times
 MAX_ATTEMPT = 1_000_000
 MAX_ATTEMPT_JUMP = 1000  # an opener cannot push the attempt counter further than this at once
 _LATELY = 3.0  # report intervals after which a silent member is not waited for
@@ -198,6 +199,18 @@ class RoundTrigger:
         return max(
             (self._heard[peer].step_seconds for peer in self.heard_recently(now) & self._heard.keys()), default=0.0
         )
+
+    def openers_to_tell(self, now: float) -> int:
+        """Return how many of the next attempts' openers shall hear how many tokens this node has.
+
+        Three are enough while they live. When they are dead nobody hears of tokens, and no attempt begins. So the
+        number doubles each `open_timeout` once rounds take more than twice as long as the last one did.
+        """
+        began = self._attempt_began if math.isfinite(self._attempt_began) else self._last_commit
+        quiet = now - max(began, self._last_commit)
+        late = quiet - min(self._policy.round_max.total_seconds(), max(_LATELY * self._interval, 2 * self._lasted))
+        steps = late / self._policy.open_timeout.total_seconds()
+        return NEXT_OPENERS if late < 0 else NEXT_OPENERS * 2 ** (1 + min(20, int(steps)))
 
     # --- whose turn ----------------------------------------------------------------------------------
 

@@ -1,19 +1,26 @@
 """What the round's average is, decided from what every member says it has. Pure.
 
 Reducers may have died after some members received a part and before others did, or lied and sent different bytes to
-different members. The opener settles on one digest for every part; who lacks those bytes fetches them from who has
-them. A part that nobody has is a zero update for everyone.
+different members. The opener settles on one digest for every part. A member that lacks those bytes fetches them from a
+member that has them. A part that nobody has is a zero update for everyone.
+
+`Settle` must fit into one message however many members and parts there are. So it never lists who holds which part: it
+lists the members that hold everything, and only where these are few, up to three holders of each part that is lacking.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from atoll.core.errors import PeerMisbehaved
+from atoll.v1 import dataplane_pb2 as dp
 
 DIGEST_BYTES = 32
+MAX_HOLDERS = 3  # named for one part
+_MAX_SOURCES = 8  # members that one part is asked from
 
 
 class PartsReport(Protocol):
@@ -30,35 +37,63 @@ class PartsReport(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Settlement:
+    """What the parts are, and who can give them."""
+
+    digests: tuple[bytes, ...]  # of every part, the one that most members have, of several the lowest; empty: nobody
+    whole: tuple[str, ...]  # members that hold every part as settled
+    holders: Mapping[int, tuple[str, ...]]  # part that a member lacks → up to three holders, where few are whole
+    partial: tuple[str, ...]  # contributors that are missing in some sums
+    is_complete: bool  # every member holds every part as settled, and there is no part that nobody holds
+
+
 def check_report(peer: str, report: PartsReport, parts_total: int) -> None:
     """Raise `PeerMisbehaved` unless there is one digest, or an empty one, for each of the parts."""
     if len(report.digests) != parts_total:
         raise PeerMisbehaved(f"{peer} reports {len(report.digests)} parts; the vector has {parts_total}")
     if any(len(digest) not in (0, DIGEST_BYTES) for digest in report.digests):
-        raise PeerMisbehaved(f"{peer} reports a digest that is none")
+        raise PeerMisbehaved(f"{peer} reports a digest that has neither 0 nor {DIGEST_BYTES} bytes")
 
 
-def settle(
-    reports: Mapping[str, PartsReport], order: Sequence[str]
-) -> tuple[tuple[bytes, ...], dict[int, tuple[str, ...]], tuple[str, ...]]:
-    """Digests, holders and partial contributors from the reports of the members in `order` (all that are present).
+def settle(reports: Mapping[str, PartsReport], order: Sequence[str]) -> Settlement:
+    """Settle from the reports of the members in `order` (all that are present).
 
-    Digests: of every part, the one that most members have, of several the lowest; empty when nobody has the part.
-    Holders: for each part that a member lacks or has differently, who can give it, in `order`. Raises
-    `PeerMisbehaved` when reports do not fit each other; `check_report` finds the culprit beforehand.
+    Raises `PeerMisbehaved` when reports do not fit each other; `check_report` finds the culprit beforehand.
     """
     parts_total = len(reports[order[0]].digests)
     for peer in order:
         check_report(peer, reports[peer], parts_total)
-    digests = tuple(_winner(reports[peer].digests[index] for peer in order) for index in range(parts_total))
+    columns = {peer: list(reports[peer].digests) for peer in order}
+    digests = tuple(_most_held(columns[peer][index] for peer in order) for index in range(parts_total))
+    whole = tuple(peer for peer in order if columns[peer] == list(digests))
     holders: dict[int, tuple[str, ...]] = {}
-    for index, digest in enumerate(digests):
-        having = tuple(peer for peer in order if reports[peer].digests[index] == digest)
-        if digest and len(having) < len(order):
-            holders[index] = having
-    return digests, holders, tuple(sorted({name for peer in order for name in reports[peer].partial}))
+    if len(whole) < min(MAX_HOLDERS, len(order)):
+        others = [peer for peer in order if peer not in whole]
+        for index, digest in enumerate(digests):
+            having = [peer for peer in others if columns[peer][index] == digest]
+            if digest and len(having) < len(others) and having:
+                first = index % len(having)  # so that members share the work of giving
+                holders[index] = tuple((having[first:] + having[:first])[: MAX_HOLDERS - len(whole)])
+    partial = tuple(sorted({name for peer in order for name in reports[peer].partial}))
+    return Settlement(digests, whole, holders, partial, len(whole) == len(order) and all(digests))
 
 
-def _winner(digests: Iterable[bytes]) -> bytes:
+class RepairSources:
+    """Whom to ask for a part that `settle` names, as `start` numbers its members."""
+
+    def __init__(self, start: dp.Start, settle: dp.Settle) -> None:
+        self._members = [item.peer_id for item in start.contributions]
+        self._whole = list(settle.whole)
+        self._listed = {repair.part: list(repair.members) for repair in settle.repairs}
+
+    def __call__(self, part: int) -> tuple[str, ...]:
+        """Up to eight members that hold `part`; other parts begin at another member."""
+        first = part % len(self._whole) if self._whole else 0
+        places = self._listed.get(part, []) + self._whole[first:] + self._whole[:first]
+        return tuple(self._members[place] for place in places[:_MAX_SOURCES])
+
+
+def _most_held(digests: Iterable[bytes]) -> bytes:
     votes = Counter(digest for digest in digests if digest)
     return min(votes, key=lambda digest: (-votes[digest], digest), default=b"")

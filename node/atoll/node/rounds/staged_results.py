@@ -25,6 +25,7 @@ from atoll.node.exchange.allreduce import Exchange, ExchangeServer
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.outer_schedule import outer_schedule
+from atoll.node.rounds.settlement import RepairSources
 from atoll.node.state.anchor import AnchorState, OuterStepBuilder, Staged
 from atoll.node.state.catchup import fetch_staged
 from atoll.node.system.background_tasks import BackgroundTasks
@@ -41,6 +42,7 @@ _ENDING_SECONDS = 5.0  # it was cancelled
 class _Running:
     """The exchange of the attempt that this node takes part in."""
 
+    start: dp.Start
     exchange: Exchange
     before: Head
     staging: OuterStepBuilder  # its own: a cancelled exchange may still write
@@ -104,7 +106,7 @@ class RoundResults:
             self._exchanges.end(self._served)
         self._served = exchange.round_id
         self._exchanges.begin(exchange)
-        self._running = _Running(exchange, head, staging, self._background.begin(self._run(exchange)))
+        self._running = _Running(start, exchange, head, staging, self._background.begin(self._run(exchange)))
 
     def complete(self, round_id: RoundId, settle: dp.Settle, seconds: float) -> None:
         """Repair what the opener's digests say is missing or wrong, and make the state of it."""
@@ -160,9 +162,9 @@ class RoundResults:
         running = self._running
         if running is None or running.exchange.round_id != round_id:
             return  # released meanwhile
-        holders = {repair.part: tuple(repair.peer_ids) for repair in settle.repairs}
         try:
-            changed = await running.exchange.repair(tuple(settle.digests), holders, timedelta(seconds=seconds))
+            sources = RepairSources(running.start, settle)
+            changed = await running.exchange.repair(tuple(settle.digests), sources, timedelta(seconds=seconds))
         except RoundAbandoned as error:
             self._post_event(rt.Failed(round_id, str(error)))
             return

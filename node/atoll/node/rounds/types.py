@@ -183,6 +183,14 @@ class PledgeFailed:
 
 
 @dataclass(frozen=True)
+class SendFailed:
+    """A message of ours is too large to be sent, to anybody; `reason` names its kind and size."""
+
+    message: dp.RoundMessage
+    reason: str
+
+
+@dataclass(frozen=True)
 class TieBreak:
     """The coordinator's answer to `AskCoordinator`; not granted when it cannot be reached."""
 
@@ -222,6 +230,7 @@ Event = (
     | Obtained
     | Failed
     | PledgeFailed
+    | SendFailed
     | TieBreak
     | Lost
     | Leave

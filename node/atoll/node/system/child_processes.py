@@ -1,12 +1,11 @@
-"""Children that cannot outlive us, whatever kills us.
+"""Child processes that never outlive this process, even if it is killed.
 
-Every child is started through a three-line Python trampoline that asks the kernel to kill it when its parent
-ends (PR_SET_PDEATHSIG), checks that the parent did not end in between, and only then executes the program.
-A `preexec_fn` would do the same but runs Python between fork and exec, which is not safe beside threads.
-The kernel watches the *thread* that forked: start children from a thread that lives as long as they should.
+Every child starts through a three-line Python trampoline. It asks the kernel to kill the child when its parent ends
+(PR_SET_PDEATHSIG), checks that the parent has not ended meanwhile, and then executes the program. A `preexec_fn` would
+do the same, but it runs Python between fork and exec, which is unsafe in a process with threads. The kernel watches
+the *thread* that forked, so start children from a thread that lives as long as they should.
 
-Each child leads its own process group, so that Ctrl-C reaches us alone and a stop reaches all of its own
-children. `stop` asks with SIGTERM and insists with SIGKILL after a deadline.
+Each child leads its own process group: Ctrl-C reaches only this process, and `stop` reaches the child's own children.
 """
 
 from __future__ import annotations
@@ -27,18 +26,21 @@ ctypes.CDLL(None, use_errno=True).prctl(1, 9, 0, 0, 0)
 os.execv(sys.argv[2], sys.argv[2:]) if os.getppid() == int(sys.argv[1]) else sys.exit(1)
 """
 
-KILL_TIMEOUT = timedelta(seconds=5)  # from SIGKILL until the kernel reports the end
+KILL_TIMEOUT = timedelta(seconds=5)  # between SIGKILL and the child's exit status
 
-Output = int | IO[bytes] | None  # as `subprocess` takes it: PIPE, DEVNULL, STDOUT, a file, or None to inherit
+Output = int | IO[bytes] | None  # as in `subprocess`: PIPE, DEVNULL, STDOUT, a file, or None to inherit
 
 
 def command_killed_with_parent(command: Sequence[str | Path], parent_pid: int) -> list[str]:
-    """`command` (an absolute path and arguments) so wrapped that it dies with the process `parent_pid`."""
+    """Wrap `command` (an absolute path and arguments) so that it is killed when process `parent_pid` ends."""
     return [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(parent_pid), *map(str, command)]
 
 
 def treat_sigterm_as_sigint() -> None:
-    """SIGTERM ends this process like Ctrl-C: what it holds is let go, also where a shell ignores that for it."""
+    """Make SIGTERM raise KeyboardInterrupt like Ctrl-C, so that this process cleans up.
+
+    Also restores SIGINT, which a shell ignores in background jobs.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
 
@@ -53,7 +55,7 @@ async def start(
     cwd: Path | None = None,
     pass_fds: Sequence[int] = (),
 ) -> asyncio.subprocess.Process:
-    """Start `command` as a child that dies with us, in its own process group. Raises `OSError`."""
+    """Start `command` in its own process group, as a child that is killed when this process ends. Raises `OSError`."""
     return await asyncio.create_subprocess_exec(
         *command_killed_with_parent(command, os.getpid()),
         env=dict(environment),
@@ -67,7 +69,10 @@ async def start(
 
 
 async def stop(child: asyncio.subprocess.Process, grace: timedelta) -> int:
-    """SIGTERM to the child's group, SIGKILL after `grace`; returns the exit status. Ended already is fine."""
+    """Send SIGTERM to the child's group and SIGKILL after `grace`; return the exit status.
+
+    A child that has ended already is fine.
+    """
     if child.returncode is None:
         signal_group(child, signal.SIGTERM)
         with suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""The port that a member listens on when its owner named none: the same at every start, because others remember it."""
+"""The listening port of a member whose owner set none: kept in a file, so that peers find it after a restart."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from atoll.core.errors import AtollError
 from atoll.core.files import write_atomic
 
-PORT_FILE = "port"  # of libp2p
+PORT_FILE = "port"  # libp2p's
 DIRECT_PORT_FILE = "direct-port"
 
 
 def remembered_port(data_dir: Path, name: str = PORT_FILE) -> list[int]:
-    """The port that this member listened on last, or nothing."""
+    """Return the port that this member listened on last as a list of one; empty if there is none."""
     try:
         port = int((data_dir / name).read_text())
     except (OSError, ValueError):
@@ -23,7 +23,7 @@ def remembered_port(data_dir: Path, name: str = PORT_FILE) -> list[int]:
 
 
 def remember_port(data_dir: Path, port: int | None, name: str = PORT_FILE) -> None:
-    """Keep the port, if there is one, for the next start. A disk that does not take it is no reason not to run."""
+    """Save the port, if there is one, for the next start. A failed write is ignored: the node can run without it."""
     if port:
         with suppress(AtollError):
             write_atomic(data_dir / name, str(port).encode())

@@ -1,8 +1,8 @@
-"""Flat fp32 vectors in memory that two processes see.
+"""Flat fp32 vectors in memory shared by two processes.
 
-The daemon opens two empty anonymous files and hands their descriptors to the trainer; the trainer, which learns
-the number of elements from the model, sizes them; both map them. The files have no name, so nothing is left behind
-whoever dies. A tensor over a map keeps the map alive.
+The daemon opens empty anonymous files and passes their descriptors to the trainer. The trainer learns the number of
+elements from the model and sizes the files; both processes map them. The files have no name, so a crash of either
+process leaves nothing behind. A tensor over a map keeps the map alive.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ FP32_BYTES = 4
 
 
 def allocate_vector(descriptor: int, elements: int) -> None:
-    """Give the file room for `elements`. Raises `ModelTooLarge`."""
+    """Size the file for `elements` fp32 numbers. Raises `ModelTooLarge`."""
     try:
         os.ftruncate(descriptor, elements * FP32_BYTES)
     except OSError as error:
         raise ModelTooLarge(
-            f"no room for {bytes_text(elements * FP32_BYTES)} of shared memory: {error.strerror}",
+            f"cannot allocate {bytes_text(elements * FP32_BYTES)} of shared memory: {error.strerror}",
             "free memory on this machine, or choose a smaller preset",
         ) from error
 
 
 def map_vector(descriptor: int, elements: int) -> Tensor:
-    """The file as an fp32 vector [E], shared with every other process that maps it."""
+    """Map the file as an fp32 vector [E], shared with every other process that maps it."""
     if not elements:
         return torch.empty(0)
     return torch.frombuffer(mmap.mmap(descriptor, elements * FP32_BYTES), dtype=torch.float32, count=elements)

@@ -1,7 +1,8 @@
-"""Sockets in a directory of any depth: the kernel bounds a socket's path (107 bytes on Linux, 103 on macOS).
+"""Unix sockets in directories of any depth.
 
-Where a path is longer than that, it leads by way of a descriptor of the directory under `/proc/self/fd`. The same
-path holds in a child to which the descriptor is passed, as that keeps its number there.
+The kernel limits a socket's path to 107 bytes on Linux and 103 on macOS. A longer path goes through a descriptor of the
+directory, under `/proc/self/fd`. A child that inherits the descriptor can use the same path, because the descriptor
+keeps its number.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ _PROC_DESCRIPTORS = Path("/proc/self/fd")
 
 @dataclass
 class SocketDirectory:
-    """`path` leads to the directory until `close`; `descriptors` are what a child needs to follow it."""
+    """A short path to a directory, valid until `close`; a child must inherit `descriptors` to use it."""
 
     path: Path
     descriptors: tuple[int, ...] = ()
 
     @classmethod
     def open(cls, directory: Path, longest_name: str) -> SocketDirectory:
-        """A way to the sockets in `directory`. Raises `OSError`, and `ConfigError` where there is no `/proc`."""
+        """Open a path to the sockets in `directory`. Raises `OSError`; `ConfigError` on a system without `/proc`."""
         if len(os.fsencode(directory / longest_name)) <= _MAX_SOCKET_PATH_BYTES:
             return cls(directory)
         if not _PROC_DESCRIPTORS.is_dir():
@@ -37,7 +38,7 @@ class SocketDirectory:
         return cls(_PROC_DESCRIPTORS / str(descriptor), (descriptor,))
 
     def close(self) -> None:
-        """Let go of the descriptor. Calling twice is fine."""
+        """Close the descriptor. Idempotent."""
         held, self.descriptors = self.descriptors, ()
         for descriptor in held:
             os.close(descriptor)

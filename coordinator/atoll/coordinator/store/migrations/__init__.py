@@ -1,7 +1,7 @@
-"""The schema's history, applied from code at every start: `upgrade(engine)` is all the server calls.
+"""Schema migrations, applied by code at every start: the server only calls `upgrade(engine)`.
 
-To change a table: change its class in `store/records.py`, add `versions/NNNN_what.py`, run the tests (one
-compares the migrated schema with the records).
+To change a table: change its class in `store/records.py`, add `versions/NNNN_what.py`, and run the tests. One test
+compares the migrated schema with the records.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from sqlalchemy import Engine
 
 
 class UnknownRevision(Exception):
-    """The database carries a revision that this release does not know."""
+    """The database has a revision that this release does not know."""
 
 
-def upgrade(engine: Engine, revision: str = "head") -> None:
-    """Bring the schema to `revision`, by default this release's. Raises `UnknownRevision` and SQLAlchemy's errors."""
+def upgrade(engine: Engine) -> None:
+    """Migrate the schema to the newest revision. Raises `UnknownRevision` and SQLAlchemy's errors."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     with engine.begin() as connection:
         config.attributes["connection"] = connection
         try:
-            command.upgrade(config, revision)
+            command.upgrade(config, "head")
         except CommandError as error:
             raise UnknownRevision(str(error)) from error

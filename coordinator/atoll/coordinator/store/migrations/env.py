@@ -1,4 +1,4 @@
-"""Run by Alembic inside `upgrade`: it hands over the connection that the server opened."""
+"""Alembic environment: `upgrade` passes the connection that the server opened."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from atoll.coordinator.store.tables import METADATA
 context.configure(
     connection=context.config.attributes["connection"],
     target_metadata=METADATA,
-    transactional_ddl=True,  # SQLite can: a migration that is cut short leaves nothing behind
+    transactional_ddl=True,  # SQLite supports it: an interrupted migration leaves nothing behind
 )
 with context.begin_transaction():
     context.run_migrations()

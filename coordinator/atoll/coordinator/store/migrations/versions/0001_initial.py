@@ -1,4 +1,4 @@
-"""The first schema: tokens, nodes, runs, plans, rounds, evaluations, deny-lists, events."""
+"""The first schema: all tables of `store/records.py`. A `*` marks the columns of a primary key."""
 
 from __future__ import annotations
 
@@ -17,17 +17,34 @@ TABLES = {
     ),
     "nodes": (
         "peer_id* text, name text, run_id text, roles text, public_key blob, epoch int, enrolled_ms int,"
-        "last_seen_ms int, banned bool, draining bool, left bool, multiaddrs text"
+        "last_seen_ms int, banned bool, draining bool, left bool, multiaddrs text, token_id text, pin text,"
+        "there_seconds real, away_seconds real, losses real"
     ),
     "runs": (
         "run_id* text, spec_toml text, state text, created_ms int, corpus_digest text, layers blob, genesis blob,"
-        "plan_version int, head_round int, committed_tokens int, loss_round int, loss real"
+        "plan_version int, head_round int, committed_tokens int, loss_round int, loss real, plan_floor int,"
+        "rounds_opened int"
     ),
     "plans": "run_id* text, version* int, sealed blob, issued_ms int",
+    "plan_figures": (
+        "run_id* text, version* int, reason text, issued_ms int, nodes int, routes int,"
+        "predicted_tokens_per_second real, measured_tokens_per_second real, measured_seconds real, moved_bytes real,"
+        "left_out text"
+    ),
     "rounds": (
         "run_id* text, number* int, plan_version* int, fragment* int, attempt* int, committed bool, reason text,"
-        "opener text, seconds real, reported_ms int, wire_bytes int, tokens int, members int, parts_zeroed int,"
-        "manifest_hash blob, manifest blob"
+        "opener text, seconds real, reported_ms int, wire_bytes int, tokens int, committed_tokens int, members int,"
+        "parts_zeroed int, manifest_hash blob, manifest blob, previous_hash blob, made_under int, present text,"
+        "partial int, screened text, codec text"
+    ),
+    "waiting_rounds": "run_id* text, number* int, peer_id* text, report blob, told_ms int",
+    "votes": (
+        "run_id* text, number* int, promised_plan int, promised_attempt int, voted_plan int, voted_attempt int,"
+        "payload blob"
+    ),
+    "checkpoints": (
+        "peer_id* text, round* int, run_id text, manifest_hash blob, size_bytes int, written_ms int,"
+        "committed_tokens int, first_layer int, last_layer int"
     ),
     "evaluations": "run_id* text, round* int, loss real, committed_tokens int",
     "deny_lists": "number* int, sealed blob",

@@ -1,0 +1,70 @@
+"""Addresses in the DHT: publish this node's address, look up the addresses of the plan's members."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from datetime import timedelta
+
+from atoll.core import log
+from atoll.core.errors import AtollError, DeadlineExceeded, Unreachable
+from atoll.node.control.directives import Directives
+from atoll.node.swarm.host import SwarmHost
+
+ADDRESS_LIFETIME = timedelta(seconds=300)
+ADDRESS_REFRESH = timedelta(seconds=60)
+ADDRESS_RETRY = timedelta(seconds=5)
+ADDRESS_CHECK_INTERVAL = timedelta(seconds=3)  # a node behind NAT learns only later that it needs a relay
+LOOKUP_INTERVAL = timedelta(seconds=2)  # until every member of the plan can be dialled
+
+_log = log.get("daemon")
+
+
+class AddressBook:
+    """Keeps this node's DHT record fresh and the members of the plan dialable."""
+
+    def __init__(self, host: SwarmHost, directives: Directives, peer_id: str) -> None:
+        self._host = host
+        self._directives = directives
+        self._me = peer_id
+
+    async def publish(self) -> None:
+        """Publish this node's addresses until cancelled: on every change, and long before the record expires."""
+        while True:
+            pause = ADDRESS_REFRESH
+            try:
+                await self._host.publish_address(ADDRESS_LIFETIME)
+            except AtollError as error:
+                _log.warning("could not publish in the DHT", reason=str(error))
+                pause = ADDRESS_RETRY
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause.total_seconds()):
+                    await self._until_address_changes()
+
+    async def look_up(self) -> None:
+        """Look up the members of the plan until all can be dialled, and again for each plan, until cancelled."""
+        missing: set[str] = set()
+        while True:
+            plan = self._directives.plan
+            if plan is not None:
+                try:
+                    known = await self._host.lookup_addresses()
+                    missing = set(plan.members) - set(known) - {self._me}
+                except AtollError as error:
+                    _log.warning("DHT lookup failed", reason=str(error))
+            pause = LOOKUP_INTERVAL if missing or plan is None else ADDRESS_REFRESH
+            version = plan.version if plan else 0
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause.total_seconds()):
+                    await self._until_plan_after(version)
+
+    async def _until_address_changes(self) -> None:
+        while True:
+            await asyncio.sleep(ADDRESS_CHECK_INTERVAL.total_seconds())
+            with contextlib.suppress(Unreachable, DeadlineExceeded):
+                if await self._host.address_changed():
+                    return
+
+    async def _until_plan_after(self, version: int) -> None:
+        directives = self._directives
+        await directives.until(lambda: directives.plan is not None and directives.plan.version > version)

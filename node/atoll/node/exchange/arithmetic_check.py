@@ -1,0 +1,62 @@
+"""Does this process compute the bits that all members compute? Asked once, before a node takes part in rounds.
+
+Members hold equal models because each of them decodes the same bytes and takes the same outer step. That needs IEEE 754
+arithmetic in fp32: round to nearest, subnormal numbers kept, no multiply-add contracted. A library that sets
+flush-to-zero for its own speed sets it for the whole thread, and then digests differ after some rounds. So this module
+computes a known vector through every codec, the weighted mean and the outer step, and compares one digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from atoll.core.errors import ArithmeticDiffers
+from atoll.node.exchange.codecs import CODECS
+from atoll.node.exchange.weighted_sum import weighted_mean
+from atoll.node.state.outer_step import digest, outer_step
+
+_ELEMENTS = 4096
+_SMALLEST_NORMAL = 2.0**-126
+EXPECTED = "64fab8ef026042f7b864fbdd2c1a89c3d7ec3ee2c55b48715568bc3ddcc07983"
+_REMEDY = "find the library that sets flush-to-zero or fast math in this process, or use another build of PyTorch"
+
+
+def known_vector(seed: int) -> Tensor:
+    """Return fp32 [4096] made of SHA-256, the same on every machine: values in ±1e-3, some of them subnormal."""
+    words = b"".join(hashlib.sha256(b"%d/%d" % (seed, block)).digest() for block in range(_ELEMENTS * 4 // 32))
+    integers_E = torch.frombuffer(bytearray(words), dtype=torch.int32)
+    is_subnormal_E = integers_E % 16 == 0
+    is_subnormal_E[:256] = True  # whole blocks of them, so that scales are subnormal, too
+    subnormal_E = torch.bitwise_and(integers_E, 2**23 - 1).view(torch.float32)
+    return torch.where(is_subnormal_E, subnormal_E, integers_E.to(torch.float32) * 2.0**-41)
+
+
+def computed_digest() -> str:
+    """SHA-256 over what every codec, the mean and three outer steps make of known vectors."""
+    anchor_E, momentum_E = known_vector(1), known_vector(2)
+    total = hashlib.sha256()
+    for name, codec in sorted(CODECS.items()):
+        average_E = codec.decode(codec.encode(known_vector(3)), _ELEMENTS)
+        for _ in range(3):
+            anchor_E, momentum_E = outer_step(anchor_E, momentum_E, average_E, 0.7, 0.9)
+        total.update(name.encode() + digest(average_E) + digest(anchor_E) + digest(momentum_E))
+    total.update(digest(weighted_mean([anchor_E, momentum_E, known_vector(4)], [3, 7, 11])))
+    return total.hexdigest()
+
+
+def require_equal_bits() -> None:
+    """Raise `ArithmeticDiffers` unless this thread computes what all members compute."""
+    half = torch.tensor([_SMALLEST_NORMAL]) * 0.5
+    if not half.item():
+        raise ArithmeticDiffers(
+            "subnormal numbers are flushed to zero in this process, so its model would differ from other nodes' models",
+            _REMEDY,
+        )
+    if computed_digest() != EXPECTED:
+        raise ArithmeticDiffers(
+            "a known vector gives other bits here than on other nodes, so this node's model would differ from theirs",
+            _REMEDY,
+        )

@@ -1,0 +1,87 @@
+"""Round engine of a training session: connect it to the session's services, the coordinator's vote and the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from atoll.core.errors import AtollError
+from atoll.core.manifest import Head, changed_layers
+from atoll.core.plan import Plan
+from atoll.core.quorum import Ballot, LastVote
+from atoll.core.round_id import RoundId
+from atoll.node.control.coordinator_link import CoordinatorLink
+from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.node_context import NodeContext
+from atoll.node.rounds import types as rt
+from atoll.node.rounds.engine import AveragingEngine, RoundCallbacks
+from atoll.node.rounds.policy import policies
+from atoll.node.state.anchor import AnchorState
+from atoll.node.trainer.trainer import Trainer
+from atoll.v1 import membership_pb2 as mb
+
+
+def make_engine(
+    context: NodeContext,
+    trainer: Trainer,
+    state: AnchorState,
+    exchanges: ExchangeServer,
+    head: Head,
+    plan: Plan,
+    *,
+    on_head_moved: Callable[[Head], None],
+    on_evaluation: Callable[[mb.EvaluationReport], None],
+) -> AveragingEngine:
+    """Build the engine that moves `state` from `head` in rounds under `plan`."""
+    return AveragingEngine(
+        identity=context.identity,
+        operator_key=context.operator_key,
+        spec=context.spec,
+        policies=policies(context.spec, trainer.facts.layer_offsets),
+        trainer=trainer,
+        state=state,
+        manifests=context.manifests,
+        votes=context.votes,
+        network=context.network,
+        exchanges=exchanges,
+        head=head,
+        plan=plan,
+        clock=context.clock,
+        counters=context.status.counters,
+        callbacks=RoundCallbacks(
+            committed=on_head_moved,
+            report=context.link.report,
+            evaluated=on_evaluation,
+            ask_coordinator=partial(ask_coordinator, context.link),
+            plan_newer_than=context.directives.plan_newer_than,
+            plan_shared=context.directives.accept_plan,
+        ),
+    )
+
+
+async def ask_coordinator(link: CoordinatorLink, round_id: RoundId, payload: bytes) -> rt.TieBreak:
+    """Ask the coordinator for a promise or a tie-break vote; not granted if it cannot be reached."""
+    try:
+        answer = await link.vote(mb.VoteRequest(round=round_id.to_proto(), payload=payload))
+    except AtollError as error:
+        return rt.TieBreak(round_id, payload, granted=False, voted=None, vote=None, reason=str(error))
+    ballot = answer.accepted_ballot
+    voted = LastVote(Ballot(ballot.plan_version, ballot.attempt), answer.accepted_payload)
+    return rt.TieBreak(
+        round_id,
+        payload,
+        granted=answer.granted,
+        voted=voted if answer.HasField("accepted_ballot") else None,
+        vote=answer.vote if answer.HasField("vote") else None,
+        reason=answer.reason,
+    )
+
+
+def is_only_holder(plan: Plan | None, peer_id: str, head: Head) -> bool:
+    """Report whether, on a route, no other holder of some changed layer took part in the head's round."""
+    if plan is None or plan.is_replica(peer_id):
+        return False
+    mine, changed = plan.span(peer_id), changed_layers(head.manifest)
+    layers = range(max(mine.start, changed.start), min(mine.stop, changed.stop))
+    present = head.electorate.members | {peer_id}
+    return any(plan.holders(range(layer, layer + 1)) & present == {peer_id} for layer in layers)

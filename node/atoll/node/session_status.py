@@ -1,0 +1,89 @@
+"""State of a training session as its owner and the coordinator see it: waiting, paused, training or standby.
+
+The state follows from the plan, the run's state and the owner's pause. Every change is sent with a heartbeat at once.
+"""
+
+from __future__ import annotations
+
+from atoll.core.plan import Plan
+from atoll.node.node_context import NodeContext
+from atoll.v1 import membership_pb2 as mb
+
+
+class SessionStatus:
+    """Decides whether the session may train, and reports its state in `LiveStatus`."""
+
+    def __init__(self, context: NodeContext) -> None:
+        self.pause_reason = ""  # of the owner's pause or a limit, for people; empty: the owner allows training
+        self._context = context
+
+    @property
+    def may_train(self) -> bool:
+        """Neither the owner nor the operator has paused training."""
+        return not self.pause_reason and self._context.directives.run_state != mb.RUN_STATE_PAUSED
+
+    @property
+    def in_plan(self) -> bool:
+        """The newest plan has a place for this node."""
+        plan = self._context.directives.plan
+        return plan is not None and self._context.identity.peer_id in plan.members
+
+    @property
+    def must_write_genesis(self) -> bool:
+        """The coordinator ordered genesis, and this node has not written it yet."""
+        return self._context.directives.order == mb.ORDER_WRITE_GENESIS and self._context.status.genesis_report is None
+
+    def adopt_plan(self) -> Plan:
+        """Return the newest plan and show it in the status."""
+        plan, status = self._context.directives.plan, self._context.status
+        assert plan is not None
+        status.plan_version, status.members = plan.version, len(plan.members)
+        status.genesis_report = None  # a plan proves that the coordinator has it
+        return plan
+
+    def changed_since(self, plan_version: int, training: bool) -> bool:
+        """Report whether the plan has changed or left this node out, or whether training must start or stop."""
+        plan = self._context.directives.plan
+        return not self.in_plan or plan is None or (plan.version, self.may_train) != (plan_version, training)
+
+    def pause(self, reason: str) -> None:
+        """Pause for `reason`; an existing pause shows the new reason."""
+        self.pause_reason = reason
+        if self._context.status.state == mb.NODE_STATE_PAUSED:
+            self._context.status.detail = reason
+
+    def enter_waiting(self) -> None:
+        """Report that the node is paused or waits for a plan."""
+        if self.pause_reason:
+            self._enter(mb.NODE_STATE_PAUSED, self.pause_reason)
+        else:
+            self._enter(mb.NODE_STATE_READY, self._why_waiting())
+
+    def waiting_is_outdated(self) -> bool:
+        """Report whether `enter_waiting` would report another state or reason now."""
+        status = self._context.status
+        if bool(self.pause_reason) != (status.state == mb.NODE_STATE_PAUSED):
+            return True
+        return status.state == mb.NODE_STATE_READY and status.detail != self._why_waiting()
+
+    def enter_following(self, plan: Plan, *, training: bool) -> None:
+        """Report what the node does under `plan`: it trains, is paused, or is a standby."""
+        me = self._context.identity.peer_id
+        if not training:
+            self._enter(mb.NODE_STATE_PAUSED, self.pause_reason or "the operator paused the run")
+        elif me in plan.stages:
+            self._enter(mb.NODE_STATE_TRAINING, "training")
+        else:
+            span = plan.span(me)
+            self._enter(mb.NODE_STATE_READY, f"standby: holds layers {span.start} to {span.stop - 1}")
+
+    def _enter(self, state: mb.NodeState, detail: str) -> None:
+        self._context.status.enter(state, detail)
+        self._context.link.send_heartbeat_now()
+
+    def _why_waiting(self) -> str:
+        directives, needed = self._context.directives, self._context.spec.run.min_nodes
+        if directives.notice:
+            return f"ready, but {directives.notice}"
+        starts = f" (the run starts with {needed} nodes)" if directives.plan is None and needed > 1 else ""
+        return f"ready; waiting for a plan{starts}"
