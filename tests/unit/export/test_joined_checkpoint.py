@@ -91,7 +91,7 @@ def test_a_part_of_a_layer_is_read_and_nothing_beyond_it():
     with on_disk(held(1, 4)) as (some,):
         assert torch.equal(some.read(2, 5), ANCHOR[5:8])
         assert some.read(6, 6).numel() == 0
-        with pytest.raises(ValueError, match="not of one layer"):
+        with pytest.raises(ValueError, match="not in one layer"):
             some.read(0, 2)
 
 

@@ -99,5 +99,5 @@ def test_directories_that_no_run_can_start_from(tmp_path: Path) -> None:
             describe(changed(base, **changes), "")
         (base / "config.json").write_text(held)
     (base / "model.safetensors").rename(base / "pytorch_model.bin")
-    with pytest.raises(CheckpointCorrupt, match="no safetensors"):
+    with pytest.raises(CheckpointCorrupt, match="no readable safetensors"):
         describe(base, "")

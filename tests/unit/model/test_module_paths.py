@@ -44,7 +44,7 @@ def other(family: str) -> Any:
         ("gpt2", "gpt2 cannot be cut into layers: it lacks one final norm"),
         ("opt", "it lacks one list of 2 blocks"),
         ("gemma", "it lacks a way to compute the buffers .*embed_scale"),
-        ("t5", "t5 is no causal language model"),
+        ("t5", "t5 is not a causal language model"),
         ("falcon", "its transformer does more to activations than its blocks do"),
         ("granite", "its model does more to activations than its blocks do"),
     ],
@@ -58,10 +58,10 @@ def test_another_architecture_is_refused_by_the_name_of_what_is_missing(family: 
 @pytest.mark.parametrize(
     ("family", "changed", "words"),
     [
-        ("gpt_neox", {"hidden_dropout": 0.1}, "the same result twice .*dropout"),
-        ("llama", {"attention_dropout": 0.1}, "the same result twice"),
-        ("mixtral", {"router_jitter_noise": 0.1}, "the same result twice"),
-        ("mixtral", {"output_router_logits": True}, "a loss without terms of several blocks"),
+        ("gpt_neox", {"hidden_dropout": 0.1}, "a deterministic forward pass .*dropout"),
+        ("llama", {"attention_dropout": 0.1}, "a deterministic forward pass"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "a deterministic forward pass"),
+        ("mixtral", {"output_router_logits": True}, "a loss that depends on the logits alone"),
         ("llama", {"attn_implementation": "somebody/kernel"}, "foreign code"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
     ],
@@ -86,7 +86,7 @@ def test_adapters_alone_are_trained() -> None:
     ):
         with pytest.raises(ConfigError, match=r"LoRA|adapters"):
             HuggingFaceArchitecture(config_of("llama"), lora)
-    with pytest.raises(UnsupportedModel, match="twice"):
+    with pytest.raises(UnsupportedModel, match="deterministic"):
         HuggingFaceArchitecture(config_of("llama"), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
 
 

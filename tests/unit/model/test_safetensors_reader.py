@@ -81,7 +81,7 @@ def test_what_is_not_there_is_said(path: Path) -> None:
             missing(path.with_name("nothing"))
     for header in ([], "text", 3):
         path.write_bytes(with_header(b"\0" * 8, header))
-        with pytest.raises(CheckpointCorrupt, match="no safetensors"):
+        with pytest.raises(CheckpointCorrupt, match="no readable safetensors"):
             tensor_names(path)
 
 

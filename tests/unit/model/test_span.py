@@ -20,9 +20,9 @@ def test_equal_cuts_make_a_route(layers: int, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("spans", "words"),
     [
-        ([(0, 1), (3, 4)], "layers 2 to 2 are left out"),
+        ([(0, 1), (3, 4)], "layers 2 to 2 are missing"),
         ([(0, 2), (2, 4)], "layers 2 to 2 come twice"),
-        ([(1, 4)], "layers 0 to 0 are left out"),
+        ([(1, 4)], "layers 0 to 0 are missing"),
         ([(0, 3)], "ends after layer 3"),
         ([(0, 5)], "ends after layer 5"),
         ([], "ends after layer -1"),
@@ -35,7 +35,7 @@ def test_gaps_and_overlaps_are_named(spans: list[tuple[int, int]], words: str) -
 
 def test_a_span_has_a_first_layer_not_after_its_last() -> None:
     for first, last in ((-1, 2), (3, 2)):
-        with pytest.raises(InvalidRequest, match="no span"):
+        with pytest.raises(InvalidRequest, match="not a span"):
             Span(first, last)
     with pytest.raises(InvalidRequest, match="layers 0 to 4"):
         Span(3, 5).check_within(5)

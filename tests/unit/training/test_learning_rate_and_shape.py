@@ -75,7 +75,7 @@ def test_nano_is_about_a_million_and_7b_about_seven_billion() -> None:
     [
         ({"heads": 3}, "not a multiple of heads"),
         ({"kv_heads": 3}, "not a multiple of kv_heads"),
-        ({"dimension": 36, "heads": 4, "kv_heads": 4}, "rotated in pairs"),
+        ({"dimension": 36, "heads": 4, "kv_heads": 4}, "needs an even number"),
         ({"vocabulary": 100}, "smaller than the tokenizer's 256"),
     ],
 )

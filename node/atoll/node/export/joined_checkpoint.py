@@ -1,4 +1,4 @@
-"""The whole model from checkpoints of nodes that each held some of its layers. Nothing is read for it."""
+"""The whole model, joined from checkpoints of nodes that each hold some layers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from atoll.node.state.tensor_file import LayerLayout
 
 
 def join(models: Sequence[StoredModel]) -> StoredModel:
-    """All layers of one round. `models`, at least one, may overlap and come in any order.
+    """Join checkpoints of one round to all layers of the model, without reading tensors.
 
-    Raises `CheckpointCorrupt` when they are of different rounds, and `NotFound` that names layers that none holds.
+    `models` has at least one entry; they may overlap and be in any order. Raises `CheckpointCorrupt` if they are of
+    different rounds, and `NotFound` with the layers that no checkpoint holds.
     """
     one = models[0]
     if any(item.head.hash != one.head.hash for item in models):
         rounds = ", ".join(str(item.head.round) for item in models)
-        raise CheckpointCorrupt(f"these checkpoints are not of one round: {rounds}", "choose one with --round")
+        raise CheckpointCorrupt(
+            f"these checkpoints are not of one round, but of {rounds}", "choose one round with --round"
+        )
     known: dict[int, tuple[str, int, LayerLocation]] = {}
     for model in models:
         for place, layer in enumerate(range(model.layers.numbers.start, model.layers.numbers.stop)):
@@ -28,7 +31,7 @@ def join(models: Sequence[StoredModel]) -> StoredModel:
     if missing := set(range(count)) - known.keys():
         raise NotFound(
             f"none of these checkpoints holds {layers_text(missing)} of round {one.head.round}",
-            "name those of all stages of a route, or of a node that holds the whole model",
+            "add the checkpoints of the other stages, or use one of a node that holds the whole model",
         )
     offsets = [0]
     for layer in range(count):

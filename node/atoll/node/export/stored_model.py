@@ -1,9 +1,9 @@
-"""A model that stays on disk: checkpoints that were checked, of which any part can be read.
+"""A model that stays on disk: the anchors of checked checkpoints, of which any part can be read.
 
-Checking takes a piece of a file in memory at a time. The files are kept open from then on, so a node that trains may
-drop a checkpoint meanwhile.
+The check reads one piece of a file into memory at a time. The files then stay open, so a node that trains may delete a
+checkpoint meanwhile.
 
-Shape suffix: E elements that were asked for.
+Shape suffix: E elements to read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class LayerLocation:
-    """Where a layer's anchor begins."""
+    """The file and the offset at which a layer's anchor begins."""
 
     file: BinaryIO
     offset: int  # bytes
@@ -48,16 +48,16 @@ class StoredModel:
     layer_locations: tuple[LayerLocation, ...]  # by layer
 
     def read(self, start: int, end: int) -> Tensor:
-        """Elements `start … end - 1` of the flat vector, within one layer, as fp32 [E] of their own.
+        """Read elements `start … end - 1` of the flat vector, within one layer, as a new fp32 tensor [E].
 
-        Raises `CheckpointCorrupt` when the file has become shorter or unreadable since it was checked.
+        Raises `CheckpointCorrupt` if the file became shorter or unreadable after the check.
         """
         layer = bisect_right(self.layers.offsets, start) - 1
         vector_E = torch.empty(end - start)
         if start == end:
             return vector_E
         if end > self.layers.offsets[layer + 1]:
-            raise ValueError(f"elements {start} to {end} are not of one layer")
+            raise ValueError(f"elements {start} to {end} are not in one layer")
         place, left = self.layer_locations[layer], bytes_of(vector_E)
         offset = place.offset + _FP32_BYTES * (start - self.layers.offsets[layer])
         while left:
@@ -72,7 +72,7 @@ class StoredModel:
 
 
 def open_checkpoint(directory: Path, exit_stack: ExitStack) -> StoredModel:
-    """Open a checkpoint and check every byte; `exit_stack` closes it.
+    """Open a checkpoint and check every byte; `exit_stack` closes its files.
 
     Raises `CheckpointCorrupt` and `DataDirUnusable`.
     """
@@ -96,7 +96,10 @@ def open_checkpoint(directory: Path, exit_stack: ExitStack) -> StoredModel:
 
 
 def checkpoints_in(directory: Path) -> Sequence[Path]:
-    """The directory if it is a checkpoint or nothing that we know; the checkpoints in it, if it holds such."""
+    """List the checkpoints in a directory.
+
+    The result is the directory itself if it is a checkpoint or contains none.
+    """
     if (directory / SUMS).exists() or not directory.is_dir():
         return [directory]
     return sorted(path.parent for path in directory.glob(f"*/{SUMS}")) or [directory]

@@ -1,6 +1,7 @@
-"""What a model that is spread over several devices takes more of them together than one device would with it. Pure.
+"""Memory of a node whose model is sharded over several devices (`training/fsdp_model.py`). Pure.
 
-A planner counts a node's memory as one device's, so what being several costs is taken off what the node says it has.
+The planner counts a node's memory as that of one device. Several devices together take more memory for a model than one
+device. `trainer/loading.py` therefore subtracts the difference from the memory that the node reports.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from atoll.v1 import plan_pb2
 
 
 def padded_rows(samples: int, devices: int) -> int:
-    """Of a micro-batch: all devices compute as many, so that some of these may count for nothing."""
+    """Round a micro-batch up so that all devices compute the same number of rows; some rows may have no weight."""
     return devices * -(-samples // devices)
 
 
 def usable_bytes(table: plan_pb2.LayerTable, memory_bytes: int, devices: int, times: float) -> int:
-    """What is left of `memory_bytes` for what one device would take.
+    """Compute how much of `memory_bytes` is left for what one device alone would take.
 
-    On each, embedding and head are together, with their gradient, and of blocks the one that computes, with its
-    gradient, and the next one. What is frozen is whole on each. `times` as much as one would, the others take of the
-    rest: because pieces are uneven, or samples do not divide.
+    Each device gathers the embedding and the head with their gradient, the block that computes with its gradient, and
+    the next block. Each device holds frozen parameters in full. `times` is how much more than an even share the largest
+    device takes, because shards are uneven or the samples do not divide evenly.
     """
     largest = max((row.parameters for row in table.layers if is_block(row.kind)), default=0)
     ends = sum(row.parameters for row in table.layers if not is_block(row.kind))
@@ -30,5 +31,8 @@ def usable_bytes(table: plan_pb2.LayerTable, memory_bytes: int, devices: int, ti
 
 
 def evaluation_copy_bytes(table: plan_pb2.LayerTable) -> int:
-    """By a trainer of all layers: what was trained stays beside an anchor that is evaluated."""
+    """Count the bytes of the copy that a trainer of all layers needs to evaluate an anchor.
+
+    It keeps the trained weights there meanwhile.
+    """
     return FP32_BYTES * sum(row.parameters for row in table.layers)

@@ -1,8 +1,8 @@
-"""Initial weights of a Hugging Face decoder from a seed: the same for a layer whatever span it is part of.
+"""Initial weights of a Hugging Face decoder from a seed, equal for a layer in every span that contains it.
 
-A layer draws by the family's own rules from a generator of its own, an adapter from one seeded by its name. One node
-does this at genesis, as for the built-in decoder, and the others fetch its bytes: sequences of a generator are not
-promised to be equal everywhere.
+Each layer is initialised by the family's own rules with a generator of its own; each adapter with a generator seeded by
+its name. One node does this at genesis and the others fetch its bytes, as for the built-in decoder: torch does not
+promise equal random sequences on all machines.
 """
 
 from __future__ import annotations
@@ -17,24 +17,27 @@ from atoll.node.model.span_model import SpanModel
 
 
 def initialise_layer(model: SpanModel, seed: int) -> None:
-    """Fill what is trained of one layer, on the host. Raises `UnsupportedModel` for what its family has no rule for."""
+    """Initialise the trained parameters of one layer, on the host.
+
+    Raises `UnsupportedModel` for a matrix for which the family has no rule.
+    """
     module = model.span_definition.module
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(_number(f"{seed} layer {model.span_definition.span.first}"))
         for part in module.modules():
-            module._init_weights(part)  # type: ignore[operator]  # of every `PreTrainedModel`
+            module._init_weights(part)  # type: ignore[operator]  # every `PreTrainedModel` has it
     for name, view in model.trained.views(model.weights_E):
         if view.dim() > 1 and not view.any():
             raise UnsupportedModel(
-                f"transformers has no rule for the initial values of {name}", "start from a base: add [model.base]"
+                f"transformers has no rule to initialise {name}", "start from pretrained weights: add [model.base]"
             )
 
 
 def initial_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """One factor of an adapter by its name in the whole model.
+    """Return the initial values of one factor of an adapter; `name` is its name in the whole model.
 
-    Adapters begin as no change: the second factor is zero, the first uniform within 1/√inputs (Hu et al. 2021,
-    arXiv:2106.09685, as `peft` has it).
+    An adapter initially changes nothing: the second factor is zero, the first is uniform within 1/√inputs (Hu et al.
+    2021, arXiv:2106.09685, as in `peft`).
     """
     values = torch.zeros(shape)
     if "lora_A" in name:

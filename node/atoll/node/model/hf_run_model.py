@@ -1,4 +1,7 @@
-"""A run of a Hugging Face decoder: from seeded weights, from a pretrained base, or LoRA adapters on a frozen one."""
+"""`RunModel` of a Hugging Face decoder: seeded weights, a pretrained base, or LoRA adapters on a frozen base.
+
+Importing this module imports `transformers`, which takes seconds; `run_model.py` does so only for such a run.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,21 @@ _CPU = torch.device("cpu")
 
 
 class HuggingFaceRunModel:
-    """Made of classes of `transformers` and `peft` alone, whatever the spec says."""
+    """The model of a run, built from classes of `transformers` and `peft` alone, whatever the spec contains."""
 
     def __init__(self, spec: RunSpec, section: HuggingFaceModel, vocabulary: int, base: Path | None) -> None:
-        """`vocabulary`: the tokenizer's. Raises `UnsupportedModel`, `ConfigError`, `PretrainedWeightsUnusable`."""
+        """Build the architecture and its layer table.
+
+        `vocabulary` is the tokenizer's; `base` is the local directory of the pretrained weights. Raises
+        `UnsupportedModel`, `ConfigError`, `PretrainedWeightsUnusable`.
+        """
         self.architecture = architecture_of(section, vocabulary, spec.data.sequence_length)
         self.table = layer_table(self.architecture, spec.data.sequence_length, spec.model_hash())
         self._spec, self._seed = spec, spec.run.seed
         self._base = BaseFiles(section.base, base) if section.base is not None else None
 
     def whole_model_bytes(self, samples: int) -> int:
-        """What is frozen counts, too."""
+        """Estimate the memory of a trainer of all layers, frozen parameters included."""
         length, section = self._spec.data.sequence_length, self._spec.optimizer
         half_precision, checkpointing = section.precision != "fp32", section.activation_checkpointing
         return replica_memory_bytes(
@@ -42,12 +49,12 @@ class HuggingFaceRunModel:
         )
 
     def check(self, span: Span | None, on_progress: Callable[[], object] = lambda: None) -> None:
-        """All files, where all layers or any may be needed; those of a span are compared when they are read."""
+        """Check all base files if `span` is None; files of a single span are checked when they are read."""
         if self._base is not None and span is None:
             self._base.check_all(on_progress)
 
     def initial_parameters(self, span: Span) -> Iterator[tuple[str, Tensor]]:
-        """Drawn from the run's seed, or out of the base."""
+        """Yield initial values, drawn from the run's seed or read from the base."""
         for number in range(span.first, span.last + 1):
             span_definition = self.architecture.span_definition(Span(number, number))
             if self.architecture.has_adapters:
@@ -62,7 +69,7 @@ class HuggingFaceRunModel:
             yield from model.trained.views(model.weights_E)
 
     def load_frozen(self, model: TrainableModel) -> None:
-        """The base under adapters."""
+        """Load the frozen base under adapters."""
         if model.frozen.elements:
             self._read(model)
 
@@ -72,7 +79,7 @@ class HuggingFaceRunModel:
 
 
 def architecture_of(section: HuggingFaceModel, vocabulary: int, sequence_length: int) -> HuggingFaceArchitecture:
-    """On the meta device: nothing is allocated. Raises `UnsupportedModel`, `ConfigError`."""
+    """Build the architecture on the meta device, without allocation. Raises `UnsupportedModel`, `ConfigError`."""
     config = build_configuration(section.config, vocabulary, sequence_length, section.config_nulls)
     adapter = section.adapter
     made = build_architecture(config, lora_configuration(adapter) if adapter is not None else None)

@@ -1,4 +1,7 @@
-"""Genesis by a node that cannot hold the model: its initial parameters as a file, a layer at most in memory."""
+"""Initial parameters written to a file, for genesis on a node that cannot hold the model.
+
+At most one layer is in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from atoll.node.model.span import Span
 
 
 def write_initial_weights(run: RunModel, path: Path) -> None:
-    """All elements in layer order, fp32 little-endian: the bits of `Initialise`. On the disk when it returns.
+    """Write all elements in layer order, fp32 little-endian: the bits that the order `Initialise` produces.
 
-    Raises `DataDirUnusable`.
+    The file is synced to disk on return. Raises `DataDirUnusable`.
     """
     try:
         with path.open("wb") as file:
@@ -23,5 +26,5 @@ def write_initial_weights(run: RunModel, path: Path) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise DataDirUnusable(
-            f"cannot write the initial parameters to {path}: {error.strerror}", "make room on this disk"
+            f"cannot write the initial parameters to {path}: {error.strerror}", "free some space on this disk"
         ) from error

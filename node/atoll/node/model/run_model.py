@@ -1,6 +1,7 @@
-"""The model that a run spec names, as trainers need it: cuts, layer table, initial parameters, what it takes.
+"""The model of a run, as trainers need it: span definitions, layer table, initial parameters, memory estimate.
 
-There are two kinds, the built-in decoder and those of Hugging Face; nobody else needs to know which one a run has.
+`RunModel` hides which kind of model a run trains: the built-in decoder (`BuiltInRunModel`) or a Hugging Face decoder
+(`hf_run_model.py`). `run_model` chooses between them from the run spec.
 """
 
 from __future__ import annotations
@@ -24,43 +25,46 @@ from atoll.v1 import plan_pb2
 
 
 class RunModel(Protocol):
-    """One run's model on this node."""
+    """The model of one run on this node."""
 
     @property
     def architecture(self) -> Architecture:
-        """How it is cut."""
+        """The architecture from which spans are cut."""
         ...
 
     @property
     def table(self) -> plan_pb2.LayerTable:
-        """What its layers are; elements that are trained are those that travel."""
+        """The layer table. Its `parameters` are the trained elements, which outer rounds exchange."""
         ...
 
     def whole_model_bytes(self, samples: int) -> int:
-        """What training all layers takes of a device, at least, with so many samples at once."""
+        """Estimate the least device memory for training all layers, with `samples` samples at once."""
         ...
 
     def check(self, span: Span | None, on_progress: Callable[[], object] = ...) -> None:
-        """Look at all that a trainer of the span (of all layers) needs beside data. Raises `PretrainedWeightsUnusable`.
+        """Check all that a trainer of the span (None: of any layer) needs besides data.
 
-        `on_progress` is called after each file.
+        `on_progress` is called after each file. Raises `PretrainedWeightsUnusable`.
         """
         ...
 
     def initial_parameters(self, span: Span) -> Iterator[tuple[str, Tensor]]:
-        """What is trained of the span as it is before the first step, by name in layer order, a layer at a time."""
+        """Yield the span's trained parameters before the first step, by name in layer order.
+
+        At most one layer is in memory at a time.
+        """
         ...
 
     def load_frozen(self, model: TrainableModel) -> None:
-        """Give what is frozen its values. Raises `PretrainedWeightsUnusable`, `CheckpointCorrupt`."""
+        """Load the values of frozen parameters. Raises `PretrainedWeightsUnusable`, `CheckpointCorrupt`."""
         ...
 
 
 class BuiltInRunModel:
-    """A run of the built-in decoder."""
+    """The model of a run of the built-in decoder."""
 
     def __init__(self, spec: RunSpec, section: ModelSection, vocabulary: int) -> None:
-        """Raises `UnsupportedModel`."""
+        """Build the shape and the layer table. Raises `UnsupportedModel`."""
         shape = resolve_shape(section, vocabulary)
         self.architecture = BuiltInArchitecture(shape)
         self.table = layer_table(spec, shape)
@@ -70,22 +74,26 @@ class BuiltInRunModel:
         return built_in_memory_bytes(self._spec, self._shape, samples)
 
     def check(self, span: Span | None, on_progress: Callable[[], object] = lambda: None) -> None:
-        """It needs nothing."""
+        """Do nothing: the built-in decoder needs no files."""
 
     def initial_parameters(self, span: Span) -> Iterator[tuple[str, Tensor]]:
-        """One parameter at a time; those before the span are drawn, too, and dropped."""
+        """Yield one parameter at a time.
+
+        Parameters before the span are drawn and dropped, so that a span gets the same values as the whole model.
+        """
         for name, values in initial_parameters(self._shape, self._seed):
             if int(name.split(".")[1]) in span:
                 yield name, values
 
     def load_frozen(self, model: TrainableModel) -> None:
-        """Nothing of it is frozen."""
+        """Do nothing: the built-in decoder has no frozen parameters."""
 
 
 def run_model(spec: RunSpec, vocabulary: int, base: Path | None = None) -> RunModel:
-    """`vocabulary`: the tokenizer's; `base`: where this node has the run's pretrained weights.
+    """Build the model that a run spec names.
 
-    Raises `UnsupportedModel`, and `ConfigError` where a library is missing.
+    `vocabulary` is the tokenizer's; `base` is the local directory of the run's pretrained weights. Raises
+    `UnsupportedModel`, and `ConfigError` if a library is missing.
     """
     if isinstance(spec.model, HuggingFaceModel):
         from atoll.node.model.hf_run_model import HuggingFaceRunModel  # transformers: seconds
@@ -95,14 +103,14 @@ def run_model(spec: RunSpec, vocabulary: int, base: Path | None = None) -> RunMo
 
 
 def allocate_span(run: RunModel, span: Span, device: torch.device, activation_checkpointing: bool = False) -> SpanModel:
-    """Memory for a span; what is frozen of it has its values, what is trained is zero."""
+    """Allocate a span's parameters: frozen ones get their values, trained ones are zero."""
     model = SpanModel(run.architecture.span_definition(span, activation_checkpointing), device)
     run.load_frozen(model)
     return model
 
 
 def initialise_into(run: RunModel, model: TrainableModel, anchor_E: Tensor) -> None:
-    """Write the run's initial parameters of the model's span."""
+    """Write the initial parameters of the model's span into `anchor_E`."""
     views = dict(model.trained.views(anchor_E))
     for name, values in run.initial_parameters(model.span_definition.span):
         views[name].copy_(values)
