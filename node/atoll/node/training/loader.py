@@ -1,8 +1,7 @@
-"""Batches ahead of time: one thread turns sample numbers into token tensors while the model computes.
+"""Loader of training batches: a thread turns sample numbers into token tensors while the model computes.
 
-The loader counts the seconds that training waited for it. `restart` puts a new feed under it: what was prepared
-from the old one is thrown away, and nothing thrown away counts as consumed, because consumption is counted by the
-training loop when a step is done.
+It counts the seconds that training waited for it. `restart` gives it a new feed and drops the batches prepared from the
+old one. Dropped batches do not count as consumed: the training loop counts consumption when a step is done.
 
 Shape suffixes: B batch, T sequence.
 """
@@ -29,14 +28,14 @@ BATCH_TIMEOUT = timedelta(minutes=2)
 
 @dataclass(frozen=True)
 class Batch:
-    """One inner step's tokens, int64 [B, T+1] on the host, and where they came from."""
+    """The tokens of one inner step, int64 [B, T+1] on the host, and their sample numbers."""
 
     tokens_BT: Tensor
     taken: SampleNumbers
 
 
 class Loader:
-    """Prefetches `samples_per_step` samples at a time. `close` ends its thread."""
+    """A prefetcher of `samples_per_step` samples at a time. `close` ends its thread."""
 
     def __init__(self, corpus: Corpus, seed: int, samples_per_step: int, clock: Clock, pin: bool = False) -> None:
         self.stall_seconds = 0.0
@@ -53,7 +52,7 @@ class Loader:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to train."""
+        """True if there is nothing to train."""
         return self._feed.empty
 
     def restart(self, feed: SampleFeed) -> None:
@@ -65,7 +64,7 @@ class Loader:
             self._changed.notify_all()
 
     def next(self, timeout: timedelta = BATCH_TIMEOUT) -> Batch:
-        """The next batch. Raises `DeadlineExceeded` when the disk does not deliver."""
+        """Return the next batch. Raises `DeadlineExceeded` if it does not arrive in time, and errors of the thread."""
         with self._changed:
             if not self._ready:
                 started = self._clock.monotonic()
@@ -74,7 +73,10 @@ class Loader:
                 if self._failure is not None:
                     raise self._failure
                 if not arrived:
-                    raise DeadlineExceeded(f"no training batch within {timeout.total_seconds():.0f} s")
+                    raise DeadlineExceeded(
+                        f"no training batch within {timeout.total_seconds():.0f} s",
+                        "check the disk with the training text",
+                    )
             batch = self._ready.popleft()
             self._changed.notify_all()
             return batch
@@ -91,7 +93,7 @@ class Loader:
             generation, taken = work
             try:
                 batch = self._build(taken)
-            except (OSError, ValueError, RuntimeError) as error:  # raised where training can be seen to fail
+            except (OSError, ValueError, RuntimeError) as error:  # `next` raises it in the training thread
                 with self._changed:
                     self._failure = error
                     self._changed.notify_all()
