@@ -40,8 +40,7 @@ import peft.tuners.lora, torch, transformers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.core_model_loading import revert_weight_conversion
 from atoll.node.state.checkpoint import read_checkpoint
-from atoll.node.export.joined_checkpoint import join
-from atoll.node.export.stored_model import open_checkpoint
+from atoll.node.export.stored_model import join_checkpoints, open_checkpoint
 from atoll.node.export import huggingface_export as export
 from atoll.node.export import transformers_model as export_run
 from atoll.node.training.device import (limit_host_memory)
@@ -49,7 +48,7 @@ torch.set_num_threads(1)
 target, megabytes, base, *checkpoints = sys.argv[1:]
 limit_host_memory(int(megabytes) << 20)
 with ExitStack() as held:
-    model = join([open_checkpoint(Path(path), held) for path in checkpoints])
+    model = join_checkpoints([open_checkpoint(Path(path), held) for path in checkpoints])
     export.export_huggingface(model, Path(target), "fp32", Path(base) if base else None, 20e6)
 try:
     [read_checkpoint(Path(path)) for path in checkpoints]

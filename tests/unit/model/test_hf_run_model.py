@@ -24,8 +24,7 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import ModelTooLarge, UsageError
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.export.huggingface_export import export_huggingface
-from atoll.node.model.initial_weights_file import write_initial_weights
-from atoll.node.model.run_model import run_model
+from atoll.node.model.run_model import run_model, write_initial_weights
 from atoll.node.model.span import Span
 from atoll.node.state.tensor_file import LayerLayout
 from atoll.node.trainer.loading import load as load_trainer

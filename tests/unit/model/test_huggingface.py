@@ -30,8 +30,8 @@ def weights_of(route_stages: RouteStages, without_head: bool) -> dict[str, Tenso
     """Every parameter by name; a frozen head that is tied is a copy of the embedding."""
     found: dict[str, Tensor] = {}
     for model in route_stages.models:
-        found |= {name: view.clone() for name, view in model.trained.views(model.weights_E)}
-        found |= {name: view.clone() for name, view in model.frozen.views(model.frozen_E)}
+        found |= {name: view.clone() for name, view in model.trained_layout.views(model.weights_E)}
+        found |= {name: view.clone() for name, view in model.frozen_layout.views(model.frozen_E)}
     if without_head:
         assert torch.equal(found.pop("lm_head.weight"), found[f"{route_stages.models[0].span_definition.embedding}"])
     return found

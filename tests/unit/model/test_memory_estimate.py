@@ -60,16 +60,16 @@ def flush(stage: Stage) -> None:
     targets_BT = [torch.zeros(SAMPLES, TOKENS, dtype=torch.int64) for _ in range(CREDITS)]
     waiting = (
         targets_BT
-        if span_definition.first
+        if span_definition.is_first
         else [torch.randn(SAMPLES, TOKENS, span_definition.dimension) for _ in range(CREDITS)]
     )
     inputs = [x.clone() for x in waiting]
     del waiting
     for number in range(CREDITS):
         output = stage.forward(number, inputs.pop(0), targets_BT[number])
-        if span_definition.last:
+        if span_definition.is_last:
             stage.backward(number, None)
-    if not span_definition.last:
+    if not span_definition.is_last:
         gradient_BTD = torch.ones_like(output)
         del output
         for number in range(CREDITS):

@@ -94,7 +94,7 @@ def test_a_span_has_memory_for_its_own_layers_only() -> None:
     architecture = HuggingFaceArchitecture(config_of("qwen3"))
     held = SpanModel(architecture.span_definition(Span(1, 1)), torch.device("cpu"))
     names = {name for name, _ in held.span_definition.module.named_parameters()}
-    assert names == {slot.name for slot in held.trained.slots}
+    assert names == {slot.name for slot in held.trained_layout.slots}
     assert all(name.startswith("model.layers.0.") for name in names)
     assert not any(
         each.is_meta for each in [*held.span_definition.module.parameters(), *held.span_definition.module.buffers()]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.routes import RouteStages
+from support.routes import RouteStages, layer_weights
 from torch import Tensor
 
 from atoll.core.clock import SystemClock
@@ -106,7 +106,9 @@ def test_what_is_not_finite_costs_a_route_over_the_wire_a_step_and_not_the_weigh
     route_stages.load(random(shape.parameters) * 0.1)
     before_E, tokens = route_stages.weights(), [torch.arange(14).view(2, 7) + number for number in range(2)]
     broken = next(
-        each.layer(broken_layer)[:1] for each in route_stages.models if broken_layer in each.span_definition.span
+        layer_weights(each, broken_layer)[:1]
+        for each in route_stages.models
+        if broken_layer in each.span_definition.span
     )
     whole = broken.clone()
     broken.fill_(torch.nan)

@@ -20,9 +20,8 @@ from atoll.core.errors import ConfigError, DataDirUnusable, InvalidRequest, Mode
 from atoll.core.files import open_anonymous_file
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.model.built_in_shape import ModelShape
-from atoll.node.model.initial_weights_file import write_initial_weights
 from atoll.node.model.llama import Decoder, initialise
-from atoll.node.model.run_model import run_model
+from atoll.node.model.run_model import run_model, write_initial_weights
 from atoll.node.pipeline.stage_io import RouteEvent, StageIO
 from atoll.node.system.shared_vectors import map_vector
 from atoll.node.trainer import messages as ms

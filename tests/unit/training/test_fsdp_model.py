@@ -13,8 +13,8 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.node.model.built_in import BuiltInArchitecture
 from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.flat_layout import FlatLayout
-from atoll.node.model.fsdp_memory import usable_bytes
 from atoll.node.model.local_weights import ALL, ShardedWeights, ShardSlices, WholeWeights
+from atoll.node.model.memory_estimate import usable_bytes
 from atoll.node.model.run_model import run_model
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import layout_of

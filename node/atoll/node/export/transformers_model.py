@@ -117,7 +117,7 @@ def _merged_groups(
         gc.collect()  # the modules of the layer before refer to one another in cycles
         span = SpanModel(architecture.span_definition(Span(layer, layer)), torch.device("cpu"))
         pretrained_weights.load(architecture, base.directory, span, base.check)
-        for name, view in span.trained.views(span.weights_E):
+        for name, view in span.trained_layout.views(span.weights_E):
             view.copy_(model.read(slots[name].offset, slots[name].offset + slots[name].elements).view(view.shape))
         for module in span.span_definition.module.modules():
             if isinstance(module, LoraLayer):

@@ -8,12 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from atoll.core.layer_kinds import BLOCK, EMBEDDING, HEAD, block_kind, is_block
+from atoll.node.model.built_in_shape import FP32_BYTES
 from atoll.node.model.huggingface import HuggingFaceArchitecture
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanDefinition
 from atoll.v1 import plan_pb2
-
-FP32_BYTES = 4
 
 
 def layer_table(architecture: HuggingFaceArchitecture, sequence_length: int, model_hash: str) -> plan_pb2.LayerTable:

@@ -39,11 +39,6 @@ class HuggingFaceArchitecture:
         self.trained_names = tuple(name for name, each in whole.named_parameters() if each.requires_grad)
         self._check_body_is_identity(whole)
 
-    @classmethod
-    def of_directory(cls, directory: Path, lora: Any = None) -> HuggingFaceArchitecture:
-        """Of a local directory's config.json. Nothing is downloaded and no code from it is run."""
-        return cls(read_configuration(directory), lora)
-
     @property
     def has_adapters(self) -> bool:
         """True if adapters are trained and the rest is frozen."""

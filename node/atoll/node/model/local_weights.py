@@ -130,7 +130,7 @@ class ShardSlices:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each slice begins among the elements on this device, then their number."""
+        """Offsets of the slices among the elements on this device, then their total."""
         return tuple(accumulate((it.stop - it.start for it in self.slices), initial=0))
 
     def within(self, part: slice) -> list[slice]:

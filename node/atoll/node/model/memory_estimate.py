@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 from atoll.core.layer_kinds import is_block
 from atoll.core.run_spec import RunSpec
-from atoll.node.model.built_in_shape import ModelShape
+from atoll.node.model.built_in_shape import FP32_BYTES, ModelShape
 from atoll.node.model.span import Span
 from atoll.v1 import plan_pb2
 
-FP32_BYTES = 4
 TOKEN_BYTES = 8
 _KEPT_OUTPUTS = 4 / 3  # elements kept from forward to backward, per element that a block's matrices output
 _KEPT_WIDTHS = 5.0  # vectors of model width that a block keeps besides
 _MOVING_OUTPUTS = 1 / 3  # share of a block's output gradients that exist at once
 FLAT_COPIES = 6  # weights, gradients, two AdamW moments, anchor, weights at the snapshot: fp32 each
+_SAVED_PER_BLOCK = 14  # [B,T,D]-sized fp32 tensors that one block saves for backward, MLP included
 _LOGITS = 3  # logits, their log-softmax, its gradient
 _LARGEST_MATRIX = 0.25  # share of a block's elements; its gradient exists twice until it is added
 
@@ -155,18 +155,47 @@ def _dense(row: plan_pb2.LayerInfo) -> int:
     return 0 if row.frozen_parameters else row.parameters
 
 
-FLAT_COPIES = 6  # weights, gradients, two AdamW moments, anchor, weights at the snapshot: fp32 each
-_SAVED_PER_BLOCK = 14  # [B,T,D]-sized fp32 tensors that one block saves for backward, MLP included
-
-
 def built_in_memory_bytes(spec: RunSpec, shape: ModelShape, samples: int) -> int:
     """Estimate the least memory for training the built-in decoder, bytes.
 
     It counts the flat copies and the tensors that backward needs for `samples` samples at once.
     """
     tokens = samples * spec.data.sequence_length
-    width = 4 if spec.optimizer.precision == "fp32" else 2
+    width = FP32_BYTES if spec.optimizer.precision == "fp32" else FP32_BYTES // 2
     blocks = 1 if spec.optimizer.activation_checkpointing else shape.layers
     saved = blocks * _SAVED_PER_BLOCK * shape.dimension + shape.layers * shape.dimension
     borrowed = shape.vocabulary * shape.dimension if shape.tie_embeddings else 0  # the head's gradient of a tied matrix
-    return 4 * (FLAT_COPIES * shape.parameters + borrowed) + tokens * (width * saved + 2 * 4 * shape.vocabulary)
+    flat = FP32_BYTES * (FLAT_COPIES * shape.parameters + borrowed)
+    return flat + tokens * (width * saved + 2 * FP32_BYTES * shape.vocabulary)
+
+
+# --- several devices (training/fsdp_model.py) -------------------------------------------------------
+# The planner counts a node's memory as that of one device, and several devices together take more for a model. So
+# `trainer/loading.py` subtracts the difference from the memory that the node reports.
+
+
+def padded_rows(samples: int, devices: int) -> int:
+    """Round a micro-batch up so that all devices compute the same number of rows; some rows may have no weight."""
+    return devices * -(-samples // devices)
+
+
+def usable_bytes(table: plan_pb2.LayerTable, memory_bytes: int, devices: int, times: float) -> int:
+    """Compute how much of `memory_bytes` is left for what one device alone would take.
+
+    Each device gathers the embedding and the head with their gradient, the block that computes with its gradient, and
+    the next block. Each device holds frozen parameters in full. `times` is how much more than an even share the largest
+    device takes, because shards are uneven or the samples do not divide evenly.
+    """
+    largest = max((row.parameters for row in table.layers if is_block(row.kind)), default=0)
+    ends = sum(row.parameters for row in table.layers if not is_block(row.kind))
+    left = memory_bytes - FP32_BYTES * devices * (2 * ends + 3 * largest)
+    copies = devices if any(row.frozen_parameters for row in table.layers) else 1
+    return max(0, int(left / (copies * times)))
+
+
+def evaluation_copy_bytes(table: plan_pb2.LayerTable) -> int:
+    """Count the bytes of the copy that a trainer of all layers needs to evaluate an anchor.
+
+    It keeps the trained weights there meanwhile.
+    """
+    return FP32_BYTES * sum(row.parameters for row in table.layers)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from atoll.core.errors import DataDirUnusable
 from atoll.core.model_spec import HuggingFaceModel, ModelSection
 from atoll.core.run_spec import RunSpec
 from atoll.node.model.built_in import BuiltInArchitecture
@@ -111,6 +113,24 @@ def allocate_span(run: RunModel, span: Span, device: torch.device, activation_ch
 
 def initialise_into(run: RunModel, model: TrainableModel, anchor_E: Tensor) -> None:
     """Write the initial parameters of the model's span into `anchor_E`."""
-    views = dict(model.trained.views(anchor_E))
+    views = dict(model.trained_layout.views(anchor_E))
     for name, values in run.initial_parameters(model.span_definition.span):
         views[name].copy_(values)
+
+
+def write_initial_weights(run: RunModel, path: Path) -> None:
+    """Write the initial parameters to a file, for genesis on a node that cannot hold the model.
+
+    All elements are in layer order, fp32 little-endian, with the bits that the order `Initialise` produces. At most one
+    layer is in memory at a time. The file is synced to disk on return. Raises `DataDirUnusable`.
+    """
+    try:
+        with path.open("wb") as file:
+            for _, values in run.initial_parameters(Span(0, run.architecture.layers - 1)):
+                file.write(values.contiguous().numpy().astype("<f4", copy=False).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise DataDirUnusable(
+            f"cannot write the initial parameters to {path}: {error.strerror}", "free some space on this disk"
+        ) from error

@@ -46,12 +46,26 @@ class SpanDefinition:
     copy: Tie | None = None  # if frozen: the borrower loads a copy, and nothing is exchanged
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.span.first == 0
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         return self.span.last == self.layers - 1
+
+
+class SpanModule(nn.Module):
+    """A span definition as one module, for torch functions that need a module: `run` is a plain function.
+
+    It computes with the parameters that `module` has at the time.
+    """
+
+    def __init__(self, span_definition: SpanDefinition) -> None:
+        super().__init__()
+        self.module, self._run = span_definition.module, span_definition.run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._run(x)
 
 
 class Architecture(Protocol):
@@ -75,8 +89,8 @@ class TrainableModel(Protocol):
 
     span_definition: SpanDefinition
     device: torch.device
-    trained: FlatLayout  # layout of all trained parameters, on this device or not
-    frozen: FlatLayout
+    trained_layout: FlatLayout  # layout of all trained parameters, on this device or not
+    frozen_layout: FlatLayout
     weights: Weights
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -125,12 +139,12 @@ class StageModel(TrainableModel, Protocol):
     """A model of a stage: one end of a tied matrix may be on another node."""
 
     @property
-    def owned(self) -> Tensor:
+    def tied_weight(self) -> Tensor:
         """The tied matrix [V,D] on the first span."""
         ...
 
     @property
-    def borrowed(self) -> nn.Parameter:
+    def tied_weight_copy(self) -> nn.Parameter:
         """The copy of the tied matrix [V,D] on the last span."""
         ...
 
@@ -140,19 +154,21 @@ class SpanModel:
 
     def __init__(self, span_definition: SpanDefinition, device: torch.device) -> None:
         self.span_definition, self.device = span_definition, device
-        self.trained = layout_of(span_definition)
-        self.frozen = layout_of(span_definition, trained=False)
-        self.weights_E = torch.zeros(self.trained.elements, device=device)
+        self.trained_layout = layout_of(span_definition)
+        self.frozen_layout = layout_of(span_definition, trained=False)
+        self.weights_E = torch.zeros(self.trained_layout.elements, device=device)
         self.weights: Weights = WholeWeights(self.weights_E)
         self.gradients_E = torch.zeros_like(self.weights_E)
-        self.frozen_E = torch.zeros(self.frozen.elements, device=device)
-        self.trained.bind(span_definition.module, self.weights_E, self.gradients_E)
-        self.frozen.bind(span_definition.module, self.frozen_E, None)
+        self.frozen_E = torch.zeros(self.frozen_layout.elements, device=device)
+        self.trained_layout.bind(span_definition.module, self.weights_E, self.gradients_E)
+        self.frozen_layout.bind(span_definition.module, self.frozen_E, None)
         move_buffers(span_definition.module, device)
         self._named = dict(span_definition.module.named_parameters())
-        self._borrowed = self._bind_borrowed() if span_definition.tie is not None and span_definition.last else None
+        self._tied_weight_copy = (
+            self._bind_tied_weight_copy() if span_definition.tie is not None and span_definition.is_last else None
+        )
 
-    def _bind_borrowed(self) -> nn.Parameter:
+    def _bind_tied_weight_copy(self) -> nn.Parameter:
         """Give the borrower a view of the tied matrix, with a gradient of its own.
 
         The view shares the owner's memory if this span contains the owner.
@@ -161,7 +177,9 @@ class SpanModel:
         assert tie is not None
         meta_VD = self._named[tie.borrower]
         weights_VD = (
-            self.owned.detach() if self.span_definition.first else torch.zeros(meta_VD.shape, device=self.device)
+            self.tied_weight.detach()
+            if self.span_definition.is_first
+            else torch.zeros(meta_VD.shape, device=self.device)
         )
         bound = nn.Parameter(weights_VD)
         bound.grad = torch.zeros_like(weights_VD)
@@ -170,16 +188,16 @@ class SpanModel:
         return bound
 
     @property
-    def owned(self) -> nn.Parameter:
+    def tied_weight(self) -> nn.Parameter:
         """The tied matrix [V,D] on the first span."""
         assert self.span_definition.tie is not None
         return self._named[self.span_definition.tie.owner]
 
     @property
-    def borrowed(self) -> nn.Parameter:
+    def tied_weight_copy(self) -> nn.Parameter:
         """The copy of the tied matrix [V,D] on the last span."""
-        assert self._borrowed is not None
-        return self._borrowed
+        assert self._tied_weight_copy is not None
+        return self._tied_weight_copy
 
     @property
     def embedding(self) -> nn.Parameter | None:
@@ -190,7 +208,11 @@ class SpanModel:
     def muon_matrices(self) -> list[nn.Parameter]:
         """The matrices of all layers but the first and the last layer of the whole model."""
         within = range(1, self.span_definition.layers - 1)
-        return [self._named[slot.name] for slot in self.trained.slots if slot.layer in within and len(slot.shape) == 2]
+        return [
+            self._named[slot.name]
+            for slot in self.trained_layout.slots
+            if slot.layer in within and len(slot.shape) == 2
+        ]
 
     def run(self, x: Tensor) -> Tensor:
         """Compute the span: tokens or activations to activations or logits."""
@@ -198,15 +220,17 @@ class SpanModel:
 
     def gather_gradients(self) -> None:
         """Add the head's gradient of a tied matrix to the owner's and reset it, if this span contains both."""
-        if self._borrowed is not None and self.span_definition.first:
-            assert self.owned.grad is not None
-            assert self._borrowed.grad is not None
-            self.owned.grad.add_(self._borrowed.grad)
-            self._borrowed.grad.zero_()
+        if self._tied_weight_copy is not None and self.span_definition.is_first:
+            assert self.tied_weight.grad is not None
+            assert self._tied_weight_copy.grad is not None
+            self.tied_weight.grad.add_(self._tied_weight_copy.grad)
+            self._tied_weight_copy.grad.zero_()
 
     def norms(self) -> tuple[float, ...]:
         """Compute the gradient's norm, one per layer."""
-        norms = [torch.linalg.vector_norm(self.gradients_E[a:b]) for a, b in pairwise(self.trained.layer_offsets)]
+        norms = [
+            torch.linalg.vector_norm(self.gradients_E[a:b]) for a, b in pairwise(self.trained_layout.layer_offsets)
+        ]
         return tuple(torch.stack(norms).tolist())
 
     def scale_gradients(self, factor: float) -> None:
@@ -219,17 +243,12 @@ class SpanModel:
 
     def parameters(self) -> list[nn.Parameter]:
         """List the trained parameters in layer order."""
-        return [self._named[slot.name] for slot in self.trained.slots]
+        return [self._named[slot.name] for slot in self.trained_layout.slots]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all trained and frozen tensors by name in the whole model."""
-        yield from named(self.span_definition, self.trained, self.weights_E)
-        yield from named(self.span_definition, self.frozen, self.frozen_E)
-
-    def layer(self, layer: int) -> Tensor:
-        """Return a view of one layer's trained weights [E of the layer]."""
-        first = layer - self.span_definition.span.first
-        return self.weights_E[self.trained.layer_offsets[first] : self.trained.layer_offsets[first + 1]]
+        yield from named(self.span_definition, self.trained_layout, self.weights_E)
+        yield from named(self.span_definition, self.frozen_layout, self.frozen_E)
 
 
 def named(span_definition: SpanDefinition, layout: FlatLayout, flat_E: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -20,9 +20,15 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import CorpusError, ModelTooLarge
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.model.fsdp_memory import evaluation_copy_bytes, padded_rows, usable_bytes
+from atoll.node.model.built_in_shape import FP32_BYTES
 from atoll.node.model.local_weights import ShardSlices
-from atoll.node.model.memory_estimate import FP32_BYTES, StageTraffic, stage_trainer_memory_bytes
+from atoll.node.model.memory_estimate import (
+    StageTraffic,
+    evaluation_copy_bytes,
+    padded_rows,
+    stage_trainer_memory_bytes,
+    usable_bytes,
+)
 from atoll.node.model.run_model import RunModel, run_model
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import layout_of
@@ -73,7 +79,7 @@ class TrainerState:
         """Of the layers that are held."""
         if isinstance(self.loop, InnerLoop):
             return self.loop.layout.elements
-        return 0 if self.loop is None else self.loop.stage.model.trained.elements
+        return 0 if self.loop is None else self.loop.stage.model.trained_layout.elements
 
     def check_fits(self, facts: DeviceFacts) -> None:
         """Raises `ModelTooLarge` if what is held were too large for such a device."""

@@ -26,7 +26,7 @@ from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.local_weights import ShardedWeights, ShardSlices, Weights
 from atoll.node.model.run_model import RunModel
 from atoll.node.model.span import Span
-from atoll.node.model.span_model import SpanDefinition, Tie, layout_of, move_buffers, named
+from atoll.node.model.span_model import SpanDefinition, SpanModule, Tie, layout_of, move_buffers, named
 from atoll.node.training.device import working_precision
 from atoll.node.training.device_group import DeviceGroup
 
@@ -37,11 +37,11 @@ class FsdpModel:
     def __init__(self, span_definition: SpanDefinition, group: DeviceGroup, *, compiles: bool = False) -> None:
         """Shard the span; trained parameters are zero until they are loaded."""
         self.device, self._group = group.device, group
-        self.trained, self.frozen = layout_of(span_definition), layout_of(span_definition, trained=False)
+        self.trained_layout, self.frozen_layout = layout_of(span_definition), layout_of(span_definition, trained=False)
         self.span_definition = (
-            _tied(span_definition) if span_definition.first and span_definition.last else span_definition
+            _tied(span_definition) if span_definition.is_first and span_definition.is_last else span_definition
         )
-        self.whole = _Whole(span_definition)
+        self.whole = SpanModule(span_definition)
         blocks = [span_definition.module.get_submodule(name) for name in _blocks(span_definition)]
         ignored = {parameter for parameter in span_definition.module.parameters() if not parameter.requires_grad}
         if self._borrows:
@@ -59,18 +59,18 @@ class FsdpModel:
             for name, buffer in computed.items():
                 setattr(part, name, buffer)
         move_buffers(span_definition.module, self.device)
-        self.frozen_E = torch.zeros(self.frozen.elements, device=self.device)
-        self.frozen.bind(span_definition.module, self.frozen_E, None)
-        self._borrowed = self._own_borrowed() if self._borrows else None
+        self.frozen_E = torch.zeros(self.frozen_layout.elements, device=self.device)
+        self.frozen_layout.bind(span_definition.module, self.frozen_E, None)
+        self._tied_weight_copy = self._allocate_tied_weight_copy() if self._borrows else None
         parameters = dict(span_definition.module.named_parameters())
-        self._dtensors = [cast("DTensor", parameters[slot.name]) for slot in self.trained.slots]
+        self._dtensors = [cast("DTensor", parameters[slot.name]) for slot in self.trained_layout.slots]
         self._own = [nn.Parameter(each.to_local().detach()) for each in self._dtensors]
         for own in self._own:
             own.data.zero_()
-        pieces = ShardSlices.of(self.trained, group.rank, group.size)
+        pieces = ShardSlices.of(self.trained_layout, group.rank, group.size)
         self.weights: Weights = ShardedWeights(pieces, [own.data for own in self._own], self.device)
 
-    def _own_borrowed(self) -> nn.Parameter:
+    def _allocate_tied_weight_copy(self) -> nn.Parameter:
         """Allocate a matrix that another node owns: whole on each device, with a gradient of its own."""
         module, _, name = self._tie.borrower.rpartition(".")
         bound = nn.Parameter(
@@ -91,7 +91,7 @@ class FsdpModel:
     @property
     def embedding(self) -> nn.Parameter | None:
         """The shard of the embedding, which has no weight decay."""
-        held = any(slot.name == self.span_definition.embedding for slot in self.trained.slots)
+        held = any(slot.name == self.span_definition.embedding for slot in self.trained_layout.slots)
         return self._own[self._place_of(self.span_definition.embedding)] if held else None
 
     @property
@@ -107,29 +107,29 @@ class FsdpModel:
     @property
     def _borrows(self) -> bool:
         """True if a tied matrix here is owned by another node."""
-        return self.span_definition.tie is not None and self.span_definition.last
+        return self.span_definition.tie is not None and self.span_definition.is_last
 
     def _place_of(self, name: str) -> int:
-        return [slot.name for slot in self.trained.slots].index(name)
+        return [slot.name for slot in self.trained_layout.slots].index(name)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all frozen tensors by name in the whole model."""
-        return named(self.span_definition, self.frozen, self.frozen_E)
+        return named(self.span_definition, self.frozen_layout, self.frozen_E)
 
     @property
-    def borrowed(self) -> nn.Parameter:
+    def tied_weight_copy(self) -> nn.Parameter:
         """The copy of the tied matrix on the last span of several."""
-        assert self._borrowed is not None
-        return self._borrowed
+        assert self._tied_weight_copy is not None
+        return self._tied_weight_copy
 
     @property
-    def owned(self) -> DTensor:
+    def tied_weight(self) -> DTensor:
         """The tied matrix on the first span of several."""
         return self._dtensors[self._place_of(self._tie.owner)]
 
     def gather_tied_weight(self) -> Tensor:
         """Gather a copy [V,D] of the tied matrix from all devices."""
-        return cast("DTensor", self.owned.detach()).full_tensor()
+        return cast("DTensor", self.tied_weight.detach()).full_tensor()
 
     def add_to_tied_gradient(self, gradient_VD: Tensor) -> None:
         """Add the borrower's gradient, which is equal on all devices, to the tied matrix's."""
@@ -146,7 +146,7 @@ class FsdpModel:
     def norms(self) -> tuple[float, ...]:
         """Compute the gradient's norm over all devices, one per layer."""
         squares_L = torch.zeros(len(self.span_definition.parameters), dtype=torch.float64, device=self.device)
-        for own, slot in zip(self._own, self.trained.slots, strict=True):
+        for own, slot in zip(self._own, self.trained_layout.slots, strict=True):
             if own.grad is not None and own.grad.numel():
                 squares_L[slot.layer - self.span_definition.span.first] += (
                     torch.linalg.vector_norm(own.grad).double().square()
@@ -163,17 +163,6 @@ class FsdpModel:
         """Reset all gradients."""
         for own, dtensor in zip(self._own, self._dtensors, strict=True):
             own.grad = dtensor.grad = None
-
-
-class _Whole(nn.Module):
-    """A span as one module: FSDP2 hooks into calls of modules, and `run` is a function."""
-
-    def __init__(self, span_definition: SpanDefinition) -> None:
-        super().__init__()
-        self.module, self._run = span_definition.module, span_definition.run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._run(x)
 
 
 def shard_model(

@@ -19,7 +19,7 @@ from atoll.core.run_spec import RunSpec
 from atoll.node.model.generate import generate
 from atoll.node.model.run_model import RunModel, allocate_span, initialise_into, run_model
 from atoll.node.model.span import Span
-from atoll.node.model.span_model import SpanDefinition, TrainableModel
+from atoll.node.model.span_model import SpanModule, TrainableModel
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.device import choose_device, device_facts, model_too_large, working_precision
 from atoll.node.training.device_group import DeviceGroup
@@ -82,7 +82,7 @@ class InnerLoop(Replica):
                 self.run, whole, self._group, section, checkpointing=section.activation_checkpointing
             )
             self._forward = self.model.run
-        self.layout = self.model.trained
+        self.layout = self.model.trained_layout
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class _WithParameters:
         if tie is not None:
             parameters[tie.borrower] = parameters[tie.owner]
         self._parameters = {f"module.{name}": values for name, values in parameters.items()}
-        self._whole = _Whole(loop.model.span_definition)
+        self._whole = SpanModule(loop.model.span_definition)
 
     def __enter__(self) -> _WithParameters:
         self._whole.eval()
@@ -254,14 +254,3 @@ class _WithParameters:
         with self._loop._autocast():
             logits: Tensor = torch.func.functional_call(self._whole, self._parameters, (tokens_BT,))
         return logits
-
-
-class _Whole(nn.Module):
-    """A span of all layers as one module: `run` uses the parameters that `module` has at the time."""
-
-    def __init__(self, span_definition: SpanDefinition) -> None:
-        super().__init__()
-        self.module, self._run = span_definition.module, span_definition.run
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        return self._run(tokens_BT)

@@ -20,8 +20,7 @@ from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import parse_run_spec
 from atoll.core.units import layers_text
-from atoll.node.export.joined_checkpoint import join
-from atoll.node.export.stored_model import StoredModel
+from atoll.node.export.stored_model import StoredModel, join_checkpoints
 from atoll.node.state.checkpoint import CheckpointState
 from atoll.node.state.outer_step import layer_states
 from atoll.node.state.tensor_file import LayerLayout
@@ -65,13 +64,13 @@ def test_what_covers_all_layers_is_the_whole_model_and_nothing_else_is(spans):
     covered = {layer for first, last in spans for layer in range(first, last + 1)}
     with on_disk(*(held(first, last) for first, last in spans)) as models:
         if covered == set(range(5)):
-            whole = join(models)
+            whole = join_checkpoints(models)
             assert torch.equal(anchor_of(whole), ANCHOR)
             assert whole.layers == held(0, 4).layers
         else:
             missing = set(range(5)) - covered
             with pytest.raises(NotFound, match=f"holds {layers_text(missing)} of round 3"):
-                join(models)
+                join_checkpoints(models)
 
 
 def test_states_of_two_rounds_are_never_joined():
@@ -79,12 +78,12 @@ def test_states_of_two_rounds_are_never_joined():
         on_disk(held(0, 2), held(3, 4, number=4)) as models,
         pytest.raises(CheckpointCorrupt, match="not of one round"),
     ):
-        join(models)
+        join_checkpoints(models)
 
 
 def test_a_whole_model_needs_nobody_else():
     with on_disk(held(0, 4)) as (whole,):
-        assert join([whole]) == whole
+        assert join_checkpoints([whole]) == whole
 
 
 def test_a_part_of_a_layer_is_read_and_nothing_beyond_it():
