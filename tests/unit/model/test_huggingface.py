@@ -61,7 +61,7 @@ def test_routes_of_1_2_and_4_stages_equal_the_unmodified_model(family: str, tied
 
 @pytest.mark.soak
 @every_case
-def test_all_are_equal_after_50_steps(family: str, tied: bool, adapted: bool) -> None:
+def test_all_routes_are_equal_after_50_steps(family: str, tied: bool, adapted: bool) -> None:
     check_equal(family, tied, adapted, 50)
 
 

@@ -1,4 +1,4 @@
-"""What can be cut is found by roles; what cannot is refused by the name of what is missing."""
+"""Module paths are found by roles; an unsupported model is refused and the missing part is named."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def other(family: str) -> Any:
         ("granite", "its model does more to activations than its blocks do"),
     ],
 )
-def test_another_architecture_is_refused_by_the_name_of_what_is_missing(family: str, words: str) -> None:
+def test_an_unsupported_architecture_is_refused_and_the_missing_part_is_named(family: str, words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words) as caught:
         HuggingFaceArchitecture(other(family))
     assert caught.value.remedy
@@ -66,14 +66,14 @@ def test_another_architecture_is_refused_by_the_name_of_what_is_missing(family: 
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
     ],
 )
-def test_what_a_second_forward_or_another_span_would_change_is_refused(
+def test_randomness_shared_losses_foreign_code_and_quantised_weights_are_refused(
     family: str, changed: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=words):
         HuggingFaceArchitecture(config_of(family, **changed))
 
 
-def test_adapters_alone_are_trained() -> None:
+def test_only_adapters_are_trained() -> None:
     import peft
 
     for lora in (
@@ -103,7 +103,7 @@ def test_a_span_has_memory_for_its_own_layers_only() -> None:
         architecture.span_definition(Span(2, 4))
 
 
-def test_windows_that_differ_from_block_to_block_are_the_family_s_own() -> None:
+def test_attention_windows_that_differ_between_blocks_are_kept() -> None:
     """Qwen 3 with one full and one sliding block: cut or not, each block sees its own mask."""
     config = config_of(
         "qwen3", use_sliding_window=True, sliding_window=3, layer_types=["full_attention", "sliding_attention"]

@@ -1,4 +1,4 @@
-"""A span's weights come out of a directory that `transformers` wrote, and nothing else is read."""
+"""A span is loaded from a directory that `transformers` wrote, and nothing else is read."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_only_the_span_s_tensors_are_read(tmp_path: Path, family: str, monkeypat
     )
 
 
-def test_one_file_is_a_directory_too(tmp_path: Path) -> None:
+def test_a_directory_with_one_weight_file_is_loaded(tmp_path: Path) -> None:
     model = saved(tmp_path, "qwen3", shard="1GB")
     architecture = HuggingFaceArchitecture(read_configuration(tmp_path))
     held = SpanModel(architecture.span_definition(Span(0, 3)), CPU)
@@ -83,7 +83,7 @@ def test_one_file_is_a_directory_too(tmp_path: Path) -> None:
     assert torch.equal(layer_weights(held, 0).view(VOCABULARY, -1), model.get_input_embeddings().weight)
 
 
-def test_what_cannot_be_loaded_is_said(tmp_path: Path) -> None:
+def test_weights_that_cannot_be_loaded_are_refused_with_the_reason(tmp_path: Path) -> None:
     def refusal(directory: Path, architecture: HuggingFaceArchitecture) -> str:
         with pytest.raises(CheckpointCorrupt) as caught:
             pretrained_weights.load(architecture, directory, SpanModel(architecture.span_definition(Span(1, 1)), CPU))
