@@ -196,7 +196,7 @@ def test_int8_both_ways_over_four_stages_learns_what_fp32_does(tmp_path: Path) -
         f'[data]\npath = "{tmp_path}"\nsequence_length = 32\nvalidation_samples = 32\n[sync]\nround_tokens = 1000\n'
     )
     corpus = load_corpus(spec)
-    loop = InnerLoop(spec, corpus, "cpu", 1)
+    loop = InnerLoop(spec, corpus, "cpu")
     initial_E = torch.empty(loop.layout.elements)
     loop.initialise_into(initial_E)
     found = {}

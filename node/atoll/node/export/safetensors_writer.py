@@ -67,26 +67,26 @@ def write(output_format: OutputFormat, tensor_groups: Sequence[TensorGroup], ste
     Nothing is synced. Raises `OSError`, before any tensor is made if the disk is full; `AtollError` if a group makes
     other tensors than it announced; and the errors of `make`.
     """
-    shapes = {name: shape for part in tensor_groups for name, shape in part.shapes.items()}
+    shapes = {name: shape for group in tensor_groups for name, shape in group.shapes.items()}
     directory, dtype = output_format.directory, output_format.dtype
     sizes = {name: dtype.itemsize * torch.Size(shape).numel() for name, shape in shapes.items()}
     shards = _split(sizes, output_format.shard_bytes)
-    with ExitStack() as held:
-        places: dict[str, _TensorLocation] = {}
+    with ExitStack() as exit_stack:
+        locations: dict[str, _TensorLocation] = {}
         for number, names in enumerate(shards, 1):
             path = directory / _file_name(stem, number, len(shards))
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            held.callback(os.close, descriptor)
-            places |= _write_header(descriptor, names, shapes, sizes, dtype)
-        for part in tensor_groups:
-            made = part.make()
-            if {name: tuple(each.shape) for name, each in made.items()} != dict(part.shapes):
-                raise AtollError(f"made other tensors than announced, for {', '.join(sorted(part.shapes))[:200]}")
+            exit_stack.callback(os.close, descriptor)
+            locations |= _write_header(descriptor, names, shapes, sizes, dtype)
+        for group in tensor_groups:
+            made = group.make()
+            if {name: tuple(each.shape) for name, each in made.items()} != dict(group.shapes):
+                raise AtollError(f"made other tensors than announced, for {', '.join(sorted(group.shapes))[:200]}")
             while made:
                 name, tensor = made.popitem()
-                _write_tensor(places.pop(name), tensor, dtype)
-    if places:
-        raise AtollError(f"tensors were announced and never made: {', '.join(sorted(places))[:200]}")
+                _write_tensor(locations.pop(name), tensor, dtype)
+    if locations:
+        raise AtollError(f"tensors were announced and never made: {', '.join(sorted(locations))[:200]}")
     if len(shards) > 1:
         _write_index(directory / f"{stem}.safetensors.index.json", stem, shards, shapes, sizes)
 
@@ -127,12 +127,12 @@ def _write_header(
     return {name: _TensorLocation(descriptor, len(header) + offset) for name, offset in offsets.items()}
 
 
-def _write_tensor(place: _TensorLocation, tensor: Tensor, dtype: torch.dtype) -> None:
-    offset = place.offset
+def _write_tensor(location: _TensorLocation, tensor: Tensor, dtype: torch.dtype) -> None:
+    offset = location.offset
     flat_E = tensor.contiguous().view(-1)
     for start in range(0, len(flat_E), _CHUNK_ELEMENTS):
         data = flat_E[start : start + _CHUNK_ELEMENTS].to(dtype).view(torch.uint8).numpy().data
-        _write_at(place.descriptor, data, offset)
+        _write_at(location.descriptor, data, offset)
         offset += len(data)
 
 

@@ -123,29 +123,18 @@ def _merged_groups(
             if isinstance(module, LoraLayer):
                 module.merge()
         named = dict(span.span_definition.module.named_parameters())
-        return {
-            _base_parameter_name(name): each.detach()
-            for name, each in named.items()
-            if _is_base_parameter(name, borrower)
-        }
+        return {name: values.detach() for name, values in _base_parameters(named, borrower).items()}
 
-    groups = []
-    for layer, named in enumerate(whole.parameters):
-        shapes = {
-            _base_parameter_name(name): tuple(each.shape)
-            for name, each in named.items()
-            if _is_base_parameter(name, borrower)
-        }
-        groups.append([TensorGroup(shapes, partial(merge, layer))])
-    return groups
+    return [
+        [TensorGroup(_shapes(_base_parameters(named, borrower)), partial(merge, layer))]
+        for layer, named in enumerate(whole.parameters)
+    ]
 
 
-def _is_base_parameter(name: str, borrower: str | None) -> bool:
-    return "lora_" not in name and _base_parameter_name(name) != borrower
-
-
-def _base_parameter_name(name: str) -> str:
-    return name.replace(".base_layer.", ".")
+def _base_parameters(named: Mapping[str, Tensor], borrower: str | None) -> dict[str, Tensor]:
+    """Select the parameters of the base, except `borrower`, under their names in the base."""
+    base = {name.replace(".base_layer.", "."): values for name, values in named.items() if "lora_" not in name}
+    return {name: values for name, values in base.items() if name != borrower}
 
 
 def _meta_model(architecture: HuggingFaceArchitecture) -> Any:
@@ -169,18 +158,14 @@ def _published_groups(empty: Any, groups: Iterable[list[TensorGroup]]) -> list[T
         return dict(revert_weight_conversion(empty, tensors))
 
     groups, found, announced = list(groups), list[TensorGroup](), dict[str, Shape]()
-    for tensor_groups in groups:
-        single, together = (
-            [_convert_group(part, convert) for part in tensor_groups],
-            _convert_group(_combine_groups(tensor_groups), convert),
-        )
-        apart = {name: shape for part in single for name, shape in part.shapes.items()}
-        found += single if apart == together.shapes else [together]
-        announced |= together.shapes
-    if (
-        announced
-        != _convert_group(_combine_groups([part for tensor_groups in groups for part in tensor_groups]), convert).shapes
-    ):
+    for layer_groups in groups:
+        single = [_convert_group(group, convert) for group in layer_groups]
+        combined = _convert_group(_combine_groups(layer_groups), convert)
+        single_shapes = {name: shape for group in single for name, shape in group.shapes.items()}
+        found += single if single_shapes == combined.shapes else [combined]
+        announced |= combined.shapes
+    whole = _combine_groups([group for layer_groups in groups for group in layer_groups])
+    if announced != _convert_group(whole, convert).shapes:
         raise UnsupportedModel(
             f"{empty.config.model_type} publishes tensors that contain several layers",
             "keep the checkpoints: this version cannot export this family",
@@ -190,19 +175,19 @@ def _published_groups(empty: Any, groups: Iterable[list[TensorGroup]]) -> list[T
 
 def _combine_groups(tensor_groups: list[TensorGroup]) -> TensorGroup:
     def make() -> dict[str, Tensor]:
-        return {name: tensor for part in tensor_groups for name, tensor in part.make().items()}
+        return {name: tensor for group in tensor_groups for name, tensor in group.make().items()}
 
-    return TensorGroup({name: shape for part in tensor_groups for name, shape in part.shapes.items()}, make)
+    return TensorGroup({name: shape for group in tensor_groups for name, shape in group.shapes.items()}, make)
 
 
-def _convert_group(part: TensorGroup, convert: ConvertTensors) -> TensorGroup:
+def _convert_group(group: TensorGroup, convert: ConvertTensors) -> TensorGroup:
     """Convert a group's tensors; the new shapes are found on the meta device."""
 
     def make() -> dict[str, Tensor]:
-        return convert(part.make())
+        return convert(group.make())
 
     with torch.device("meta"):
-        empty = {name: torch.empty(shape) for name, shape in part.shapes.items()}
+        empty = {name: torch.empty(shape) for name, shape in group.shapes.items()}
     return TensorGroup(_shapes(convert(empty)), make)
 
 

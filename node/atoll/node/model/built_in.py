@@ -21,7 +21,6 @@ class BuiltInArchitecture:
 
     @property
     def layers(self) -> int:
-        """Number of layers: embedding, blocks, head."""
         return self.shape.layers + 2
 
     def span_definition(self, span: Span, activation_checkpointing: bool = False) -> SpanDefinition:

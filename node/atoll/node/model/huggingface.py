@@ -46,7 +46,6 @@ class HuggingFaceArchitecture:
 
     @property
     def layers(self) -> int:
-        """Number of layers: embedding, blocks, head."""
         return self.module_paths.blocks_count + 2
 
     @property

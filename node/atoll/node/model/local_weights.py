@@ -131,24 +131,24 @@ class ShardSlices:
     @property
     def offsets(self) -> tuple[int, ...]:
         """Offsets of the slices among the elements on this device, then their total."""
-        return tuple(accumulate((it.stop - it.start for it in self.slices), initial=0))
+        return tuple(accumulate((shard.stop - shard.start for shard in self.slices), initial=0))
 
     def within(self, part: slice) -> list[slice]:
         """Intersect all slices with a part: one slice of all elements per parameter, many of them empty."""
         first, last = part.start or 0, part.stop
         found = []
-        for it in self.slices:
-            start = max(it.start, first)
-            found.append(slice(start, max(start, it.stop if last is None else min(it.stop, last))))
+        for shard in self.slices:
+            start = max(shard.start, first)
+            found.append(slice(start, max(start, shard.stop if last is None else min(shard.stop, last))))
         return found
 
 
 class ShardedWeights:
     """The weights of one device of several: a shard of every parameter, each with memory of its own."""
 
-    def __init__(self, pieces: ShardSlices, memory: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(self, shards: ShardSlices, memory: Sequence[Tensor], device: torch.device) -> None:
         """`memory`: this device's shard of each parameter, contiguous."""
-        self._pieces, self._device = pieces, device
+        self._shards, self._device = shards, device
         self._memory = [each.view(-1) for each in memory]
 
     @property
@@ -157,24 +157,24 @@ class ShardedWeights:
 
     @property
     def elements(self) -> int:
-        return self._pieces.offsets[-1]
+        return self._shards.offsets[-1]
 
     def local_slice(self, part: slice) -> slice:
         before = self._count(slice(0, part.start or 0))
         return slice(before, before + self._count(part))
 
     def local_values(self, vector_E: Tensor, part: slice = ALL) -> Tensor:
-        return torch.cat([vector_E[:0], *(vector_E[it] for it in self._pieces.within(part))])
+        return torch.cat([vector_E[:0], *(vector_E[shard] for shard in self._shards.within(part))])
 
     def write_to(self, values_P: Tensor, vector_E: Tensor, part: slice = ALL) -> None:
         offset = 0
-        for place in self._pieces.within(part):
-            vector_E[place].copy_(values_P[offset : offset + _length(place)])
-            offset += _length(place)
+        for shard in self._shards.within(part):
+            vector_E[shard].copy_(values_P[offset : offset + _length(shard)])
+            offset += _length(shard)
 
     def read(self, part: slice = ALL) -> Tensor:
         nothing = torch.empty(0, device=self._device)  # the result for a span whose layers are all frozen
-        return torch.cat([nothing, *(memory[it] for memory, it in self._inside(part))])
+        return torch.cat([nothing, *(memory[local] for memory, local in self._local_parts(part))])
 
     @contextmanager
     def modify(self, part: slice = ALL) -> Iterator[Tensor]:
@@ -183,26 +183,26 @@ class ShardedWeights:
         self._write(values_P, part)
 
     def fill(self, vector_E: Tensor) -> None:
-        for memory, piece in zip(self._memory, self._pieces.slices, strict=True):
-            memory.copy_(vector_E[piece])
+        for memory, shard in zip(self._memory, self._shards.slices, strict=True):
+            memory.copy_(vector_E[shard])
 
     def restore(self, values_P: Tensor) -> None:
         self._write(values_P, ALL)
 
     def _write(self, values_P: Tensor, part: slice) -> None:
         offset = 0
-        for memory, it in self._inside(part):
-            memory[it].copy_(values_P[offset : offset + _length(it)])
-            offset += _length(it)
+        for memory, local in self._local_parts(part):
+            memory[local].copy_(values_P[offset : offset + _length(local)])
+            offset += _length(local)
 
     def _count(self, part: slice) -> int:
-        return sum(map(_length, self._pieces.within(part)))
+        return sum(map(_length, self._shards.within(part)))
 
-    def _inside(self, part: slice) -> Iterator[tuple[Tensor, slice]]:
+    def _local_parts(self, part: slice) -> Iterator[tuple[Tensor, slice]]:
         """Yield each parameter's memory and the slice of it that belongs to the part."""
-        for memory, piece, it in zip(self._memory, self._pieces.slices, self._pieces.within(part), strict=True):
-            yield memory, slice(it.start - piece.start, it.stop - piece.start)
+        for memory, whole, shard in zip(self._memory, self._shards.slices, self._shards.within(part), strict=True):
+            yield memory, slice(shard.start - whole.start, shard.stop - whole.start)
 
 
-def _length(it: slice) -> int:
-    return int(it.stop - it.start)
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)

@@ -179,18 +179,18 @@ def padded_rows(samples: int, devices: int) -> int:
     return devices * -(-samples // devices)
 
 
-def usable_bytes(table: plan_pb2.LayerTable, memory_bytes: int, devices: int, times: float) -> int:
+def usable_bytes(table: plan_pb2.LayerTable, memory_bytes: int, devices: int, share_ratio: float) -> int:
     """Compute how much of `memory_bytes` is left for what one device alone would take.
 
     Each device gathers the embedding and the head with their gradient, the block that computes with its gradient, and
-    the next block. Each device holds frozen parameters in full. `times` is how much more than an even share the largest
-    device takes, because shards are uneven or the samples do not divide evenly.
+    the next block. Each device holds frozen parameters in full. `share_ratio` is how many times an even share the
+    largest device takes, because shards are uneven or the samples do not divide evenly.
     """
     largest = max((row.parameters for row in table.layers if is_block(row.kind)), default=0)
     ends = sum(row.parameters for row in table.layers if not is_block(row.kind))
     left = memory_bytes - FP32_BYTES * devices * (2 * ends + 3 * largest)
     copies = devices if any(row.frozen_parameters for row in table.layers) else 1
-    return max(0, int(left / (copies * times)))
+    return max(0, int(left / (copies * share_ratio)))
 
 
 def evaluation_copy_bytes(table: plan_pb2.LayerTable) -> int:

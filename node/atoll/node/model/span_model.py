@@ -189,24 +189,20 @@ class SpanModel:
 
     @property
     def tied_weight(self) -> nn.Parameter:
-        """The tied matrix [V,D] on the first span."""
         assert self.span_definition.tie is not None
         return self._named[self.span_definition.tie.owner]
 
     @property
     def tied_weight_copy(self) -> nn.Parameter:
-        """The copy of the tied matrix [V,D] on the last span."""
         assert self._tied_weight_copy is not None
         return self._tied_weight_copy
 
     @property
     def embedding(self) -> nn.Parameter | None:
-        """The embedding's parameter, which has no weight decay, if it is trained here."""
         return self._named.get(self.span_definition.embedding)
 
     @property
     def muon_matrices(self) -> list[nn.Parameter]:
-        """The matrices of all layers but the first and the last layer of the whole model."""
         within = range(1, self.span_definition.layers - 1)
         return [
             self._named[slot.name]
@@ -215,7 +211,6 @@ class SpanModel:
         ]
 
     def run(self, x: Tensor) -> Tensor:
-        """Compute the span: tokens or activations to activations or logits."""
         return self.span_definition.run(x)
 
     def gather_gradients(self) -> None:
@@ -227,14 +222,12 @@ class SpanModel:
             self._tied_weight_copy.grad.zero_()
 
     def norms(self) -> tuple[float, ...]:
-        """Compute the gradient's norm, one per layer."""
         norms = [
             torch.linalg.vector_norm(self.gradients_E[a:b]) for a, b in pairwise(self.trained_layout.layer_offsets)
         ]
         return tuple(torch.stack(norms).tolist())
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients by a factor."""
         self.gradients_E.mul_(factor)
 
     def zero_gradients(self) -> None:
@@ -242,7 +235,6 @@ class SpanModel:
         self.gradients_E.zero_()
 
     def parameters(self) -> list[nn.Parameter]:
-        """List the trained parameters in layer order."""
         return [self._named[slot.name] for slot in self.trained_layout.slots]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

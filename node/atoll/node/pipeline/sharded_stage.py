@@ -42,7 +42,7 @@ class ShardedStage(Stage):
             self._micro_batch_shape.tokens,
             self._flush_tokens,
         )
-        own = self._group.own(rows)
+        own = self._group.own_rows(rows)
         shape, dtype = (
             ((tokens,), torch.int64)
             if span_definition.is_first

@@ -8,7 +8,6 @@ that gives it a span.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -142,12 +141,8 @@ def measure_layer_times(spec: RunSpec, run: RunModel, facts: DeviceFacts, clock:
             check_fits(FP32_BYTES * (2 * own + row.frozen_parameters), facts, f" for a single layer, {row.name}")
             kinds[row.kind] = number
 
-    def autocast() -> AbstractContextManager[None]:
-        dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-        return torch.autocast(tokens_BT.device.type, dtype=dtype, enabled=precision != "fp32")
-
     try:
-        return time_single_layers(run.architecture, kinds, tokens_BT, clock, autocast)
+        return time_single_layers(run.architecture, kinds, tokens_BT, clock, precision)
     except torch.OutOfMemoryError as error:
         raise model_too_large("ran out of memory with a single layer", facts) from error
 

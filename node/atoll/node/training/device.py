@@ -10,6 +10,7 @@ import os
 import platform
 import resource
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,6 +132,12 @@ def working_precision(precision: str, device: torch.device) -> str:
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "fp16"
     return precision
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
+    """Multiply matrices in a working precision inside a `with` block; everything else stays fp32."""
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, dtype=dtype, enabled=precision != "fp32")
 
 
 def compute_clock_seconds(device: torch.device, clock: Clock) -> float:

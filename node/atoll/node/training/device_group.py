@@ -79,7 +79,7 @@ class DeviceGroup:
         own = torch.frombuffer(bytearray(bytes.fromhex(digest)), dtype=torch.uint8).to(self.device)
         return torch.equal(self.broadcast(own.clone()), own)
 
-    def own(self, rows: int) -> slice:
+    def own_rows(self, rows: int) -> slice:
         """Return which rows of a batch are this process's; the last processes may have fewer or none."""
         most = -(-rows // self.size)
         return slice(min(self.rank * most, rows), min((self.rank + 1) * most, rows))
@@ -92,7 +92,7 @@ class DeviceGroup:
         micro-batch with no weight. `at_most`: rows of all processes in one micro-batch; each process gets at least one
         row.
         """
-        rows, own = len(batch_BT), self.own(len(batch_BT))
+        rows, own = len(batch_BT), self.own_rows(len(batch_BT))
         most = -(-rows // self.size)
         size = max(1, min(-(-at_most // self.size), most))
         for start in range(own.start, own.start + most, size):
@@ -104,7 +104,7 @@ class DeviceGroup:
 
         `shape` is that of a row. `whole` is None on the other ranks.
         """
-        most, own = -(-rows // self.size), self.own(rows)
+        most, own = -(-rows // self.size), self.own_rows(rows)
         mine = torch.zeros(most, *shape, dtype=dtype, device=self.device)
         pieces = None
         if whole is not None:
@@ -116,7 +116,7 @@ class DeviceGroup:
 
     def gather(self, rows: int, mine: Tensor) -> Tensor:
         """Collect all rows on rank 0, as the inverse of `scatter`; the result of other ranks is meaningless."""
-        most, own = -(-rows // self.size), self.own(rows)
+        most, own = -(-rows // self.size), self.own_rows(rows)
         padded = torch.zeros(most, *mine.shape[1:], dtype=mine.dtype, device=self.device)
         padded[: own.stop - own.start].copy_(mine[: own.stop - own.start])
         pieces = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else None

@@ -118,13 +118,11 @@ class FsdpModel:
 
     @property
     def tied_weight_copy(self) -> nn.Parameter:
-        """The copy of the tied matrix on the last span of several."""
         assert self._tied_weight_copy is not None
         return self._tied_weight_copy
 
     @property
     def tied_weight(self) -> DTensor:
-        """The tied matrix on the first span of several."""
         return self._dtensors[self._place_of(self._tie.owner)]
 
     def gather_tied_weight(self) -> Tensor:
@@ -154,13 +152,11 @@ class FsdpModel:
         return tuple(self._group.all_reduce_sum(squares_L).sqrt().tolist())
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients by a factor."""
         gradients = [own.grad for own in self._own if own.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
     def zero_gradients(self) -> None:
-        """Reset all gradients."""
         for own, dtensor in zip(self._own, self._dtensors, strict=True):
             own.grad = dtensor.grad = None
 

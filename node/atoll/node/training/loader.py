@@ -22,8 +22,8 @@ from atoll.node.training.corpus import Corpus
 from atoll.node.training.sample_feed import SampleFeed, SampleNumbers
 from atoll.node.training.sample_order import SampleOrder
 
-PREFETCH_BATCHES = 2  # batches prepared ahead
-BATCH_TIMEOUT = timedelta(minutes=2)
+_PREFETCH_BATCHES = 2  # batches prepared ahead
+_BATCH_TIMEOUT = timedelta(minutes=2)
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,18 @@ class Loader:
             self._ready.clear()
             self._changed.notify_all()
 
-    def next(self, timeout: timedelta = BATCH_TIMEOUT) -> Batch:
+    def next(self) -> Batch:
         """Return the next batch. Raises `DeadlineExceeded` if it does not arrive in time, and errors of the thread."""
         with self._changed:
             if not self._ready:
                 started = self._clock.monotonic()
-                arrived = self._changed.wait_for(lambda: self._ready or self._failure, timeout.total_seconds())
+                arrived = self._changed.wait_for(lambda: self._ready or self._failure, _BATCH_TIMEOUT.total_seconds())
                 self.stall_seconds += self._clock.monotonic() - started
                 if self._failure is not None:
                     raise self._failure
                 if not arrived:
                     raise DeadlineExceeded(
-                        f"no training batch within {timeout.total_seconds():.0f} s",
+                        f"no training batch within {_BATCH_TIMEOUT.total_seconds():.0f} s",
                         "check the disk with the training text",
                     )
             batch = self._ready.popleft()
@@ -86,7 +86,7 @@ class Loader:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(timeout=BATCH_TIMEOUT.total_seconds())
+        self._thread.join(timeout=_BATCH_TIMEOUT.total_seconds())
 
     def _prefetch(self) -> None:
         while (work := self._wait_for_work()) is not None:
@@ -106,7 +106,7 @@ class Loader:
     def _wait_for_work(self) -> tuple[int, SampleNumbers] | None:
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or (len(self._ready) < PREFETCH_BATCHES and not self._feed.empty)
+                lambda: self._closed or (len(self._ready) < _PREFETCH_BATCHES and not self._feed.empty)
             )
             if self._closed:
                 return None

@@ -9,7 +9,7 @@ Shape suffixes: B batch, T sequence, V vocabulary, E all elements.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from atoll.node.model.run_model import RunModel, allocate_span, initialise_into,
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanModule, TrainableModel
 from atoll.node.training.corpus import Corpus
-from atoll.node.training.device import choose_device, device_facts, model_too_large, working_precision
+from atoll.node.training.device import autocast, choose_device, device_facts, model_too_large, working_precision
 from atoll.node.training.device_group import DeviceGroup
 from atoll.node.training.fsdp_model import shard_model
 from atoll.node.training.inner_optimizer import Stepper
@@ -41,7 +41,6 @@ class InnerLoop(Replica):
         spec: RunSpec,
         corpus: Corpus,
         device: str | torch.device = "auto",
-        threads: int | None = None,
         clock: Clock | None = None,
         run: RunModel | None = None,
         group: DeviceGroup | None = None,
@@ -51,8 +50,6 @@ class InnerLoop(Replica):
         `run`: the spec's model, if the caller has it already. `group`: processes that each have a shard of the model.
         Raises `ConfigError` for what a group cannot train, and `ModelTooLarge`.
         """
-        if threads is not None:
-            torch.set_num_threads(threads)
         self.corpus, self.clock = corpus, clock or SystemClock()
         self.device, self._group = choose_device(str(device)) if group is None else group.device, group
         self.precision = working_precision(spec.optimizer.precision, self.device)
@@ -126,7 +123,7 @@ class InnerLoop(Replica):
     def loss(self, tokens_BT: Tensor) -> Tensor:
         """Compute the mean cross-entropy of next-token prediction over [B, T+1] tokens, nats per token."""
         tokens_BT = tokens_BT.to(self.device, non_blocking=True)
-        with self._autocast():
+        with autocast(self.device, self.precision):
             logits_BTV = self._forward(tokens_BT[:, :-1])
         return cross_entropy(logits_BTV, tokens_BT[:, 1:])
 
@@ -178,7 +175,7 @@ class InnerLoop(Replica):
 
     @torch.no_grad()
     def _logits(self, tokens_BT: Tensor) -> Tensor:
-        with self._autocast():
+        with autocast(self.device, self.precision):
             return self.model.run(tokens_BT)
 
     def probe(
@@ -221,10 +218,6 @@ class InnerLoop(Replica):
             self.stepper.set_learning_rate(learning_rate(self.spec, self.committed_tokens))
         return self.stepper
 
-    def _autocast(self) -> AbstractContextManager[None]:
-        dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
-        return torch.autocast(self.device.type, dtype=dtype, enabled=self.precision != "fp32")
-
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Compute the mean cross-entropy in nats per token, in fp32 for logits of any dtype."""
@@ -251,6 +244,6 @@ class _WithParameters:
 
     @torch.no_grad()
     def __call__(self, tokens_BT: Tensor) -> Tensor:
-        with self._loop._autocast():
+        with autocast(self._loop.device, self._loop.precision):
             logits: Tensor = torch.func.functional_call(self._whole, self._parameters, (tokens_BT,))
         return logits

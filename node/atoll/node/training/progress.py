@@ -42,7 +42,7 @@ class Progress:
         self._counted: list[
             tuple[int, int, int]
         ] = []  # first element, end, tokens_total at the snapshot that was committed
-        self._marked, self._fragment, self._frozen_at = Snapshot(), (0, 0), 0
+        self._marked, self._fragment, self._marked_at = Snapshot(), (0, 0), 0
 
     def add(self, tokens: int, taken: SampleNumbers) -> None:
         """Count one inner step."""
@@ -62,19 +62,19 @@ class Progress:
         counted = max((total for first, last, total in self._counted if first < end and start < last), default=0)
         in_fragment = self.tokens_total - max(counted, self._tokens_at_load)
         self._marked = Snapshot(self.tokens, self.samples, self.steps, in_fragment)
-        self._fragment, self._frozen_at = (start, end), self.tokens_total
+        self._fragment, self._marked_at = (start, end), self.tokens_total
         return self._marked
 
     def commit_snapshot(self) -> None:
         """Subtract the marked part, which a round committed; later training stays."""
         start, end = self._fragment
         others = [
-            piece
+            rest
             for first, last, total in self._counted
-            for piece in ((first, min(last, start), total), (max(first, end), last, total))
-            if piece[0] < piece[1]
+            for rest in ((first, min(last, start), total), (max(first, end), last, total))
+            if rest[0] < rest[1]
         ]
-        self._counted = [*others, (start, end, self._frozen_at)]
+        self._counted = [*others, (start, end, self._marked_at)]
         self.tokens -= self._marked.tokens
         self.samples -= self._marked.samples
         self.steps -= self._marked.steps

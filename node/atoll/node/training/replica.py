@@ -77,17 +77,17 @@ class Replica:
         It works in chunks: the device has no memory for one more copy (`FLAT_COPIES`). Raises `WeightsNotFinite`; such
         weights do not recover, so the node must start again from the anchor.
         """
-        frozen, done = self._require_snapshot(), 0
+        snapshot, done = self._require_snapshot(), 0
         start, end, _ = self._snapshot_part.indices(len(out_E))
         for first in range(start, end, CHUNK_ELEMENTS):
-            piece = slice(first, min(first + CHUNK_ELEMENTS, end))
-            anchor = self._anchor_of(piece)
-            moved = torch.sub(anchor, frozen[done : done + len(anchor)])
-            if not is_finite(moved):
+            chunk = slice(first, min(first + CHUNK_ELEMENTS, end))
+            anchor = self._anchor_of(chunk)
+            difference = torch.sub(anchor, snapshot[done : done + len(anchor)])
+            if not is_finite(difference):
                 raise WeightsNotFinite(
                     "the weights contain NaN or infinity: the hardware made an error, or the run diverged"
                 )
-            self.weights.write_to(moved, out_E, piece)
+            self.weights.write_to(difference, out_E, chunk)
             done += len(anchor)
 
     def apply(
