@@ -80,7 +80,7 @@ def test_adapter_targets_that_match_nothing_are_refused(tmp_path: Path) -> None:
     for targets, words in (
         (["q_proj", "qproj"], "no linear module of the model is called 'qproj'"),
         (["nothing"], "does not fit the model"),
-        (["embed_tokens"], "leave the embedding out"),
+        (["embed_tokens"], "adapters of embeddings"),
         (["lm_head"], None),
     ):
         spec = spec_of(model_section(config_of("llama"), base, targets))

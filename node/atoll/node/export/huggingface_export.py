@@ -72,9 +72,8 @@ def export_huggingface(
         temporary.mkdir(parents=True)
         section = model.spec.model
         if isinstance(section, HuggingFaceModel):
-            from atoll.node.export.transformers_model import (
-                write_huggingface_model,
-            )  # importing transformers takes seconds
+            # importing transformers takes seconds
+            from atoll.node.export.transformers_model import write_huggingface_model
 
             write_huggingface_model(model, section, output_format, tokenizer, _provenance(model), base)
         elif base is not None:

@@ -81,7 +81,7 @@ def write(output_format: OutputFormat, tensor_groups: Sequence[TensorGroup], ste
         for group in tensor_groups:
             made = group.make()
             if {name: tuple(each.shape) for name, each in made.items()} != dict(group.shapes):
-                raise AtollError(f"made other tensors than announced, for {', '.join(sorted(group.shapes))[:200]}")
+                raise AtollError(f"a group made other tensors than announced: {', '.join(sorted(group.shapes))[:200]}")
             while made:
                 name, tensor = made.popitem()
                 _write_tensor(locations.pop(name), tensor, dtype)

@@ -199,14 +199,19 @@ def _adapt(model: Any, lora: Any) -> None:
     from peft import inject_adapter_in_model
 
     if lora.modules_to_save or lora.bias != "none":
-        raise ConfigError("modules_to_save and bias are not supported: only adapters are trained; remove both")
+        raise ConfigError(
+            "the LoRA configuration sets modules_to_save or bias, but only adapters are trained", "remove both keys"
+        )
     if getattr(lora, "use_dora", False) or getattr(lora, "init_lora_weights", True) is not True:
-        raise ConfigError("use_dora and init_lora_weights are not supported: new adapters change nothing; remove both")
+        raise ConfigError(
+            "the LoRA configuration sets use_dora or init_lora_weights, which adapters here do not support",
+            "remove both keys",
+        )
     try:
         inject_adapter_in_model(lora, model)
     except ValueError as error:
         raise ConfigError(f"the LoRA configuration does not fit the model: {error}") from error
     if any("lora_embedding_" in name for name, _ in model.named_parameters()):
-        raise ConfigError("adapters of embeddings are not supported: leave the embedding out of target_modules")
+        raise ConfigError("adapters of embeddings are not supported", "leave the embedding out of target_modules")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)

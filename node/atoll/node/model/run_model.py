@@ -98,7 +98,7 @@ def run_model(spec: RunSpec, vocabulary: int, base: Path | None = None) -> RunMo
     `UnsupportedModel`, and `ConfigError` if a library is missing.
     """
     if isinstance(spec.model, HuggingFaceModel):
-        from atoll.node.model.hf_run_model import HuggingFaceRunModel  # transformers: seconds
+        from atoll.node.model.hf_run_model import HuggingFaceRunModel  # importing it takes seconds
 
         return HuggingFaceRunModel(spec, spec.model, vocabulary, base)
     return BuiltInRunModel(spec, spec.model, vocabulary)

@@ -39,9 +39,7 @@ class Progress:
         """Reset the counters after an anchor was loaded without a carry; totals stay."""
         self.tokens = self.samples = self.steps = 0
         self._tokens_at_load = self.tokens_total
-        self._counted: list[
-            tuple[int, int, int]
-        ] = []  # first element, end, tokens_total at the snapshot that was committed
+        self._counted: list[tuple[int, int, int]] = []  # first element, end, tokens_total at the committed snapshot
         self._marked, self._fragment, self._marked_at = Snapshot(), (0, 0), 0
 
     def add(self, tokens: int, taken: SampleNumbers) -> None:
