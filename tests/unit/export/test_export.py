@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.decoders import initialise
 from support.small_state import of_vectors, stored
 from typer.testing import CliRunner
 
@@ -24,7 +25,7 @@ from atoll.node.cli.main import app
 from atoll.node.export.huggingface_export import export_huggingface
 from atoll.node.model.built_in_shape import layer_table, resolve_shape
 from atoll.node.model.flat_layout import FlatLayout
-from atoll.node.model.llama import Decoder, initialise
+from atoll.node.model.llama import Decoder
 from atoll.node.state.checkpoint import CheckpointStore, read_checkpoint
 from atoll.node.state.tensor_file import LayerLayout
 

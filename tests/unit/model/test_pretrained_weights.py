@@ -104,9 +104,9 @@ def test_weights_that_cannot_be_loaded_are_refused_with_the_reason(tmp_path: Pat
     for name in whole["weight_map"]:
         whole["weight_map"][name] = "../llama/" + whole["weight_map"][name]
     index.write_text(json.dumps(whole))
-    assert "no file beside it" in refusal(tmp_path / "llama", llama)
+    assert "not a file name in the same directory" in refusal(tmp_path / "llama", llama)
     index.write_text("[]")
-    assert "no safetensors" in refusal(tmp_path / "llama", llama)
+    assert "no readable safetensors" in refusal(tmp_path / "llama", llama)
 
 
 def test_a_directory_without_a_known_configuration_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.decoders import initialise
 from support.in_process_route import Pick, oldest
 from support.routes import RouteStages, layer_weights
 from torch import Tensor
@@ -19,7 +20,7 @@ from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.built_in import BuiltInArchitecture
 from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.flat_layout import FlatLayout
-from atoll.node.model.llama import Decoder, initialise
+from atoll.node.model.llama import Decoder
 from atoll.node.model.span import Span
 from atoll.node.pipeline.messages import (
     Activation,

@@ -155,26 +155,18 @@ class Decoder(nn.Module):
         return x
 
 
-def initialise(model: Decoder, seed: int) -> None:
-    """Fill every parameter from `seed`. One node does this at genesis; the others fetch its bytes."""
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, values in _drawn(model, seed):
-            parameters[name].copy_(values)
-
-
 def initial_parameters(shape: ModelShape, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the values that `initialise` writes, by name in layer order, on the host.
+    """Draw the initial parameters from `seed`, by name in layer order, on the host.
 
-    One parameter is in memory at a time.
+    One parameter is in memory at a time. One node does this at genesis; the others fetch its bytes.
     """
     with torch.device("meta"):
         model = Decoder(shape)
-    yield from _drawn(model, seed)
+    yield from draw_parameters(model, seed)
 
 
-def _drawn(model: Decoder, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Draw initial values: normal with σ = 0.02, and ones for norms.
+def draw_parameters(model: Decoder, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Draw initial values of a model on any device: normal with σ = 0.02, and ones for norms.
 
     Matrices that write to the residual stream are scaled by 1/√(2·blocks), as in GPT-2.
     """
