@@ -39,8 +39,9 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+from support.routes import equal_cuts
+
 from atoll.lab.wan.network import WanNetwork, wan_network
-from atoll.node.model.span import equal_cuts
 from benchmarks.allreduce import Setting, goodput
 from benchmarks.common import Report
 from benchmarks.lab_members import Member, ask_all, members

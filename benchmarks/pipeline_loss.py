@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 from support.in_process_route import InProcessRoute
+from support.routes import equal_cuts
 
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.model.run_model import allocate_span
-from atoll.node.model.span import equal_cuts
 from atoll.node.pipeline import message_codec
 from atoll.node.pipeline.flush_machine import FlushMachine
 from atoll.node.pipeline.inbox import StagePosition

@@ -84,7 +84,7 @@ class SimulatedStage(FlushRecorder):
     def backward(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
         time.sleep(self._backward_seconds)
         x = self._inputs.pop(micro_batch)
-        return None if self.model.span_definition.first else self._passed_BTD[: len(x)]
+        return None if self.model.span_definition.is_first else self._passed_BTD[: len(x)]
 
     def norms(self) -> tuple[float, ...]:
         return (1.0,) * len(self.model.span_definition.span)

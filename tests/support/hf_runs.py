@@ -126,7 +126,7 @@ def named_of(spec_toml: str, genesis_E: torch.Tensor, base: Path | None = None) 
     model.weights_E.copy_(genesis_E)
     named = {
         name: view.clone()
-        for layout, flat_E in ((model.trained, model.weights_E), (model.frozen, model.frozen_E))
+        for layout, flat_E in ((model.trained_layout, model.weights_E), (model.frozen_layout, model.frozen_E))
         for name, view in layout.views(flat_E)
     }
     tied = model.span_definition.copy

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from support.in_process_route import InProcessRoute, Pick, as_it_is, oldest
 from torch import Tensor
 
 from atoll.core.run_spec import OptimizerSection
-from atoll.node.model.span import Span, equal_cuts
+from atoll.node.model.span import Span
 from atoll.node.model.span_model import Architecture, SpanModel
 from atoll.node.pipeline.flush_machine import FlushMachine
 from atoll.node.pipeline.inbox import StagePosition
 from atoll.node.pipeline.messages import Message
 from atoll.node.pipeline.stage import MicroBatchShape, Stage
+
+
+def equal_cuts(layers: int, stages: int) -> tuple[Span, ...]:
+    """Split `layers` into `stages` spans whose lengths differ by at most one, shorter spans first."""
+    edges = [layers * stage // stages for stage in range(stages + 1)]
+    return tuple(Span(first, end - 1) for first, end in pairwise(edges))
+
+
+def layer_weights(model: SpanModel, layer: int) -> Tensor:
+    """Return a view of one layer's trained weights [E of the layer]."""
+    layout, first = model.trained_layout, layer - model.span_definition.span.first
+    return model.weights_E[layout.layer_offsets[first] : layout.layer_offsets[first + 1]]
 
 
 class RouteStages:
@@ -52,7 +65,7 @@ class RouteStages:
 
     def _layers(self) -> list[Tensor]:
         return [
-            model.layer(layer)
+            layer_weights(model, layer)
             for model in self.models
             for layer in range(model.span_definition.span.first, model.span_definition.span.last + 1)
         ]

@@ -302,7 +302,7 @@ def test_join_without_a_token_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--device", "nonsense"], "'nonsense' is no device"),
+        (["--device", "nonsense"], "'nonsense' is not a device"),
         (["--device", "cpu,"], "names no device at a comma"),
         (["--device", "cuda:99"], "cuda:99 is not here"),
         (["--data", "/no/such/text"], "no training text at /no/such/text"),

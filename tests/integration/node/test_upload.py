@@ -17,8 +17,7 @@ from unit.coordinator.world import LAYERS, RUN, spec_toml
 from atoll.core.errors import NotFound
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.control.checkpoint_upload import CheckpointUploads, upload
-from atoll.node.export.joined_checkpoint import join
-from atoll.node.export.stored_model import checkpoints_in, open_checkpoint
+from atoll.node.export.stored_model import checkpoints_in, join_checkpoints, open_checkpoint
 from atoll.node.state.checkpoint import CheckpointState, CheckpointStore, read_checkpoint
 from atoll.node.state.tensor_file import LayerLayout
 from atoll.v1 import admin_pb2 as admin
@@ -71,7 +70,7 @@ async def test_the_checkpoints_of_all_stages_load_as_one_model(tmp_path):
             await upload(node.stub, await ordered(node), store.path(5))
         assert (await pulling).exit_code == 0
     with ExitStack() as held:
-        model = join([open_checkpoint(path, held) for path in checkpoints_in(tmp_path / "pulled")])
+        model = join_checkpoints([open_checkpoint(path, held) for path in checkpoints_in(tmp_path / "pulled")])
         found = [model.read(start, end) for start, end in pairwise(model.layers.offsets)]
     assert torch.equal(torch.cat(found), anchor_E)
 

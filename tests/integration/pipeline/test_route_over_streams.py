@@ -308,7 +308,7 @@ def one_process(corpus: Path, looked: int, steps: int, moved_E: torch.Tensor) ->
 def plain_loop(corpus: Path) -> Iterator[InnerLoop]:
     """The whole model on one device, at its genesis."""
     spec = parse_run_spec(SPEC)
-    loop = InnerLoop(spec, load_corpus(spec, str(corpus)), "cpu", 1)
+    loop = InnerLoop(spec, load_corpus(spec, str(corpus)), "cpu")
     try:
         anchor_E = torch.empty(loop.layout.elements)
         loop.initialise_into(anchor_E)

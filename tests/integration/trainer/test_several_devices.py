@@ -84,8 +84,9 @@ async def steps_of(trainer: Trainer, count: int) -> None:
 
 def alone(text: Path, spec: str, base: Path | None, steps: int, anchor_E: torch.Tensor) -> InnerLoop:
     """The same on one device."""
+    torch.set_num_threads(1)
     parsed = parse_run_spec(spec)
-    loop = InnerLoop(parsed, load_corpus(parsed, str(text)), "cpu", 1, run=run_model(parsed, 256, base))
+    loop = InnerLoop(parsed, load_corpus(parsed, str(text)), "cpu", run=run_model(parsed, 256, base))
     loop.load(anchor_E, ranges=((0, 10_000),))
     for _ in range(steps):
         loop.step()

@@ -1,4 +1,4 @@
-"""An exported directory is a Llama that anybody loads, with our logits."""
+"""An exported directory is a Llama that `transformers` loads, with our logits."""
 
 import json
 import os
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.decoders import initialise
 from support.small_state import of_vectors, stored
 from typer.testing import CliRunner
 
@@ -24,7 +25,7 @@ from atoll.node.cli.main import app
 from atoll.node.export.huggingface_export import export_huggingface
 from atoll.node.model.built_in_shape import layer_table, resolve_shape
 from atoll.node.model.flat_layout import FlatLayout
-from atoll.node.model.llama import Decoder, initialise
+from atoll.node.model.llama import Decoder
 from atoll.node.state.checkpoint import CheckpointStore, read_checkpoint
 from atoll.node.state.tensor_file import LayerLayout
 
@@ -91,7 +92,7 @@ def test_transformers_gives_our_logits(tmp_path, model):
     assert loaded.num_parameters() == state.layers.elements
 
 
-def test_bf16_is_what_rounding_gives(tmp_path):
+def test_a_bf16_export_has_the_rounded_weights(tmp_path):
     _, spec, state = trained(MODELS["grouped"])
     export(spec, state, tmp_path / "out", "bf16")
     loaded = load(tmp_path / "out")
@@ -109,7 +110,7 @@ def test_it_generates_and_stops_at_a_document_s_end(tmp_path):
     assert made.shape[1] <= 6
 
 
-def test_the_byte_tokenizer_comes_along(tmp_path):
+def test_the_byte_tokenizer_is_exported(tmp_path):
     from transformers import AutoTokenizer
 
     _, spec, state = trained(MODELS["tied"])
@@ -121,7 +122,7 @@ def test_the_byte_tokenizer_comes_along(tmp_path):
     assert len(tokenizer) == 256
 
 
-def test_a_run_s_hugging_face_tokenizer_comes_along(tmp_path):
+def test_a_run_s_hugging_face_tokenizer_is_exported(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -135,7 +136,7 @@ def test_a_run_s_hugging_face_tokenizer_comes_along(tmp_path):
     assert load(tmp_path / "out").config.vocab_size == 3
 
 
-def test_nothing_is_overwritten_and_nothing_half_is_left(tmp_path):
+def test_nothing_is_overwritten_and_no_partial_export_is_left(tmp_path):
     _, spec, state = trained(MODELS["tied"])
     (tmp_path / "out").mkdir()
     with pytest.raises(AlreadyExists):
@@ -147,7 +148,7 @@ def test_nothing_is_overwritten_and_nothing_half_is_left(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_disk_that_is_full_or_refuses_is_said_and_nothing_half_is_left(tmp_path):
+def test_a_failing_disk_is_reported_and_no_partial_export_is_left(tmp_path):
     _, spec, state = trained(MODELS["tied"])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with stored(spec, state) as model:
@@ -164,7 +165,7 @@ def test_a_disk_that_is_full_or_refuses_is_said_and_nothing_half_is_left(tmp_pat
         export(spec, state, tmp_path / "file" / "out")
 
 
-def test_everything_is_synced_before_it_has_its_name(tmp_path, monkeypatch):
+def test_all_files_are_synced_before_the_directory_is_renamed(tmp_path, monkeypatch):
     synced, fsync = set(), os.fsync
 
     def remember(descriptor: int) -> None:
@@ -193,7 +194,7 @@ def node_with(data_dir: Path, run: str, *rounds: int) -> CheckpointStore:
     return store
 
 
-def test_the_newest_whole_one_is_exported(tmp_path):
+def test_the_newest_complete_checkpoint_is_exported(tmp_path):
     store = node_with(tmp_path / "node", "reef", 3, 4, 5)
     (store.path(5) / "manifest").write_bytes(b"")
     done = atoll("--to", tmp_path / "out", "--data-dir", tmp_path / "node", "-o", "json")
@@ -214,7 +215,7 @@ def test_a_round_a_run_and_a_directory_can_be_named(tmp_path):
     assert rounds == [3, 5]
 
 
-def test_an_export_says_when_the_node_is_further(tmp_path, monkeypatch):
+def test_an_export_says_when_the_node_has_a_newer_round(tmp_path, monkeypatch):
     node_with(tmp_path / "node", "reef", 3)
     status: dict[str, object] = {"run": "reef", "round": 3}
     monkeypatch.setattr("atoll.node.cli.export.call", lambda data_dir, command: status)
@@ -227,7 +228,7 @@ def test_an_export_says_when_the_node_is_further(tmp_path, monkeypatch):
     assert "the node is at round" not in atoll("--to", tmp_path / "d", *where).output
 
 
-def test_what_cannot_be_exported_is_said(tmp_path):
+def test_a_checkpoint_that_cannot_be_exported_is_refused_with_the_reason(tmp_path):
     node_with(tmp_path / "node", "reef", 3)
     node_with(tmp_path / "node", "lagoon", 3)
     where = ("--to", tmp_path / "out", "--data-dir", tmp_path / "node")
@@ -244,7 +245,7 @@ def test_what_cannot_be_exported_is_said(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_false_byte_is_found_before_anything_is_written(tmp_path):
+def test_a_wrong_byte_is_found_before_anything_is_written(tmp_path):
     store = node_with(tmp_path / "node", "reef", 3)
     anchor = store.path(3) / "anchor.safetensors"
     data = bytearray(anchor.read_bytes())

@@ -1,4 +1,4 @@
-"""Export takes memory for one tensor at a time, from a checkpoint or several, into files of a bounded size."""
+"""Export keeps one tensor in memory at a time and writes files of a bounded size."""
 
 import json
 import subprocess
@@ -40,8 +40,7 @@ import peft.tuners.lora, torch, transformers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.core_model_loading import revert_weight_conversion
 from atoll.node.state.checkpoint import read_checkpoint
-from atoll.node.export.joined_checkpoint import join
-from atoll.node.export.stored_model import open_checkpoint
+from atoll.node.export.stored_model import join_checkpoints, open_checkpoint
 from atoll.node.export import huggingface_export as export
 from atoll.node.export import transformers_model as export_run
 from atoll.node.training.device import (limit_host_memory)
@@ -49,7 +48,7 @@ torch.set_num_threads(1)
 target, megabytes, base, *checkpoints = sys.argv[1:]
 limit_host_memory(int(megabytes) << 20)
 with ExitStack() as held:
-    model = join([open_checkpoint(Path(path), held) for path in checkpoints])
+    model = join_checkpoints([open_checkpoint(Path(path), held) for path in checkpoints])
     export.export_huggingface(model, Path(target), "fp32", Path(base) if base else None, 20e6)
 try:
     [read_checkpoint(Path(path)) for path in checkpoints]
@@ -90,7 +89,7 @@ def bytes_of(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 @pytest.mark.parametrize("kind", ["built in", "from spans", "huggingface", "merged"])
-def test_the_model_is_never_whole_in_memory(kind: str, tmp_path: Path) -> None:
+def test_the_whole_model_is_never_in_memory(kind: str, tmp_path: Path) -> None:
     base, megabytes, blocks = None, *((MERGED_MEGABYTES, 20) if kind == "merged" else (MEGABYTES, 10))
     large = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": blocks, "num_key_value_heads": 4}
     if kind == "merged":
@@ -139,7 +138,7 @@ def test_files_are_those_that_the_format_s_library_writes(tmp_path: Path) -> Non
         assert bytes_of(directory) == {"model.safetensors": (tmp_path / "theirs").read_bytes()}
 
 
-def test_a_part_that_makes_other_tensors_than_it_announced_is_an_error(tmp_path: Path) -> None:
+def test_a_group_that_makes_other_tensors_than_announced_is_an_error(tmp_path: Path) -> None:
     for number, made in enumerate(({"a": torch.zeros(3, 2)}, {"b": torch.zeros(2, 3)}, {})):
         (tmp_path / str(number)).mkdir()
         form, part = (
@@ -151,7 +150,7 @@ def test_a_part_that_makes_other_tensors_than_it_announced_is_an_error(tmp_path:
 
 
 @pytest.mark.parametrize("family", [None, *CONFIGS])
-def test_shards_hold_what_one_file_holds_and_transformers_finds_it(family: str | None, tmp_path: Path) -> None:
+def test_shards_contain_the_tensors_of_one_file_and_transformers_loads_them(family: str | None, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     if family is None:
@@ -210,7 +209,7 @@ def test_a_tied_head_stays_tied_unless_adapters_are_merged_into_it(targets: list
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_the_directory_is_the_one_that_transformers_saves(family: str, tmp_path: Path) -> None:
+def test_the_directory_equals_one_that_transformers_saves(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     spec = parse_run_spec(spec_text(model_section(config_of(family))))
@@ -274,7 +273,7 @@ def route(tmp_path: Path) -> list[Path]:
     return [written(tmp_path / f"stages/{first}", SPEC, part_of(state, first, last)) for first, last in spans]
 
 
-def test_checkpoints_of_spans_give_the_bytes_of_a_whole_one(route: list[Path], tmp_path: Path) -> None:
+def test_checkpoints_of_spans_export_the_bytes_of_a_whole_checkpoint(route: list[Path], tmp_path: Path) -> None:
     whole = written(tmp_path / "whole", SPEC, state_of(SPEC))
     assert atoll("--to", tmp_path / "a", *named(whole)).exit_code == 0
     assert atoll("--to", tmp_path / "b", *named(*reversed(route))).exit_code == 0
@@ -287,7 +286,7 @@ def test_checkpoints_of_spans_give_the_bytes_of_a_whole_one(route: list[Path], t
     assert (tmp_path / "d/model.safetensors.index.json").exists()
 
 
-def test_layers_that_are_missing_are_named(route: list[Path], tmp_path: Path) -> None:
+def test_missing_layers_are_named(route: list[Path], tmp_path: Path) -> None:
     for given, missing in ((route[:1], "layers 1-3"), (route[1:2], "layers 0, 3"), (route[:2], "layer 3")):
         error = atoll("--to", tmp_path / "out", *named(*given)).exception
         assert isinstance(error, NotFound)
@@ -304,7 +303,7 @@ def test_checkpoints_of_two_rounds_are_refused(route: list[Path], tmp_path: Path
 
 @pytest.mark.parametrize("name", ["anchor.safetensors", "momentum.safetensors"])
 @pytest.mark.parametrize("how", ["altered", "truncated", "longer", "another header", "gone"])
-def test_a_damaged_part_is_not_exported(name: str, how: str, route: list[Path], tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_of_a_span_is_not_exported(name: str, how: str, route: list[Path], tmp_path: Path) -> None:
     path = route[1] / name
     data = path.read_bytes()
     spoiled = {
@@ -320,7 +319,7 @@ def test_a_damaged_part_is_not_exported(name: str, how: str, route: list[Path], 
     assert not (tmp_path / "out").exists()
 
 
-def test_sums_that_were_made_anew_do_not_hide_what_was_altered(route: list[Path], tmp_path: Path) -> None:
+def test_recomputed_checksums_do_not_hide_an_altered_file(route: list[Path], tmp_path: Path) -> None:
     import hashlib
 
     for name in ("anchor.safetensors", "momentum.safetensors"):

@@ -1,4 +1,4 @@
-"""`atoll base`: a directory as a section of a run file, which makes the directory's model again."""
+"""`atoll base`: the printed [model] section builds the directory's model again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def printed(directory: Path) -> str:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_what_is_printed_makes_the_same_model(family: str, tmp_path: Path) -> None:
+def test_the_printed_section_builds_the_same_model(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     base = pretrained(tmp_path, family, shard="30KB")
@@ -60,7 +60,7 @@ def changed(directory: Path, **changes: Any) -> Path:
     ],
     ids=str,
 )
-def test_what_is_left_out_is_said(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_keys_that_are_left_out_are_reported(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     text, notes = describe(changed(pretrained(tmp_path), **changes), "")
     assert any(said in note for note in notes) if said else not notes
     model = spec_of(text).model
@@ -71,7 +71,7 @@ def test_what_is_left_out_is_said(changes: dict[str, Any], said: str, tmp_path: 
         assert model.config["rope_parameters"]["rope_theta"] == 500000.0
 
 
-def test_a_null_that_is_no_default_is_kept(tmp_path: Path) -> None:
+def test_a_null_that_differs_from_the_default_is_kept(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, MistralConfig
 
     sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
@@ -83,7 +83,7 @@ def test_a_null_that_is_no_default_is_kept(tmp_path: Path) -> None:
     assert run_model(spec, 256, tmp_path).architecture.config.sliding_window is None
 
 
-def test_directories_that_no_run_can_start_from(tmp_path: Path) -> None:
+def test_a_directory_that_no_run_can_start_from_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no configuration"):
         describe(tmp_path, "")
     base = pretrained(tmp_path)
@@ -99,5 +99,5 @@ def test_directories_that_no_run_can_start_from(tmp_path: Path) -> None:
             describe(changed(base, **changes), "")
         (base / "config.json").write_text(held)
     (base / "model.safetensors").rename(base / "pytorch_model.bin")
-    with pytest.raises(CheckpointCorrupt, match="no safetensors"):
+    with pytest.raises(CheckpointCorrupt, match="no readable safetensors"):
         describe(base, "")

@@ -1,4 +1,4 @@
-"""Hugging Face decoders in the trainer's loop: the bits of a plain loop, and directories that anybody loads."""
+"""Hugging Face decoders in the inner loop: the bits of a plain loop, and exports that the libraries load."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import ModelTooLarge, UsageError
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.export.huggingface_export import export_huggingface
-from atoll.node.model.initial_weights_file import write_initial_weights
-from atoll.node.model.run_model import run_model
+from atoll.node.model.run_model import run_model, write_initial_weights
 from atoll.node.model.span import Span
 from atoll.node.state.tensor_file import LayerLayout
 from atoll.node.trainer.loading import load as load_trainer
@@ -65,14 +64,14 @@ def load(directory: Path):
     CASES,
     ids=[f"{family}, {kind}{', tied' if tied else ''}" for family, tied, kind in CASES],
 )
-def test_the_loop_has_the_bits_of_a_plain_loop_and_exports_what_it_trained(
+def test_the_inner_loop_has_the_bits_of_a_plain_loop_and_exports_its_weights(
     family: str, tied: bool, kind: str, text: Path, tmp_path: Path
 ) -> None:
     base = pretrained(tmp_path / "base", family, tie_word_embeddings=tied) if kind != "seeded" else None
     targets = TARGETS.get(family, ["q_proj", "v_proj"]) if kind == "lora" else None
     toml = spec_text(model_section(config_of(family, tie_word_embeddings=tied), base, targets))
     spec = parse_run_spec(toml)
-    loop = InnerLoop(spec, load_corpus(spec, str(text)), "cpu", 1, run=run_model(spec, 256, base))
+    loop = InnerLoop(spec, load_corpus(spec, str(text)), "cpu", run=run_model(spec, 256, base))
     try:
         genesis_E = torch.empty(loop.layout.elements)
         loop.initialise_into(genesis_E)
@@ -107,7 +106,7 @@ def test_the_loop_has_the_bits_of_a_plain_loop_and_exports_what_it_trained(
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_layer_begins_as_its_family_has_it_and_the_same_in_every_span(family: str) -> None:
+def test_a_layer_is_initialised_by_its_family_and_equally_in_every_span(family: str) -> None:
     run = run_model(parse_run_spec(spec_text(model_section(config_of(family, initializer_range=0.05)))), 256)
     last = run.architecture.layers - 1
     whole = {name: values.clone() for name, values in run.initial_parameters(Span(0, last))}
@@ -122,7 +121,7 @@ def test_a_layer_begins_as_its_family_has_it_and_the_same_in_every_span(family: 
             assert torch.equal(values, torch.full_like(values, 0.0 if name.endswith("bias") else 1.0)), name
 
 
-def test_blocks_that_differ_are_of_kinds_of_their_own() -> None:
+def test_blocks_that_differ_have_different_kinds() -> None:
     """A mixture whose first block is dense, and windows in one block alone."""
     mixture = config_of("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[0])
     windows = config_of(
@@ -140,9 +139,7 @@ def test_blocks_that_differ_are_of_kinds_of_their_own() -> None:
         assert [kind for kind, _, _ in times] == ["embedding", "block", "block-2", "head"]
 
 
-def test_a_node_too_small_for_the_model_comes_up_without_it_and_can_write_its_genesis(
-    text: Path, tmp_path: Path
-) -> None:
+def test_a_node_too_small_for_the_model_starts_without_it_and_can_write_its_genesis(text: Path, tmp_path: Path) -> None:
     base = pretrained(tmp_path / "base", num_hidden_layers=6)
     toml = spec_text(model_section(config_of("llama", num_hidden_layers=6), base))
     config = TrainerConfig(toml, str(text), base_path=str(base))

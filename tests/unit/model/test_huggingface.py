@@ -30,8 +30,8 @@ def weights_of(route_stages: RouteStages, without_head: bool) -> dict[str, Tenso
     """Every parameter by name; a frozen head that is tied is a copy of the embedding."""
     found: dict[str, Tensor] = {}
     for model in route_stages.models:
-        found |= {name: view.clone() for name, view in model.trained.views(model.weights_E)}
-        found |= {name: view.clone() for name, view in model.frozen.views(model.frozen_E)}
+        found |= {name: view.clone() for name, view in model.trained_layout.views(model.weights_E)}
+        found |= {name: view.clone() for name, view in model.frozen_layout.views(model.frozen_E)}
     if without_head:
         assert torch.equal(found.pop("lm_head.weight"), found[f"{route_stages.models[0].span_definition.embedding}"])
     return found
@@ -61,7 +61,7 @@ def test_routes_of_1_2_and_4_stages_equal_the_unmodified_model(family: str, tied
 
 @pytest.mark.soak
 @every_case
-def test_all_are_equal_after_50_steps(family: str, tied: bool, adapted: bool) -> None:
+def test_all_routes_are_equal_after_50_steps(family: str, tied: bool, adapted: bool) -> None:
     check_equal(family, tied, adapted, 50)
 
 

@@ -49,7 +49,7 @@ def llama(**changed: Any) -> str:
     ],
     ids=lambda value: "" if "[model]" in value else value[:40],
 )
-def test_it_is_refused_by_name(model: str, words: str) -> None:
+def test_an_invalid_model_section_is_refused_with_the_reason(model: str, words: str) -> None:
     with pytest.raises((UnsupportedModel, ModelTooLarge), match=words) as caught:
         loaded(model)
     assert caught.value.remedy
@@ -61,7 +61,7 @@ def loaded(model: str, facts: DeviceFacts = HERE, base: Path | None = None) -> N
     load(config, facts, None, SystemClock())
 
 
-def test_sizes_that_only_computing_finds(tmp_path: Path) -> None:
+def test_sizes_that_only_the_forward_pass_finds_wrong_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text(text_of())
     config = TrainerConfig(spec_of(llama(num_key_value_heads=3)).resolved_toml(), str(path))
@@ -69,18 +69,18 @@ def test_sizes_that_only_computing_finds(tmp_path: Path) -> None:
         load(config, HERE, None, SystemClock())
 
 
-def test_a_model_that_no_machine_holds_is_refused_by_arithmetic() -> None:
+def test_a_model_too_large_for_any_machine_is_refused_by_arithmetic() -> None:
     vast = llama(hidden_size=2**16, intermediate_size=2**18, num_hidden_layers=100, num_attention_heads=64)
     with pytest.raises(ModelTooLarge, match="needs about"):
         loaded(vast)
 
 
-def test_targets_that_adapt_nothing(tmp_path: Path) -> None:
+def test_adapter_targets_that_match_nothing_are_refused(tmp_path: Path) -> None:
     base = pretrained(tmp_path)
     for targets, words in (
         (["q_proj", "qproj"], "no linear module of the model is called 'qproj'"),
         (["nothing"], "does not fit the model"),
-        (["embed_tokens"], "leave the embedding out"),
+        (["embed_tokens"], "adapters of embeddings"),
         (["lm_head"], None),
     ):
         spec = spec_of(model_section(config_of("llama"), base, targets))
@@ -93,7 +93,7 @@ def test_targets_that_adapt_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("library", ["transformers", "peft"])
-def test_a_library_that_is_missing_is_named(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = pretrained(tmp_path)
     spec = spec_of(model_section(config_of("llama"), base, ["q_proj"]))
     monkeypatch.setitem(sys.modules, library, None)
@@ -102,7 +102,7 @@ def test_a_library_that_is_missing_is_named(library: str, tmp_path: Path, monkey
     assert "'hf' extra" in caught.value.remedy
 
 
-def test_a_pretrained_directory_of_another_shape(tmp_path: Path) -> None:
+def test_a_pretrained_directory_of_another_shape_is_refused(tmp_path: Path) -> None:
     """Its digests are right, and it is not of this configuration."""
     base = pretrained(tmp_path, intermediate_size=64)
     run = run_model(spec_of(model_section(config_of("llama"), base)), 256, base)

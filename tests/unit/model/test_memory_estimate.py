@@ -1,4 +1,4 @@
-"""What a stage is estimated to take, beside the tensors that it allocates."""
+"""Memory estimates of stages and replicas, compared with the tensors that they allocate."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ def flush(stage: Stage) -> None:
     targets_BT = [torch.zeros(SAMPLES, TOKENS, dtype=torch.int64) for _ in range(CREDITS)]
     waiting = (
         targets_BT
-        if span_definition.first
+        if span_definition.is_first
         else [torch.randn(SAMPLES, TOKENS, span_definition.dimension) for _ in range(CREDITS)]
     )
     inputs = [x.clone() for x in waiting]
     del waiting
     for number in range(CREDITS):
         output = stage.forward(number, inputs.pop(0), targets_BT[number])
-        if span_definition.last:
+        if span_definition.is_last:
             stage.backward(number, None)
-    if not span_definition.last:
+    if not span_definition.is_last:
         gradient_BTD = torch.ones_like(output)
         del output
         for number in range(CREDITS):
@@ -87,7 +87,7 @@ def built_in_table(shape: ModelShape) -> plan_pb2.LayerTable:
 
 @pytest.mark.parametrize("span", SPANS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_the_built_in_decoder_takes_what_is_estimated(shape: ModelShape, span: Span) -> None:
+def test_the_built_in_decoder_takes_the_estimated_memory(shape: ModelShape, span: Span) -> None:
     built, peak = peak_bytes(BuiltInArchitecture(shape), span)
     estimate = span_memory(built_in_table(shape), span, TRAFFIC)
     assert built == pytest.approx(estimate.weights + estimate.gradients, abs=64)
@@ -96,7 +96,7 @@ def test_the_built_in_decoder_takes_what_is_estimated(shape: ModelShape, span: S
 
 @pytest.mark.parametrize("span", [Span(0, 1), Span(2, 3), Span(3, 4)], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "mixtral"])
-def test_other_families_take_about_that(family: str, span: Span) -> None:
+def test_other_families_take_about_the_estimated_memory(family: str, span: Span) -> None:
     config = config_of(family, hidden_size=128, intermediate_size=288, num_hidden_layers=3, max_position_embeddings=96)
     architecture = HuggingFaceArchitecture(config)
     built, peak = peak_bytes(architecture, span)
@@ -105,7 +105,7 @@ def test_other_families_take_about_that(family: str, span: Span) -> None:
     assert peak == pytest.approx(estimate.total, rel=0.15)
 
 
-def test_adapters_need_no_gradients_or_moments_of_what_is_frozen() -> None:
+def test_adapters_need_no_gradients_or_moments_of_frozen_parameters() -> None:
     architecture = HuggingFaceArchitecture(config_of("llama", hidden_size=128), lora_of("llama"))
     rows = architecture.span_definition(Span(0, 3)).parameters
     trained = [sum(each.numel() for each in row.values() if each.requires_grad) for row in rows]
@@ -130,7 +130,7 @@ def test_credits_cost_inputs_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("optimizer", ["", "activation_checkpointing = true"], ids=["plain", "recomputed"])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "mixtral"])
-def test_a_whole_replica_takes_about_what_is_estimated(family: str, optimizer: str, tmp_path: Path) -> None:
+def test_a_whole_replica_takes_about_the_estimated_memory(family: str, optimizer: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(text_of())
     sizes = {"hidden_size": 128, "intermediate_size": 288, "num_hidden_layers": 4, "max_position_embeddings": 96}
     text = spec_text(model_section(run_config(family, **sizes)), optimizer).replace("length = 16", "length = 96")
@@ -138,7 +138,7 @@ def test_a_whole_replica_takes_about_what_is_estimated(family: str, optimizer: s
     run = run_model(spec, 256)
     corpus = load_corpus(spec, str(tmp_path / "text.txt"))
     with LiveBytes() as live:
-        loop = InnerLoop(spec, corpus, "cpu", 1, run=run)
+        loop = InnerLoop(spec, corpus, "cpu", run=run)
         try:
             loop.load(torch.ones(loop.layout.elements) * 0.01, ranges=((0, 100),))
             loop.step()

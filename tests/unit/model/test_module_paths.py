@@ -1,4 +1,4 @@
-"""What can be cut is found by roles; what cannot is refused by the name of what is missing."""
+"""Module paths are found by roles; an unsupported model is refused and the missing part is named."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def other(family: str) -> Any:
         ("gpt2", "gpt2 cannot be cut into layers: it lacks one final norm"),
         ("opt", "it lacks one list of 2 blocks"),
         ("gemma", "it lacks a way to compute the buffers .*embed_scale"),
-        ("t5", "t5 is no causal language model"),
+        ("t5", "t5 is not a causal language model"),
         ("falcon", "its transformer does more to activations than its blocks do"),
         ("granite", "its model does more to activations than its blocks do"),
     ],
 )
-def test_another_architecture_is_refused_by_the_name_of_what_is_missing(family: str, words: str) -> None:
+def test_an_unsupported_architecture_is_refused_and_the_missing_part_is_named(family: str, words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words) as caught:
         HuggingFaceArchitecture(other(family))
     assert caught.value.remedy
@@ -58,22 +58,22 @@ def test_another_architecture_is_refused_by_the_name_of_what_is_missing(family: 
 @pytest.mark.parametrize(
     ("family", "changed", "words"),
     [
-        ("gpt_neox", {"hidden_dropout": 0.1}, "the same result twice .*dropout"),
-        ("llama", {"attention_dropout": 0.1}, "the same result twice"),
-        ("mixtral", {"router_jitter_noise": 0.1}, "the same result twice"),
-        ("mixtral", {"output_router_logits": True}, "a loss without terms of several blocks"),
+        ("gpt_neox", {"hidden_dropout": 0.1}, "a deterministic forward pass .*dropout"),
+        ("llama", {"attention_dropout": 0.1}, "a deterministic forward pass"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "a deterministic forward pass"),
+        ("mixtral", {"output_router_logits": True}, "a loss that depends on the logits alone"),
         ("llama", {"attn_implementation": "somebody/kernel"}, "foreign code"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
     ],
 )
-def test_what_a_second_forward_or_another_span_would_change_is_refused(
+def test_randomness_shared_losses_foreign_code_and_quantised_weights_are_refused(
     family: str, changed: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=words):
         HuggingFaceArchitecture(config_of(family, **changed))
 
 
-def test_adapters_alone_are_trained() -> None:
+def test_only_adapters_are_trained() -> None:
     import peft
 
     for lora in (
@@ -86,7 +86,7 @@ def test_adapters_alone_are_trained() -> None:
     ):
         with pytest.raises(ConfigError, match=r"LoRA|adapters"):
             HuggingFaceArchitecture(config_of("llama"), lora)
-    with pytest.raises(UnsupportedModel, match="twice"):
+    with pytest.raises(UnsupportedModel, match="deterministic"):
         HuggingFaceArchitecture(config_of("llama"), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
 
 
@@ -94,7 +94,7 @@ def test_a_span_has_memory_for_its_own_layers_only() -> None:
     architecture = HuggingFaceArchitecture(config_of("qwen3"))
     held = SpanModel(architecture.span_definition(Span(1, 1)), torch.device("cpu"))
     names = {name for name, _ in held.span_definition.module.named_parameters()}
-    assert names == {slot.name for slot in held.trained.slots}
+    assert names == {slot.name for slot in held.trained_layout.slots}
     assert all(name.startswith("model.layers.0.") for name in names)
     assert not any(
         each.is_meta for each in [*held.span_definition.module.parameters(), *held.span_definition.module.buffers()]
@@ -103,7 +103,7 @@ def test_a_span_has_memory_for_its_own_layers_only() -> None:
         architecture.span_definition(Span(2, 4))
 
 
-def test_windows_that_differ_from_block_to_block_are_the_family_s_own() -> None:
+def test_attention_windows_that_differ_between_blocks_are_kept() -> None:
     """Qwen 3 with one full and one sliding block: cut or not, each block sees its own mask."""
     config = config_of(
         "qwen3", use_sliding_window=True, sliding_window=3, layer_types=["full_attention", "sliding_attention"]

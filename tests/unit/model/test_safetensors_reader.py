@@ -1,4 +1,4 @@
-"""Single tensors out of files that somebody else wrote, or spoiled."""
+"""Single tensors are read from files of other programs, or refused if a file is damaged."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ def with_header(data: bytes, header: object) -> bytes:
     return len(text).to_bytes(8, "little") + text + data[8 + int.from_bytes(data[:8], "little") :]
 
 
-def test_what_the_format_s_library_wrote_is_read(path: Path) -> None:
+def test_files_of_the_format_s_library_are_read(path: Path) -> None:
     assert sorted(tensor_names(path)) == sorted(TENSORS)
     for name, values in TENSORS.items():
         found = read_tensor(path, name)
@@ -63,7 +63,7 @@ def test_what_the_format_s_library_wrote_is_read(path: Path) -> None:
     ],
     ids=str,
 )
-def test_an_entry_that_cannot_be_is_refused(changed: dict[str, object], path: Path) -> None:
+def test_an_invalid_header_entry_is_refused(changed: dict[str, object], path: Path) -> None:
     data = path.read_bytes()
     header = header_of(data)
     header["matrix"].update(changed)
@@ -73,7 +73,7 @@ def test_an_entry_that_cannot_be_is_refused(changed: dict[str, object], path: Pa
     assert torch.equal(read_tensor(path, "numbers"), TENSORS["numbers"])
 
 
-def test_what_is_not_there_is_said(path: Path) -> None:
+def test_a_missing_file_or_tensor_is_named(path: Path) -> None:
     with pytest.raises(CheckpointCorrupt, match="no tensor other"):
         read_tensor(path, "other")
     for missing in (tensor_names, lambda path: read_tensor(path, "matrix")):
@@ -81,13 +81,15 @@ def test_what_is_not_there_is_said(path: Path) -> None:
             missing(path.with_name("nothing"))
     for header in ([], "text", 3):
         path.write_bytes(with_header(b"\0" * 8, header))
-        with pytest.raises(CheckpointCorrupt, match="no safetensors"):
+        with pytest.raises(CheckpointCorrupt, match="safetensors file"):
             tensor_names(path)
 
 
 @settings(max_examples=200)
 @given(st.data())
-def test_no_bytes_do_more_than_be_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_arbitrary_bytes_are_refused_with_a_typed_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     good = save({"matrix": TENSORS["matrix"]})
     place = data.draw(st.integers(0, len(good) - 1))
     spoiled = data.draw(

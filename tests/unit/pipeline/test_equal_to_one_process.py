@@ -59,7 +59,7 @@ def test_the_trainer_s_loop_and_routes_of_1_2_and_4_stages_are_equal(
     corpus: Corpus, model: str, optimizer: str
 ) -> None:
     spec = spec_of(model, optimizer)
-    loop = InnerLoop(spec, corpus, "cpu", 1)
+    loop = InnerLoop(spec, corpus, "cpu")
     try:
         anchor_E = torch.empty(loop.layout.elements)
         loop.initialise_into(anchor_E)

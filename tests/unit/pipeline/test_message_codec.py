@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.routes import RouteStages
+from support.routes import RouteStages, layer_weights
 from torch import Tensor
 
 from atoll.core.clock import SystemClock
@@ -106,7 +106,9 @@ def test_what_is_not_finite_costs_a_route_over_the_wire_a_step_and_not_the_weigh
     route_stages.load(random(shape.parameters) * 0.1)
     before_E, tokens = route_stages.weights(), [torch.arange(14).view(2, 7) + number for number in range(2)]
     broken = next(
-        each.layer(broken_layer)[:1] for each in route_stages.models if broken_layer in each.span_definition.span
+        layer_weights(each, broken_layer)[:1]
+        for each in route_stages.models
+        if broken_layer in each.span_definition.span
     )
     whole = broken.clone()
     broken.fill_(torch.nan)
@@ -194,7 +196,7 @@ def test_int8_both_ways_over_four_stages_learns_what_fp32_does(tmp_path: Path) -
         f'[data]\npath = "{tmp_path}"\nsequence_length = 32\nvalidation_samples = 32\n[sync]\nround_tokens = 1000\n'
     )
     corpus = load_corpus(spec)
-    loop = InnerLoop(spec, corpus, "cpu", 1)
+    loop = InnerLoop(spec, corpus, "cpu")
     initial_E = torch.empty(loop.layout.elements)
     loop.initialise_into(initial_E)
     found = {}

@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.decoders import initialise
 from support.in_process_route import Pick, oldest
-from support.routes import RouteStages
+from support.routes import RouteStages, layer_weights
 from torch import Tensor
 
 from atoll.core.errors import InvalidTransition, PeerMisbehaved
@@ -19,7 +20,7 @@ from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.built_in import BuiltInArchitecture
 from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.flat_layout import FlatLayout
-from atoll.node.model.llama import Decoder, initialise
+from atoll.node.model.llama import Decoder
 from atoll.node.model.span import Span
 from atoll.node.pipeline.messages import (
     Activation,
@@ -202,7 +203,7 @@ def test_what_comes_late_from_a_flush_that_is_over_is_dropped() -> None:
 
 def test_values_that_are_not_finite_cost_a_step_and_not_the_weights() -> None:
     route_stages = route(3)
-    before_E, broken = route_stages.weights(), route_stages.models[1].layer(2)[:1]
+    before_E, broken = route_stages.weights(), layer_weights(route_stages.models[1], 2)[:1]
     whole = broken.clone()
     broken.fill_(torch.nan)
     assert route_stages.route.flush(flush_of(0)).verdict.factor is None

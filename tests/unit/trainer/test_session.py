@@ -14,15 +14,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.decoders import initialise
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError, DataDirUnusable, InvalidRequest, ModelTooLarge
 from atoll.core.files import open_anonymous_file
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.model.built_in_shape import ModelShape
-from atoll.node.model.initial_weights_file import write_initial_weights
-from atoll.node.model.llama import Decoder, initialise
-from atoll.node.model.run_model import run_model
+from atoll.node.model.llama import Decoder
+from atoll.node.model.run_model import run_model, write_initial_weights
 from atoll.node.pipeline.stage_io import RouteEvent, StageIO
 from atoll.node.system.shared_vectors import map_vector
 from atoll.node.trainer import messages as ms
@@ -168,7 +168,7 @@ def test_a_span_that_does_not_fit_or_is_none_of_the_model_s_is_refused(
 ) -> None:
     with pytest.raises(InvalidRequest, match="layers 0 to 2"):
         run(tmp_path, span=(1, 3))
-    with pytest.raises(InvalidRequest, match="no span"):
+    with pytest.raises(InvalidRequest, match="not a span"):
         run(tmp_path, span=(2, 1))
     monkeypatch.setattr(session_module, "combined_facts", lambda *_: DeviceFacts("cpu", "a small machine", 10_000))
     with pytest.raises(ModelTooLarge, match="layers 0 to 1"):

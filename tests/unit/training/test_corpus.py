@@ -1,4 +1,4 @@
-"""Text on disk → tokens, windows, digest; and one clear sentence for what is not text."""
+"""Text on disk becomes tokens, windows and a digest; unusable text is refused with the reason."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_windows_tile_the_text_and_the_last_are_held_out(tmp_path: Path) -> None
     assert list(corpus.validation_windows()) == list(range(corpus.training_samples, corpus.training_samples + 4))
 
 
-def test_a_directory_is_read_in_sorted_order_without_what_is_not_text(tmp_path: Path) -> None:
+def test_a_directory_is_read_in_sorted_order_without_binary_files(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "one.md").write_bytes(TEXT)
     (tmp_path / "a.py").write_bytes(b"first")
@@ -53,13 +53,13 @@ def test_a_directory_is_read_in_sorted_order_without_what_is_not_text(tmp_path: 
     assert (corpus.report.files, corpus.report.skipped_files) == (3, 1)
 
 
-def test_a_glob_and_an_override(tmp_path: Path) -> None:
+def test_a_glob_and_an_override_of_the_path_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_bytes(TEXT)
     (tmp_path / "b.log").write_bytes(b"more")
     assert bytes(load_corpus(spec_for("nowhere"), str(tmp_path / "*.log")).tokens) == TEXT + b"\0more\0"
 
 
-def test_jsonl_takes_the_named_field(tmp_path: Path) -> None:
+def test_jsonl_reads_the_named_field(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"body": TEXT.decode()}) + "\n\n" + json.dumps({"body": "end"}))
     corpus = load_corpus(spec_for(tmp_path, source="jsonl", field="body"))
     assert bytes(corpus.tokens) == TEXT + b"\0end\0"
@@ -76,7 +76,7 @@ def test_jsonl_takes_the_named_field(tmp_path: Path) -> None:
         (b"\xff\xfe" + TEXT, "is not text"),
     ],
 )
-def test_a_file_that_cannot_be_trained_on_is_refused_in_a_sentence(tmp_path: Path, content: bytes, words: str) -> None:
+def test_an_unusable_file_is_refused_with_the_reason(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(CorpusError, match=words) as caught:
         load_corpus(spec_for(tmp_path / "a.txt"))
@@ -84,12 +84,12 @@ def test_a_file_that_cannot_be_trained_on_is_refused_in_a_sentence(tmp_path: Pat
 
 
 @pytest.mark.parametrize("where", ["missing.txt", ".", "*.txt"])
-def test_no_text_is_refused_in_a_sentence(tmp_path: Path, where: str) -> None:
+def test_a_path_without_text_is_refused_with_the_reason(tmp_path: Path, where: str) -> None:
     with pytest.raises(CorpusError, match="no training text"):
         load_corpus(spec_for(tmp_path / where))
 
 
-def test_the_digest_names_text_tokenizer_and_cut(tmp_path: Path) -> None:
+def test_the_digest_depends_on_text_tokenizer_and_cut(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(TEXT)
     (tmp_path / "same.txt").write_bytes(TEXT)
     (tmp_path / "other.txt").write_bytes(TEXT[:-1] + b"!")
@@ -102,7 +102,7 @@ def test_the_digest_names_text_tokenizer_and_cut(tmp_path: Path) -> None:
     assert digest != load_corpus(longer).digest
 
 
-def test_who_waits_hears_of_every_document_and_of_every_piece_that_is_hashed(
+def test_progress_is_reported_for_every_document_and_every_hashed_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a.txt", "b.txt"):
@@ -114,7 +114,7 @@ def test_who_waits_hears_of_every_document_and_of_every_piece_that_is_hashed(
     assert heard == [len(TEXT) + 1, *4 * [2 * (len(TEXT) + 1)]]
 
 
-def test_a_large_corpus_lies_in_a_file_and_reads_the_same() -> None:
+def test_a_large_corpus_is_in_a_file_and_reads_the_same() -> None:
     texts = [b"one", b"", b"two", b"three"]
     small, large = pack(texts, ByteTokenizer()), pack(texts, ByteTokenizer(), in_memory_bytes=5)
     assert isinstance(large, np.memmap)
@@ -149,7 +149,7 @@ def test_a_tokenizer_whose_library_is_missing_names_the_extra(monkeypatch: pytes
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
-def test_parquet_takes_the_named_column(tmp_path: Path) -> None:
+def test_parquet_reads_the_named_column(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 
@@ -219,7 +219,9 @@ def test_a_hugging_face_data_set_is_read_by_name(monkeypatch: pytest.MonkeyPatch
         load_corpus(spec_for("stories", field="number", **where))
 
 
-def test_a_hugging_face_tokenizer_with_a_large_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hugging_face_tokenizer_with_a_large_vocabulary_gets_wide_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_library(monkeypatch, "transformers", AutoTokenizer=FakeAutoTokenizer)
     (tmp_path / "a.txt").write_bytes(TEXT)
     corpus = load_corpus(spec_for(tmp_path, tokenizer="words"))

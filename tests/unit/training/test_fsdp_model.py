@@ -1,4 +1,4 @@
-"""Which elements and samples are whose on a node with several devices."""
+"""Shards, samples and memory of a node with several devices."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.node.model.built_in import BuiltInArchitecture
 from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.flat_layout import FlatLayout
-from atoll.node.model.fsdp_memory import usable_bytes
 from atoll.node.model.local_weights import ALL, ShardedWeights, ShardSlices, WholeWeights
+from atoll.node.model.memory_estimate import usable_bytes
 from atoll.node.model.run_model import run_model
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import layout_of
@@ -38,7 +38,7 @@ def weights_of(layout: FlatLayout, rank: int, size: int, values_E: torch.Tensor)
 
 
 @given(shapes=SHAPES, size=st.integers(1, 5), data=st.data())
-def test_pieces_of_all_devices_make_the_whole_and_each_knows_its_own(shapes, size, data):
+def test_shards_of_all_devices_make_the_whole_vector(shapes, size, data):
     layout = layout_with(shapes)
     values_E = torch.arange(layout.elements, dtype=torch.float32)
     start = data.draw(st.integers(0, layout.elements))
@@ -67,7 +67,7 @@ def test_pieces_of_all_devices_make_the_whole_and_each_knows_its_own(shapes, siz
 
 
 @given(shapes=SHAPES, size=st.integers(1, 5))
-def test_parameters_are_cut_where_torch_cuts_them(shapes, size):
+def test_parameters_are_split_where_torch_splits_them(shapes, size):
     layout = layout_with(shapes)
     values_E = torch.arange(layout.elements)
     for rank in range(size):
@@ -78,7 +78,7 @@ def test_parameters_are_cut_where_torch_cuts_them(shapes, size):
 
 
 @given(rows=st.integers(1, 20), size=st.integers(1, 5), at_most=st.integers(1, 6))
-def test_every_sample_counts_once_and_all_devices_take_as_many_turns(rows, size, at_most):
+def test_every_sample_counts_once_and_all_devices_compute_equally_many_micro_batches(rows, size, at_most):
     batch_BT = torch.arange(rows).view(rows, 1)
     weights, turns = torch.zeros(rows), set()
     for rank in range(size):
@@ -92,7 +92,7 @@ def test_every_sample_counts_once_and_all_devices_take_as_many_turns(rows, size,
     torch.testing.assert_close(weights, torch.full((rows,), 1 / rows))
 
 
-def test_what_the_built_in_model_keeps_where_blocks_begin():
+def test_local_slices_of_a_shard_follow_the_layer_offsets():
     layout = layout_of(BuiltInArchitecture(ModelShape(11, 8, 2, 2, 2, 12)).span_definition(Span(0, 3)))
     for rank in range(3):
         its = weights_of(layout, rank, 3, torch.zeros(layout.elements))
@@ -104,7 +104,7 @@ def test_what_the_built_in_model_keeps_where_blocks_begin():
 @pytest.mark.parametrize(
     "name", ["cpu,", "cpu,auto", "auto,auto", "cpu,cuda:0", "mps,mps", "cuda:0,cuda:0", "cuda,cuda:0"]
 )
-def test_devices_that_cannot_work_together_are_named(name):
+def test_device_lists_that_cannot_work_together_are_refused(name):
     with pytest.raises(ConfigError, match=r"several GPUs of one kind|at a comma"):
         parse_device_names(name)
     with pytest.raises(ConfigError):
@@ -112,11 +112,11 @@ def test_devices_that_cannot_work_together_are_named(name):
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda:3", "cuda", "cpu,cpu", "cuda:0, cuda:1"])
-def test_devices_that_can_work_together_are_taken(name):
+def test_device_lists_that_can_work_together_are_accepted(name):
     assert len(parse_device_names(name)) == name.count(",") + 1
 
 
-def test_what_graphics_cards_have_together_is_as_if_all_were_the_smallest(monkeypatch):
+def test_the_memory_of_several_gpus_is_that_of_the_smallest_times_their_number(monkeypatch):
     sizes = {0: 24 * 10**9, 1: 8 * 10**9}
 
     def facts(device, *_):
@@ -127,7 +127,7 @@ def test_what_graphics_cards_have_together_is_as_if_all_were_the_smallest(monkey
     assert together == DeviceFacts("cuda:0,cuda:1", "2 × card", 16 * 10**9, "GPU-0,GPU-1")
 
 
-def test_processors_share_one_memory():
+def test_cpu_devices_share_one_memory():
     alone, both = combined_facts([CPU], memory_bytes=10**9), combined_facts([CPU, CPU], memory_bytes=10**9)
     assert both.memory_bytes == alone.memory_bytes
     assert both.device == "cpu,cpu"
@@ -163,19 +163,19 @@ def usable_by(devices: int, layers: int = 4, samples: int = 4) -> int:
     return usable_facts(HAS, spec, run_model(spec, 256), devices).memory_bytes
 
 
-def test_what_being_several_costs_is_that_of_a_block_and_the_ends_however_deep_the_model():
+def test_the_extra_memory_of_several_devices_does_not_grow_with_depth():
     assert usable_by(1) == HAS.memory_bytes
     assert HAS.memory_bytes > usable_by(2) > 0.99 * HAS.memory_bytes
     assert usable_by(2, layers=4) == usable_by(2, layers=64)
     assert usable_by(4) < usable_by(2)
 
 
-def test_a_sample_that_cannot_be_divided_costs_what_it_takes_on_each():
+def test_a_sample_that_cannot_be_divided_costs_memory_on_each_device():
     assert usable_by(2, samples=1) < 0.9 * usable_by(2, samples=2)
     assert usable_by(3, samples=4) < 0.95 * usable_by(4, samples=4)
 
 
-def test_a_table_with_something_frozen_is_whole_on_each():
+def test_frozen_parameters_are_whole_on_each_device():
     spec = parse_run_spec(MODEL.format(layers=4, samples=4))
     table = run_model(spec, 256).table
     plain = usable_bytes(table, 10**9, 2, 1.0)
@@ -192,7 +192,7 @@ def test_rows_that_do_not_divide_make_one_device_the_largest():
     assert ShardSlices.largest_share_ratio(layout, 3) == pytest.approx(3 * most / 403)
 
 
-def test_a_layer_takes_as_many_times_less_as_there_are_devices(monkeypatch, tmp_path):
+def test_layer_times_divide_by_the_number_of_devices(monkeypatch, tmp_path):
     measured = (("embedding", 1.0, 2.0), ("block", 3.0, 4.0), ("head", 5.0, 6.0))
     monkeypatch.setattr("atoll.node.trainer.loading.measure_layer_times", lambda *_: measured)
     toml = MODEL.format(layers=4, samples=4).replace("nowhere", str(tmp_path / "text.txt"))

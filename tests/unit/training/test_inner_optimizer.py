@@ -1,4 +1,4 @@
-"""Which parameters the inner optimiser takes to which part, and that its state comes back."""
+"""Parameters that AdamW and Muon step, and the restored state of the optimiser."""
 
 import copy
 from dataclasses import replace
@@ -45,7 +45,7 @@ def test_muon_takes_the_matrices_of_blocks_and_steps_as_far_as_adamw():
         assert float(values.max() / values.quantile(0.1)) < 2  # nearly orthogonal; of the gradient itself far more
 
 
-def test_adamw_takes_everything_when_it_is_alone_and_state_comes_back():
+def test_adamw_alone_steps_all_parameters_and_its_state_is_restored():
     for name, optimizers in (("adamw", 1), ("muon", 2)):
         model, first = stepper(name)
         assert len(first.optimizer.optimizers) == optimizers
@@ -63,7 +63,7 @@ def test_adamw_takes_everything_when_it_is_alone_and_state_comes_back():
             assert torch.equal(mine, other)
 
 
-def test_a_span_without_blocks_has_no_use_for_muon():
+def test_a_span_without_blocks_does_not_use_muon():
     table = torch.nn.Parameter(torch.ones(4, 4))
     table.grad = torch.ones(4, 4)
     optimizer = InnerOptimizer([table], table, OptimizerSection(name="muon"), CPU)

@@ -1,4 +1,4 @@
-"""Learning rate on committed tokens; the layer table against the model that is built."""
+"""Learning rate on committed tokens; the layer table compared with the built model."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def test_nano_is_about_a_million_and_7b_about_seven_billion() -> None:
     [
         ({"heads": 3}, "not a multiple of heads"),
         ({"kv_heads": 3}, "not a multiple of kv_heads"),
-        ({"dimension": 36, "heads": 4, "kv_heads": 4}, "rotated in pairs"),
+        ({"dimension": 36, "heads": 4, "kv_heads": 4}, "needs an even number"),
         ({"vocabulary": 100}, "smaller than the tokenizer's 256"),
     ],
 )
-def test_numbers_that_do_not_fit_together_are_refused(numbers: dict[str, int], words: str) -> None:
+def test_inconsistent_dimensions_are_refused(numbers: dict[str, int], words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words):
         resolve_shape(ModelSection.model_validate(numbers), 256)
 

@@ -24,6 +24,7 @@ from atoll.node.training.loop import InnerLoop
 from atoll.node.training.progress import Snapshot
 from atoll.node.training.replica import Replica
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = "dimension = 32\nlayers = 2\nheads = 4\nkv_heads = 2\nhidden_dimension = 48"
 LoopMaker = Callable[..., InnerLoop]
 
@@ -47,7 +48,7 @@ def make_loop(corpus: Corpus) -> Iterator[LoopMaker]:
     made: list[InnerLoop] = []
 
     def make(**sections: str) -> InnerLoop:
-        made.append(InnerLoop(tiny_spec(**sections), corpus, "cpu", 1))
+        made.append(InnerLoop(tiny_spec(**sections), corpus, "cpu"))
         return made[-1]
 
     yield make
@@ -141,7 +142,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize(("start", "end"), [(0, None), (0, 3000), (1500, None), (1234, 5678), (7, 7)])
-def test_a_device_has_room_for_a_piece_of_a_pseudo_gradient_and_no_more(
+def test_a_pseudo_gradient_is_computed_in_chunks(
     devices: int, start: int, end: int | None, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica, "CHUNK_ELEMENTS", 1000)
@@ -166,7 +167,7 @@ def test_a_device_has_room_for_a_piece_of_a_pseudo_gradient_and_no_more(
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_of_no_use_any_more_are_told_and_not_averaged(make_loop: LoopMaker, value: float) -> None:
+def test_weights_that_are_not_finite_raise_and_are_not_averaged(make_loop: LoopMaker, value: float) -> None:
     """They would never become good again: no step is taken with them, and the carry keeps them."""
     loop = make_loop()
     loop.weights_E[-1] = value
@@ -228,7 +229,7 @@ def test_applying_mid_stream_does_not_repeat_or_skip_a_sample(make_loop: LoopMak
 
 
 @pytest.mark.parametrize(("consumed_samples", "first"), [(40, 40), (8, 12), (0, 12)])
-def test_samples_that_an_earlier_life_brought_to_a_round_are_not_skipped_once_more(
+def test_samples_contributed_before_a_restart_are_not_skipped_again(
     make_loop: LoopMaker, consumed_samples: int, first: int
 ) -> None:
     loop = make_loop()
@@ -254,7 +255,7 @@ def test_new_samples_at_the_same_anchor_leave_the_snapshot_and_all_progress(make
     assert loop.snapshot() == Snapshot(64, 4, 1, 64)
 
 
-def test_fragments_take_turns_and_each_holds_what_was_trained_since_its_own(make_loop: LoopMaker) -> None:
+def test_each_fragment_contains_what_was_trained_since_its_own_last_round(make_loop: LoopMaker) -> None:
     """A node alone, whose outer step takes over its own update: its weights never move but by training."""
     plain, turns = make_loop(), make_loop()
     for loop in (plain, turns):
@@ -299,7 +300,7 @@ def test_after_several_rounds_a_snapshot_is_carried_and_other_fragments_are_reba
     assert loop.snapshot(first).fragment_tokens == 64
 
 
-def test_a_dry_node_trains_on_and_counts_repeated_samples(make_loop: LoopMaker) -> None:
+def test_a_node_without_fresh_samples_trains_on_and_counts_repeated_ones(make_loop: LoopMaker) -> None:
     loop = make_loop()
     started(loop, ((0, 6),))
     for _ in range(3):
@@ -308,7 +309,7 @@ def test_a_dry_node_trains_on_and_counts_repeated_samples(make_loop: LoopMaker) 
     assert loop.progress.samples_repeated == 6
 
 
-def test_looking_at_a_model_does_not_disturb_training(make_loop: LoopMaker) -> None:
+def test_evaluation_and_generation_do_not_change_training(make_loop: LoopMaker) -> None:
     disturbed, plain = make_loop(), make_loop()
     for loop in (disturbed, plain):
         anchor_E = started(loop)
@@ -320,7 +321,7 @@ def test_looking_at_a_model_does_not_disturb_training(make_loop: LoopMaker) -> N
     assert torch.equal(disturbed.weights_E, plain.weights_E)
 
 
-def test_a_seed_names_a_text(make_loop: LoopMaker) -> None:
+def test_a_seed_determines_the_generated_text(make_loop: LoopMaker) -> None:
     loop = make_loop()
     anchor_E = started(loop)
     for _ in range(80):

@@ -1,4 +1,4 @@
-"""The books of what was trained and not counted yet, by fragments that may be cut otherwise from round to round."""
+"""Counters of training that no round has counted, with fragments that may be cut differently from round to round."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,7 +55,7 @@ def test_a_fragment_counts_what_was_trained_since_its_own_last_round():
     assert progress.mark_snapshot(0, 6).fragment_tokens == 2 * STEP
 
 
-def test_a_fragment_that_is_cut_in_two_goes_on_from_where_it_was():
+def test_a_fragment_that_is_split_keeps_its_count():
     progress = trained(4)
     progress.mark_snapshot(0, 12)
     progress.commit_snapshot()

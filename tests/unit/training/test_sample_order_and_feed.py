@@ -29,7 +29,7 @@ def test_the_order_is_the_same_on_every_machine_and_differs_by_seed_and_epoch() 
     assert [SampleOrder(8, 10).window(i) for i in range(10)] != first
 
 
-def test_the_order_does_not_depend_on_who_asks_for_what_first() -> None:
+def test_the_order_does_not_depend_on_the_order_of_queries() -> None:
     forwards, backwards = SampleOrder(3, 17), SampleOrder(3, 17)
     assert [forwards.window(i) for i in range(60)] == [backwards.window(i) for i in reversed(range(60))][::-1]
 
@@ -51,7 +51,7 @@ def test_a_feed_reads_its_ranges_in_order_after_the_skip(
     assert [len(one.samples) for one in taken] == counts
 
 
-def test_a_dry_feed_reads_its_ranges_again_and_says_so() -> None:
+def test_an_exhausted_feed_repeats_its_ranges_and_counts_them_as_repeated() -> None:
     feed = SampleFeed([(10, 13)])
     first, second = feed.take(2), feed.take(3)
     assert (first.samples, first.repeated) == ((10, 11), 0)

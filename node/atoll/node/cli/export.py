@@ -160,10 +160,9 @@ def _open_own_checkpoint(checkpoints: Path, round_number: int | None, exit_stack
 
 
 def _open_and_join(paths: list[Path], exit_stack: ExitStack) -> StoredModel:
-    from atoll.node.export.joined_checkpoint import join
-    from atoll.node.export.stored_model import checkpoints_in, open_checkpoint
+    from atoll.node.export.stored_model import checkpoints_in, join_checkpoints, open_checkpoint
 
-    return join([open_checkpoint(found, exit_stack) for path in paths for found in checkpoints_in(path)])
+    return join_checkpoints([open_checkpoint(found, exit_stack) for path in paths for found in checkpoints_in(path)])
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""The model's way out: a checkpoint as a Hugging Face directory.
+"""Export of a checkpoint as a Hugging Face directory: `atoll export`.
 
-The built-in decoder's equations are those of Llama (`model.py`), so exporting is renaming: `transformers` loads the
-directory as `LlamaForCausalLM`, with no code from us. Other architectures write themselves (`export_run.py`). The files
-are written beside the target, synced, and renamed when they are whole.
+The built-in decoder has the equations of Llama (`model/llama.py`), so its export renames parameters: `transformers`
+loads the directory as `LlamaForCausalLM` and needs no code of ours. `transformers_model.py` exports Hugging Face
+decoders. The files are written to a temporary directory beside the target, synced, and renamed when they are complete.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from atoll.node.model.llama import NORM_EPSILON, Decoder
 from atoll.node.model.tokenizer import Tokenizer, load_tokenizer
 from atoll.node.state.tensor_file import LayerLayout
 
-DEFAULT_SHARD_BYTES = 50e9  # that of `transformers`
+DEFAULT_SHARD_BYTES = 50e9  # the default of `transformers`
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _BLOCK_NAMES = {
@@ -52,16 +52,18 @@ def export_huggingface(
     base: Path | None = None,
     shard_bytes: float = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Write `target`: config.json, generation_config.json, model.safetensors or shards of it, the tokenizer's files.
+    """Write config.json, generation_config.json, model.safetensors or its shards, and the tokenizer to `target`.
 
-    Of a run of adapters: adapter_config.json and adapter_model.safetensors; with `base`, the directory of its
-    pretrained weights, the whole model with the adapters merged. One parameter is in memory at a time; where
-    adapters are merged, one layer. Raises `AlreadyExists`, `ConfigError` when the checkpoint is of another model
-    than its spec says or the tokenizer cannot be loaded, `UsageError` for a base that is not asked for,
-    `PretrainedWeightsUnusable`, `CheckpointCorrupt` and `DataDirUnusable`.
+    A run of adapters gives adapter_config.json and adapter_model.safetensors instead. With `base`, the directory of its
+    pretrained weights, it gives the whole model with the adapters merged. One parameter is in memory at a time; one
+    layer if adapters are merged.
+
+    Raises `AlreadyExists`, `ConfigError` if the checkpoint does not match its run spec or the tokenizer cannot be
+    loaded, `UsageError` for a `base` that the run does not use, `PretrainedWeightsUnusable`, `CheckpointCorrupt` and
+    `DataDirUnusable`.
     """
     if target.exists():
-        raise AlreadyExists(f"{target} exists", "name a directory that does not: nothing is overwritten")
+        raise AlreadyExists(f"{target} already exists", "name a directory that does not exist: nothing is overwritten")
     _check_whole(model)
     tokenizer = load_tokenizer(model.spec.data.tokenizer)
     temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
@@ -70,11 +72,12 @@ def export_huggingface(
         temporary.mkdir(parents=True)
         section = model.spec.model
         if isinstance(section, HuggingFaceModel):
-            from atoll.node.export.transformers_model import write_huggingface_model  # transformers: seconds
+            # importing transformers takes seconds
+            from atoll.node.export.transformers_model import write_huggingface_model
 
             write_huggingface_model(model, section, output_format, tokenizer, _provenance(model), base)
         elif base is not None:
-            raise UsageError("--base merges adapters into their base; this run trained the whole model")
+            raise UsageError("this run trained the whole model, so there are no adapters to merge", "leave out --base")
         else:
             shape = shape_of(model, section)
             write(output_format, _tensor_groups(model, shape))
@@ -95,7 +98,7 @@ def export_huggingface(
 
 
 def _sync(directory: Path) -> None:
-    """Make every file in it durable. Raises `OSError`."""
+    """Sync all files in a directory, and the directory itself, to disk. Raises `OSError`."""
     for path in directory.rglob("*"):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -106,27 +109,30 @@ def _sync(directory: Path) -> None:
 
 
 def _check_whole(model: StoredModel) -> None:
-    """Raise `ConfigError` unless all layers are in it."""
+    """Raise `ConfigError` unless the checkpoint contains all layers."""
     held, layers = model.layers.numbers, len(model.head.manifest.layers)
     if held != slice(0, layers):
         raise ConfigError(
-            f"the checkpoint holds layers {held.start}–{held.stop - 1} of {layers}",
-            "name one of every stage of a route: --checkpoint DIR --checkpoint DIR",
+            f"the checkpoint holds only layers {held.start} to {held.stop - 1} of {layers}",
+            "name a checkpoint of every stage of a route: --checkpoint DIR --checkpoint DIR",
         )
 
 
 def shape_of(model: StoredModel, section: ModelSection) -> ModelShape:
-    """The model's numbers, the vocabulary as it was trained. Raises `ConfigError` unless spec and layers agree."""
+    """Compute the model's shape, with the vocabulary that was trained.
+
+    Raises `ConfigError` if the checkpoint's layers do not match its run spec.
+    """
     shape = resolve_shape(section, 1)
     vocabulary, rest = divmod(model.layers.offsets[1], shape.dimension) if model.layers.names else (0, 0)
     shape = replace(shape, vocabulary=vocabulary)
     if rest or LayerLayout.of(layer_table(model.spec, shape)) != model.layers:
-        raise ConfigError("the checkpoint's layers are not those of the model that its run spec names")
+        raise ConfigError("the checkpoint's layers do not match the [model] of its run spec", "use another checkpoint")
     return shape
 
 
 def _tensor_groups(model: StoredModel, shape: ModelShape) -> list[TensorGroup]:
-    """Every parameter under Llama's name."""
+    """List every parameter under Llama's name, one per group."""
     with torch.device("meta"):
         layout = FlatLayout.of(Decoder(shape))
     return [stored_tensor_group(model, slot, _llama_name(slot.name, shape.layers)) for slot in layout.slots]
@@ -168,7 +174,7 @@ def _config(model: StoredModel, shape: ModelShape, tokenizer: Tokenizer, dtype: 
 
 
 def _provenance(model: StoredModel) -> dict[str, object]:
-    """Where a model comes from."""
+    """Record the run and the round from which a model was exported."""
     head = model.head
     return {
         "run": model.spec.run.name,

@@ -1,8 +1,8 @@
-"""Safetensors files that are written tensor by tensor, in any order, with one of them in memory at a time.
+"""Writer of safetensors files, tensor by tensor in any order, with one tensor in memory at a time.
 
-Shapes are known before values, so every file gets its header and its room at once, and a tensor goes to its place when
-it is made. Names, sizes and the index are those of `transformers`; within a file tensors lie in the order of their
-names, so that it has the bytes that the format's own library would write.
+Shapes are known before values. Every file therefore gets its header and its space at once, and each tensor is written
+to its place when it is made. File names, shard sizes and the index follow `transformers`. Within a file, tensors are in
+the order of their names, so that the file has the same bytes as one written by the format's own library.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _TensorLocation:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """Where files go, and how."""
+    """Directory, dtype and shard size of the files."""
 
     directory: Path
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class OutputFormat:
 
 
 def stored_tensor_group(model: StoredModel, slot: Slot, name: str) -> TensorGroup:
-    """A parameter as it was trained, under another name."""
+    """Make a group of one trained parameter, under the name `name`."""
 
     def make() -> dict[str, Tensor]:
         return {name: model.read(slot.offset, slot.offset + slot.elements).view(slot.shape)}
@@ -62,37 +62,37 @@ def stored_tensor_group(model: StoredModel, slot: Slot, name: str) -> TensorGrou
 
 
 def write(output_format: OutputFormat, tensor_groups: Sequence[TensorGroup], stem: str = "model") -> None:
-    """`stem.safetensors`, or shards of at most `shard_bytes` (or one tensor) and their index.
+    """Write `stem.safetensors`, or an index and shards of at most `shard_bytes` (or one tensor).
 
-    Nothing is synced. Raises `OSError`, before anything is made when there is no room, `AtollError` when a part makes
-    other tensors than it announced, and what making raises.
+    Nothing is synced. Raises `OSError`, before any tensor is made if the disk is full; `AtollError` if a group makes
+    other tensors than it announced; and the errors of `make`.
     """
-    shapes = {name: shape for part in tensor_groups for name, shape in part.shapes.items()}
+    shapes = {name: shape for group in tensor_groups for name, shape in group.shapes.items()}
     directory, dtype = output_format.directory, output_format.dtype
     sizes = {name: dtype.itemsize * torch.Size(shape).numel() for name, shape in shapes.items()}
     shards = _split(sizes, output_format.shard_bytes)
-    with ExitStack() as held:
-        places: dict[str, _TensorLocation] = {}
+    with ExitStack() as exit_stack:
+        locations: dict[str, _TensorLocation] = {}
         for number, names in enumerate(shards, 1):
             path = directory / _file_name(stem, number, len(shards))
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            held.callback(os.close, descriptor)
-            places |= _write_header(descriptor, names, shapes, sizes, dtype)
-        for part in tensor_groups:
-            made = part.make()
-            if {name: tuple(each.shape) for name, each in made.items()} != dict(part.shapes):
-                raise AtollError(f"the model's tensors are not as announced: {', '.join(sorted(part.shapes))[:200]}")
+            exit_stack.callback(os.close, descriptor)
+            locations |= _write_header(descriptor, names, shapes, sizes, dtype)
+        for group in tensor_groups:
+            made = group.make()
+            if {name: tuple(each.shape) for name, each in made.items()} != dict(group.shapes):
+                raise AtollError(f"a group made other tensors than announced: {', '.join(sorted(group.shapes))[:200]}")
             while made:
                 name, tensor = made.popitem()
-                _write_tensor(places.pop(name), tensor, dtype)
-    if places:
-        raise AtollError(f"tensors were announced and never made: {', '.join(sorted(places))[:200]}")
+                _write_tensor(locations.pop(name), tensor, dtype)
+    if locations:
+        raise AtollError(f"tensors were announced and never made: {', '.join(sorted(locations))[:200]}")
     if len(shards) > 1:
         _write_index(directory / f"{stem}.safetensors.index.json", stem, shards, shapes, sizes)
 
 
 def _split(sizes: Mapping[str, int], shard_bytes: float) -> list[list[str]]:
-    """Names by shard, in the order given. A tensor that is too large has one of its own."""
+    """Split names into shards, in the given order. A tensor that is too large gets a shard of its own."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -111,7 +111,7 @@ def _file_name(stem: str, number: int, count: int) -> str:
 def _write_header(
     descriptor: int, names: Iterable[str], shapes: Mapping[str, Shape], sizes: Mapping[str, int], dtype: torch.dtype
 ) -> dict[str, _TensorLocation]:
-    """Header and room; where each tensor goes."""
+    """Write the header and allocate the file; return the location of each tensor."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
     for name in sorted(names):
@@ -127,12 +127,12 @@ def _write_header(
     return {name: _TensorLocation(descriptor, len(header) + offset) for name, offset in offsets.items()}
 
 
-def _write_tensor(place: _TensorLocation, tensor: Tensor, dtype: torch.dtype) -> None:
-    offset = place.offset
+def _write_tensor(location: _TensorLocation, tensor: Tensor, dtype: torch.dtype) -> None:
+    offset = location.offset
     flat_E = tensor.contiguous().view(-1)
     for start in range(0, len(flat_E), _CHUNK_ELEMENTS):
         data = flat_E[start : start + _CHUNK_ELEMENTS].to(dtype).view(torch.uint8).numpy().data
-        _write_at(place.descriptor, data, offset)
+        _write_at(location.descriptor, data, offset)
         offset += len(data)
 
 

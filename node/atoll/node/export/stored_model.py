@@ -1,9 +1,11 @@
-"""A model that stays on disk: checkpoints that were checked, of which any part can be read.
+"""A model that stays on disk: the anchors of checked checkpoints, of which any part can be read.
 
-Checking takes a piece of a file in memory at a time. The files are kept open from then on, so a node that trains may
-drop a checkpoint meanwhile.
+A checkpoint of a node contains the layers that the node held. `join_checkpoints` combines those of several nodes.
 
-Shape suffix: E elements that were asked for.
+The check reads one piece of a file into memory at a time. The files then stay open, so a node that trains may delete a
+checkpoint meanwhile.
+
+Shape suffix: E elements to read.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from atoll.core.errors import CheckpointCorrupt
+from atoll.core.errors import CheckpointCorrupt, NotFound
 from atoll.core.manifest import Head
 from atoll.core.run_spec import RunSpec
+from atoll.core.units import layers_text
 from atoll.node.state import tensor_file
 from atoll.node.state.checkpoint import ANCHOR, MOMENTUM, SUMS, checkpoint_errors, read_metadata, require_files
 from atoll.node.state.tensor_file import LayerLayout, bytes_of
@@ -32,7 +35,7 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class LayerLocation:
-    """Where a layer's anchor begins."""
+    """The file and the offset at which a layer's anchor begins."""
 
     file: BinaryIO
     offset: int  # bytes
@@ -48,31 +51,31 @@ class StoredModel:
     layer_locations: tuple[LayerLocation, ...]  # by layer
 
     def read(self, start: int, end: int) -> Tensor:
-        """Elements `start … end - 1` of the flat vector, within one layer, as fp32 [E] of their own.
+        """Read elements `start … end - 1` of the flat vector, within one layer, as a new fp32 tensor [E].
 
-        Raises `CheckpointCorrupt` when the file has become shorter or unreadable since it was checked.
+        Raises `CheckpointCorrupt` if the file became shorter or unreadable after the check.
         """
         layer = bisect_right(self.layers.offsets, start) - 1
         vector_E = torch.empty(end - start)
         if start == end:
             return vector_E
         if end > self.layers.offsets[layer + 1]:
-            raise ValueError(f"elements {start} to {end} are not of one layer")
-        place, left = self.layer_locations[layer], bytes_of(vector_E)
-        offset = place.offset + _FP32_BYTES * (start - self.layers.offsets[layer])
+            raise ValueError(f"elements {start} to {end} are not in one layer")
+        location, left = self.layer_locations[layer], bytes_of(vector_E)
+        offset = location.offset + _FP32_BYTES * (start - self.layers.offsets[layer])
         while left:
             try:
-                count = os.preadv(place.file.fileno(), [left], offset)
+                count = os.preadv(location.file.fileno(), [left], offset)
             except OSError as error:
-                raise CheckpointCorrupt(f"{place.file.name} cannot be read: {error.strerror}") from error
+                raise CheckpointCorrupt(f"{location.file.name} cannot be read: {error.strerror}") from error
             if not count:
-                raise CheckpointCorrupt(f"{place.file.name} was cut short while it was read")
+                raise CheckpointCorrupt(f"{location.file.name} was cut short while it was read")
             left, offset = left[count:], offset + count
         return vector_E
 
 
 def open_checkpoint(directory: Path, exit_stack: ExitStack) -> StoredModel:
-    """Open a checkpoint and check every byte; `exit_stack` closes it.
+    """Open a checkpoint and check every byte; `exit_stack` closes its files.
 
     Raises `CheckpointCorrupt` and `DataDirUnusable`.
     """
@@ -96,7 +99,40 @@ def open_checkpoint(directory: Path, exit_stack: ExitStack) -> StoredModel:
 
 
 def checkpoints_in(directory: Path) -> Sequence[Path]:
-    """The directory if it is a checkpoint or nothing that we know; the checkpoints in it, if it holds such."""
+    """List the checkpoints in a directory.
+
+    The result is the directory itself if it is a checkpoint or contains none.
+    """
     if (directory / SUMS).exists() or not directory.is_dir():
         return [directory]
     return sorted(path.parent for path in directory.glob(f"*/{SUMS}")) or [directory]
+
+
+def join_checkpoints(models: Sequence[StoredModel]) -> StoredModel:
+    """Join checkpoints of one round to all layers of the model, without reading tensors.
+
+    `models` has at least one entry; they may overlap and be in any order. Raises `CheckpointCorrupt` if they are of
+    different rounds, and `NotFound` with the layers that no checkpoint holds.
+    """
+    one = models[0]
+    if any(item.head.hash != one.head.hash for item in models):
+        rounds = ", ".join(str(item.head.round) for item in models)
+        raise CheckpointCorrupt(
+            f"these checkpoints are not of one round, but of {rounds}", "choose one round with --round"
+        )
+    known: dict[int, tuple[str, int, LayerLocation]] = {}
+    for model in models:
+        for index, layer in enumerate(range(model.layers.numbers.start, model.layers.numbers.stop)):
+            start, end = model.layers.offsets[index : index + 2]
+            known.setdefault(layer, (model.layers.names[index], end - start, model.layer_locations[index]))
+    count = len(one.head.manifest.layers)
+    if missing := set(range(count)) - known.keys():
+        raise NotFound(
+            f"none of these checkpoints holds {layers_text(missing)} of round {one.head.round}",
+            "add the checkpoints of the other stages, or use one of a node that holds the whole model",
+        )
+    offsets = [0]
+    for layer in range(count):
+        offsets.append(offsets[-1] + known[layer][1])
+    layers = LayerLayout(tuple(known[layer][0] for layer in range(count)), tuple(offsets))
+    return StoredModel(one.spec, one.head, layers, tuple(known[layer][2] for layer in range(count)))

@@ -1,6 +1,7 @@
-"""The way out of a Hugging Face decoder: under the names that its family publishes models with.
+"""Export of a Hugging Face decoder under the names that its family publishes models with.
 
-A run of adapters becomes a directory for `peft`; with its base at hand, a whole model with the adapters merged.
+A run of adapters becomes a directory for `peft`; with its base, it becomes a whole model with the adapters merged.
+`huggingface_export.py` calls `write_huggingface_model` and writes the tokenizer.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ def write_huggingface_model(
     facts: Mapping[str, object],
     base: Path | None,
 ) -> None:
-    """Into an empty directory, without the tokenizer.
+    """Write all files but the tokenizer's into an empty directory.
 
-    Raises `ConfigError` when the checkpoint is of another model than its spec says, `UsageError`,
-    `PretrainedWeightsUnusable`, `CheckpointCorrupt`, `OSError`.
+    `facts`: provenance, for config.json. Raises `ConfigError` if the checkpoint does not match its run spec,
+    `UsageError`, `PretrainedWeightsUnusable`, `CheckpointCorrupt`, `OSError`.
     """
     sequence_length = model.spec.data.sequence_length
     architecture = architecture_of(section, tokenizer.vocabulary, sequence_length)
     table = layer_table(architecture, sequence_length, model.spec.model_hash())
     if LayerLayout.of(table) != model.layers:
-        raise ConfigError("the checkpoint's layers are not those of the model that its run spec names")
+        raise ConfigError("the checkpoint's layers do not match the [model] of its run spec", "use another checkpoint")
     if base is not None and not architecture.has_adapters:
-        raise UsageError("--base merges adapters into their base; this run trained the whole model")
+        raise UsageError("this run trained the whole model, so there are no adapters to merge", "leave out --base")
     layout = layout_of(architecture.span_definition(Span(0, architecture.layers - 1)))
     if architecture.has_adapters and base is None:
         _write_adapter(section, model, layout, output_format)
@@ -76,7 +77,7 @@ def write_huggingface_model(
 def _write_adapter(
     section: HuggingFaceModel, model: StoredModel, layout: FlatLayout, output_format: OutputFormat
 ) -> None:
-    """As `peft` loads it on top of the base: the name of the adapter is not part of a tensor's."""
+    """Write adapters as `peft` loads them: without the adapter's name in the names of tensors."""
     assert section.adapter is not None
     assert section.base is not None
     config: Any = lora_configuration(section.adapter)
@@ -87,13 +88,15 @@ def _write_adapter(
         stored_tensor_group(model, slot, f"base_model.model.{slot.name.replace('.default.', '.')}")
         for slot in layout.slots
     ]
-    write(
-        OutputFormat(output_format.directory, output_format.dtype), tensor_groups, "adapter_model"
-    )  # peft reads one file
+    one_file = OutputFormat(output_format.directory, output_format.dtype)  # peft does not read shards
+    write(one_file, tensor_groups, "adapter_model")
 
 
 def _tied_head_name(architecture: HuggingFaceArchitecture, layout: FlatLayout) -> str | None:
-    """The head's matrix if it is the embedding's; with adapters merged into it, it is not any more."""
+    """Return the name of the head's matrix if it is tied to the embedding, else None.
+
+    It is no longer tied if adapters are merged into it.
+    """
     tie, adapters = architecture.tie, f"{architecture.module_paths.head}.lora_"
     return None if tie is None or any(slot.name.startswith(adapters) for slot in layout.slots) else tie.borrower
 
@@ -101,49 +104,41 @@ def _tied_head_name(architecture: HuggingFaceArchitecture, layout: FlatLayout) -
 def _merged_groups(
     architecture: HuggingFaceArchitecture, model: StoredModel, layout: FlatLayout, base: BaseFiles, borrower: str | None
 ) -> list[list[TensorGroup]]:
-    """The base's parameters but `borrower`, with what adapters add (Hu et al. 2021, section 4.1), a part a layer."""
+    """Make the base's parameters, except `borrower`, with the adapters merged, by layer.
+
+    The merge is that of Hu et al. 2021, section 4.1. Each layer is one group.
+    """
     whole = architecture.span_definition(Span(0, architecture.layers - 1))
     slots = {slot.name: slot for slot in layout.slots}
 
     def merge(layer: int) -> dict[str, Tensor]:
         from peft.tuners.lora import LoraLayer
 
-        gc.collect()  # modules of the layer before refer to one another in circles
+        gc.collect()  # the modules of the layer before refer to one another in cycles
         span = SpanModel(architecture.span_definition(Span(layer, layer)), torch.device("cpu"))
         pretrained_weights.load(architecture, base.directory, span, base.check)
-        for name, view in span.trained.views(span.weights_E):
+        for name, view in span.trained_layout.views(span.weights_E):
             view.copy_(model.read(slots[name].offset, slots[name].offset + slots[name].elements).view(view.shape))
         for module in span.span_definition.module.modules():
             if isinstance(module, LoraLayer):
                 module.merge()
         named = dict(span.span_definition.module.named_parameters())
-        return {
-            _base_parameter_name(name): each.detach()
-            for name, each in named.items()
-            if _is_base_parameter(name, borrower)
-        }
+        return {name: values.detach() for name, values in _base_parameters(named, borrower).items()}
 
-    groups = []
-    for layer, named in enumerate(whole.parameters):
-        shapes = {
-            _base_parameter_name(name): tuple(each.shape)
-            for name, each in named.items()
-            if _is_base_parameter(name, borrower)
-        }
-        groups.append([TensorGroup(shapes, partial(merge, layer))])
-    return groups
+    return [
+        [TensorGroup(_shapes(_base_parameters(named, borrower)), partial(merge, layer))]
+        for layer, named in enumerate(whole.parameters)
+    ]
 
 
-def _is_base_parameter(name: str, borrower: str | None) -> bool:
-    return "lora_" not in name and _base_parameter_name(name) != borrower
-
-
-def _base_parameter_name(name: str) -> str:
-    return name.replace(".base_layer.", ".")
+def _base_parameters(named: Mapping[str, Tensor], borrower: str | None) -> dict[str, Tensor]:
+    """Select the parameters of the base, except `borrower`, under their names in the base."""
+    base = {name.replace(".base_layer.", "."): values for name, values in named.items() if "lora_" not in name}
+    return {name: values for name, values in base.items() if name != borrower}
 
 
 def _meta_model(architecture: HuggingFaceArchitecture) -> Any:
-    """Of the family's class, on the meta device, with a configuration of its own."""
+    """Build a model of the family's class on the meta device, with a configuration of its own."""
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
@@ -152,10 +147,10 @@ def _meta_model(architecture: HuggingFaceArchitecture) -> Any:
 
 
 def _published_groups(empty: Any, groups: Iterable[list[TensorGroup]]) -> list[TensorGroup]:
-    """Parts with the tensors that the family publishes; `groups` are those of a layer each.
+    """Convert groups, listed by layer, to the tensors that the family publishes.
 
-    Experts that lie in one tensor here lie one by one there: `transformers` itself takes them apart. A parameter at a
-    time where that is possible, else a layer.
+    A published model may have a tensor per expert where the trained model has one tensor for all experts.
+    `transformers` splits them. The result has one group per parameter where that is possible, else one per layer.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -163,40 +158,36 @@ def _published_groups(empty: Any, groups: Iterable[list[TensorGroup]]) -> list[T
         return dict(revert_weight_conversion(empty, tensors))
 
     groups, found, announced = list(groups), list[TensorGroup](), dict[str, Shape]()
-    for tensor_groups in groups:
-        single, together = (
-            [_convert_group(part, convert) for part in tensor_groups],
-            _convert_group(_combine_groups(tensor_groups), convert),
-        )
-        apart = {name: shape for part in single for name, shape in part.shapes.items()}
-        found += single if apart == together.shapes else [together]
-        announced |= together.shapes
-    if (
-        announced
-        != _convert_group(_combine_groups([part for tensor_groups in groups for part in tensor_groups]), convert).shapes
-    ):
+    for layer_groups in groups:
+        single = [_convert_group(group, convert) for group in layer_groups]
+        combined = _convert_group(_combine_groups(layer_groups), convert)
+        single_shapes = {name: shape for group in single for name, shape in group.shapes.items()}
+        found += single if single_shapes == combined.shapes else [combined]
+        announced |= combined.shapes
+    whole = _combine_groups([group for layer_groups in groups for group in layer_groups])
+    if announced != _convert_group(whole, convert).shapes:
         raise UnsupportedModel(
-            f"{empty.config.model_type} publishes tensors that are made of several layers",
-            "train it, and keep its checkpoints: this version cannot export it",
+            f"{empty.config.model_type} publishes tensors that contain several layers",
+            "keep the checkpoints: this version cannot export this family",
         )
     return found
 
 
 def _combine_groups(tensor_groups: list[TensorGroup]) -> TensorGroup:
     def make() -> dict[str, Tensor]:
-        return {name: tensor for part in tensor_groups for name, tensor in part.make().items()}
+        return {name: tensor for group in tensor_groups for name, tensor in group.make().items()}
 
-    return TensorGroup({name: shape for part in tensor_groups for name, shape in part.shapes.items()}, make)
+    return TensorGroup({name: shape for group in tensor_groups for name, shape in group.shapes.items()}, make)
 
 
-def _convert_group(part: TensorGroup, convert: ConvertTensors) -> TensorGroup:
-    """Its shapes are found on the meta device."""
+def _convert_group(group: TensorGroup, convert: ConvertTensors) -> TensorGroup:
+    """Convert a group's tensors; the new shapes are found on the meta device."""
 
     def make() -> dict[str, Tensor]:
-        return convert(part.make())
+        return convert(group.make())
 
     with torch.device("meta"):
-        empty = {name: torch.empty(shape) for name, shape in part.shapes.items()}
+        empty = {name: torch.empty(shape) for name, shape in group.shapes.items()}
     return TensorGroup(_shapes(convert(empty)), make)
 
 
@@ -207,7 +198,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
 def _write_configuration(
     empty: Any, output_format: OutputFormat, tokenizer: Tokenizer, facts: Mapping[str, object]
 ) -> None:
-    """The files beside the weights, as `save_pretrained` of a whole model leaves them."""
+    """Write the configuration files beside the weights, as `save_pretrained` of a whole model does."""
     end = tokenizer.separator[0] if tokenizer.separator else None
     for holder in (empty.config, empty.generation_config):
         holder.bos_token_id, holder.eos_token_id, holder.pad_token_id = None, end, None

@@ -1,4 +1,4 @@
-"""Cuts of the built-in decoder."""
+"""Span definitions of the built-in decoder (`llama.py`)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from atoll.node.model.span_model import SpanDefinition, Tie
 
 
 class BuiltInArchitecture:
-    """A decoder of `model/llama.py`."""
+    """The built-in decoder as an `Architecture`."""
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
 
     @property
     def layers(self) -> int:
-        """Embedding, blocks, head."""
         return self.shape.layers + 2
 
     def span_definition(self, span: Span, activation_checkpointing: bool = False) -> SpanDefinition:
-        """Raises `InvalidRequest` for layers that the model does not have."""
+        """Define a span, without allocation. Raises `InvalidRequest` for layers outside the model."""
         span.check_within(self.layers)
         last = self.layers - 1
         with torch.device("meta"):
             decoder = Decoder(self.shape, activation_checkpointing)
-            decoder.layers[last] = Head(self.shape)  # with a matrix of its own, borrowed or not
+            decoder.layers[last] = Head(self.shape)  # always with its own matrix; `SpanModel` ties it
         for index in range(self.layers):
             if index not in span:
                 decoder.layers[index] = nn.Identity()

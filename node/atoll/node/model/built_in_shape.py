@@ -1,9 +1,9 @@
-"""The numbers of a decoder, and the layer table that the coordinator plans from. Pure: no torch, no allocation.
+"""Shape of the built-in decoder, and the layer table that the coordinator plans from. Pure: no torch, no allocation.
 
-A run spec names a preset and may replace any of its numbers. `resolve_shape` makes the result definite and
-refuses what cannot be built; `layer_table` counts parameters, FLOPs and bytes per layer by arithmetic, so a
-7-billion-parameter run can be planned (and refused by a small device) without allocating anything.
-`model.py` builds exactly what is counted here; a test compares the two.
+A run spec names a preset and may override any of its numbers. `resolve_shape` computes the final shape and refuses a
+shape that cannot be built. `layer_table` counts parameters, FLOPs and bytes per layer by arithmetic. A run of 7 billion
+parameters can therefore be planned, and refused by a small device, without an allocation. `llama.py` builds exactly
+what is counted here; a test compares the two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A Llama-compatible decoder in numbers."""
+    """The dimensions of a Llama-compatible decoder."""
 
     vocabulary: int
     dimension: int
@@ -37,7 +37,7 @@ class ModelShape:
 
     @property
     def block_parameters(self) -> int:
-        """Elements of one block: four attention matrices, three of the MLP, two norms."""
+        """Elements of one block: four attention matrices, three MLP matrices, two norms."""
         attention = self.dimension * self.head_dimension * (2 * self.heads + 2 * self.kv_heads)
         return attention + 3 * self.dimension * self.hidden_dimension + 2 * self.dimension
 
@@ -61,7 +61,7 @@ PRESETS: dict[str, ModelShape] = {
 
 
 def resolve_shape(section: ModelSection, tokenizer_vocabulary: int) -> ModelShape:
-    """The preset with the section's numbers put in. Raises `UnsupportedModel` for numbers that do not fit together."""
+    """Apply the section's numbers to its preset. Raises `UnsupportedModel` if the numbers do not fit together."""
     chosen = {name: value for name, value in section if name not in ("architecture", "preset") and value is not None}
     chosen.setdefault("vocabulary", tokenizer_vocabulary)
     shape = replace(PRESETS[section.preset], **chosen)
@@ -76,15 +76,17 @@ def _check(shape: ModelShape, tokenizer_vocabulary: int) -> None:
     elif shape.heads % shape.kv_heads:
         problem = f"heads {shape.heads} is not a multiple of kv_heads {shape.kv_heads}"
     elif shape.head_dimension % 2:
-        problem = f"a head of {shape.head_dimension} numbers cannot be rotated in pairs"
+        problem = f"dimension / heads is {shape.head_dimension}; rotary embedding needs an even number"
     elif shape.vocabulary < tokenizer_vocabulary:
         problem = f"vocabulary {shape.vocabulary} is smaller than the tokenizer's {tokenizer_vocabulary}"
     if problem:
-        raise UnsupportedModel(f"[model] cannot be built: {problem}", f"change the run spec; resolved: {asdict(shape)}")
+        raise UnsupportedModel(
+            f"[model] cannot be built: {problem}", f"change [model] in the run spec; resolved shape: {asdict(shape)}"
+        )
 
 
 def layer_table(spec: RunSpec, shape: ModelShape) -> plan_pb2.LayerTable:
-    """One row per layer, in model order: embedding, blocks, head."""
+    """Build the layer table, one row per layer in model order: embedding, blocks, head."""
     activation_bytes = shape.dimension * FP32_BYTES
     matrix = shape.vocabulary * shape.dimension
     block = plan_pb2.LayerInfo(
@@ -111,14 +113,17 @@ def layer_table(spec: RunSpec, shape: ModelShape) -> plan_pb2.LayerTable:
 
 
 def _block_flops(shape: ModelShape, sequence_length: int) -> float:
-    """Two per weight of a matrix, and causal attention: scores and values over half the sequence on average."""
+    """Count the FLOPs per token of a block's forward pass.
+
+    Two per element of a matrix, plus causal attention: scores and values over half the sequence on average.
+    """
     matrices = shape.block_parameters - 2 * shape.dimension
     attention = 2 * shape.dimension * sequence_length  # 2 products × 2 FLOPs × T/2 × D
     return 2.0 * matrices + attention
 
 
 def layer_offsets(table: plan_pb2.LayerTable) -> tuple[int, ...]:
-    """Where each layer starts in the flat parameter vector; one entry more than there are layers."""
+    """Compute where each layer starts in the flat parameter vector; the last entry is the vector's length."""
     offsets = [0]
     for row in table.layers:
         offsets.append(offsets[-1] + row.parameters)

@@ -1,4 +1,4 @@
-"""A local directory of pretrained weights in the words of a run spec."""
+"""The `[model]` section of a run spec, written for a local directory of pretrained weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from atoll.node.model.hf_configuration import NON_MODEL_KEYS, build_configuratio
 from atoll.node.model.huggingface import build_architecture, read_configuration
 from atoll.node.model.pretrained_weights import tensor_files
 
-_TOKENS = {"bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id"}  # do not change the model
+_TOKENS = {"bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id"}  # they do not change the model
 
 
 def describe(directory: Path, name: str) -> tuple[str, list[str]]:
-    """The `[model]` section, and what a person should know about it.
+    """Write the `[model]` section, and notes for the operator.
 
     Raises `ConfigError`, `UnsupportedModel`, `CheckpointCorrupt`, `PretrainedWeightsUnusable`.
     """
@@ -28,7 +28,7 @@ def describe(directory: Path, name: str) -> tuple[str, list[str]]:
     for key in sorted(vars(config)):
         if any(word in key for word in ("dropout", "jitter")) and getattr(config, key):
             setattr(config, key, 0.0)
-            notes.append(f"{key} is set to 0: nothing may be drawn by chance while a span is computed again")
+            notes.append(f"{key} is set to 0: backward computes a span again and must get the same result")
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
         notes.append("output_router_logits is set to false: experts are trained without a balancing loss")
@@ -37,7 +37,7 @@ def describe(directory: Path, name: str) -> tuple[str, list[str]]:
     nulls = [key for key, value in data.items() if value is None and getattr(default, key, None) is not None]
     strange = set(vars(config)) - set(vars(default)) - known_keys(type(config)) - NON_MODEL_KEYS - _TOKENS
     if strange := {key for key in strange if not key.startswith("_")}:
-        notes.append(f"left out, because no {config.model_type} has them: {', '.join(sorted(strange))}")
+        notes.append(f"left out, because {config.model_type} has no such keys: {', '.join(sorted(strange))}")
     index = {SAFE_WEIGHTS_INDEX_NAME} if (directory / SAFE_WEIGHTS_INDEX_NAME).exists() else set()
     files = {file: file_sha256(directory / file) for file in sorted(index | set(tensor_files(directory).values()))}
     try:
@@ -46,27 +46,27 @@ def describe(directory: Path, name: str) -> tuple[str, list[str]]:
         section = HuggingFaceModel(architecture="huggingface", config=told, config_nulls=tuple(nulls), base=base)
     except ValidationError as error:
         reasons = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
-        raise UnsupportedModel(f"{directory} cannot be said in a run spec: {reasons}") from error
+        raise UnsupportedModel(f"{directory} cannot be written as a run spec: {reasons}") from error
     _check_complete(section, config)
     return "\n".join(toml_table("model", dict(section))).strip(), notes
 
 
 def _data(config: Any) -> dict[str, Any]:
-    """What makes the model, all defaults written out: other versions of the library may have others."""
+    """Select the keys that define the model, with all defaults: other versions of the library may have others."""
     keys = known_keys(type(config)) - _TOKENS
     return {key: _without_nothing(value) for key, value in config.to_dict().items() if key in keys}
 
 
 def _check_complete(section: HuggingFaceModel, config: Any) -> None:
-    """Raise `UnsupportedModel` unless the section makes the same model again."""
+    """Check that the section builds the same model again. Raises `UnsupportedModel`."""
     again, said = build_configuration(section.config, 1, 1, section.config_nulls).to_dict(), config.to_dict()
     lost = sorted(key for key in known_keys(type(config)) - _TOKENS if again.get(key) != said.get(key))
     if lost:
-        raise UnsupportedModel(f"{config.model_type} cannot be said in a run spec: {', '.join(lost)} would be lost")
+        raise UnsupportedModel(f"{config.model_type} cannot be written as a run spec: {', '.join(lost)} would be lost")
 
 
 def _without_nothing(value: Any) -> Any:
-    """TOML has no null."""
+    """Remove nulls from tables: TOML has no null."""
     if isinstance(value, dict):
         return {key: _without_nothing(each) for key, each in value.items() if each is not None}
     return value

@@ -1,8 +1,8 @@
-"""All parameters of a model as one fp32 vector, in layer order.
+"""Flat layout: all parameters of a model as one fp32 vector, in layer order.
 
-The anchor, the pseudo-gradient and everything that travels are such vectors; a layer is a slice of them. The
-layout is read off a model (which may stand on the meta device), and `bind` makes the model's parameters and
-gradients views of two flat tensors, so that snapshots, carries and norms are single operations.
+The anchor, the pseudo-gradient and all parameter vectors that nodes exchange have this layout; a layer is a slice. The
+layout is read off a model, which may be on the meta device. `bind` makes the model's parameters and gradients views of
+two flat tensors, so that snapshots, carries and norms are single operations.
 
 Shape suffix: E all elements.
 """
@@ -20,9 +20,9 @@ from atoll.node.model.llama import Decoder
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in the flat vector."""
+    """The position of one parameter in the flat vector."""
 
-    name: str  # as `named_parameters` has it
+    name: str  # as in `named_parameters`
     layer: int
     offset: int
     shape: tuple[int, ...]
@@ -34,14 +34,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The mapping between a model's parameters and one flat vector; borrowed (tied) parameters appear once."""
+    """The mapping between a model's parameters and one flat vector; a tied parameter appears once."""
 
     slots: tuple[Slot, ...]
-    layer_offsets: tuple[int, ...]  # one entry more than there are layers
+    layer_offsets: tuple[int, ...]  # where each layer starts, then the length of the vector
 
     @classmethod
     def of(cls, model: Decoder) -> FlatLayout:
-        """Read the layout off a model; any device, the meta device included."""
+        """Read the layout off a built-in decoder on any device, the meta device included."""
         seen: set[nn.Parameter] = set()
         layers: list[dict[str, nn.Parameter]] = []
         for index, layer in enumerate(model.layers):
@@ -52,7 +52,7 @@ class FlatLayout:
 
     @classmethod
     def of_layers(cls, layers: Iterable[Mapping[str, Tensor]], first: int = 0) -> FlatLayout:
-        """Lay out the parameters of consecutive layers, by name, of which the first has the number `first`."""
+        """Lay out the parameters, by name, of consecutive layers; `first` is the number of the first layer."""
         slots: list[Slot] = []
         offsets = [0]
         for index, parameters in enumerate(layers, first):
@@ -68,14 +68,14 @@ class FlatLayout:
         return self.layer_offsets[-1]
 
     def views(self, flat_E: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by name, as a view of `flat_E`."""
+        """Yield every parameter by name, as a view of `flat_E`."""
         for slot in self.slots:
             yield slot.name, flat_E[slot.offset : slot.offset + slot.elements].view(slot.shape)
 
     def bind(self, model: nn.Module, weights_E: Tensor, gradients_E: Tensor | None) -> None:
-        """Replace the parameters laid out here, with their gradients, by views of two flat tensors; ties stay ties.
+        """Replace the model's parameters and gradients by views of two flat tensors; ties stay ties.
 
-        Without gradients they become constants. Parameters that are not laid out here are left as they are.
+        Without gradients the parameters become constants. Parameters that are not in this layout stay as they are.
         """
         named = dict(model.named_parameters())
         bound: dict[nn.Parameter, nn.Parameter] = {}

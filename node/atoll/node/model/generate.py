@@ -1,7 +1,7 @@
-"""Sampling text from a model, for the demo's closing sample and for curious volunteers.
+"""Sampling of text from a model, for the demo's final sample and for curious volunteers.
 
-No key-value cache: the whole window is computed again for every token, which is fine for a few hundred tokens of
-a small model. Tokens are drawn on the host from a seeded generator, so that a seed names a text.
+There is no key-value cache: every token computes the whole window again, which is fine for a few hundred tokens of a
+small model. Tokens are drawn on the host from a seeded generator, so that a seed determines the text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ def generate(
     seed: int,
     device: torch.device,
 ) -> list[int]:
-    """`count` tokens that follow `prompt` (at least one token). `logits_of`: tokens [B,T] → logits [B,T,V]."""
+    """Sample `count` tokens that follow `prompt` (at least one token).
+
+    `logits_of`: tokens [B,T] → logits [B,T,V]. `window`: most tokens of context.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for _ in range(count):

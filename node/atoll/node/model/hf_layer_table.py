@@ -1,4 +1,4 @@
-"""The layer table of a Hugging Face decoder, counted on the meta device."""
+"""Layer table of a Hugging Face decoder, counted on the meta device."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from atoll.core.layer_kinds import BLOCK, EMBEDDING, HEAD, block_kind, is_block
+from atoll.node.model.built_in_shape import FP32_BYTES
 from atoll.node.model.huggingface import HuggingFaceArchitecture
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanDefinition
 from atoll.v1 import plan_pb2
 
-FP32_BYTES = 4
-
 
 def layer_table(architecture: HuggingFaceArchitecture, sequence_length: int, model_hash: str) -> plan_pb2.LayerTable:
-    """One row per layer, like that of the built-in decoder (`model/shape.py`), frozen parameters beside the others.
+    """Build the layer table, one row per layer, like that of the built-in decoder (`built_in_shape.py`).
 
-    Blocks that differ from one another are of kinds of their own. A mixture's FLOPs are those of the experts that one
-    token is sent to; its parameters are all of them.
+    Frozen parameters are counted apart from trained ones. Blocks that differ from one another are of different kinds.
+    The FLOPs of a mixture of experts are those of the experts that one token is routed to; its parameters are those of
+    all experts.
     """
     last = architecture.layers - 1
     span_definition = architecture.span_definition(Span(0, last))
@@ -52,7 +52,7 @@ def layer_table(architecture: HuggingFaceArchitecture, sequence_length: int, mod
 def _build(
     architecture: HuggingFaceArchitecture, index: int, parameters: Mapping[str, nn.Parameter]
 ) -> tuple[object, ...]:
-    """What a block's cost follows from: its parameters, and its kind of attention where there are several."""
+    """Return what determines a block's cost: its parameters, and its kind of attention if the model has several."""
     start = len(f"{architecture.module_paths.blocks}.{index - 1}.")
     attention = getattr(architecture.config, "layer_types", None) or ()
     shapes = ((name[start:], each.shape, each.requires_grad) for name, each in parameters.items())
@@ -62,7 +62,10 @@ def _build(
 def _flops(
     kind: str, parameters: Mapping[str, Tensor], span_definition: SpanDefinition, sequence_length: int, config: Any
 ) -> float:
-    """Two per weight that a token meets, and causal attention over half the sequence on average."""
+    """Count the FLOPs per token of a layer's forward pass.
+
+    Two per weight that a token is multiplied with, plus causal attention over half the sequence on average.
+    """
     if kind == EMBEDDING:
         return 0.0
     chosen = getattr(config.get_text_config(), "num_experts_per_tok", None) or 1
@@ -71,7 +74,10 @@ def _flops(
 
 
 def _met(parameter: Tensor, chosen: int) -> float:
-    """Elements of a matrix, or of as many of a stack of experts as a token is sent to; vectors cost next to nothing."""
+    """Count the elements of a parameter that a token is multiplied with.
+
+    A stack of experts counts with the experts that a token is routed to. Vectors cost next to nothing and count as 0.
+    """
     if parameter.dim() < 2:
         return 0.0
     return parameter.numel() * (chosen / parameter.shape[0] if parameter.dim() == 3 else 1.0)

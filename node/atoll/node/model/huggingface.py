@@ -1,8 +1,8 @@
-"""Cuts of Hugging Face decoders, with the code of `transformers` as it is.
+"""Span definitions of Hugging Face decoders, with the unchanged code of `transformers`.
 
-Nothing here knows a family. The parts of a model are found by their roles (`module_paths.py`), those outside the span
-are replaced by holes, and the family's own `forward` runs the rest: it makes masks, positions and rotary embeddings on
-every span as it would for the whole model, because blocks keep their numbers.
+Nothing here depends on a model family. The modules of a model are found by their roles (`module_paths.py`), and those
+outside the span are replaced by placeholders. The family's own `forward` runs the rest. It computes masks, positions
+and rotary embeddings on every span as for the whole model, because blocks keep their numbers.
 
 Shape suffixes: B batch, T sequence, D model.
 """
@@ -23,10 +23,13 @@ from atoll.node.model.span_model import SpanDefinition, Tie
 
 
 class HuggingFaceArchitecture:
-    """A causal language model by its configuration; with `lora`, adapters are trained and the rest is frozen."""
+    """A causal language model as an `Architecture`; with `lora`, adapters are trained and the rest is frozen."""
 
     def __init__(self, config: Any, lora: Any = None) -> None:
-        """`config` is a `transformers` configuration, `lora` a `peft.LoraConfig`. Raises `UnsupportedModel`."""
+        """Build the model on the meta device. `config`: of `transformers`; `lora`: a `peft.LoraConfig`.
+
+        Raises `UnsupportedModel`.
+        """
         self.config = config
         self._lora = lora
         _refuse_remote_code(config)
@@ -36,30 +39,27 @@ class HuggingFaceArchitecture:
         self.trained_names = tuple(name for name, each in whole.named_parameters() if each.requires_grad)
         self._check_body_is_identity(whole)
 
-    @classmethod
-    def of_directory(cls, directory: Path, lora: Any = None) -> HuggingFaceArchitecture:
-        """Of a local directory's config.json. Nothing is downloaded and no code from it is run."""
-        return cls(read_configuration(directory), lora)
-
     @property
     def has_adapters(self) -> bool:
-        """Whether adapters are trained and the rest is frozen."""
+        """True if adapters are trained and the rest is frozen."""
         return self._lora is not None
 
     @property
     def layers(self) -> int:
-        """Embedding, blocks, head."""
         return self.module_paths.blocks_count + 2
 
     @property
     def tie(self) -> Tie | None:
-        """The head's matrix and the embedding's, if they are one."""
+        """The tie of the head's matrix to the embedding's, if they are one."""
         if not self.config.get_text_config().tie_word_embeddings:
             return None
         return Tie(f"{self.module_paths.embedding}.weight", f"{self.module_paths.head}.weight")
 
     def span_definition(self, span: Span, activation_checkpointing: bool = False) -> SpanDefinition:
-        """Raises `InvalidRequest` for layers that the model does not have, `UnsupportedModel`."""
+        """Define a span, without allocation.
+
+        Raises `InvalidRequest` for layers outside the model, `UnsupportedModel`.
+        """
         span.check_within(self.layers)
         model = self._build()
         if activation_checkpointing:
@@ -84,7 +84,7 @@ class HuggingFaceArchitecture:
         )
 
     def _build(self) -> Any:
-        """The whole model on the meta device, a tied head with a matrix of its own."""
+        """Build the whole model on the meta device; a tied head gets a matrix of its own."""
         from transformers import AutoModelForCausalLM
 
         auto: Any = AutoModelForCausalLM
@@ -93,7 +93,7 @@ class HuggingFaceArchitecture:
                 model = auto.from_config(self.config, dtype=torch.float32, trust_remote_code=False)
             except ValueError as error:
                 raise UnsupportedModel(
-                    f"{self.config.model_type} is no causal language model of this transformers",
+                    f"{self.config.model_type} is not a causal language model in the installed transformers",
                     "choose a decoder such as Llama, Qwen 3, GPT-NeoX or Mixtral",
                 ) from error
             head = model.get_output_embeddings()
@@ -108,7 +108,8 @@ class HuggingFaceArchitecture:
             model.activation_checkpointing_enable({"use_reentrant": False})
         except ValueError as error:
             raise UnsupportedModel(
-                f"{self.config.model_type} cannot compute its blocks again", "leave out activation_checkpointing"
+                f"{self.config.model_type} does not support activation checkpointing",
+                "remove activation_checkpointing from [optimizer]",
             ) from error
 
     def _remove_other_layers(self, model: Any, span: Span) -> None:
@@ -123,7 +124,7 @@ class HuggingFaceArchitecture:
             model.set_submodule(module_paths.head, nn.Identity())
 
     def _runner(self, model: Any, span: Span) -> Callable[[Tensor], Tensor]:
-        """Tokens or activations in; logits, or activations out of the body."""
+        """Return a function of tokens or activations that computes logits, or activations after the body."""
         whole = span.last == self.layers - 1
         part = model if whole else model.get_submodule(self.module_paths.body)
         key = "input_ids" if span.first == 0 else "inputs_embeds"
@@ -135,7 +136,10 @@ class HuggingFaceArchitecture:
         return run
 
     def _check_body_is_identity(self, model: Any) -> None:
-        """With holes for all layers, the body must give back what it gets: or a span in the middle would not."""
+        """Check that the body returns its input if all layers are removed. Raises `UnsupportedModel`.
+
+        Otherwise a span in the middle would compute something that is not part of any layer.
+        """
         self._remove_other_layers(model, Span(0, 0))
         rebuild_buffers(model, self.config)
         given_BTD = torch.linspace(-1.0, 1.0, 4 * self.config.get_text_config().hidden_size).view(1, 4, -1)
@@ -143,61 +147,71 @@ class HuggingFaceArchitecture:
             passed = self._runner(model, Span(1, 1))(given_BTD)
         if not isinstance(passed, Tensor) or not torch.equal(passed, given_BTD):
             raise UnsupportedModel(
-                f"{self.config.model_type} cannot be cut: its {self.module_paths.body} does more to activations than "
-                "its blocks do (scaled or positional embeddings, several streams, blocks that return tuples)",
+                f"{self.config.model_type} cannot be cut into layers: its {self.module_paths.body} does more to "
+                "activations than its blocks do (scaled or positional embeddings, several streams, blocks that return "
+                "tuples)",
                 "choose a decoder whose body is embedding, blocks and final norm",
             )
 
 
 def build_architecture(config: Any, lora: Any = None) -> HuggingFaceArchitecture:
-    """A model of numbers that nobody vouches for. Raises `UnsupportedModel`, `ConfigError`."""
+    """Build an architecture from an untrusted configuration. Raises `UnsupportedModel`, `ConfigError`."""
     try:
         return HuggingFaceArchitecture(config, lora)
     except AtollError:
         raise
-    except Exception as error:  # in the code of any family
+    except Exception as error:  # raised by the code of any family
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedModel(
-            f"{config.model_type} cannot be built of these numbers: {reason}", "sizes and names in config must fit"
+            f"{config.model_type} cannot be built from [model] config: {reason}",
+            "correct the sizes and names in config; they must fit together",
         ) from error
 
 
 def read_configuration(directory: Path) -> Any:
-    """Of a local directory's config.json. Nothing is downloaded and no code from it is run. Raises `ConfigError`."""
+    """Read the config.json of a local directory. Raises `ConfigError`.
+
+    Nothing is downloaded, and no code from the directory is run.
+    """
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the file is a stranger's, and every family checks it in its own way
+    except Exception as error:  # untrusted data; every family checks it in its own way
         raise ConfigError(
-            f"{directory} has no configuration that this transformers knows: {error}",
+            f"{directory} has no configuration that the installed transformers knows: {error}",
             "name a directory with a config.json of a supported architecture",
         ) from error
 
 
 def _refuse_remote_code(config: Any) -> None:
-    """Raise `UnsupportedModel` where a configuration, a stranger's, names code to fetch, or weights in another form."""
+    """Raise `UnsupportedModel` if an untrusted configuration names code to fetch, or quantised weights."""
     for part in (config, config.get_text_config()):
         for key, value in vars(part).items():
             if "implementation" in key and isinstance(value, str) and not value.isidentifier():
-                raise UnsupportedModel(f"the configuration names foreign code: {value!r}", "leave that out of it")
+                raise UnsupportedModel(f"the configuration names foreign code in {key}: {value!r}", "remove this key")
         if getattr(part, "quantization_config", None):
-            raise UnsupportedModel("the checkpoint's weights are quantised", "train from fp32, bf16 or fp16 weights")
+            raise UnsupportedModel("the pretrained weights are quantised", "use a checkpoint in fp32, bf16 or fp16")
 
 
 def _adapt(model: Any, lora: Any) -> None:
-    """Put LoRA adapters in (Hu et al. 2021, arXiv:2106.09685) and freeze all else. Raises `ConfigError`."""
+    """Insert LoRA adapters (Hu et al. 2021, arXiv:2106.09685) and freeze all else. Raises `ConfigError`."""
     from peft import inject_adapter_in_model
 
     if lora.modules_to_save or lora.bias != "none":
-        raise ConfigError("only adapters are trained: leave modules_to_save and bias out of the LoRA configuration")
+        raise ConfigError(
+            "the LoRA configuration sets modules_to_save or bias, but only adapters are trained", "remove both keys"
+        )
     if getattr(lora, "use_dora", False) or getattr(lora, "init_lora_weights", True) is not True:
-        raise ConfigError("adapters begin as no change: leave use_dora and init_lora_weights out of the configuration")
+        raise ConfigError(
+            "the LoRA configuration sets use_dora or init_lora_weights, which adapters here do not support",
+            "remove both keys",
+        )
     try:
         inject_adapter_in_model(lora, model)
     except ValueError as error:
         raise ConfigError(f"the LoRA configuration does not fit the model: {error}") from error
     if any("lora_embedding_" in name for name, _ in model.named_parameters()):
-        raise ConfigError("adapters of embeddings are not trained: leave the embedding out of target_modules")
+        raise ConfigError("adapters of embeddings are not supported", "leave the embedding out of target_modules")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)

@@ -1,10 +1,10 @@
 """The built-in Llama-compatible decoder, as a list of layers with one interface.
 
-Every layer is an `nn.Module` that takes one tensor and returns one: `Embedding` tokens [B,T] → [B,T,D], `Block`
-[B,T,D] → [B,T,D], `Head` [B,T,D] → logits [B,T,V]. A span of a pipeline is a slice of that list. RoPE (Su et al.
-2021, arXiv:2104.09864) in the rotate-half form, RMSNorm before attention and MLP, SwiGLU, grouped-query attention
-(Ainslie et al. 2023, arXiv:2305.13245) over PyTorch's scaled dot-product attention: the equations of Llama 2 and 3,
-so that trained weights export to that architecture by renaming.
+Every layer is an `nn.Module` that takes one tensor and returns one: `Embedding` tokens [B,T] → [B,T,D], `Block` [B,T,D]
+→ [B,T,D], `Head` [B,T,D] → logits [B,T,V]. A span of a pipeline is a slice of that list. The equations are those of
+Llama 2 and 3: RoPE (Su et al. 2021, arXiv:2104.09864) in the rotate-half form, RMSNorm before attention and MLP,
+SwiGLU, grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with PyTorch's scaled dot-product attention.
+Trained weights therefore export to that architecture by renaming.
 
 Shape suffixes: B batch, T sequence, D model, H heads, K key-value heads, E head dimension, V vocabulary.
 """
@@ -36,7 +36,7 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens [B,T] → [B,T,D]. First layer of the model; owner of the matrix when embeddings are tied."""
+    """First layer, tokens [B,T] → [B,T,D]. It owns the matrix when embeddings are tied."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -82,15 +82,15 @@ class Attention(nn.Module):
 
 
 def rope_tables(length: int, head_dimension: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, fp32 [T,E], each half of E the same."""
+    """Compute cos and sin of every position's angles, fp32 [T,E]; both halves of E are equal."""
     pairs = torch.arange(0, head_dimension, 2, dtype=torch.float32, device=device)
-    frequencies = 1.0 / theta ** (pairs / head_dimension)  # rounded as Hugging Face's Llama rounds it
+    frequencies = 1.0 / theta ** (pairs / head_dimension)  # rounding as in Hugging Face's Llama
     angles_TE = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies).repeat(1, 2)
     return angles_TE.cos(), angles_TE.sin()
 
 
 def apply_rope(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Turn each pair (i, i + E/2) by its position's angle; the result has the dtype of `x`."""
+    """Rotate each pair (i, i + E/2) by its position's angle; the result has the dtype of `x`."""
     first, second = x_BHTE.chunk(2, dim=-1)
     turned_BHTE = torch.cat((-second, first), dim=-1)
     return (x_BHTE * cos_TE + turned_BHTE * sin_TE).to(x_BHTE.dtype)
@@ -125,7 +125,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and projection, [B,T,D] → logits [B,T,V]. `tied`: the embedding's matrix, borrowed."""
+    """Final norm and projection, [B,T,D] → logits [B,T,V]. `tied`: the embedding's matrix, if it is shared."""
 
     def __init__(self, shape: ModelShape, tied: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -155,23 +155,21 @@ class Decoder(nn.Module):
         return x
 
 
-def initialise(model: Decoder, seed: int) -> None:
-    """Fill every parameter from `seed`. One node does this at genesis; the others fetch its bytes."""
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, values in _drawn(model, seed):
-            parameters[name].copy_(values)
-
-
 def initial_parameters(shape: ModelShape, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """What `initialise` fills a model with, by name in layer order: one parameter at a time, on the host."""
+    """Draw the initial parameters from `seed`, by name in layer order, on the host.
+
+    One parameter is in memory at a time. One node does this at genesis; the others fetch its bytes.
+    """
     with torch.device("meta"):
         model = Decoder(shape)
-    yield from _drawn(model, seed)
+    yield from draw_parameters(model, seed)
 
 
-def _drawn(model: Decoder, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Normal with σ = 0.02; what feeds the residual stream is scaled by 1/√(2·blocks) (GPT-2), norms are one."""
+def draw_parameters(model: Decoder, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Draw initial values of a model on any device: normal with σ = 0.02, and ones for norms.
+
+    Matrices that write to the residual stream are scaled by 1/√(2·blocks), as in GPT-2.
+    """
     generator = torch.Generator().manual_seed(seed % 2**63)
     residual_std = INITIAL_STD / max(1.0, 2.0 * (len(model.layers) - 2)) ** 0.5
     for name, parameter in model.named_parameters():

@@ -1,9 +1,10 @@
-"""What one process holds of a model's weights: all elements of a flat vector, or those on its device of several.
+"""Weights that one process holds: the whole flat vector, or the shards on its device.
 
-Outer rounds know the whole vector, in layer order: anchor and pseudo-gradient stand in memory that all processes of a
-node see. `Weights` says which elements of it are here, and reads and changes the weights themselves, wherever they lie.
+Outer rounds work on the whole vector in layer order: the anchor and the pseudo-gradient are in memory that all
+processes of a node share. `Weights` maps parts of that vector to the elements on this device, and reads and changes
+these elements wherever they are. `training/replica.py` and the stages of pipelines use it.
 
-Shape suffixes: E all elements, P those that are here.
+Shape suffixes: E all elements, P elements on this device.
 """
 
 from __future__ import annotations
@@ -23,47 +24,47 @@ ALL = slice(0, None)
 
 
 class Weights(Protocol):
-    """fp32, on one device. A `part` is a slice of all elements."""
+    """fp32 weights on one device. A `part` is a slice of all elements."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def elements(self) -> int:
-        """P: how many are here."""
+        """P: number of elements on this device."""
         ...
 
     def local_slice(self, part: slice) -> slice:
-        """Which of those that are here belong to a part."""
+        """Return which elements of this device belong to a part."""
         ...
 
     def local_values(self, vector_E: Tensor, part: slice = ALL) -> Tensor:
-        """A part of any vector, as far as it is of elements that are here: [P of the part], on any device."""
+        """Select the elements of this device from a part of any vector: [P of the part], on the vector's device."""
         ...
 
     def write_to(self, values_P: Tensor, vector_E: Tensor, part: slice = ALL) -> None:
-        """The inverse: write them to their places in a vector; others are left alone."""
+        """Write local values to their positions in a vector; its other elements stay as they are."""
         ...
 
     def read(self, part: slice = ALL) -> Tensor:
-        """A copy of the weights [P of the part]."""
+        """Copy the weights [P of the part]."""
         ...
 
     def modify(self, part: slice = ALL) -> AbstractContextManager[Tensor]:
-        """The weights [P of the part], to be changed in place."""
+        """Yield the weights [P of the part], to be changed in place."""
         ...
 
     def fill(self, vector_E: Tensor) -> None:
-        """Make them those of a vector, without a copy of them in between."""
+        """Set the weights to the values of a vector, without a temporary copy."""
         ...
 
     def restore(self, values_P: Tensor) -> None:
-        """Make them what `read` gave."""
+        """Set the weights to what `read` returned."""
         ...
 
 
 class WholeWeights:
-    """All of them, as one vector."""
+    """All weights, as one vector."""
 
     def __init__(self, weights_E: Tensor) -> None:
         self._weights_E = weights_E
@@ -100,17 +101,17 @@ class WholeWeights:
 
 @dataclass(frozen=True)
 class ShardSlices:
-    """Which elements lie on one of several devices, when each parameter is cut along its first dimension.
+    """Slices of the flat vector on one of several devices, if each parameter is split along its first dimension.
 
-    As `torch.chunk` cuts, and with it FSDP2: runs of rows of one length, of which the last may be shorter or empty.
-    Rows are contiguous, so that a device has one slice of each parameter.
+    The split is that of `torch.chunk`, and so of FSDP2: runs of rows of equal length, of which the last may be shorter
+    or empty. Rows are contiguous, so a device has one slice of each parameter.
     """
 
-    slices: tuple[slice, ...]  # of all elements, one a parameter, in their order
+    slices: tuple[slice, ...]  # slices of all elements, one per parameter, in order
 
     @classmethod
     def of(cls, layout: FlatLayout, rank: int, size: int) -> ShardSlices:
-        """Those of device `rank` of `size`."""
+        """Compute the slices of device `rank` of `size`."""
         slices = []
         for slot in layout.slots:
             rows = slot.shape[0]
@@ -121,30 +122,33 @@ class ShardSlices:
 
     @classmethod
     def largest_share_ratio(cls, layout: FlatLayout, size: int) -> float:
-        """How many times its share, at most, one of `size` devices has: the first, which has the longest runs."""
+        """Compute how many times its even share the largest device of `size` has.
+
+        The largest is the first: no device has longer runs.
+        """
         return size * cls.of(layout, 0, size).offsets[-1] / layout.elements
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each begins among those that are here; one more than there are pieces."""
-        return tuple(accumulate((it.stop - it.start for it in self.slices), initial=0))
+        """Offsets of the slices among the elements on this device, then their total."""
+        return tuple(accumulate((shard.stop - shard.start for shard in self.slices), initial=0))
 
     def within(self, part: slice) -> list[slice]:
-        """Of a part of all elements, what is here: one slice of all elements a parameter, many of them empty."""
+        """Intersect all slices with a part: one slice of all elements per parameter, many of them empty."""
         first, last = part.start or 0, part.stop
         found = []
-        for it in self.slices:
-            start = max(it.start, first)
-            found.append(slice(start, max(start, it.stop if last is None else min(it.stop, last))))
+        for shard in self.slices:
+            start = max(shard.start, first)
+            found.append(slice(start, max(start, shard.stop if last is None else min(shard.stop, last))))
         return found
 
 
 class ShardedWeights:
-    """Those of one device: the pieces of all parameters, each in memory of its own."""
+    """The weights of one device of several: a shard of every parameter, each with memory of its own."""
 
-    def __init__(self, pieces: ShardSlices, memory: Sequence[Tensor], device: torch.device) -> None:
-        """`memory`: by parameter, the piece of it that is here, contiguous."""
-        self._pieces, self._device = pieces, device
+    def __init__(self, shards: ShardSlices, memory: Sequence[Tensor], device: torch.device) -> None:
+        """`memory`: this device's shard of each parameter, contiguous."""
+        self._shards, self._device = shards, device
         self._memory = [each.view(-1) for each in memory]
 
     @property
@@ -153,24 +157,24 @@ class ShardedWeights:
 
     @property
     def elements(self) -> int:
-        return self._pieces.offsets[-1]
+        return self._shards.offsets[-1]
 
     def local_slice(self, part: slice) -> slice:
         before = self._count(slice(0, part.start or 0))
         return slice(before, before + self._count(part))
 
     def local_values(self, vector_E: Tensor, part: slice = ALL) -> Tensor:
-        return torch.cat([vector_E[:0], *(vector_E[it] for it in self._pieces.within(part))])
+        return torch.cat([vector_E[:0], *(vector_E[shard] for shard in self._shards.within(part))])
 
     def write_to(self, values_P: Tensor, vector_E: Tensor, part: slice = ALL) -> None:
         offset = 0
-        for place in self._pieces.within(part):
-            vector_E[place].copy_(values_P[offset : offset + _length(place)])
-            offset += _length(place)
+        for shard in self._shards.within(part):
+            vector_E[shard].copy_(values_P[offset : offset + _length(shard)])
+            offset += _length(shard)
 
     def read(self, part: slice = ALL) -> Tensor:
-        nothing = torch.empty(0, device=self._device)  # of a span whose layers are all frozen
-        return torch.cat([nothing, *(memory[it] for memory, it in self._inside(part))])
+        nothing = torch.empty(0, device=self._device)  # the result for a span whose layers are all frozen
+        return torch.cat([nothing, *(memory[local] for memory, local in self._local_parts(part))])
 
     @contextmanager
     def modify(self, part: slice = ALL) -> Iterator[Tensor]:
@@ -179,26 +183,26 @@ class ShardedWeights:
         self._write(values_P, part)
 
     def fill(self, vector_E: Tensor) -> None:
-        for memory, piece in zip(self._memory, self._pieces.slices, strict=True):
-            memory.copy_(vector_E[piece])
+        for memory, shard in zip(self._memory, self._shards.slices, strict=True):
+            memory.copy_(vector_E[shard])
 
     def restore(self, values_P: Tensor) -> None:
         self._write(values_P, ALL)
 
     def _write(self, values_P: Tensor, part: slice) -> None:
         offset = 0
-        for memory, it in self._inside(part):
-            memory[it].copy_(values_P[offset : offset + _length(it)])
-            offset += _length(it)
+        for memory, local in self._local_parts(part):
+            memory[local].copy_(values_P[offset : offset + _length(local)])
+            offset += _length(local)
 
     def _count(self, part: slice) -> int:
-        return sum(map(_length, self._pieces.within(part)))
+        return sum(map(_length, self._shards.within(part)))
 
-    def _inside(self, part: slice) -> Iterator[tuple[Tensor, slice]]:
-        """By parameter, its memory and what of it belongs to the part."""
-        for memory, piece, it in zip(self._memory, self._pieces.slices, self._pieces.within(part), strict=True):
-            yield memory, slice(it.start - piece.start, it.stop - piece.start)
+    def _local_parts(self, part: slice) -> Iterator[tuple[Tensor, slice]]:
+        """Yield each parameter's memory and the slice of it that belongs to the part."""
+        for memory, whole, shard in zip(self._memory, self._shards.slices, self._shards.within(part), strict=True):
+            yield memory, slice(shard.start - whole.start, shard.stop - whole.start)
 
 
-def _length(it: slice) -> int:
-    return int(it.stop - it.start)
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)

@@ -1,8 +1,10 @@
-"""What a span takes of a device's memory, from the layer table alone. Pure: no torch, for planners.
+"""Memory estimates for trainers, from the layer table alone: a stage's span, or the whole model. Pure: no torch.
 
-fp32 throughout. Recomputing keeps activations small: of a micro-batch in flight only the span's input stays, and what
-backward needs of all its layers exists for one micro-batch at a time. How much that is, is not in the table, but for
-decoders it follows from the multiplications that are: the constants below were counted on `model/llama.py`.
+Parameters and gradients are fp32. A stage recomputes activations: of each micro-batch in flight only the span's input
+stays in memory, and the tensors that backward needs exist for one micro-batch at a time. The layer table does not
+contain their size. For decoders it follows from the number of multiplications, which the table contains. The constants
+below were counted on `model/llama.py`. The planner has the same formula (`coordinator/planner/span_memory.py`); a test
+compares the two.
 """
 
 from __future__ import annotations
@@ -11,37 +13,37 @@ from dataclasses import dataclass
 
 from atoll.core.layer_kinds import is_block
 from atoll.core.run_spec import RunSpec
-from atoll.node.model.built_in_shape import ModelShape
+from atoll.node.model.built_in_shape import FP32_BYTES, ModelShape
 from atoll.node.model.span import Span
 from atoll.v1 import plan_pb2
 
-FP32_BYTES = 4
 TOKEN_BYTES = 8
-_KEPT_OUTPUTS = 4 / 3  # times that the output of a block's matrix is kept between forward and backward
-_KEPT_WIDTHS = 5.0  # and vectors of the model's width, a block
-_MOVING_OUTPUTS = 1 / 3  # gradients of a block's outputs that exist at once
-_REPLICA_COPIES = 6  # weights, gradients, AdamW's moments, anchor, weights at the snapshot
+_KEPT_OUTPUTS = 4 / 3  # elements kept from forward to backward, per element that a block's matrices output
+_KEPT_WIDTHS = 5.0  # vectors of model width that a block keeps besides
+_MOVING_OUTPUTS = 1 / 3  # share of a block's output gradients that exist at once
+FLAT_COPIES = 6  # weights, gradients, two AdamW moments, anchor, weights at the snapshot: fp32 each
+_SAVED_PER_BLOCK = 14  # [B,T,D]-sized fp32 tensors that one block saves for backward, MLP included
 _LOGITS = 3  # logits, their log-softmax, its gradient
-_LARGEST_MATRIX = 0.25  # of a block's elements; its gradient exists once more before it is added
+_LARGEST_MATRIX = 0.25  # share of a block's elements; its gradient exists twice until it is added
 
 
 @dataclass(frozen=True)
 class StageTraffic:
-    """What a route sends through a stage."""
+    """Micro-batches that a route sends through a stage."""
 
     micro_batch_tokens: int
     sequence_length: int
-    credits: int  # micro-batches that may be here, forward and not backward: those of the stage upstream
+    credits: int  # most micro-batches between forward and backward here: the credits of the upstream stage
 
 
 @dataclass(frozen=True)
 class SpanMemory:
-    """Bytes, all of them at the same moment at worst."""
+    """Memory of a stage by purpose, bytes; in the worst case all of it is in use at once."""
 
     weights: int
     gradients: int
-    optimizer: int  # AdamW's two moments
-    in_flight: int  # inputs of micro-batches that wait here for forward or backward
+    optimizer: int  # the two moments of AdamW
+    in_flight: int  # inputs of micro-batches that wait for forward or backward
     working: int  # backward of one micro-batch
 
     @property
@@ -50,9 +52,9 @@ class SpanMemory:
 
 
 def span_memory(table: plan_pb2.LayerTable, span: Span, traffic: StageTraffic) -> SpanMemory:
-    """Estimate a stage; with adapters `working` is an upper bound.
+    """Estimate the memory of a stage. With adapters, `working` is an upper bound.
 
-    Raises `InvalidRequest` for layers that the table lacks.
+    Raises `InvalidRequest` for layers that are not in the table.
     """
     span.check_within(len(table.layers))
     rows = table.layers[span.first : span.last + 1]
@@ -69,9 +71,10 @@ def span_memory(table: plan_pb2.LayerTable, span: Span, traffic: StageTraffic) -
 
 
 def stage_trainer_memory_bytes(table: plan_pb2.LayerTable, span: Span, traffic: StageTraffic) -> int:
-    """Bytes of a trainer process that has the stage: outer rounds keep an anchor and a snapshot, and messages wait.
+    """Estimate the memory of a trainer process that computes a stage, bytes.
 
-    On their way are a borrowed matrix, as it came and as tensors, and outputs that the next stage has no room for.
+    It adds to `span_memory` what outer rounds keep (an anchor and a snapshot) and what waits to be sent or used:
+    outputs that the next stage has no room for, and a borrowed matrix, both as received bytes and as tensors.
     """
     own = sum(row.parameters for row in table.layers[span.first : span.last + 1])
     out = table.layers[span.last].activation_bytes_per_token if span.last + 1 < len(table.layers) else 0
@@ -89,9 +92,10 @@ def replica_memory_bytes(
     half_precision: bool,
     checkpointing: bool,
 ) -> int:
-    """Bytes of a trainer of all layers, which recomputes nothing or, with checkpointing, every block.
+    """Estimate the memory of a trainer of all layers, bytes.
 
-    `half_precision`: matrices are multiplied in 16 bits, and what they give is kept so.
+    `checkpointing`: every block's activations are recomputed; otherwise none are. `half_precision`: matrices are
+    multiplied in 16 bits, and their outputs are kept in 16 bits.
     """
     width = table.layers[0].activation_bytes_per_token / FP32_BYTES
     vocabulary = table.layers[-1].activation_bytes_per_token / FP32_BYTES
@@ -101,27 +105,31 @@ def replica_memory_bytes(
     trained = sum(row.parameters for row in table.layers)
     beside = sum(row.frozen_parameters for row in table.layers) + _borrowed(table, Span(0, len(table.layers) - 1))
     per_token = activations * (FP32_BYTES / 2 if half_precision else FP32_BYTES) + 2 * FP32_BYTES * vocabulary
-    return FP32_BYTES * (_REPLICA_COPIES * trained + beside) + int(micro_batch_tokens * per_token)
+    return FP32_BYTES * (FLAT_COPIES * trained + beside) + int(micro_batch_tokens * per_token)
 
 
 def _outputs(row: plan_pb2.LayerInfo, width: float, sequence_length: int) -> float:
-    """Numbers that a block's matrices give of a token."""
+    """Count the elements that a block's matrices output per token."""
     return row.flops_per_token_forward / 2 / width - sequence_length
 
 
 def _borrowed(table: plan_pb2.LayerTable, span: Span) -> int:
-    """Elements that layers of the span use and others own."""
+    """Count the elements that the span's layers borrow from the layers to which they are tied."""
     owners = {row.name: row.parameters for row in table.layers}
     return sum(owners[name] for row in table.layers[span.first : span.last + 1] for name in row.tied_to)
 
 
 def _in_flight(table: plan_pb2.LayerTable, span: Span, traffic: StageTraffic) -> int:
+    """Count the bytes of micro-batches in flight: the input of the span, and 8 bytes a token for targets."""
     into = TOKEN_BYTES if span.first == 0 else table.layers[span.first - 1].activation_bytes_per_token
     return traffic.credits * traffic.micro_batch_tokens * (into + TOKEN_BYTES)
 
 
 def _working(table: plan_pb2.LayerTable, span: Span, traffic: StageTraffic) -> int:
-    """The largest of the phases of backward, which follow each other: head, blocks, embedding, return of a tie."""
+    """Return the bytes of backward's largest phase.
+
+    The phases follow one another: head, blocks, embedding, return of a tied matrix's gradient.
+    """
     rows, tokens = table.layers[span.first : span.last + 1], traffic.micro_batch_tokens
     width = table.layers[0].activation_bytes_per_token / FP32_BYTES
     blocks = [row for row in rows if is_block(row.kind)]
@@ -143,21 +151,51 @@ def _working(table: plan_pb2.LayerTable, span: Span, traffic: StageTraffic) -> i
 
 
 def _dense(row: plan_pb2.LayerInfo) -> int:
-    """Elements of its large matrices that are trained; adapters are thin."""
+    """Count the trained elements of a layer's large matrices; 0 for a layer with adapters, which are small."""
     return 0 if row.frozen_parameters else row.parameters
 
 
-FLAT_COPIES = 6  # weights, gradients, two AdamW moments, anchor, weights at the snapshot: fp32 each
-
-
-_SAVED_PER_BLOCK = 14  # [B,T,D]-sized fp32 tensors that one block saves for backward, MLP included
-
-
 def built_in_memory_bytes(spec: RunSpec, shape: ModelShape, samples: int) -> int:
-    """A lower estimate of what training takes: the flat copies, and what backward needs of so many samples at once."""
+    """Estimate the least memory for training the built-in decoder, bytes.
+
+    It counts the flat copies and the tensors that backward needs for `samples` samples at once.
+    """
     tokens = samples * spec.data.sequence_length
-    width = 4 if spec.optimizer.precision == "fp32" else 2
+    width = FP32_BYTES if spec.optimizer.precision == "fp32" else FP32_BYTES // 2
     blocks = 1 if spec.optimizer.activation_checkpointing else shape.layers
     saved = blocks * _SAVED_PER_BLOCK * shape.dimension + shape.layers * shape.dimension
     borrowed = shape.vocabulary * shape.dimension if shape.tie_embeddings else 0  # the head's gradient of a tied matrix
-    return 4 * (FLAT_COPIES * shape.parameters + borrowed) + tokens * (width * saved + 2 * 4 * shape.vocabulary)
+    flat = FP32_BYTES * (FLAT_COPIES * shape.parameters + borrowed)
+    return flat + tokens * (width * saved + 2 * FP32_BYTES * shape.vocabulary)
+
+
+# --- several devices (training/fsdp_model.py) -------------------------------------------------------
+# The planner counts a node's memory as that of one device, and several devices together take more for a model. So
+# `trainer/loading.py` subtracts the difference from the memory that the node reports.
+
+
+def padded_rows(samples: int, devices: int) -> int:
+    """Round a micro-batch up so that all devices compute the same number of rows; some rows may have no weight."""
+    return devices * -(-samples // devices)
+
+
+def usable_bytes(table: plan_pb2.LayerTable, memory_bytes: int, devices: int, share_ratio: float) -> int:
+    """Compute how much of `memory_bytes` is left for what one device alone would take.
+
+    Each device gathers the embedding and the head with their gradient, the block that computes with its gradient, and
+    the next block. Each device holds frozen parameters in full. `share_ratio` is how many times an even share the
+    largest device takes, because shards are uneven or the samples do not divide evenly.
+    """
+    largest = max((row.parameters for row in table.layers if is_block(row.kind)), default=0)
+    ends = sum(row.parameters for row in table.layers if not is_block(row.kind))
+    left = memory_bytes - FP32_BYTES * devices * (2 * ends + 3 * largest)
+    copies = devices if any(row.frozen_parameters for row in table.layers) else 1
+    return max(0, int(left / (copies * share_ratio)))
+
+
+def evaluation_copy_bytes(table: plan_pb2.LayerTable) -> int:
+    """Count the bytes of the copy that a trainer of all layers needs to evaluate an anchor.
+
+    It keeps the trained weights there meanwhile.
+    """
+    return FP32_BYTES * sum(row.parameters for row in table.layers)

@@ -1,8 +1,9 @@
-"""The parts of a Hugging Face decoder, found by their roles and not by a family's names.
+"""Module paths of a Hugging Face decoder, found by each module's role and not by a family's names.
 
     body: embedding → blocks (a module list) → final norm;   then the head
 
-What has another shape is refused, and the error names what is missing.
+A model with another structure is refused, and the error names what is missing. `huggingface.py` uses the paths to cut a
+model into spans.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 
 from atoll.core.errors import UnsupportedModel
 
-_RANDOM = ("dropout", "jitter")  # in the names of what families draw with, outside of `nn.Dropout`
+_RANDOM = ("dropout", "jitter")  # parts of the attribute names of random operations other than `nn.Dropout`
 
 
 @dataclass(frozen=True)
 class ModulePaths:
-    """Where the parts are, as paths of modules."""
+    """Paths of the modules that make up the layers of a model."""
 
     body: str
     embedding: str
@@ -29,7 +30,7 @@ class ModulePaths:
     head: str
 
     def layer_of(self, parameter: str) -> int:
-        """The number of the layer that a parameter is part of. Raises `KeyError` if it is part of none."""
+        """Return the number of the layer that contains a parameter. Raises `KeyError` if no layer contains it."""
         if parameter.startswith(f"{self.embedding}."):
             return 0
         if parameter.startswith((f"{self.norm}.", f"{self.head}.")):
@@ -40,14 +41,14 @@ class ModulePaths:
 
 
 class PassThroughBlock(nn.Module):
-    """A block that another span holds."""
+    """Placeholder for a block that another span holds; returns its input."""
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
         return hidden_states
 
 
 def find_module_paths(model: Any) -> ModulePaths:
-    """Find the parts. Raises `UnsupportedModel`."""
+    """Find the module paths of a model. Raises `UnsupportedModel`."""
     kind, count = model.config.model_type, model.config.get_text_config().num_hidden_layers
     paths = {module: name for name, module in model.named_modules()}
     body: Any = getattr(model, model.base_model_prefix, None)
@@ -66,7 +67,10 @@ def find_module_paths(model: Any) -> ModulePaths:
 
 
 def _require_all(model: Any, module_paths: ModulePaths) -> None:
-    """Every parameter belongs to a layer, and nothing is drawn by chance: backward computes a span again."""
+    """Check that every parameter belongs to a layer and that nothing is random. Raises `UnsupportedModel`.
+
+    Randomness is refused because the backward pass repeats a span's forward pass and must get the same result.
+    """
     kind = model.config.model_type
     for name, _ in model.named_parameters():
         try:
@@ -77,13 +81,17 @@ def _require_all(model: Any, module_paths: ModulePaths) -> None:
         dropout = isinstance(module, nn.Dropout) and module.p > 0
         chances = [value for key, value in vars(module).items() if any(word in key for word in _RANDOM)]
         draws = dropout or any(_number(value) > 0 for value in chances)
-        _require(not draws, kind, f"the same result twice (dropout or jitter in {name}: set it to 0)")
+        _require(not draws, kind, f"a deterministic forward pass (dropout or jitter in {name} is above 0: set it to 0)")
     balances = getattr(model.config, "output_router_logits", False)
-    _require(not balances, kind, "a loss without terms of several blocks (set output_router_logits to false)")
+    _require(not balances, kind, "a loss that depends on the logits alone (set output_router_logits to false)")
 
 
 def rebuild_buffers(model: Any, config: Any) -> None:
-    """Give modules with computed buffers (rotary frequencies) real ones. Raises `UnsupportedModel`."""
+    """Replace modules whose buffers are on the meta device (rotary frequencies) by modules with computed buffers.
+
+    A module can be rebuilt if it has no parameters and its buffers are not in its state dict. Raises
+    `UnsupportedModel`.
+    """
     for name, module in list(model.named_modules()):
         buffers = [key for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
         if not buffers:

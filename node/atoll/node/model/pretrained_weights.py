@@ -1,8 +1,8 @@
-"""A span's weights out of a local directory of safetensors, by name: what lies outside the span is not read.
+"""Pretrained weights of a span, loaded by name from a local directory of safetensors files.
 
-Checkpoints name and slice some tensors otherwise than the model does (the experts of a mixture lie one by one). How,
-is known to `transformers`; its own conversions are applied here to the few tensors that become one parameter, so that
-at most a parameter's worth is in memory twice.
+Tensors outside the span are not read. Checkpoints name and split some tensors differently from the model; for example,
+they store the experts of a mixture one by one. `transformers` knows the differences. Its own conversions are applied
+here to the few tensors that become one parameter, so that at most one parameter is in memory twice.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from atoll.node.model.span_model import TrainableModel
 Check = Callable[[str], None]
 _MAX_INDEX_BYTES = 64 << 20
 
-_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # other dtypes stand for other values than they hold
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # values of other dtypes are quantised: they need a scale
 
 
 def _trusted(_: str) -> None:
-    """Files of our own."""
+    """Accept every file: the directory is our own."""
 
 
 def load(
     architecture: HuggingFaceArchitecture, directory: Path, model: TrainableModel, check: Check = _trusted
 ) -> None:
-    """Fill what was in the checkpoint; adapters stay as they are. Raises `CheckpointCorrupt`.
+    """Load a span's parameters from a checkpoint; adapters stay as they are. Raises `CheckpointCorrupt`.
 
-    `check` is told the name of every file before it is read, and raises if it must not be.
+    `check` gets the name of every file before it is read, and raises if the file must not be read.
     """
     wanted: dict[str, list[Tensor]] = defaultdict(list)
     for name, view in model.tensors():
@@ -52,7 +52,10 @@ def load(
             check(file)
         _fill(wanted, sources.read(directory, name), directory)
     if wanted:
-        raise CheckpointCorrupt(f"{directory} lacks {', '.join(sorted(wanted))}", "is it of this architecture?")
+        raise CheckpointCorrupt(
+            f"{directory} lacks {', '.join(sorted(wanted))}",
+            "name the directory of a checkpoint of the run's architecture",
+        )
 
 
 def _fill(wanted: dict[str, list[Tensor]], found: Mapping[str, Tensor], directory: Path) -> None:
@@ -60,12 +63,15 @@ def _fill(wanted: dict[str, list[Tensor]], found: Mapping[str, Tensor], director
         for view in wanted.pop(name, ()):
             if values.shape != view.shape or values.dtype not in _PLAIN:
                 what = f"{values.dtype} {list(values.shape)}"
-                raise CheckpointCorrupt(f"{directory}: {name} is {what}, the model's has shape {list(view.shape)}")
+                raise CheckpointCorrupt(
+                    f"{directory}: {name} is {what}; the model's has shape {list(view.shape)}",
+                    "use a checkpoint of the run's architecture, in fp32, bf16 or fp16",
+                )
             view.copy_(values)
 
 
 class _Sources:
-    """The tensors of a checkpoint that become one parameter, or several that lie in one tensor there."""
+    """Checkpoint tensors that become one parameter, or one tensor that becomes several parameters."""
 
     def __init__(self, converter: Any, model: Any) -> None:
         self._converter, self._model = deepcopy(converter), model
@@ -73,14 +79,14 @@ class _Sources:
 
     @property
     def files(self) -> set[str]:
-        """Those in which they lie."""
+        """Names of the files that contain the tensors."""
         return {file for file, _, _ in self._tensors}
 
     def add(self, file: str, name: str, pattern: str | None) -> None:
         self._tensors.append((file, name, pattern))
 
     def read(self, directory: Path, target: str) -> dict[str, Tensor]:
-        """Parameters by name. Raises `CheckpointCorrupt`."""
+        """Read and convert the tensors to parameters by name. Raises `CheckpointCorrupt`."""
         if self._converter is None:
             file, name, _ = self._tensors[-1]
             return {target: read_tensor(directory / file, name)}
@@ -89,14 +95,19 @@ class _Sources:
         try:
             made = self._converter.convert(target, model=self._model, config=self._model.config)
         except (RuntimeError, ValueError, IndexError) as error:
-            raise CheckpointCorrupt(f"{directory}: {target} cannot be made of its parts: {error}") from error
+            raise CheckpointCorrupt(
+                f"{directory}: {target} cannot be converted from the checkpoint's tensors: {error}"
+            ) from error
         return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
 
 
 def _sources(
     architecture: HuggingFaceArchitecture, files: Mapping[str, str], model: TrainableModel, wanted: Collection[str]
 ) -> dict[str, _Sources]:
-    """What the span's parameters are made of, under the name of the first of those that are made together."""
+    """Find the checkpoint tensors for the span's parameters.
+
+    The key is the name of a parameter; for parameters that are made together, the name of the first.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -117,24 +128,24 @@ def _sources(
 
 
 def tensor_files(directory: Path) -> dict[str, str]:
-    """Which file each tensor lies in. Raises `CheckpointCorrupt`."""
+    """Map each tensor of a checkpoint to its file. Raises `CheckpointCorrupt`."""
     index = directory / SAFE_WEIGHTS_INDEX_NAME
     try:
         if not index.exists():
             return dict.fromkeys(tensor_names(directory / SAFE_WEIGHTS_NAME), SAFE_WEIGHTS_NAME)
         if index.stat().st_size > _MAX_INDEX_BYTES:
-            raise CheckpointCorrupt(f"{index} is too large to be an index")
+            raise CheckpointCorrupt(f"{index} has more than {_MAX_INDEX_BYTES >> 20} MiB, too many for an index")
         weight_map = json.loads(index.read_bytes())["weight_map"]
         return dict(_checked(weight_map, index))
     except (OSError, CheckpointCorrupt, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorrupt(
-            f"{directory} holds no safetensors that can be read: {error}",
-            f"it needs {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}",
+            f"{directory} has no readable safetensors files: {error}",
+            f"name a directory with {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}",
         ) from error
 
 
 def _checked(weight_map: Mapping[object, object], index: Path) -> Iterator[tuple[str, str]]:
     for name, file in weight_map.items():
         if not isinstance(name, str) or not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointCorrupt(f"{index}: {name!r} lies in {file!r}, which is no file beside it")
+            raise CheckpointCorrupt(f"{index}: {name!r} is in {file!r}, which is not a file name in the same directory")
         yield name, file

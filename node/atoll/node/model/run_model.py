@@ -1,10 +1,12 @@
-"""The model that a run spec names, as trainers need it: cuts, layer table, initial parameters, what it takes.
+"""The model of a run, as trainers need it: span definitions, layer table, initial parameters, memory estimate.
 
-There are two kinds, the built-in decoder and those of Hugging Face; nobody else needs to know which one a run has.
+`RunModel` hides which kind of model a run trains: the built-in decoder (`BuiltInRunModel`) or a Hugging Face decoder
+(`hf_run_model.py`). `run_model` chooses between them from the run spec.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -12,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from atoll.core.errors import DataDirUnusable
 from atoll.core.model_spec import HuggingFaceModel, ModelSection
 from atoll.core.run_spec import RunSpec
 from atoll.node.model.built_in import BuiltInArchitecture
@@ -24,43 +27,46 @@ from atoll.v1 import plan_pb2
 
 
 class RunModel(Protocol):
-    """One run's model on this node."""
+    """The model of one run on this node."""
 
     @property
     def architecture(self) -> Architecture:
-        """How it is cut."""
+        """The architecture from which spans are cut."""
         ...
 
     @property
     def table(self) -> plan_pb2.LayerTable:
-        """What its layers are; elements that are trained are those that travel."""
+        """The layer table. Its `parameters` are the trained elements, which outer rounds exchange."""
         ...
 
     def whole_model_bytes(self, samples: int) -> int:
-        """What training all layers takes of a device, at least, with so many samples at once."""
+        """Estimate the least device memory for training all layers, with `samples` samples at once."""
         ...
 
     def check(self, span: Span | None, on_progress: Callable[[], object] = ...) -> None:
-        """Look at all that a trainer of the span (of all layers) needs beside data. Raises `PretrainedWeightsUnusable`.
+        """Check all that a trainer of the span (None: of any layer) needs besides data.
 
-        `on_progress` is called after each file.
+        `on_progress` is called after each file. Raises `PretrainedWeightsUnusable`.
         """
         ...
 
     def initial_parameters(self, span: Span) -> Iterator[tuple[str, Tensor]]:
-        """What is trained of the span as it is before the first step, by name in layer order, a layer at a time."""
+        """Yield the span's trained parameters before the first step, by name in layer order.
+
+        At most one layer is in memory at a time.
+        """
         ...
 
     def load_frozen(self, model: TrainableModel) -> None:
-        """Give what is frozen its values. Raises `PretrainedWeightsUnusable`, `CheckpointCorrupt`."""
+        """Load the values of frozen parameters. Raises `PretrainedWeightsUnusable`, `CheckpointCorrupt`."""
         ...
 
 
 class BuiltInRunModel:
-    """A run of the built-in decoder."""
+    """The model of a run of the built-in decoder."""
 
     def __init__(self, spec: RunSpec, section: ModelSection, vocabulary: int) -> None:
-        """Raises `UnsupportedModel`."""
+        """Build the shape and the layer table. Raises `UnsupportedModel`."""
         shape = resolve_shape(section, vocabulary)
         self.architecture = BuiltInArchitecture(shape)
         self.table = layer_table(spec, shape)
@@ -70,39 +76,61 @@ class BuiltInRunModel:
         return built_in_memory_bytes(self._spec, self._shape, samples)
 
     def check(self, span: Span | None, on_progress: Callable[[], object] = lambda: None) -> None:
-        """It needs nothing."""
+        """Do nothing: the built-in decoder needs no files."""
 
     def initial_parameters(self, span: Span) -> Iterator[tuple[str, Tensor]]:
-        """One parameter at a time; those before the span are drawn, too, and dropped."""
+        """Yield one parameter at a time.
+
+        Parameters before the span are drawn and dropped, so that a span gets the same values as the whole model.
+        """
         for name, values in initial_parameters(self._shape, self._seed):
             if int(name.split(".")[1]) in span:
                 yield name, values
 
     def load_frozen(self, model: TrainableModel) -> None:
-        """Nothing of it is frozen."""
+        """Do nothing: the built-in decoder has no frozen parameters."""
 
 
 def run_model(spec: RunSpec, vocabulary: int, base: Path | None = None) -> RunModel:
-    """`vocabulary`: the tokenizer's; `base`: where this node has the run's pretrained weights.
+    """Build the model that a run spec names.
 
-    Raises `UnsupportedModel`, and `ConfigError` where a library is missing.
+    `vocabulary` is the tokenizer's; `base` is the local directory of the run's pretrained weights. Raises
+    `UnsupportedModel`, and `ConfigError` if a library is missing.
     """
     if isinstance(spec.model, HuggingFaceModel):
-        from atoll.node.model.hf_run_model import HuggingFaceRunModel  # transformers: seconds
+        from atoll.node.model.hf_run_model import HuggingFaceRunModel  # importing it takes seconds
 
         return HuggingFaceRunModel(spec, spec.model, vocabulary, base)
     return BuiltInRunModel(spec, spec.model, vocabulary)
 
 
 def allocate_span(run: RunModel, span: Span, device: torch.device, activation_checkpointing: bool = False) -> SpanModel:
-    """Memory for a span; what is frozen of it has its values, what is trained is zero."""
+    """Allocate a span's parameters: frozen ones get their values, trained ones are zero."""
     model = SpanModel(run.architecture.span_definition(span, activation_checkpointing), device)
     run.load_frozen(model)
     return model
 
 
 def initialise_into(run: RunModel, model: TrainableModel, anchor_E: Tensor) -> None:
-    """Write the run's initial parameters of the model's span."""
-    views = dict(model.trained.views(anchor_E))
+    """Write the initial parameters of the model's span into `anchor_E`."""
+    views = dict(model.trained_layout.views(anchor_E))
     for name, values in run.initial_parameters(model.span_definition.span):
         views[name].copy_(values)
+
+
+def write_initial_weights(run: RunModel, path: Path) -> None:
+    """Write the initial parameters to a file, for genesis on a node that cannot hold the model.
+
+    All elements are in layer order, fp32 little-endian, with the bits that the order `Initialise` produces. At most one
+    layer is in memory at a time. The file is synced to disk on return. Raises `DataDirUnusable`.
+    """
+    try:
+        with path.open("wb") as file:
+            for _, values in run.initial_parameters(Span(0, run.architecture.layers - 1)):
+                file.write(values.contiguous().numpy().astype("<f4", copy=False).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise DataDirUnusable(
+            f"cannot write the initial parameters to {path}: {error.strerror}", "free some space on this disk"
+        ) from error

@@ -1,7 +1,7 @@
-"""Tensors out of a safetensors file, one at a time.
+"""Reader of safetensors files, one tensor at a time.
 
-The format's own library maps the whole file for torch, privately, which counts as memory of the process where that is
-limited. Here a tensor takes its own bytes and nothing else.
+The format's own library maps the whole file privately for torch. Where process memory is limited, the mapping counts
+towards the limit. Here a tensor takes its own bytes and nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from atoll.core.errors import CheckpointCorrupt
 from atoll.core.safetensors_header import MALFORMED_ERRORS, read_header
 
-_MAX_HEADER_BYTES = 100 << 20  # that of the format's library
+_MAX_HEADER_BYTES = 100 << 20  # limit of the format's library
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -34,7 +34,7 @@ _DTYPES = {
 
 
 def tensor_names(path: Path) -> list[str]:
-    """Of all tensors in a file. Raises `CheckpointCorrupt`."""
+    """List the names of all tensors in a file. Raises `CheckpointCorrupt`."""
     try:
         with path.open("rb") as file:
             entries, _ = read_header(file, path, _MAX_HEADER_BYTES)
@@ -44,7 +44,7 @@ def tensor_names(path: Path) -> list[str]:
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
-    """One tensor, in memory of its own. Raises `CheckpointCorrupt`."""
+    """Read one tensor into memory of its own. Raises `CheckpointCorrupt`."""
     try:
         with path.open("rb") as file:
             entries, data_offset = read_header(file, path, _MAX_HEADER_BYTES)
@@ -59,19 +59,19 @@ def _read(file: BinaryIO, path: Path, name: str, entry: Any, data_offset: int) -
     try:
         dtype, shape, (start, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
         if not isinstance(shape, list) or not all(type(number) is int for number in (*shape, start, end)):
-            raise ValueError("its shape and its place are no numbers")
+            raise ValueError("shape and data_offsets must contain integers only")
         count = end - start
         fits = 0 <= start <= end <= os.fstat(file.fileno()).st_size - data_offset
         if not fits or min(shape, default=0) < 0 or count != dtype.itemsize * torch.Size(shape).numel():
-            raise ValueError("its shape and its place do not fit")
+            raise ValueError("data_offsets do not match dtype and shape, or lie outside the file")
     except MALFORMED_ERRORS as error:
         raise CheckpointCorrupt(f"{path}: {name} cannot be read: {error}") from error
     bytes_B = torch.empty(count, dtype=torch.uint8)
     file.seek(data_offset + start)
     target = bytes_B.numpy().data
     while target:
-        got = file.readinto(target)  # type: ignore[attr-defined]  # of every real file
+        got = file.readinto(target)  # type: ignore[attr-defined]  # every real file has it
         if not got:
-            raise CheckpointCorrupt(f"{path} ends too early")
+            raise CheckpointCorrupt(f"{path} ends inside the tensor {name}")
         target = target[got:]
     return bytes_B.view(dtype).view(shape)

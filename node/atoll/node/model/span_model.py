@@ -1,8 +1,8 @@
-"""One span of a model in memory, and nothing else of it.
+"""One span of a model in memory, and no other layers.
 
-A `SpanDefinition` is the whole model built on the meta device, where it takes no memory, with holes where other spans
-are: its own `forward` then runs the layers that are left. `SpanModel` gives those their memory: flat fp32 vectors in
-layer order, like those of `model/flat.py`, so that a layer is a slice whatever span it is part of.
+A `SpanDefinition` is the whole model, built on the meta device where it takes no memory, with the layers of other spans
+removed. The model's own `forward` then runs the layers that are left. `SpanModel` allocates these layers as flat fp32
+vectors in layer order (`flat_layout.py`), so that a layer is a slice in every span that contains it.
 
 Shape suffixes: B batch, T sequence, D model, V vocabulary, E all elements.
 """
@@ -24,7 +24,7 @@ from atoll.node.model.span import Span
 
 @dataclass(frozen=True)
 class Tie:
-    """A matrix that the first layer owns and the last one borrows, under both names."""
+    """A matrix that the first and the last layer share: its name in the owner (first) and in the borrower (last)."""
 
     owner: str
     borrower: str
@@ -32,26 +32,40 @@ class Tie:
 
 @dataclass(frozen=True)
 class SpanDefinition:
-    """A model on the meta device without what lies outside `span`."""
+    """A model on the meta device without the layers outside `span`."""
 
     span: Span
     layers: int  # of the whole model
-    dimension: int  # D of what passes between spans
+    dimension: int  # D of the activations between spans
     vocabulary: int
     module: nn.Module
     run: Callable[[Tensor], Tensor]  # tokens [B,T] or activations [B,T,D] → activations, or logits [B,T,V]
     parameters: tuple[Mapping[str, nn.Parameter], ...]  # by layer of the span; frozen ones require no gradient
-    embedding: str  # the parameter that does not decay, in the first layer
-    tie: Tie | None = None  # of parameters that are trained
-    copy: Tie | None = None  # of parameters that are frozen: the borrower has its own, and nothing travels
+    embedding: str  # name of the embedding's parameter, which has no weight decay
+    tie: Tie | None = None  # if trained
+    copy: Tie | None = None  # if frozen: the borrower loads a copy, and nothing is exchanged
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.span.first == 0
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         return self.span.last == self.layers - 1
+
+
+class SpanModule(nn.Module):
+    """A span definition as one module, for torch functions that need a module: `run` is a plain function.
+
+    It computes with the parameters that `module` has at the time.
+    """
+
+    def __init__(self, span_definition: SpanDefinition) -> None:
+        super().__init__()
+        self.module, self._run = span_definition.module, span_definition.run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._run(x)
 
 
 class Architecture(Protocol):
@@ -59,100 +73,113 @@ class Architecture(Protocol):
 
     @property
     def layers(self) -> int:
-        """Embedding, blocks, head."""
+        """Number of layers: embedding, blocks, head."""
         ...
 
     def span_definition(self, span: Span, activation_checkpointing: bool = False) -> SpanDefinition:
-        """Allocates nothing. With checkpointing, backward computes blocks again where gradients are wanted."""
+        """Define a span, without allocation.
+
+        With activation checkpointing, backward recomputes blocks where gradients are needed.
+        """
         ...
 
 
 class TrainableModel(Protocol):
-    """A cut in memory, as optimisers see it: on one device, or this device's pieces of it."""
+    """A span in memory, as optimisers see it: all of it on one device, or this device's shards."""
 
     span_definition: SpanDefinition
     device: torch.device
-    trained: FlatLayout  # of what is trained, wherever it lies
-    frozen: FlatLayout
+    trained_layout: FlatLayout  # layout of all trained parameters, on this device or not
+    frozen_layout: FlatLayout
     weights: Weights
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What can be loaded here by the name under which a whole model has it; all that is frozen, at least."""
+        """Yield the tensors that can be loaded on this device, by name in the whole model.
+
+        They include at least all frozen ones.
+        """
         ...
 
     def run(self, x: Tensor) -> Tensor:
-        """What the cut's `run` does."""
+        """Compute the span: tokens or activations to activations or logits."""
         ...
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that are trained, or their pieces, in layer order."""
+        """List the trained parameters, or this device's shards of them, in layer order."""
         ...
 
     @property
     def embedding(self) -> nn.Parameter | None:
-        """The parameter that does not decay, if it is trained here."""
+        """The embedding's parameter, which has no weight decay, if it is trained here."""
         ...
 
     @property
     def muon_matrices(self) -> list[nn.Parameter]:
-        """The matrices that are neither of the first nor of the last layer of the whole model."""
+        """The matrices of all layers but the first and the last layer of the whole model."""
         ...
 
     def gather_gradients(self) -> None:
-        """Make them whole when backward is done: until then they lie where it left them."""
+        """Complete the gradients after backward; before that they are where backward left them."""
         ...
 
     def norms(self) -> tuple[float, ...]:
-        """Of the gradient, one a layer."""
+        """Compute the gradient's norm, one per layer."""
         ...
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all of them."""
+        """Multiply all gradients by a factor."""
         ...
 
     def zero_gradients(self) -> None:
-        """Begin again."""
+        """Reset all gradients."""
         ...
 
 
 class StageModel(TrainableModel, Protocol):
-    """One that may be a stage: a tied matrix may have its owner here and its borrower elsewhere, or the reverse."""
+    """A model of a stage: one end of a tied matrix may be on another node."""
 
     @property
-    def owned(self) -> Tensor:
-        """The tied matrix [V,D], on the first span."""
+    def tied_weight(self) -> Tensor:
+        """The tied matrix [V,D] on the first span."""
         ...
 
     @property
-    def borrowed(self) -> nn.Parameter:
-        """The tied matrix [V,D], on the last span."""
+    def tied_weight_copy(self) -> nn.Parameter:
+        """The copy of the tied matrix [V,D] on the last span."""
         ...
 
 
 class SpanModel:
-    """A cut with memory for its parameters: zeros until they are loaded."""
+    """A span with memory for its parameters, which are zero until they are loaded."""
 
     def __init__(self, span_definition: SpanDefinition, device: torch.device) -> None:
         self.span_definition, self.device = span_definition, device
-        self.trained = layout_of(span_definition)
-        self.frozen = layout_of(span_definition, trained=False)
-        self.weights_E = torch.zeros(self.trained.elements, device=device)
+        self.trained_layout = layout_of(span_definition)
+        self.frozen_layout = layout_of(span_definition, trained=False)
+        self.weights_E = torch.zeros(self.trained_layout.elements, device=device)
         self.weights: Weights = WholeWeights(self.weights_E)
         self.gradients_E = torch.zeros_like(self.weights_E)
-        self.frozen_E = torch.zeros(self.frozen.elements, device=device)
-        self.trained.bind(span_definition.module, self.weights_E, self.gradients_E)
-        self.frozen.bind(span_definition.module, self.frozen_E, None)
+        self.frozen_E = torch.zeros(self.frozen_layout.elements, device=device)
+        self.trained_layout.bind(span_definition.module, self.weights_E, self.gradients_E)
+        self.frozen_layout.bind(span_definition.module, self.frozen_E, None)
         move_buffers(span_definition.module, device)
         self._named = dict(span_definition.module.named_parameters())
-        self._borrowed = self._bind_borrowed() if span_definition.tie is not None and span_definition.last else None
+        self._tied_weight_copy = (
+            self._bind_tied_weight_copy() if span_definition.tie is not None and span_definition.is_last else None
+        )
 
-    def _bind_borrowed(self) -> nn.Parameter:
-        """The borrower's view of the matrix: the owner's memory where it is here, and always a gradient of its own."""
+    def _bind_tied_weight_copy(self) -> nn.Parameter:
+        """Give the borrower a view of the tied matrix, with a gradient of its own.
+
+        The view shares the owner's memory if this span contains the owner.
+        """
         tie = self.span_definition.tie
         assert tie is not None
         meta_VD = self._named[tie.borrower]
         weights_VD = (
-            self.owned.detach() if self.span_definition.first else torch.zeros(meta_VD.shape, device=self.device)
+            self.tied_weight.detach()
+            if self.span_definition.is_first
+            else torch.zeros(meta_VD.shape, device=self.device)
         )
         bound = nn.Parameter(weights_VD)
         bound.grad = torch.zeros_like(weights_VD)
@@ -161,85 +188,78 @@ class SpanModel:
         return bound
 
     @property
-    def owned(self) -> nn.Parameter:
-        """The tied matrix, on the first span."""
+    def tied_weight(self) -> nn.Parameter:
         assert self.span_definition.tie is not None
         return self._named[self.span_definition.tie.owner]
 
     @property
-    def borrowed(self) -> nn.Parameter:
-        """The tied matrix, on the last span."""
-        assert self._borrowed is not None
-        return self._borrowed
+    def tied_weight_copy(self) -> nn.Parameter:
+        assert self._tied_weight_copy is not None
+        return self._tied_weight_copy
 
     @property
     def embedding(self) -> nn.Parameter | None:
-        """The parameter that does not decay, if it is trained here."""
         return self._named.get(self.span_definition.embedding)
 
     @property
     def muon_matrices(self) -> list[nn.Parameter]:
-        """The matrices that are neither of the first nor of the last layer of the whole model."""
         within = range(1, self.span_definition.layers - 1)
-        return [self._named[slot.name] for slot in self.trained.slots if slot.layer in within and len(slot.shape) == 2]
+        return [
+            self._named[slot.name]
+            for slot in self.trained_layout.slots
+            if slot.layer in within and len(slot.shape) == 2
+        ]
 
     def run(self, x: Tensor) -> Tensor:
-        """Tokens or activations to activations or logits."""
         return self.span_definition.run(x)
 
     def gather_gradients(self) -> None:
-        """Add what the head summed of a tied matrix that is here to its owner's gradient, and begin again at zero."""
-        if self._borrowed is not None and self.span_definition.first:
-            assert self.owned.grad is not None
-            assert self._borrowed.grad is not None
-            self.owned.grad.add_(self._borrowed.grad)
-            self._borrowed.grad.zero_()
+        """Add the head's gradient of a tied matrix to the owner's and reset it, if this span contains both."""
+        if self._tied_weight_copy is not None and self.span_definition.is_first:
+            assert self.tied_weight.grad is not None
+            assert self._tied_weight_copy.grad is not None
+            self.tied_weight.grad.add_(self._tied_weight_copy.grad)
+            self._tied_weight_copy.grad.zero_()
 
     def norms(self) -> tuple[float, ...]:
-        """Of the gradient, one a layer."""
-        norms = [torch.linalg.vector_norm(self.gradients_E[a:b]) for a, b in pairwise(self.trained.layer_offsets)]
+        norms = [
+            torch.linalg.vector_norm(self.gradients_E[a:b]) for a, b in pairwise(self.trained_layout.layer_offsets)
+        ]
         return tuple(torch.stack(norms).tolist())
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all of them."""
         self.gradients_E.mul_(factor)
 
     def zero_gradients(self) -> None:
-        """Begin again; what a head borrows has a gradient of its own, which goes to its owner."""
+        """Reset all gradients but the head's of a tied matrix, which is sent to the owner."""
         self.gradients_E.zero_()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that are trained here, in layer order."""
-        return [self._named[slot.name] for slot in self.trained.slots]
+        return [self._named[slot.name] for slot in self.trained_layout.slots]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything that is loaded, trained or frozen, by the name under which a whole model has it."""
-        yield from named(self.span_definition, self.trained, self.weights_E)
-        yield from named(self.span_definition, self.frozen, self.frozen_E)
-
-    def layer(self, layer: int) -> Tensor:
-        """What is trained of one layer of the model, as a view of the weights [E of the layer]."""
-        first = layer - self.span_definition.span.first
-        return self.weights_E[self.trained.layer_offsets[first] : self.trained.layer_offsets[first + 1]]
+        """Yield all trained and frozen tensors by name in the whole model."""
+        yield from named(self.span_definition, self.trained_layout, self.weights_E)
+        yield from named(self.span_definition, self.frozen_layout, self.frozen_E)
 
 
 def named(span_definition: SpanDefinition, layout: FlatLayout, flat_E: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Views by the name under which a whole model has them."""
+    """Yield views of a flat vector by name in the whole model."""
     copy = span_definition.copy
     for name, view in layout.views(flat_E):
-        plain = name.replace(".base_layer.", ".")  # what an adapter stands around
+        plain = name.replace(".base_layer.", ".")  # the layer inside an adapter
         yield (copy.owner if copy is not None and copy.borrower == plain else plain), view
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """What was computed and is not loaded, such as rotary frequencies."""
+    """Move buffers, which are computed and not loaded (rotary frequencies), to a device."""
     for part in module.modules():
         for name, buffer in list(part.named_buffers(recurse=False)):
             setattr(part, name, buffer.to(device))
 
 
 def layout_of(span_definition: SpanDefinition, trained: bool = True) -> FlatLayout:
-    """Of the parameters that are trained, or of those that are frozen; a borrowed one is neither."""
+    """Lay out the span's trained parameters, or the frozen ones; a borrowed matrix is in neither layout."""
     borrowed = span_definition.tie.borrower if span_definition.tie is not None else None
     layers = [
         {name: each for name, each in parameters.items() if each.requires_grad == trained and name != borrowed}

@@ -1,7 +1,8 @@
-"""Text ↔ tokens: bytes by default, any Hugging Face tokenizer by name or path.
+"""Tokenizers: text to token numbers and back, by bytes or with any Hugging Face tokenizer.
 
-Bytes need no file and no download: the vocabulary is the 256 byte values, and byte 0, which no text holds,
-separates documents. Hugging Face libraries are an optional extra and are imported only when a run names one.
+The byte tokenizer needs no file and no download. Its vocabulary is the 256 byte values; byte 0, which no text contains,
+separates documents. Hugging Face libraries are an optional extra and are imported only when a run spec names such a
+tokenizer. `training/corpus.py` packs the training text with a tokenizer; `export/` saves it beside the weights.
 """
 
 from __future__ import annotations
@@ -19,38 +20,38 @@ HF_REMEDY = "install atoll with its 'hf' extra: pip install '.[hf]' in a checkou
 
 
 class Tokenizer(Protocol):
-    """What the corpus and `generate` need."""
+    """A tokenizer, as the corpus, `generate` and the export use it."""
 
     @property
     def name(self) -> str:
-        """As the run spec names it."""
+        """The tokenizer's name in the run spec."""
         ...
 
     @property
     def vocabulary(self) -> int:
-        """One more than the largest token."""
+        """Number of token values: the largest token plus one."""
         ...
 
     @property
     def separator(self) -> tuple[int, ...]:
-        """Tokens that end a document."""
+        """Tokens that end a document; may be empty."""
         ...
 
     def encode(self, text: bytes) -> NDArray[Any]:
-        """UTF-8 text → token numbers, 1-D."""
+        """Convert UTF-8 text to token numbers, 1-D."""
         ...
 
     def decode(self, tokens: list[int]) -> str:
-        """Token numbers → text; what is not valid UTF-8 is replaced."""
+        """Convert token numbers to text; invalid UTF-8 is replaced."""
         ...
 
     def save(self, directory: Path) -> None:
-        """As files that `transformers.AutoTokenizer` loads. Raises `OSError`."""
+        """Write files that `transformers.AutoTokenizer` loads. Raises `OSError`."""
         ...
 
 
 class ByteTokenizer:
-    """One token per byte."""
+    """A tokenizer with one token per byte."""
 
     name = "bytes"
     vocabulary = 256
@@ -69,7 +70,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Any tokenizer that `transformers` loads by name or path; code from a repository is never run."""
+    """A tokenizer that `transformers` loads by name or path. Code from a repository is never run."""
 
     def __init__(self, name: str) -> None:
         try:
@@ -81,7 +82,7 @@ class HuggingFaceTokenizer:
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"tokenizer {name!r} cannot be loaded: {str(error).splitlines()[0]}",
-                "check [data] tokenizer in the run spec, and that this machine can reach it",
+                "check [data] tokenizer in the run spec, and that this machine can read or download it",
             ) from error
         self.name = name
         self.vocabulary = len(self._tokenizer)
@@ -100,12 +101,12 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that a run spec names. Raises `ConfigError`."""
+    """Load the tokenizer that a run spec names. Raises `ConfigError`."""
     return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
 
 
 def _byte_level() -> dict[str, object]:
-    """One token per byte in the words of the `tokenizers` library: byte-level BPE without merges."""
+    """Describe the byte tokenizer in the format of the `tokenizers` library: byte-level BPE without merges."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "version": "1.0",
@@ -131,7 +132,10 @@ def _byte_level() -> dict[str, object]:
 
 
 def _byte_characters() -> list[str]:
-    """How byte-level BPE writes each byte: printable Latin-1 as itself, the others from U+0100 on, in order (GPT-2)."""
+    """List the character that byte-level BPE writes for each byte, as in GPT-2.
+
+    Printable Latin-1 bytes are written as themselves, the others as U+0100 and up, in order.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -42,9 +42,11 @@ class ShardedStage(Stage):
             self._micro_batch_shape.tokens,
             self._flush_tokens,
         )
-        own = self._group.own(rows)
+        own = self._group.own_rows(rows)
         shape, dtype = (
-            ((tokens,), torch.int64) if span_definition.first else ((tokens, span_definition.dimension), torch.float32)
+            ((tokens,), torch.int64)
+            if span_definition.is_first
+            else ((tokens, span_definition.dimension), torch.float32)
         )
         x_here = self._group.scatter(rows, shape, dtype, x)
         targets_here = self._group.scatter(rows, (tokens,), torch.int64, targets_BT)
@@ -52,13 +54,13 @@ class ShardedStage(Stage):
         self._loss_divisor = rows / (own.stop - own.start) if own.stop > own.start else ZERO_WEIGHT_DIVISOR
         output = self.forward(micro_batch, x_here, targets_here)
         self._flush_tokens = before + rows * tokens
-        return output if span_definition.last else self._group.gather(rows, output)
+        return output if span_definition.is_last else self._group.gather(rows, output)
 
     def backward_part(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
         """`backward` of this device's samples; on the first device, the gradient of all of them."""
         span_definition, rows = self._spread.span_definition, self._rows.pop(micro_batch)
         shape = (self._micro_batch_shape.tokens, span_definition.dimension)
-        gradient = None if span_definition.last else self._group.scatter(rows, shape, torch.float32, gradient_BTD)
+        gradient = None if span_definition.is_last else self._group.scatter(rows, shape, torch.float32, gradient_BTD)
         found = self.backward(micro_batch, gradient)
         return None if found is None else self._group.gather(rows, found)
 
@@ -94,15 +96,15 @@ class ShardedStage(Stage):
         """`set_tied_weights` what the first device got."""
         with torch.no_grad():
             if weights_VD is not None:
-                self._spread.borrowed.copy_(weights_VD)
-        self._group.broadcast(self._spread.borrowed.data)
+                self._spread.tied_weight_copy.copy_(weights_VD)
+        self._group.broadcast(self._spread.tied_weight_copy.data)
 
     def tied_gradient(self) -> Tensor:
         return self._group.all_reduce_sum(super().tied_gradient())
 
     def add_tied_part(self, gradient_VD: Tensor | None) -> None:
         """`add_tied` what the first device got, when the gradients are gathered."""
-        whole_VD = torch.empty(self._spread.owned.shape, device=self._spread.device)
+        whole_VD = torch.empty(self._spread.tied_weight.shape, device=self._spread.device)
         if gradient_VD is not None:
             whole_VD.copy_(gradient_VD)
         self._tied_gradient_VD = self._group.broadcast(whole_VD)

@@ -65,7 +65,7 @@ class Stage:
         """Activations [B,T,D]; on the last stage this micro-batch's share of the flush's loss, a number."""
         self._flush_tokens += targets_BT.numel()
         x = x.to(self.model.device, non_blocking=True)
-        if self.model.span_definition.last:
+        if self.model.span_definition.is_last:
             return self._forward_loss(micro_batch, x, targets_BT.to(self.model.device, non_blocking=True))
         if not self._evaluates:
             self._inputs[micro_batch] = x
@@ -99,7 +99,7 @@ class Stage:
             gradient_BTD = gradient_BTD.to(self.model.device, non_blocking=True)
         if output.requires_grad:
             output.backward(gradient_BTD)  # type: ignore[no-untyped-call]
-        return None if self.model.span_definition.first else x.grad
+        return None if self.model.span_definition.is_first else x.grad
 
     def norms(self) -> tuple[float, ...]:
         """Of the span's gradient, layer by layer."""
@@ -127,7 +127,7 @@ class Stage:
         self._inputs.clear()
         self._losses.clear()
         self.model.zero_gradients()
-        if self.model.span_definition.tie is not None and self.model.span_definition.last:
+        if self.model.span_definition.tie is not None and self.model.span_definition.is_last:
             self._borrowed_gradient().zero_()
 
     # --- an evaluation ------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class Stage:
     def _swap_weights_and_anchor(self) -> None:
         """Weights for anchor, with room for a layer."""
         assert self.anchor is not None
-        for start, end in pairwise(self.model.trained.layer_offsets):
+        for start, end in pairwise(self.model.trained_layout.layer_offsets):
             anchor = self.anchor[self.model.weights.local_slice(slice(start, end))]
             with self.model.weights.modify(slice(start, end)) as weights:
                 kept = weights.clone()
@@ -158,12 +158,12 @@ class Stage:
 
     def tied_weights(self) -> Tensor:
         """A copy [V,D] of what this stage lends."""
-        return self.model.owned.detach().clone()
+        return self.model.tied_weight.detach().clone()
 
     def set_tied_weights(self, weights_VD: Tensor) -> None:
         """Take over what its owner lends for this flush."""
         with torch.no_grad():
-            self.model.borrowed.copy_(weights_VD)
+            self.model.tied_weight_copy.copy_(weights_VD)
 
     def tied_gradient(self) -> Tensor:
         """What this stage returns [V,D]; its own sum begins again at zero."""
@@ -174,12 +174,12 @@ class Stage:
 
     def add_tied(self, gradient_VD: Tensor) -> None:
         """Add what was returned to the owner's gradient."""
-        gradient = self.model.owned.grad
+        gradient = self.model.tied_weight.grad
         assert gradient is not None
         gradient.add_(gradient_VD.to(gradient.device))
 
     def _borrowed_gradient(self) -> Tensor:
-        gradient = self.model.borrowed.grad
+        gradient = self.model.tied_weight_copy.grad
         assert gradient is not None
         return gradient
 
@@ -197,9 +197,9 @@ class Stage:
                 0 if self._evaluates else span_definition.layers - 1 - span_definition.span.last
             ):
                 problem = f"has {len(norms)} norms"
-            case TiedGradient(gradient_VD=tied) if _differs(tied, self.model.owned):
+            case TiedGradient(gradient_VD=tied) if _differs(tied, self.model.tied_weight):
                 problem = f"is {_described(tied)}"
-            case TiedWeights(weights_VD=tied) if _differs(tied, self.model.borrowed):
+            case TiedWeights(weights_VD=tied) if _differs(tied, self.model.tied_weight_copy):
                 problem = f"is {_described(tied)}"
         if problem:
             raise PeerMisbehaved(f"{type(message).__name__} of flush {message.flush} {problem}")

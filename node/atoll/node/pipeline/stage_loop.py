@@ -142,8 +142,8 @@ class StageLoop(Replica):
         span_definition = self.stage.model.span_definition
         if (
             not 0 <= stage < stages
-            or (stage == 0) != span_definition.first
-            or (stage == stages - 1) != span_definition.last
+            or (stage == 0) != span_definition.is_first
+            or (stage == stages - 1) != span_definition.is_last
         ):
             raise InvalidRequest(f"{self.span} cannot be stage {stage} of {stages}")
         self._on_route_lost(InvalidTransition("the plan has another route"))

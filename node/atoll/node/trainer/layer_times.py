@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from statistics import median
 
 import torch
@@ -14,7 +13,7 @@ from atoll.core.errors import UnsupportedModel
 from atoll.node.model.llama import INITIAL_STD
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import Architecture, SpanModel
-from atoll.node.training.device import compute_clock_seconds, synchronize
+from atoll.node.training.device import autocast, compute_clock_seconds, synchronize
 
 REPETITIONS = 5
 LayerTimes = tuple[tuple[str, float, float], ...]  # kind; seconds a token, forward and backward
@@ -25,7 +24,7 @@ def time_single_layers(
     kinds: dict[str, int],
     tokens_BT: Tensor,
     clock: Clock,
-    autocast: Callable[[], AbstractContextManager[None]],
+    precision: str,
 ) -> LayerTimes:
     """A layer of every kind, by its number, one in memory at a time, on the device of the tokens. Kinds in layer order.
 
@@ -37,7 +36,7 @@ def time_single_layers(
         for _, values in model.tensors():
             nn.init.normal_(values, std=INITIAL_STD)
         try:
-            with autocast():
+            with autocast(tokens_BT.device, precision):
                 forward, backward, x = time_layer(model.span_definition.run, x, clock)
         except torch.OutOfMemoryError:
             raise

@@ -8,7 +8,6 @@ that gives it a span.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +19,15 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import CorpusError, ModelTooLarge
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.model.fsdp_memory import evaluation_copy_bytes, padded_rows, usable_bytes
+from atoll.node.model.built_in_shape import FP32_BYTES
 from atoll.node.model.local_weights import ShardSlices
-from atoll.node.model.memory_estimate import FP32_BYTES, StageTraffic, stage_trainer_memory_bytes
+from atoll.node.model.memory_estimate import (
+    StageTraffic,
+    evaluation_copy_bytes,
+    padded_rows,
+    stage_trainer_memory_bytes,
+    usable_bytes,
+)
 from atoll.node.model.run_model import RunModel, run_model
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import layout_of
@@ -73,7 +78,7 @@ class TrainerState:
         """Of the layers that are held."""
         if isinstance(self.loop, InnerLoop):
             return self.loop.layout.elements
-        return 0 if self.loop is None else self.loop.stage.model.trained.elements
+        return 0 if self.loop is None else self.loop.stage.model.trained_layout.elements
 
     def check_fits(self, facts: DeviceFacts) -> None:
         """Raises `ModelTooLarge` if what is held were too large for such a device."""
@@ -136,12 +141,8 @@ def measure_layer_times(spec: RunSpec, run: RunModel, facts: DeviceFacts, clock:
             check_fits(FP32_BYTES * (2 * own + row.frozen_parameters), facts, f" for a single layer, {row.name}")
             kinds[row.kind] = number
 
-    def autocast() -> AbstractContextManager[None]:
-        dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-        return torch.autocast(tokens_BT.device.type, dtype=dtype, enabled=precision != "fp32")
-
     try:
-        return time_single_layers(run.architecture, kinds, tokens_BT, clock, autocast)
+        return time_single_layers(run.architecture, kinds, tokens_BT, clock, precision)
     except torch.OutOfMemoryError as error:
         raise model_too_large("ran out of memory with a single layer", facts) from error
 

@@ -21,7 +21,7 @@ from typing import Protocol
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import AtollError, FlushAborted, InvalidTransition, ModelTooLarge, error_class
 from atoll.core.files import open_anonymous_file
-from atoll.node.model.initial_weights_file import write_initial_weights
+from atoll.node.model.run_model import write_initial_weights
 from atoll.node.pipeline.evaluation import Outcome
 from atoll.node.pipeline.rank_stage import RankStage
 from atoll.node.pipeline.stage_io import RouteEvent, StageIO

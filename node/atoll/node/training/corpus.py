@@ -1,9 +1,9 @@
-"""The corpus as one array of tokens, cut into samples of `sequence_length` + 1 tokens.
+"""The training corpus: one array of tokens, cut into windows of `sequence_length` + 1 tokens.
 
-Documents are packed back to back; sample i covers tokens [i·T, i·T + T], so that inputs and targets are one token
-apart and nothing is padded. The last `validation_samples` windows are held out. Small corpora stand in memory,
-large ones in an unlinked file behind `np.memmap`. `digest` names tokens, tokenizer and cut: a node with another
-corpus would train something else under the same sample numbers, and is refused by comparing digests.
+Documents are packed back to back. Window i covers tokens [i·T, i·T + T], so that inputs and targets are one token apart
+and nothing is padded. The last `validation_samples` windows are held out for validation. A small corpus is in memory, a
+large one in an unlinked file behind `np.memmap`. `digest` identifies tokens, tokenizer and cut. A node with another
+corpus would train something else under the same sample numbers; comparing digests excludes it.
 
 Shape suffixes: B batch, T sequence.
 """
@@ -26,14 +26,14 @@ from atoll.node.model.tokenizer import Tokenizer, load_tokenizer
 from atoll.node.training.text_sources import SourceReport, documents
 
 IN_MEMORY_BYTES = 256 * 1024**2
-_HASHED_TOKENS = 1 << 24  # at once
+_HASHED_TOKENS = 1 << 24  # tokens hashed at once
 
-OnProgress = Callable[[int], object]  # is told whenever some work is done, with how many tokens there are so far
+OnProgress = Callable[[int], object]  # called after some work, with the number of tokens so far
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens and how they are cut."""
+    """The tokens of a run, and how they are cut into windows."""
 
     tokens: NDArray[Any]  # 1-D, unsigned, as narrow as the vocabulary allows
     tokenizer: Tokenizer
@@ -44,22 +44,22 @@ class Corpus:
 
     @property
     def training_samples(self) -> int:
-        """Windows that are trained on: `0 … training_samples - 1`."""
+        """Number of windows to train on: `0 … training_samples - 1`."""
         return (len(self.tokens) - 1) // self.sequence_length - self.validation_samples
 
     def windows(self, indices: Sequence[int]) -> NDArray[np.int64]:
-        """Windows by number, [B, T+1]."""
+        """Return windows by number, [B, T+1]."""
         length = self.sequence_length
         rows = [self.tokens[index * length : index * length + length + 1] for index in indices]
         return np.stack(rows).astype(np.int64)
 
     def validation_windows(self) -> range:
-        """The numbers of the held-out windows."""
+        """Return the numbers of the held-out windows."""
         return range(self.training_samples, self.training_samples + self.validation_samples)
 
 
 def no_progress_callback(_: int) -> None:
-    """Nobody asks how many tokens there are so far."""
+    """Ignore progress."""
 
 
 def load_corpus(
@@ -70,7 +70,7 @@ def load_corpus(
 ) -> Corpus:
     """Read, tokenise and cut the corpus; `path` overrides the spec's. Raises `CorpusError`, `ConfigError`.
 
-    `tokenizer`: the run's, when it was loaded already.
+    `tokenizer` is the run's, if the caller has already loaded it.
     """
     section, report = spec.data, SourceReport()
     where = path or section.path
@@ -82,8 +82,8 @@ def load_corpus(
             f"the training text at {where} is empty"
             if not len(tokens)
             else f"the training text at {where} is too small: {len(tokens):,} tokens make {windows} samples of "
-            f"{section.sequence_length}, and {section.validation_samples} of them are held out",
-            "give more text, or lower [data] validation_samples or sequence_length",
+            f"{section.sequence_length} tokens, of which {section.validation_samples} are held out for validation",
+            "use more text, or lower [data] validation_samples or sequence_length",
         )
     digest = _digest(tokens, spec, tokenizer, on_progress)
     return Corpus(tokens, tokenizer, section.sequence_length, section.validation_samples, digest, report)
@@ -95,7 +95,7 @@ def pack(
     in_memory_bytes: int = IN_MEMORY_BYTES,
     on_progress: OnProgress = no_progress_callback,
 ) -> NDArray[Any]:
-    """All documents as one token array, each followed by the tokenizer's separator; empty ones left out."""
+    """Pack all documents into one token array, each followed by the separator; empty documents are left out."""
     dtype = token_dtype(tokenizer.vocabulary)
     separator = np.asarray(tokenizer.separator, dtype=dtype).tobytes()
     parts: list[bytes] = []
@@ -120,7 +120,7 @@ def pack(
 
 
 def token_dtype(vocabulary: int) -> np.dtype[Any]:
-    """The narrowest little-endian unsigned integer that holds every token."""
+    """Return the narrowest little-endian unsigned integer that holds every token."""
     return np.dtype("u1" if vocabulary <= 1 << 8 else "<u2" if vocabulary <= 1 << 16 else "<u4")
 
 

@@ -1,7 +1,7 @@
-"""Which device, at which precision, and whether the model fits. The only file that asks torch what a machine has.
+"""Devices: selection, memory, memory limits and precision. Only this module asks torch for the machine's hardware.
 
-ROCm builds of torch present themselves as CUDA and need nothing of their own. A device that cannot compute in
-bf16 does so in fp16 with loss scaling: a matter of the node, invisible to the others, whose vectors are fp32.
+ROCm builds of torch present their GPUs as CUDA devices and need no code of their own. A GPU without bf16 units computes
+in fp16 with loss scaling. That is local to the node: vectors between nodes are fp32.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import platform
 import resource
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,25 +20,23 @@ from atoll.core.clock import Clock
 from atoll.core.errors import ConfigError, ModelTooLarge
 from atoll.core.units import bytes_text
 
-HOST_OVERHEAD_BYTES = (
-    32 << 20
-)  # of a limit on host memory: stacks of threads, what waits in queues, what allocators keep
+HOST_OVERHEAD_BYTES = 32 << 20  # subtracted from a host memory limit: thread stacks, queues, allocator caches
 _PROCESS = Path("/proc/self/status")
 _PROCESSORS = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """A device as reports show it."""
+    """The facts about a device that reports show."""
 
     device: str
     name: str
-    memory_bytes: int  # what may be used of it
-    uuid: str = ""  # as NVIDIA's tools know it
+    memory_bytes: int  # usable memory
+    uuid: str = ""  # as in NVIDIA's tools; empty for others
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto`, `cpu`, `cuda:0`, `mps`, … → a device that is there. Raises `ConfigError`."""
+    """Return the device that `auto`, `cpu`, `cuda:0`, `mps`, … names on this machine. Raises `ConfigError`."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", 0)
@@ -45,21 +44,22 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"{name!r} is not a device", "write auto, cpu, cuda:0 or mps") from error
+        raise ConfigError(f"{name!r} is not a device", "use auto, cpu, cuda:0 or mps") from error
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise ConfigError(f"device {name} is not here: torch sees {count} CUDA devices", "run `atoll doctor`")
+            raise ConfigError(f"device {name} does not exist: torch sees {count} CUDA devices", "run `atoll doctor`")
         return torch.device("cuda", device.index or 0)
     if device.type not in ("cpu", "mps") or (device.type == "mps" and not torch.backends.mps.is_available()):
-        raise ConfigError(f"device {name} cannot train on this machine", "write auto, cpu or cuda:0")
+        raise ConfigError(f"device {name} cannot train on this machine", "use auto, cpu or cuda:0")
     return device
 
 
 def device_facts(device: torch.device, vram_fraction: float = 1.0, memory_bytes: int = 0) -> DeviceFacts:
-    """Name and memory of a device, of which `vram_fraction` may be used where it is memory of its own.
+    """Return the name and the usable memory of a device.
 
-    `memory_bytes` may be used where it is the host's; 0: all of it.
+    `vram_fraction`: usable share of a GPU's own memory. `memory_bytes`: usable host memory if the device is the CPU; 0
+    means all.
     """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -74,7 +74,7 @@ def device_facts(device: torch.device, vram_fraction: float = 1.0, memory_bytes:
 
 
 def _processor() -> str:
-    """The CPU's name, where the system tells one."""
+    """Return the CPU's name, or an empty text if the system does not tell it."""
     try:
         lines = _PROCESSORS.read_text(errors="replace").splitlines()
     except OSError:
@@ -87,7 +87,7 @@ def _host_memory_bytes() -> int:
 
 
 def limit_host_memory(memory_bytes: int) -> None:
-    """From now on this process may allocate so many bytes more (Linux). What goes beyond fails."""
+    """Limit how many more bytes this process may allocate (Linux). A larger allocation fails."""
     if not _PROCESS.exists():
         return
     lines = dict(line.split(":", 1) for line in _PROCESS.read_text().splitlines())
@@ -97,32 +97,30 @@ def limit_host_memory(memory_bytes: int) -> None:
 
 
 def limit_device_memory(device: torch.device, facts: DeviceFacts, vram_fraction: float) -> None:
-    """Have torch use the device, and no more than that share of it. Raises `ModelTooLarge` if it holds more already.
+    """Select the device for torch and limit its memory to a share. Raises `ModelTooLarge` if more is already in use.
 
-    `facts` are for the error.
-
-    The allocator enforces it: what goes beyond fails as if the device were that small. The CUDA context itself, some
-    hundred MB, is not counted. On a CPU it does nothing.
+    torch's allocator enforces the limit: an allocation beyond it fails as if the device were that small. The CUDA
+    context, some hundred MB, is not counted. There is no effect on a CPU. `facts` are used in the error.
     """
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # else a process for another GPU takes some hundred MB of the first one, too
+        torch.cuda.set_device(device)  # else a process for another GPU also takes some hundred MB of the first
         torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved(device)
         if held > torch.cuda.get_device_properties(device).total_memory * vram_fraction:
-            raise model_too_large(f"holds {bytes_text(held)} already", facts)
+            raise model_too_large(f"already holds {bytes_text(held)}", facts)
         torch.cuda.set_per_process_memory_fraction(vram_fraction, device)
     elif device.type == "mps":
         torch.mps.set_per_process_memory_fraction(vram_fraction)
 
 
 def check_fits(needed_bytes: int, facts: DeviceFacts, what: str = "") -> None:
-    """Raises `ModelTooLarge` before anything is allocated."""
+    """Raise `ModelTooLarge` if the model needs more memory than the device has, before anything is allocated."""
     if needed_bytes > facts.memory_bytes:
         raise model_too_large(f"needs about {bytes_text(needed_bytes)}{what}", facts)
 
 
 def model_too_large(what: str, facts: DeviceFacts) -> ModelTooLarge:
-    """The error for a model that does not fit, found by arithmetic or by an allocation that failed."""
+    """Make the error for a model that does not fit, by estimate or by a failed allocation."""
     return ModelTooLarge(
         f"the model is too large for {facts.name} ({facts.device}, {bytes_text(facts.memory_bytes)}): it {what}",
         "lower micro_batch_samples, set activation_checkpointing, choose a smaller preset, or use a larger device",
@@ -130,19 +128,28 @@ def model_too_large(what: str, facts: DeviceFacts) -> ModelTooLarge:
 
 
 def working_precision(precision: str, device: torch.device) -> str:
-    """`fp32`, `bf16` or `fp16`: the spec's, or fp16 where a GPU has no bf16 units."""
+    """Return `fp32`, `bf16` or `fp16`: the spec's precision, or fp16 on a GPU without bf16 units."""
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "fp16"
     return precision
 
 
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
+    """Multiply matrices in a working precision inside a `with` block; everything else stays fp32."""
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, dtype=dtype, enabled=precision != "fp32")
+
+
 def compute_clock_seconds(device: torch.device, clock: Clock) -> float:
-    """A reading that goes on while the caller computes: on a CPU, while its thread has a core."""
+    """Read a clock that runs while the caller computes.
+
+    On a CPU it is the thread's CPU time, so that it stands still while the thread has no core.
+    """
     return time.thread_time() if device.type == "cpu" else clock.monotonic()
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until everything that was asked of the device is computed."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

@@ -1,13 +1,12 @@
-"""A model whose parameters are spread over a node's devices by FSDP2 (`fully_shard`; Zhao et al. 2023,
-arXiv:2304.11277).
+"""Model sharded over a node's devices by FSDP2 (`fully_shard`; Zhao et al. 2023, arXiv:2304.11277).
 
-Every device has a piece of each parameter, with its gradient, its moments, its anchor and its snapshot; blocks are
-put together for the time that they compute. Each device computes its share of the samples, and gradients are averaged
-as they come. For the others this is one member: what it sends and takes are whole vectors, in memory that its
-processes share (`held.py`).
+Every device has a shard of each parameter, with its gradient, moments, anchor and snapshot. A block is gathered for the
+time that it computes. Each device computes its share of the samples, and gradients are summed by FSDP2 during backward.
+Other nodes see one member: it sends and receives whole vectors, in memory that its processes share
+(`model/local_weights.py`).
 
-Embedding, final norm and head are one unit, so that a tied matrix stays one. What is frozen (a base under adapters) is
-whole on each device.
+Embedding, final norm and head are one FSDP unit, so that a tied matrix stays one. Frozen parameters (a base under
+adapters) are whole on each device.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.local_weights import ShardedWeights, ShardSlices, Weights
 from atoll.node.model.run_model import RunModel
 from atoll.node.model.span import Span
-from atoll.node.model.span_model import SpanDefinition, Tie, layout_of, move_buffers, named
+from atoll.node.model.span_model import SpanDefinition, SpanModule, Tie, layout_of, move_buffers, named
 from atoll.node.training.device import working_precision
 from atoll.node.training.device_group import DeviceGroup
 
 
 class FsdpModel:
-    """One process's part of it: a `TrainableModel` and, for what is frozen, what fills a `SpanModel`."""
+    """One process's part of a sharded span: a `TrainableModel`, and a `StageModel` on one end of a tie."""
 
     def __init__(self, span_definition: SpanDefinition, group: DeviceGroup, *, compiles: bool = False) -> None:
-        """Parameters that are trained are zero until they are loaded."""
+        """Shard the span; trained parameters are zero until they are loaded."""
         self.device, self._group = group.device, group
-        self.trained, self.frozen = layout_of(span_definition), layout_of(span_definition, trained=False)
+        self.trained_layout, self.frozen_layout = layout_of(span_definition), layout_of(span_definition, trained=False)
         self.span_definition = (
-            _tied(span_definition) if span_definition.first and span_definition.last else span_definition
+            _tied(span_definition) if span_definition.is_first and span_definition.is_last else span_definition
         )
-        self.whole = _Whole(span_definition)
+        self.whole = SpanModule(span_definition)
         blocks = [span_definition.module.get_submodule(name) for name in _blocks(span_definition)]
         ignored = {parameter for parameter in span_definition.module.parameters() if not parameter.requires_grad}
         if self._borrows:
@@ -50,29 +49,29 @@ class FsdpModel:
         for unit in (*blocks, self.whole):
             if compiles and unit is not self.whole:
                 unit.compile()
-            # resharded at once, the outermost unit, too: evaluations change parameters without a backward in between
+            # reshard also the outermost unit: evaluations change parameters without a backward in between
             state = fully_shard(unit, mesh=group.mesh, ignored_params=ignored, reshard_after_forward=True)
-            state.set_gradient_divide_factor(1.0)  # a process's loss is its part of the whole one, not a mean
-            state.set_force_sum_reduction_for_comms(True)  # gloo cannot divide on the way, not even by one
+            state.set_gradient_divide_factor(1.0)  # a process's loss is a part of the whole loss, not a mean
+            state.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it reduces, not even by one
         buffers = [(part, dict(part.named_buffers(recurse=False))) for part in span_definition.module.modules()]
         self.whole.to_empty(device=self.device)
         for part, computed in buffers:
             for name, buffer in computed.items():
                 setattr(part, name, buffer)
         move_buffers(span_definition.module, self.device)
-        self.frozen_E = torch.zeros(self.frozen.elements, device=self.device)
-        self.frozen.bind(span_definition.module, self.frozen_E, None)
-        self._borrowed = self._own_borrowed() if self._borrows else None
+        self.frozen_E = torch.zeros(self.frozen_layout.elements, device=self.device)
+        self.frozen_layout.bind(span_definition.module, self.frozen_E, None)
+        self._tied_weight_copy = self._allocate_tied_weight_copy() if self._borrows else None
         parameters = dict(span_definition.module.named_parameters())
-        self._spread = [cast("DTensor", parameters[slot.name]) for slot in self.trained.slots]
-        self._own = [nn.Parameter(each.to_local().detach()) for each in self._spread]
+        self._dtensors = [cast("DTensor", parameters[slot.name]) for slot in self.trained_layout.slots]
+        self._own = [nn.Parameter(each.to_local().detach()) for each in self._dtensors]
         for own in self._own:
             own.data.zero_()
-        pieces = ShardSlices.of(self.trained, group.rank, group.size)
+        pieces = ShardSlices.of(self.trained_layout, group.rank, group.size)
         self.weights: Weights = ShardedWeights(pieces, [own.data for own in self._own], self.device)
 
-    def _own_borrowed(self) -> nn.Parameter:
-        """A matrix that another node owns: whole on each device, with a gradient of its own."""
+    def _allocate_tied_weight_copy(self) -> nn.Parameter:
+        """Allocate a matrix that another node owns: whole on each device, with a gradient of its own."""
         module, _, name = self._tie.borrower.rpartition(".")
         bound = nn.Parameter(
             torch.zeros(_parameter(self.span_definition, self._tie.borrower).shape, device=self.device)
@@ -82,22 +81,22 @@ class FsdpModel:
         return bound
 
     def run(self, x: Tensor) -> Tensor:
-        """What the cut's `run` does, of this process's samples. All processes of the group run at the same time."""
+        """Compute the span for this process's samples. All processes of the group must call this at the same time."""
         return cast("Tensor", self.whole(x))
 
     def parameters(self) -> list[nn.Parameter]:
-        """This device's pieces, which an optimiser steps as if they were whole."""
+        """List this device's shards; an optimiser steps them as if they were whole."""
         return self._own
 
     @property
     def embedding(self) -> nn.Parameter | None:
-        """The piece that does not decay."""
-        held = any(slot.name == self.span_definition.embedding for slot in self.trained.slots)
+        """The shard of the embedding, which has no weight decay."""
+        held = any(slot.name == self.span_definition.embedding for slot in self.trained_layout.slots)
         return self._own[self._place_of(self.span_definition.embedding)] if held else None
 
     @property
     def muon_matrices(self) -> list[nn.Parameter]:
-        """None: what needs a matrix as a whole cannot have its pieces."""
+        """No matrices: Muon needs whole matrices, and this device has shards."""
         return []
 
     @property
@@ -107,47 +106,45 @@ class FsdpModel:
 
     @property
     def _borrows(self) -> bool:
-        """Whether a matrix here is another node's."""
-        return self.span_definition.tie is not None and self.span_definition.last
+        """True if a tied matrix here is owned by another node."""
+        return self.span_definition.tie is not None and self.span_definition.is_last
 
     def _place_of(self, name: str) -> int:
-        return [slot.name for slot in self.trained.slots].index(name)
+        return [slot.name for slot in self.trained_layout.slots].index(name)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What is frozen, by the name under which a whole model has it."""
-        return named(self.span_definition, self.frozen, self.frozen_E)
+        """Yield all frozen tensors by name in the whole model."""
+        return named(self.span_definition, self.frozen_layout, self.frozen_E)
 
     @property
-    def borrowed(self) -> nn.Parameter:
-        """The tied matrix, on the last span of several."""
-        assert self._borrowed is not None
-        return self._borrowed
+    def tied_weight_copy(self) -> nn.Parameter:
+        assert self._tied_weight_copy is not None
+        return self._tied_weight_copy
 
     @property
-    def owned(self) -> DTensor:
-        """The tied matrix, on the first span of several."""
-        return self._spread[self._place_of(self._tie.owner)]
+    def tied_weight(self) -> DTensor:
+        return self._dtensors[self._place_of(self._tie.owner)]
 
     def gather_tied_weight(self) -> Tensor:
-        """A copy [V,D] of it, put together from all devices."""
-        return cast("DTensor", self.owned.detach()).full_tensor()
+        """Gather a copy [V,D] of the tied matrix from all devices."""
+        return cast("DTensor", self.tied_weight.detach()).full_tensor()
 
     def add_to_tied_gradient(self, gradient_VD: Tensor) -> None:
-        """Add to the tied matrix's gradient what its borrower returned, the same on all devices."""
+        """Add the borrower's gradient, which is equal on all devices, to the tied matrix's."""
         own = self._own[self._place_of(self._tie.owner)]
         rows = -(-gradient_VD.shape[0] // self._group.size)
         piece = gradient_VD[self._group.rank * rows : self._group.rank * rows + own.shape[0]]
         own.grad = piece.clone() if own.grad is None else own.grad + piece
 
     def gather_gradients(self) -> None:
-        """Give each piece the gradient that backward left with the whole of it."""
-        for own, shard_model in zip(self._own, self._spread, strict=True):
-            own.grad = None if shard_model.grad is None else cast("DTensor", shard_model.grad).to_local()
+        """Give each shard the gradient that backward left in its DTensor."""
+        for own, dtensor in zip(self._own, self._dtensors, strict=True):
+            own.grad = None if dtensor.grad is None else cast("DTensor", dtensor.grad).to_local()
 
     def norms(self) -> tuple[float, ...]:
-        """Of all devices' gradients together, one a layer."""
+        """Compute the gradient's norm over all devices, one per layer."""
         squares_L = torch.zeros(len(self.span_definition.parameters), dtype=torch.float64, device=self.device)
-        for own, slot in zip(self._own, self.trained.slots, strict=True):
+        for own, slot in zip(self._own, self.trained_layout.slots, strict=True):
             if own.grad is not None and own.grad.numel():
                 squares_L[slot.layer - self.span_definition.span.first] += (
                     torch.linalg.vector_norm(own.grad).double().square()
@@ -155,44 +152,31 @@ class FsdpModel:
         return tuple(self._group.all_reduce_sum(squares_L).sqrt().tolist())
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all of them."""
         gradients = [own.grad for own in self._own if own.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
     def zero_gradients(self) -> None:
-        """Forget them."""
-        for own, shard_model in zip(self._own, self._spread, strict=True):
-            own.grad = shard_model.grad = None
-
-
-class _Whole(nn.Module):
-    """A cut as one module: its `run` is a function, and FSDP2 follows modules' calls."""
-
-    def __init__(self, span_definition: SpanDefinition) -> None:
-        super().__init__()
-        self.module, self._run = span_definition.module, span_definition.run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._run(x)
+        for own, dtensor in zip(self._own, self._dtensors, strict=True):
+            own.grad = dtensor.grad = None
 
 
 def shard_model(
     run: RunModel, span: Span, group: DeviceGroup, section: OptimizerSection, *, checkpointing: bool = False
 ) -> FsdpModel:
-    """This device's part of a span; what is frozen of it has its values, what is trained is zero.
+    """Shard a span over the group: frozen parameters get their values, trained ones are zero.
 
     Raises `ConfigError` for what several devices cannot train together.
     """
     if section.name == "muon":
         raise ConfigError(
-            "this run's optimiser is Muon, which needs whole matrices; several devices have pieces of them",
-            "run a daemon for each device",
+            "the run's optimiser is Muon, which needs whole matrices; each of several devices has only a shard",
+            "run one daemon per device",
         )
     if working_precision(section.precision, group.device) == "fp16":
         raise ConfigError(
-            "these devices would train in fp16, whose loss scale they do not share",
-            "run a daemon for each device, or use GPUs with bf16",
+            "these devices would train in fp16, and several devices cannot share a loss scale",
+            "run one daemon per device, or use GPUs with bf16",
         )
     model = FsdpModel(
         run.architecture.span_definition(span, checkpointing),
@@ -204,7 +188,7 @@ def shard_model(
 
 
 def _tied(span_definition: SpanDefinition) -> SpanDefinition:
-    """Make a tied matrix one parameter: cuts have two, for spans that hold only one end of it."""
+    """Make a tied matrix one parameter: span definitions have two, for spans that contain one end of the tie."""
     if span_definition.tie is not None:
         module, _, name = span_definition.tie.borrower.rpartition(".")
         setattr(
@@ -218,7 +202,7 @@ def _parameter(span_definition: SpanDefinition, name: str) -> nn.Parameter:
 
 
 def _blocks(span_definition: SpanDefinition) -> list[str]:
-    """The modules of the layers between the first and the last."""
+    """List the module paths of the layers between the first and the last layer of the model."""
     names = []
     for layer, parameters in enumerate(span_definition.parameters, span_definition.span.first):
         if 0 < layer < span_definition.layers - 1:

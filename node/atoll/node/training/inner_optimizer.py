@@ -1,11 +1,12 @@
-"""The inner optimiser: AdamW with the field's parameter groups, or Muon beside it, gradient clipping and loss scaling.
+"""The inner optimiser: AdamW or Muon, gradient clipping and loss scaling.
 
-Matrices decay; norms and the embedding do not. Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) takes the
-matrices between embedding and head; its updates are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982,
-section 2.2), so that one learning rate does for both. Fused kernels are used where the device has them. A gradient that
-is not finite skips its step: one bad batch must not destroy the weights that the next round will send.
+Matrices have weight decay; norms and the embedding have none. Muon (Jordan et al. 2024,
+kellerjordan.github.io/posts/muon) steps the matrices between embedding and head, and AdamW steps the rest. Muon's
+updates are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2), so that one learning rate
+serves both. Fused kernels are used where the device has them. A gradient that is not finite skips its step: one bad
+batch must not destroy the weights that the next round will send.
 
-Clipping is the same arithmetic wherever a model is cut: one fp32 norm a layer, their squares summed in fp64 in the
+Clipping is the same arithmetic wherever a model is cut: one fp32 norm per layer, their squares summed in fp64 in the
 order of the layers, one factor for all.
 """
 
@@ -26,7 +27,7 @@ _FUSED = ("cpu", "cuda", "mps")
 
 
 class InnerOptimizer:
-    """Steps some of a model's parameters. `embedding` may be one of them; `muon_matrices` lists those for Muon."""
+    """An optimiser of some of a model's parameters."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class InnerOptimizer:
         device: torch.device,
         muon_matrices: Iterable[Tensor] = (),
     ) -> None:
+        """`embedding` may be one of `parameters` or None; `muon_matrices` lists the parameters that Muon may step."""
         matrices = list(muon_matrices) if section.name == "muon" else []
         taken = set(map(id, matrices))
         rest = [parameter for parameter in parameters if id(parameter) not in taken]
@@ -44,22 +46,22 @@ class InnerOptimizer:
             self.optimizers.append(_muon(matrices, section))
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """For all parameters, from the next step on."""
+        """Set the learning rate of all parameters, from the next step on."""
         for part in self.optimizers:
             for group in part.param_groups:
                 group["lr"] = learning_rate
 
     def step(self) -> None:
-        """One step along the gradients."""
+        """Step all parameters along their gradients."""
         for part in self.optimizers:
             part.step()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """What persists between steps: the tensors themselves, not copies."""
+        """Return the state that persists between steps: the tensors themselves, not copies."""
         return [part.state_dict() for part in self.optimizers]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
-        """Take back what `state_dict` gave for the same parameters."""
+        """Restore what `state_dict` returned for the same parameters."""
         for part, own in zip(self.optimizers, state, strict=True):
             part.load_state_dict(own)
 
@@ -94,7 +96,10 @@ def _muon(matrices: Iterable[Tensor], section: OptimizerSection) -> torch.optim.
 
 
 def clip_factor(norms: Iterable[float], clip_norm: float) -> float | None:
-    """What all gradients are multiplied by, from the norms of all layers in order; None if they are not finite."""
+    """Compute the factor for all gradients from the norms of all layers in order.
+
+    The result is None if the norms are not finite.
+    """
     total = 0.0
     for norm in norms:
         total += norm * norm
@@ -104,25 +109,25 @@ def clip_factor(norms: Iterable[float], clip_norm: float) -> float | None:
 
 
 class Stepper:
-    """Clips, unscales and steps. Owns what persists between steps: the optimiser's moments and the loss scale."""
+    """Clips, unscales and steps; owns the optimiser's moments and the loss scale, which persist between steps."""
 
     def __init__(self, model: TrainableModel, section: OptimizerSection, precision: str) -> None:
-        """`model` holds all layers."""
+        """`model` contains all layers."""
         self.optimizer = InnerOptimizer(model.parameters(), model.embedding, section, model.device, model.muon_matrices)
         self.scaler = GradScaler(model.device.type, enabled=precision == "fp16")
         self.skipped_steps = 0
         self._clip_norm, self._model = section.clip_norm, model
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """From the next step on."""
+        """Set the learning rate, from the next step on."""
         self.optimizer.set_learning_rate(learning_rate)
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of one micro-batch, added to those there are."""
+        """Add the gradients of one micro-batch."""
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        """Clip by the global norm of the gradient, step, and leave the gradient zero."""
+        """Clip the gradient by its global norm, step, and reset the gradient."""
         self._model.gather_gradients()
         for part in self.optimizer.optimizers:
             self.scaler.unscale_(part)

@@ -1,7 +1,8 @@
-"""The learning rate as a pure function of committed global tokens, so that membership may change under a run.
+"""Learning rate as a pure function of committed tokens, so that nodes may join and leave during a run.
 
-Linear warm-up over `warmup_tokens`, then constant, linear or cosine decay to `minimum_learning_rate_fraction`
-of the peak at `stop_tokens`. Every node computes the same number from the same manifest.
+It warms up linearly over `warmup_tokens`. Then it is constant, or decays (linear, cosine) to
+`minimum_learning_rate_fraction` of the peak at `stop_tokens`. Every node computes the same number from the same
+manifest.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from atoll.core.run_spec import RunSpec
 
 
 def learning_rate(spec: RunSpec, committed_tokens: int) -> float:
-    """The inner optimiser's learning rate after `committed_tokens` of the whole run."""
+    """Compute the inner optimiser's learning rate after `committed_tokens` of the whole run."""
     section = spec.optimizer
     if committed_tokens < section.warmup_tokens:
-        # one step's tokens ahead: the first step must not be taken at rate zero
+        # count one step's tokens more: the first step must not have rate 0
         return section.learning_rate * min(1.0, (committed_tokens + spec.tokens_per_step) / section.warmup_tokens)
     decay_tokens = max(1, spec.run.stop_tokens - section.warmup_tokens)
     progress = min(1.0, (committed_tokens - section.warmup_tokens) / decay_tokens)

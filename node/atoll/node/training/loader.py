@@ -1,8 +1,7 @@
-"""Batches ahead of time: one thread turns sample numbers into token tensors while the model computes.
+"""Loader of training batches: a thread turns sample numbers into token tensors while the model computes.
 
-The loader counts the seconds that training waited for it. `restart` puts a new feed under it: what was prepared
-from the old one is thrown away, and nothing thrown away counts as consumed, because consumption is counted by the
-training loop when a step is done.
+It counts the seconds that training waited for it. `restart` gives it a new feed and drops the batches prepared from the
+old one. Dropped batches do not count as consumed: the training loop counts consumption when a step is done.
 
 Shape suffixes: B batch, T sequence.
 """
@@ -23,20 +22,20 @@ from atoll.node.training.corpus import Corpus
 from atoll.node.training.sample_feed import SampleFeed, SampleNumbers
 from atoll.node.training.sample_order import SampleOrder
 
-PREFETCH_BATCHES = 2  # batches prepared ahead
-BATCH_TIMEOUT = timedelta(minutes=2)
+_PREFETCH_BATCHES = 2  # batches prepared ahead
+_BATCH_TIMEOUT = timedelta(minutes=2)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One inner step's tokens, int64 [B, T+1] on the host, and where they came from."""
+    """The tokens of one inner step, int64 [B, T+1] on the host, and their sample numbers."""
 
     tokens_BT: Tensor
     taken: SampleNumbers
 
 
 class Loader:
-    """Prefetches `samples_per_step` samples at a time. `close` ends its thread."""
+    """A prefetcher of `samples_per_step` samples at a time. `close` ends its thread."""
 
     def __init__(self, corpus: Corpus, seed: int, samples_per_step: int, clock: Clock, pin: bool = False) -> None:
         self.stall_seconds = 0.0
@@ -53,7 +52,7 @@ class Loader:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to train."""
+        """True if there is nothing to train."""
         return self._feed.empty
 
     def restart(self, feed: SampleFeed) -> None:
@@ -64,17 +63,20 @@ class Loader:
             self._ready.clear()
             self._changed.notify_all()
 
-    def next(self, timeout: timedelta = BATCH_TIMEOUT) -> Batch:
-        """The next batch. Raises `DeadlineExceeded` when the disk does not deliver."""
+    def next(self) -> Batch:
+        """Return the next batch. Raises `DeadlineExceeded` if it does not arrive in time, and errors of the thread."""
         with self._changed:
             if not self._ready:
                 started = self._clock.monotonic()
-                arrived = self._changed.wait_for(lambda: self._ready or self._failure, timeout.total_seconds())
+                arrived = self._changed.wait_for(lambda: self._ready or self._failure, _BATCH_TIMEOUT.total_seconds())
                 self.stall_seconds += self._clock.monotonic() - started
                 if self._failure is not None:
                     raise self._failure
                 if not arrived:
-                    raise DeadlineExceeded(f"no training batch within {timeout.total_seconds():.0f} s")
+                    raise DeadlineExceeded(
+                        f"no training batch within {_BATCH_TIMEOUT.total_seconds():.0f} s",
+                        "check the disk with the training text",
+                    )
             batch = self._ready.popleft()
             self._changed.notify_all()
             return batch
@@ -84,14 +86,14 @@ class Loader:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(timeout=BATCH_TIMEOUT.total_seconds())
+        self._thread.join(timeout=_BATCH_TIMEOUT.total_seconds())
 
     def _prefetch(self) -> None:
         while (work := self._wait_for_work()) is not None:
             generation, taken = work
             try:
                 batch = self._build(taken)
-            except (OSError, ValueError, RuntimeError) as error:  # raised where training can be seen to fail
+            except (OSError, ValueError, RuntimeError) as error:  # `next` raises it in the training thread
                 with self._changed:
                     self._failure = error
                     self._changed.notify_all()
@@ -104,7 +106,7 @@ class Loader:
     def _wait_for_work(self) -> tuple[int, SampleNumbers] | None:
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or (len(self._ready) < PREFETCH_BATCHES and not self._feed.empty)
+                lambda: self._closed or (len(self._ready) < _PREFETCH_BATCHES and not self._feed.empty)
             )
             if self._closed:
                 return None

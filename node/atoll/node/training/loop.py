@@ -1,14 +1,15 @@
-"""The inner loop of one node that holds the whole model: batch → loss → backward → clip → step.
+"""The inner loop of a node that holds the whole model: batch → loss → backward → clip → step.
 
-What outer rounds do to its weights stands in `replica.py`. The trainer process drives this class by orders of the
-daemon; benchmarks drive it directly. All vectors are fp32.
+`InnerLoop` adds training, evaluation and sampling to `replica.py`, which has the operations of outer rounds. The
+trainer process calls it for the daemon's orders; benchmarks call it directly. All vectors are fp32.
+
 Shape suffixes: B batch, T sequence, V vocabulary, E all elements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,9 @@ from atoll.core.run_spec import RunSpec
 from atoll.node.model.generate import generate
 from atoll.node.model.run_model import RunModel, allocate_span, initialise_into, run_model
 from atoll.node.model.span import Span
-from atoll.node.model.span_model import SpanDefinition, TrainableModel
+from atoll.node.model.span_model import SpanModule, TrainableModel
 from atoll.node.training.corpus import Corpus
-from atoll.node.training.device import choose_device, device_facts, model_too_large, working_precision
+from atoll.node.training.device import autocast, choose_device, device_facts, model_too_large, working_precision
 from atoll.node.training.device_group import DeviceGroup
 from atoll.node.training.fsdp_model import shard_model
 from atoll.node.training.inner_optimizer import Stepper
@@ -33,24 +34,22 @@ PROBE_STEPS = 8
 
 
 class InnerLoop(Replica):
-    """A model, its optimiser and its data on one device. Call `close` when done: it owns a thread."""
+    """A model, its optimiser and its data on one device. Call `close` at the end: it owns a thread."""
 
     def __init__(
         self,
         spec: RunSpec,
         corpus: Corpus,
         device: str | torch.device = "auto",
-        threads: int | None = None,
         clock: Clock | None = None,
         run: RunModel | None = None,
         group: DeviceGroup | None = None,
     ) -> None:
-        """`run`: the spec's model, where it was made already. `group`: of the processes that each have a part of it.
+        """Build the model and start the loader.
 
-        Raises `ConfigError` for what a group cannot train.
+        `run`: the spec's model, if the caller has it already. `group`: processes that each have a shard of the model.
+        Raises `ConfigError` for what a group cannot train, and `ModelTooLarge`.
         """
-        if threads is not None:
-            torch.set_num_threads(threads)
         self.corpus, self.clock = corpus, clock or SystemClock()
         self.device, self._group = choose_device(str(device)) if group is None else group.device, group
         self.precision = working_precision(spec.optimizer.precision, self.device)
@@ -62,10 +61,12 @@ class InnerLoop(Replica):
             loader = Loader(corpus, spec.run.seed, samples, self.clock, pin=self.device.type == "cuda")
             super().__init__(spec, self.model.weights, loader)
         except torch.OutOfMemoryError as error:
-            raise model_too_large("does not fit beside what is there", device_facts(self.device)) from error
+            raise model_too_large(
+                "does not fit into the memory that other allocations leave", device_facts(self.device)
+            ) from error
 
     def _build(self, spec: RunSpec) -> None:
-        """Model and gradients."""
+        """Allocate the model and its gradients."""
         whole, section = Span(0, self.run.architecture.layers - 1), spec.optimizer
         compiles = section.compile and self.device.type == "cuda"
         self.model: TrainableModel
@@ -78,12 +79,12 @@ class InnerLoop(Replica):
                 self.run, whole, self._group, section, checkpointing=section.activation_checkpointing
             )
             self._forward = self.model.run
-        self.layout = self.model.trained
+        self.layout = self.model.trained_layout
 
-    # --- the core ---------------------------------------------------------------------------------
+    # --- training ---------------------------------------------------------------------------------
 
     def step(self) -> StepResult:
-        """One inner step: `accumulate` micro-batches, one optimiser step. Needs `load` with ranges first."""
+        """Do one inner step: `accumulate` micro-batches, one optimiser step. Needs `load` with ranges first."""
         stepper = self._ready_stepper()
         batch = self._loader.next()
         loss_sum = torch.zeros((), device=self.device)
@@ -97,7 +98,10 @@ class InnerLoop(Replica):
         return StepResult(self._mean(loss_sum), tokens, len(batch.taken.samples))
 
     def _micro_batches(self, batch_BT: Tensor) -> Iterator[tuple[Tensor, float]]:
-        """What this process computes of a batch, in micro-batches, and how often each goes into the whole."""
+        """Yield this process's micro-batches of a batch, each with its divisor.
+
+        A micro-batch's mean loss divided by its divisor is its part of the mean over the batch.
+        """
         at_most = self.spec.optimizer.micro_batch_samples
         if self._group is not None:
             return self._group.rank_micro_batches(batch_BT, at_most)
@@ -105,26 +109,26 @@ class InnerLoop(Replica):
         return ((tokens_BT, len(batch_BT) / len(tokens_BT)) for tokens_BT in micro_batches)
 
     def _mean(self, mine: Tensor) -> float:
-        """Of what all processes found of their shares."""
+        """Sum the parts of a mean over all processes."""
         return float(mine if self._group is None else self._group.all_reduce_sum(mine))
 
-    work = step  # as the session calls it
-    between_steps = True  # always: a step is not interrupted
+    work = step  # the name in the session's interface
+    between_steps = True  # always true: a step is not interrupted
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to train."""
+        """True if there is data to train on."""
         return self.has_data
 
     def loss(self, tokens_BT: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per token of next-token prediction, over [B, T+1] tokens."""
+        """Compute the mean cross-entropy of next-token prediction over [B, T+1] tokens, nats per token."""
         tokens_BT = tokens_BT.to(self.device, non_blocking=True)
-        with self._autocast():
+        with autocast(self.device, self.precision):
             logits_BTV = self._forward(tokens_BT[:, :-1])
         return cross_entropy(logits_BTV, tokens_BT[:, 1:])
 
     def initialise_into(self, anchor_E: Tensor) -> None:
-        """Genesis: write the run's initial parameters."""
+        """Write the run's initial parameters into `anchor_E`, for genesis."""
         initialise_into(self.run, self.model, anchor_E)
 
     def set_committed_tokens(self, committed_tokens: int) -> None:
@@ -132,10 +136,10 @@ class InnerLoop(Replica):
         if self.stepper is not None:
             self.stepper.set_learning_rate(learning_rate(self.spec, committed_tokens))
 
-    # --- looking at a model ---------------------------------------------------------------------------
+    # --- evaluation -------------------------------------------------------------------------------
 
     def evaluate(self, flat_E: Tensor) -> float:
-        """Held-out loss of any parameters, nats per token. Weights, optimiser and data are not touched."""
+        """Compute the held-out loss of any parameters, nats per token. Weights, optimiser and data do not change."""
         windows = self.corpus.validation_windows()
         size = self.spec.optimizer.micro_batch_samples
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -149,7 +153,7 @@ class InnerLoop(Replica):
         return self._mean(total) / len(windows)
 
     def generate(self, flat_E: Tensor, prompt: bytes, tokens: int, seed: int = 0) -> str:
-        """`tokens` sampled continuations of `prompt` under any parameters."""
+        """Sample `tokens` tokens that follow `prompt`, with any parameters."""
         tokenizer = self.corpus.tokenizer
         begin = [int(token) for token in tokenizer.encode(prompt)] or list(tokenizer.separator) or [0]
         with self._with_parameters(flat_E) as logits_of:
@@ -157,7 +161,7 @@ class InnerLoop(Replica):
 
     @contextmanager
     def _with_parameters(self, flat_E: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
-        """The model with other parameters, for the time of a `with`: tokens [B,T] → logits [B,T,V]."""
+        """Yield the model with other parameters, as a function of tokens [B,T] to logits [B,T,V]."""
         if self._group is None:
             with _WithParameters(self, flat_E) as logits_of:
                 yield logits_of
@@ -171,16 +175,16 @@ class InnerLoop(Replica):
 
     @torch.no_grad()
     def _logits(self, tokens_BT: Tensor) -> Tensor:
-        with self._autocast():
+        with autocast(self.device, self.precision):
             return self.model.run(tokens_BT)
 
     def probe(
         self, minimum_step_seconds: float = 0.0, compute_share: float = 1.0, scratch_E: Tensor | None = None
     ) -> float:
-        """Tokens per second of a few real steps on scratch state, leaving no trace, at the pace that is set.
+        """Measure tokens per second over a few real steps at the limits that are set, and reset all state.
 
-        Call before the first `load`: it starts from fresh weights and throws away the optimiser it used. `scratch_E`:
-        initial parameters, where the caller has them; they are zero afterwards.
+        Call it before the first `load`: it starts from fresh weights and drops its optimiser. `scratch_E`: initial
+        parameters, if the caller has them; they are zero afterwards.
         """
         if scratch_E is None:
             scratch_E = torch.empty(self.layout.elements)
@@ -197,11 +201,11 @@ class InnerLoop(Replica):
         self._loader.stall_seconds = 0.0
         return tokens / seconds
 
-    # --- small things -----------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     @property
     def skipped_steps(self) -> int:
-        """Steps whose gradient was not finite."""
+        """Number of steps whose gradient was not finite."""
         return self.stepper.skipped_steps if self.stepper else 0
 
     @property
@@ -214,18 +218,14 @@ class InnerLoop(Replica):
             self.stepper.set_learning_rate(learning_rate(self.spec, self.committed_tokens))
         return self.stepper
 
-    def _autocast(self) -> AbstractContextManager[None]:
-        dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
-        return torch.autocast(self.device.type, dtype=dtype, enabled=self.precision != "fp32")
-
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean nats per token, computed in fp32 whatever the logits' dtype."""
+    """Compute the mean cross-entropy in nats per token, in fp32 for logits of any dtype."""
     return nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
 
 
 class _WithParameters:
-    """The model with other parameters, for the time of a `with`: tokens [B,T] → logits [B,T,V]."""
+    """The model with other parameters inside a `with` block: tokens [B,T] → logits [B,T,V]."""
 
     def __init__(self, loop: InnerLoop, flat_E: Tensor) -> None:
         self._loop, tie = loop, loop.model.span_definition.tie
@@ -233,7 +233,7 @@ class _WithParameters:
         if tie is not None:
             parameters[tie.borrower] = parameters[tie.owner]
         self._parameters = {f"module.{name}": values for name, values in parameters.items()}
-        self._whole = _Whole(loop.model.span_definition)
+        self._whole = SpanModule(loop.model.span_definition)
 
     def __enter__(self) -> _WithParameters:
         self._whole.eval()
@@ -244,17 +244,6 @@ class _WithParameters:
 
     @torch.no_grad()
     def __call__(self, tokens_BT: Tensor) -> Tensor:
-        with self._loop._autocast():
+        with autocast(self._loop.device, self._loop.precision):
             logits: Tensor = torch.func.functional_call(self._whole, self._parameters, (tokens_BT,))
         return logits
-
-
-class _Whole(nn.Module):
-    """A cut of all layers as one module: `run` computes with whatever parameters `module` has."""
-
-    def __init__(self, span_definition: SpanDefinition) -> None:
-        super().__init__()
-        self.module, self._run = span_definition.module, span_definition.run
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        return self._run(tokens_BT)

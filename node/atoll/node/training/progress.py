@@ -1,8 +1,8 @@
-"""What was trained and not counted by a round yet, and since when. Pure bookkeeping.
+"""Counters of training that no round has counted yet, and totals. Pure bookkeeping.
 
-Counters run from one round that counted this node to the next: `mark_snapshot` marks what a snapshot holds,
-`commit_snapshot` takes the marked part away (it stands in a manifest now), `discard_snapshot` forgets the mark. The
-totals only grow; they are for status and metrics.
+The counters start again with each round that counted this node. `mark_snapshot` marks what a snapshot contains.
+`commit_snapshot` subtracts the marked part, which a manifest now counts. `discard_snapshot` forgets the mark. The
+totals only grow; status and metrics show them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from atoll.node.training.sample_feed import SampleNumbers
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Trained since the last round that counted this node, as of a snapshot.
+    """Training since the last round that counted this node, as of a snapshot.
 
-    `samples` are the fresh ones, which leave this node's ranges; `tokens` counts repeated samples too. The
-    pseudo-gradient holds `fragment_tokens`: those since the last round that counted this node *and* averaged the same
-    fragment.
+    `samples` are the fresh ones, which leave this node's ranges; `tokens` includes those of repeated samples. The
+    pseudo-gradient contains `fragment_tokens`: those since the last round that counted this node *and* averaged the
+    same fragment.
     """
 
     tokens: int = 0
@@ -36,14 +36,14 @@ class Progress:
         self.reset()
 
     def reset(self) -> None:
-        """Forget progress (an anchor was loaded outright); totals stay."""
+        """Reset the counters after an anchor was loaded without a carry; totals stay."""
         self.tokens = self.samples = self.steps = 0
         self._tokens_at_load = self.tokens_total
-        self._counted: list[tuple[int, int, int]] = []  # elements from, to; the total that their anchor holds
-        self._marked, self._fragment, self._frozen_at = Snapshot(), (0, 0), 0
+        self._counted: list[tuple[int, int, int]] = []  # first element, end, tokens_total at the committed snapshot
+        self._marked, self._fragment, self._marked_at = Snapshot(), (0, 0), 0
 
     def add(self, tokens: int, taken: SampleNumbers) -> None:
-        """One inner step was done."""
+        """Count one inner step."""
         self.tokens += tokens
         self.samples += taken.fresh
         self.steps += 1
@@ -52,36 +52,36 @@ class Progress:
         self.samples_repeated += taken.repeated
 
     def mark_snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """Mark the present as what a snapshot of the fragment of elements [start, end) (all) holds.
+        """Mark the present state as the contents of a snapshot of elements [start, end), by default all.
 
-        Fragments may be cut otherwise than those before: then no token of any of their elements counts twice.
+        A fragment may be cut differently from earlier ones; then no token of any of its elements counts twice.
         """
         end = sys.maxsize if end is None else end
         counted = max((total for first, last, total in self._counted if first < end and start < last), default=0)
         in_fragment = self.tokens_total - max(counted, self._tokens_at_load)
         self._marked = Snapshot(self.tokens, self.samples, self.steps, in_fragment)
-        self._fragment, self._frozen_at = (start, end), self.tokens_total
+        self._fragment, self._marked_at = (start, end), self.tokens_total
         return self._marked
 
     def commit_snapshot(self) -> None:
-        """The marked part was committed; what came after it stays."""
+        """Subtract the marked part, which a round committed; later training stays."""
         start, end = self._fragment
         others = [
-            piece
+            rest
             for first, last, total in self._counted
-            for piece in ((first, min(last, start), total), (max(first, end), last, total))
-            if piece[0] < piece[1]
+            for rest in ((first, min(last, start), total), (max(first, end), last, total))
+            if rest[0] < rest[1]
         ]
-        self._counted = [*others, (start, end, self._frozen_at)]
+        self._counted = [*others, (start, end, self._marked_at)]
         self.tokens -= self._marked.tokens
         self.samples -= self._marked.samples
         self.steps -= self._marked.steps
         self._marked = Snapshot()
 
     def subtract_consumed(self, samples: int) -> None:
-        """A round took that many from the beginning of the ranges, and holds nothing of this progress."""
+        """Subtract samples that a round consumed from the start of the ranges without counting this progress."""
         self.samples = max(0, self.samples - samples)
 
     def discard_snapshot(self) -> None:
-        """The marked part was not committed; it stays progress."""
+        """Forget the mark: the marked part was not committed and stays progress."""
         self._marked = Snapshot()

@@ -1,15 +1,16 @@
-"""What a node holds of the model, the whole or a span, and the algebra of outer rounds on it.
+"""A node's copy of the model, whole or a span, and the operations of outer rounds on it.
 
     load(anchor) → … → snapshot() → … → apply(new anchor) | rebase(new anchor) | discard()
 
-`snapshot` freezes what was trained since the anchor (the pseudo-gradient, anchor − weights); training goes on while
-peers average it; `apply` takes the new anchor plus the progress made meanwhile ("carry"); `discard` forgets a round
-that was abandoned and keeps all progress; `rebase` keeps it on an anchor that others made (DESIGN §4.2).
+`snapshot` fixes the pseudo-gradient (anchor − weights); training goes on while peers average it. `apply` takes the new
+anchor and adds the progress made meanwhile ("carry"). `rebase` moves all progress to an anchor that others made.
+`discard` forgets an abandoned round and keeps all progress (DESIGN §4.2).
 
-Who trains the weights stands in `training/loop.py` (all layers) and `pipeline/stage_loop.py` (a span). All vectors are
-fp32, of the layers that are held. Pseudo-gradient and carry use separately rounded elementwise operations only, like
-everything that others see. Of a node with several devices each has its pieces (`held.py`). Shape suffix: E all
-elements that are held.
+`training/loop.py` (all layers) and `pipeline/stage_loop.py` (a span) train the weights. All vectors are fp32 and
+contain the held layers. Pseudo-gradient and carry use only elementwise operations that are rounded one by one, as does
+everything that other nodes see. On a node with several devices each device has its shards (`model/local_weights.py`).
+
+Shape suffix: E all elements of the held layers.
 """
 
 from __future__ import annotations
@@ -29,31 +30,31 @@ from atoll.node.training.loader import Loader
 from atoll.node.training.progress import Progress, Snapshot
 from atoll.node.training.sample_feed import SampleFeed
 
-CHUNK_ELEMENTS = 1 << 22  # of a pseudo-gradient that the device has at once
+CHUNK_ELEMENTS = 1 << 22  # of a pseudo-gradient on the device at once
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One inner step. `samples` counts repeated ones too."""
+    """The result of one inner step. `samples` includes repeated ones."""
 
-    loss: float  # nats per token, before the step; 0 where a route's stage does not see it
+    loss: float  # nats per token, before the step; 0 on a stage that does not compute it
     tokens: int
     samples: int
 
 
 class Replica:
-    """Weights, anchor, snapshot, progress and data of one node. Call `close` when done: the loader owns a thread."""
+    """Weights, anchor, snapshot, progress and data of one node. Call `close` at the end: the loader owns a thread."""
 
     def __init__(self, spec: RunSpec, weights: Weights, loader: Loader) -> None:
         self.spec, self.weights, self._loader = spec, weights, loader
         self.progress = Progress()
         self.committed_tokens = 0
-        self._anchor = torch.zeros(weights.elements, device=weights.device)  # of the elements that are here
+        self._anchor = torch.zeros(weights.elements, device=weights.device)  # elements on this device
         self._snapshot: Tensor | None = None
-        self._snapshot_part = ALL  # its part
+        self._snapshot_part = ALL
 
     def load(self, anchor_E: Tensor, *, ranges: Sequence[SampleRange] = (), committed_tokens: int = 0) -> None:
-        """Weights := anchor; progress is forgotten; the optimiser's state stays when there is one."""
+        """Set the weights to an anchor and reset progress; the optimiser's state stays if there is one."""
         self._anchor.copy_(self.weights.local_values(anchor_E))
         with self.weights.modify() as weights:
             weights.copy_(self._anchor)
@@ -63,27 +64,30 @@ class Replica:
         self.set_committed_tokens(committed_tokens)
 
     def snapshot(self, part: slice = ALL) -> Snapshot:
-        """Freeze what was trained since the anchor, in `part` of the elements. A second snapshot replaces the first."""
+        """Fix what was trained since the anchor, in `part` of the elements.
+
+        A second snapshot replaces the first.
+        """
         self._snapshot, self._snapshot_part = self.weights.read(part), part
         return self.progress.mark_snapshot(part.start, part.stop)
 
     def pseudo_gradient_into(self, out_E: Tensor) -> None:
-        """anchor − weights as of the snapshot, into the snapshot's part of a host vector.
+        """Write anchor − weights as of the snapshot into the snapshot's part of a host vector.
 
-        A piece at a time: the device has no room for one more copy (`FLAT_COPIES`). Raises `WeightsNotFinite`: such
-        weights do not become good again, so who has them starts anew from the anchor.
+        It works in chunks: the device has no memory for one more copy (`FLAT_COPIES`). Raises `WeightsNotFinite`; such
+        weights do not recover, so the node must start again from the anchor.
         """
-        frozen, done = self._require_snapshot(), 0
+        snapshot, done = self._require_snapshot(), 0
         start, end, _ = self._snapshot_part.indices(len(out_E))
         for first in range(start, end, CHUNK_ELEMENTS):
-            piece = slice(first, min(first + CHUNK_ELEMENTS, end))
-            anchor = self._anchor_of(piece)
-            moved = torch.sub(anchor, frozen[done : done + len(anchor)])
-            if not is_finite(moved):
+            chunk = slice(first, min(first + CHUNK_ELEMENTS, end))
+            anchor = self._anchor_of(chunk)
+            difference = torch.sub(anchor, snapshot[done : done + len(anchor)])
+            if not is_finite(difference):
                 raise WeightsNotFinite(
-                    "the weights hold values that are not finite: hardware that errs, or a run that diverged"
+                    "the weights contain NaN or infinity: the hardware made an error, or the run diverged"
                 )
-            self.weights.write_to(moved, out_E, piece)
+            self.weights.write_to(difference, out_E, chunk)
             done += len(anchor)
 
     def apply(
@@ -94,10 +98,11 @@ class Replica:
         committed_tokens: int | None = None,
         moved: slice = ALL,
     ) -> None:
-        """Carry: weights := new anchor + (weights − weights at the snapshot); the progress since then stays.
+        """Carry: weights := new anchor + (weights − weights at the snapshot); progress since then stays.
 
-        `ranges` are those not consumed as of the snapshot; what was trained since is skipped. None keeps the feed.
-        `moved` holds the snapshot's part and all other elements in which the new anchor differs: those are rebased.
+        `ranges` are those not consumed as of the snapshot; samples trained since are skipped. None keeps the feed.
+        `moved` contains the snapshot's part and all other elements in which the new anchor differs; the latter are
+        rebased.
         """
         self._anchor_of(self._snapshot_part).copy_(self._require_snapshot())
         self._rebase_onto(new_anchor_E, moved)
@@ -117,11 +122,12 @@ class Replica:
         consumed_samples: int = 0,
         moved: slice = ALL,
     ) -> None:
-        """A round was committed without us: weights := new anchor + (weights − old anchor); all progress stays.
+        """Rebase: weights := new anchor + (weights − old anchor); all progress stays.
 
-        It enters the next round as a pseudo-gradient. `ranges` are those not consumed as of the old anchor, without the
-        `consumed_samples` samples that an earlier life of this node brought to the round; `moved` holds the elements in
-        which the new anchor differs.
+        This follows a round that was committed without this node; the progress enters the next round as a
+        pseudo-gradient. `ranges` are those not consumed as of the old anchor. They lack the `consumed_samples` samples
+        that this node contributed to the round before it restarted. `moved` contains the elements in which the new
+        anchor differs.
         """
         self._rebase_onto(new_anchor_E, moved)
         self.discard()
@@ -130,12 +136,12 @@ class Replica:
         self.set_committed_tokens(committed_tokens)
 
     def discard(self) -> None:
-        """An abandoned round: forget the snapshot, keep all progress."""
+        """Forget the snapshot of an abandoned round and keep all progress."""
         self._snapshot = None
         self.progress.discard_snapshot()
 
     def _rebase_onto(self, new_anchor_E: Tensor, moved: slice) -> None:
-        """Keep the distance from the anchor."""
+        """Move the weights with the anchor, so that their difference stays the same."""
         anchor = self._anchor_of(moved)
         with self.weights.modify(moved) as weights:
             weights.sub_(anchor)
@@ -143,16 +149,16 @@ class Replica:
             weights.add_(anchor)
 
     def set_ranges(self, ranges: Sequence[SampleRange]) -> None:
-        """New ranges, as of the last applied anchor's snapshot: fresh samples consumed since then are skipped."""
+        """Set new ranges, as of the last applied snapshot: fresh samples consumed since then are skipped."""
         self._loader.restart(SampleFeed(ranges, skip=self.progress.samples))
 
     def set_committed_tokens(self, committed_tokens: int) -> None:
-        """Move the learning-rate schedule."""
+        """Set the run's committed tokens, which the learning rate follows."""
         self.committed_tokens = committed_tokens
 
     @property
     def has_data(self) -> bool:
-        """Whether ranges were given."""
+        """True if the node has ranges to train."""
         return not self._loader.empty
 
     @property
@@ -169,5 +175,5 @@ class Replica:
 
     def _require_snapshot(self) -> Tensor:
         if self._snapshot is None:
-            raise ValueError("there is no snapshot")
+            raise ValueError("there is no snapshot; call `snapshot` first")
         return self._snapshot

@@ -1,10 +1,10 @@
-"""Which samples this node trains next: a list of half-open ranges, consumed in order. Pure.
+"""Feed of the samples that a node trains next: a list of half-open ranges, consumed in order. Pure.
 
-The manifest lists the ranges that a node had not consumed as of its snapshot. What it trained between the
-snapshot and the manifest came from the beginning of those ranges, so a new list starts with a `skip`. When the
-ranges run dry before the next manifest comes, the last list is read again and counted as repeated: training
-never stops for lack of a manifest. Repeated samples are not consumption; the data position of the run
-(`core/data_position.py`) moves by fresh samples only, so nobody's samples are skipped.
+A manifest lists the ranges that a node had not consumed as of its snapshot. What the node trained between the snapshot
+and the manifest came from the start of those ranges, so a new list begins with a `skip`. If the ranges are used up
+before the next manifest, the feed reads the last list again and counts its samples as repeated: training never stops
+for lack of a manifest. Repeated samples are not consumption. The run's data position (`core/data_position.py`) moves by
+fresh samples only, so no node's samples are skipped.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class SampleFeed:
 
     def __init__(self, ranges: Sequence[SampleRange] = (), skip: int = 0) -> None:
         if any(end < start or start < 0 for start, end in ranges):
-            raise ValueError("a range ends before it starts")
+            raise ValueError(f"a sample range needs 0 <= start <= end: {list(ranges)}")
         self._all = tuple((start, end) for start, end in ranges if end > start)
         self._left = drop_samples(self._all, skip)
         self._dry = not self._left
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to train, not even again."""
+        """True if there is nothing to train, not even repeated samples."""
         return not self._all
 
     def take(self, count: int) -> SampleNumbers:
-        """The next `count` samples. Must not be called on an empty feed."""
+        """Return the next `count` samples. The feed must not be empty."""
         samples: list[int] = []
         fresh = 0
         while len(samples) < count:

@@ -1,9 +1,9 @@
-"""The run's deterministic order of samples: global sample number → window of the corpus. Pure, O(1) memory.
+"""The run's deterministic order of samples: sample number → window of the corpus. Pure, O(1) memory.
 
-Samples are numbered 0, 1, 2, … without end; each pass over the corpus (epoch) is its own permutation, so every
-window appears exactly once per epoch. The permutation is a keyed Feistel network over the next power of four,
-with cycle walking back into range (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains"): integer
-arithmetic only, equal on every machine.
+Samples are numbered 0, 1, 2, … without end. Each pass over the corpus (epoch) has its own permutation, so every window
+appears exactly once per epoch. The permutation is a keyed Feistel network over the next power of four, with cycle
+walking back into range (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). It uses integer arithmetic only
+and is equal on every machine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _FEISTEL_ROUNDS = 6
 
 
 def splitmix64(value: int) -> int:
-    """The finaliser of SplitMix64: a bijection of 64-bit integers that looks random."""
+    """Apply SplitMix64's finaliser, a bijection of 64-bit integers that looks random."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -21,11 +21,11 @@ def splitmix64(value: int) -> int:
 
 
 class SampleOrder:
-    """Maps the run's sample numbers to windows `0 … samples - 1`."""
+    """A map from the run's sample numbers to windows `0 … samples - 1`."""
 
     def __init__(self, seed: int, samples: int) -> None:
         if samples < 1:
-            raise ValueError("an order needs at least one sample")
+            raise ValueError(f"samples is {samples}; it must be at least 1")
         self.samples = samples
         self._seed = splitmix64(seed & _MASK)
         self._half_bits = max(1, ((samples - 1).bit_length() + 1) // 2)
@@ -34,7 +34,7 @@ class SampleOrder:
         self._keys: tuple[int, ...] = ()
 
     def window(self, sample: int) -> int:
-        """The window that sample number `sample` (0 or more) stands for."""
+        """Return the window of sample number `sample` (0 or more)."""
         epoch, position = divmod(sample, self.samples)
         if epoch != self._epoch:
             self._epoch = epoch

@@ -1,9 +1,8 @@
-"""Where text comes from: one iterator of UTF-8 documents per kind of source named in the run spec.
+"""Sources of training text: an iterator of UTF-8 documents for each kind of source in the run spec.
 
-Deterministic: directories and globs are read in the order of their sorted relative paths, so that every node that
-has the same files sees the same documents. Binary and undecodable files within a directory or glob are skipped
-and counted; a single file that is named must be text. Parquet and Hugging Face `datasets` are optional extras,
-imported only when a run names them.
+Directories and globs are read in the order of their sorted relative paths, so that every node with the same files sees
+the same documents. In a directory or glob, binary and undecodable files are skipped and counted; a single named file
+must be text. Parquet and Hugging Face `datasets` are optional extras and are imported only if a run names them.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ SUFFIXES = {
     "parquet": frozenset({".parquet"}),
 }
 _PRUNED = frozenset({"__pycache__", "site-packages", "node_modules"})  # installed packages are not the tree's own text
-_PATH_REMEDY = "check [data] path in the run spec, or name your copy with --data"
+_PATH_REMEDY = "check [data] path in the run spec, or give the path of your copy with --data"
 
 
 @dataclass
 class SourceReport:
-    """What a source passed over, for the log."""
+    """Numbers of files read and skipped, for the log."""
 
     files: int = 0
     skipped_files: int = 0
 
 
 def documents(section: DataSection, path: str, report: SourceReport) -> Iterator[bytes]:
-    """Every document of the source, UTF-8. Raises `CorpusError`, `ConfigError`."""
+    """Yield every document of the source, UTF-8. Raises `CorpusError`, `ConfigError`."""
     if section.source == "huggingface":
         return _huggingface(section, path)
     files, several = find_files(section.source, path)
@@ -49,7 +48,10 @@ def documents(section: DataSection, path: str, report: SourceReport) -> Iterator
 
 
 def find_files(source: str, path: str) -> tuple[list[Path], bool]:
-    """The files that `path` (a file, a directory or a glob) stands for, sorted; whether it may stand for several."""
+    """List the files of `path` (a file, a directory or a glob), sorted, and whether it may name several.
+
+    Raises `CorpusError`.
+    """
     root = Path(path).expanduser()
     try:
         if root.is_file():
@@ -69,7 +71,9 @@ def _checked(files: list[Path], path: str, which: str) -> tuple[list[Path], bool
 
 
 def _walk(root: Path, suffixes: frozenset[str]) -> list[Path]:
-    """os.walk rather than rglob: what is pruned is not read (10× faster on a standard library with packages)."""
+    """List files with `os.walk`, which does not read pruned directories, unlike `rglob` (10× faster on a standard
+    library).
+    """
     found: list[tuple[tuple[str, ...], Path]] = []
     for directory, names, files in os.walk(root):
         names[:] = [name for name in names if name not in _PRUNED and not name.startswith(".")]
@@ -81,7 +85,7 @@ def _walk(root: Path, suffixes: frozenset[str]) -> list[Path]:
 
 
 def is_text(data: bytes) -> bool:
-    """UTF-8 without NUL bytes."""
+    """Return whether data is UTF-8 without NUL bytes."""
     if b"\0" in data:
         return False
     try:
@@ -101,8 +105,8 @@ def _texts(files: Iterable[Path], several: bool, report: SourceReport) -> Iterat
             report.skipped_files += 1
         else:
             raise CorpusError(
-                f"{file} is not text: it holds bytes that are not UTF-8",
-                "give a text file, or set [data] source to what the file is (jsonl, parquet)",
+                f"{file} is not text: it contains bytes that are not UTF-8",
+                "use a text file, or set [data] source to the file's format (jsonl, parquet)",
             )
 
 
@@ -161,7 +165,7 @@ def _huggingface(section: DataSection, name: str) -> Iterator[bytes]:
     except (OSError, ValueError) as error:
         raise CorpusError(
             f"data set {name!r} cannot be loaded: {str(error).splitlines()[0]}",
-            "check [data] path, subset and split in the run spec, and that this machine can reach it",
+            "check [data] path, subset and split in the run spec, and that this machine can download it",
         ) from error
     if section.field not in (rows.column_names or ()):
         raise CorpusError(f"data set {name!r} has no column {section.field!r}", "check [data] field in the run spec")
@@ -173,5 +177,5 @@ def _huggingface(section: DataSection, name: str) -> Iterator[bytes]:
 def _as_text(value: object, where: str) -> bytes:
     if not isinstance(value, str):
         raise CorpusError(f"{where} holds {type(value).__name__}, not text", "check [data] field in the run spec")
-    # byte 0 separates documents; lone surrogates, which JSON can spell, have no UTF-8
+    # byte 0 separates documents; JSON may contain lone surrogates, which have no UTF-8
     return value.replace("\0", "").encode("utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""Checkpoints of spans make the whole model, or say what is missing."""
+"""Checkpoints of spans join to the whole model, or the missing layers are named."""
 
 import os
 from collections.abc import Iterator
@@ -20,8 +20,7 @@ from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import parse_run_spec
 from atoll.core.units import layers_text
-from atoll.node.export.joined_checkpoint import join
-from atoll.node.export.stored_model import StoredModel
+from atoll.node.export.stored_model import StoredModel, join_checkpoints
 from atoll.node.state.checkpoint import CheckpointState
 from atoll.node.state.outer_step import layer_states
 from atoll.node.state.tensor_file import LayerLayout
@@ -61,41 +60,41 @@ def anchor_of(model: StoredModel) -> torch.Tensor:
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)).map(sorted), min_size=1, max_size=6))
-def test_what_covers_all_layers_is_the_whole_model_and_nothing_else_is(spans):
+def test_only_checkpoints_that_cover_all_layers_join_to_the_whole_model(spans):
     covered = {layer for first, last in spans for layer in range(first, last + 1)}
     with on_disk(*(held(first, last) for first, last in spans)) as models:
         if covered == set(range(5)):
-            whole = join(models)
+            whole = join_checkpoints(models)
             assert torch.equal(anchor_of(whole), ANCHOR)
             assert whole.layers == held(0, 4).layers
         else:
             missing = set(range(5)) - covered
             with pytest.raises(NotFound, match=f"holds {layers_text(missing)} of round 3"):
-                join(models)
+                join_checkpoints(models)
 
 
-def test_states_of_two_rounds_are_never_joined():
+def test_checkpoints_of_two_rounds_are_never_joined():
     with (
         on_disk(held(0, 2), held(3, 4, number=4)) as models,
         pytest.raises(CheckpointCorrupt, match="not of one round"),
     ):
-        join(models)
+        join_checkpoints(models)
 
 
-def test_a_whole_model_needs_nobody_else():
+def test_a_checkpoint_of_the_whole_model_needs_no_other():
     with on_disk(held(0, 4)) as (whole,):
-        assert join([whole]) == whole
+        assert join_checkpoints([whole]) == whole
 
 
 def test_a_part_of_a_layer_is_read_and_nothing_beyond_it():
     with on_disk(held(1, 4)) as (some,):
         assert torch.equal(some.read(2, 5), ANCHOR[5:8])
         assert some.read(6, 6).numel() == 0
-        with pytest.raises(ValueError, match="not of one layer"):
+        with pytest.raises(ValueError, match="not in one layer"):
             some.read(0, 2)
 
 
-def test_what_is_cut_short_after_it_was_checked_is_not_read():
+def test_a_file_that_is_truncated_after_the_check_is_not_read():
     with on_disk(held(0, 4)) as (whole,):
         os.truncate(whole.layer_locations[0].file.name, whole.layer_locations[4].offset)
         assert torch.equal(whole.read(4, 9), ANCHOR[4:9])
@@ -103,7 +102,7 @@ def test_what_is_cut_short_after_it_was_checked_is_not_read():
             whole.read(9, 12)
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_read_is_still_there():
+def test_a_checkpoint_that_is_removed_while_open_can_still_be_read():
     with on_disk(held(0, 4)) as (whole,):
         Path(whole.layer_locations[0].file.name).unlink()
         assert torch.equal(anchor_of(whole), ANCHOR)
