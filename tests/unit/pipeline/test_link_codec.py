@@ -111,7 +111,9 @@ def test_a_link_wants_what_a_micro_batch_takes_in_the_time_that_the_stage_comput
     network = SimpleNamespace(handle=lambda protocol, handler: None, bytes_per_second_to=lambda peer: rates[peer])
     on_route = RouteMembership(cast("Network", network), spec, "ann", SystemClock())
     told = Told()
-    codecs = on_route._link_codec_choice(RoutePlace(1, 0, ("ann", "bob"), 0), cast("StageSocket", told), cast("Trainer", trainer))
+    codecs = on_route._link_codec_choice(
+        RoutePlace(1, 0, ("ann", "bob"), 0), cast("StageSocket", told), cast("Trainer", trainer)
+    )
     assert codecs is not None
     wanted = 2 * 64 / 0.001  # bytes of a token in bf16, and how long it is computed: 128 kB/s
     rates = {"bob": 0.99 * wanted / WIDEN_BELOW}
@@ -122,7 +124,10 @@ def test_a_link_wants_what_a_micro_batch_takes_in_the_time_that_the_stage_comput
     assert told.words == [(FrameType.CODEC, 1, b"bf16")]
     fixed = RouteMembership(cast("Network", network), parse_run_spec(SPEC.format(codec="int8")), "ann", SystemClock())
     assert (
-        fixed._link_codec_choice(RoutePlace(1, 0, ("ann", "bob"), 0), cast("StageSocket", told), cast("Trainer", trainer)) is None
+        fixed._link_codec_choice(
+            RoutePlace(1, 0, ("ann", "bob"), 0), cast("StageSocket", told), cast("Trainer", trainer)
+        )
+        is None
     )
 
 

@@ -389,7 +389,7 @@ async def test_a_route_evaluates_its_anchor_between_flushes_and_leaves_no_trace(
             assert isinstance(found, ms.Loss)
             assert found.value == pytest.approx(expected.value, rel=1e-6)
             await route.more(2)
-            with pytest.raises(InvalidTransition, match="driver of a route"):
+            with pytest.raises(InvalidTransition, match="not the driver"):
                 await route.stages[1].order(ms.Evaluate())
             await route.stand_still()
             with pytest.raises(InvalidTransition, match="paused"):
@@ -552,9 +552,9 @@ async def test_strangers_second_streams_and_what_is_another_s_to_say_are_refused
             assert isinstance(from_socket, InvalidTransition)
             assert "is over" in str(from_socket)
             ahead = await answer_to(route.networks[2], "lagoon", opening(header(now + 9, ready=pb.StageReady())))
-            assert "has not begun" in str(ahead)
+            assert "did not begin on this node" in str(ahead)
             unknown = pb.StageMessage(plan_version=1, route=4, incarnation=now).SerializeToString()
-            assert "does not stand on route 4" in str(await answer_to(route.networks[0], "lagoon", opening(unknown)))
+            assert "not a stage of route 4" in str(await answer_to(route.networks[0], "lagoon", opening(unknown)))
             assert bridges[1].incarnation == now  # none of that was anything to the route
             again = await answer_to(route.networks[0], "lagoon", opening(header(now, join=join)))
             assert "second stream" in str(again)
@@ -572,7 +572,7 @@ async def test_a_member_s_stream_of_an_incarnation_that_it_may_not_say_breaks_it
             tensor.incarnation = bridges[0].incarnation
             told = await answer_to(route.networks[2], "reef", opening(tensor.SerializeToString()))
             assert isinstance(told, PeerMisbehaved)
-            assert "another one's to say" in str(told)
+            assert "may not send" in str(told)
             await route.more(1)
 
 

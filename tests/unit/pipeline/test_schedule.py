@@ -149,5 +149,5 @@ def test_a_stage_that_fails_in_its_step_must_be_replaced(seed: int, stages: int,
     with pytest.raises(MemoryError):
         route.flush(count)
     for ask in (broken.advance, broken.disconnect):
-        with pytest.raises(InvalidTransition, match="failed in the midst of a step"):
+        with pytest.raises(InvalidTransition, match="failed during a step"):
             ask()

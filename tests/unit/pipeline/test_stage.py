@@ -187,7 +187,7 @@ def test_a_report_of_another_number_of_layers_is_refused() -> None:
 
 def test_nobody_works_before_the_route_is_ready() -> None:
     route_stages = route(3)
-    with pytest.raises(PeerMisbehaved, match="before all stages are ready"):
+    with pytest.raises(PeerMisbehaved, match="before all stages were ready"):
         route_stages.runners[1].deliver(0, Begin(1, 4))
 
 

@@ -324,5 +324,5 @@ def test_messages_survive_the_wire(message: ms.Message) -> None:
     ],
 )
 def test_a_line_that_is_no_message_is_an_error(line: bytes) -> None:
-    with pytest.raises(ValueError, match=r"Expecting|not a message"):
+    with pytest.raises(ValueError, match=r"Expecting|not a trainer message"):
         ms.Envelope.parse(line)

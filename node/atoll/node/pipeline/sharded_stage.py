@@ -1,8 +1,9 @@
-"""A stage of a node with several devices: each computes its samples of every micro-batch, over its pieces of the span.
+"""A stage on a node with several devices. Each device computes its samples of every micro-batch.
 
-The first process has the route (`LeaderStage`). What it does it tells the others, which do the same at that moment;
-samples go out to them and what comes of theirs comes back, so that neighbours see whole tensors. Losses, norms and
-gradients are sums over all devices.
+The span's weights are sharded over the devices (`FsdpModel`), with one process (rank) per device. Rank 0 has the route
+and wraps its part in `LeaderStage`, which sends each operation to the other ranks before it executes it. Rank 0
+scatters samples and gathers outputs, so neighbours see whole tensors. Losses, norms and gradients are sums over all
+devices.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from atoll.node.training.fsdp_model import FsdpModel, shard_model
 
 
 class ShardedStage(Stage):
-    """One device's part. Tensors that the route brings are None on all but the first."""
+    """One device's part of a stage. Tensors from the route are None on all ranks but rank 0."""
 
     def __init__(
         self, model: FsdpModel, section: OptimizerSection, room: MicroBatchShape, precision: str, group: DeviceGroup
     ) -> None:
         super().__init__(model, section, room, precision)
         self._spread, self._group = model, group
-        self._rows: dict[int, int] = {}  # samples of micro-batches in flight, of all devices
-        self._loss_divisor = 1.0  # that the mean of the samples here goes into that of their micro-batch
+        self._rows: dict[int, int] = {}  # micro-batch in flight → its samples on all devices
+        self._loss_divisor = 1.0  # turns the mean over this device's samples into its share of the micro-batch's mean
         self._tied_gradient_VD: Tensor | None = None
 
     def forward_part(self, micro_batch: int, rows: int, x: Tensor | None, targets_BT: Tensor | None) -> Tensor:
-        """`forward` of this device's samples of `rows`; on the first device, what came of all of them."""
+        """Run `forward` on this device's share of `rows` samples. Rank 0 returns the output of all samples."""
         span_definition, tokens, before = (
             self._spread.span_definition,
             self._micro_batch_shape.tokens,
@@ -55,7 +56,7 @@ class ShardedStage(Stage):
         return output if span_definition.last else self._group.gather(rows, output)
 
     def backward_part(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
-        """`backward` of this device's samples; on the first device, the gradient of all of them."""
+        """Run `backward` on this device's samples. Rank 0 returns the gradient of all samples."""
         span_definition, rows = self._spread.span_definition, self._rows.pop(micro_batch)
         shape = (self._micro_batch_shape.tokens, span_definition.dimension)
         gradient = None if span_definition.last else self._group.scatter(rows, shape, torch.float32, gradient_BTD)
@@ -91,7 +92,7 @@ class ShardedStage(Stage):
         return self._spread.gather_tied_weight()
 
     def borrow_part(self, weights_VD: Tensor | None) -> None:
-        """`set_tied_weights` what the first device got."""
+        """Broadcast the tied weight that rank 0 got, and use it from now on."""
         with torch.no_grad():
             if weights_VD is not None:
                 self._spread.borrowed.copy_(weights_VD)
@@ -101,14 +102,14 @@ class ShardedStage(Stage):
         return self._group.all_reduce_sum(super().tied_gradient())
 
     def add_tied_part(self, gradient_VD: Tensor | None) -> None:
-        """`add_tied` what the first device got, when the gradients are gathered."""
+        """Broadcast rank 0's gradient of the tied weight. `norms` adds it after it gathered the gradients."""
         whole_VD = torch.empty(self._spread.owned.shape, device=self._spread.device)
         if gradient_VD is not None:
             whole_VD.copy_(gradient_VD)
         self._tied_gradient_VD = self._group.broadcast(whole_VD)
 
     def run_order(self, order: RankOrder) -> None:
-        """Do this device's part of what the first one does."""
+        """Execute this device's part of an operation that rank 0 executes."""
         number = order.micro_batch
         does: dict[str, Callable[[], object]] = {
             "begin": lambda: self.begin(order.micro_batches),
@@ -129,7 +130,7 @@ class ShardedStage(Stage):
 
 
 def build_sharded_stage(spec: RunSpec, run: RunModel, span: Span, group: DeviceGroup) -> ShardedStage:
-    """This device's part of a span in memory. Raises `InvalidRequest`, `ConfigError`."""
+    """Load this device's part of a span. Raises `InvalidRequest`, `ConfigError`."""
     section = spec.optimizer
     room = MicroBatchShape(section.micro_batch_samples, spec.data.sequence_length)
     precision = working_precision(section.precision, group.device)
@@ -137,10 +138,10 @@ def build_sharded_stage(spec: RunSpec, run: RunModel, span: Span, group: DeviceG
 
 
 class LeaderStage:
-    """The whole stage, on its first device: `runner.RankOrder`."""
+    """The whole stage as rank 0 sees it: each operation of `StageCompute` runs on all ranks."""
 
     def __init__(self, part: ShardedStage, send_to_ranks: Callable[[RankOrder], object]) -> None:
-        """`send_to_ranks` the others."""
+        """`part` of rank 0; `send_to_ranks` sends an order to all other ranks."""
         self._part, self._tell = part, send_to_ranks
 
     def check(self, message: Message) -> None:

@@ -1,4 +1,8 @@
-"""What orders do to the model that a trainer's process holds, whoever gives them: the daemon, or the first process."""
+"""Execution of orders on the model of a trainer process.
+
+Rank 0 executes the daemon's orders (`session.py`); the other ranks execute the same orders, which rank 0 forwards
+(`rank_process.py`).
+"""
 
 from __future__ import annotations
 
@@ -28,19 +32,19 @@ MODEL_ORDERS = (
 
 
 class ModelOrders:
-    """The model, and the shared vectors of the elements that the node holds."""
+    """The model of this process and the shared vectors of the held elements."""
 
     def __init__(self, state: TrainerState, config: ms.TrainerConfig, anchor_fd: int, gradient_fd: int) -> None:
-        """Raises `ModelTooLarge`."""
+        """Allocate and map the vectors behind the two descriptors. Raises `ModelTooLarge`."""
         self.state = state
-        self.anchor_loaded = False  # an anchor was
+        self.anchor_loaded = False
         self._has_snapshot, self._memory_bytes = False, config.memory_bytes
         for descriptor in (anchor_fd, gradient_fd):
             allocate_vector(descriptor, state.elements)
         self.anchor_E, self.gradient_E = (map_vector(fd, state.elements) for fd in (anchor_fd, gradient_fd))
 
     def execute(self, order: ms.Message) -> ms.Answer:
-        """One of `MODEL_ORDERS`. Raises `InvalidTransition`, `ModelTooLarge`."""
+        """Execute one of `MODEL_ORDERS`. Raises `InvalidTransition`, `ModelTooLarge`."""
         match order:
             case ms.Evaluate():
                 return ms.Loss(self._whole_model("or the driver of a route evaluates").evaluate(self.anchor_E))
@@ -101,9 +105,12 @@ class ModelOrders:
 
     @property
     def model(self) -> InnerLoop | StageLoop | RankStage:
-        """Raises `ModelTooLarge` where no layers are held."""
+        """The loop with the held layers. Raises `ModelTooLarge` when the trainer holds none."""
         if self.state.loop is None:
-            raise ModelTooLarge("this trainer holds no layers: the model is too large for it", "give it a span")
+            raise ModelTooLarge(
+                "this trainer holds no layers: the model is too large for its device",
+                "wait for a plan that gives this node a span",
+            )
         return self.state.loop
 
     def _whole_model(self, does: str) -> InnerLoop:
@@ -113,6 +120,6 @@ class ModelOrders:
 
 
 def check_allowed(holds: bool, what: str) -> None:
-    """Raises `InvalidTransition`."""
+    """Raise `InvalidTransition` unless the condition holds."""
     if not holds:
         raise InvalidTransition(f"the trainer was told to {what}")

@@ -1,4 +1,8 @@
-"""The process of another device than the first of a node's: does what the first one does, and nothing else."""
+"""A trainer process for a node's second or later device (rank 1 and up). It mirrors rank 0.
+
+A node with several devices runs one process per device. Rank 0 talks to the daemon (`session.py`) and forwards orders
+and steps to the other ranks (`rank_processes.py`), which this module executes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from atoll.node.training.loop import InnerLoop
 
 
 class RankProcess:
-    """Loads its part (raising typed errors), and then serves."""
+    """One rank other than rank 0. The constructor loads its part of the model and raises typed errors."""
 
     def __init__(
         self,
@@ -35,7 +39,7 @@ class RankProcess:
         self._orders = ModelOrders(state, config, anchor_fd, gradient_fd)
 
     def serve(self) -> None:
-        """Until `Stop`."""
+        """Execute what rank 0 sends, until `Stop`."""
         while True:
             event = self._channel.events.get()
             assert isinstance(event, ms.Envelope)
@@ -48,11 +52,12 @@ class RankProcess:
                     loop.stage.run_order(order)
                 case ms.Probe() as probe, _:
                     self._probe(event.number, probe)
-                case ms.Initialise(), InnerLoop() | RankStage():  # the first process does it
+                case ms.Initialise(), InnerLoop() | RankStage():  # rank 0 writes the anchor
                     self._orders.anchor_loaded = False
                     self._channel.answer(event.number, ms.Done())
                 case ms.Step() | RankOrder(), _:
-                    raise InvalidTransition(f"{event.body} is not for what this process holds")
+                    held = type(self._orders.state.loop).__name__
+                    raise InvalidTransition(f"rank 0 sent {event.body}, which a process with {held} cannot execute")
                 case _:
                     self._answer_order(event)
 
@@ -61,12 +66,12 @@ class RankProcess:
         try:
             state.probe(self._orders.anchor_E, probe.minimum_step_seconds, probe.compute_share)
         except AtollError as error:
-            self._channel.answer(0, refusal(error))  # the others wait for this one in a sum: nothing can go on
+            self._channel.answer(0, refusal(error))  # ends the trainer: the other ranks wait in a collective operation
             raise
         self._channel.answer(number, ms.Done())
 
     def _answer_order(self, order: ms.Envelope) -> None:
-        """What is refused here is refused by the first process, too."""
+        """Execute an order. Rank 0 refuses the same orders as this rank."""
         try:
             answer = self._orders.execute(order.body)
         except AtollError as error:

@@ -1,9 +1,10 @@
-"""What the trainer process does between its first and last order: one loop of orders, messages and inner steps.
+"""The main loop of the trainer process: orders from the daemon, messages of the route, inner steps.
 
-Orders are carried out at step boundaries, in the order in which they came; a stage of a route is at one when no flush
-is under way. Between orders the session steps while it is told to train and has data; a paced node
-(`minimum_step_seconds`) waits out the rest of each step with an ear on its orders. A stage does one action of its
-flush at a time, and takes what neighbours send as it comes.
+`Session` loads the model, reports `Ready` and then serves until `Stop`. It executes orders at step boundaries, in the
+order in which they came; a stage of a route is at a step boundary when no flush is under way. Between orders it runs
+inner steps while it is told to train and has data. A paced node (`minimum_step_seconds`) waits for the rest of each
+step and still accepts orders. A stage executes one action of its flush at a time and takes its neighbours' messages
+as they come.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from atoll.node.training.device_group import Rendezvous, choose_devices, combine
 from atoll.node.training.loop import InnerLoop
 
 STATUS_INTERVAL_SECONDS = 0.5
-TIMED_FIRST, TIMED_EVERY = 4, 16  # steps on a GPU
+TIMED_FIRST, TIMED_EVERY = 4, 16  # on a GPU, time the first 4 steps and then each 16th
 
 
 class Channel(Protocol):
-    """What the session needs of the control socket; the route's events come the same way."""
+    """The control socket as the session uses it. The route's events arrive in the same queue."""
 
     events: queue.SimpleQueue[ms.Envelope | RouteEvent]
 
@@ -48,7 +49,7 @@ class Channel(Protocol):
 
 
 class Session:
-    """Loads everything (raising typed errors), says `Ready`, and then serves."""
+    """The trainer of one node. The constructor loads everything, raises typed errors and answers `Ready`."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Session:
         self._training = self._stopping = False
         self._pushed_at = 0.0
         self._steps = 0
-        self._pending_orders: deque[ms.Envelope] = deque()  # orders
+        self._pending_orders: deque[ms.Envelope] = deque()
         devices = choose_devices(config.device)
         facts = combined_facts(devices, config.vram_fraction, config.memory_bytes)
         limit_device_memory(devices[0], facts, config.vram_fraction)
@@ -82,7 +83,7 @@ class Session:
         self._send_ready(ms.Probe(config.minimum_step_seconds, config.compute_share))
 
     def _report_loading(self, tokens: int) -> None:
-        """Tell the daemon, now and then, that loading does."""
+        """Report loading progress to the daemon, at most once per `STATUS_INTERVAL_SECONDS`."""
         now = self._clock.monotonic()
         if now - self._pushed_at >= STATUS_INTERVAL_SECONDS:
             self._pushed_at = now
@@ -93,33 +94,33 @@ class Session:
         if isinstance(self._loop, InnerLoop):
             self._loop.initialise_into(anchor_E)
         number = self._ranks.send_to_ranks(probe) if self._ranks is not None else 0
-        # what fails here ends this process, and theirs: they may wait in a sum
+        # an error here ends this process and so the other ranks, which may wait in a collective operation
         tokens_per_second = self._state.probe(anchor_E, probe.minimum_step_seconds, probe.compute_share)
         if self._ranks is not None:
             self._ranks.await_ranks(number)
         self._channel.answer(0, self._state.ready_message(tokens_per_second))
 
     def _exit_on_rank_failure(self, why: ms.Refused) -> None:
-        """A device's process is gone, so this trainer is of no use. Called in a thread; torch may wait for that one."""
+        """Exit because a rank has ended. Called in a thread, since torch may block on the rank in the main thread."""
         self._channel.answer(0, why)
         os._exit(int(error_class(why.reason).exit_code))
 
     @contextmanager
     def _on_all_ranks(self, order: ms.Order) -> Iterator[None]:
-        """Followers do the same meanwhile, and are done afterwards."""
+        """Have the other ranks execute the same order during the block, and wait for them at its end."""
         if self._ranks is None:
             yield
             return
         number = self._ranks.send_to_ranks(order)
         try:
-            yield  # whatever fails but a refusal ends this process, and theirs
+            yield  # an error other than a refusal ends this process, and so the other ranks
         except AtollError:
             self._ranks.await_ranks(number, refused=True)
             raise
         self._ranks.await_ranks(number)
 
     def serve(self) -> None:
-        """Until `Stop`."""
+        """Serve orders and train until `Stop`."""
         while not self._stopping:
             self._on_event(self._next_event())
             if self._pending_orders and self._between_steps:
@@ -140,12 +141,12 @@ class Session:
 
     @property
     def _is_timed(self) -> bool:
-        """Whether to wait for the device: a GPU is ahead of its program, and should be in most steps."""
+        """True if this step is timed, which waits for the device. Most steps on a GPU should run asynchronously."""
         always = self._state.device.type == "cpu" or self._pace.compute_share < 1
         return always or self._steps < TIMED_FIRST or self._steps % TIMED_EVERY == 0
 
     def _wait_seconds(self, loop: InnerLoop | StageLoop) -> float:
-        """Until there may be work."""
+        """Seconds until the pace allows the next step or action."""
         now = self._clock.monotonic()
         return self._pace.wait_seconds(now) if loop.between_steps else self._pace.rest_seconds(now)
 
@@ -163,7 +164,8 @@ class Session:
         if isinstance(event, ms.Envelope):
             self._pending_orders.append(event)
             if isinstance(event.body, ms.Stop) and isinstance(self._loop, StageLoop):
-                self._loop.leave(FlushAborted("the trainer stops"))  # else it waits for a flush that others may not end
+                # without this, the order waits for the end of a flush that other stages may never finish
+                self._loop.leave(FlushAborted("the trainer stops"))
         elif event is not None:
             self._stage().take(event)
 
@@ -171,7 +173,7 @@ class Session:
         loop, began = self._require_model(), self._clock.monotonic()
         computing = compute_clock_seconds(self._state.device, self._clock)
         was_between = loop.between_steps
-        if self._ranks is not None and isinstance(loop, InnerLoop):  # a stage tells what it does by itself
+        if self._ranks is not None and isinstance(loop, InnerLoop):  # `LeaderStage` sends a stage's actions itself
             self._ranks.send_to_ranks(ms.Step())
         result = loop.work()
         if was_between and (result is not None or not loop.between_steps):
@@ -190,11 +192,11 @@ class Session:
             if isinstance(order.body, ms.Evaluate) and isinstance(self._loop, StageLoop):
                 check_allowed(self._training, "evaluate over a route while it is paused")
                 self._loop.evaluate(partial(self._answer, order.number))
-                return  # the answer comes when the route has found it
+                return  # the answer follows when the route has computed the loss
             answer = self._execute(order.body)
         except AtollError as error:
             answer = refusal(error)
-        self._push()  # first, so that who gets the answer sees the status after it
+        self._push()  # before the answer, so that the caller sees the status after its order
         self._channel.answer(order.number, answer)
 
     def _answer(self, number: int, outcome: Outcome) -> None:
@@ -203,7 +205,7 @@ class Session:
     def _execute(self, order: ms.Message) -> ms.Answer:
         match order:
             case ms.Initialise():
-                self._require_model().initialise_into(self._orders.anchor_E)  # followers have no part in it
+                self._require_model().initialise_into(self._orders.anchor_E)  # this rank writes all of it
                 with self._on_all_ranks(order):
                     self._orders.anchor_loaded = False
             case ms.Train():
@@ -244,12 +246,15 @@ class Session:
 
     def _require_model(self) -> InnerLoop | StageLoop:
         if self._loop is None:
-            raise ModelTooLarge("this trainer holds no layers: the model is too large for it", "give it a span")
+            raise ModelTooLarge(
+                "this trainer holds no layers: the model is too large for its device",
+                "wait for a plan that gives this node a span",
+            )
         return self._loop
 
     def _stage(self) -> StageLoop:
         if not isinstance(self._loop, StageLoop):
-            raise InvalidTransition("only a trainer with a span stands on a route")
+            raise InvalidTransition("this trainer holds no span: only a trainer with a span can be a stage of a route")
         return self._loop
 
     def _push(self) -> None:
@@ -284,5 +289,5 @@ class Session:
 
 
 def refusal(error: AtollError) -> ms.Refused:
-    """As an answer."""
+    """Convert an error to an answer."""
     return ms.Refused(error.reason, str(error), error.remedy)

@@ -1,10 +1,11 @@
-"""The daemon's handle on its trainer process: spawn, order, watch, stop.
+"""The daemon's handle on its trainer process: spawn it, give it orders, watch it, stop it.
 
-The trainer is a child with its own interpreter, spawned, never forked. The two share the anchor and the
-pseudo-gradient through nameless memory and talk over a socket pair; every order has a deadline and raises
-`ChildDied` when the child is gone. A trainer that holds a span has a second pair, for what passes between it and the
-other stages of its route. A CUDA error or an out-of-memory kill therefore costs a trainer, not the membership: the
-daemon sees `died` and spawns another.
+The trainer is a child process with its own interpreter (spawned, never forked). A CUDA error or an out-of-memory kill
+therefore ends the trainer, not the node's membership: the daemon sees `died` and spawns another trainer.
+
+Daemon and trainer share the anchor and the pseudo-gradient in anonymous memory. Orders and answers pass over a socket
+pair (`messages.py`). Every order has a deadline and raises `ChildDied` when the child has ended. A trainer that holds a
+span has a second socket pair, for messages between it and the other stages of its route (`StageSocket`).
 """
 
 from __future__ import annotations
@@ -34,53 +35,53 @@ from atoll.v1 import plan_pb2
 
 __all__ = ["Snapshot", "Trainer", "TrainerConfig", "TrainerExit", "TrainerFacts", "TrainerStatus"]
 
-ORDER_TIMEOUT = timedelta(minutes=10)  # one inner step of a large model on a slow machine, and some
+ORDER_TIMEOUT = timedelta(minutes=10)  # more than one inner step of a large model takes on a slow machine
 _KILL_TIMEOUT = timedelta(seconds=10)
 
 OnProgress = Callable[[ms.Loading], object]
 
 
 def no_progress_callback(_: ms.Loading) -> None:
-    """Nobody asks how far it is."""
+    """Ignore progress reports."""
 
 
 @dataclass(frozen=True)
 class TrainerFacts:
-    """What the child found after loading."""
+    """Facts that the child reports after loading. All but `span` are about the whole model."""
 
-    layers: plan_pb2.LayerTable  # of the whole model, like all but `span`
+    layers: plan_pb2.LayerTable
     elements: int
     layer_offsets: tuple[int, ...]  # one entry more than there are layers
     corpus_digest: str
     corpus_samples: int
     device: str
     device_name: str
-    device_memory_bytes: int  # what the owner allows of it
+    device_memory_bytes: int  # the part that the owner allows
     device_uuid: str
     tokens_per_step: int
     tokens_per_second: float  # measured by a few real steps on scratch state
-    layer_times: tuple[tuple[str, float, float], ...]  # kind; seconds a token, forward and backward
-    span: tuple[int, int] | None  # the layers that are held, both included; None: none, the model is too large
-    whole_model_bytes: int  # what all of them would take of the device
+    layer_times: tuple[tuple[str, float, float], ...]  # kind; seconds per token, forward and backward
+    span: tuple[int, int] | None  # first and last held layer; None: no layers, because the model is too large
+    whole_model_bytes: int  # device memory that all layers would take
 
     @property
     def held(self) -> range:
-        """The layers that are held."""
+        """The layers that this trainer holds."""
         return range(0) if self.span is None else range(self.span[0], self.span[1] + 1)
 
     @property
     def holds_all(self) -> bool:
-        """Whether it is the whole model."""
+        """True if this trainer holds the whole model."""
         return len(self.held) == len(self.layer_offsets) - 1
 
     @property
     def held_elements(self) -> int:
-        """Of the layers that are held: the length of anchor and pseudo-gradient."""
+        """Elements of the held layers: the length of anchor and pseudo-gradient."""
         return self.layer_offsets[self.held.stop] - self.layer_offsets[self.held.start]
 
     @classmethod
     def of(cls, ready: ms.Ready) -> TrainerFacts:
-        """From the child's first word."""
+        """Build the facts from the child's first answer."""
         layers = plan_pb2.LayerTable.FromString(bytes.fromhex(ready.layer_table_hex))
         offsets = layer_offsets(layers)
         return cls(
@@ -103,10 +104,10 @@ class TrainerFacts:
 
 @dataclass(frozen=True)
 class TrainerExit:
-    """How the child ended."""
+    """Exit status of the child, with the last line of its log."""
 
     returncode: int  # negative: the signal that killed it
-    last_line: str  # of its log; empty when there is none
+    last_line: str  # empty when the child logged nothing
 
     def __str__(self) -> str:
         how = f"was killed by signal {-self.returncode}" if self.returncode < 0 else f"ended with {self.returncode}"
@@ -114,14 +115,17 @@ class TrainerExit:
 
 
 class Trainer:
-    """One trainer process. Made by `spawn`; `stop` it in the end."""
+    """One trainer process. `spawn` creates it; the caller calls `stop` in the end.
 
-    program = WORKER_MODULE  # of the child; benchmarks have others
+    It has more than 20 methods because each order is one typed method.
+    """
+
+    program = WORKER_MODULE  # module that the child runs; benchmarks run others
     facts: TrainerFacts
-    cable: StageSocket | None = None  # of a trainer with a span: for its route's bridge
-    # fp32 [E] of the layers that are held, shared:
-    anchor: Tensor  # the parent writes it; the child reads it when told, and writes it in initialise
-    pseudo_gradient: Tensor  # the child writes it in snapshot; read it until apply or discard
+    cable: StageSocket | None = None  # of a trainer with a span; the `RouteConnection` uses it
+    # fp32 [E] of the held layers, shared with the child:
+    anchor: Tensor  # the parent writes it; the child reads it on orders and writes it in `initialise`
+    pseudo_gradient: Tensor  # the child writes it in `snapshot`; valid until `apply` or `discard`
 
     def __init__(
         self, child: TrainerProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_progress: OnProgress
@@ -136,7 +140,7 @@ class Trainer:
 
     @classmethod
     async def spawn(cls, config: TrainerConfig, *, log_path: Path, timeout: timedelta) -> Trainer:
-        """`take` of a new child."""
+        """Start a child process and `take` it."""
         return await cls.take(await TrainerProcess.start(log_path, cls.program), config, timeout=timeout)
 
     @classmethod
@@ -148,10 +152,10 @@ class Trainer:
         timeout: timedelta,
         on_progress: OnProgress = no_progress_callback,
     ) -> Trainer:
-        """Tell a child what to train and wait until it has corpus, model and device; it is this trainer's then.
+        """Send a child its configuration and wait until it has corpus, model and device. The trainer then owns it.
 
-        That takes as long as it takes: `timeout` is for a child that does not get on; `on_progress` is told when it
-        does. Raises the child's own error (`CorpusError`, `ModelTooLarge`, `ConfigError`), `ChildDied`,
+        Loading may take any time. `timeout` limits the time without progress; `on_progress` is called on each progress
+        report. Raises the child's own error (`CorpusError`, `ModelTooLarge`, `ConfigError`), `ChildDied`,
         `DeadlineExceeded`.
         """
         try:
@@ -180,27 +184,27 @@ class Trainer:
     # --- orders -----------------------------------------------------------------------------------------
 
     async def initialise(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """Genesis: the child writes the run's seeded parameters into `anchor`. `load` must follow."""
+        """Genesis: have the child write the run's seeded parameters into `anchor`. `load` must follow."""
         await self._order(ms.Initialise(), timeout)
 
     async def load(
         self, *, ranges: Sequence[SampleRange], committed_tokens: int, timeout: timedelta = ORDER_TIMEOUT
     ) -> None:
-        """Weights := `anchor`; progress is forgotten, AdamW's state kept when there is one."""
+        """Set weights to `anchor` and reset progress. The optimiser's state is kept when there is one."""
         await self._order(ms.Load(tuple(ranges), committed_tokens), timeout)
 
     async def train(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """Step until paused. Without ranges nothing is trained."""
+        """Run inner steps until `pause`. Without data ranges nothing is trained."""
         await self._order(ms.Train(), timeout)
 
     async def pause(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """Returns at a step boundary, with no step under way."""
+        """Stop training at the next step boundary; returns when no step is under way."""
         await self._order(ms.Pause(), timeout)
 
     async def snapshot(self, start: int = 0, end: int | None = None, *, timeout: timedelta = ORDER_TIMEOUT) -> Snapshot:
-        """At the next step boundary: `pseudo_gradient` := anchor − weights, from element `start` to `end` (the last).
+        """Write anchor − weights of elements [`start`, `end`) to `pseudo_gradient` at the next step boundary.
 
-        Training goes on meanwhile.
+        `end` = None means all elements from `start`. Training continues afterwards.
         """
         taken = await self._order(ms.TakeSnapshot(start, self._all[1] if end is None else end), timeout)
         assert isinstance(taken, ms.SnapshotTaken)
@@ -214,10 +218,9 @@ class Trainer:
         moved: SampleRange | None = None,
         timeout: timedelta = ORDER_TIMEOUT,
     ) -> None:
-        """Carry: weights := `anchor` + (weights − weights at the snapshot); progress since the snapshot stays.
+        """Carry: weights := `anchor` + (weights − weights at the snapshot). Progress since the snapshot is kept.
 
-        `moved` are the elements in which the anchor is another one (all). Those that the snapshot does not hold are
-        rebased.
+        `moved`: the elements in which the anchor changed; None: all. Elements outside the snapshot are rebased.
         """
         await self._order(ms.Apply(tuple(ranges), committed_tokens, moved or self._all), timeout)
 
@@ -230,56 +233,56 @@ class Trainer:
         moved: SampleRange | None = None,
         timeout: timedelta = ORDER_TIMEOUT,
     ) -> None:
-        """A round went by without us: weights := `anchor` + (weights − old anchor); all progress stays.
+        """A round committed without this node: weights := `anchor` + (weights − old anchor). All progress is kept.
 
-        `moved` are the elements in which the anchor is another one (all). `consumed_samples` samples of the ranges
-        before the round took all the same, for what an earlier life of this node brought.
+        `moved`: the elements in which the anchor changed; None: all. `consumed_samples`: samples of the previous ranges
+        that the round consumed nevertheless, because an earlier process of this node contributed them.
         """
         await self._order(ms.Rebase(tuple(ranges), committed_tokens, moved or self._all, consumed_samples), timeout)
 
     async def set_ranges(self, ranges: Sequence[SampleRange], *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """Other samples, not consumed as of the anchor that is loaded; a snapshot stays, and all progress."""
+        """Replace the data ranges by samples not consumed as of the loaded anchor. Keeps snapshot and progress."""
         await self._order(ms.SetRanges(tuple(ranges)), timeout)
 
     async def discard(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """An abandoned round: forget the snapshot, keep all progress."""
+        """Forget the snapshot of an abandoned round; keep all progress."""
         await self._order(ms.Discard(), timeout)
 
     async def evaluate(self, *, timeout: timedelta = ORDER_TIMEOUT) -> float:
-        """Held-out loss of `anchor`, nats per token; runs between two steps."""
+        """Compute the held-out loss of `anchor`, in nats per token, between two steps."""
         loss = await self._order(ms.Evaluate(), timeout)
         assert isinstance(loss, ms.Loss)
         return loss.value
 
     async def generate(self, prompt: str, tokens: int, seed: int = 0, *, timeout: timedelta = ORDER_TIMEOUT) -> str:
-        """Text sampled from `anchor`; runs between two steps."""
+        """Sample text from `anchor` between two steps."""
         text = await self._order(ms.Generate(prompt, tokens, seed), timeout)
         assert isinstance(text, ms.Text)
         return text.text
 
     async def limit(self, config: TrainerConfig, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """Threads, pace and memory as `config` says, from the next step on. Raises `ModelTooLarge`."""
+        """Apply threads, pace and memory of `config` from the next step on. Raises `ModelTooLarge`."""
         limit = ms.SetLimits(
             config.cpu_threads, config.minimum_step_seconds, config.compute_share, config.vram_fraction
         )
         await self._order(limit, timeout)
 
     async def enter_route(self, route: RoutePlace, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """The span is this stage from now on; run a `RouteConnection` over `cable` then. What it holds stays as it is.
+        """Make the span this stage of a route; then run a `RouteConnection` over `cable`. Weights do not change.
 
-        Raises `InvalidRequest` when the span is not such a stage's.
+        Raises `InvalidRequest` when the span does not fit the stage: only a first or last stage has the model's ends.
         """
         await self._order(ms.EnterRoute(route.plan_version, route.route, route.stage, route.stages), timeout)
 
     async def write_initial_weights(self, path: Path, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """Genesis without the model: the run's initial parameters of all layers, raw fp32, little-endian, fsynced.
+        """Genesis of a model that this node cannot hold: write the initial parameters of all layers to a file.
 
-        Raises `DataDirUnusable`.
+        The file is raw fp32, little-endian, fsynced. Raises `DataDirUnusable`.
         """
         await self._order(ms.WriteInitial(str(path)), timeout)
 
     async def stop(self, timeout: timedelta) -> None:
-        """End the child: by order, and after `timeout` by force. Safe to call when it is dead, and twice."""
+        """Order the child to stop; kill it after `timeout`. Safe to call twice, and when the child has ended."""
         with contextlib.suppress(ChildDied, DeadlineExceeded):
             await self._order(ms.Stop(), timeout)
             await asyncio.wait([self.died], timeout=timeout.total_seconds())
@@ -305,22 +308,22 @@ class Trainer:
         try:
             return await self._answer(number, timeout)
         except DeadlineExceeded as error:
-            if isinstance(order, ms.Evaluate | ms.Generate | ms.Stop):  # may wait for others of a route, or be long
+            if isinstance(order, ms.Evaluate | ms.Generate | ms.Stop):  # long, or waiting for others of a route
                 raise
-            self._child.kill()  # a device or a disk that hangs: another process may do better
-            raise ChildDied(f"{error}: it was killed", f"{self._child.log_path} holds its output") from error
+            self._child.kill()  # its device or disk hangs: a new process may work
+            raise ChildDied(f"{error}: it was killed", f"see its log {self._child.log_path}") from error
 
     async def _await_ready(self, silence: timedelta) -> ms.Answer:
-        """The child's first answer. Raises `DeadlineExceeded` when it has not got on for so long."""
+        """Wait for the child's first answer. Raises `DeadlineExceeded` after `silence` without progress."""
         loop, first = asyncio.get_running_loop(), self._pending_answers[0]
         try:
             while not first.done():
                 left = self._last_progress_at + silence.total_seconds() - loop.time()
                 if left <= 0:
-                    raise DeadlineExceeded(f"the trainer loads, but did not get on for {silence.total_seconds():.0f} s")
+                    raise DeadlineExceeded(f"the trainer made no loading progress for {silence.total_seconds():.0f} s")
                 await asyncio.wait([first], timeout=left)
         except BaseException:
-            del self._pending_answers[0]  # nobody wants it any more
+            del self._pending_answers[0]  # no caller waits for it any more
             raise
         return await self._answer(0, silence)
 
@@ -337,7 +340,7 @@ class Trainer:
         return answer
 
     async def _listen(self) -> None:
-        """Reads until the child closes its end, then learns how it ended."""
+        """Dispatch the child's messages until it closes its end; then record how it ended."""
         try:
             while line := await self._reader.readline():
                 envelope = ms.Envelope.parse(line)
@@ -348,12 +351,12 @@ class Trainer:
                     self._on_progress(envelope.body)
                 elif (waiting := self._pending_answers.get(envelope.number)) is not None and not waiting.done():
                     waiting.set_result(cast("ms.Answer", envelope.body))
-        except ConnectionError:  # killed with words of ours unread: the same end as end of file
+        except ConnectionError:  # the child was killed with orders unread: treat it as end of file
             pass
-        except ValueError:  # a broken channel: the child is of no use any more
+        except ValueError:  # the channel is corrupt: the child cannot be used any more
             self._child.kill()
         finally:
-            self._writer.close()  # a child that lives on without its socket ends itself
+            self._writer.close()  # a child that still runs ends itself when its socket closes
             if self.cable is not None:
                 self.cable.close()
         returncode = await self._child.process.wait()
@@ -364,7 +367,7 @@ class Trainer:
                 waiting.set_exception(self._died_error())
 
     def _died_error(self) -> ChildDied:
-        return ChildDied(str(self.died.result()), f"{self._child.log_path} holds its output")
+        return ChildDied(str(self.died.result()), f"see its log {self._child.log_path}")
 
     async def _kill(self) -> None:
         if not self.died.done():
@@ -373,7 +376,7 @@ class Trainer:
             async with asyncio.timeout(_KILL_TIMEOUT.total_seconds()):
                 await asyncio.shield(self._listening)
         except TimeoutError as error:
-            held = f"the trainer does not end within {_KILL_TIMEOUT.total_seconds():.0f} s of being killed"
-            raise DeadlineExceeded(held, "its device or its disk holds it: see the kernel's log") from error
+            stuck = f"the trainer did not end within {_KILL_TIMEOUT.total_seconds():.0f} s of being killed"
+            raise DeadlineExceeded(stuck, "its device or its disk blocks it: see the kernel's log") from error
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
