@@ -33,7 +33,7 @@ class RouteMembership:
         """`on_broken` is called when a neighbour is missing."""
         self.place: RoutePlace | None = None
         self.number: int | None = None  # of the route, in the plan that is followed
-        self._cable: StageSocket | None = None
+        self._stage_socket: StageSocket | None = None
         self._network, self._spec, self._me, self._clock, self._on_broken = network, spec, peer_id, clock, on_broken
         self._dispatcher = RouteDispatcher(network)
         self._bridge: RouteConnection | None = None
@@ -51,32 +51,34 @@ class RouteMembership:
 
     async def follow(self, plan: Plan, trainer: Trainer) -> None:
         """Take the place that `plan` has for this node, if it has one. Raises `InvalidRequest`, `ChildDied`."""
-        place, cable = RoutePlace.of(plan, self._me), trainer.cable
-        goes_on = place is not None and (place, cable) == (self.place, self._cable)
+        place, stage_socket = RoutePlace.of(plan, self._me), trainer.stage_socket
+        goes_on = place is not None and (place, stage_socket) == (self.place, self._stage_socket)
         if not goes_on or self._running is None or self._running.done():
             await self.leave()
-        if place is None or cable is None:
+        if place is None or stage_socket is None:
             return
         number = plan.routes.index(place.peers)
         if self._running is None:
             await trainer.enter_route(place)
-            self._begin(place, cable, trainer)
+            self._begin(place, stage_socket, trainer)
         self.number = number
 
-    def _begin(self, place: RoutePlace, cable: StageSocket, trainer: Trainer) -> None:
-        self.place, self._cable = place, cable
+    def _begin(self, place: RoutePlace, stage_socket: StageSocket, trainer: Trainer) -> None:
+        self.place, self._stage_socket = place, stage_socket
         self._bridge = RouteConnection(
-            self._dispatcher, cable, place, self._spec, trainer.facts.layers, self._clock, self._on_broken
+            self._dispatcher, stage_socket, place, self._spec, trainer.facts.layers, self._clock, self._on_broken
         )
-        self._running = asyncio.create_task(self._run(self._bridge, self._link_codec_choice(place, cable, trainer)))
+        self._running = asyncio.create_task(
+            self._run(self._bridge, self._link_codec_choice(place, stage_socket, trainer))
+        )
 
-    def _link_codec_choice(self, place: RoutePlace, cable: StageSocket, trainer: Trainer) -> LinkCodecs | None:
+    def _link_codec_choice(self, place: RoutePlace, stage_socket: StageSocket, trainer: Trainer) -> LinkCodecs | None:
         if self._spec.pipeline.codec != "auto":
             return None
-        channel = LinkFormat.of(self._spec, trainer.facts.layers, *place.name)
+        channel = LinkFormat.of(self._spec, trainer.facts.layers, *place.route_key)
         tokens = channel.samples * channel.tokens
         return LinkCodecs(
-            cable,
+            stage_socket,
             place,
             tokens * channel.dimension,
             lambda: tokens * trainer.status.busy_seconds_per_token,
@@ -105,4 +107,4 @@ class RouteMembership:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
-        self.place = self.number = self._cable = self._bridge = self._running = None
+        self.place = self.number = self._stage_socket = self._bridge = self._running = None

@@ -28,7 +28,7 @@ from atoll.node.model.initial_weights_file import write_initial_weights
 from atoll.node.model.run_model import run_model
 from atoll.node.model.span import Span
 from atoll.node.state.tensor_file import LayerLayout
-from atoll.node.trainer.loading import load as load_trainer
+from atoll.node.trainer.loading import load_trainer_state as load_trainer
 from atoll.node.trainer.loading import measure_layer_times
 from atoll.node.trainer.messages import TrainerConfig
 from atoll.node.training.corpus import load_corpus

@@ -136,7 +136,7 @@ class FlushMachine:
         self.last_flush = 0  # the last flush of this incarnation that is over on this stage
         self.last_result: FlushResult | None = None  # driver: end of the newest flush; None until it has ended
         self.ready = False  # this stage and all after it take part in flushes
-        self.decided: Decision | None = None  # the newest decision that this stage knows
+        self.last_decision: Decision | None = None  # the newest decision that this stage knows
         self._incarnation = 0
         self._joined = False  # this stage knows whether its flush of the previous incarnation was decided
         self._step_unfinished = False
@@ -180,9 +180,9 @@ class FlushMachine:
         if self._undecided is not None and self._undecided == told:
             self._apply_step(told.factor)
         self.drop_undecided()
-        self.decided = told or self.decided  # a driver that replaced another one knows no decision
+        self.last_decision = told or self.last_decision  # a driver that replaced another one knows no decision
         self._joined = True
-        self._outgoing += self._downstream(Join(self.decided))
+        self._outgoing += self._downstream(Join(self.last_decision))
         if self.place.last:
             self._announce_ready()
 
@@ -256,7 +256,7 @@ class FlushMachine:
             )
         self._tied_weights = weights
 
-    def feed(self, micro_batches: Sequence[tuple[Tensor, Tensor]], anchor: int | None = None) -> int:
+    def begin_flush(self, micro_batches: Sequence[tuple[Tensor, Tensor]], anchor: int | None = None) -> int:
         """Driver: begin the next flush with inputs and targets, int64 [B,T] each. Returns the flush's number.
 
         With `anchor` (committed tokens) it is an evaluation of at most `max_evaluation_micro_batches` micro-batches.
@@ -386,7 +386,7 @@ class FlushMachine:
 
     def _step(self, verdict: Verdict, report: Report | None = None) -> list[Outgoing]:
         self._apply_step(verdict.factor)
-        self.decided = Decision(self._incarnation, verdict.flush, verdict.factor)
+        self.last_decision = Decision(self._incarnation, verdict.flush, verdict.factor)
         if report is not None:
             self.last_result = FlushResult(verdict, report.loss, report.norms)
         self._end(verdict.flush)

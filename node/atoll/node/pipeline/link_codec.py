@@ -43,7 +43,7 @@ class LinkCodecs:
 
     def __init__(
         self,
-        cable: StageSocket,
+        stage_socket: StageSocket,
         place: RoutePlace,
         micro_batch_elements: int,
         micro_batch_seconds: Callable[[], float],
@@ -52,7 +52,7 @@ class LinkCodecs:
         """`micro_batch_seconds`: compute time, 0 while unknown. `bytes_per_second_to`: measured rate to a peer."""
         neighbours = (stage for stage in (place.stage - 1, place.stage + 1) if 0 <= stage < place.stages)
         self.codecs = dict.fromkeys(neighbours, NARROW_CODEC)  # by the stage that a link leads to
-        self._cable, self._peers = cable, place.peers
+        self._stage_socket, self._peers = stage_socket, place.peers
         self._bytes = WIDE_BYTES * micro_batch_elements
         self._seconds, self._rate_to = micro_batch_seconds, bytes_per_second_to
 
@@ -76,4 +76,4 @@ class LinkCodecs:
                 self._tell(stage)
 
     def _tell(self, stage: int) -> None:
-        self._cable.send_nowait(FrameType.CODEC, stage, 0, self.codecs[stage].encode())
+        self._stage_socket.send_nowait(FrameType.CODEC, stage, 0, self.codecs[stage].encode())

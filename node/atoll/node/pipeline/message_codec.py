@@ -80,12 +80,12 @@ class LinkFormat:
         )
 
 
-def pack(message: Message, channel: LinkFormat, codec: Codec = CODECS["fp32"]) -> tuple[pb.StageMessage, Buffer]:
+def pack(message: Message, link_format: LinkFormat, codec: Codec = CODECS["fp32"]) -> tuple[pb.StageMessage, Buffer]:
     """Encode a message as header and body. `codec` is used for activations and gradients."""
     header = pb.StageMessage(
-        plan_version=channel.plan_version,
-        route=channel.route,
-        incarnation=channel.incarnation,
+        plan_version=link_format.plan_version,
+        route=link_format.route,
+        incarnation=link_format.incarnation,
         flush=message.flush,
     )
     body: Buffer = b""
@@ -145,45 +145,49 @@ def message_class(header: pb.StageMessage) -> type[Message]:
     return _CLASSES[kind]
 
 
-def read_header(data: bytes, channel: LinkFormat) -> pb.StageMessage:
+def read_header(data: bytes, link_format: LinkFormat) -> pb.StageMessage:
     """Parse a header and check its route, incarnation, shape, codec and body length. Raises `PeerMisbehaved`."""
     header = parse_header(data)
     if (header.plan_version, header.route, header.incarnation) != (
-        channel.plan_version,
-        channel.route,
-        channel.incarnation,
+        link_format.plan_version,
+        link_format.route,
+        link_format.incarnation,
     ):
         raise PeerMisbehaved(
             f"a message for plan {header.plan_version}, route {header.route}, incarnation {header.incarnation} arrived "
-            f"on plan {channel.plan_version}, route {channel.route}, incarnation {channel.incarnation}"
+            f"on plan {link_format.plan_version}, route {link_format.route}, incarnation {link_format.incarnation}"
         )
     message_class(header)
     kind = str(header.WhichOneof("content"))
-    expected = sum(_body_bytes(kind, header, channel))
+    expected = sum(_body_bytes(kind, header, link_format))
     if header.body_bytes != expected:
         raise PeerMisbehaved(f"{kind}: the header announces {header.body_bytes} body bytes; must be {expected}")
     return header
 
 
-def _body_bytes(kind: str, header: pb.StageMessage, channel: LinkFormat) -> tuple[int, int]:
+def _body_bytes(kind: str, header: pb.StageMessage, link_format: LinkFormat) -> tuple[int, int]:
     """Bytes of the encoded tensor and of the targets. Raises `PeerMisbehaved` for a shape or codec out of bounds."""
     if kind in ("join", "ready", "begin", "report", "verdict"):
         return 0, 0
     tensor: pb.StageTensor = getattr(header, kind)
     shape, codec = tuple(tensor.shape), BY_NUMBER.get(tensor.codec)
-    if codec is None or codec.name not in ACTIVATION_CODECS or not _fits(kind, shape, channel):
+    if codec is None or codec.name not in ACTIVATION_CODECS or not _fits(kind, shape, link_format):
         raise PeerMisbehaved(f"{kind}: shape {list(shape)[:4]} or codec {tensor.codec} is not allowed on this route")
     coded = 0 if tensor.not_finite else codec.encoded_bytes(math.prod(shape))
     return coded, _TARGET_BYTES * shape[0] * shape[1] if kind == "activation" else 0
 
 
-def _fits(kind: str, shape: tuple[int, ...], channel: LinkFormat) -> bool:
+def _fits(kind: str, shape: tuple[int, ...], link_format: LinkFormat) -> bool:
     if kind.startswith("tied"):
-        return shape == (channel.vocabulary, channel.dimension)
-    return len(shape) == 3 and 1 <= shape[0] <= channel.samples and shape[1:] == (channel.tokens, channel.dimension)
+        return shape == (link_format.vocabulary, link_format.dimension)
+    return (
+        len(shape) == 3
+        and 1 <= shape[0] <= link_format.samples
+        and shape[1:] == (link_format.tokens, link_format.dimension)
+    )
 
 
-def unpack(header: pb.StageMessage, body: Buffer, channel: LinkFormat) -> Message:
+def unpack(header: pb.StageMessage, body: Buffer, link_format: LinkFormat) -> Message:
     """Decode the body of a checked header. Raises `PeerMisbehaved` for bytes that do not decode."""
     kind, flush = header.WhichOneof("content"), header.flush
     assert kind is not None
@@ -201,7 +205,7 @@ def unpack(header: pb.StageMessage, body: Buffer, channel: LinkFormat) -> Messag
     if kind == "verdict":
         return _verdict(header)
     tensor: pb.StageTensor = getattr(header, kind)
-    coded, _ = _body_bytes(kind, header, channel)
+    coded, _ = _body_bytes(kind, header, link_format)
     values = _get(tensor, memoryview(body)[:coded])
     if kind == "activation":
         return Activation(flush, tensor.micro_batch, values, _targets(memoryview(body)[coded:], tensor.shape))

@@ -30,7 +30,7 @@ class RoutePlace:
         return len(self.peers)
 
     @property
-    def name(self) -> tuple[int, int]:
+    def route_key(self) -> tuple[int, int]:
         """Plan version and route number, which identify the route in messages together with its incarnation."""
         return self.plan_version, self.route
 

@@ -40,7 +40,7 @@ class RouteConnection:
     def __init__(
         self,
         dispatcher: RouteDispatcher,
-        cable: StageSocket,
+        stage_socket: StageSocket,
         route: RoutePlace,
         spec: RunSpec,
         layers: plan_pb2.LayerTable,
@@ -50,8 +50,8 @@ class RouteConnection:
         """`on_neighbour_lost` is called when an incarnation ends because of a different unreachable neighbour."""
         self.incarnations = 0  # begun on this node
         self.last_error: AtollError | None = None  # why the last incarnation ended
-        self._dispatcher, self._cable, self._route = dispatcher, cable, route
-        self._channel = LinkFormat.of(spec, layers, *route.name)
+        self._dispatcher, self._stage_socket, self._route = dispatcher, stage_socket, route
+        self._link_format = LinkFormat.of(spec, layers, *route.route_key)
         self._place = StagePosition(route.stage, route.stages, bool(layers.layers[-1].tied_to), spec.pipeline.ahead)
         self._clock = clock
         self._links: StageStreams | None = None
@@ -80,7 +80,7 @@ class RouteConnection:
 
     async def run(self) -> NoReturn:
         """Run incarnations until cancelled. Raises `ChildDied` when the trainer has ended."""
-        await self._dispatcher.add(self._route.name, self)
+        await self._dispatcher.add(self._route.route_key, self)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._forward_from_trainer())
@@ -88,7 +88,7 @@ class RouteConnection:
         except BaseExceptionGroup as group:
             raise first_error(group) from group
         finally:
-            self._dispatcher.remove(self._route.name)
+            self._dispatcher.remove(self._route.route_key)
 
     async def serve(self, stream: Stream, first: bytes, header: pb.StageMessage) -> None:
         """Forward a neighbour's stream while its incarnation lasts. Raises `InvalidTransition` for another one."""
@@ -110,7 +110,7 @@ class RouteConnection:
 
     async def _forward_from_trainer(self) -> NoReturn:
         while True:
-            frame = await self._cable.receive()
+            frame = await self._stage_socket.receive()
             if self._links is not None:
                 self._links.forward_outgoing(frame)
 
@@ -135,8 +135,8 @@ class RouteConnection:
                 await asyncio.sleep(pause.total_seconds())
 
     async def _run_incarnation(self, number: int) -> NoReturn:
-        channel = replace(self._channel, incarnation=number)
-        links = StageStreams(self._dispatcher.network, self._route, self._place, channel, self._cable)
+        link_format = replace(self._link_format, incarnation=number)
+        links = StageStreams(self._dispatcher.network, self._route, self._place, link_format, self._stage_socket)
         self.incarnations += 1
         try:
             async with self._changed:

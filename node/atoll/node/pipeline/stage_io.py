@@ -48,7 +48,7 @@ class IncarnationEnded:
 
 @dataclass(frozen=True)
 class MessageReceived:
-    """A neighbour's message. Its receiver calls `StageIO.taken`."""
+    """A neighbour's message. Its receiver calls `StageIO.message_handled`."""
 
     incarnation: int
     sender: int
@@ -83,7 +83,7 @@ class _Outbox:
 class StageIO:
     """The stage socket in the trainer process, created once. Its threads end with the socket."""
 
-    channel: LinkFormat | None = None  # of the route; set before the first incarnation begins
+    link_format: LinkFormat | None = None  # of the route; set before the first incarnation begins
     codec: Codec = CODECS["int8"]  # for links without a `CODEC` frame
 
     def __init__(self, sock: socket.socket, on_event: Callable[[RouteEvent], None]) -> None:
@@ -101,9 +101,9 @@ class StageIO:
 
     # --- the session's thread -----------------------------------------------------------------------
 
-    def enter(self, channel: LinkFormat) -> None:
+    def enter(self, link_format: LinkFormat) -> None:
         """Enter another route: set its format and forget the codecs of the previous links."""
-        self.channel, self._codes = channel, {}
+        self.link_format, self._codes = link_format, {}
 
     def begin(self, incarnation: int) -> None:
         """Begin an incarnation; drop messages of earlier ones."""
@@ -124,7 +124,7 @@ class StageIO:
             self._breaks.append(pack_prefix(FrameType.BREAK, 0, self._incarnation, len(payload)) + payload)
             self._changed.notify_all()
 
-    def taken(self) -> None:
+    def message_handled(self) -> None:
         """Note that the receiver has handled one posted message."""
         self._room.release()
 
@@ -134,11 +134,11 @@ class StageIO:
         try:
             with self._sock, self._sock.makefile("rb") as file:
                 while len(start := file.read(PREFIX.size)) == PREFIX.size:
-                    word, stage, incarnation, size = PREFIX.unpack(start)
+                    frame_type, stage, incarnation, size = PREFIX.unpack(start)
                     payload = file.read(size)
                     if len(payload) < size:
                         break
-                    self._handle(FrameType(word), stage, incarnation, payload)
+                    self._handle(FrameType(frame_type), stage, incarnation, payload)
         except OSError:
             pass
         with self._changed:
@@ -146,8 +146,8 @@ class StageIO:
             self._changed.notify_all()
         self._on_event(IncarnationEnded(self._incarnation, FlushAborted("the daemon closed the stage socket")))
 
-    def _handle(self, word: FrameType, stage: int, incarnation: int, payload: bytes) -> None:
-        match word:
+    def _handle(self, frame_type: FrameType, stage: int, incarnation: int, payload: bytes) -> None:
+        match frame_type:
             case FrameType.ATTACH:
                 self._incoming.clear()
                 self._on_event(IncarnationBegan(incarnation))
@@ -159,7 +159,7 @@ class StageIO:
                 self._widen(stage, incarnation)
             case FrameType.HEADER | FrameType.BODY:
                 try:
-                    self._assemble(word, stage, incarnation, payload)
+                    self._assemble(frame_type, stage, incarnation, payload)
                 except PeerMisbehaved as error:
                     self._incoming.pop(stage, None)
                     self._on_event(MessageInvalid(incarnation, error))
@@ -170,18 +170,18 @@ class StageIO:
                 self._outboxes[stage].window += 1
                 self._changed.notify_all()
 
-    def _assemble(self, word: FrameType, sender: int, incarnation: int, payload: bytes) -> None:
-        if word is FrameType.HEADER:
-            assert self.channel is not None
-            channel = replace(self.channel, incarnation=incarnation)
-            self._incoming[sender] = read_header(payload, channel), bytearray()
+    def _assemble(self, frame_type: FrameType, sender: int, incarnation: int, payload: bytes) -> None:
+        if frame_type is FrameType.HEADER:
+            assert self.link_format is not None
+            link_format = replace(self.link_format, incarnation=incarnation)
+            self._incoming[sender] = read_header(payload, link_format), bytearray()
         elif sender in self._incoming:  # missing if its header was invalid
             self._incoming[sender][1].extend(payload)
         header, body = self._incoming.get(sender, (None, b""))
         if header is not None and len(body) >= header.body_bytes:
             del self._incoming[sender]
-            assert self.channel is not None
-            message = unpack(header, body, self.channel)
+            assert self.link_format is not None
+            message = unpack(header, body, self.link_format)
             self._room.acquire()
             self._on_event(MessageReceived(incarnation, sender, message))
 
@@ -200,7 +200,7 @@ class StageIO:
                     frame = self._next_frame(*outbox, incarnation)
                 for piece in frame or ():
                     self._sock.sendall(piece)
-        except OSError:  # the daemon has ended; the control channel ends this process
+        except OSError:  # the daemon has ended; the control link_format ends this process
             pass
 
     def _sendable(self) -> tuple[int, _Outbox] | None:
@@ -219,9 +219,9 @@ class StageIO:
         return frame
 
     def _frames(self, receiver: int, incarnation: int, message: Message) -> Iterator[FrameParts]:
-        assert self.channel is not None
+        assert self.link_format is not None
         codec = self._codes.get(receiver, self.codec)
-        header, body = pack(message, replace(self.channel, incarnation=incarnation), codec)
+        header, body = pack(message, replace(self.link_format, incarnation=incarnation), codec)
         data = header.SerializeToString()
         yield pack_prefix(FrameType.HEADER, receiver, incarnation, len(data)), data
         for start in range(0, len(body), BODY_BYTES):

@@ -1,7 +1,7 @@
 """Training loop of one span: takes part in the flushes of its route, and drives them if it is the first stage.
 
 `Replica` has the operations of outer rounds on the span's weights. The session (`trainer/session.py`) calls `work`
-while `has_work`, one action at a time, and `take` for each event from the stage socket.
+while `has_work`, one action at a time, and `on_route_event` for each event from the stage socket.
 
 A flush counts as progress when it steps. An aborted flush leaves no trace, and its samples are trained again. When the
 route breaks, the loop keeps weights and progress, and continues with the route's next incarnation, with any neighbours.
@@ -71,7 +71,7 @@ class StageLoop(Replica):
         span: Span,
         device: torch.device,
         clock: Clock,
-        cable: StageIO,
+        stage_io: StageIO,
         run: RunModel | None = None,
         group: DeviceGroup | None = None,
     ) -> None:
@@ -93,8 +93,8 @@ class StageLoop(Replica):
         self._tied = self.stage.model.span_definition.tie is not None
         self._table = self.run.table
         self._machine = FlushMachine(StagePosition(0, 1), compute, spec.optimizer.clip_norm)
-        self._cable = cable
-        cable.codec = CODECS[NARROW_CODEC if spec.pipeline.codec == "auto" else spec.pipeline.codec]
+        self._stage_io = stage_io
+        stage_io.codec = CODECS[NARROW_CODEC if spec.pipeline.codec == "auto" else spec.pipeline.codec]
         self._incarnation = 0  # under way; 0: none
         self._waiting = True  # the machine waits for a message
         self._flush_deadline = LearnedDeadline(MIN_FLUSH_DEADLINE_SECONDS, MAX_FLUSH_DEADLINE_SECONDS)
@@ -156,7 +156,7 @@ class StageLoop(Replica):
         self._on_route_lost(InvalidTransition("the plan gave this stage another route"))
         micro_batches = self.spec.samples_per_flush // self.spec.optimizer.micro_batch_samples
         self._machine.place = StagePosition(stage, stages, self._tied, self.spec.pipeline.ahead, micro_batches)
-        self._cable.enter(LinkFormat.of(self.spec, self._table, plan_version, route))
+        self._stage_io.enter(LinkFormat.of(self.spec, self._table, plan_version, route))
 
     def pause(self) -> None:
         """Leave the incarnation, so that no flush begins that would wait for this stage. The driver begins none."""
@@ -219,19 +219,19 @@ class StageLoop(Replica):
         self._waiting = sent is None
         self._collect_evaluation()
         for receiver, message in sent or ():
-            self._cable.send(receiver, message)
+            self._stage_io.send(receiver, message)
         return self._count()
 
-    def take(self, event: RouteEvent) -> None:
+    def on_route_event(self, event: RouteEvent) -> None:
         """Handle an event from the stage socket."""
         self._note_if_idle()
         if isinstance(event, MessageReceived):
-            self._cable.taken()
+            self._stage_io.message_handled()
         match event:
             case IncarnationBegan(incarnation):
                 self._on_route_lost(InvalidTransition("the route begins anew"))
                 self._incarnation, self._waiting, self._last_idle_at = incarnation, False, self.clock.monotonic()
-                self._cable.begin(incarnation)
+                self._stage_io.begin(incarnation)
                 self._machine.begin(incarnation)
             case _ if event.incarnation != self._incarnation:
                 pass  # of an earlier incarnation
@@ -275,11 +275,11 @@ class StageLoop(Replica):
         self._flush_began_at = self.clock.monotonic()
         if self._evaluation is not None:
             windows = self._evaluation.next(self._machine.max_evaluation_micro_batches)
-            self._machine.feed(_pairs(windows), self._evaluation.anchor)
+            self._machine.begin_flush(_pairs(windows), self._evaluation.anchor)
             return
         self._batch = self._batch or self._loader.next()
         tokens = torch.split(self._batch.tokens_BT, self.spec.optimizer.micro_batch_samples)
-        self._machine.feed(_pairs(tokens))
+        self._machine.begin_flush(_pairs(tokens))
 
     def _collect_evaluation(self) -> None:
         """Take the result of an evaluation's flush."""
@@ -313,7 +313,7 @@ class StageLoop(Replica):
 
     def _break(self, error: AtollError) -> None:
         """End the incarnation on all stages."""
-        self._cable.break_off(error)
+        self._stage_io.break_off(error)
         self._on_route_lost(error)
 
     def _on_route_lost(self, error: AtollError) -> None:

@@ -46,15 +46,15 @@ class FrameType(IntEnum):
 class SocketFrame:
     """One frame on the stage socket."""
 
-    word: FrameType
+    type: FrameType
     stage: int
     incarnation: int
     payload: bytes = b""
 
 
-def pack_prefix(word: FrameType, stage: int, incarnation: int, payload_bytes: int) -> bytes:
+def pack_prefix(frame_type: FrameType, stage: int, incarnation: int, payload_bytes: int) -> bytes:
     """Encode the fields before the payload."""
-    return PREFIX.pack(word, stage, incarnation, payload_bytes)
+    return PREFIX.pack(frame_type, stage, incarnation, payload_bytes)
 
 
 def encode_error(error: AtollError) -> bytes:
@@ -81,17 +81,17 @@ class StageSocket:
         """Wrap a socket and take ownership of it."""
         return cls(*await asyncio.open_connection(sock=sock, limit=_BUFFER_BYTES))
 
-    async def send(self, word: FrameType, stage: int, incarnation: int, payload: Buffer = b"") -> None:
+    async def send(self, frame_type: FrameType, stage: int, incarnation: int, payload: Buffer = b"") -> None:
         """Send a frame; returns when the buffer has space again. Raises `ChildDied`."""
-        self.send_nowait(word, stage, incarnation, payload)
+        self.send_nowait(frame_type, stage, incarnation, payload)
         try:
             await self._writer.drain()
         except OSError as error:
             raise _gone() from error
 
-    def send_nowait(self, word: FrameType, stage: int, incarnation: int, payload: Buffer = b"") -> None:
+    def send_nowait(self, frame_type: FrameType, stage: int, incarnation: int, payload: Buffer = b"") -> None:
         """Send a small and rare frame without waiting for buffer space: a trainer that hangs must not block."""
-        self._writer.write(pack_prefix(word, stage, incarnation, len(payload)))
+        self._writer.write(pack_prefix(frame_type, stage, incarnation, len(payload)))
         if payload:  # asyncio (from 3.12 on) would retry an empty write in a busy loop
             self._writer.write(payload)
 
@@ -99,8 +99,8 @@ class StageSocket:
         """Return the next frame. A cancelled call loses nothing: the next call returns it. Raises `ChildDied`."""
         try:
             if self._prefix is None:
-                word, stage, incarnation, size = PREFIX.unpack(await self._reader.readexactly(PREFIX.size))
-                self._prefix = FrameType(word), stage, incarnation, size
+                frame_type, stage, incarnation, size = PREFIX.unpack(await self._reader.readexactly(PREFIX.size))
+                self._prefix = FrameType(frame_type), stage, incarnation, size
             kind, stage, incarnation, size = self._prefix
             payload = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError) as error:

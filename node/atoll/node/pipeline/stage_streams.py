@@ -49,12 +49,23 @@ class StageStreams:
     """All streams of an incarnation, from `run` to the first error."""
 
     def __init__(
-        self, network: Network, route: RoutePlace, place: StagePosition, channel: LinkFormat, cable: StageSocket
+        self,
+        network: Network,
+        route: RoutePlace,
+        place: StagePosition,
+        link_format: LinkFormat,
+        stage_socket: StageSocket,
     ) -> None:
-        self.number = channel.incarnation
+        self.number = link_format.incarnation
         self.was_ready = False  # the stages after this one reported `Ready`
         self.unreachable_neighbour: int | None = None  # stage whose unreachability ended the incarnation
-        self._network, self._route, self._place, self._channel, self._cable = network, route, place, channel, cable
+        self._network, self._route, self._place, self._link_format, self._stage_socket = (
+            network,
+            route,
+            place,
+            link_format,
+            stage_socket,
+        )
         self._tasks = asyncio.TaskGroup()
         self._outgoing: dict[int, asyncio.Queue[SocketFrame]] = {}
         self._senders: set[int] = set()
@@ -64,7 +75,7 @@ class StageStreams:
         """Forward until the first error, and raise it. The trainer gets the reason last."""
         try:
             async with self._tasks:
-                self._cable.send_nowait(FrameType.ATTACH, 0, self.number)
+                self._stage_socket.send_nowait(FrameType.ATTACH, 0, self.number)
                 try:
                     raise await asyncio.shield(self._broken)
                 finally:  # while the group waits for its tasks, no new one may start
@@ -72,7 +83,7 @@ class StageStreams:
         except BaseExceptionGroup as group:
             raise first_error(group) from group
         finally:
-            self._cable.send_nowait(FrameType.DETACH, 0, self.number, encode_error(self._broken.result()))
+            self._stage_socket.send_nowait(FrameType.DETACH, 0, self.number, encode_error(self._broken.result()))
 
     async def until_broken(self) -> None:
         """Return when the incarnation has ended, for any reason."""
@@ -123,7 +134,7 @@ class StageStreams:
         data = first
         while True:
             left = self._checked(sender, data)
-            await self._cable.send(FrameType.HEADER, sender, self.number, data)
+            await self._stage_socket.send(FrameType.HEADER, sender, self.number, data)
             while left:
                 part = await _receive_without_deadline(stream)
                 if part.kind is not FrameKind.BODY or not 0 < len(part.body) <= left:
@@ -131,13 +142,13 @@ class StageStreams:
                         f"stage {sender} sent a {part.kind.name} frame of {len(part.body)} bytes; its header leaves a "
                         f"body of 1 to {left} bytes"
                     )
-                await self._cable.send(FrameType.BODY, sender, self.number, part.body)
+                await self._stage_socket.send(FrameType.BODY, sender, self.number, part.body)
                 left -= len(part.body)
             data = require_header(await _receive_without_deadline(stream))
 
     def _checked(self, sender: int, data: bytes) -> int:
         """Check a header. Returns the length of its body in bytes. Raises `PeerMisbehaved`."""
-        header = read_header(data, self._channel)
+        header = read_header(data, self._link_format)
         kind = message_class(header)
         if self._place.sender_of(kind) != sender:
             raise PeerMisbehaved(f"stage {sender} may not send {kind.__name__} to stage {self._place.stage}")
@@ -150,7 +161,7 @@ class StageStreams:
         """Forward a frame of the trainer. Drops frames of other incarnations."""
         if frame.incarnation != self.number or self._broken.done():
             return
-        if frame.word is FrameType.BREAK:
+        if frame.type is FrameType.BREAK:
             self.break_off(decode_error(frame.payload))
             return
         if frame.stage not in self._outgoing:
@@ -164,11 +175,11 @@ class StageStreams:
         try:
             while True:
                 frame = await self._outgoing[receiver].get()
-                if frame.word is FrameType.HEADER:
+                if frame.type is FrameType.HEADER:
                     await stream.send(FrameKind.MESSAGE, frame.payload)
                 else:
                     await stream.send(FrameKind.BODY, b"", frame.payload)
-                await self._cable.send(FrameType.SENT, receiver, self.number)
+                await self._stage_socket.send(FrameType.SENT, receiver, self.number)
         finally:
             watching.cancel()
             await self._close_with_reason(stream)

@@ -1,8 +1,8 @@
 """Loading of a trainer process: run spec, tokenizer, memory check, corpus, model; in this order, cheap failures first.
 
-`load` returns a `TrainerState`. Its `loop` is an `InnerLoop` for the whole model, a `StageLoop` for a span on a node's
-first device, and a `RankStage` for a span on its other devices. A node that cannot hold the whole model and has no span
-yet gets no loop: it measures its layer times and waits for a plan that gives it a span.
+`load_trainer_state` returns a `TrainerState`. Its `loop` is an `InnerLoop` for the whole model, a `StageLoop` for a
+span on a node's first device, and a `RankStage` for a span on its other devices. A node that cannot hold the whole
+model and has no span yet gets no loop: it measures its layer times and waits for a plan that gives it a span.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from atoll.node.pipeline.rank_stage import RankStage
 from atoll.node.pipeline.schedule import stage_credits
 from atoll.node.pipeline.stage_io import StageIO
 from atoll.node.pipeline.stage_loop import StageLoop
-from atoll.node.trainer import messages as ms
+from atoll.node.trainer import messages
 from atoll.node.trainer.layer_times import LayerTimes, time_single_layers
 from atoll.node.trainer.layer_times_cache import LayerTimesCache, key_of
 from atoll.node.training.corpus import Corpus, OnProgress, load_corpus, no_progress_callback
@@ -83,10 +83,10 @@ class TrainerState:
         elif self.loop is not None:
             check_stage_fits(self.spec, self.run, self.loop.span, facts)
 
-    def ready_message(self, tokens_per_second: float) -> ms.Ready:
+    def ready_message(self, tokens_per_second: float) -> messages.Ready:
         """Build the first answer to the daemon. `tokens_per_second` comes from `probe`."""
         whole = isinstance(self.loop, InnerLoop)
-        return ms.Ready(
+        return messages.Ready(
             layer_table_hex=self.run.table.SerializeToString().hex(),
             corpus_digest=self.corpus.digest,
             corpus_samples=self.corpus.training_samples,
@@ -150,7 +150,7 @@ def measure_layer_times(spec: RunSpec, run: RunModel, facts: DeviceFacts, clock:
 
 
 def _layer_times(
-    config: ms.TrainerConfig, spec: RunSpec, run: RunModel, device: torch.device, clock: Clock, devices: int
+    config: messages.TrainerConfig, spec: RunSpec, run: RunModel, device: torch.device, clock: Clock, devices: int
 ) -> LayerTimes:
     """Layer times of all devices together: the times of one device, divided by the number of devices.
 
@@ -165,7 +165,7 @@ def _layer_times(
 
 
 def _cached_layer_times(
-    config: ms.TrainerConfig, spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: Clock
+    config: messages.TrainerConfig, spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: Clock
 ) -> LayerTimes:
     if config.layer_times_path is None:
         return measure_layer_times(spec, run, facts, clock)
@@ -193,10 +193,10 @@ def whole_model_bytes(spec: RunSpec, run: RunModel, devices: int) -> int:
     return run.whole_model_bytes(spec.optimizer.micro_batch_samples) + aside
 
 
-def load(
-    config: ms.TrainerConfig,
+def load_trainer_state(
+    config: messages.TrainerConfig,
     facts: DeviceFacts,
-    cable: StageIO | None,
+    stage_io: StageIO | None,
     clock: Clock,
     rendezvous: Rendezvous | None = None,
     on_progress: OnProgress = no_progress_callback,
@@ -242,8 +242,8 @@ def load(
             if group is not None and config.rank:
                 loop = RankStage(spec, corpus, span, run, group, clock)
             else:
-                assert cable is not None
-                loop = StageLoop(spec, corpus, span, device, clock, cable, run, group)
+                assert stage_io is not None
+                loop = StageLoop(spec, corpus, span, device, clock, stage_io, run, group)
         except torch.OutOfMemoryError as error:
             raise model_too_large(
                 f"ran out of memory with {span}: other allocations on the device leave too little", facts

@@ -10,8 +10,8 @@ from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import AtollError, InvalidTransition
 from atoll.node.pipeline.rank_order import RankOrder
 from atoll.node.pipeline.rank_stage import RankStage
-from atoll.node.trainer import messages as ms
-from atoll.node.trainer.loading import load
+from atoll.node.trainer import messages
+from atoll.node.trainer.loading import load_trainer_state
 from atoll.node.trainer.model_orders import ModelOrders
 from atoll.node.trainer.session import Channel, refusal
 from atoll.node.training.device import limit_device_memory
@@ -24,7 +24,7 @@ class RankProcess:
 
     def __init__(
         self,
-        config: ms.TrainerConfig,
+        config: messages.TrainerConfig,
         channel: Channel,
         anchor_fd: int,
         gradient_fd: int,
@@ -35,42 +35,44 @@ class RankProcess:
         devices = choose_devices(config.device)
         facts = combined_facts(devices, config.vram_fraction, config.memory_bytes)
         limit_device_memory(devices[config.rank], facts, config.vram_fraction)
-        state = load(config, facts, None, clock or SystemClock(), Rendezvous(devices, config.rank, rendezvous_fd))
+        state = load_trainer_state(
+            config, facts, None, clock or SystemClock(), Rendezvous(devices, config.rank, rendezvous_fd)
+        )
         self._orders = ModelOrders(state, config, anchor_fd, gradient_fd)
 
     def serve(self) -> None:
         """Execute what rank 0 sends, until `Stop`."""
         while True:
             event = self._channel.events.get()
-            assert isinstance(event, ms.Envelope)
+            assert isinstance(event, messages.Envelope)
             match event.body, self._orders.state.loop:
-                case ms.Stop(), _:
+                case messages.Stop(), _:
                     return
-                case ms.Step(), InnerLoop() as loop:
+                case messages.Step(), InnerLoop() as loop:
                     loop.step()
                 case RankOrder() as order, RankStage() as loop:
                     loop.stage.run_order(order)
-                case ms.Probe() as probe, _:
+                case messages.Probe() as probe, _:
                     self._probe(event.number, probe)
-                case ms.Initialise(), InnerLoop() | RankStage():  # rank 0 writes the anchor
+                case messages.Initialise(), InnerLoop() | RankStage():  # rank 0 writes the anchor
                     self._orders.anchor_loaded = False
-                    self._channel.answer(event.number, ms.Done())
-                case ms.Step() | RankOrder(), _:
+                    self._channel.answer(event.number, messages.Done())
+                case messages.Step() | RankOrder(), _:
                     held = type(self._orders.state.loop).__name__
                     raise InvalidTransition(f"rank 0 sent {event.body}, which a process with {held} cannot execute")
                 case _:
                     self._answer_order(event)
 
-    def _probe(self, number: int, probe: ms.Probe) -> None:
+    def _probe(self, number: int, probe: messages.Probe) -> None:
         state = self._orders.state
         try:
             state.probe(self._orders.anchor_E, probe.minimum_step_seconds, probe.compute_share)
         except AtollError as error:
             self._channel.answer(0, refusal(error))  # ends the trainer: the other ranks wait in a collective operation
             raise
-        self._channel.answer(number, ms.Done())
+        self._channel.answer(number, messages.Done())
 
-    def _answer_order(self, order: ms.Envelope) -> None:
+    def _answer_order(self, order: messages.Envelope) -> None:
         """Execute an order. Rank 0 refuses the same orders as this rank."""
         try:
             answer = self._orders.execute(order.body)

@@ -20,7 +20,7 @@ from datetime import timedelta
 
 from atoll.core import log
 from atoll.core.errors import ChildDied
-from atoll.node.trainer import messages as ms
+from atoll.node.trainer import messages
 from atoll.node.training.device_names import parse_device_names
 
 _ANSWER_TIMEOUT = timedelta(minutes=9)  # less than `ORDER_TIMEOUT` of the daemon, which cannot tell which rank is late
@@ -32,7 +32,10 @@ class RankProcesses:
     """All ranks but rank 0. They share its standard error and die with it."""
 
     def __init__(
-        self, config: ms.TrainerConfig, descriptors: tuple[int, int, int], lost: Callable[[ms.Refused], None]
+        self,
+        config: messages.TrainerConfig,
+        descriptors: tuple[int, int, int],
+        lost: Callable[[messages.Refused], None],
     ) -> None:
         """Start the processes. `descriptors`: anchor, pseudo-gradient and rendezvous.
 
@@ -41,12 +44,12 @@ class RankProcesses:
         self._lost, self._stopping = lost, False
         self._names = parse_device_names(config.device)
         self._controls: list[socket.socket] = []
-        self._answers: list[queue.SimpleQueue[ms.Envelope]] = []
+        self._answers: list[queue.SimpleQueue[messages.Envelope]] = []
         self._order_numbers = 0
         for rank in range(1, len(self._names)):
             self._start(replace(config, rank=rank), descriptors)
 
-    def _start(self, config: ms.TrainerConfig, descriptors: tuple[int, int, int]) -> None:
+    def _start(self, config: messages.TrainerConfig, descriptors: tuple[int, int, int]) -> None:
         ours, theirs = socket.socketpair()
         anchor, gradient, rendezvous = descriptors
         command = [sys.executable, "-P", "-m", "atoll.node.trainer.worker", f"--control-fd={theirs.fileno()}"]
@@ -54,18 +57,18 @@ class RankProcesses:
         command.append(f"--parent-pid={os.getpid()}")
         with theirs:
             subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *descriptors])
-        answers: queue.SimpleQueue[ms.Envelope] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[messages.Envelope] = queue.SimpleQueue()
         self._controls.append(ours)
         self._answers.append(answers)
-        ours.sendall(ms.Envelope(0, config).line())
+        ours.sendall(messages.Envelope(0, config).line())
         name = self._names[config.rank]
         threading.Thread(target=self._read, args=(ours, answers, name), name=f"rank-{name}", daemon=True).start()
 
-    def send_to_ranks(self, order: ms.Order) -> int:
+    def send_to_ranks(self, order: messages.Order) -> int:
         """Send an order to all ranks. Returns its number, for `await_ranks`."""
         self._order_numbers += 1
-        line = ms.Envelope(self._order_numbers, order).line()
-        self._stopping = self._stopping or isinstance(order, ms.Stop)
+        line = messages.Envelope(self._order_numbers, order).line()
+        self._stopping = self._stopping or isinstance(order, messages.Stop)
         for control in self._controls:
             with contextlib.suppress(OSError):  # the reading thread reports a closed socket
                 control.sendall(line)
@@ -77,26 +80,26 @@ class RankProcesses:
         Raises `RuntimeError` when a rank does not answer or decided otherwise: the ranks have diverged.
         """
         for name, answers in zip(self._names[1:], self._answers, strict=True):
-            answer = ms.Envelope(0, ms.Done())
+            answer = messages.Envelope(0, messages.Done())
             while answer.number < number:
                 try:
                     answer = answers.get(timeout=_ANSWER_TIMEOUT.total_seconds())
                 except queue.Empty:
                     seconds = _ANSWER_TIMEOUT.total_seconds()
                     raise RuntimeError(f"the trainer's process for {name} did not answer for {seconds:.0f} s") from None
-            if isinstance(answer.body, ms.Refused) is not refused:
+            if isinstance(answer.body, messages.Refused) is not refused:
                 accepted = "it accepted an order that rank 0 refused"
-                why = answer.body.message if isinstance(answer.body, ms.Refused) else accepted
+                why = answer.body.message if isinstance(answer.body, messages.Refused) else accepted
                 raise RuntimeError(f"the process for {name} diverged from the other ranks: {why}")
 
-    def _read(self, control: socket.socket, answers: queue.SimpleQueue[ms.Envelope], name: str) -> None:
+    def _read(self, control: socket.socket, answers: queue.SimpleQueue[messages.Envelope], name: str) -> None:
         with contextlib.suppress(OSError), control.makefile("rb") as lines:
             for line in lines:
-                envelope = ms.Envelope.parse(line)
-                if envelope.number == 0 and isinstance(envelope.body, ms.Refused):
+                envelope = messages.Envelope.parse(line)
+                if envelope.number == 0 and isinstance(envelope.body, messages.Refused):
                     self._lost(envelope.body)
                 answers.put(envelope)
         if not self._stopping:
             gone = ChildDied(f"the trainer's process for {name} ended")
             _log.error("device_lost", device=name)
-            self._lost(ms.Refused(gone.reason, str(gone), ""))
+            self._lost(messages.Refused(gone.reason, str(gone), ""))

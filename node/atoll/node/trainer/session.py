@@ -1,10 +1,10 @@
 """The main loop of the trainer process: orders from the daemon, messages of the route, inner steps.
 
-`Session` loads the model, reports `Ready` and then serves until `Stop`. It executes orders at step boundaries, in the
-order in which they came; a stage of a route is at a step boundary when no flush is under way. Between orders it runs
-inner steps while it is told to train and has data. A paced node (`minimum_step_seconds`) waits for the rest of each
-step and still accepts orders. A stage executes one action of its flush at a time and takes its neighbours' messages
-as they come.
+`TrainerSession` loads the model, reports `Ready` and then serves until `Stop`. It executes orders at step boundaries,
+in the order in which they came; a stage of a route is at a step boundary when no flush is under way. Between orders it
+runs inner steps while it is told to train and has data. A paced node (`minimum_step_seconds`) waits for the rest of
+each step and still accepts orders. A stage executes one action of its flush at a time and takes its neighbours'
+messages as they come.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from atoll.node.pipeline.evaluation import Outcome
 from atoll.node.pipeline.rank_stage import RankStage
 from atoll.node.pipeline.stage_io import RouteEvent, StageIO
 from atoll.node.pipeline.stage_loop import StageLoop
-from atoll.node.trainer import messages as ms
-from atoll.node.trainer.loading import load
+from atoll.node.trainer import messages
+from atoll.node.trainer.loading import load_trainer_state
 from atoll.node.trainer.model_orders import MODEL_ORDERS, ModelOrders, check_allowed
 from atoll.node.trainer.rank_processes import RankProcesses
 from atoll.node.trainer.step_pacing import StepPacer, WorkTime
@@ -43,21 +43,21 @@ TIMED_FIRST, TIMED_EVERY = 4, 16  # on a GPU, time the first 4 steps and then ea
 class Channel(Protocol):
     """The control socket as the session uses it. The route's events arrive in the same queue."""
 
-    events: queue.SimpleQueue[ms.Envelope | RouteEvent]
+    events: queue.SimpleQueue[messages.Envelope | RouteEvent]
 
-    def answer(self, number: int, body: ms.Answer | ms.Pushed) -> None: ...
+    def answer(self, number: int, body: messages.Answer | messages.Pushed) -> None: ...
 
 
-class Session:
+class TrainerSession:
     """The trainer of one node. The constructor loads everything, raises typed errors and answers `Ready`."""
 
     def __init__(
         self,
-        config: ms.TrainerConfig,
+        config: messages.TrainerConfig,
         channel: Channel,
         anchor_fd: int,
         gradient_fd: int,
-        cable: socket.socket | None = None,
+        stage_socket: socket.socket | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._channel, self._clock = channel, clock or SystemClock()
@@ -65,31 +65,31 @@ class Session:
         self._training = self._stopping = False
         self._pushed_at = 0.0
         self._steps = 0
-        self._pending_orders: deque[ms.Envelope] = deque()
+        self._pending_orders: deque[messages.Envelope] = deque()
         devices = choose_devices(config.device)
         facts = combined_facts(devices, config.vram_fraction, config.memory_bytes)
         limit_device_memory(devices[0], facts, config.vram_fraction)
-        end = StageIO(cable, channel.events.put) if cable is not None else None
+        end = StageIO(stage_socket, channel.events.put) if stage_socket is not None else None
         self._ranks: RankProcesses | None = None
         rendezvous: Rendezvous | None = None
         if len(devices) > 1:
             rendezvous_fd = open_anonymous_file("atoll-rendezvous")
             self._ranks = RankProcesses(config, (anchor_fd, gradient_fd, rendezvous_fd), self._exit_on_rank_failure)
             rendezvous = Rendezvous(devices, 0, rendezvous_fd, self._ranks.send_to_ranks)
-        self._state = load(config, facts, end, self._clock, rendezvous, self._report_loading)
+        self._state = load_trainer_state(config, facts, end, self._clock, rendezvous, self._report_loading)
         assert not isinstance(self._state.loop, RankStage)
         self._loop = self._state.loop
         self._orders = ModelOrders(self._state, config, anchor_fd, gradient_fd)
-        self._send_ready(ms.Probe(config.minimum_step_seconds, config.compute_share))
+        self._send_ready(messages.Probe(config.minimum_step_seconds, config.compute_share))
 
     def _report_loading(self, tokens: int) -> None:
         """Report loading progress to the daemon, at most once per `STATUS_INTERVAL_SECONDS`."""
         now = self._clock.monotonic()
         if now - self._pushed_at >= STATUS_INTERVAL_SECONDS:
             self._pushed_at = now
-            self._channel.answer(0, ms.Loading(tokens))
+            self._channel.answer(0, messages.Loading(tokens))
 
-    def _send_ready(self, probe: ms.Probe) -> None:
+    def _send_ready(self, probe: messages.Probe) -> None:
         anchor_E = self._orders.anchor_E
         if isinstance(self._loop, InnerLoop):
             self._loop.initialise_into(anchor_E)
@@ -100,13 +100,13 @@ class Session:
             self._ranks.await_ranks(number)
         self._channel.answer(0, self._state.ready_message(tokens_per_second))
 
-    def _exit_on_rank_failure(self, why: ms.Refused) -> None:
+    def _exit_on_rank_failure(self, why: messages.Refused) -> None:
         """Exit because a rank has ended. Called in a thread, since torch may block on the rank in the main thread."""
         self._channel.answer(0, why)
         os._exit(int(error_class(why.reason).exit_code))
 
     @contextmanager
-    def _on_all_ranks(self, order: ms.Order) -> Iterator[None]:
+    def _on_all_ranks(self, order: messages.Order) -> Iterator[None]:
         """Have the other ranks execute the same order during the block, and wait for them at its end."""
         if self._ranks is None:
             yield
@@ -150,7 +150,7 @@ class Session:
         now = self._clock.monotonic()
         return self._pace.wait_seconds(now) if loop.between_steps else self._pace.rest_seconds(now)
 
-    def _next_event(self) -> ms.Envelope | RouteEvent | None:
+    def _next_event(self) -> messages.Envelope | RouteEvent | None:
         busy = self._may_work() or (self._pending_orders and self._between_steps)
         wait = 0.0 if busy else STATUS_INTERVAL_SECONDS
         if not busy and self._training and self._loop is not None and self._loop.has_work:
@@ -160,21 +160,21 @@ class Session:
         except queue.Empty:
             return None
 
-    def _on_event(self, event: ms.Envelope | RouteEvent | None) -> None:
-        if isinstance(event, ms.Envelope):
+    def _on_event(self, event: messages.Envelope | RouteEvent | None) -> None:
+        if isinstance(event, messages.Envelope):
             self._pending_orders.append(event)
-            if isinstance(event.body, ms.Stop) and isinstance(self._loop, StageLoop):
+            if isinstance(event.body, messages.Stop) and isinstance(self._loop, StageLoop):
                 # without this, the order waits for the end of a flush that other stages may never finish
                 self._loop.leave(FlushAborted("the trainer stops"))
         elif event is not None:
-            self._stage().take(event)
+            self._stage().on_route_event(event)
 
     def _work(self) -> None:
         loop, began = self._require_model(), self._clock.monotonic()
         computing = compute_clock_seconds(self._state.device, self._clock)
         was_between = loop.between_steps
         if self._ranks is not None and isinstance(loop, InnerLoop):  # `LeaderStage` sends a stage's actions itself
-            self._ranks.send_to_ranks(ms.Step())
+            self._ranks.send_to_ranks(messages.Step())
         result = loop.work()
         if was_between and (result is not None or not loop.between_steps):
             self._pace.begin(began)
@@ -187,9 +187,9 @@ class Session:
             self._steps += 1
             self._pace.end(result.tokens, result.loss)
 
-    def _answer_order(self, order: ms.Envelope) -> None:
+    def _answer_order(self, order: messages.Envelope) -> None:
         try:
-            if isinstance(order.body, ms.Evaluate) and isinstance(self._loop, StageLoop):
+            if isinstance(order.body, messages.Evaluate) and isinstance(self._loop, StageLoop):
                 check_allowed(self._training, "evaluate over a route while it is paused")
                 self._loop.evaluate(partial(self._answer, order.number))
                 return  # the answer follows when the route has computed the loss
@@ -200,38 +200,38 @@ class Session:
         self._channel.answer(order.number, answer)
 
     def _answer(self, number: int, outcome: Outcome) -> None:
-        self._channel.answer(number, refusal(outcome) if isinstance(outcome, AtollError) else ms.Loss(outcome))
+        self._channel.answer(number, refusal(outcome) if isinstance(outcome, AtollError) else messages.Loss(outcome))
 
-    def _execute(self, order: ms.Message) -> ms.Answer:
+    def _execute(self, order: messages.Message) -> messages.Answer:
         match order:
-            case ms.Initialise():
+            case messages.Initialise():
                 self._require_model().initialise_into(self._orders.anchor_E)  # this rank writes all of it
                 with self._on_all_ranks(order):
                     self._orders.anchor_loaded = False
-            case ms.Train():
+            case messages.Train():
                 self._require_model()
                 check_allowed(self._orders.anchor_loaded, "train before an anchor was loaded")
                 self._training = True
-            case ms.Pause():
+            case messages.Pause():
                 self._pause(self._require_model())
-            case ms.EnterRoute(plan_version, route, stage, stages):
+            case messages.EnterRoute(plan_version, route, stage, stages):
                 self._stage().enter_route(plan_version, route, stage, stages)
-            case ms.WriteInitial(path):
+            case messages.WriteInitial(path):
                 write_initial_weights(self._state.run, Path(path))
-            case ms.Stop():
+            case messages.Stop():
                 if self._ranks is not None:
                     self._ranks.send_to_ranks(order)
                 self._stopping = True
             case _:
                 return self._execute_on_all_ranks(order)
-        return ms.Done()
+        return messages.Done()
 
-    def _execute_on_all_ranks(self, order: ms.Order | ms.Message) -> ms.Answer:
+    def _execute_on_all_ranks(self, order: messages.Order | messages.Message) -> messages.Answer:
         if not isinstance(order, MODEL_ORDERS):
             raise InvalidTransition(f"the trainer has no order {type(order).__name__}")
         with self._on_all_ranks(order):
             answer = self._orders.execute(order)
-        if isinstance(order, ms.SetLimits):
+        if isinstance(order, messages.SetLimits):
             self._pace.minimum_step_seconds = order.minimum_step_seconds
             self._pace.compute_share = order.compute_share
         return answer
@@ -261,14 +261,14 @@ class Session:
         now = self._clock.monotonic()
         self._pushed_at = now
         if self._loop is None:
-            self._channel.answer(0, ms.TrainerStatus())
+            self._channel.answer(0, messages.TrainerStatus())
             return
         loop, progress = self._loop, self._loop.progress
         step_seconds = self._pace.step_seconds(now)
         stage = loop if isinstance(loop, StageLoop) else None
         self._channel.answer(
             0,
-            ms.TrainerStatus(
+            messages.TrainerStatus(
                 steps=progress.steps_total,
                 tokens=progress.tokens_total,
                 tokens_per_second=self._pace.tokens_per_step() / step_seconds if step_seconds else 0.0,
@@ -288,6 +288,6 @@ class Session:
         )
 
 
-def refusal(error: AtollError) -> ms.Refused:
+def refusal(error: AtollError) -> messages.Refused:
     """Convert an error to an answer."""
-    return ms.Refused(error.reason, str(error), error.remedy)
+    return messages.Refused(error.reason, str(error), error.remedy)

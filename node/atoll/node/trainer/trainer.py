@@ -27,7 +27,7 @@ from atoll.node.model.built_in_shape import layer_offsets
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.stage_socket import StageSocket
 from atoll.node.system.shared_vectors import map_vector
-from atoll.node.trainer import messages as ms
+from atoll.node.trainer import messages
 from atoll.node.trainer.messages import TrainerConfig, TrainerStatus
 from atoll.node.trainer.trainer_process import WORKER_MODULE, TrainerProcess
 from atoll.node.training.progress import Snapshot
@@ -38,10 +38,10 @@ __all__ = ["Snapshot", "Trainer", "TrainerConfig", "TrainerExit", "TrainerFacts"
 ORDER_TIMEOUT = timedelta(minutes=10)  # more than one inner step of a large model takes on a slow machine
 _KILL_TIMEOUT = timedelta(seconds=10)
 
-OnProgress = Callable[[ms.Loading], object]
+OnProgress = Callable[[messages.Loading], object]
 
 
-def no_progress_callback(_: ms.Loading) -> None:
+def no_progress_callback(_: messages.Loading) -> None:
     """Ignore progress reports."""
 
 
@@ -65,22 +65,22 @@ class TrainerFacts:
     whole_model_bytes: int  # device memory that all layers would take
 
     @property
-    def held(self) -> range:
+    def held_layers(self) -> range:
         """The layers that this trainer holds."""
         return range(0) if self.span is None else range(self.span[0], self.span[1] + 1)
 
     @property
     def holds_all(self) -> bool:
         """True if this trainer holds the whole model."""
-        return len(self.held) == len(self.layer_offsets) - 1
+        return len(self.held_layers) == len(self.layer_offsets) - 1
 
     @property
     def held_elements(self) -> int:
         """Elements of the held layers: the length of anchor and pseudo-gradient."""
-        return self.layer_offsets[self.held.stop] - self.layer_offsets[self.held.start]
+        return self.layer_offsets[self.held_layers.stop] - self.layer_offsets[self.held_layers.start]
 
     @classmethod
-    def of(cls, ready: ms.Ready) -> TrainerFacts:
+    def of(cls, ready: messages.Ready) -> TrainerFacts:
         """Build the facts from the child's first answer."""
         layers = plan_pb2.LayerTable.FromString(bytes.fromhex(ready.layer_table_hex))
         offsets = layer_offsets(layers)
@@ -122,7 +122,7 @@ class Trainer:
 
     program = WORKER_MODULE  # module that the child runs; benchmarks run others
     facts: TrainerFacts
-    cable: StageSocket | None = None  # of a trainer with a span; the `RouteConnection` uses it
+    stage_socket: StageSocket | None = None  # of a trainer with a span; the `RouteConnection` uses it
     # fp32 [E] of the held layers, shared with the child:
     anchor: Tensor  # the parent writes it; the child reads it on orders and writes it in `initialise`
     pseudo_gradient: Tensor  # the child writes it in `snapshot`; valid until `apply` or `discard`
@@ -135,7 +135,9 @@ class Trainer:
         self._child, self._reader, self._writer = child, reader, writer
         self._on_progress, self._last_progress_at = on_progress, asyncio.get_running_loop().time()
         self._order_numbers = itertools.count(1)
-        self._pending_answers: dict[int, asyncio.Future[ms.Answer]] = {0: asyncio.get_running_loop().create_future()}
+        self._pending_answers: dict[int, asyncio.Future[messages.Answer]] = {
+            0: asyncio.get_running_loop().create_future()
+        }
         self._listening = asyncio.create_task(self._listen(), name="trainer-listen")
 
     @classmethod
@@ -159,17 +161,17 @@ class Trainer:
         `DeadlineExceeded`.
         """
         try:
-            reader, writer = await asyncio.open_connection(sock=child.control, limit=ms.MAX_LINE_BYTES)
+            reader, writer = await asyncio.open_connection(sock=child.control, limit=messages.MAX_LINE_BYTES)
             trainer = cls(child, reader, writer, on_progress)
         except BaseException:
             await child.end()
             raise
         try:
             if config.span is not None:
-                trainer.cable = await StageSocket.from_socket(child.cable)
-            writer.write(ms.Envelope(0, config).line())
+                trainer.stage_socket = await StageSocket.from_socket(child.stage_socket)
+            writer.write(messages.Envelope(0, config).line())
             ready = await trainer._await_ready(timeout)
-            assert isinstance(ready, ms.Ready)
+            assert isinstance(ready, messages.Ready)
             trainer.facts = TrainerFacts.of(ready)
             trainer.anchor, trainer.pseudo_gradient = (
                 map_vector(descriptor, trainer.facts.held_elements) for descriptor in child.vector_fds
@@ -178,36 +180,36 @@ class Trainer:
             await trainer._kill()
             raise
         finally:
-            child.release(keep_stage_socket=trainer.cable is not None)
+            child.release(keep_stage_socket=trainer.stage_socket is not None)
         return trainer
 
     # --- orders -----------------------------------------------------------------------------------------
 
     async def initialise(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """Genesis: have the child write the run's seeded parameters into `anchor`. `load` must follow."""
-        await self._order(ms.Initialise(), timeout)
+        await self._order(messages.Initialise(), timeout)
 
     async def load(
         self, *, ranges: Sequence[SampleRange], committed_tokens: int, timeout: timedelta = ORDER_TIMEOUT
     ) -> None:
         """Set weights to `anchor` and reset progress. The optimiser's state is kept when there is one."""
-        await self._order(ms.Load(tuple(ranges), committed_tokens), timeout)
+        await self._order(messages.Load(tuple(ranges), committed_tokens), timeout)
 
     async def train(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """Run inner steps until `pause`. Without data ranges nothing is trained."""
-        await self._order(ms.Train(), timeout)
+        await self._order(messages.Train(), timeout)
 
     async def pause(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """Stop training at the next step boundary; returns when no step is under way."""
-        await self._order(ms.Pause(), timeout)
+        await self._order(messages.Pause(), timeout)
 
     async def snapshot(self, start: int = 0, end: int | None = None, *, timeout: timedelta = ORDER_TIMEOUT) -> Snapshot:
         """Write anchor − weights of elements [`start`, `end`) to `pseudo_gradient` at the next step boundary.
 
         `end` = None means all elements from `start`. Training continues afterwards.
         """
-        taken = await self._order(ms.TakeSnapshot(start, self._all[1] if end is None else end), timeout)
-        assert isinstance(taken, ms.SnapshotTaken)
+        taken = await self._order(messages.TakeSnapshot(start, self._all[1] if end is None else end), timeout)
+        assert isinstance(taken, messages.SnapshotTaken)
         return Snapshot(taken.tokens, taken.samples, taken.steps, taken.fragment_tokens)
 
     async def apply(
@@ -222,7 +224,7 @@ class Trainer:
 
         `moved`: the elements in which the anchor changed; None: all. Elements outside the snapshot are rebased.
         """
-        await self._order(ms.Apply(tuple(ranges), committed_tokens, moved or self._all), timeout)
+        await self._order(messages.Apply(tuple(ranges), committed_tokens, moved or self._all), timeout)
 
     async def rebase(
         self,
@@ -238,53 +240,55 @@ class Trainer:
         `moved`: the elements in which the anchor changed; None: all. `consumed_samples`: samples of the previous ranges
         that the round consumed nevertheless, because an earlier process of this node contributed them.
         """
-        await self._order(ms.Rebase(tuple(ranges), committed_tokens, moved or self._all, consumed_samples), timeout)
+        await self._order(
+            messages.Rebase(tuple(ranges), committed_tokens, moved or self._all, consumed_samples), timeout
+        )
 
     async def set_ranges(self, ranges: Sequence[SampleRange], *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """Replace the data ranges by samples not consumed as of the loaded anchor. Keeps snapshot and progress."""
-        await self._order(ms.SetRanges(tuple(ranges)), timeout)
+        await self._order(messages.SetRanges(tuple(ranges)), timeout)
 
     async def discard(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """Forget the snapshot of an abandoned round; keep all progress."""
-        await self._order(ms.Discard(), timeout)
+        await self._order(messages.Discard(), timeout)
 
     async def evaluate(self, *, timeout: timedelta = ORDER_TIMEOUT) -> float:
         """Compute the held-out loss of `anchor`, in nats per token, between two steps."""
-        loss = await self._order(ms.Evaluate(), timeout)
-        assert isinstance(loss, ms.Loss)
+        loss = await self._order(messages.Evaluate(), timeout)
+        assert isinstance(loss, messages.Loss)
         return loss.value
 
     async def generate(self, prompt: str, tokens: int, seed: int = 0, *, timeout: timedelta = ORDER_TIMEOUT) -> str:
         """Sample text from `anchor` between two steps."""
-        text = await self._order(ms.Generate(prompt, tokens, seed), timeout)
-        assert isinstance(text, ms.Text)
+        text = await self._order(messages.Generate(prompt, tokens, seed), timeout)
+        assert isinstance(text, messages.Text)
         return text.text
 
     async def limit(self, config: TrainerConfig, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """Apply threads, pace and memory of `config` from the next step on. Raises `ModelTooLarge`."""
-        limit = ms.SetLimits(
+        limit = messages.SetLimits(
             config.cpu_threads, config.minimum_step_seconds, config.compute_share, config.vram_fraction
         )
         await self._order(limit, timeout)
 
     async def enter_route(self, route: RoutePlace, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """Make the span this stage of a route; then run a `RouteConnection` over `cable`. Weights do not change.
+        """Make the span this stage of a route; then run a `RouteConnection` over `stage_socket`. Weights do not change.
 
         Raises `InvalidRequest` when the span does not fit the stage: only a first or last stage has the model's ends.
         """
-        await self._order(ms.EnterRoute(route.plan_version, route.route, route.stage, route.stages), timeout)
+        await self._order(messages.EnterRoute(route.plan_version, route.route, route.stage, route.stages), timeout)
 
     async def write_initial_weights(self, path: Path, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
         """Genesis of a model that this node cannot hold: write the initial parameters of all layers to a file.
 
         The file is raw fp32, little-endian, fsynced. Raises `DataDirUnusable`.
         """
-        await self._order(ms.WriteInitial(str(path)), timeout)
+        await self._order(messages.WriteInitial(str(path)), timeout)
 
     async def stop(self, timeout: timedelta) -> None:
         """Order the child to stop; kill it after `timeout`. Safe to call twice, and when the child has ended."""
         with contextlib.suppress(ChildDied, DeadlineExceeded):
-            await self._order(ms.Stop(), timeout)
+            await self._order(messages.Stop(), timeout)
             await asyncio.wait([self.died], timeout=timeout.total_seconds())
         await self._kill()
 
@@ -299,21 +303,23 @@ class Trainer:
 
     # --- the wire ---------------------------------------------------------------------------------------
 
-    async def _order(self, order: ms.Order, timeout: timedelta) -> ms.Answer:
+    async def _order(self, order: messages.Order, timeout: timedelta) -> messages.Answer:
         if self.died.done():
             raise self._died_error()
         number = next(self._order_numbers)
         self._pending_answers[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(ms.Envelope(number, order).line())
+        self._writer.write(messages.Envelope(number, order).line())
         try:
             return await self._answer(number, timeout)
         except DeadlineExceeded as error:
-            if isinstance(order, ms.Evaluate | ms.Generate | ms.Stop):  # long, or waiting for others of a route
+            if isinstance(
+                order, messages.Evaluate | messages.Generate | messages.Stop
+            ):  # long, or waiting for others of a route
                 raise
             self._child.kill()  # its device or disk hangs: a new process may work
             raise ChildDied(f"{error}: it was killed", f"see its log {self._child.log_path}") from error
 
-    async def _await_ready(self, silence: timedelta) -> ms.Answer:
+    async def _await_ready(self, silence: timedelta) -> messages.Answer:
         """Wait for the child's first answer. Raises `DeadlineExceeded` after `silence` without progress."""
         loop, first = asyncio.get_running_loop(), self._pending_answers[0]
         try:
@@ -327,7 +333,7 @@ class Trainer:
             raise
         return await self._answer(0, silence)
 
-    async def _answer(self, number: int, timeout: timedelta) -> ms.Answer:
+    async def _answer(self, number: int, timeout: timedelta) -> messages.Answer:
         try:
             async with asyncio.timeout(timeout.total_seconds()):
                 answer = await self._pending_answers[number]
@@ -335,7 +341,7 @@ class Trainer:
             raise DeadlineExceeded(f"the trainer did not answer within {timeout.total_seconds():.0f} s") from error
         finally:
             del self._pending_answers[number]
-        if isinstance(answer, ms.Refused):
+        if isinstance(answer, messages.Refused):
             raise error_class(answer.reason)(answer.message, answer.remedy)
         return answer
 
@@ -343,22 +349,22 @@ class Trainer:
         """Dispatch the child's messages until it closes its end; then record how it ended."""
         try:
             while line := await self._reader.readline():
-                envelope = ms.Envelope.parse(line)
+                envelope = messages.Envelope.parse(line)
                 if isinstance(envelope.body, TrainerStatus):
                     self.status = envelope.body
-                elif isinstance(envelope.body, ms.Loading):
+                elif isinstance(envelope.body, messages.Loading):
                     self._last_progress_at = asyncio.get_running_loop().time()
                     self._on_progress(envelope.body)
                 elif (waiting := self._pending_answers.get(envelope.number)) is not None and not waiting.done():
-                    waiting.set_result(cast("ms.Answer", envelope.body))
+                    waiting.set_result(cast("messages.Answer", envelope.body))
         except ConnectionError:  # the child was killed with orders unread: treat it as end of file
             pass
         except ValueError:  # the channel is corrupt: the child cannot be used any more
             self._child.kill()
         finally:
             self._writer.close()  # a child that still runs ends itself when its socket closes
-            if self.cable is not None:
-                self.cable.close()
+            if self.stage_socket is not None:
+                self.stage_socket.close()
         returncode = await self._child.process.wait()
         self.died.set_result(TrainerExit(returncode, self._child.last_line()))
         self.status = TrainerStatus(steps=self.status.steps, tokens=self.status.tokens)

@@ -34,7 +34,7 @@ class TrainerProcess:
 
     process: asyncio.subprocess.Process
     control: socket.socket
-    cable: socket.socket  # for messages between this stage and the other stages of its route
+    stage_socket: socket.socket  # for messages between this stage and the other stages of its route
     vector_fds: Sequence[int]  # descriptors of anonymous files: anchor and pseudo-gradient
     log_path: Path
     log_start: int  # size of the log file before this process wrote to it
@@ -45,16 +45,16 @@ class TrainerProcess:
         """Start the process; returns at once. Its output is appended to `log_path`. Raises `DataDirUnusable`."""
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as lent:
             log = lent.enter_context(_open_log(log_path))
-            (control, far_control), (cable, far_cable) = socket.socketpair(), socket.socketpair()
-            for ours, theirs in ((control, far_control), (cable, far_cable)):
+            (control, far_control), (stage_socket, far_stage_socket) = socket.socketpair(), socket.socketpair()
+            for ours, theirs in ((control, far_control), (stage_socket, far_stage_socket)):
                 undo.callback(ours.close)
                 lent.enter_context(theirs)
             vector_fds = [open_anonymous_file("atoll-anchor"), open_anonymous_file("atoll-pseudo-gradient")]
             for descriptor in vector_fds:
                 undo.callback(os.close, descriptor)
             log_start = log.seek(0, os.SEEK_END)
-            passed = [far_control.fileno(), far_cable.fileno(), *vector_fds]
-            names = ("--control-fd", "--cable-fd", "--anchor-fd", "--gradient-fd")
+            passed = [far_control.fileno(), far_stage_socket.fileno(), *vector_fds]
+            names = ("--control-fd", "--stage-fd", "--anchor-fd", "--gradient-fd")
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", program, f"--parent-pid={os.getpid()}"),
                 *(f"{name}={descriptor}" for name, descriptor in zip(names, passed, strict=True)),
@@ -64,7 +64,7 @@ class TrainerProcess:
                 pass_fds=passed,
             )
             undo.pop_all()
-        return cls(process, control, cable, vector_fds, log_path, log_start)
+        return cls(process, control, stage_socket, vector_fds, log_path, log_start)
 
     def release(self, *, keep_stage_socket: bool) -> None:
         """Close the descriptors that the trainer no longer needs. Only the first call does: numbers are reused."""
@@ -74,7 +74,7 @@ class TrainerProcess:
         for descriptor in self.vector_fds:
             os.close(descriptor)
         if not keep_stage_socket:
-            self.cable.close()
+            self.stage_socket.close()
 
     def kill(self) -> None:
         """Kill the process with SIGKILL.

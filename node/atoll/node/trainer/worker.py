@@ -76,7 +76,7 @@ def _crash(args: threading.ExceptHookArgs) -> None:
 
 
 class OrderLoop(Protocol):
-    """A loaded process: a `Session` or a `RankProcess`."""
+    """A loaded process: a `TrainerSession` or a `RankProcess`."""
 
     def serve(self) -> None:
         """Execute orders until `Stop`."""
@@ -86,15 +86,15 @@ class OrderLoop(Protocol):
 def _prepare(channel: ControlChannel, options: argparse.Namespace) -> Callable[[TrainerConfig], OrderLoop]:
     """Import torch, before the configuration arrives and after the process is sure to end with its parent."""
     from atoll.node.trainer.rank_process import RankProcess
-    from atoll.node.trainer.session import Session
+    from atoll.node.trainer.session import TrainerSession
 
     def begin(config: TrainerConfig) -> OrderLoop:
         if config.memory_bytes:
             return_freed_memory_to_os()
         if options.rendezvous_fd is not None:
             return RankProcess(config, channel, options.anchor_fd, options.gradient_fd, options.rendezvous_fd)
-        cable = socket.socket(fileno=options.cable_fd) if config.span is not None else None
-        return Session(config, channel, options.anchor_fd, options.gradient_fd, cable)
+        stage_socket = socket.socket(fileno=options.stage_fd) if config.span is not None else None
+        return TrainerSession(config, channel, options.anchor_fd, options.gradient_fd, stage_socket)
 
     return begin
 
@@ -104,7 +104,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="internal: the trainer process of an atoll node")
     for name in ("--control-fd", "--anchor-fd", "--gradient-fd", "--parent-pid"):
         parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--cable-fd", type=int, help="stage socket of a trainer that may hold a span")
+    parser.add_argument("--stage-fd", type=int, help="stage socket of a trainer that may hold a span")
     parser.add_argument("--rendezvous-fd", type=int, help="rendezvous file of a rank other than rank 0")
     options = parser.parse_args()
     for ignored in (signal.SIGINT, signal.SIGTERM):
