@@ -104,7 +104,7 @@ async def test_through_libp2p_too_until_its_daemon_dies_which_costs_a_flush(lab:
             await struck_in_a_flush(hosts[2].p2pd_pid)
             await until(lambda: stages[0].status.flushes_aborted == 1)
             taken = await stages[0].order(messages.TakeSnapshot(0, 9))
-            assert isinstance(taken, messages.SnapshotTaken)
+            assert isinstance(taken, messages.Snapshot)
             assert (taken.tokens, taken.samples) == (taken.steps * STEP_TOKENS, taken.steps * STEP_SAMPLES)
 
 

@@ -124,7 +124,7 @@ class Route:
         for stage in self.stages:
             taken = await stage.order(messages.TakeSnapshot(0, stage.anchor.numel()))
             samples = 6 * steps if stage is self.driver else 0
-            assert taken == messages.SnapshotTaken(steps * STEP_TOKENS, samples, steps, steps * STEP_TOKENS)
+            assert taken == messages.Snapshot(steps * STEP_TOKENS, samples, steps, steps * STEP_TOKENS)
         loop = self.whole.session._loop
         assert loop is not None
         while loop.progress.steps_total < steps:
@@ -335,7 +335,7 @@ async def test_an_order_that_comes_in_a_flush_is_carried_out_at_its_end_on_every
         let_go.set()
         for order, steps in zip(orders, before, strict=True):
             taken = await order
-            assert isinstance(taken, messages.SnapshotTaken)
+            assert isinstance(taken, messages.Snapshot)
             assert taken.steps > steps
         await route.stand_still()
 

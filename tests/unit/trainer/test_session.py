@@ -108,7 +108,7 @@ def test_orders_that_make_no_sense_are_refused_and_the_next_is_obeyed(tmp_path: 
         number: answer.reason for number, answer in channel.answers.items() if isinstance(answer, messages.Refused)
     }
     assert reasons == dict.fromkeys((1, 2, 3, 6), "InvalidTransition")
-    assert channel.answers[7] == messages.SnapshotTaken(0, 0, 0, 0)
+    assert channel.answers[7] == messages.Snapshot(0, 0, 0, 0)
     loss = channel.answers[11]
     assert isinstance(loss, messages.Loss)
     assert loss.value == pytest.approx(5.5, abs=0.2)  # ln 256: an untrained model of bytes
@@ -321,7 +321,7 @@ def test_a_paced_node_is_never_faster_than_its_pace(durations: list[float], mini
     [
         messages.Load(((0, 5), (9, 12)), 77),
         messages.Generate("ünï\ncode", 3, 1),
-        messages.SnapshotTaken(1, 2, 3, 4),
+        messages.Snapshot(1, 2, 3, 4),
         messages.Refused("CorpusError", "is empty", "give more"),
         messages.TrainerConfig("version = 1\n", None),
     ],

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankOrder:
-    """Rank 0 to ranks: run this operation of the stage on your device now. It has no answer, like `Step`."""
+    """Rank 0 to ranks: call this method of the stage on your device now. It has no answer, like `Step`."""
 
-    method: str  # a key of `ShardedStage.run_order`
-    micro_batch: int = 0
-    rows: int = 0  # samples of the micro-batch
-    micro_batches: int = 0
-    factor: float | None = None  # argument of `step`
+    method: str  # of `ShardedStage`
+    arguments: tuple[object, ...] = ()  # numbers, and None in place of tensors, which only rank 0 has

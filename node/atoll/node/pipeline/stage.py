@@ -9,7 +9,6 @@ Shape suffixes: B batch, T sequence, D model, V vocabulary.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -230,12 +229,8 @@ class Stage:
         return "" if 0 <= low <= high < self.model.span_definition.vocabulary else f"has targets from {low} to {high}"
 
     def _run(self, x: Tensor) -> Tensor:
-        bf16 = self._precision == "bf16"
-        with self._autocast(bf16):
+        with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self._precision == "bf16"):
             return self.model.run(x)
-
-    def _autocast(self, enabled: bool) -> AbstractContextManager[None]:
-        return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
 def _leaf(x: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import KW_ONLY, asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from atoll.node.pipeline.rank_order import RankOrder
+from atoll.node.training.progress import Snapshot
 
 MAX_LINE_BYTES = 4 * 1024**2
 Ranges = tuple[tuple[int, int], ...]
@@ -87,7 +88,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class TakeSnapshot:
-    """Write the pseudo-gradient of the elements [start, end). The answer is `SnapshotTaken`."""
+    """Write the pseudo-gradient of the elements [start, end). The answer is a `Snapshot`."""
 
     start: int
     end: int
@@ -183,9 +184,10 @@ class Stop:
     """End the process."""
 
 
-Order = (Initialise | Load | Train | Pause | TakeSnapshot | Apply | Rebase | SetRanges | Discard | Evaluate) | (
-    Generate | SetLimits | EnterRoute | WriteInitial | Probe | RankOrder | Step | Stop
-)
+ModelOrder = (
+    Load | TakeSnapshot | Apply | Rebase | SetRanges | Discard | Evaluate | Generate | SetLimits
+)  # on all ranks
+Order = ModelOrder | Initialise | Train | Pause | EnterRoute | WriteInitial | Probe | RankOrder | Step | Stop
 
 
 # --- child → parent -------------------------------------------------------------------------------------
@@ -231,16 +233,6 @@ class Done:
 
 
 @dataclass(frozen=True)
-class SnapshotTaken:
-    """Answer to `TakeSnapshot`: the progress that the pseudo-gradient contains."""
-
-    tokens: int
-    samples: int
-    steps: int
-    fragment_tokens: int
-
-
-@dataclass(frozen=True)
 class Loss:
     """Answer to `Evaluate`."""
 
@@ -255,17 +247,10 @@ class Text:
 
 
 Pushed = Loading | TrainerStatus
-Answer = Ready | Refused | Done | SnapshotTaken | Loss | Text
+Answer = Ready | Refused | Done | Snapshot | Loss | Text
 Message = TrainerConfig | Order | Answer | Pushed
 
-_CLASSES: dict[str, type[Any]] = {
-    cls.__name__: cls
-    for cls in (
-        *(TrainerConfig, TrainerStatus, Initialise, Load, Train, Pause, TakeSnapshot, Apply, Rebase, SetRanges),
-        *(Discard, Evaluate, Generate, SetLimits, EnterRoute, WriteInitial, Probe, RankOrder, Step, Stop),
-        *(Loading, Ready, Refused, Done, SnapshotTaken, Loss, Text),
-    )
-}
+_CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Message)}
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,7 @@ from atoll.node.trainer.loading import TrainerState
 from atoll.node.training.device import limit_device_memory
 from atoll.node.training.device_group import combined_facts
 from atoll.node.training.loop import InnerLoop
-
-MODEL_ORDERS = (
-    messages.Load,
-    messages.TakeSnapshot,
-    messages.Apply,
-    messages.Rebase,
-    messages.SetRanges,
-    messages.Discard,
-    messages.Evaluate,
-    messages.Generate,
-    messages.SetLimits,
-)
+from atoll.node.training.progress import Snapshot
 
 
 class ModelOrders:
@@ -43,41 +32,39 @@ class ModelOrders:
             allocate_vector(descriptor, state.elements)
         self.anchor_E, self.gradient_E = (map_vector(fd, state.elements) for fd in (anchor_fd, gradient_fd))
 
-    def execute(self, order: messages.Message) -> messages.Answer:
-        """Execute one of `MODEL_ORDERS`. Raises `InvalidTransition`, `ModelTooLarge`."""
+    def execute(self, order: messages.ModelOrder) -> messages.Answer:
+        """Execute an order. Raises `InvalidTransition`, `ModelTooLarge`."""
         match order:
             case messages.Evaluate():
                 return messages.Loss(self._whole_model("or the driver of a route evaluates").evaluate(self.anchor_E))
             case messages.Generate(prompt, tokens, seed):
                 whole = self._whole_model("generates text")
                 return messages.Text(whole.generate(self.anchor_E, prompt.encode(), tokens, seed))
+            case messages.TakeSnapshot(start, end):
+                return self._take_snapshot(self.require_model(), slice(start, end))
             case messages.SetLimits():
                 self._limit(order)
             case _:
-                return self._execute_round_order(self.model, order)
+                self._execute_round_order(self.require_model(), order)
         return messages.Done()
 
-    def _execute_round_order(self, loop: InnerLoop | StageLoop | RankStage, order: messages.Message) -> messages.Answer:
+    def _execute_round_order(self, loop: InnerLoop | StageLoop | RankStage, order: messages.ModelOrder) -> None:
         match order:
             case messages.Load(ranges, committed_tokens):
                 loop.load(self.anchor_E, ranges=ranges, committed_tokens=committed_tokens)
                 self.anchor_loaded, self._has_snapshot = True, False
-            case messages.TakeSnapshot(start, end):
-                check_allowed(self.anchor_loaded, "take a snapshot before an anchor was loaded")
-                return self._take_snapshot(loop, slice(start, end))
             case messages.Apply(ranges, committed_tokens, moved):
                 check_allowed(self._has_snapshot, "apply an anchor without a snapshot")
                 loop.apply(self.anchor_E, ranges=ranges, committed_tokens=committed_tokens, moved=slice(*moved))
                 self._has_snapshot = False
             case messages.Rebase(ranges, committed_tokens, moved, consumed_samples):
                 check_allowed(self.anchor_loaded, "rebase before an anchor was loaded")
-                part = slice(*moved)
                 loop.rebase(
                     self.anchor_E,
                     ranges=ranges,
                     committed_tokens=committed_tokens,
                     consumed_samples=consumed_samples,
-                    moved=part,
+                    moved=slice(*moved),
                 )
                 self._has_snapshot = False
             case messages.SetRanges(ranges):
@@ -86,15 +73,13 @@ class ModelOrders:
             case messages.Discard():
                 loop.discard()
                 self._has_snapshot = False
-            case _:
-                raise InvalidTransition(f"the trainer has no order {type(order).__name__}")
-        return messages.Done()
 
-    def _take_snapshot(self, loop: InnerLoop | StageLoop | RankStage, part: slice) -> messages.SnapshotTaken:
+    def _take_snapshot(self, loop: InnerLoop | StageLoop | RankStage, part: slice) -> Snapshot:
+        check_allowed(self.anchor_loaded, "take a snapshot before an anchor was loaded")
         snapshot = loop.snapshot(part)
         loop.pseudo_gradient_into(self.gradient_E)
         self._has_snapshot = True
-        return messages.SnapshotTaken(snapshot.tokens, snapshot.samples, snapshot.steps, snapshot.fragment_tokens)
+        return snapshot
 
     def _limit(self, limit: messages.SetLimits) -> None:
         facts = combined_facts(self.state.devices, limit.vram_fraction, self._memory_bytes)
@@ -103,8 +88,7 @@ class ModelOrders:
         self.state.facts = facts
         torch.set_num_threads(max(1, limit.cpu_threads // len(self.state.devices)))
 
-    @property
-    def model(self) -> InnerLoop | StageLoop | RankStage:
+    def require_model(self) -> InnerLoop | StageLoop | RankStage:
         """The loop with the held layers. Raises `ModelTooLarge` when the trainer holds none."""
         if self.state.loop is None:
             raise ModelTooLarge(

@@ -57,11 +57,12 @@ class RankProcess:
                 case messages.Initialise(), InnerLoop() | RankStage():  # rank 0 writes the anchor
                     self._orders.anchor_loaded = False
                     self._channel.answer(event.number, messages.Done())
-                case messages.Step() | RankOrder(), _:
-                    held = type(self._orders.state.loop).__name__
-                    raise InvalidTransition(f"rank 0 sent {event.body}, which a process with {held} cannot execute")
-                case _:
-                    self._answer_order(event)
+                case order, _ if isinstance(order, messages.ModelOrder):
+                    self._answer_order(event.number, order)
+                case order, loop:
+                    raise InvalidTransition(
+                        f"rank 0 sent {order}, which a process with {type(loop).__name__} cannot execute"
+                    )
 
     def _probe(self, number: int, probe: messages.Probe) -> None:
         state = self._orders.state
@@ -72,10 +73,10 @@ class RankProcess:
             raise
         self._channel.answer(number, messages.Done())
 
-    def _answer_order(self, order: messages.Envelope) -> None:
+    def _answer_order(self, number: int, order: messages.ModelOrder) -> None:
         """Execute an order. Rank 0 refuses the same orders as this rank."""
         try:
-            answer = self._orders.execute(order.body)
+            answer = self._orders.execute(order)
         except AtollError as error:
             answer = refusal(error)
-        self._channel.answer(order.number, answer)
+        self._channel.answer(number, answer)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from atoll.core.clock import Clock, SystemClock
-from atoll.core.errors import AtollError, FlushAborted, InvalidTransition, ModelTooLarge, error_class
+from atoll.core.errors import AtollError, FlushAborted, InvalidTransition, error_class
 from atoll.core.files import open_anonymous_file
 from atoll.node.model.initial_weights_file import write_initial_weights
 from atoll.node.pipeline.evaluation import Outcome
@@ -29,7 +29,7 @@ from atoll.node.pipeline.stage_io import RouteEvent, StageIO
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.trainer import messages
 from atoll.node.trainer.loading import load_trainer_state
-from atoll.node.trainer.model_orders import MODEL_ORDERS, ModelOrders, check_allowed
+from atoll.node.trainer.model_orders import ModelOrders, check_allowed
 from atoll.node.trainer.rank_processes import RankProcesses
 from atoll.node.trainer.step_pacing import StepPacer, WorkTime
 from atoll.node.training.device import compute_clock_seconds, limit_device_memory, synchronize
@@ -226,8 +226,8 @@ class TrainerSession:
                 return self._execute_on_all_ranks(order)
         return messages.Done()
 
-    def _execute_on_all_ranks(self, order: messages.Order | messages.Message) -> messages.Answer:
-        if not isinstance(order, MODEL_ORDERS):
+    def _execute_on_all_ranks(self, order: messages.Message) -> messages.Answer:
+        if not isinstance(order, messages.ModelOrder):
             raise InvalidTransition(f"the trainer has no order {type(order).__name__}")
         with self._on_all_ranks(order):
             answer = self._orders.execute(order)
@@ -245,11 +245,8 @@ class TrainerSession:
     # --- what an order needs ------------------------------------------------------------------------
 
     def _require_model(self) -> InnerLoop | StageLoop:
-        if self._loop is None:
-            raise ModelTooLarge(
-                "this trainer holds no layers: the model is too large for its device",
-                "wait for a plan that gives this node a span",
-            )
+        self._orders.require_model()
+        assert self._loop is not None
         return self._loop
 
     def _stage(self) -> StageLoop:

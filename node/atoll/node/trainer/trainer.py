@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -46,23 +47,23 @@ def no_progress_callback(_: messages.Loading) -> None:
 
 
 @dataclass(frozen=True)
-class TrainerFacts:
-    """Facts that the child reports after loading. All but `span` are about the whole model."""
+class TrainerFacts(messages.Ready):
+    """The child's first answer, with the facts that follow from it."""
 
-    layers: plan_pb2.LayerTable
-    elements: int
-    layer_offsets: tuple[int, ...]  # one entry more than there are layers
-    corpus_digest: str
-    corpus_samples: int
-    device: str
-    device_name: str
-    device_memory_bytes: int  # the part that the owner allows
-    device_uuid: str
-    tokens_per_step: int
-    tokens_per_second: float  # measured by a few real steps on scratch state
-    layer_times: tuple[tuple[str, float, float], ...]  # kind; seconds per token, forward and backward
-    span: tuple[int, int] | None  # first and last held layer; None: no layers, because the model is too large
-    whole_model_bytes: int  # device memory that all layers would take
+    @cached_property
+    def layers(self) -> plan_pb2.LayerTable:
+        """Layer table of the whole model."""
+        return plan_pb2.LayerTable.FromString(bytes.fromhex(self.layer_table_hex))
+
+    @cached_property
+    def layer_offsets(self) -> tuple[int, ...]:
+        """First element of each layer of the whole model, and one entry more: the end of the last layer."""
+        return layer_offsets(self.layers)
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole model."""
+        return self.layer_offsets[-1]
 
     @property
     def held_layers(self) -> range:
@@ -82,24 +83,7 @@ class TrainerFacts:
     @classmethod
     def of(cls, ready: messages.Ready) -> TrainerFacts:
         """Build the facts from the child's first answer."""
-        layers = plan_pb2.LayerTable.FromString(bytes.fromhex(ready.layer_table_hex))
-        offsets = layer_offsets(layers)
-        return cls(
-            layers,
-            offsets[-1],
-            offsets,
-            ready.corpus_digest,
-            ready.corpus_samples,
-            ready.device,
-            ready.device_name,
-            ready.device_memory_bytes,
-            ready.device_uuid,
-            ready.tokens_per_step,
-            ready.tokens_per_second,
-            ready.layer_times,
-            ready.span,
-            ready.whole_model_bytes,
-        )
+        return cls(**vars(ready))
 
 
 @dataclass(frozen=True)
@@ -208,9 +192,9 @@ class Trainer:
 
         `end` = None means all elements from `start`. Training continues afterwards.
         """
-        taken = await self._order(messages.TakeSnapshot(start, self._all[1] if end is None else end), timeout)
-        assert isinstance(taken, messages.SnapshotTaken)
-        return Snapshot(taken.tokens, taken.samples, taken.steps, taken.fragment_tokens)
+        snapshot = await self._order(messages.TakeSnapshot(start, self._all[1] if end is None else end), timeout)
+        assert isinstance(snapshot, Snapshot)
+        return snapshot
 
     async def apply(
         self,
