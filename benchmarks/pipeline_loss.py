@@ -82,11 +82,11 @@ class RouteLoop(InnerLoop):
         room = MicroBatchShape(spec.optimizer.micro_batch_samples, spec.data.sequence_length)
         spans = equal_cuts(self.run.architecture.layers, stages)
         self._stages = [Stage(allocate_span(self.run, span, self.device), spec.optimizer, room) for span in spans]
-        runners = [
+        machines = [
             FlushMachine(StagePosition(i, stages), stage, spec.optimizer.clip_norm)
             for i, stage in enumerate(self._stages)
         ]
-        self._route = InProcessRoute(runners, carry=self._carry)
+        self._route = InProcessRoute(machines, carry=self._carry)
 
     def step(self) -> StepResult:
         batch = self._loader.next()

@@ -48,9 +48,9 @@ class StageProcess:
                 await trainer.initialise()
             await trainer.load(ranges=_ALL if place.stage == 0 else (), committed_tokens=0)
             await trainer.enter_route(place)
-            assert trainer.cable is not None
+            assert trainer.stage_socket is not None
             spec = parse_run_spec(config.run_spec_toml)
-            bridge = RouteConnection(dispatcher, trainer.cable, place, spec, trainer.facts.layers, SystemClock())
+            bridge = RouteConnection(dispatcher, trainer.stage_socket, place, spec, trainer.facts.layers, SystemClock())
             running = asyncio.create_task(_bridged(bridge))
             await trainer.train()
         except BaseException:

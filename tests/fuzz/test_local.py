@@ -159,7 +159,7 @@ MESSAGES: list[ms.Message] = [
     ms.Load(((0, 5), (9, 12)), 77),
     ms.Apply(((0, 5),), 7, (0, 9)),
     ms.Generate("p", 3, 1),
-    ms.SnapshotTaken(1, 2, 3, 4),
+    ms.Snapshot(1, 2, 3, 4),
     ms.Loss(1.5),
     ms.Refused("CorpusError", "is empty", "give more"),
     ms.Done(),

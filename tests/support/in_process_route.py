@@ -33,9 +33,9 @@ class InProcessRoute:
     """Runners in the order of their stages, and what is on its way between them; `carry` is what links do to it."""
 
     def __init__(
-        self, runners: Sequence[FlushMachine], pick: Pick = oldest, carry: Callable[[Message], Message] = as_it_is
+        self, machines: Sequence[FlushMachine], pick: Pick = oldest, carry: Callable[[Message], Message] = as_it_is
     ) -> None:
-        self.runners, self._pick, self._carry = tuple(runners), pick, carry
+        self.machines, self._pick, self._carry = tuple(machines), pick, carry
         self._links: dict[Link, deque[Message]] = {}  # with something on its way, or that may be able to work
         self._incarnation = 0
         self.reconnect()
@@ -43,31 +43,31 @@ class InProcessRoute:
     def flush(self, tokens: Sequence[Tensor], anchor: int | None = None) -> FlushResult:
         """One optimiser step over micro-batches of tokens [B, T+1], or an evaluation. Raises what a stage raises."""
         flush = self.begin(tokens, anchor)
-        while any(runner.last_flush < flush for runner in self.runners):
+        while any(machine.last_flush < flush for machine in self.machines):
             self._go_on(f"flush {flush}")
-        flushed = self.runners[0].last_result
+        flushed = self.machines[0].last_result
         assert flushed is not None
         return flushed
 
     def begin(self, tokens: Sequence[Tensor], anchor: int | None = None) -> int:
         """Feed the driver when all stages are ready; the flush's number."""
         self.settle()
-        flush = self.runners[0].feed([(tokens_BT[:, :-1], tokens_BT[:, 1:]) for tokens_BT in tokens], anchor)
+        flush = self.machines[0].begin_flush([(tokens_BT[:, :-1], tokens_BT[:, 1:]) for tokens_BT in tokens], anchor)
         self._wake(0)
         return flush
 
     def settle(self) -> None:
         """Until all stages know what became of the flush before, and are ready."""
-        while not self.runners[0].ready:
+        while not self.machines[0].ready:
             self._go_on("an incarnation")
 
     def reconnect(self) -> None:
         """All that was on its way is lost, the flush under way with it unless it is decided, and links begin anew."""
         self._incarnation += 1
         self._links.clear()
-        for runner in self.runners:
-            runner.begin(self._incarnation)
-            self._wake(runner.place.stage)
+        for machine in self.machines:
+            machine.begin(self._incarnation)
+            self._wake(machine.place.stage)
 
     def _go_on(self, what: str) -> None:
         if not self.turn():
@@ -85,12 +85,12 @@ class InProcessRoute:
         message = self._links[link].popleft()
         if not self._links[link]:
             del self._links[link]
-        self.runners[receiver].deliver(sender, message)
+        self.machines[receiver].deliver(sender, message)
         self._wake(receiver)
         return True
 
     def _work(self, stage: int) -> None:
-        sent = self.runners[stage].advance()
+        sent = self.machines[stage].advance()
         if sent is None:
             del self._links[stage, stage]
         for receiver, message in sent or ():

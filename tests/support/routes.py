@@ -48,10 +48,10 @@ class RouteStages:
         self.stages = [Stage(model, section, room) for model in self.models]
         tied = self.models[0].span_definition.tie is not None
         places = [StagePosition(index, len(spans), tied, ahead) for index in range(len(spans))]
-        self.runners = [
+        self.machines = [
             FlushMachine(place, stage, section.clip_norm) for place, stage in zip(places, self.stages, strict=True)
         ]
-        self.route = InProcessRoute(self.runners, pick, carry)
+        self.route = InProcessRoute(self.machines, pick, carry)
 
     def load(self, flat_E: Tensor) -> None:
         """Every layer's trained parameters, from all of them in order."""

@@ -89,10 +89,10 @@ class ScriptedRoute:
         self, stages: int, tied: bool = False, ahead: int = 0, pick: Callable[[Sequence[Link]], Link] = oldest
     ) -> None:
         self.stages = [ScriptedStage(number, number == stages - 1) for number in range(stages)]
-        self.runners = [
+        self.machines = [
             FlushMachine(StagePosition(each.number, stages, tied, ahead), each, 1.0) for each in self.stages
         ]
-        self.route = InProcessRoute(self.runners, pick)
+        self.route = InProcessRoute(self.machines, pick)
         self.ledger = FlushLedger()
 
     def flush(self, count: int) -> FlushResult:
@@ -104,7 +104,7 @@ class ScriptedRoute:
 
     def evaluate(self, anchor: int) -> FlushResult:
         """As many micro-batches as a flush of it may have; the stages' anchor is 0."""
-        return self.route.flush(self._tokens(self.runners[0].max_evaluation_micro_batches), anchor)
+        return self.route.flush(self._tokens(self.machines[0].max_evaluation_micro_batches), anchor)
 
     def settle(self) -> None:
         """Until all stages are ready."""
@@ -115,7 +115,7 @@ class ScriptedRoute:
         self.route.begin(self._tokens(count))
         for _ in range(turns):
             self.route.turn()
-        decided = self.runners[0].last_result is not None
+        decided = self.machines[0].last_result is not None
         if self.ledger.under_way:
             (self.ledger.decide if decided else self.ledger.abort)(self.ledger.flush)
         if replaced is not None and replaced < len(self.stages):
@@ -125,8 +125,8 @@ class ScriptedRoute:
 
     def _replace(self, number: int) -> None:
         stage = self.stages[number] = ScriptedStage(number, self.stages[number].last)
-        self.runners[number] = FlushMachine(self.runners[number].place, stage, 1.0)
-        self.route.runners = tuple(self.runners)
+        self.machines[number] = FlushMachine(self.machines[number].place, stage, 1.0)
+        self.route.machines = tuple(self.machines)
 
     @staticmethod
     def _tokens(count: int) -> list[Tensor]:

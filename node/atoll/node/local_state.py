@@ -76,7 +76,7 @@ class LocalState:
     async def hold(self, trainer: Trainer) -> None:
         """Put the committed state of the trainer's layers into its memory, as far as this node has it."""
         self._facts = trainer.facts
-        layers, before = trainer.facts.held, self.state
+        layers, before = trainer.facts.held_layers, self.state
         if not layers:
             return
         if before is not None and before.layers == layers:

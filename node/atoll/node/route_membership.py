@@ -51,7 +51,7 @@ class RouteMembership:
 
     async def follow(self, plan: Plan, trainer: Trainer) -> None:
         """Take the place that `plan` gives this node on a route, if any. Raises `InvalidRequest`, `ChildDied`."""
-        place, socket = RoutePlace.of(plan, self._me), trainer.cable
+        place, socket = RoutePlace.of(plan, self._me), trainer.stage_socket
         unchanged = place is not None and (place, socket) == (self.place, self._socket)
         if not unchanged or self._running is None or self._running.done():
             await self.leave()
@@ -75,7 +75,7 @@ class RouteMembership:
     def _link_codec_choice(self, place: RoutePlace, socket: StageSocket, trainer: Trainer) -> LinkCodecs | None:
         if self._spec.pipeline.codec != "auto":
             return None
-        channel = LinkFormat.of(self._spec, trainer.facts.layers, *place.name)
+        channel = LinkFormat.of(self._spec, trainer.facts.layers, *place.route_key)
         tokens = channel.samples * channel.tokens
         return LinkCodecs(
             socket,

@@ -175,7 +175,7 @@ class TrainingSession:
     def _needs_reload(self, trainer: Trainer) -> bool:
         """Report whether the trainer must be loaded anew, with other layers."""
         wanted = self._planned_layers()
-        return len(wanted) > 0 and trainer.facts.held != wanted
+        return len(wanted) > 0 and trainer.facts.held_layers != wanted
 
     async def _train_through(self, trainer: Trainer) -> None:
         while not self.finished.is_set():

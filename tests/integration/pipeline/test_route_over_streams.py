@@ -30,7 +30,7 @@ from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.route_connection import RouteConnection
 from atoll.node.route_membership import RouteMembership
 from atoll.node.swarm.host import SwarmHost
-from atoll.node.trainer import messages as ms
+from atoll.node.trainer import messages
 from atoll.node.trainer.trainer import Snapshot, Trainer, TrainerConfig
 from atoll.node.training.corpus import load_corpus
 from atoll.node.training.loop import InnerLoop
@@ -95,16 +95,16 @@ async def test_through_libp2p_too_until_its_daemon_dies_which_costs_a_flush(lab:
         await host.ready()
     async with trainers_of(SPEC, str(corpus), SPANS) as stages:
         for stage in stages:
-            await stage.order(ms.Initialise())
-            await stage.order(ms.Load(RANGES if stage is stages[0] else (), 0))
-            await stage.order(ms.Train())
+            await stage.order(messages.Initialise())
+            await stage.order(messages.Load(RANGES if stage is stages[0] else (), 0))
+            await stage.order(messages.Train())
         async with connected_route(stages, hosts, dispatchers):
             await until(lambda: stages[2].status.steps >= 3)
             assert stages[0].status.flushes_aborted == 0
             await struck_in_a_flush(hosts[2].p2pd_pid)
             await until(lambda: stages[0].status.flushes_aborted == 1)
-            taken = await stages[0].order(ms.TakeSnapshot(0, 9))
-            assert isinstance(taken, ms.SnapshotTaken)
+            taken = await stages[0].order(messages.TakeSnapshot(0, 9))
+            assert isinstance(taken, messages.Snapshot)
             assert (taken.tokens, taken.samples) == (taken.steps * STEP_TOKENS, taken.steps * STEP_SAMPLES)
 
 
@@ -135,10 +135,10 @@ class Swarm:
         await trainer.train()
         place = RoutePlace(1, 0, self._peers, stage)
         await trainer.enter_route(place)
-        assert trainer.cable is not None
+        assert trainer.stage_socket is not None
         spec, layers = parse_run_spec(SPEC), trainer.facts.layers
-        bridge = RouteConnection(self._dispatchers[stage], trainer.cable, place, spec, layers, SystemClock())
-        task = asyncio.create_task(bridge.run())
+        connection = RouteConnection(self._dispatchers[stage], trainer.stage_socket, place, spec, layers, SystemClock())
+        task = asyncio.create_task(connection.run())
         self._stack.push_async_callback(self._leave, task)
         return task
 
@@ -193,9 +193,9 @@ async def test_links_within_a_building_turn_to_bf16_where_the_run_leaves_their_c
     async with trainers_of(spec, str(corpus), SPANS) as stages, AsyncExitStack() as leaving:
         for host, place, stage in zip(hosts, places, stages, strict=True):
             await host.ready()
-            await stage.order(ms.Initialise())
-            await stage.order(ms.Load(RANGES if stage is stages[0] else (), 0))
-            await stage.order(ms.Train())
+            await stage.order(messages.Initialise())
+            await stage.order(messages.Load(RANGES if stage is stages[0] else (), 0))
+            await stage.order(messages.Train())
             await place.follow(plan, cast("Trainer", stage))
             leaving.push_async_callback(place.leave)
         await until(lambda: [codes.get(kind, [])[-8:] for kind in ("activation", "gradient")] == [["bf16"] * 8] * 2, 60)
@@ -209,7 +209,7 @@ async def test_three_processes_are_one_and_survive_the_middle_one(lab: Lab, corp
         driver, middle, last = swarm.trainers
         for trainer in swarm.trainers:
             await trainer.initialise()
-        bridges = [await swarm.join(stage, trainer) for stage, trainer in enumerate(swarm.trainers)]
+        connections = [await swarm.join(stage, trainer) for stage, trainer in enumerate(swarm.trainers)]
         await until(lambda: driver.status.steps >= 4, 60)
 
         taken = await driver.snapshot()  # a flush is under way, most likely: it waits for the end
@@ -230,7 +230,7 @@ async def test_three_processes_are_one_and_survive_the_middle_one(lab: Lab, corp
         await until(lambda: driver.status.steps >= steps + 3)
         await struck_in_a_flush(middle.pid)
         with pytest.raises(ChildDied):
-            await bridges[1]
+            await connections[1]
         await until(lambda: driver.status.flushes_aborted == 1)
         taken = await driver.snapshot()
         assert taken == whole_steps(taken.steps, samples=True)
@@ -260,7 +260,7 @@ async def test_nodes_with_several_devices_are_stages_like_others(lab: Lab, corpu
         for trainer in swarm.trainers:
             await trainer.initialise()
         genesis_E = torch.cat([trainer.anchor for trainer in swarm.trainers])
-        bridges = [await swarm.join(stage, trainer) for stage, trainer in enumerate(swarm.trainers)]
+        connections = [await swarm.join(stage, trainer) for stage, trainer in enumerate(swarm.trainers)]
         await until(lambda: driver.status.steps >= 4, 60)
         looked = (await driver.snapshot()).steps
         seen = driver.status.train_loss
@@ -280,7 +280,7 @@ async def test_nodes_with_several_devices_are_stages_like_others(lab: Lab, corpu
         await struck_in_a_flush(follower.pid)
         await asyncio.wait_for(last.died, 60)
         with pytest.raises(ChildDied):
-            await bridges[2]
+            await connections[2]
         await until(lambda: driver.status.flushes_aborted == 1)
         other = await swarm.spawn(2)  # on one device
         other.anchor.copy_(last.anchor)

@@ -34,7 +34,7 @@ async def test_it_holds_what_it_was_told_and_lives_on_when_taken(tmp_path: Path,
     assert trainer is not None
     try:
         await ahead.abandon()  # of what was taken: nothing
-        assert (trainer.pid, trainer.facts.held) == (child.process.pid, range(2))
+        assert (trainer.pid, trainer.facts.held_layers) == (child.process.pid, range(2))
         await trainer.initialise()
     finally:
         await trainer.stop(DEADLINE)

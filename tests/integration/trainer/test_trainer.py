@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from atoll.core.errors import ChildDied, CorpusError, DeadlineExceeded, InvalidTransition
-from atoll.node.trainer import messages as ms
+from atoll.node.trainer import messages
 from atoll.node.trainer.trainer import Snapshot, Trainer, TrainerConfig, TrainerStatus
 from atoll.node.trainer.worker import EXIT_ORPHANED
 
@@ -154,15 +154,15 @@ async def test_an_order_that_is_cancelled_while_its_answer_comes_in_is_cancelled
     """Else the loop that gave it would go on, and a daemon that was told to stop would never end."""
     async with trainer_on(text) as trainer:
         order = asyncio.create_task(trainer.discard())
-        parse = ms.Envelope.parse
+        parse = messages.Envelope.parse
 
-        def cancel_first(line: bytes) -> ms.Envelope:
+        def cancel_first(line: bytes) -> messages.Envelope:
             envelope = parse(line)
             if not isinstance(envelope.body, TrainerStatus):
                 order.cancel()
             return envelope
 
-        monkeypatch.setattr(ms.Envelope, "parse", cancel_first)
+        monkeypatch.setattr(messages.Envelope, "parse", cancel_first)
         with pytest.raises(asyncio.CancelledError):
             async with asyncio.timeout(DEADLINE.total_seconds()):
                 await order

@@ -27,7 +27,7 @@ from atoll.node.export.huggingface_export import export_huggingface
 from atoll.node.model.run_model import run_model, write_initial_weights
 from atoll.node.model.span import Span
 from atoll.node.state.tensor_file import LayerLayout
-from atoll.node.trainer.loading import load as load_trainer
+from atoll.node.trainer.loading import load_trainer_state as load_trainer
 from atoll.node.trainer.loading import measure_layer_times
 from atoll.node.trainer.messages import TrainerConfig
 from atoll.node.training.corpus import load_corpus

@@ -13,7 +13,7 @@ from support.hf_runs import config_of, model_section, pretrained, spec_of, text_
 from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError, ConfigError, ModelTooLarge, UnsupportedModel
 from atoll.node.model.run_model import run_model
-from atoll.node.trainer.loading import load
+from atoll.node.trainer.loading import load_trainer_state
 from atoll.node.trainer.messages import TrainerConfig
 from atoll.node.training.device import DeviceFacts
 
@@ -58,15 +58,15 @@ def test_an_invalid_model_section_is_refused_with_the_reason(model: str, words: 
 def loaded(model: str, facts: DeviceFacts = HERE, base: Path | None = None) -> None:
     """As far as a trainer comes without a corpus."""
     config = TrainerConfig(spec_of(model).resolved_toml(), "no such corpus", base_path=str(base) if base else None)
-    load(config, facts, None, SystemClock())
+    load_trainer_state(config, facts, None, SystemClock())
 
 
 def test_sizes_that_only_the_forward_pass_finds_wrong_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text(text_of())
     config = TrainerConfig(spec_of(llama(num_key_value_heads=3)).resolved_toml(), str(path))
-    with pytest.raises(UnsupportedModel, match="its block says"):
-        load(config, HERE, None, SystemClock())
+    with pytest.raises(UnsupportedModel, match="its block failed with"):
+        load_trainer_state(config, HERE, None, SystemClock())
 
 
 def test_a_model_too_large_for_any_machine_is_refused_by_arithmetic() -> None:

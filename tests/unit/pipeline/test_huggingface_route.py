@@ -14,7 +14,7 @@ from atoll.core.errors import PretrainedWeightsUnusable
 from atoll.node.model.run_model import allocate_span, run_model
 from atoll.node.model.span import Span
 from atoll.node.pipeline.dispatcher import RouteDispatcher
-from atoll.node.trainer import messages as ms
+from atoll.node.trainer import messages
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -45,12 +45,12 @@ def text(tmp_path: Path) -> Path:
 async def begun(session: StageThread, genesis_E: torch.Tensor) -> None:
     """At genesis, training; the layers of a route out of those of the whole model."""
     assert session.ready.span is not None
-    await session.order(ms.Initialise())
+    await session.order(messages.Initialise())
     first, last = session.ready.span
     offsets = session.offsets
     assert torch.equal(session.anchor, genesis_E[offsets[first] : offsets[last + 1]])
-    await session.order(ms.Load(RANGES if first == 0 else (), 0))
-    await session.order(ms.Train())
+    await session.order(messages.Load(RANGES if first == 0 else (), 0))
+    await session.order(messages.Train())
 
 
 @pytest.mark.parametrize(
@@ -71,17 +71,17 @@ async def test_a_route_makes_the_steps_of_one_process(
     dispatchers = [RouteDispatcher(network) for network in networks]
     try:
         async with trainers_of(spec, str(text), [*SPANS, None], base) as (*stages, whole):
-            await whole.order(ms.Initialise())
+            await whole.order(messages.Initialise())
             genesis_E = whole.anchor.clone()
-            await whole.order(ms.WriteInitial(str(tmp_path / "genesis")))
+            await whole.order(messages.WriteInitial(str(tmp_path / "genesis")))
             assert (tmp_path / "genesis").read_bytes() == genesis_E.numpy().tobytes()
             for stage in stages:
                 await begun(stage, genesis_E)
             async with connected_route(stages, networks, dispatchers):
                 driver = stages[0]
                 await until(lambda: driver.status.steps >= 4)
-                route_loss = await driver.order(ms.Evaluate())
-                await driver.order(ms.Pause())
+                route_loss = await driver.order(messages.Evaluate())
+                await driver.order(messages.Pause())
                 await until(lambda: len({stage.status.steps for stage in stages}) == 1)
                 steps = driver.status.steps
                 loop = whole.session._loop
@@ -90,7 +90,7 @@ async def test_a_route_makes_the_steps_of_one_process(
                     loop.work()
                 assert torch.equal(torch.cat([stage.weights for stage in stages]), loop.weights_E)
                 assert not torch.equal(genesis_E, loop.weights_E)
-            assert route_loss.value == pytest.approx((await whole.order(ms.Evaluate())).value, rel=1e-6)
+            assert route_loss.value == pytest.approx((await whole.order(messages.Evaluate())).value, rel=1e-6)
     finally:
         await hub.close()
 

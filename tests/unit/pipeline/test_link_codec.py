@@ -67,13 +67,13 @@ def test_what_is_not_known_is_int8_unless_the_other_side_is_near(before: str, kn
 
 
 class Told:
-    """A cable that remembers."""
+    """A stage socket that records frames."""
 
     def __init__(self) -> None:
-        self.words: list[tuple[FrameType, int, bytes]] = []
+        self.frames: list[tuple[FrameType, int, bytes]] = []
 
-    def send_nowait(self, word: FrameType, stage: int, incarnation: int, payload: bytes) -> None:
-        self.words.append((word, stage, payload))
+    def send_nowait(self, frame_type: FrameType, stage: int, incarnation: int, payload: bytes) -> None:
+        self.frames.append((frame_type, stage, payload))
 
 
 def codes_at(stage: int, rates: dict[str, float], seconds: list[float], told: Told) -> LinkCodecs:
@@ -85,14 +85,14 @@ def test_a_trainer_is_told_of_each_link_when_its_code_changes() -> None:
     told, rates, seconds = Told(), {"ann": 50e6, "cleo": 1e6}, [0.0]
     codecs = codes_at(1, rates, seconds, told)
     codecs.update()
-    assert told.words == []  # nobody knows how long computing takes
+    assert told.frames == []  # nobody knows how long computing takes
     seconds[0] = 0.1  # 10 MB/s in bf16
     codecs.update()
     codecs.update()
-    assert told.words == [(FrameType.CODEC, 0, b"bf16")]
+    assert told.frames == [(FrameType.CODEC, 0, b"bf16")]
     rates["cleo"], rates["ann"] = math.inf, 15e6
     codecs.update()
-    assert told.words[1:] == [(FrameType.CODEC, 0, b"int8"), (FrameType.CODEC, 2, b"bf16")]
+    assert told.frames[1:] == [(FrameType.CODEC, 0, b"int8"), (FrameType.CODEC, 2, b"bf16")]
 
 
 async def test_whatever_it_was_told_before_a_trainer_hears_the_codes_of_its_links_at_first() -> None:
@@ -100,7 +100,7 @@ async def test_whatever_it_was_told_before_a_trainer_hears_the_codes_of_its_link
     running = asyncio.create_task(codes_at(1, {"ann": math.inf, "cleo": 0.0}, [0.1], told).run())
     await asyncio.sleep(0)
     running.cancel()
-    assert told.words == [(FrameType.CODEC, 0, b"int8"), (FrameType.CODEC, 2, b"int8"), (FrameType.CODEC, 0, b"bf16")]
+    assert told.frames == [(FrameType.CODEC, 0, b"int8"), (FrameType.CODEC, 2, b"int8"), (FrameType.CODEC, 0, b"bf16")]
 
 
 def test_a_link_wants_what_a_micro_batch_takes_in_the_time_that_the_stage_computes_it() -> None:
@@ -117,10 +117,10 @@ def test_a_link_wants_what_a_micro_batch_takes_in_the_time_that_the_stage_comput
     wanted = 2 * 64 / 0.001  # bytes of a token in bf16, and how long it is computed: 128 kB/s
     rates = {"bob": 0.99 * wanted / WIDEN_BELOW}
     codecs.update()
-    assert told.words == []
+    assert told.frames == []
     rates["bob"] = 1.01 * wanted / WIDEN_BELOW
     codecs.update()
-    assert told.words == [(FrameType.CODEC, 1, b"bf16")]
+    assert told.frames == [(FrameType.CODEC, 1, b"bf16")]
     fixed = RouteMembership(cast("Network", network), parse_run_spec(SPEC.format(codec="int8")), "ann", SystemClock())
     assert fixed._link_codec_choice(place, socket, cast("Trainer", trainer)) is None
 
@@ -129,4 +129,4 @@ def test_the_ends_of_a_route_have_one_link() -> None:
     for stage, neighbour in ((0, 1), (2, 1)):
         told = Told()
         codes_at(stage, {"bob": math.inf}, [0.1], told).update()
-        assert told.words == [(FrameType.CODEC, neighbour, b"bf16")]
+        assert told.frames == [(FrameType.CODEC, neighbour, b"bf16")]

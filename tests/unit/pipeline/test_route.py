@@ -39,7 +39,7 @@ from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.route_connection import RouteConnection
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.pipeline.stage_socket import FrameType, StageSocket, encode_error, pack_prefix
-from atoll.node.trainer import messages as ms
+from atoll.node.trainer import messages
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import common_pb2
 from atoll.v1 import pipeline_pb2 as pb
@@ -103,9 +103,9 @@ class Route:
 
     async def load(self, stage: StageThread) -> None:
         """Genesis; a driver has all the samples there are."""
-        await stage.order(ms.Initialise())
+        await stage.order(messages.Initialise())
         first = stage.ready.span is not None and stage.ready.span[0] == 0
-        await stage.order(ms.Load(((0, 10_000),) if first else (), 0))
+        await stage.order(messages.Load(((0, 10_000),) if first else (), 0))
 
     async def more(self, steps: int) -> None:
         """Until the driver has made so many steps more."""
@@ -114,7 +114,7 @@ class Route:
 
     async def stand_still(self) -> int:
         """Let the driver pause and the others catch up; how many steps all have made."""
-        await self.driver.order(ms.Pause())
+        await self.driver.order(messages.Pause())
         await until(lambda: len({stage.status.steps for stage in self.stages}) == 1)
         return self.driver.status.steps
 
@@ -122,9 +122,9 @@ class Route:
         """All stand still: weights, tokens and samples are those of as many steps of the whole model."""
         steps = self.driver.status.steps
         for stage in self.stages:
-            taken = await stage.order(ms.TakeSnapshot(0, stage.anchor.numel()))
+            taken = await stage.order(messages.TakeSnapshot(0, stage.anchor.numel()))
             samples = 6 * steps if stage is self.driver else 0
-            assert taken == ms.SnapshotTaken(steps * STEP_TOKENS, samples, steps, steps * STEP_TOKENS)
+            assert taken == messages.Snapshot(steps * STEP_TOKENS, samples, steps, steps * STEP_TOKENS)
         loop = self.whole.session._loop
         assert loop is not None
         while loop.progress.steps_total < steps:
@@ -139,7 +139,7 @@ async def route_on(hub: MemoryHub, corpus: str, model: str = "") -> AsyncIterato
         for session in sessions:
             await route.load(session)
         for stage in route.stages:
-            await stage.order(ms.Train())
+            await stage.order(messages.Train())
         yield route
     await until(lambda: not any(network.tasks for network in route.networks))  # streams end with their members
 
@@ -176,15 +176,15 @@ async def test_links_that_break_at_any_moment_cost_a_flush_and_no_bits(
         nonlocal sent
         sent += passage.sender == "lagoon" and passage.protocol == PROTOCOL
         broken = passage.sender == "lagoon" and sent in moments
-        return Unreachable("the cable is cut") if broken else passage.frame
+        return Unreachable("the stream is cut") if broken else passage.frame
 
     moments = {3, 10, 40, 57, 71, 82, 90}
     async with route_on(MemoryHub(fault), corpus, TIED) as route:
-        async with route.on() as bridges:
+        async with route.on() as connections:
             await until(lambda: sent > 120)
             await route.stand_still()
-            assert bridges[0].incarnations > 3
-            assert isinstance(bridges[1].last_error, AtollError)
+            assert connections[0].incarnations > 3
+            assert isinstance(connections[1].last_error, AtollError)
         assert route.driver.status.flushes_aborted > 0
         await route.assert_equal_to_one_process()
 
@@ -196,13 +196,13 @@ async def test_a_neighbour_that_goes_silent_costs_patience_and_not_the_route(cor
         return None if silent and passage.sender == "atoll" else passage.frame
 
     async with route_on(MemoryHub(fault), corpus) as route:
-        async with route.on() as bridges:
+        async with route.on() as connections:
             await route.more(2)
             silent = True
             with impatient(route.driver):
                 await until(lambda: route.driver.status.flushes_aborted > 0)
             assert "longer than" in route.driver.status.route_trouble
-            await until(lambda: isinstance(bridges[0].last_error, DeadlineExceeded))
+            await until(lambda: isinstance(connections[0].last_error, DeadlineExceeded))
             silent = False
             await route.more(2)
             await route.stand_still()
@@ -245,18 +245,18 @@ async def test_a_trainer_that_takes_another_s_place_lets_the_route_go_on(corpus:
         async with route.on():
             await route.more(2)
         gone, route.stages[replaced] = route.stages[replaced], other
-        assert await gone.order(ms.Pause()) == ms.Done()
+        assert await gone.order(messages.Pause()) == messages.Done()
         await route.load(other)
         for stage in route.stages:
-            await stage.order(ms.Discard())
+            await stage.order(messages.Discard())
         before = [stage.status for stage in route.stages]
-        async with route.on() as bridges:
-            await until(lambda: bridges[0].incarnation > 0)
-            await other.order(ms.Discard())  # it is there, and does not train: nobody begins anything
+        async with route.on() as connections:
+            await until(lambda: connections[0].incarnation > 0)
+            await other.order(messages.Discard())  # it is there, and does not train: nobody begins anything
             assert not route.driver.status.route_ready
-            await other.order(ms.Train())
+            await other.order(messages.Train())
             await route.more(3)
-            await route.driver.order(ms.Pause())
+            await route.driver.order(messages.Pause())
             steps = route.driver.status.steps - before[0].steps
             await until(lambda: min(gained(route, before)) == steps)
         assert other.status.steps == steps
@@ -264,7 +264,7 @@ async def test_a_trainer_that_takes_another_s_place_lets_the_route_go_on(corpus:
         assert route.driver.status.flushes_aborted == before[0].flushes_aborted
 
 
-def gained(route: Route, before: list[ms.TrainerStatus]) -> list[int]:
+def gained(route: Route, before: list[messages.TrainerStatus]) -> list[int]:
     return [stage.status.steps - was.steps for stage, was in zip(route.stages, before, strict=True)]
 
 
@@ -272,10 +272,10 @@ async def test_a_paused_stage_holds_the_route_up_and_aborts_nothing_more(corpus:
     async with route_on(MemoryHub(), corpus) as route:
         async with route.on():
             await route.more(2)
-            await route.stages[2].order(ms.Pause())
+            await route.stages[2].order(messages.Pause())
             await until(lambda: "paused" in route.driver.status.route_trouble)
             aborted, steps = route.driver.status.flushes_aborted, route.stages[2].status.steps
-            await route.stages[2].order(ms.Train())
+            await route.stages[2].order(messages.Train())
             await route.more(2)
             await route.stand_still()
             assert route.driver.status.flushes_aborted == aborted <= 1
@@ -294,7 +294,7 @@ async def test_a_node_serves_routes_one_after_another_and_several_at_once(corpus
             async with trainers_of(two, corpus, [(0, 1), (2, 3)]) as others:
                 for other in others:
                     await route.load(other)
-                    await other.order(ms.Train())
+                    await other.order(messages.Train())
                 back = slice(None, 0, -1)
                 async with connected_route(others, route.networks[back], route.dispatchers[back], plan=3):
                     await until(lambda: others[1].status.steps >= 2)
@@ -305,13 +305,13 @@ async def test_a_node_serves_routes_one_after_another_and_several_at_once(corpus
 
 async def test_a_route_may_be_idle_for_as_long_as_it_likes(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_streams, "_RECEIVE_TIMEOUT", timedelta(milliseconds=20))
-    async with route_on(MemoryHub(), corpus) as route, route.on() as bridges:
+    async with route_on(MemoryHub(), corpus) as route, route.on() as connections:
         await route.more(1)
         await route.stand_still()
         await asyncio.sleep(0.2)
-        await route.driver.order(ms.Train())
+        await route.driver.order(messages.Train())
         await route.more(1)
-        assert [bridge.incarnations for bridge in bridges] == [1, 1, 1]
+        assert [connection.incarnations for connection in connections] == [1, 1, 1]
 
 
 async def test_an_order_that_comes_in_a_flush_is_carried_out_at_its_end_on_every_stage(corpus: str) -> None:
@@ -329,13 +329,13 @@ async def test_an_order_that_comes_in_a_flush_is_carried_out_at_its_end_on_every
         let_go.clear()
         await held.wait()
         before = [stage.status.steps for stage in route.stages[:2]]
-        orders = [asyncio.create_task(stage.order(ms.TakeSnapshot(0, 9))) for stage in route.stages[:2]]
+        orders = [asyncio.create_task(stage.order(messages.TakeSnapshot(0, 9))) for stage in route.stages[:2]]
         await asyncio.sleep(0.1)
         assert not any(order.done() for order in orders)
         let_go.set()
         for order, steps in zip(orders, before, strict=True):
             taken = await order
-            assert isinstance(taken, ms.SnapshotTaken)
+            assert isinstance(taken, messages.Snapshot)
             assert taken.steps > steps
         await route.stand_still()
 
@@ -346,10 +346,10 @@ async def test_a_trainer_that_is_told_to_stop_does_not_wait_for_a_flush_that_oth
 
     async with route_on(MemoryHub(fault), corpus) as route, route.on():
         await until(lambda: not route.stages[1].session._between_steps)
-        pausing = asyncio.create_task(route.stages[1].order(ms.Pause()))
+        pausing = asyncio.create_task(route.stages[1].order(messages.Pause()))
         await asyncio.sleep(0)
-        assert await route.stages[1].order(ms.Stop()) == ms.Done()
-        assert await pausing == ms.Done()  # what was asked before is answered before
+        assert await route.stages[1].order(messages.Stop()) == messages.Done()
+        assert await pausing == messages.Done()  # what was asked before is answered before
 
 
 async def test_a_flush_that_its_driver_does_not_end_is_ended_by_a_stage_that_has_orders(
@@ -364,7 +364,7 @@ async def test_a_flush_that_its_driver_does_not_end_is_ended_by_a_stage_that_has
         assert isinstance(driver_loop, StageLoop)
         driver_loop._flush_deadline = LearnedDeadline(300.0, 300.0)
         await until(lambda: not route.stages[1].session._between_steps)
-        assert await route.stages[1].order(ms.Pause()) == ms.Done()
+        assert await route.stages[1].order(messages.Pause()) == messages.Done()
         await until(lambda: driver_loop.flushes_aborted > 0)
 
 
@@ -381,19 +381,19 @@ async def test_a_flush_of_more_micro_batches_than_the_run_s_is_refused(corpus: s
 @pytest.mark.parametrize("model", ["", TIED], ids=["untied", "tied"])
 async def test_a_route_evaluates_its_anchor_between_flushes_and_leaves_no_trace(corpus: str, model: str) -> None:
     async with route_on(MemoryHub(), corpus, model) as route:
-        expected = await route.whole.order(ms.Evaluate())
-        assert isinstance(expected, ms.Loss)
+        expected = await route.whole.order(messages.Evaluate())
+        assert isinstance(expected, messages.Loss)
         async with route.on():
             await route.more(2)
-            found = await route.driver.order(ms.Evaluate())
-            assert isinstance(found, ms.Loss)
+            found = await route.driver.order(messages.Evaluate())
+            assert isinstance(found, messages.Loss)
             assert found.value == pytest.approx(expected.value, rel=1e-6)
             await route.more(2)
-            with pytest.raises(InvalidTransition, match="driver of a route"):
-                await route.stages[1].order(ms.Evaluate())
+            with pytest.raises(InvalidTransition, match="not the driver"):
+                await route.stages[1].order(messages.Evaluate())
             await route.stand_still()
             with pytest.raises(InvalidTransition, match="paused"):
-                await route.driver.order(ms.Evaluate())
+                await route.driver.order(messages.Evaluate())
         await route.assert_equal_to_one_process()
 
 
@@ -402,59 +402,61 @@ async def test_an_evaluation_ends_with_an_error_when_a_stage_is_elsewhere_or_the
 
     async def fault(passage: FrameInTransit) -> Frame | AtollError | None:
         report = kind_of(passage) == "report" and pb.StageMessage.FromString(passage.frame.header).report
-        return Unreachable("the cable is cut") if cut and report and not report.norms else passage.frame
+        return Unreachable("the stream is cut") if cut and report and not report.norms else passage.frame
 
     async with route_on(MemoryHub(fault), corpus) as route:
         async with route.on():
             await route.more(2)
             cut = True
             with pytest.raises(AtollError, match="cut"):
-                await route.driver.order(ms.Evaluate())
+                await route.driver.order(messages.Evaluate())
             cut = False
             await route.more(2)
             await route.stand_still()
             await route.assert_equal_to_one_process()
             last = route.stages[2]
-            await last.order(ms.Rebase((), 7, (0, 0)))
-            await route.driver.order(ms.Discard())
-            await route.driver.order(ms.Train())
+            await last.order(messages.Rebase((), 7, (0, 0)))
+            await route.driver.order(messages.Discard())
+            await route.driver.order(messages.Train())
             await route.more(1)
             with pytest.raises(InvalidTransition, match="another anchor"):
-                await route.driver.order(ms.Evaluate())
+                await route.driver.order(messages.Evaluate())
             await route.more(1)
             await route.stand_still()
         assert route.driver.status.flushes_aborted <= 1
 
 
-def lone_bridge(hub: MemoryHub, cable: StageSocket, stage: int) -> RouteConnection:
+def lone_connection(hub: MemoryHub, stage_socket: StageSocket, stage: int) -> RouteConnection:
     """Of a route of two, with large micro-batches."""
     spec = parse_run_spec(SPEC.format(model="").replace("micro_batch_samples = 2", "micro_batch_samples = 512"))
     table = layer_table(spec, resolve_shape(spec.model, 256))
     place = RoutePlace(1, 0, ("reef", "lagoon"), stage)
-    return RouteConnection(RouteDispatcher(hub.join(place.peers[stage])), cable, place, spec, table, SystemClock())
+    return RouteConnection(
+        RouteDispatcher(hub.join(place.peers[stage])), stage_socket, place, spec, table, SystemClock()
+    )
 
 
-async def test_a_bridge_lets_go_of_a_trainer_that_stands_still() -> None:
+async def test_a_route_connection_lets_go_of_a_trainer_that_hangs() -> None:
     """Its socket is full, and nobody reads it."""
     near, far = socket.socketpair()
-    cable, hub = await StageSocket.from_socket(near), MemoryHub()
-    running = asyncio.create_task(lone_bridge(hub, cable, 1).run())
+    stage_socket, hub = await StageSocket.from_socket(near), MemoryHub()
+    running = asyncio.create_task(lone_connection(hub, stage_socket, 1).run())
     stream = await hub.join("reef").open("lagoon", PROTOCOL, SOON)
     filling = asyncio.create_task(fill(stream))
-    await until(lambda: cable._writer.transport.get_write_buffer_size() > 1 << 20)
+    await until(lambda: stage_socket._writer.transport.get_write_buffer_size() > 1 << 20)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     with pytest.raises(AtollError):
         await filling
-    cable.close()
+    stage_socket.close()
     far.close()
 
 
 @pytest.mark.parametrize("ticks", range(8))
-async def test_a_bridge_that_is_cancelled_while_its_route_breaks_ends(ticks: int) -> None:
+async def test_a_route_connection_that_is_cancelled_while_its_route_breaks_ends(ticks: int) -> None:
     near, far = socket.socketpair()
-    cable, hub = await StageSocket.from_socket(near), MemoryHub()
+    stage_socket, hub = await StageSocket.from_socket(near), MemoryHub()
     opened = asyncio.Event()
 
     async def swallow(stream: Stream) -> None:
@@ -463,7 +465,7 @@ async def test_a_bridge_that_is_cancelled_while_its_route_breaks_ends(ticks: int
         await asyncio.sleep(SOON.total_seconds())
 
     hub.join("lagoon").handle(PROTOCOL, swallow)
-    route = lone_bridge(hub, cable, 0)
+    route = lone_connection(hub, stage_socket, 0)
     running = asyncio.create_task(route.run())
     await until(lambda: route.incarnation > 0)
     word = header(route.incarnation, join=pb.StageJoin())
@@ -480,7 +482,7 @@ async def test_a_bridge_that_is_cancelled_while_its_route_breaks_ends(ticks: int
         async with asyncio.timeout(SOON.total_seconds()):
             await running
     await hub.close()
-    cable.close()
+    stage_socket.close()
     far.close()
 
 
@@ -498,8 +500,8 @@ async def test_a_place_that_is_not_the_span_s_is_refused(corpus: str) -> None:
     async with trainers_of(SPEC.format(model=""), corpus, [SPANS[1]]) as (middle,):
         for stage, stages in ((0, 3), (2, 3), (3, 3), (0, 1)):
             with pytest.raises(InvalidRequest):
-                await middle.order(ms.EnterRoute(1, 0, stage, stages))
-        assert await middle.order(ms.EnterRoute(1, 0, 1, 3)) == ms.Done()
+                await middle.order(messages.EnterRoute(1, 0, stage, stages))
+        assert await middle.order(messages.EnterRoute(1, 0, 1, 3)) == messages.Done()
 
 
 def test_a_node_finds_its_place_in_a_plan() -> None:
@@ -542,9 +544,9 @@ async def test_strangers_second_streams_and_what_is_another_s_to_say_are_refused
     hub = MemoryHub()
     async with route_on(hub, corpus) as route:
         stranger = hub.join("stranger")
-        async with route.on() as bridges:
+        async with route.on() as connections:
             await route.more(1)
-            now = bridges[1].incarnation
+            now = connections[1].incarnation
             join = pb.StageJoin()
             assert isinstance(await answer_to(stranger, "reef", opening(header(now, join=join))), NotPermitted)
             assert isinstance(await answer_to(stranger, "reef", opening(b"\xff" * 9)), PeerMisbehaved)
@@ -552,10 +554,10 @@ async def test_strangers_second_streams_and_what_is_another_s_to_say_are_refused
             assert isinstance(from_socket, InvalidTransition)
             assert "is over" in str(from_socket)
             ahead = await answer_to(route.networks[2], "lagoon", opening(header(now + 9, ready=pb.StageReady())))
-            assert "has not begun" in str(ahead)
+            assert "did not begin on this node" in str(ahead)
             unknown = pb.StageMessage(plan_version=1, route=4, incarnation=now).SerializeToString()
-            assert "does not stand on route 4" in str(await answer_to(route.networks[0], "lagoon", opening(unknown)))
-            assert bridges[1].incarnation == now  # none of that was anything to the route
+            assert "not a stage of route 4" in str(await answer_to(route.networks[0], "lagoon", opening(unknown)))
+            assert connections[1].incarnation == now  # none of that was anything to the route
             again = await answer_to(route.networks[0], "lagoon", opening(header(now, join=join)))
             assert "second stream" in str(again)
             await route.more(1)
@@ -567,12 +569,12 @@ async def test_a_member_s_stream_of_an_incarnation_that_it_may_not_say_breaks_it
     """The head's host claims to be upstream of the driver: a body is announced, and never comes."""
     async with route_on(MemoryHub(), corpus) as route:
         tensor = pb.StageMessage(plan_version=1, flush=1, activation=ACTIVATION, body_bytes=ACTIVATION_BYTES)
-        async with route.on() as bridges:
+        async with route.on() as connections:
             await route.more(1)
-            tensor.incarnation = bridges[0].incarnation
+            tensor.incarnation = connections[0].incarnation
             told = await answer_to(route.networks[2], "reef", opening(tensor.SerializeToString()))
             assert isinstance(told, PeerMisbehaved)
-            assert "another one's to say" in str(told)
+            assert "may not send" in str(told)
             await route.more(1)
 
 
@@ -595,11 +597,11 @@ async def test_a_body_of_another_length_and_a_header_of_another_incarnation_brea
         return frame
 
     async with route_on(MemoryHub(fault), corpus) as route:
-        async with route.on() as bridges:
+        async with route.on() as connections:
             for what in ("body", "header"):
                 spoilt = what
-                incarnation = bridges[0].incarnation
-                await until(lambda before=incarnation: bridges[0].incarnation > before)
+                incarnation = connections[0].incarnation
+                await until(lambda before=incarnation: connections[0].incarnation > before)
                 await route.more(1)
             await route.stand_still()
         await route.assert_equal_to_one_process()

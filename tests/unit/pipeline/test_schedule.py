@@ -140,7 +140,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_every_stage() -> None:
 def test_a_stage_that_fails_in_its_step_must_be_replaced(seed: int, stages: int, count: int, which: int) -> None:
     """Its weights may be of two flushes: it says so whatever it is asked, and never counts the flush as nothing."""
     route = ScriptedRoute(stages, pick=Random(seed).choice)
-    broken = route.runners[which % stages]
+    broken = route.machines[which % stages]
 
     def fails(factor: float | None) -> None:
         raise MemoryError("no room for moments")
@@ -149,5 +149,5 @@ def test_a_stage_that_fails_in_its_step_must_be_replaced(seed: int, stages: int,
     with pytest.raises(MemoryError):
         route.flush(count)
     for ask in (broken.advance, broken.disconnect):
-        with pytest.raises(InvalidTransition, match="failed in the midst of a step"):
+        with pytest.raises(InvalidTransition, match="failed during a step"):
             ask()

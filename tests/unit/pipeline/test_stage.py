@@ -95,7 +95,7 @@ def decided_before_break(route_stages: RouteStages, tokens: list[Tensor], turns:
     route_stages.route.begin(tokens)
     for _ in range(turns):
         route_stages.route.turn()
-    decided = route_stages.runners[0].last_result is not None
+    decided = route_stages.machines[0].last_result is not None
     route_stages.route.reconnect()
     return decided
 
@@ -103,17 +103,17 @@ def decided_before_break(route_stages: RouteStages, tokens: list[Tensor], turns:
 def test_a_flush_begins_at_the_first_stage_of_a_route_that_is_ready() -> None:
     route_stages = route(2)
     with pytest.raises(InvalidTransition):
-        route_stages.runners[0].feed([])
+        route_stages.machines[0].begin_flush([])
     route_stages.route.begin(flush_of(0))
-    for runner in route_stages.runners:
+    for machine in route_stages.machines:
         with pytest.raises(InvalidTransition):
-            runner.feed([])
+            machine.begin_flush([])
 
 
 def test_what_was_settled_and_not_decided_is_dropped_when_other_weights_are_loaded() -> None:
     route_stages = route(2)
     route_stages.route.begin(flush_of(0))
-    last = route_stages.runners[1]
+    last = route_stages.machines[1]
     while not (last.last_flush == 0 and last.awaiting_verdict):
         route_stages.route.turn()
     last.disconnect()
@@ -167,11 +167,11 @@ def test_what_a_peer_may_not_send_is_refused_and_the_flush_goes_on(name: str) ->
     receiver, sender, message = BAD[name]
     disturbed, plain = route(3), route(3)
     flush = disturbed.route.begin(flush_of(0))
-    while disturbed.runners[1].in_flight == 0:
+    while disturbed.machines[1].in_flight == 0:
         disturbed.route.turn()
     with pytest.raises(PeerMisbehaved):
-        disturbed.runners[receiver].deliver(sender, message)
-    while any(runner.last_flush < flush for runner in disturbed.runners):
+        disturbed.machines[receiver].deliver(sender, message)
+    while any(machine.last_flush < flush for machine in disturbed.machines):
         assert disturbed.route.turn(), "it stands still"
     plain.route.flush(flush_of(0))
     assert torch.equal(disturbed.weights(), plain.weights())
@@ -180,24 +180,24 @@ def test_what_a_peer_may_not_send_is_refused_and_the_flush_goes_on(name: str) ->
 def test_a_report_of_another_number_of_layers_is_refused() -> None:
     route_stages = route(2)
     flush = route_stages.route.begin(flush_of(0, 1))
-    while route_stages.runners[0].in_flight == 0:
+    while route_stages.machines[0].in_flight == 0:
         route_stages.route.turn()
     with pytest.raises(PeerMisbehaved, match="has 5 norms"):
-        route_stages.runners[0].deliver(1, Report(flush, (1.0,) * 5, 1.0))
+        route_stages.machines[0].deliver(1, Report(flush, (1.0,) * 5, 1.0))
 
 
 def test_nobody_works_before_the_route_is_ready() -> None:
     route_stages = route(3)
-    with pytest.raises(PeerMisbehaved, match="before all stages are ready"):
-        route_stages.runners[1].deliver(0, Begin(1, 4))
+    with pytest.raises(PeerMisbehaved, match="before all stages were ready"):
+        route_stages.machines[1].deliver(0, Begin(1, 4))
 
 
 def test_what_comes_late_from_a_flush_that_is_over_is_dropped() -> None:
     route_stages = route(2)
     route_stages.route.flush(flush_of(0))
     before_E = route_stages.weights()
-    route_stages.runners[1].deliver(0, Activation(1, 0, torch.full_like(X_BTD, torch.nan), TARGETS_BT))
-    assert route_stages.runners[1].advance() is None
+    route_stages.machines[1].deliver(0, Activation(1, 0, torch.full_like(X_BTD, torch.nan), TARGETS_BT))
+    assert route_stages.machines[1].advance() is None
     assert torch.equal(route_stages.weights(), before_E)
 
 

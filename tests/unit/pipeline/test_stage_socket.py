@@ -1,4 +1,4 @@
-"""The trainer's end of the cable: what is on its way to a slow neighbour is bounded, and nobody waits for it."""
+"""The trainer's end of the stage_socket: what is on its way to a slow neighbour is bounded, and nobody waits for it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from atoll.node.pipeline.stage_socket import (
 )
 from atoll.v1 import pipeline_pb2 as pb
 
-CHANNEL = LinkFormat(1, 0, samples=2, tokens=4, dimension=8, vocabulary=16)
+LINK_FORMAT = LinkFormat(1, 0, samples=2, tokens=4, dimension=8, vocabulary=16)
 
 
 class Pair:
@@ -44,16 +44,16 @@ class Pair:
     def __init__(self, near: socket.socket, far: socket.socket) -> None:
         self.events: queue.SimpleQueue[RouteEvent] = queue.SimpleQueue()
         self.end = StageIO(far, self.events.put)
-        self.end.channel, self.end.codec = CHANNEL, CODECS["fp32"]
+        self.end.link_format, self.end.codec = LINK_FORMAT, CODECS["fp32"]
         self.near = near
         near.settimeout(5)
 
-    def send(self, word: FrameType, stage: int, incarnation: int, payload: bytes = b"") -> None:
-        self.near.sendall(pack_prefix(word, stage, incarnation, len(payload)) + payload)
+    def send(self, frame_type: FrameType, stage: int, incarnation: int, payload: bytes = b"") -> None:
+        self.near.sendall(pack_prefix(frame_type, stage, incarnation, len(payload)) + payload)
 
     def receive(self) -> SocketFrame:
-        word, stage, incarnation, size = PREFIX.unpack(self._exactly(PREFIX.size))
-        return SocketFrame(FrameType(word), stage, incarnation, self._exactly(size))
+        frame_type, stage, incarnation, size = PREFIX.unpack(self._exactly(PREFIX.size))
+        return SocketFrame(FrameType(frame_type), stage, incarnation, self._exactly(size))
 
     def _exactly(self, size: int) -> bytes:
         data = b""
@@ -117,7 +117,7 @@ def test_a_link_is_coded_as_the_swarm_process_says_until_the_stage_has_another_p
         pair.send(FrameType.ATTACH, 0, 3)
         assert pair.events.get(timeout=5) == IncarnationBegan(3)  # so what was said before it was heard
         assert (codec_to(1), codec_to(2)) == (CODECS["bf16"].number, CODECS["fp32"].number)
-        pair.end.enter(CHANNEL)
+        pair.end.enter(LINK_FORMAT)
         assert codec_to(1) == CODECS["fp32"].number
 
 
@@ -126,13 +126,13 @@ def test_what_comes_from_several_neighbours_at_once_is_put_together() -> None:
     header, body = pack(message, LinkFormat(1, 0, 2, 4, 8, 16, incarnation=3))
     with joined() as pair:
         pair.send(FrameType.ATTACH, 0, 3)
-        for word, payload in (
+        for frame_type, payload in (
             (FrameType.HEADER, header.SerializeToString()),
             (FrameType.BODY, body[:100]),
             (FrameType.BODY, body[100:]),
         ):
             for sender in (1, 2):
-                pair.send(word, sender, 3, payload)
+                pair.send(frame_type, sender, 3, payload)
         assert pair.events.get(timeout=5) == IncarnationBegan(3)
         for sender in (1, 2):
             event = pair.events.get(timeout=5)
@@ -143,14 +143,14 @@ def test_what_comes_from_several_neighbours_at_once_is_put_together() -> None:
 
 
 def test_bytes_that_are_no_message_are_an_event_and_the_next_one_arrives() -> None:
-    channel = LinkFormat(1, 0, 2, 4, 8, 16, incarnation=3)
-    header, body = pack(Gradient(1, 0, torch.zeros(2, 4, 8)), channel)
+    link_format = LinkFormat(1, 0, 2, 4, 8, 16, incarnation=3)
+    header, body = pack(Gradient(1, 0, torch.zeros(2, 4, 8)), link_format)
     with joined() as pair:
         pair.send(FrameType.HEADER, 1, 3, b"\xff\xff")
         pair.send(FrameType.BODY, 1, 3, body)  # of that
         pair.send(FrameType.HEADER, 1, 3, header.SerializeToString())
         pair.send(FrameType.BODY, 1, 3, b"\xff" * len(body))
-        pair.send(FrameType.HEADER, 1, 3, pack(Begin(1, 2), channel)[0].SerializeToString())
+        pair.send(FrameType.HEADER, 1, 3, pack(Begin(1, 2), link_format)[0].SerializeToString())
         for _ in range(2):
             event = pair.events.get(timeout=5)
             assert isinstance(event, MessageInvalid)
@@ -167,7 +167,7 @@ def test_a_break_overtakes_what_waits() -> None:
             pair.receive()
         pair.end.break_off(PeerMisbehaved("it sent nonsense"))
         frame = pair.receive()
-        assert (frame.word, frame.incarnation) == (FrameType.BREAK, 3)
+        assert (frame.type, frame.incarnation) == (FrameType.BREAK, 3)
         error = decode_error(frame.payload)
         assert isinstance(error, PeerMisbehaved)
         assert str(error) == "it sent nonsense"
@@ -186,8 +186,8 @@ async def test_nothing_of_no_bytes_is_given_to_the_transport() -> None:
         def writelines(self, lines: Iterable[bytes]) -> None:
             given.extend(map(bytes, lines))
 
-    cable = StageSocket(asyncio.StreamReader(), cast("asyncio.StreamWriter", Writer()))
-    cable.send_nowait(FrameType.SENT, 1, 1)
-    cable.send_nowait(FrameType.BODY, 1, 1, b"abc")
+    stage_socket = StageSocket(asyncio.StreamReader(), cast("asyncio.StreamWriter", Writer()))
+    stage_socket.send_nowait(FrameType.SENT, 1, 1)
+    stage_socket.send_nowait(FrameType.BODY, 1, 1, b"abc")
     assert b"".join(given) == pack_prefix(FrameType.SENT, 1, 1, 0) + pack_prefix(FrameType.BODY, 1, 1, 3) + b"abc"
     assert all(given)

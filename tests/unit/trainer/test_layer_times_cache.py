@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from atoll.core.clock import ManualClock
-from atoll.node.trainer import layer_times_cache, loading
-from atoll.node.trainer import messages as ms
+from atoll.node.trainer import layer_times_cache, loading, messages
 from atoll.node.trainer.layer_times_cache import ENTRIES, MAX_AGE, LayerTimesCache
 from atoll.node.training.device import choose_device, device_facts
 
@@ -55,14 +54,14 @@ def start(tmp_path: Path):
 
     def start(after: timedelta = timedelta(), hidden: int = 48, threads: int = 1) -> loading.LayerTimes:
         clock.advance(after.total_seconds())
-        config = ms.TrainerConfig(
+        config = messages.TrainerConfig(
             SPEC.format(hidden=hidden),
             str(tmp_path / "text.txt"),
             device="cpu",
             cpu_threads=threads,
             layer_times_path=str(tmp_path / "layer-times.json"),
         )
-        state = loading.load(config, device_facts(choose_device("cpu")), None, clock)
+        state = loading.load_trainer_state(config, device_facts(choose_device("cpu")), None, clock)
         assert isinstance(state.loop, loading.InnerLoop)
         state.loop.close()
         return state.times

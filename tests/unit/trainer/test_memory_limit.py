@@ -19,7 +19,7 @@ one, _ = socket.socketpair()
 times = (("embedding", 1e-6, 1e-6), ("block", 1e-6, 1e-6), ("head", 1e-6, 1e-6))  # of a trainer that is loaded again
 config = TrainerConfig({spec!r}, device="cpu", memory_bytes=10**10, span={span!r}, layer_times=times)
 facts = device_facts(choose_device("cpu"), 1.0, config.memory_bytes)
-here = loading.load(config, facts, StageIO(one, queue.SimpleQueue().put), SystemClock())
+here = loading.load_trainer_state(config, facts, StageIO(one, queue.SimpleQueue().put), SystemClock())
 scratch_E = torch.zeros(here.elements)
 if not {span!r}:
     here.loop.initialise_into(scratch_E)

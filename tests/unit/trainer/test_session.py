@@ -25,10 +25,10 @@ from atoll.node.model.llama import Decoder
 from atoll.node.model.run_model import run_model, write_initial_weights
 from atoll.node.pipeline.stage_io import RouteEvent, StageIO
 from atoll.node.system.shared_vectors import map_vector
-from atoll.node.trainer import messages as ms
+from atoll.node.trainer import messages
 from atoll.node.trainer import session as session_module
-from atoll.node.trainer.loading import load
-from atoll.node.trainer.session import Session
+from atoll.node.trainer.loading import load_trainer_state
+from atoll.node.trainer.session import TrainerSession
 from atoll.node.trainer.step_pacing import TIMED_STEPS, StepPacer, WorkTime
 from atoll.node.training.device import DeviceFacts, choose_device, compute_clock_seconds, device_facts
 from atoll.v1 import plan_pb2
@@ -53,36 +53,36 @@ TINY = "dimension = 32\nlayers = 1\nheads = 2\nkv_heads = 2\nhidden_dimension = 
 class FakeChannel:
     """Orders that were written beforehand; answers kept by number. Status pushes are kept apart."""
 
-    def __init__(self, *orders: ms.Order) -> None:
-        self.events: queue.SimpleQueue[ms.Envelope | RouteEvent] = queue.SimpleQueue()
+    def __init__(self, *orders: messages.Order) -> None:
+        self.events: queue.SimpleQueue[messages.Envelope | RouteEvent] = queue.SimpleQueue()
         for number, order in enumerate(orders, start=1):
-            self.events.put(ms.Envelope(number, order))
-        self.answers: dict[int, ms.Answer] = {}
-        self.pushed: list[ms.TrainerStatus] = []
+            self.events.put(messages.Envelope(number, order))
+        self.answers: dict[int, messages.Answer] = {}
+        self.pushed: list[messages.TrainerStatus] = []
 
-    def answer(self, number: int, body: ms.Answer | ms.Pushed) -> None:
-        if isinstance(body, ms.TrainerStatus):
+    def answer(self, number: int, body: messages.Answer | messages.Pushed) -> None:
+        if isinstance(body, messages.TrainerStatus):
             self.pushed.append(body)
-        elif not isinstance(body, ms.Loading):
+        elif not isinstance(body, messages.Loading):
             self.answers[number] = body
 
 
 def run(
-    tmp_path: Path, *orders: ms.Order, model: str = TINY, device: str = "cpu", span: tuple[int, int] | None = None
+    tmp_path: Path, *orders: messages.Order, model: str = TINY, device: str = "cpu", span: tuple[int, int] | None = None
 ) -> FakeChannel:
     (tmp_path / "text.txt").write_text("a reef is a ring of islands; " * 100)
-    channel = FakeChannel(*orders, ms.Stop())
-    config = ms.TrainerConfig(SPEC.format(model=model, path=json.dumps(str(tmp_path))), device=device, span=span)
+    channel = FakeChannel(*orders, messages.Stop())
+    config = messages.TrainerConfig(SPEC.format(model=model, path=json.dumps(str(tmp_path))), device=device, span=span)
     descriptors = [open_anonymous_file("anchor"), open_anonymous_file("gradient")]
     try:
-        session = Session(config, channel, *descriptors)
+        session = TrainerSession(config, channel, *descriptors)
         session.serve()
         ready = channel.answers[0]
-        assert isinstance(ready, ms.Ready)
+        assert isinstance(ready, messages.Ready)
         if session._loop is not None:
             session._loop.close()
             written = map_vector(descriptors[0], session._state.elements)
-            assert written.any() == (ms.Initialise() in orders)
+            assert written.any() == (messages.Initialise() in orders)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -92,25 +92,27 @@ def run(
 def test_orders_that_make_no_sense_are_refused_and_the_next_is_obeyed(tmp_path: Path) -> None:
     channel = run(
         tmp_path,
-        ms.Train(),
-        ms.TakeSnapshot(0, 9),
-        ms.Apply((), 0, (0, 9)),
-        ms.Initialise(),
-        ms.Load(((0, 100),), 0),
-        ms.Apply((), 0, (0, 9)),
-        ms.TakeSnapshot(0, 9),
-        ms.SetRanges(((0, 100),)),
-        ms.Apply(((0, 100),), 10, (0, 99)),
-        ms.Discard(),
-        ms.Evaluate(),
+        messages.Train(),
+        messages.TakeSnapshot(0, 9),
+        messages.Apply((), 0, (0, 9)),
+        messages.Initialise(),
+        messages.Load(((0, 100),), 0),
+        messages.Apply((), 0, (0, 9)),
+        messages.TakeSnapshot(0, 9),
+        messages.SetRanges(((0, 100),)),
+        messages.Apply(((0, 100),), 10, (0, 99)),
+        messages.Discard(),
+        messages.Evaluate(),
     )
-    reasons = {number: answer.reason for number, answer in channel.answers.items() if isinstance(answer, ms.Refused)}
+    reasons = {
+        number: answer.reason for number, answer in channel.answers.items() if isinstance(answer, messages.Refused)
+    }
     assert reasons == dict.fromkeys((1, 2, 3, 6), "InvalidTransition")
-    assert channel.answers[7] == ms.SnapshotTaken(0, 0, 0, 0)
+    assert channel.answers[7] == messages.Snapshot(0, 0, 0, 0)
     loss = channel.answers[11]
-    assert isinstance(loss, ms.Loss)
+    assert isinstance(loss, messages.Loss)
     assert loss.value == pytest.approx(5.5, abs=0.2)  # ln 256: an untrained model of bytes
-    assert channel.answers[12] == ms.Done()
+    assert channel.answers[12] == messages.Done()
     assert not channel.pushed[-1].training
 
 
@@ -121,8 +123,10 @@ def test_layers_that_an_earlier_trainer_measured_are_not_measured_again(tmp_path
     spec = SPEC.format(model=TINY, path=json.dumps(str(tmp_path)))
     near, far = socket.socketpair()
     with near, far:
-        config = ms.TrainerConfig(spec, device="cpu", span=(0, 1), layer_times=known)
-        state = load(config, device_facts(choose_device("cpu")), StageIO(far, lambda _: None), SystemClock())
+        config = messages.TrainerConfig(spec, device="cpu", span=(0, 1), layer_times=known)
+        state = load_trainer_state(
+            config, device_facts(choose_device("cpu")), StageIO(far, lambda _: None), SystemClock()
+        )
         ready = state.ready_message(state.probe(torch.empty(0), 0.0))
         assert state.loop is not None
         state.loop.close()
@@ -146,21 +150,35 @@ def test_a_model_that_does_not_fit_but_can_be_cut_leaves_a_trainer_that_holds_no
     path = tmp_path / "initial"
     channel = run(
         tmp_path,
-        *(ms.Initialise(), ms.Load((), 0), ms.Train(), ms.Pause(), ms.TakeSnapshot(0, 0), ms.Discard()),
-        *(ms.Evaluate(), ms.Generate("a", 1, 0), ms.EnterRoute(1, 0, 0, 2), ms.WriteInitial(str(path))),
+        *(
+            messages.Initialise(),
+            messages.Load((), 0),
+            messages.Train(),
+            messages.Pause(),
+            messages.TakeSnapshot(0, 0),
+            messages.Discard(),
+        ),
+        *(
+            messages.Evaluate(),
+            messages.Generate("a", 1, 0),
+            messages.EnterRoute(1, 0, 0, 2),
+            messages.WriteInitial(str(path)),
+        ),
         model=TINY.replace("layers = 1", "layers = 40"),
     )
-    reasons = {number: answer.reason for number, answer in channel.answers.items() if isinstance(answer, ms.Refused)}
+    reasons = {
+        number: answer.reason for number, answer in channel.answers.items() if isinstance(answer, messages.Refused)
+    }
     assert reasons == dict.fromkeys(range(1, 7), "ModelTooLarge") | dict.fromkeys((7, 8, 9), "InvalidTransition")
     ready = channel.answers[0]
-    assert isinstance(ready, ms.Ready)
+    assert isinstance(ready, messages.Ready)
     assert (ready.span, ready.tokens_per_second) == (None, 0.0)
     assert [kind for kind, *_ in ready.layer_times] == ["embedding", "block", "head"]
     assert all(forward > 0 and backward > 0 for _, forward, backward in ready.layer_times)
     table = plan_pb2.LayerTable.FromString(bytes.fromhex(ready.layer_table_hex))
     assert len(table.layers) == 42
     assert path.stat().st_size == 4 * sum(row.parameters for row in table.layers)
-    assert channel.answers[10] == ms.Done()
+    assert channel.answers[10] == messages.Done()
 
 
 def test_a_span_that_does_not_fit_or_is_none_of_the_model_s_is_refused(
@@ -201,16 +219,16 @@ def test_limits_change_between_two_steps(tmp_path: Path) -> None:
     try:
         channel = run(
             tmp_path,
-            ms.Initialise(),
-            ms.Load(((0, 100),), 0),
-            ms.SetLimits(1, 0.0, 1.0, 0.5),
-            ms.Train(),
-            ms.TakeSnapshot(0, 9),
+            messages.Initialise(),
+            messages.Load(((0, 100),), 0),
+            messages.SetLimits(1, 0.0, 1.0, 0.5),
+            messages.Train(),
+            messages.TakeSnapshot(0, 9),
         )
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(threads)
-    assert channel.answers[3] == ms.Done()  # a CPU has no memory of its own to bound
+    assert channel.answers[3] == messages.Done()  # a CPU has no memory of its own to bound
 
 
 @given(st.floats(0.0, 1.0), st.floats(0.0, 1.0))
@@ -301,17 +319,17 @@ def test_a_paced_node_is_never_faster_than_its_pace(durations: list[float], mini
 @pytest.mark.parametrize(
     "message",
     [
-        ms.Load(((0, 5), (9, 12)), 77),
-        ms.Generate("ünï\ncode", 3, 1),
-        ms.SnapshotTaken(1, 2, 3, 4),
-        ms.Refused("CorpusError", "is empty", "give more"),
-        ms.TrainerConfig("version = 1\n", None),
+        messages.Load(((0, 5), (9, 12)), 77),
+        messages.Generate("ünï\ncode", 3, 1),
+        messages.Snapshot(1, 2, 3, 4),
+        messages.Refused("CorpusError", "is empty", "give more"),
+        messages.TrainerConfig("version = 1\n", None),
     ],
 )
-def test_messages_survive_the_wire(message: ms.Message) -> None:
-    line = ms.Envelope(5, message).line()
+def test_messages_survive_the_wire(message: messages.Message) -> None:
+    line = messages.Envelope(5, message).line()
     assert line.count(b"\n") == 1
-    assert ms.Envelope.parse(line) == ms.Envelope(5, message)
+    assert messages.Envelope.parse(line) == messages.Envelope(5, message)
 
 
 @pytest.mark.parametrize(
@@ -324,5 +342,5 @@ def test_messages_survive_the_wire(message: ms.Message) -> None:
     ],
 )
 def test_a_line_that_is_no_message_is_an_error(line: bytes) -> None:
-    with pytest.raises(ValueError, match=r"Expecting|not a message"):
-        ms.Envelope.parse(line)
+    with pytest.raises(ValueError, match=r"Expecting|not a trainer message"):
+        messages.Envelope.parse(line)

@@ -18,7 +18,7 @@ from atoll.node.model.memory_estimate import usable_bytes
 from atoll.node.model.run_model import run_model
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import layout_of
-from atoll.node.trainer.loading import load, stage_bytes, usable_facts
+from atoll.node.trainer.loading import load_trainer_state, stage_bytes, usable_facts
 from atoll.node.trainer.messages import TrainerConfig
 from atoll.node.training.device import DeviceFacts
 from atoll.node.training.device_group import DeviceGroup, Rendezvous, choose_devices, combined_facts, no_other_ranks
@@ -199,7 +199,7 @@ def test_layer_times_divide_by_the_number_of_devices(monkeypatch, tmp_path):
     (tmp_path / "text.txt").write_text("a reef is a ring of islands; " * 400)
     small = DeviceFacts("cpu", "card", usable_for_a_layer(toml))  # it holds nothing, and meets nobody
     several = Rendezvous((CPU, CPU), 0, -1)
-    loaded = load(TrainerConfig(toml, device="cpu,cpu"), small, None, SystemClock(), several)
+    loaded = load_trainer_state(TrainerConfig(toml, device="cpu,cpu"), small, None, SystemClock(), several)
     assert loaded.loop is None
     assert loaded.times == tuple((kind, there / 2, back / 2) for kind, there, back in measured)
 

@@ -1,6 +1,6 @@
-"""The held-out loss of an anchor over a route: some micro-batches a flush, forward only. Bookkeeping of the driver.
+"""Held-out loss of an anchor over a route: the driver's bookkeeping.
 
-Shape suffixes: B batch, T sequence.
+An evaluation is a series of forward-only flushes of several micro-batches each. Shape suffixes: B batch, T sequence.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ Outcome = float | AtollError
 
 
 class Evaluation:
-    """From the order to its answer; `done` is told the loss in nats per token, or why there is none."""
+    """One evaluation. `done` gets the loss in nats per token, or the error that prevents it."""
 
     def __init__(self, corpus: Corpus, samples: int, anchor: int, done: Callable[[Outcome], None]) -> None:
-        self.anchor, self._done = anchor, done  # committed tokens
+        """`samples` of a micro-batch. `anchor`: the committed tokens of the anchor to evaluate."""
+        self.anchor, self._done = anchor, done
         self._corpus, self._samples = corpus, samples
         self._windows = list(corpus.validation_windows())
-        self._flush_samples = 0  # samples of the flush
+        self._flush_samples = 0
         self._total, self._count = 0.0, 0
 
     def next(self, most: int) -> list[Tensor]:
-        """Tokens [B,T+1] of the next flush, of so many micro-batches at most and all of one size."""
+        """Tokens [B,T+1] of the next flush: at most `most` micro-batches, all of the same size."""
         size = min(self._samples, len(self._windows))
         count = min(most, len(self._windows) // size)
         taken, self._windows = self._windows[: count * size], self._windows[count * size :]
@@ -35,7 +36,7 @@ class Evaluation:
         return list(torch.split(torch.from_numpy(self._corpus.windows(taken)), size))
 
     def add(self, loss: float) -> bool:
-        """The mean loss of that flush; whether it was the last one."""
+        """Add the mean loss of the flush. Returns True, and calls `done`, after the last one."""
         self._total += loss * self._flush_samples
         self._count += self._flush_samples
         if not self._windows:
@@ -43,5 +44,5 @@ class Evaluation:
         return not self._windows
 
     def fail(self, error: AtollError) -> None:
-        """There will be no loss."""
+        """End the evaluation without a loss."""
         self._done(error)

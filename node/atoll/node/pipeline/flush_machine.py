@@ -1,14 +1,14 @@
-"""One stage's part in a flush, as a state machine: messages in, actions in the schedule's order, messages out.
+"""State machine of one stage in a flush: messages in, actions in the schedule's order, messages out.
 
-The runner reads no socket and no clock: whoever carries messages calls `deliver`, then `advance` until it answers
-None. Messages of one link must come in order; how links interleave changes nothing. The first stage's runner also
-drives: it is fed micro-batches and decides how each flush ends.
+The machine reads no socket and no clock. Its owner calls `deliver` for each message, then `advance` until that returns
+None. Messages of one link must arrive in order; the interleaving of links does not matter. The machine of the first
+stage is also the driver: it gets micro-batches (`begin_flush`) and decides how each flush ends.
 
-A flush ends by one verdict, which only the first stage makes: step, or no step (a gradient is not finite). Before the
-verdict nothing on any stage has changed but gradients. When anything goes wrong, all links are cut (`disconnect`):
-stages that had not settled the flush drop those gradients, and so does every other stage when the route begins anew
-(`begin`) and it hears that the flush was not decided. What was decided is stepped then by a stage that missed it. It
-can have missed one decision at most, because none is made without its report.
+A flush ends with one verdict, which only the first stage makes: step, or skip because a gradient is not finite. Before
+the verdict, only gradients have changed on any stage. On any error all links are cut (`disconnect`). A stage that has
+not reported its part of the flush then drops its gradients. A stage that has reported keeps them, since the flush may
+have been decided. When the route begins anew (`begin`), it learns the newest decision: it steps if its flush was
+decided, and drops the gradients otherwise. It can miss at most one decision, because none is made without its report.
 """
 
 from __future__ import annotations
@@ -49,101 +49,108 @@ from atoll.node.training.inner_optimizer import clip_factor
 
 
 class StageCompute(Protocol):
-    """A span's arithmetic. Micro-batches are numbered from 0 in each flush."""
+    """Computation of one span. Micro-batches are numbered from 0 in each flush.
+
+    If the model ties its embedding to its output matrix, the first stage has the tied weight. The last stage has a copy
+    of it, which it gets before each flush and whose gradient it returns.
+    """
 
     def check(self, message: Message) -> None:
-        """Raise `PeerMisbehaved` for tensors of another shape or dtype than this span takes."""
+        """Raise `PeerMisbehaved` for tensors whose shape or dtype this span does not accept."""
         ...
 
     def begin(self, micro_batches: int) -> None:
-        """A flush of so many begins; gradients are zero."""
+        """Begin a flush of this many micro-batches. Gradients are zero."""
         ...
 
     def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
-        """The span's output; on the last stage, the loss."""
+        """Compute the span's output; on the last stage, the loss."""
         ...
 
     def backward(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
-        """Add to the gradients. The gradient of the span's input; None on the first stage."""
+        """Add to the gradients. Returns the gradient of the span's input; None on the first stage."""
         ...
 
     def norms(self) -> tuple[float, ...]:
-        """Of the gradient, one a layer."""
+        """Norms of the gradient, one per layer."""
         ...
 
     def loss(self) -> float:
-        """Mean of the flush, on the last stage."""
+        """Mean loss of the flush, on the last stage."""
         ...
 
     def step(self, factor: float | None) -> None:
-        """Scale the gradients and step, or with None take no step. They are zero afterwards."""
+        """Scale the gradients and step; None skips the step. Gradients are zero afterwards."""
         ...
 
     def abort(self) -> None:
-        """Forget the flush; gradients are zero, and weights those that are trained."""
+        """Forget the flush. Gradients are zero, and weights are the trained ones, not the anchor."""
         ...
 
     def begin_evaluation(self, micro_batches: int) -> None:
-        """A flush without gradients begins, over the parameters of the anchor."""
+        """Begin a flush without gradients, over the anchor's parameters."""
         ...
 
     def end_evaluation(self) -> int:
-        """The weights are those that are trained again. The committed tokens of the anchor."""
+        """Restore the trained weights. Returns the committed tokens of the anchor."""
         ...
 
     def tied_weights(self) -> Tensor:
-        """Owner: the matrix, a copy."""
+        """First stage: a copy of the tied weight."""
         ...
 
     def set_tied_weights(self, weights_VD: Tensor) -> None:
-        """Borrower: use this one from now on."""
+        """Last stage: use this tied weight from now on."""
         ...
 
     def tied_gradient(self) -> Tensor:
-        """Borrower: what to return of this flush."""
+        """Last stage: the gradient of the tied weight in this flush."""
         ...
 
     def add_tied(self, gradient_VD: Tensor) -> None:
-        """Owner: make its gradient whole."""
+        """First stage: add the last stage's gradient of the tied weight."""
         ...
 
 
-Outgoing = tuple[int, Message]  # to which stage
+Outgoing = tuple[int, Message]  # receiving stage, message
 
 
 @dataclass(frozen=True)
 class FlushResult:
-    """How a flush ended, at the driver."""
+    """End of a flush, at the driver."""
 
     verdict: Verdict
     loss: float = 0.0  # nats per token
-    norms: tuple[float, ...] = ()  # one a layer of the whole model
-    at_same_anchor: bool = True  # of an evaluation: all stages stood at the anchor that it was of
+    norms: tuple[float, ...] = ()  # one per layer of the whole model
+    at_same_anchor: bool = True  # evaluation: all stages had the anchor that was evaluated
 
 
 class FlushMachine:
-    """One stage, through any number of incarnations of its route."""
+    """One stage, through any number of incarnations of its route.
+
+    It has more than 20 methods: each action and each message of a flush has its own short one.
+    """
 
     def __init__(self, place: StagePosition, compute: StageCompute, clip_norm: float) -> None:
         self.place = place
-        self.last_flush = 0  # the last flush of this incarnation that is over here
-        self.last_result: FlushResult | None = None  # at the driver: how the newest flush ended; None before
-        self.ready = False  # all stages after this one take part in flushes
-        self.decided: Decision | None = None  # the newest that is known here
+        self.last_flush = 0  # the last flush of this incarnation that is over on this stage
+        self.last_result: FlushResult | None = None  # driver: end of the newest flush; None until it has ended
+        self.ready = False  # this stage and all after it take part in flushes
+        self.last_decision: Decision | None = None  # the newest decision that this stage knows
         self._incarnation = 0
-        self._joined = False  # what became of the flush before is settled
+        self._joined = False  # this stage knows whether its flush of the previous incarnation was decided
         self._step_unfinished = False
         self._compute, self._clip_norm = compute, clip_norm
         self._actions: deque[Action] = deque()
         self._outgoing: list[Outgoing] = []
         self._inboxes: dict[int, Inbox] = {}  # by flush
-        self._tied_weights: TiedWeights | None = None  # the newest, whatever its flush: it travels on a link of its own
-        self._undecided: Decision | None = None  # the flush that this stage settled when it was cut off
+        self._tied_weights: TiedWeights | None = None  # the newest of any flush: it travels on a link of its own
+        self._undecided: Decision | None = None  # the flush that this stage had reported when its links broke
 
     # --- incarnations -------------------------------------------------------------------------------
 
     def disconnect(self) -> None:
-        """All links broke: forget what was under way, but for a flush that may have been decided with our report."""
+        """Forget all work under way after the links broke, except a flush that may be decided with this report."""
         self._require_consistent_weights()
         if self.awaiting_verdict:
             self._undecided = Decision(self._incarnation, self.last_flush + 1)
@@ -156,26 +163,26 @@ class FlushMachine:
         self._joined = self.ready = False
 
     def begin(self, incarnation: int) -> None:
-        """The route begins anew; flushes are numbered from 1 again."""
+        """Begin a new incarnation of the route. Flushes are numbered from 1 again."""
         self.disconnect()
         self._incarnation, self.last_flush = incarnation, 0
         if self.place.first:
             self._join(None)
 
     def drop_undecided(self) -> None:
-        """Give up a flush of which this stage has not heard whether it was decided: its weights are others now."""
+        """Drop a flush that was reported and whose decision is unknown: this stage gets other weights."""
         if self._undecided is not None:
             self._undecided = None
             self._compute.abort()
 
     def _join(self, told: Decision | None) -> None:
-        """Step or drop what was in limbo, tell downstream what is known and, when all are there, upstream."""
+        """Step or drop the undecided flush. Tell downstream the newest decision; the last stage announces `Ready`."""
         if self._undecided is not None and self._undecided == told:
             self._apply_step(told.factor)
         self.drop_undecided()
-        self.decided = told or self.decided  # a driver that took another's place knows of none
+        self.last_decision = told or self.last_decision  # a driver that replaced another one knows no decision
         self._joined = True
-        self._outgoing += self._downstream(Join(self.decided))
+        self._outgoing += self._downstream(Join(self.last_decision))
         if self.place.last:
             self._announce_ready()
 
@@ -189,37 +196,39 @@ class FlushMachine:
 
     @property
     def idle(self) -> bool:
-        """Whether no flush has begun here that is not over."""
+        """True if no flush is under way on this stage."""
         return not self._actions
 
     @property
     def awaiting_verdict(self) -> bool:
-        """Whether the flush that is under way can be decided without us: this stage has told its norms."""
+        """True if this stage has reported its norms, so that the flush may be decided at any time."""
         return bool(self._actions) and isinstance(self._actions[0], Step)
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches that were taken forward and not yet backward."""
+        """Micro-batches between their forward and their backward."""
         return self._inbox.forwarded - self._inbox.backwarded
 
     @property
     def max_evaluation_micro_batches(self) -> int:
-        """Micro-batches of an evaluation's flush: every stage may have as many before it."""
+        """Largest number of micro-batches in an evaluation's flush; as many may wait in front of every stage."""
         return stage_credits(2, MAX_MICRO_BATCHES, self.place.ahead)[0]
 
-    # --- what comes in ------------------------------------------------------------------------------
+    # --- messages -----------------------------------------------------------------------------------
 
     def deliver(self, sender: int, message: Message) -> None:
-        """Take a neighbour's message; those of flushes that are over are dropped. Raises `PeerMisbehaved`."""
+        """Take a neighbour's message; messages of finished flushes are dropped. Raises `PeerMisbehaved`."""
         if isinstance(message, Join | Ready):
             self._on_join_or_ready(sender, message)
             return
         if message.flush <= self.last_flush:
             return
         if message.flush > self.last_flush + 2:
-            raise PeerMisbehaved(f"stage {sender} is at flush {message.flush}, we are at {self.last_flush + 1}")
+            raise PeerMisbehaved(
+                f"stage {sender} is at flush {message.flush}, more than one ahead of flush {self.last_flush + 1} here"
+            )
         if not self.ready and not isinstance(message, TiedWeights):
-            raise PeerMisbehaved(f"stage {sender} works before all stages are ready")
+            raise PeerMisbehaved(f"stage {sender} sent {type(message).__name__} before all stages were ready")
         inbox = self._inboxes.get(message.flush) or Inbox(self.place)
         inbox.check(sender, message)
         self._compute.check(message)
@@ -232,7 +241,7 @@ class FlushMachine:
     def _on_join_or_ready(self, sender: int, message: Join | Ready) -> None:
         kind = type(message)
         if sender != self.place.sender_of(kind):
-            raise PeerMisbehaved(f"stage {sender} sent {kind.__name__}, which is another one's to say")
+            raise PeerMisbehaved(f"stage {sender} may not send {kind.__name__} to stage {self.place.stage}")
         if isinstance(message, Join) and not self._joined:
             self._join(message.decided)
         elif isinstance(message, Ready) and self._joined and not self.ready:
@@ -242,27 +251,31 @@ class FlushMachine:
 
     def _store_tied_weights(self, weights: TiedWeights) -> None:
         if self._tied_weights is not None and self._tied_weights.flush >= weights.flush:
-            raise PeerMisbehaved(f"the tied matrix came twice, for flush {weights.flush}")
+            raise PeerMisbehaved(
+                f"tied weights of flush {weights.flush} came after those of flush {self._tied_weights.flush}"
+            )
         self._tied_weights = weights
 
-    def feed(self, micro_batches: Sequence[tuple[Tensor, Tensor]], anchor: int | None = None) -> int:
-        """Driver: begin the next flush with inputs and targets, int64 [B,T] each; its number.
+    def begin_flush(self, micro_batches: Sequence[tuple[Tensor, Tensor]], anchor: int | None = None) -> int:
+        """Driver: begin the next flush with inputs and targets, int64 [B,T] each. Returns the flush's number.
 
-        `anchor` makes it an evaluation, of `max_evaluation_micro_batches` micro-batches at most.
+        With `anchor` (committed tokens) it is an evaluation of at most `max_evaluation_micro_batches` micro-batches.
         """
         flush = self.last_flush + 1
         if not self.place.first or not self.ready or self._inbox.has(Begin):
-            raise InvalidTransition("a flush begins at the first stage of a route that is ready, one after another")
+            raise InvalidTransition(
+                "no flush can begin: this stage is not the first, its route is not ready, or a flush is under way"
+            )
         self.last_result = None
         self._inbox.put(Begin(flush, len(micro_batches), anchor))
         for number, (tokens_BT, targets_BT) in enumerate(micro_batches):
             self._inbox.put(Activation(flush, number, tokens_BT, targets_BT))
         return flush
 
-    # --- what is done -------------------------------------------------------------------------------
+    # --- actions ------------------------------------------------------------------------------------
 
     def advance(self) -> list[Outgoing] | None:
-        """Carry out the next action and say what to send; None while it waits for a message."""
+        """Execute the next action. Returns the messages to send; None while it waits for a message."""
         self._require_consistent_weights()
         if self._outgoing:
             owed, self._outgoing = self._outgoing, []
@@ -353,7 +366,7 @@ class FlushMachine:
             report = Report(flush, report.norms + after.norms, after.loss)
         if place.first:
             factor = clip_factor(report.norms, self._clip_norm)
-            self._actions.clear()  # nothing to wait for: the decision and this stage's step are one
+            self._actions.clear()  # the first stage decides and steps at once
             return self._step(Verdict(flush, factor), report)
         self._inbox.reported = True
         lent = [(0, returned)] if returned is not None and place.receives_tied_weights else []
@@ -373,7 +386,7 @@ class FlushMachine:
 
     def _step(self, verdict: Verdict, report: Report | None = None) -> list[Outgoing]:
         self._apply_step(verdict.factor)
-        self.decided = Decision(self._incarnation, verdict.flush, verdict.factor)
+        self.last_decision = Decision(self._incarnation, verdict.flush, verdict.factor)
         if report is not None:
             self.last_result = FlushResult(verdict, report.loss, report.norms)
         self._end(verdict.flush)
@@ -385,14 +398,15 @@ class FlushMachine:
 
     def _apply_step(self, factor: float | None) -> None:
         self._undecided = None
-        self._step_unfinished = True  # weights of both flushes, until it is done
+        self._step_unfinished = True  # if the step fails, the weights are partly stepped
         self._compute.step(factor)
         self._step_unfinished = False
 
     def _require_consistent_weights(self) -> None:
         if self._step_unfinished:
             raise InvalidTransition(
-                "this stage failed in the midst of a step", "replace it: its weights are of no flush"
+                "this stage failed during a step: only a part of its weights has made the step",
+                "start its trainer again from the anchor",
             )
 
     def _downstream(self, message: Message) -> list[Outgoing]:

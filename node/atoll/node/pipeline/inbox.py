@@ -1,8 +1,7 @@
-"""What the other stages of a route have sent to one of them, checked when it comes. Pure.
+"""Inbox of one stage in one flush: messages of the other stages, checked when they arrive. Pure.
 
-At most two flushes are open at a time: the one under way and the beginning of the next, which a neighbour may start
-as soon as it has stepped. So what can wait here is bounded by the credits of the stage upstream, whatever a peer
-sends.
+At most two flushes are open at a time: the one under way, and the next one, which a neighbour may start as soon as it
+has stepped. The credits of the stage upstream therefore bound the messages that wait here, whatever a peer sends.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True)
 class StagePosition:
-    """Where on its route a stage stands."""
+    """Position of a stage on its route, with the bounds that follow from it."""
 
     stage: int
     stages: int
-    tied: bool = False  # the last stage borrows a matrix of the first
+    tied: bool = False  # the last stage uses a copy of a matrix of the first
     ahead: int = 0  # see `schedule.stage_credits`
-    micro_batches: int = MAX_MICRO_BATCHES  # of a flush that trains, at most
+    micro_batches: int = MAX_MICRO_BATCHES  # bound for a flush that trains
 
     @property
     def first(self) -> bool:
@@ -50,16 +49,16 @@ class StagePosition:
 
     @property
     def sends_tied_weights(self) -> bool:
-        """Whether a matrix of this stage travels to another one."""
+        """True if this stage sends its tied weight to another one."""
         return self.tied and self.first and not self.last
 
     @property
     def receives_tied_weights(self) -> bool:
-        """Whether it comes from another one."""
+        """True if this stage gets the tied weight from another one."""
         return self.tied and self.last and not self.first
 
     def sender_of(self, kind: type[Message]) -> int | None:
-        """The only stage that may send this here."""
+        """The only stage that may send this kind of message to this stage; None: no stage may."""
         upstream = None if self.first else self.stage - 1
         downstream = None if self.last else self.stage + 1
         return {
@@ -75,11 +74,11 @@ class StagePosition:
         }[kind]
 
     def credits(self, micro_batches: int) -> int:
-        """How many micro-batches this stage may hold."""
+        """Largest number of micro-batches that this stage may hold."""
         return stage_credits(self.stages, micro_batches, self.ahead)[self.stage]
 
     def credits_upstream(self, micro_batches: int) -> int:
-        """How many of them the stage before may hold, and so have on their way here."""
+        """Largest number of micro-batches that the stage before may hold, and so have on their way to this stage."""
         return stage_credits(self.stages, micro_batches, self.ahead)[self.stage - 1]
 
 
@@ -94,18 +93,18 @@ class Inbox:
         self._seen: set[tuple[type, int]] = set()
 
     def check(self, sender: int, message: Message) -> None:
-        """Raises `PeerMisbehaved` for what `sender` may not say, or not now, or not again."""
+        """Raise `PeerMisbehaved` if `sender` may not send this message, not at this time, or not twice."""
         key = (type(message), number_of(message))
         what = f"stage {sender} sent stage {self._place.stage} {key[0].__name__} {key[1]} of flush {message.flush}"
         if sender != self._place.sender_of(key[0]):
-            raise PeerMisbehaved(f"{what}, which is another one's to say")
+            raise PeerMisbehaved(f"stage {sender} may not send {key[0].__name__} to stage {self._place.stage}")
         if key in self._seen:
             raise PeerMisbehaved(f"{what} twice")
         if problem := self._problem(message):
             raise PeerMisbehaved(f"{what} {problem}")
 
     def put(self, message: Message) -> None:
-        """Keep what was checked, or what this stage tells itself."""
+        """Keep a checked message, or one that this stage sends to itself."""
         key = (type(message), number_of(message))
         self._seen.add(key)
         self._messages[key] = message
@@ -115,9 +114,10 @@ class Inbox:
         if isinstance(message, Begin):
             evaluated = self._place.credits_upstream(MAX_MICRO_BATCHES)
             most = self._place.micro_batches if message.anchor is None else evaluated
-            return "" if 1 <= message.micro_batches <= most else f"of {message.micro_batches}"
+            allowed = 1 <= message.micro_batches <= most
+            return "" if allowed else f"of {message.micro_batches} micro-batches; allowed are 1 to {most}"
         if isinstance(message, TiedWeights):
-            return ""  # it may overtake the beginning
+            return ""  # it may overtake `Begin`, since it travels on another link
         if begin is None:
             return "before it began"
         if isinstance(message, Activation):
@@ -127,10 +127,10 @@ class Inbox:
             return "in an evaluation"
         if isinstance(message, Gradient):
             sent = self.backwarded <= message.micro_batch < self.forwarded
-            return "" if sent else "for a micro-batch that is not there"
+            return "" if sent else "for a micro-batch that this stage has not sent"
         if isinstance(message, Report | TiedGradient):
             return "" if self.forwarded == begin.micro_batches else "before all micro-batches were sent"
-        return "" if self.reported else "before this stage reported"  # a verdict: it is made of all reports
+        return "" if self.reported else "before this stage reported"  # a verdict needs the reports of all stages
 
     def has(self, kind: type[Message], number: int = 0) -> bool:
         return (kind, number) in self._messages
@@ -140,12 +140,12 @@ class Inbox:
         return found if isinstance(found, kind) else None
 
     def pop(self, kind: type[M], number: int = 0) -> M:
-        """Take it out; another one like it will be refused all the same."""
+        """Remove and return a message. `check` still refuses a second one."""
         found = self._messages.pop((kind, number))
         assert isinstance(found, kind)
         return found
 
 
 def number_of(message: Message) -> int:
-    """Its micro-batch; 0 for what comes once a flush."""
+    """Micro-batch of the message; 0 for messages that come once per flush."""
     return message.micro_batch if isinstance(message, Activation | Gradient) else 0

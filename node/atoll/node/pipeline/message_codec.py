@@ -1,11 +1,10 @@
-"""How the messages of a route become bytes, and what must hold of bytes from a peer before anything is allocated.
+"""Encoding of stage messages, and the checks of a peer's header before anything is allocated.
 
-Activations and gradients are encoded by the codecs of `exchange/codecs.py`: `fp32`, `bf16`, or `int8` in blocks of
-128, which costs a run nothing in loss where 4 bits do (DESIGN §5). A tied matrix travels in fp32. A tensor with
-values that are not finite is announced as such and arrives as NaN, so that the route skips its step as one process
-would.
+Activations and gradients use codecs of `exchange/codecs.py`: `fp32`, `bf16`, or `int8` in blocks of 128. `int8` costs a
+run nothing in loss; 4 bits do (DESIGN §5). Tied weights and their gradient travel in fp32. A tensor with values that
+are not finite is only announced and arrives as NaN, so that the route skips its step as one process would.
 
-Shape suffixes: B batch, T sequence, D model.
+Shape suffixes: B batch, T sequence, D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -58,19 +57,19 @@ _CLASSES: dict[str, type[Message]] = {
 
 @dataclass(frozen=True)
 class LinkFormat:
-    """What both ends of a link know beforehand: the plan's route, and the largest tensors of its run."""
+    """Facts that both ends of a link know beforehand: route and incarnation, and the largest tensors of the run."""
 
     plan_version: int
     route: int
-    samples: int  # of a micro-batch, at most
-    tokens: int
+    samples: int  # largest micro-batch
+    tokens: int  # of each sample
     dimension: int
     vocabulary: int
-    incarnation: int = 0  # of the route: 0 before it has begun
+    incarnation: int = 0  # of the route; 0: none has begun
 
     @classmethod
     def of(cls, spec: RunSpec, table: plan_pb2.LayerTable, plan_version: int, route: int) -> LinkFormat:
-        """From what every node of a run knows."""
+        """Build the format from facts that every node of a run knows."""
         return cls(
             plan_version,
             route,
@@ -81,12 +80,12 @@ class LinkFormat:
         )
 
 
-def pack(message: Message, channel: LinkFormat, codec: Codec = CODECS["fp32"]) -> tuple[pb.StageMessage, Buffer]:
-    """Header and body. `codec` is for activations and gradients."""
+def pack(message: Message, link_format: LinkFormat, codec: Codec = CODECS["fp32"]) -> tuple[pb.StageMessage, Buffer]:
+    """Encode a message as header and body. `codec` is used for activations and gradients."""
     header = pb.StageMessage(
-        plan_version=channel.plan_version,
-        route=channel.route,
-        incarnation=channel.incarnation,
+        plan_version=link_format.plan_version,
+        route=link_format.route,
+        incarnation=link_format.incarnation,
         flush=message.flush,
     )
     body: Buffer = b""
@@ -131,66 +130,69 @@ def _put(header: pb.StageTensor, tensor: Tensor, codec: Codec, micro_batch: int 
 
 
 def parse_header(data: bytes) -> pb.StageMessage:
-    """Raises `PeerMisbehaved`. Nothing of it is checked yet."""
+    """Parse a header without further checks. Raises `PeerMisbehaved`."""
     try:
         return pb.StageMessage.FromString(data)
     except DecodeError as error:
-        raise PeerMisbehaved("a message between stages does not parse") from error
+        raise PeerMisbehaved("the header of a stage message does not parse") from error
 
 
 def message_class(header: pb.StageMessage) -> type[Message]:
-    """What a header announces. Raises `PeerMisbehaved`."""
+    """Kind of message that a header announces. Raises `PeerMisbehaved`."""
     kind = header.WhichOneof("content")
     if kind is None:
-        raise PeerMisbehaved("a message between stages says nothing")
+        raise PeerMisbehaved("a stage message has no content field")
     return _CLASSES[kind]
 
 
-def read_header(data: bytes, channel: LinkFormat) -> pb.StageMessage:
-    """Parse a header and check that its body is as long as it must be. Raises `PeerMisbehaved`."""
+def read_header(data: bytes, link_format: LinkFormat) -> pb.StageMessage:
+    """Parse a header and check its route, incarnation, shape, codec and body length. Raises `PeerMisbehaved`."""
     header = parse_header(data)
     if (header.plan_version, header.route, header.incarnation) != (
-        channel.plan_version,
-        channel.route,
-        channel.incarnation,
+        link_format.plan_version,
+        link_format.route,
+        link_format.incarnation,
     ):
         raise PeerMisbehaved(
-            f"a message for route {header.route} of plan {header.plan_version}, incarnation {header.incarnation}, came "
-            f"to route {channel.route} of plan {channel.plan_version}, incarnation {channel.incarnation}"
+            f"a message for plan {header.plan_version}, route {header.route}, incarnation {header.incarnation} arrived "
+            f"on plan {link_format.plan_version}, route {link_format.route}, incarnation {link_format.incarnation}"
         )
     message_class(header)
-    kind = header.WhichOneof("content")
-    assert kind is not None
-    expected = sum(_body_bytes(kind, header, channel))
+    kind = str(header.WhichOneof("content"))
+    expected = sum(_body_bytes(kind, header, link_format))
     if header.body_bytes != expected:
-        raise PeerMisbehaved(f"the body of {kind} has {expected} bytes, {header.body_bytes} were announced")
+        raise PeerMisbehaved(f"{kind}: the header announces {header.body_bytes} body bytes; must be {expected}")
     return header
 
 
-def _body_bytes(kind: str, header: pb.StageMessage, channel: LinkFormat) -> tuple[int, int]:
-    """Of the tensor and of the targets; the shape is checked, so both are bounded."""
+def _body_bytes(kind: str, header: pb.StageMessage, link_format: LinkFormat) -> tuple[int, int]:
+    """Bytes of the encoded tensor and of the targets. Raises `PeerMisbehaved` for a shape or codec out of bounds."""
     if kind in ("join", "ready", "begin", "report", "verdict"):
         return 0, 0
     tensor: pb.StageTensor = getattr(header, kind)
     shape, codec = tuple(tensor.shape), BY_NUMBER.get(tensor.codec)
-    if codec is None or codec.name not in ACTIVATION_CODECS or not _fits(kind, shape, channel):
-        raise PeerMisbehaved(f"{kind} of shape {list(shape)[:4]} in codec {tensor.codec} is none of this route's")
+    if codec is None or codec.name not in ACTIVATION_CODECS or not _fits(kind, shape, link_format):
+        raise PeerMisbehaved(f"{kind}: shape {list(shape)[:4]} or codec {tensor.codec} is not allowed on this route")
     coded = 0 if tensor.not_finite else codec.encoded_bytes(math.prod(shape))
     return coded, _TARGET_BYTES * shape[0] * shape[1] if kind == "activation" else 0
 
 
-def _fits(kind: str, shape: tuple[int, ...], channel: LinkFormat) -> bool:
+def _fits(kind: str, shape: tuple[int, ...], link_format: LinkFormat) -> bool:
     if kind.startswith("tied"):
-        return shape == (channel.vocabulary, channel.dimension)
-    return len(shape) == 3 and 1 <= shape[0] <= channel.samples and shape[1:] == (channel.tokens, channel.dimension)
+        return shape == (link_format.vocabulary, link_format.dimension)
+    return (
+        len(shape) == 3
+        and 1 <= shape[0] <= link_format.samples
+        and shape[1:] == (link_format.tokens, link_format.dimension)
+    )
 
 
-def unpack(header: pb.StageMessage, body: Buffer, channel: LinkFormat) -> Message:
-    """The message of a header that was checked. Raises `PeerMisbehaved` for bytes that are no such tensor."""
+def unpack(header: pb.StageMessage, body: Buffer, link_format: LinkFormat) -> Message:
+    """Decode the body of a checked header. Raises `PeerMisbehaved` for bytes that do not decode."""
     kind, flush = header.WhichOneof("content"), header.flush
     assert kind is not None
     if len(body) != header.body_bytes:
-        raise PeerMisbehaved(f"{len(body)} bytes came of {header.body_bytes}")
+        raise PeerMisbehaved(f"{kind}: {len(body)} body bytes arrived; the header announced {header.body_bytes}")
     if kind == "join":
         return _join(header)
     if kind == "ready":
@@ -203,7 +205,7 @@ def unpack(header: pb.StageMessage, body: Buffer, channel: LinkFormat) -> Messag
     if kind == "verdict":
         return _verdict(header)
     tensor: pb.StageTensor = getattr(header, kind)
-    coded, _ = _body_bytes(kind, header, channel)
+    coded, _ = _body_bytes(kind, header, link_format)
     values = _get(tensor, memoryview(body)[:coded])
     if kind == "activation":
         return Activation(flush, tensor.micro_batch, values, _targets(memoryview(body)[coded:], tensor.shape))
@@ -225,15 +227,18 @@ def _join(header: pb.StageMessage) -> Join:
 
 def _factor(said: pb.FlushVerdict | pb.FlushDecision) -> float | None:
     ending = said.WhichOneof("ending")
-    if ending is None or (ending == "factor" and not 0.0 <= said.factor <= 1.0):
-        raise PeerMisbehaved("a verdict that is none")
+    if ending is None:
+        raise PeerMisbehaved("a verdict has neither factor nor skipped")
+    if ending == "factor" and not 0.0 <= said.factor <= 1.0:
+        raise PeerMisbehaved(f"a verdict's factor is {said.factor}; must be 0 to 1")
     return said.factor if ending == "factor" else None
 
 
 def _get(tensor: pb.StageTensor, coded: Buffer) -> Tensor:
     shape = tuple(tensor.shape)
     if tensor.not_finite:
-        return torch.full((), torch.nan).expand(shape)  # a header alone must not cost memory; nobody writes into it
+        # not allocated, since a header alone must not cost memory; no code writes to it
+        return torch.full((), torch.nan).expand(shape)
     return BY_NUMBER[tensor.codec].decode(coded, math.prod(shape)).view(shape)
 
 

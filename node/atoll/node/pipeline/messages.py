@@ -1,8 +1,10 @@
-"""What the stages of a route tell each other in a flush. Data only.
+"""Messages between the stages of a route in a flush. Data only.
 
-Activations, gradients and reports pass between neighbours; what belongs to a tied matrix passes between the last
-stage, which borrows it, and the first, which owns it. Flushes are numbered from 1 in each incarnation of the route;
-`Join` and `Ready` belong to none and have number 0. Shape suffixes: B batch, T sequence, D model, V vocabulary.
+Most messages pass between neighbours. `TiedWeights` and `TiedGradient` pass between the first stage, which trains the
+tied weight, and the last, which uses a copy of it. Downstream means towards the last stage. Flushes are numbered from 1
+in each incarnation of the route; `Join` and `Ready` belong to no flush and have number 0.
+
+Shape suffixes: B batch, T sequence, D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Decision:
-    """How a flush ended, by names that no other flush of the route has."""
+    """Decision on a flush. Incarnation and flush number identify the flush on its route."""
 
     incarnation: int
     flush: int
@@ -23,7 +25,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Join:
-    """Downstream, the first word of an incarnation: the newest decision that is known."""
+    """Downstream: the first message of an incarnation, with the newest decision that the sender knows."""
 
     decided: Decision | None = None
     flush: int = 0
@@ -31,25 +33,25 @@ class Join:
 
 @dataclass(frozen=True)
 class Ready:
-    """Upstream: the sender and all after it will take part in flushes."""
+    """Upstream: the sender and all stages after it take part in flushes."""
 
     flush: int = 0
 
 
 @dataclass(frozen=True)
 class Begin:
-    """Downstream: a flush of so many micro-batches begins."""
+    """Downstream: a flush of `micro_batches` micro-batches begins."""
 
     flush: int
     micro_batches: int
-    anchor: int | None = None  # evaluate, forward only, the anchor of so many committed tokens; None: train
+    anchor: int | None = None  # evaluate, forward only, the anchor with these committed tokens; None: train
 
 
 @dataclass(frozen=True)
 class Activation:
-    """Downstream: a micro-batch's way into the next span, and what the last stage will compare with.
+    """Downstream: the input of the next span for one micro-batch, and the targets that the last stage needs.
 
-    Into the first span goes what the driver takes from its corpus: tokens [B,T], int64, in the place of `x_BTD`.
+    On the first stage, `x_BTD` has tokens of the corpus: [B,T], int64.
     """
 
     flush: int
@@ -60,7 +62,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class Gradient:
-    """Upstream: the loss's gradient by the activation of the same micro-batch."""
+    """Upstream: gradient of the loss with respect to the activation of the same micro-batch."""
 
     flush: int
     micro_batch: int
@@ -69,25 +71,25 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Report:
-    """Upstream: the gradient is whole in the sender's span and in all after it."""
+    """Upstream: the gradients of the sender's span, and of all spans after it, are complete."""
 
     flush: int
-    norms: tuple[float, ...]  # one a layer, from the sender's first layer to the model's last
+    norms: tuple[float, ...]  # one per layer, from the sender's first layer to the model's last
     loss: float  # nats per token, mean over the flush
-    at_same_anchor: bool = True  # of an evaluation: the sender and all after it stand at that anchor
+    at_same_anchor: bool = True  # evaluation: the sender and all stages after it have the evaluated anchor
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Downstream: how the flush ends. The first stage decides it, once."""
+    """Downstream: the first stage's decision on the end of the flush, made once."""
 
     flush: int
-    factor: float | None  # what gradients are multiplied by; None: drop them and take no step
+    factor: float | None  # by which gradients are multiplied; None: drop them and skip the step
 
 
 @dataclass(frozen=True)
 class TiedGradient:
-    """Last stage to first: what the head adds to the gradient of the embedding's matrix, all micro-batches."""
+    """Last stage to first: the head's part of the tied weight's gradient, over all micro-batches."""
 
     flush: int
     gradient_VD: Tensor
@@ -95,7 +97,7 @@ class TiedGradient:
 
 @dataclass(frozen=True)
 class TiedWeights:
-    """First stage to last: the embedding's matrix for this flush."""
+    """First stage to last: the tied weight (the embedding's matrix) for this flush."""
 
     flush: int
     weights_VD: Tensor

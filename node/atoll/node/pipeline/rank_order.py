@@ -1,4 +1,4 @@
-"""What the first device of a stage tells the others to do now."""
+"""Order of rank 0 to the other ranks of a stage: one call of a `ShardedStage` method. No torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankOrder:
-    """To followers: their part of what a stage of a route does now. Without an answer, like `Step`."""
+    """Rank 0 to ranks: call this method of the stage on your device now. It has no answer, like `Step`."""
 
-    method: str  # a method of `ShardedStage`
-    micro_batch: int = 0
-    rows: int = 0  # samples of the micro-batch
-    micro_batches: int = 0
-    factor: float | None = None  # of `step`
+    method: str  # of `ShardedStage`
+    arguments: tuple[object, ...] = ()  # numbers, and None in place of tensors, which only rank 0 has

@@ -1,4 +1,4 @@
-"""A span on another device than the first of a node: it has no route, and does its part of what the first one does."""
+"""A rank's part of a span, on a node's second or later device. It has no route: rank 0 sends it `RankOrder`s."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from atoll.node.training.replica import Replica
 
 
 class RankStage(Replica):
-    """Weights and rounds as those of `StageLoop`; data and flushes are the first device's."""
+    """Weights and outer rounds like `StageLoop`. Rank 0 has the data and the flushes."""
 
     def __init__(
         self, spec: RunSpec, corpus: Corpus, span: Span, run: RunModel, group: DeviceGroup, clock: Clock
     ) -> None:
-        """Raises `InvalidRequest`, `ConfigError`."""
+        """Load this device's part of the span. Raises `InvalidRequest`, `ConfigError`."""
         self.span, self.run = span, run
         self.stage: ShardedStage = build_sharded_stage(spec, run, span, group)
         super().__init__(spec, self.stage.model.weights, Loader(corpus, spec.run.seed, 1, clock))

@@ -1,4 +1,4 @@
-"""Where a node stands on a route of its plan. No torch."""
+"""A node's place on a route of its plan. No torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from atoll.core.plan import Plan
 class RoutePlace:
     """One stage of one route."""
 
-    plan_version: int  # that the route began under
-    route: int  # its number among the routes of that plan
-    peers: tuple[str, ...]  # in the order of the stages
-    stage: int  # ours
+    plan_version: int  # the plan that introduced the route
+    route: int  # number of the route in that plan
+    peers: tuple[str, ...]  # peer ids in the order of the stages
+    stage: int  # this node's stage, from 0
 
     @classmethod
     def of(cls, plan: Plan, peer_id: str) -> RoutePlace | None:
-        """Where the plan has a node; None when it stands on no route, or holds all layers by itself."""
+        """Find a node's place in a plan; None when it is on no route, or is a route of its own."""
         for number, peers in enumerate(plan.routes):
             if peer_id in peers and len(peers) > 1:
                 return cls(*plan.name_of(number), peers, peers.index(peer_id))
@@ -30,12 +30,12 @@ class RoutePlace:
         return len(self.peers)
 
     @property
-    def name(self) -> tuple[int, int]:
-        """What messages call the route, but for its incarnation."""
+    def route_key(self) -> tuple[int, int]:
+        """Plan version and route number, which identify the route in messages together with its incarnation."""
         return self.plan_version, self.route
 
     def stage_of(self, peer_id: str) -> int:
-        """Raises `NotPermitted` for a peer that is not on the route."""
+        """Stage of a peer. Raises `NotPermitted` for a peer that is not on the route."""
         if peer_id not in self.peers:
             raise NotPermitted(f"{peer_id} is not on route {self.route} of plan {self.plan_version}")
         return self.peers.index(peer_id)

@@ -1,8 +1,9 @@
-"""A node's place on a route, in the swarm process: incarnation after incarnation, until it is cancelled.
+"""The daemon's end of a route: connects the trainer to its neighbours, one incarnation of the route after another.
 
-The driver begins each one, under a number higher than all before; it passes downstream with the streams, and a stage
-follows the stage before it. So however a route breaks and whoever is replaced, all of it begins anew together, and
-streams of what was before are refused. Nothing here computes: messages pass between streams and trainer as they are.
+The driver begins each incarnation, under a number higher than all before. The number passes downstream with the
+streams, and each stage follows the stage before it. So after any failure, and with any stage replaced, the whole route
+begins anew together; streams of earlier incarnations are refused. Nothing here computes: messages pass between the
+streams (`StageStreams`) and the trainer (`StageSocket`) unchanged.
 """
 
 from __future__ import annotations
@@ -27,59 +28,59 @@ from atoll.node.wire.transport import Stream
 from atoll.v1 import pipeline_pb2 as pb
 from atoll.v1 import plan_pb2
 
-_FIRST_PAUSE = timedelta(seconds=0.1)  # before the driver begins anew; twice as long each time that none works
-_LONGEST_PAUSE = timedelta(seconds=1)  # who was started again is met so soon; a dial a second is no burden
+_FIRST_PAUSE = timedelta(seconds=0.1)  # before the driver's next incarnation; doubles while none works
+_LONGEST_PAUSE = timedelta(seconds=1)  # short, so that a restarted stage is met soon; one dial a second costs little
 
 _log = log.get("route")
 
 
 class RouteConnection:
-    """Joins one trainer that holds a span to its neighbours. The trainer knows its place (`Trainer.enter_route`)."""
+    """Connects one trainer with a span to its neighbours. `Trainer.enter_route` must have set its place."""
 
     def __init__(
         self,
         dispatcher: RouteDispatcher,
-        cable: StageSocket,
+        stage_socket: StageSocket,
         route: RoutePlace,
         spec: RunSpec,
         layers: plan_pb2.LayerTable,
         clock: Clock,
         on_neighbour_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_neighbour_lost` is called when another neighbour is missing than before."""
-        self.incarnations = 0  # begun
-        self.last_error: AtollError | None = None  # why the last one ended
-        self._dispatcher, self._cable, self._route = dispatcher, cable, route
-        self._channel = LinkFormat.of(spec, layers, *route.name)
+        """`on_neighbour_lost` is called when an incarnation ends because of a different unreachable neighbour."""
+        self.incarnations = 0  # begun on this node
+        self.last_error: AtollError | None = None  # why the last incarnation ended
+        self._dispatcher, self._stage_socket, self._route = dispatcher, stage_socket, route
+        self._link_format = LinkFormat.of(spec, layers, *route.route_key)
         self._place = StagePosition(route.stage, route.stages, bool(layers.layers[-1].tied_to), spec.pipeline.ahead)
         self._clock = clock
         self._links: StageStreams | None = None
-        self._was_ready = False  # the incarnation before
-        self._upstream_incarnation = 0  # an incarnation that the stage before has begun and we have not
-        self._last = 0
+        self._was_ready = False  # whether the previous incarnation was ready
+        self._upstream_incarnation = 0  # begun by the stage before and not yet by this stage; 0: none
+        self._last = 0  # number of the newest incarnation on this node
         self._changed = asyncio.Condition()
         self._missing: int | None = None
         self._on_neighbour_lost = on_neighbour_lost
 
     @property
     def unreachable_neighbour(self) -> str:
-        """Peer id of the neighbour that was out of reach when the route broke; empty: none, or it works again."""
+        """Peer id of the neighbour that was unreachable when the route broke; empty: none, or the route works again."""
         works = self._links is not None and (self._links.was_ready or self._place.last)
         return "" if works or self._missing is None else self._route.peers[self._missing]
 
     @property
     def incarnation(self) -> int:
-        """The number of the one under way; 0: none is."""
+        """Number of the incarnation under way; 0: none is."""
         return self._links.number if self._links is not None else 0
 
     async def until_broken(self) -> None:
-        """Return when the incarnation under way is over; at once where none is."""
+        """Return when the incarnation under way is over; at once if none is."""
         if self._links is not None:
             await self._links.until_broken()
 
     async def run(self) -> NoReturn:
-        """Until cancelled. Raises `ChildDied` when the trainer is gone."""
-        await self._dispatcher.add(self._route.name, self)
+        """Run incarnations until cancelled. Raises `ChildDied` when the trainer has ended."""
+        await self._dispatcher.add(self._route.route_key, self)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._forward_from_trainer())
@@ -87,10 +88,10 @@ class RouteConnection:
         except BaseExceptionGroup as group:
             raise first_error(group) from group
         finally:
-            self._dispatcher.remove(self._route.name)
+            self._dispatcher.remove(self._route.route_key)
 
     async def serve(self, stream: Stream, first: bytes, header: pb.StageMessage) -> None:
-        """A neighbour's stream, for as long as its incarnation lasts."""
+        """Forward a neighbour's stream while its incarnation lasts. Raises `InvalidTransition` for another one."""
         number, sender = header.incarnation, self._route.stage_of(stream.peer_id)
         if sender == self._route.stage - 1:
             await self._join_upstream_incarnation(number)
@@ -98,15 +99,18 @@ class RouteConnection:
             async with asyncio.timeout(START_TIMEOUT.total_seconds()), self._changed:
                 await self._changed.wait_for(lambda: self._links is not None and self._links.number >= number)
         except TimeoutError:
-            raise InvalidTransition(f"incarnation {number} of the route has not begun here") from None
+            seconds = START_TIMEOUT.total_seconds()
+            raise InvalidTransition(
+                f"incarnation {number} of the route did not begin on this node within {seconds:.0f} s"
+            ) from None
         links = self._links
         if links is None or links.number != number:
-            raise InvalidTransition(f"incarnation {number} of the route is over here")
+            raise InvalidTransition(f"incarnation {number} of the route is over on this node")
         await links.forward_incoming(stream, first)
 
     async def _forward_from_trainer(self) -> NoReturn:
         while True:
-            frame = await self._cable.receive()
+            frame = await self._stage_socket.receive()
             if self._links is not None:
                 self._links.forward_outgoing(frame)
 
@@ -122,8 +126,8 @@ class RouteConnection:
             except AtollError as error:
                 if _is_cancelled():
                     raise asyncio.CancelledError from error
-                if self._was_ready or str(error) != str(self.last_error):  # not every second while somebody is away
-                    _log.info("route broke", route=self._route.route, stage=self._route.stage, reason=str(error))
+                if self._was_ready or str(error) != str(self.last_error):  # not each second while a stage is down
+                    _log.info("route_disconnected", route=self._route.route, stage=self._route.stage, reason=str(error))
                 self.last_error = error
             if self._place.first:
                 lasted = timedelta(seconds=self._clock.monotonic() - began) if self._was_ready else timedelta(0)
@@ -131,14 +135,14 @@ class RouteConnection:
                 await asyncio.sleep(pause.total_seconds())
 
     async def _run_incarnation(self, number: int) -> NoReturn:
-        channel = replace(self._channel, incarnation=number)
-        links = StageStreams(self._dispatcher.network, self._route, self._place, channel, self._cable)
+        link_format = replace(self._link_format, incarnation=number)
+        links = StageStreams(self._dispatcher.network, self._route, self._place, link_format, self._stage_socket)
         self.incarnations += 1
         try:
             async with self._changed:
                 self._links = links
                 self._changed.notify_all()
-            await links.run()  # its tasks can be joined by those who were woken: nothing runs in between
+            await links.run()  # enters its task group before a woken `serve` runs: nothing is awaited in between
         finally:
             before, self._missing = self._missing, links.unreachable_neighbour
             self._links, self._was_ready = None, links.was_ready
@@ -155,7 +159,7 @@ class RouteConnection:
         return self._last
 
     async def _join_upstream_incarnation(self, number: int) -> None:
-        """The stage before is at this incarnation."""
+        """Follow the stage before to its incarnation: end the one under way here and begin that one."""
         if number <= max(self._upstream_incarnation, self._links.number if self._links is not None else 0):
             return
         self._upstream_incarnation = number
@@ -166,6 +170,6 @@ class RouteConnection:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody cancelled this task while a group of tasks was ending with an error: the group hides it."""
+    """True if this task was cancelled while its task group ended with an error, which hides the cancellation."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

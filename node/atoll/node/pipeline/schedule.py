@@ -1,10 +1,11 @@
-"""What each stage of a route does in a flush, in which order: one forward, one backward (1F1B). Pure.
+"""Schedule of a flush: the order of each stage's actions, one forward and one backward in turn (1F1B). Pure.
 
-A flush is one optimiser step of the whole route over M micro-batches. Every stage begins with as many forwards as it
-has credits, then takes turns, a backward giving back the credit that a forward took, and ends with backwards, a
-report of its gradient's norms and the step (PipeDream-Flush: Narayanan et al. 2021, arXiv:2006.09503). So no stage
-ever holds more micro-batches than its credits, and gradients are added up by micro-batch number on every stage,
-however messages come: that is what makes a route's bits those of one process.
+A flush is one optimiser step of the whole route over M micro-batches. Each stage begins with as many forwards as it has
+credits. It then alternates; each backward returns the credit that a forward took. It ends with the remaining backwards,
+a report of its gradient's norms, and the step (PipeDream-Flush: Narayanan et al. 2021, arXiv:2006.09503).
+
+So no stage ever holds more micro-batches than its credits. Every stage adds up gradients in the order of micro-batch
+numbers, in whatever order messages arrive. A route therefore computes the same bits as one process.
 """
 
 from __future__ import annotations
@@ -14,44 +15,44 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Forward:
-    """Compute the span's output for one micro-batch (numbered from 0 within the flush) and send it on."""
+    """Compute the span's output for one micro-batch (numbered from 0 in the flush) and send it downstream."""
 
     micro_batch: int
 
 
 @dataclass(frozen=True)
 class Backward:
-    """Add one micro-batch's gradients to the span's, and send back that of the span's input."""
+    """Add one micro-batch's gradients to the span's, and send the gradient of the span's input upstream."""
 
     micro_batch: int
 
 
 @dataclass(frozen=True)
 class SendReport:
-    """The span's gradient is whole, and so are those downstream: tell their norms upstream."""
+    """Send the gradient norms of this span and all spans downstream, which are complete, upstream."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Clip by the factor that the first stage made of all norms, step, and leave the gradients zero."""
+    """Clip by the factor that the first stage computed from all norms, step, and zero the gradients."""
 
 
 Action = Forward | Backward | SendReport | Step
 
 
 def stage_credits(stages: int, micro_batches: int, ahead: int = 0) -> tuple[int, ...]:
-    """For each stage, how many micro-batches it may have taken forward and not yet backward.
+    """Credits of each stage: the largest number of its micro-batches between forward and backward.
 
-    `ahead` is how many more each link keeps on their way, so that computing overlaps transfers: 0 is plain 1F1B. A
-    route whose slowest part takes p seconds a micro-batch is never idle for want of credits if a link carries an
-    activation there and a gradient back, distance included, within `ahead` × p. The last stage holds one: it turns
-    round at once.
+    `ahead` is the number of extra micro-batches in flight per link, so that computing overlaps transfers; 0 is plain
+    1F1B. Let the slowest part of a route take p seconds per micro-batch. The route never idles for lack of credits if a
+    link carries an activation forth and a gradient back, latency included, within `ahead` × p. The last stage has one
+    credit, since it runs backward right after forward.
     """
     return tuple(max(1, min(micro_batches, (stages - 1 - stage) * (1 + ahead) + 1)) for stage in range(stages))
 
 
 def flush_actions(micro_batches: int, credits: int) -> tuple[Action, ...]:
-    """One stage's flush."""
+    """Actions of one stage in a flush that trains."""
     order: list[Action] = [Forward(number) for number in range(min(credits, micro_batches))]
     for number in range(micro_batches):
         order.append(Backward(number))
@@ -61,5 +62,5 @@ def flush_actions(micro_batches: int, credits: int) -> tuple[Action, ...]:
 
 
 def evaluation_actions(micro_batches: int) -> tuple[Action, ...]:
-    """One stage's part in a flush that only goes forward; it has no more micro-batches than there are credits."""
+    """Actions of one stage in a forward-only flush, which has at most as many micro-batches as there are credits."""
     return (*(Forward(number) for number in range(micro_batches)), SendReport())

@@ -1,13 +1,15 @@
-"""A stage of a node with several devices: each computes its samples of every micro-batch, over its pieces of the span.
+"""A stage on a node with several devices. Each device computes its samples of every micro-batch.
 
-The first process has the route (`LeaderStage`). What it does it tells the others, which do the same at that moment;
-samples go out to them and what comes of theirs comes back, so that neighbours see whole tensors. Losses, norms and
-gradients are sums over all devices.
+The span's weights are sharded over the devices (`FsdpModel`), with one process (rank) per device. Rank 0 has the route
+and wraps its part in `LeaderStage`, which sends each operation to the other ranks before it executes it. Rank 0
+scatters samples and gathers outputs, so neighbours see whole tensors. Losses, norms and gradients are sums over all
+devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar, TypeVarTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -22,23 +24,26 @@ from atoll.node.training.device import working_precision
 from atoll.node.training.device_group import ZERO_WEIGHT_DIVISOR, DeviceGroup
 from atoll.node.training.fsdp_model import FsdpModel, shard_model
 
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
+
 
 class ShardedStage(Stage):
-    """One device's part. Tensors that the route brings are None on all but the first."""
+    """One device's part of a stage. Tensors from the route are None on all ranks but rank 0."""
 
     def __init__(
         self, model: FsdpModel, section: OptimizerSection, room: MicroBatchShape, precision: str, group: DeviceGroup
     ) -> None:
         super().__init__(model, section, room, precision)
-        self._spread, self._group = model, group
-        self._rows: dict[int, int] = {}  # samples of micro-batches in flight, of all devices
-        self._loss_divisor = 1.0  # that the mean of the samples here goes into that of their micro-batch
+        self._fsdp_model, self._group = model, group
+        self._rows: dict[int, int] = {}  # micro-batch in flight → its samples on all devices
+        self._loss_divisor = 1.0  # turns the mean over this device's samples into its share of the micro-batch's mean
         self._tied_gradient_VD: Tensor | None = None
 
     def forward_part(self, micro_batch: int, rows: int, x: Tensor | None, targets_BT: Tensor | None) -> Tensor:
-        """`forward` of this device's samples of `rows`; on the first device, what came of all of them."""
+        """Run `forward` on this device's share of `rows` samples. Rank 0 returns the output of all samples."""
         span_definition, tokens, before = (
-            self._spread.span_definition,
+            self._fsdp_model.span_definition,
             self._micro_batch_shape.tokens,
             self._flush_tokens,
         )
@@ -57,8 +62,8 @@ class ShardedStage(Stage):
         return output if span_definition.is_last else self._group.gather(rows, output)
 
     def backward_part(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
-        """`backward` of this device's samples; on the first device, the gradient of all of them."""
-        span_definition, rows = self._spread.span_definition, self._rows.pop(micro_batch)
+        """Run `backward` on this device's samples. Rank 0 returns the gradient of all samples."""
+        span_definition, rows = self._fsdp_model.span_definition, self._rows.pop(micro_batch)
         shape = (self._micro_batch_shape.tokens, span_definition.dimension)
         gradient = None if span_definition.is_last else self._group.scatter(rows, shape, torch.float32, gradient_BTD)
         found = self.backward(micro_batch, gradient)
@@ -71,9 +76,9 @@ class ShardedStage(Stage):
         return self._rows.get(micro_batch)
 
     def norms(self) -> tuple[float, ...]:
-        self._spread.gather_gradients()
+        self._fsdp_model.gather_gradients()
         if self._tied_gradient_VD is not None:
-            self._spread.add_to_tied_gradient(self._tied_gradient_VD)
+            self._fsdp_model.add_to_tied_gradient(self._tied_gradient_VD)
             self._tied_gradient_VD = None
         return super().norms()
 
@@ -90,48 +95,32 @@ class ShardedStage(Stage):
         return super().end_evaluation()
 
     def tied_weights(self) -> Tensor:
-        return self._spread.gather_tied_weight()
+        return self._fsdp_model.gather_tied_weight()
 
-    def borrow_part(self, weights_VD: Tensor | None) -> None:
-        """`set_tied_weights` what the first device got."""
+    def set_tied_weights_part(self, weights_VD: Tensor | None) -> None:
+        """Broadcast the tied weight that rank 0 got, and use it from now on."""
         with torch.no_grad():
             if weights_VD is not None:
-                self._spread.tied_weight_copy.copy_(weights_VD)
-        self._group.broadcast(self._spread.tied_weight_copy.data)
+                self._fsdp_model.tied_weight_copy.copy_(weights_VD)
+        self._group.broadcast(self._fsdp_model.tied_weight_copy.data)
 
     def tied_gradient(self) -> Tensor:
         return self._group.all_reduce_sum(super().tied_gradient())
 
     def add_tied_part(self, gradient_VD: Tensor | None) -> None:
-        """`add_tied` what the first device got, when the gradients are gathered."""
-        whole_VD = torch.empty(self._spread.tied_weight.shape, device=self._spread.device)
+        """Broadcast rank 0's gradient of the tied weight. `norms` adds it after it gathered the gradients."""
+        whole_VD = torch.empty(self._fsdp_model.tied_weight.shape, device=self._fsdp_model.device)
         if gradient_VD is not None:
             whole_VD.copy_(gradient_VD)
         self._tied_gradient_VD = self._group.broadcast(whole_VD)
 
     def run_order(self, order: RankOrder) -> None:
-        """Do this device's part of what the first one does."""
-        number = order.micro_batch
-        does: dict[str, Callable[[], object]] = {
-            "begin": lambda: self.begin(order.micro_batches),
-            "forward": lambda: self.forward_part(number, order.rows, None, None),
-            "backward": lambda: self.backward_part(number, None),
-            "norms": self.norms,
-            "loss": self.loss,
-            "step": lambda: self.step(order.factor),
-            "abort": self.abort,
-            "begin_evaluation": lambda: self.begin_evaluation(order.micro_batches),
-            "end_evaluation": self.end_evaluation,
-            "tied_weights": self.tied_weights,
-            "borrow": lambda: self.borrow_part(None),
-            "tied_gradient": self.tied_gradient,
-            "add_tied": lambda: self.add_tied_part(None),
-        }
-        does[order.method]()
+        """Execute this device's part of an operation that rank 0 executes."""
+        getattr(self, order.method)(*order.arguments)
 
 
 def build_sharded_stage(spec: RunSpec, run: RunModel, span: Span, group: DeviceGroup) -> ShardedStage:
-    """This device's part of a span in memory. Raises `InvalidRequest`, `ConfigError`."""
+    """Load this device's part of a span. Raises `InvalidRequest`, `ConfigError`."""
     section = spec.optimizer
     room = MicroBatchShape(section.micro_batch_samples, spec.data.sequence_length)
     precision = working_precision(section.precision, group.device)
@@ -139,63 +128,56 @@ def build_sharded_stage(spec: RunSpec, run: RunModel, span: Span, group: DeviceG
 
 
 class LeaderStage:
-    """The whole stage, on its first device: `runner.RankOrder`."""
+    """The whole stage as rank 0 sees it: each operation of `StageCompute` runs on all ranks."""
 
     def __init__(self, part: ShardedStage, send_to_ranks: Callable[[RankOrder], object]) -> None:
-        """`send_to_ranks` the others."""
-        self._part, self._tell = part, send_to_ranks
+        """`part` of rank 0; `send_to_ranks` sends an order to all other ranks."""
+        self._part, self._send_to_ranks = part, send_to_ranks
+
+    def _on_all_ranks(self, method: Callable[[Unpack[Arguments]], T], *arguments: *Arguments) -> T:
+        """Call a method of `ShardedStage` on all ranks. Ranks other than rank 0 get None for tensors."""
+        known = tuple(None if isinstance(value, Tensor) else value for value in arguments)
+        self._send_to_ranks(RankOrder(method.__name__, known))
+        return method(*arguments)
 
     def check(self, message: Message) -> None:
         self._part.check(message)
 
     def begin(self, micro_batches: int) -> None:
-        self._tell(RankOrder("begin", micro_batches=micro_batches))
-        self._part.begin(micro_batches)
+        self._on_all_ranks(self._part.begin, micro_batches)
 
     def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
-        self._tell(RankOrder("forward", micro_batch, len(targets_BT)))
-        return self._part.forward_part(micro_batch, len(targets_BT), x, targets_BT)
+        return self._on_all_ranks(self._part.forward_part, micro_batch, len(targets_BT), x, targets_BT)
 
     def backward(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
-        self._tell(RankOrder("backward", micro_batch))
-        return self._part.backward_part(micro_batch, gradient_BTD)
+        return self._on_all_ranks(self._part.backward_part, micro_batch, gradient_BTD)
 
     def norms(self) -> tuple[float, ...]:
-        self._tell(RankOrder("norms"))
-        return self._part.norms()
+        return self._on_all_ranks(self._part.norms)
 
     def loss(self) -> float:
-        self._tell(RankOrder("loss"))
-        return self._part.loss()
+        return self._on_all_ranks(self._part.loss)
 
     def step(self, factor: float | None) -> None:
-        self._tell(RankOrder("step", factor=factor))
-        self._part.step(factor)
+        self._on_all_ranks(self._part.step, factor)
 
     def abort(self) -> None:
-        self._tell(RankOrder("abort"))
-        self._part.abort()
+        self._on_all_ranks(self._part.abort)
 
     def begin_evaluation(self, micro_batches: int) -> None:
-        self._tell(RankOrder("begin_evaluation", micro_batches=micro_batches))
-        self._part.begin_evaluation(micro_batches)
+        self._on_all_ranks(self._part.begin_evaluation, micro_batches)
 
     def end_evaluation(self) -> int:
-        self._tell(RankOrder("end_evaluation"))
-        return self._part.end_evaluation()
+        return self._on_all_ranks(self._part.end_evaluation)
 
     def tied_weights(self) -> Tensor:
-        self._tell(RankOrder("tied_weights"))
-        return self._part.tied_weights()
+        return self._on_all_ranks(self._part.tied_weights)
 
     def set_tied_weights(self, weights_VD: Tensor) -> None:
-        self._tell(RankOrder("borrow"))
-        self._part.borrow_part(weights_VD)
+        self._on_all_ranks(self._part.set_tied_weights_part, weights_VD)
 
     def tied_gradient(self) -> Tensor:
-        self._tell(RankOrder("tied_gradient"))
-        return self._part.tied_gradient()
+        return self._on_all_ranks(self._part.tied_gradient)
 
     def add_tied(self, gradient_VD: Tensor) -> None:
-        self._tell(RankOrder("add_tied"))
-        self._part.add_tied_part(gradient_VD)
+        self._on_all_ranks(self._part.add_tied_part, gradient_VD)

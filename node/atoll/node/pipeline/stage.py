@@ -1,15 +1,14 @@
-"""One stage's arithmetic: forward, recompute, backward and step of its span.
+"""Computation of one stage: forward, recompute, backward and step of its span.
 
-A stage keeps only the input of each micro-batch that is in flight; backward computes the span again from it. The last
-stage turns round at once and keeps its graph instead. Gradients add up in the flat gradient of the span; nothing
-else changes before the step, so a flush is forgotten by making that zero.
+A stage keeps only the input of each micro-batch in flight; backward recomputes the span from it. The last stage runs
+backward right after forward and keeps the graph instead. Gradients add up in the span's flat gradient. Nothing else
+changes before the step, so zeroing the gradient undoes a flush.
 
 Shape suffixes: B batch, T sequence, D model, V vocabulary.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,23 +25,26 @@ from atoll.node.training.loop import cross_entropy
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """The largest micro-batch of a run."""
+    """Bounds of a run's micro-batches."""
 
     samples: int  # at most
-    tokens: int  # of each sample, exactly
+    tokens: int  # per sample, exactly
 
 
 class Stage:
-    """Holds one span in memory. fp32, or bf16 where matrices are multiplied; there is no loss scaling."""
+    """One span in memory. `precision` is fp32, or bf16 for matrix products; there is no loss scaling.
+
+    It has more than 20 methods: `StageCompute` alone demands 13.
+    """
 
     def __init__(
         self, model: StageModel, section: OptimizerSection, room: MicroBatchShape, precision: str = "fp32"
     ) -> None:
         self.model, self._micro_batch_shape, self._precision = model, room, precision
         self.optimizer = InnerOptimizer(model.parameters(), model.embedding, section, model.device, model.muon_matrices)
-        self.steps = self.tokens = self.skipped_steps = 0  # of flushes that ended here, skipped ones included
-        self.anchor: Tensor | None = None  # what evaluations are of; its owner is the trainer's loop
-        self.anchor_tokens = 0  # committed when it was made
+        self.steps = self.tokens = self.skipped_steps = 0  # of finished flushes, skipped ones included
+        self.anchor: Tensor | None = None  # for evaluations; the trainer's loop owns it
+        self.anchor_tokens = 0  # committed tokens of the anchor
         self._evaluates = False
         self._flush_tokens = 0
         self._micro_batches = 1
@@ -51,18 +53,18 @@ class Stage:
         self._loss_sum = torch.zeros((), device=model.device)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """From the next step on."""
+        """Set the learning rate from the next step on."""
         self.optimizer.set_learning_rate(learning_rate)
 
     # --- a flush ------------------------------------------------------------------------------------
 
     def begin(self, micro_batches: int) -> None:
-        """A flush of so many micro-batches."""
+        """Begin a flush of this many micro-batches."""
         self._micro_batches, self._flush_tokens = micro_batches, 0
         self._loss_sum.zero_()
 
     def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
-        """Activations [B,T,D]; on the last stage this micro-batch's share of the flush's loss, a number."""
+        """Compute activations [B,T,D]; on the last stage, the micro-batch's share of the flush's mean loss (scalar)."""
         self._flush_tokens += targets_BT.numel()
         x = x.to(self.model.device, non_blocking=True)
         if self.model.span_definition.is_last:
@@ -85,11 +87,14 @@ class Stage:
         return loss.detach()
 
     def _mean_loss(self, x: Tensor, targets_BT: Tensor) -> Tensor:
-        """Of a micro-batch, its share of the flush's."""
+        """Share of a micro-batch in the flush's mean loss."""
         return cross_entropy(self._run(x), targets_BT) / self._micro_batches
 
     def backward(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
-        """The gradient [B,T,D] of the span's input, None on the first stage. `gradient_BTD` is that of its output."""
+        """Compute the gradient [B,T,D] of the span's input; None on the first stage.
+
+        `gradient_BTD` is the gradient of the span's output; None on the last stage.
+        """
         x = self._inputs.pop(micro_batch)
         if gradient_BTD is None:
             output = self._losses.pop(micro_batch)
@@ -102,15 +107,15 @@ class Stage:
         return None if self.model.span_definition.is_first else x.grad
 
     def norms(self) -> tuple[float, ...]:
-        """Of the span's gradient, layer by layer."""
+        """Norms of the span's gradient, one per layer."""
         return self.model.norms()
 
     def loss(self) -> float:
-        """Nats per token, mean over the flush."""
+        """Mean loss of the flush, in nats per token."""
         return float(self._loss_sum)
 
     def step(self, factor: float | None) -> None:
-        """Clip by `factor` and step; None takes no step. Leaves the gradient zero."""
+        """Scale the gradient by `factor` and step; None skips the step. The gradient is zero afterwards."""
         if factor is None:
             self.skipped_steps += 1
         else:
@@ -121,7 +126,7 @@ class Stage:
         self.tokens += self._flush_tokens
 
     def abort(self) -> None:
-        """As if the flush had not been."""
+        """Undo the flush under way."""
         if self._evaluates:
             self.end_evaluation()
         self._inputs.clear()
@@ -133,19 +138,19 @@ class Stage:
     # --- an evaluation ------------------------------------------------------------------------------
 
     def begin_evaluation(self, micro_batches: int) -> None:
-        """Forward only, over the anchor's parameters."""
+        """Begin a forward-only flush over the anchor's parameters."""
         self.begin(micro_batches)
         self._swap_weights_and_anchor()
         self._evaluates = True
 
     def end_evaluation(self) -> int:
-        """The committed tokens of the anchor; weights are the stage's own again."""
+        """Restore the stage's own weights. Returns the committed tokens of the anchor."""
         self._swap_weights_and_anchor()
         self._evaluates = False
         return self.anchor_tokens
 
     def _swap_weights_and_anchor(self) -> None:
-        """Weights for anchor, with room for a layer."""
+        """Swap weights and anchor in place; needs memory for one layer."""
         assert self.anchor is not None
         for start, end in pairwise(self.model.trained_layout.layer_offsets):
             anchor = self.anchor[self.model.weights.local_slice(slice(start, end))]
@@ -154,26 +159,26 @@ class Stage:
                 weights.copy_(anchor)
                 anchor.copy_(kept)
 
-    # --- a tied matrix ------------------------------------------------------------------------------
+    # --- tied weight --------------------------------------------------------------------------------
 
     def tied_weights(self) -> Tensor:
-        """A copy [V,D] of what this stage lends."""
+        """First stage: a copy [V,D] of the tied weight."""
         return self.model.tied_weight.detach().clone()
 
     def set_tied_weights(self, weights_VD: Tensor) -> None:
-        """Take over what its owner lends for this flush."""
+        """Last stage: use this tied weight in this flush."""
         with torch.no_grad():
             self.model.tied_weight_copy.copy_(weights_VD)
 
     def tied_gradient(self) -> Tensor:
-        """What this stage returns [V,D]; its own sum begins again at zero."""
+        """Last stage: the tied weight's gradient [V,D] of this flush. Zeroes it afterwards."""
         gradient_VD = self._borrowed_gradient()
         returned_VD = gradient_VD.clone()
         gradient_VD.zero_()
         return returned_VD
 
     def add_tied(self, gradient_VD: Tensor) -> None:
-        """Add what was returned to the owner's gradient."""
+        """First stage: add the last stage's gradient to the tied weight's."""
         gradient = self.model.tied_weight.grad
         assert gradient is not None
         gradient.add_(gradient_VD.to(gradient.device))
@@ -183,10 +188,10 @@ class Stage:
         assert gradient is not None
         return gradient
 
-    # --- what may come in ---------------------------------------------------------------------------
+    # --- checks of messages -------------------------------------------------------------------------
 
     def check(self, message: Message) -> None:
-        """Raise `PeerMisbehaved` unless its tensors have the shapes and dtypes of this run."""
+        """Raise `PeerMisbehaved` unless the message's tensors have the shapes and dtypes of this run."""
         span_definition, problem = self.model.span_definition, ""
         match message:
             case Activation(x_BTD=x, targets_BT=targets):
@@ -196,7 +201,7 @@ class Stage:
             case Report(norms=norms) if len(norms) != (
                 0 if self._evaluates else span_definition.layers - 1 - span_definition.span.last
             ):
-                problem = f"has {len(norms)} norms"
+                problem = f"has {len(norms)} norms; must have one per layer after this span, none in an evaluation"
             case TiedGradient(gradient_VD=tied) if _differs(tied, self.model.tied_weight):
                 problem = f"is {_described(tied)}"
             case TiedWeights(weights_VD=tied) if _differs(tied, self.model.tied_weight_copy):
@@ -205,7 +210,7 @@ class Stage:
             raise PeerMisbehaved(f"{type(message).__name__} of flush {message.flush} {problem}")
 
     def _samples(self, micro_batch: int) -> int | None:
-        """Of a micro-batch in flight."""
+        """Samples of a micro-batch in flight; None if it is not."""
         held = self._inputs.get(micro_batch)
         return None if held is None else len(held)
 
@@ -224,12 +229,8 @@ class Stage:
         return "" if 0 <= low <= high < self.model.span_definition.vocabulary else f"has targets from {low} to {high}"
 
     def _run(self, x: Tensor) -> Tensor:
-        bf16 = self._precision == "bf16"
-        with self._autocast(bf16):
+        with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self._precision == "bf16"):
             return self.model.run(x)
-
-    def _autocast(self, enabled: bool) -> AbstractContextManager[None]:
-        return torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
 def _leaf(x: Tensor) -> Tensor:
@@ -241,7 +242,7 @@ def _differs(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _unlike(gradient_BTD: Tensor, samples: int | None) -> str:
-    """A gradient has as many samples as what was sent."""
+    """Problem of a gradient whose number of samples differs from the activation's; empty: none."""
     unlike = samples is not None and samples != gradient_BTD.shape[0]
     return f"is {_described(gradient_BTD)}" if unlike else ""
 

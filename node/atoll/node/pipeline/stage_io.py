@@ -1,8 +1,8 @@
-"""The trainer's end of the cable: messages in through a queue, messages out through one outbox a neighbour.
+"""The trainer's end of the stage socket: incoming messages to a callback, outgoing ones from outboxes.
 
-Two threads, so that reading, decoding, encoding and writing go on while torch computes. What comes in is decoded and
-posted, and at most so many messages wait there: then the socket fills, and streams, and the neighbour waits. What
-goes out is encoded only when its turn comes.
+Two threads read and write, so that decoding and encoding overlap computing. Incoming messages are decoded and posted.
+At most `WAITING_MESSAGES` of them may wait; then the socket and the stream fill up and the neighbour waits. Outgoing
+messages are encoded only when they are sent.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from atoll.node.pipeline.stage_socket import (
 )
 from atoll.v1 import pipeline_pb2 as pb
 
-WAITING_MESSAGES = 64  # posted and not taken; credits keep honest neighbours far below
+WAITING_MESSAGES = 64  # posted and not handled; credits keep well-behaved neighbours far below
 
 
 @dataclass(frozen=True)
 class IncarnationBegan:
-    """The route begins anew."""
+    """A new incarnation of the route began."""
 
     incarnation: int
 
 
 @dataclass(frozen=True)
 class IncarnationEnded:
-    """The route is over, for this reason."""
+    """The incarnation is over. `error` is the reason."""
 
     incarnation: int
     error: AtollError
@@ -48,7 +48,7 @@ class IncarnationEnded:
 
 @dataclass(frozen=True)
 class MessageReceived:
-    """A neighbour's message. Whoever takes it calls `StageIO.taken`."""
+    """A neighbour's message. Its receiver calls `StageIO.message_handled`."""
 
     incarnation: int
     sender: int
@@ -57,7 +57,7 @@ class MessageReceived:
 
 @dataclass(frozen=True)
 class MessageInvalid:
-    """A neighbour sent bytes that are no message."""
+    """A neighbour sent bytes that do not decode as a message of this route."""
 
     incarnation: int
     error: AtollError
@@ -69,11 +69,11 @@ FrameParts = tuple[bytes, bytes | memoryview]
 
 @dataclass
 class _Outbox:
-    """What waits for one neighbour."""
+    """Messages that wait for one neighbour."""
 
     messages: deque[Message] = field(default_factory=deque)
-    frames: Iterator[FrameParts] | None = None  # of the message that is going out
-    window: int = WINDOW_FRAMES
+    frames: Iterator[FrameParts] | None = None  # remaining frames of the message that is being sent
+    window: int = WINDOW_FRAMES  # frames that may still be sent before a `SENT`
 
     @property
     def can_go(self) -> bool:
@@ -81,10 +81,10 @@ class _Outbox:
 
 
 class StageIO:
-    """Made once a process; its threads end with the socket."""
+    """The stage socket in the trainer process, created once. Its threads end with the socket."""
 
-    channel: LinkFormat | None = None  # of the route; set before anything is attached
-    codec: Codec = CODECS["int8"]  # of links that nobody told another
+    link_format: LinkFormat | None = None  # of the route; set before the first incarnation begins
+    codec: Codec = CODECS["int8"]  # for links without a `CODEC` frame
 
     def __init__(self, sock: socket.socket, on_event: Callable[[RouteEvent], None]) -> None:
         self._sock, self._on_event = sock, on_event
@@ -95,37 +95,37 @@ class StageIO:
         self._codes: dict[int, Codec] = {}  # by receiver
         self._breaks: deque[bytes] = deque()
         self._closed = False
-        self._incoming: dict[int, tuple[pb.StageMessage, bytearray]] = {}  # by sender, not whole yet
+        self._incoming: dict[int, tuple[pb.StageMessage, bytearray]] = {}  # incomplete messages, by sender
         for work in (self._read, self._write):
-            threading.Thread(target=work, name=f"cable{work.__name__}", daemon=True).start()
+            threading.Thread(target=work, name=f"stage-io{work.__name__}", daemon=True).start()
 
     # --- the session's thread -----------------------------------------------------------------------
 
-    def enter(self, channel: LinkFormat) -> None:
-        """Another place: its links are other ones."""
-        self.channel, self._codes = channel, {}
+    def enter(self, link_format: LinkFormat) -> None:
+        """Enter another route: set its format and forget the codecs of the previous links."""
+        self.link_format, self._codes = link_format, {}
 
     def begin(self, incarnation: int) -> None:
-        """Nothing of earlier incarnations goes out any more."""
+        """Begin an incarnation; drop messages of earlier ones."""
         with self._changed:
             self._incarnation, self._outboxes = incarnation, {}
 
     def send(self, receiver: int, message: Message) -> None:
-        """Queue it; the schedule bounds how much waits."""
+        """Queue a message. The schedule bounds the number of waiting messages."""
         with self._changed:
             self._outboxes.setdefault(receiver, _Outbox()).messages.append(message)
             self._changed.notify_all()
 
     def break_off(self, error: AtollError) -> None:
-        """End the incarnation, for everybody on the route."""
+        """End the incarnation on all stages of the route."""
         payload = encode_error(error)
         with self._changed:
             self._outboxes = {}
             self._breaks.append(pack_prefix(FrameType.BREAK, 0, self._incarnation, len(payload)) + payload)
             self._changed.notify_all()
 
-    def taken(self) -> None:
-        """A message that was posted does not wait any more."""
+    def message_handled(self) -> None:
+        """Note that the receiver has handled one posted message."""
         self._room.release()
 
     # --- reading ------------------------------------------------------------------------------------
@@ -134,20 +134,20 @@ class StageIO:
         try:
             with self._sock, self._sock.makefile("rb") as file:
                 while len(start := file.read(PREFIX.size)) == PREFIX.size:
-                    word, stage, incarnation, size = PREFIX.unpack(start)
+                    frame_type, stage, incarnation, size = PREFIX.unpack(start)
                     payload = file.read(size)
                     if len(payload) < size:
                         break
-                    self._handle(FrameType(word), stage, incarnation, payload)
+                    self._handle(FrameType(frame_type), stage, incarnation, payload)
         except OSError:
             pass
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._on_event(IncarnationEnded(self._incarnation, FlushAborted("the swarm process closed the cable")))
+        self._on_event(IncarnationEnded(self._incarnation, FlushAborted("the daemon closed the stage socket")))
 
-    def _handle(self, word: FrameType, stage: int, incarnation: int, payload: bytes) -> None:
-        match word:
+    def _handle(self, frame_type: FrameType, stage: int, incarnation: int, payload: bytes) -> None:
+        match frame_type:
             case FrameType.ATTACH:
                 self._incoming.clear()
                 self._on_event(IncarnationBegan(incarnation))
@@ -159,7 +159,7 @@ class StageIO:
                 self._widen(stage, incarnation)
             case FrameType.HEADER | FrameType.BODY:
                 try:
-                    self._assemble(word, stage, incarnation, payload)
+                    self._assemble(frame_type, stage, incarnation, payload)
                 except PeerMisbehaved as error:
                     self._incoming.pop(stage, None)
                     self._on_event(MessageInvalid(incarnation, error))
@@ -170,18 +170,18 @@ class StageIO:
                 self._outboxes[stage].window += 1
                 self._changed.notify_all()
 
-    def _assemble(self, word: FrameType, sender: int, incarnation: int, payload: bytes) -> None:
-        if word is FrameType.HEADER:
-            assert self.channel is not None
-            channel = replace(self.channel, incarnation=incarnation)
-            self._incoming[sender] = read_header(payload, channel), bytearray()
-        elif sender in self._incoming:  # else it was spoilt
+    def _assemble(self, frame_type: FrameType, sender: int, incarnation: int, payload: bytes) -> None:
+        if frame_type is FrameType.HEADER:
+            assert self.link_format is not None
+            link_format = replace(self.link_format, incarnation=incarnation)
+            self._incoming[sender] = read_header(payload, link_format), bytearray()
+        elif sender in self._incoming:  # missing if its header was invalid
             self._incoming[sender][1].extend(payload)
         header, body = self._incoming.get(sender, (None, b""))
         if header is not None and len(body) >= header.body_bytes:
             del self._incoming[sender]
-            assert self.channel is not None
-            message = unpack(header, body, self.channel)
+            assert self.link_format is not None
+            message = unpack(header, body, self.link_format)
             self._room.acquire()
             self._on_event(MessageReceived(incarnation, sender, message))
 
@@ -200,14 +200,14 @@ class StageIO:
                     frame = self._next_frame(*outbox, incarnation)
                 for piece in frame or ():
                     self._sock.sendall(piece)
-        except OSError:  # the swarm process is gone; the control channel ends this one
+        except OSError:  # the daemon has ended; the control link_format ends this process
             pass
 
     def _sendable(self) -> tuple[int, _Outbox] | None:
         return next(((receiver, outbox) for receiver, outbox in self._outboxes.items() if outbox.can_go), None)
 
     def _next_frame(self, receiver: int, outbox: _Outbox, incarnation: int) -> FrameParts | None:
-        """None at the end of a message."""
+        """Next frame of the outbox's message; None at its end."""
         if outbox.frames is None:
             outbox.frames = self._frames(receiver, incarnation, outbox.messages.popleft())
         frame = next(outbox.frames, None)
@@ -219,9 +219,9 @@ class StageIO:
         return frame
 
     def _frames(self, receiver: int, incarnation: int, message: Message) -> Iterator[FrameParts]:
-        assert self.channel is not None
+        assert self.link_format is not None
         codec = self._codes.get(receiver, self.codec)
-        header, body = pack(message, replace(self.channel, incarnation=incarnation), codec)
+        header, body = pack(message, replace(self.link_format, incarnation=incarnation), codec)
         data = header.SerializeToString()
         yield pack_prefix(FrameType.HEADER, receiver, incarnation, len(data)), data
         for start in range(0, len(body), BODY_BYTES):

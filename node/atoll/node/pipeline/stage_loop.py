@@ -1,9 +1,10 @@
-"""The trainer of one span: takes part in its route's flushes and drives them where the span begins the model.
+"""Training loop of one span: takes part in the flushes of its route, and drives them if it is the first stage.
 
-What outer rounds do to the span's weights stands in `training/replica.py`. The session calls `work` while there is
-some, one action at a time, and `take` for everything that comes over the cable. Progress is counted when a flush is
-stepped; one that was aborted leaves no trace, and its samples are fed again. Whatever breaks a route, this keeps what
-it has, and goes on when the route is attached again, with whomever.
+`Replica` has the operations of outer rounds on the span's weights. The session (`trainer/session.py`) calls `work`
+while `has_work`, one action at a time, and `on_route_event` for each event from the stage socket.
+
+A flush counts as progress when it steps. An aborted flush leaves no trace, and its samples are trained again. When the
+route breaks, the loop keeps weights and progress, and continues with the route's next incarnation, with any neighbours.
 """
 
 from __future__ import annotations
@@ -52,13 +53,16 @@ from atoll.node.training.replica import Replica, StepResult
 from atoll.node.training.sample_feed import SampleNumbers
 
 MIN_FLUSH_DEADLINE_SECONDS = 5.0
-MAX_FLUSH_DEADLINE_SECONDS = 300.0  # a flush of many micro-batches on slow nodes; orders wait for its end
-STALLED_DRIVER_SECONDS = 450.0  # a flush that the driver should have ended long ago: others end it then
+MAX_FLUSH_DEADLINE_SECONDS = 300.0  # enough for many micro-batches on slow nodes; orders wait for a flush's end
+STALLED_DRIVER_SECONDS = 450.0  # above the driver's own deadline: the other stages then end the flush
 _NOTHING = SampleNumbers((), 0)
 
 
 class StageLoop(Replica):
-    """One span in memory, on no route yet."""
+    """One span in memory; `enter_route` makes it a stage.
+
+    It has more than 15 attributes and 20 methods: it joins a `Replica`, a `FlushMachine` and the trainer's I/O.
+    """
 
     def __init__(
         self,
@@ -67,17 +71,17 @@ class StageLoop(Replica):
         span: Span,
         device: torch.device,
         clock: Clock,
-        cable: StageIO,
+        stage_io: StageIO,
         run: RunModel | None = None,
         group: DeviceGroup | None = None,
     ) -> None:
-        """`group`: of the processes that each have a part of the span; this is the first of them.
+        """Load the span. `group`: the ranks that share the span on several devices, this process being rank 0.
 
-        Raises `InvalidRequest` for layers that the model does not have, `ConfigError` for a precision.
+        Raises `InvalidRequest` for layers that the model does not have, `ConfigError` for an unsupported precision.
         """
         self.corpus, self.span, self.clock = corpus, span, clock
         self.flushes_aborted = 0
-        self.route_problem = ""  # why the route does not work at present, for people
+        self.route_problem = ""  # why the route does not work at present; empty: it works
         self.run = run or run_model(spec, corpus.tokenizer.vocabulary)
         self.stage: Stage
         compute: StageCompute
@@ -89,16 +93,16 @@ class StageLoop(Replica):
         self._tied = self.stage.model.span_definition.tie is not None
         self._table = self.run.table
         self._machine = FlushMachine(StagePosition(0, 1), compute, spec.optimizer.clip_norm)
-        self._cable = cable
-        cable.codec = CODECS[NARROW_CODEC if spec.pipeline.codec == "auto" else spec.pipeline.codec]
-        self._incarnation = 0  # the incarnation; 0: none
-        self._waiting = True
+        self._stage_io = stage_io
+        stage_io.codec = CODECS[NARROW_CODEC if spec.pipeline.codec == "auto" else spec.pipeline.codec]
+        self._incarnation = 0  # under way; 0: none
+        self._waiting = True  # the machine waits for a message
         self._flush_deadline = LearnedDeadline(MIN_FLUSH_DEADLINE_SECONDS, MAX_FLUSH_DEADLINE_SECONDS)
-        self._batch: Batch | None = None  # of the flush under way, or of one that was aborted
-        self._flush_began_at: float | None = None  # when the flush under way began; None: none is, here
-        self._last_idle_at = clock.monotonic()  # when no flush was under way here the last time
+        self._batch: Batch | None = None  # of the flush under way, or of an aborted one
+        self._flush_began_at: float | None = None  # driver: start of the flush under way; None: none is
+        self._last_idle_at = clock.monotonic()  # last time at which no flush was under way here
         self._evaluation: Evaluation | None = None
-        self._counted = 0  # tokens of the stage that are progress
+        self._counted = 0  # tokens of `stage.tokens` that are counted as progress
         loader = Loader(corpus, spec.run.seed, spec.samples_per_flush, clock, pin=device.type == "cuda")
         super().__init__(spec, self.stage.model.weights, loader)
         self.stage.anchor = self._anchor
@@ -106,7 +110,7 @@ class StageLoop(Replica):
     # --- rounds -------------------------------------------------------------------------------------
 
     def initialise_into(self, anchor_E: Tensor) -> None:
-        """Genesis: write the run's initial parameters of the span."""
+        """Genesis: write the run's initial parameters of the span to `anchor_E`."""
         initialise_into(self.run, self.stage.model, anchor_E)
 
     def load(self, anchor_E: Tensor, *, ranges: Sequence[SampleRange] = (), committed_tokens: int = 0) -> None:
@@ -115,7 +119,7 @@ class StageLoop(Replica):
         super().load(anchor_E, ranges=ranges, committed_tokens=committed_tokens)
 
     def set_ranges(self, ranges: Sequence[SampleRange]) -> None:
-        self._batch = None  # it is not consumed, so the new ranges hold it if anybody's do
+        self._batch = None  # its samples are not consumed, so this node's or another node's new ranges contain them
         super().set_ranges(ranges)
 
     def set_committed_tokens(self, committed_tokens: int) -> None:
@@ -127,80 +131,86 @@ class StageLoop(Replica):
 
     @property
     def has_data(self) -> bool:
-        """Whether there is something to train: ranges, or a driver that has them."""
+        """True if there is something to train: ranges at the driver, an incarnation at the other stages."""
         return super().has_data if self.span.first == 0 else self._incarnation > 0
 
     @property
     def skipped_steps(self) -> int:
-        """Flushes whose gradient was not finite."""
+        """Number of flushes whose gradient was not finite."""
         return self.stage.skipped_steps
 
     # --- a route ------------------------------------------------------------------------------------
 
     def enter_route(self, plan_version: int, route: int, stage: int, stages: int) -> None:
-        """The place that this span has from now on. Raises `InvalidRequest` for one that does not fit it."""
+        """Make the span this stage of a route. Raises `InvalidRequest` for a stage that does not fit the span."""
         span_definition = self.stage.model.span_definition
         if (
             not 0 <= stage < stages
             or (stage == 0) != span_definition.is_first
             or (stage == stages - 1) != span_definition.is_last
         ):
-            raise InvalidRequest(f"{self.span} cannot be stage {stage} of {stages}")
-        self._on_route_lost(InvalidTransition("the plan has another route"))
+            raise InvalidRequest(
+                f"{self.span} cannot be stage {stage} of {stages}: the first stage must have the model's first layer, "
+                "the last stage its last layer"
+            )
+        self._on_route_lost(InvalidTransition("the plan gave this stage another route"))
         micro_batches = self.spec.samples_per_flush // self.spec.optimizer.micro_batch_samples
         self._machine.place = StagePosition(stage, stages, self._tied, self.spec.pipeline.ahead, micro_batches)
-        self._cable.enter(LinkFormat.of(self.spec, self._table, plan_version, route))
+        self._stage_io.enter(LinkFormat.of(self.spec, self._table, plan_version, route))
 
     def pause(self) -> None:
-        """Let go of the route, so that nobody begins a flush that would wait here; the driver just begins none."""
+        """Leave the incarnation, so that no flush begins that would wait for this stage. The driver begins none."""
         self._give_up_evaluation(InvalidTransition("the driver was paused"))
         if self._incarnation and not self._machine.place.first:
             self._break(InvalidTransition(f"stage {self._machine.place.stage} is paused"))
 
     def leave(self, why: AtollError) -> None:
-        """End the incarnation, for everybody, in the middle of a flush, too."""
+        """End the incarnation on all stages, even during a flush."""
         if self._incarnation:
             self._break(why)
 
     def evaluate(self, done: Callable[[Outcome], None]) -> None:
-        """The held-out loss of the anchor, when its flushes are over.
+        """Compute the held-out loss of the anchor over the route. `done` gets the loss, or the error that prevents it.
 
-        `done` gets `InvalidTransition` when a stage stands at another anchor or this one moves on, or why the route
-        broke. Raises `InvalidTransition` where it cannot begin.
+        The error is `InvalidTransition` if a stage has another anchor or this anchor changes, or the reason why the
+        route broke. Raises `InvalidTransition` if the evaluation cannot begin.
         """
         if not self._machine.place.first or not self.ready or self._evaluation is not None:
-            raise InvalidTransition("only the driver of a route that is ready evaluates, one anchor at a time")
+            raise InvalidTransition(
+                "no evaluation can begin: this stage is not the driver, its route is not ready, or another evaluation "
+                "is under way"
+            )
         samples = self.spec.optimizer.micro_batch_samples
         self._evaluation = Evaluation(self.corpus, samples, self.committed_tokens, done)
 
     @property
     def ready(self) -> bool:
-        """Whether the route can flush, as far as this stage knows."""
+        """True if the route can flush, as far as this stage knows."""
         return self._incarnation > 0 and self._machine.ready
 
     @property
     def between_steps(self) -> bool:
-        """Whether no flush is under way here."""
+        """True if no flush is under way on this stage."""
         return self._flush_began_at is None and self._machine.idle
 
     @property
     def has_work(self) -> bool:
-        """Whether `work` would do something."""
+        """True if `work` has something to do."""
         return self._incarnation > 0 and (
             not self._waiting or self._can_begin_flush or self._overdue or self._driver_stalled
         )
 
     def work(self) -> StepResult | None:
-        """The next action of the flush under way, or of a new one; what was trained when it ended one."""
+        """Execute the next action of the flush, or begin a new flush. Returns the result of a flush that stepped."""
         self._note_if_idle()
         if self._overdue:
             seconds = self._flush_deadline.timeout_seconds
             self._flush_deadline.observe_miss(seconds, failed=True)
-            self._break(DeadlineExceeded(f"a flush took longer than {seconds:.0f} s"))
+            self._break(DeadlineExceeded(f"a flush took longer than its deadline of {seconds:.0f} s"))
             return None
         if self._driver_stalled:
             self._break(
-                DeadlineExceeded(f"the driver of the route did not end a flush in {STALLED_DRIVER_SECONDS:.0f} s")
+                DeadlineExceeded(f"the driver of the route did not end a flush within {STALLED_DRIVER_SECONDS:.0f} s")
             )
             return None
         if self._can_begin_flush:
@@ -209,22 +219,22 @@ class StageLoop(Replica):
         self._waiting = sent is None
         self._collect_evaluation()
         for receiver, message in sent or ():
-            self._cable.send(receiver, message)
+            self._stage_io.send(receiver, message)
         return self._count()
 
-    def take(self, event: RouteEvent) -> None:
-        """What came over the cable."""
+    def on_route_event(self, event: RouteEvent) -> None:
+        """Handle an event from the stage socket."""
         self._note_if_idle()
         if isinstance(event, MessageReceived):
-            self._cable.taken()
+            self._stage_io.message_handled()
         match event:
             case IncarnationBegan(incarnation):
                 self._on_route_lost(InvalidTransition("the route begins anew"))
                 self._incarnation, self._waiting, self._last_idle_at = incarnation, False, self.clock.monotonic()
-                self._cable.begin(incarnation)
+                self._stage_io.begin(incarnation)
                 self._machine.begin(incarnation)
             case _ if event.incarnation != self._incarnation:
-                pass  # of what is over
+                pass  # of an earlier incarnation
             case IncarnationEnded(error=error):
                 self._on_route_lost(error)
             case MessageInvalid(error=error):
@@ -253,11 +263,11 @@ class StageLoop(Replica):
 
     @property
     def _driver_stalled(self) -> bool:
-        """Whether a driver that cannot or will not end its flush holds up what this stage was told to do."""
+        """True if the driver has not ended its flush in time; orders to this stage wait for that."""
         return not self.between_steps and self.clock.monotonic() - self._last_idle_at > STALLED_DRIVER_SECONDS
 
     def _note_if_idle(self) -> None:
-        """Before each action and message: between two flushes there is always one."""
+        """Record the time if no flush is under way. Called before each action and each message."""
         if self.between_steps:
             self._last_idle_at = self.clock.monotonic()
 
@@ -265,20 +275,20 @@ class StageLoop(Replica):
         self._flush_began_at = self.clock.monotonic()
         if self._evaluation is not None:
             windows = self._evaluation.next(self._machine.max_evaluation_micro_batches)
-            self._machine.feed(_pairs(windows), self._evaluation.anchor)
+            self._machine.begin_flush(_pairs(windows), self._evaluation.anchor)
             return
         self._batch = self._batch or self._loader.next()
         tokens = torch.split(self._batch.tokens_BT, self.spec.optimizer.micro_batch_samples)
-        self._machine.feed(_pairs(tokens))
+        self._machine.begin_flush(_pairs(tokens))
 
     def _collect_evaluation(self) -> None:
-        """Take what a flush of an evaluation found."""
+        """Take the result of an evaluation's flush."""
         evaluation, found = self._evaluation, self._machine.last_result
         if evaluation is None or self._flush_began_at is None or found is None:
             return
         self._flush_began_at = None
         if not found.at_same_anchor:
-            self._give_up_evaluation(InvalidTransition("a stage of the route stands at another anchor"))
+            self._give_up_evaluation(InvalidTransition("a stage of the route has another anchor"))
         elif evaluation.add(found.loss):
             self._evaluation = None
 
@@ -288,7 +298,7 @@ class StageLoop(Replica):
             evaluation.fail(error)
 
     def _count(self) -> StepResult | None:
-        """Make progress of what was stepped since the last time."""
+        """Count tokens that stepped since the last call as progress."""
         tokens, self._counted = self.stage.tokens - self._counted, self.stage.tokens
         if not tokens:
             return None
@@ -302,12 +312,12 @@ class StageLoop(Replica):
         return StepResult(loss, tokens, len(taken.samples))
 
     def _break(self, error: AtollError) -> None:
-        """End the incarnation for everybody."""
-        self._cable.break_off(error)
+        """End the incarnation on all stages."""
+        self._stage_io.break_off(error)
         self._on_route_lost(error)
 
     def _on_route_lost(self, error: AtollError) -> None:
-        """The route broke: what was under way counts nothing, or will, if it was decided and we did not hear."""
+        """Drop the flush under way after the route broke; the machine keeps it if it may have been decided."""
         if self._incarnation:
             self.route_problem = str(error)
         self.flushes_aborted += self._flush_began_at is not None and self._evaluation is None
@@ -317,12 +327,12 @@ class StageLoop(Replica):
 
 
 def build_stage(spec: RunSpec, run: RunModel, span: Span, device: torch.device) -> Stage:
-    """The span in memory. Raises `InvalidRequest`, `ConfigError`."""
+    """Load a span on one device. Raises `InvalidRequest`, `ConfigError`."""
     precision = working_precision(spec.optimizer.precision, device)
     if precision == "fp16":
         raise ConfigError(
-            f"{device} would train in fp16, which needs a loss scale that stages of a route do not share",
-            'set precision = "fp32", or "bf16" on devices that have it',
+            f"{device} would train in fp16, which needs a loss scale; stages of a route do not share one",
+            'set precision = "fp32" in the run spec, or "bf16" on devices that support it',
         )
     room = MicroBatchShape(spec.optimizer.micro_batch_samples, spec.data.sequence_length)
     return Stage(allocate_span(run, span, device), spec.optimizer, room, precision)

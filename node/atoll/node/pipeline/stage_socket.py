@@ -1,15 +1,15 @@
-"""The socket pair between the swarm process, which has the streams, and the trainer process, which has the stage.
+"""The socket pair between the daemon, which has the streams, and the trainer process, which has the stage.
 
     +------+-------+-------------+-------+---------+
-    | word | stage | incarnation | bytes | payload |      big-endian: 1, 2, 8, 4 bytes, and as many as they say
+    | type | stage | incarnation | bytes | payload |      big-endian: 1, 2, 8, 4 bytes; `bytes` is the payload's length
     +------+-------+-------------+-------+---------+
 
 `stage` is the neighbour that a message comes from or goes to. Messages travel as on streams, a header and then bodies,
-so neither process holds more of one than a frame that it only passes on. The trainer has few frames for each neighbour
-on the cable at a time and waits for `SENT`: a slow neighbour holds up nobody else, and what waits for it waits in
-the trainer, bounded by the schedule.
+so the daemon holds at most a frame of one. The trainer has at most `WINDOW_FRAMES` frames per neighbour on the way and
+then waits for `SENT`. So a slow neighbour does not delay the others. Its messages wait in the trainer, bounded by the
+schedule.
 
-This is the swarm process's end; the trainer's is `cable_end.py`. Both are the same version of the same code.
+This module has the daemon's end; `stage_io.py` has the trainer's. Both run the same version of the same code.
 """
 
 from __future__ import annotations
@@ -26,81 +26,81 @@ from atoll.v1 import dataplane_pb2 as dp
 
 PREFIX = struct.Struct(">BHQI")
 BODY_BYTES = 4 << 20
-WINDOW_FRAMES = 2  # to one neighbour, on the cable or on its way to the stream
+WINDOW_FRAMES = 2  # to one neighbour, on this socket or waiting for its stream
 _BUFFER_BYTES = 1 << 20
 
 
 class FrameType(IntEnum):
-    """What a frame is."""
+    """Type of a frame."""
 
-    ATTACH = 1  # to the trainer: the route begins anew, all links are fresh
-    DETACH = 2  # to the trainer: it is over; payload: why, a Refusal
+    ATTACH = 1  # to the trainer: a new incarnation of the route begins
+    DETACH = 2  # to the trainer: the incarnation is over; payload: the reason, a Refusal
     HEADER = 3  # both ways: a StageMessage
     BODY = 4  # both ways: bytes of the message whose header came last for this stage
-    SENT = 5  # to the trainer: a frame for this stage went out
-    BREAK = 6  # from the trainer: end this incarnation; payload: why, a Refusal
-    CODEC = 7  # to the trainer: how tensors for this stage are encoded from now on; payload: the codec's name
+    SENT = 5  # to the trainer: a frame for this stage was sent on its stream
+    BREAK = 6  # from the trainer: end this incarnation; payload: the reason, a Refusal
+    CODEC = 7  # to the trainer: codec for tensors to this stage from now on; payload: the codec's name
 
 
 @dataclass(frozen=True, slots=True)
 class SocketFrame:
-    """One frame."""
+    """One frame on the stage socket."""
 
-    word: FrameType
+    type: FrameType
     stage: int
     incarnation: int
     payload: bytes = b""
 
 
-def pack_prefix(word: FrameType, stage: int, incarnation: int, payload_bytes: int) -> bytes:
-    """What goes before the payload."""
-    return PREFIX.pack(word, stage, incarnation, payload_bytes)
+def pack_prefix(frame_type: FrameType, stage: int, incarnation: int, payload_bytes: int) -> bytes:
+    """Encode the fields before the payload."""
+    return PREFIX.pack(frame_type, stage, incarnation, payload_bytes)
 
 
 def encode_error(error: AtollError) -> bytes:
-    """An error as a payload."""
+    """Encode an error as a payload."""
     return dp.Refusal(reason=error.reason, message=str(error)).SerializeToString()
 
 
 def decode_error(payload: bytes) -> AtollError:
-    """The error of a payload."""
+    """Decode the error in a payload."""
     refusal = dp.Refusal.FromString(payload)
     return error_class(refusal.reason)(refusal.message)
 
 
 class StageSocket:
-    """The swarm process's end. One bridge uses it at a time."""
+    """The daemon's end of the socket. One `RouteConnection` uses it at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self._prefix: tuple[FrameType, int, int, int] | None = None  # of a frame whose payload is not here
+        self._prefix: tuple[FrameType, int, int, int] | None = None  # of a frame whose payload is still to come
         writer.transport.set_write_buffer_limits(high=_BUFFER_BYTES)
 
     @classmethod
     async def from_socket(cls, sock: socket.socket) -> StageSocket:
-        """Takes the socket over."""
+        """Wrap a socket and take ownership of it."""
         return cls(*await asyncio.open_connection(sock=sock, limit=_BUFFER_BYTES))
 
-    async def send(self, word: FrameType, stage: int, incarnation: int, payload: Buffer = b"") -> None:
-        """Returns when there is room for more. Raises `ChildDied`."""
-        self.send_nowait(word, stage, incarnation, payload)
+    async def send(self, frame_type: FrameType, stage: int, incarnation: int, payload: Buffer = b"") -> None:
+        """Send a frame; returns when the buffer has space again. Raises `ChildDied`."""
+        self.send_nowait(frame_type, stage, incarnation, payload)
         try:
             await self._writer.drain()
         except OSError as error:
             raise _gone() from error
 
-    def send_nowait(self, word: FrameType, stage: int, incarnation: int, payload: Buffer = b"") -> None:
-        """Without waiting for room, for what is small and rare: a trainer that stands still must not hold us up."""
-        self._writer.write(pack_prefix(word, stage, incarnation, len(payload)))
-        if payload:  # of no bytes asyncio (from 3.12 on) would keep trying to send them, as fast as it can
+    def send_nowait(self, frame_type: FrameType, stage: int, incarnation: int, payload: Buffer = b"") -> None:
+        """Send a small and rare frame without waiting for buffer space: a trainer that hangs must not block."""
+        self._writer.write(pack_prefix(frame_type, stage, incarnation, len(payload)))
+        if payload:  # asyncio (from 3.12 on) would retry an empty write in a busy loop
             self._writer.write(payload)
 
     async def receive(self) -> SocketFrame:
-        """The next frame; when cancelled, it comes next time. Raises `ChildDied`."""
+        """Return the next frame. A cancelled call loses nothing: the next call returns it. Raises `ChildDied`."""
         try:
             if self._prefix is None:
-                word, stage, incarnation, size = PREFIX.unpack(await self._reader.readexactly(PREFIX.size))
-                self._prefix = FrameType(word), stage, incarnation, size
+                frame_type, stage, incarnation, size = PREFIX.unpack(await self._reader.readexactly(PREFIX.size))
+                self._prefix = FrameType(frame_type), stage, incarnation, size
             kind, stage, incarnation, size = self._prefix
             payload = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError) as error:
@@ -109,9 +109,9 @@ class StageSocket:
         return SocketFrame(kind, stage, incarnation, payload)
 
     def close(self) -> None:
-        """Never raises."""
+        """Close the socket. Never raises."""
         self._writer.transport.abort()
 
 
 def _gone() -> ChildDied:
-    return ChildDied("the trainer closed its end of the cable")
+    return ChildDied("the trainer closed the stage socket")

@@ -1,9 +1,9 @@
-"""The streams of one incarnation of a route, between the neighbours and this node's trainer.
+"""The streams of one incarnation of a route, between this node's trainer and the neighbours.
 
-One stream leads from each stage to each that it sends to. Frames are passed on as they are; what is looked at is the
-header of each message: whether it is of this route and incarnation, whether this neighbour may say such a thing, and
-how long its body must be, all before a byte of the body is read. Between messages a stream may be idle for as long as
-it likes. When anything breaks, everything here ends, and the trainer and all neighbours are told.
+Each stage opens one stream to each stage that it sends to. Frames are forwarded unchanged. Only the header of each
+message is checked, before a byte of its body is read: route, incarnation, right of the neighbour to send this kind, and
+length of the body. Streams may be idle between messages for any time. On the first error all streams end, and the
+trainer and all neighbours get the reason.
 """
 
 from __future__ import annotations
@@ -42,49 +42,60 @@ from atoll.node.wire.transport import Network, Stream
 
 _OPEN_TIMEOUT = timedelta(seconds=10)
 _CLOSE_TIMEOUT = timedelta(seconds=0.5)
-_RECEIVE_TIMEOUT = timedelta(minutes=10)  # of an idleness without end
+_RECEIVE_TIMEOUT = timedelta(minutes=10)  # repeated without end, since a stream may be idle for any time
 
 
 class StageStreams:
-    """From `run` to the first thing that goes wrong."""
+    """All streams of an incarnation, from `run` to the first error."""
 
     def __init__(
-        self, network: Network, route: RoutePlace, place: StagePosition, channel: LinkFormat, cable: StageSocket
+        self,
+        network: Network,
+        route: RoutePlace,
+        place: StagePosition,
+        link_format: LinkFormat,
+        stage_socket: StageSocket,
     ) -> None:
-        self.number = channel.incarnation
-        self.was_ready = False  # whether the stages after this one said so
-        self.unreachable_neighbour: int | None = None  # the stage that was out of reach, if that is what broke it
-        self._network, self._route, self._place, self._channel, self._cable = network, route, place, channel, cable
+        self.number = link_format.incarnation
+        self.was_ready = False  # the stages after this one reported `Ready`
+        self.unreachable_neighbour: int | None = None  # stage whose unreachability ended the incarnation
+        self._network, self._route, self._place, self._link_format, self._stage_socket = (
+            network,
+            route,
+            place,
+            link_format,
+            stage_socket,
+        )
         self._tasks = asyncio.TaskGroup()
         self._outgoing: dict[int, asyncio.Queue[SocketFrame]] = {}
         self._senders: set[int] = set()
         self._broken: asyncio.Future[AtollError] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> NoReturn:
-        """Raises what broke the route; whatever it is, the trainer is told last."""
+        """Forward until the first error, and raise it. The trainer gets the reason last."""
         try:
             async with self._tasks:
-                self._cable.send_nowait(FrameType.ATTACH, 0, self.number)
+                self._stage_socket.send_nowait(FrameType.ATTACH, 0, self.number)
                 try:
                     raise await asyncio.shield(self._broken)
-                finally:  # before the group waits for its tasks: nobody may start another one then
+                finally:  # while the group waits for its tasks, no new one may start
                     self.break_off(FlushAborted("this stage has left its route"))
         except BaseExceptionGroup as group:
             raise first_error(group) from group
         finally:
-            self._cable.send_nowait(FrameType.DETACH, 0, self.number, encode_error(self._broken.result()))
+            self._stage_socket.send_nowait(FrameType.DETACH, 0, self.number, encode_error(self._broken.result()))
 
     async def until_broken(self) -> None:
-        """Return when it has ended, for whatever reason."""
+        """Return when the incarnation has ended, for any reason."""
         await asyncio.wait({self._broken})
 
     def break_off(self, error: AtollError) -> None:
-        """End, for this reason. The first one counts."""
+        """End the incarnation with this error. The first error counts."""
         if not self._broken.done():
             self._broken.set_result(error)
 
     def _start(self, work: Coroutine[Any, Any, NoReturn], stage: int) -> asyncio.Task[NoReturn]:
-        """One of the tasks that live as long as the incarnation, a neighbour's; its error ends it."""
+        """Start a neighbour's task, which lives as long as the incarnation. Its error ends the incarnation."""
 
         async def guarded() -> NoReturn:
             try:
@@ -96,13 +107,13 @@ class StageStreams:
                 raise
 
         task = self._tasks.create_task(guarded())
-        task.add_done_callback(lambda _: work.close())  # cancelled before it began, it would never be awaited
+        task.add_done_callback(lambda _: work.close())  # a task cancelled before it ran never awaits `work`
         return task
 
     # --- in -----------------------------------------------------------------------------------------
 
     async def forward_incoming(self, stream: Stream, first: bytes) -> None:
-        """Pass a neighbour's messages on, until the incarnation ends; then raise why, for the neighbour to hear."""
+        """Forward a neighbour's messages to the trainer. Raises the reason of the end, for the neighbour."""
         sender = self._route.stage_of(stream.peer_id)
         if self._broken.done():
             raise await asyncio.shield(self._broken)
@@ -113,7 +124,7 @@ class StageStreams:
         try:
             await asyncio.wait({carrying})
         except asyncio.CancelledError:
-            self.break_off(Unreachable(f"stage {sender} was cut off"))
+            self.break_off(Unreachable(f"the stream of stage {sender} was cut off"))
             raise
         if not carrying.cancelled() and (error := carrying.exception()) is not None:
             raise error
@@ -123,31 +134,34 @@ class StageStreams:
         data = first
         while True:
             left = self._checked(sender, data)
-            await self._cable.send(FrameType.HEADER, sender, self.number, data)
+            await self._stage_socket.send(FrameType.HEADER, sender, self.number, data)
             while left:
                 part = await _receive_without_deadline(stream)
                 if part.kind is not FrameKind.BODY or not 0 < len(part.body) <= left:
-                    raise FrameInvalid("the body of a message between stages has another length than its header says")
-                await self._cable.send(FrameType.BODY, sender, self.number, part.body)
+                    raise FrameInvalid(
+                        f"stage {sender} sent a {part.kind.name} frame of {len(part.body)} bytes; its header leaves a "
+                        f"body of 1 to {left} bytes"
+                    )
+                await self._stage_socket.send(FrameType.BODY, sender, self.number, part.body)
                 left -= len(part.body)
             data = require_header(await _receive_without_deadline(stream))
 
     def _checked(self, sender: int, data: bytes) -> int:
-        """Bytes of the body. Raises `PeerMisbehaved`."""
-        header = read_header(data, self._channel)
+        """Check a header. Returns the length of its body in bytes. Raises `PeerMisbehaved`."""
+        header = read_header(data, self._link_format)
         kind = message_class(header)
         if self._place.sender_of(kind) != sender:
-            raise PeerMisbehaved(f"stage {sender} sent {kind.__name__}, which is another one's to say")
+            raise PeerMisbehaved(f"stage {sender} may not send {kind.__name__} to stage {self._place.stage}")
         self.was_ready |= kind is Ready
         return header.body_bytes
 
     # --- out ----------------------------------------------------------------------------------------
 
     def forward_outgoing(self, frame: SocketFrame) -> None:
-        """A frame of the trainer's; those of other incarnations are dropped."""
+        """Forward a frame of the trainer. Drops frames of other incarnations."""
         if frame.incarnation != self.number or self._broken.done():
             return
-        if frame.word is FrameType.BREAK:
+        if frame.type is FrameType.BREAK:
             self.break_off(decode_error(frame.payload))
             return
         if frame.stage not in self._outgoing:
@@ -161,17 +175,17 @@ class StageStreams:
         try:
             while True:
                 frame = await self._outgoing[receiver].get()
-                if frame.word is FrameType.HEADER:
+                if frame.type is FrameType.HEADER:
                     await stream.send(FrameKind.MESSAGE, frame.payload)
                 else:
                     await stream.send(FrameKind.BODY, b"", frame.payload)
-                await self._cable.send(FrameType.SENT, receiver, self.number)
+                await self._stage_socket.send(FrameType.SENT, receiver, self.number)
         finally:
             watching.cancel()
             await self._close_with_reason(stream)
 
     async def _close_with_reason(self, stream: Stream) -> None:
-        """Say why, if the other side listens."""
+        """Send the reason of the end, if there is one, and close the stream."""
         if self._broken.done():
             with suppress(AtollError, TimeoutError):
                 async with asyncio.timeout(_CLOSE_TIMEOUT.total_seconds()):
@@ -186,6 +200,6 @@ async def _receive_without_deadline(stream: Stream) -> Frame:
 
 
 async def _watch(stream: Stream) -> NoReturn:
-    """Raise when the other side hangs up or refuses: it never answers on this protocol otherwise."""
+    """Raise when the other side closes the stream or refuses: it never answers otherwise on this protocol."""
     await _receive_without_deadline(stream)
-    raise PeerMisbehaved(f"peer {stream.peer_id} answered where nothing was asked")
+    raise PeerMisbehaved(f"peer {stream.peer_id} sent data on a one-way stream")

@@ -1,4 +1,7 @@
-"""How long a layer takes on this device, forward and backward, for those who plan which node holds which layers."""
+"""Layer times: how long one layer of each kind takes on this device, forward and backward.
+
+The coordinator's planner decides with them which node holds which layers.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from atoll.node.model.span_model import Architecture, SpanModel
 from atoll.node.training.device import autocast, compute_clock_seconds, synchronize
 
 REPETITIONS = 5
-LayerTimes = tuple[tuple[str, float, float], ...]  # kind; seconds a token, forward and backward
+LayerTimes = tuple[tuple[str, float, float], ...]  # kind; seconds per token, forward and backward
 
 
 def time_single_layers(
@@ -26,8 +29,9 @@ def time_single_layers(
     clock: Clock,
     precision: str,
 ) -> LayerTimes:
-    """A layer of every kind, by its number, one in memory at a time, on the device of the tokens. Kinds in layer order.
+    """Time one layer of each kind on the device of `tokens_BT`, with one layer in memory at a time.
 
+    `kinds`: kind → number of a layer of that kind, in layer order. Each layer gets the output of the one before.
     Raises `UnsupportedModel` for a layer that cannot be computed.
     """
     times, x = [], tokens_BT
@@ -42,23 +46,23 @@ def time_single_layers(
             raise
         except RuntimeError as error:
             raise UnsupportedModel(
-                f"[model] cannot be computed: its {kind} says {str(error).splitlines()[0]}",
-                "sizes must fit together: change the run spec",
+                f"the model of the run spec cannot be computed: its {kind} failed with {str(error).splitlines()[0]}",
+                "change the sizes in [model] of the run spec so that they fit together",
             ) from error
         times.append((kind, forward / tokens_BT.numel(), backward / tokens_BT.numel()))
     return tuple(times)
 
 
 def time_layer(layer: Callable[[Tensor], Tensor], x: Tensor, clock: Clock) -> tuple[float, float, Tensor]:
-    """Median seconds of forward and of backward on `x`, and the output, detached. Adds to the layer's gradients."""
+    """Median seconds of forward and backward on `x`, and the detached output. Adds to the layer's gradients."""
     forwards, backwards = [], []
     output = x
-    for _ in range(1 + REPETITIONS):  # the first warms kernels and allocator
+    for _ in range(1 + REPETITIONS):  # the first one warms up kernels and allocator; it does not count
         given = x.detach().requires_grad_(x.is_floating_point())
         began = _now(x.device, clock)
         output = layer(given)
         between = _now(x.device, clock)
-        if output.requires_grad:  # a frozen embedding's does not
+        if output.requires_grad:  # false for a frozen embedding
             output.backward(torch.ones_like(output))  # type: ignore[no-untyped-call]
         forwards.append(between - began)
         backwards.append(_now(x.device, clock) - between)
@@ -66,6 +70,6 @@ def time_layer(layer: Callable[[Tensor], Tensor], x: Tensor, clock: Clock) -> tu
 
 
 def _now(device: torch.device, clock: Clock) -> float:
-    """When everything that was asked of the device is done; on a CPU without the time in which others had the core."""
+    """Wait until the device is done, then read its clock. On a CPU, the time of other processes does not count."""
     synchronize(device)
     return compute_clock_seconds(device, clock)

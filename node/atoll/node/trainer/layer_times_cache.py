@@ -1,4 +1,8 @@
-"""Layer times on disk, by device and model: a daemon that starts again does not measure what it knows."""
+"""Cache of layer times on disk, so that a daemon that starts again need not measure them again.
+
+An entry belongs to a device, a model and library versions (`key_of`). Any failure to read or write the file only means
+that the trainer measures again.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +26,9 @@ from atoll.node.model.run_model import RunModel
 from atoll.node.trainer.layer_times import LayerTimes
 from atoll.node.training.device import DeviceFacts, working_precision
 
-MAX_AGE = timedelta(days=7)  # drivers, clocks and what else the machine does change
+MAX_AGE = timedelta(days=7)  # drivers, clock rates and the other load of the machine change
 ENTRIES = 16
-_Seconds = Annotated[FiniteFloat, Field(ge=0)]  # a token
+_Seconds = Annotated[FiniteFloat, Field(ge=0)]  # per token
 
 
 class _Entry(BaseModel):
@@ -41,7 +45,7 @@ class _Document(BaseModel):
 
 
 def key_of(spec: RunSpec, run: RunModel, facts: DeviceFacts, cpu_threads: int) -> str:
-    """Everything that the times follow from: device, libraries, precision, the layers and what they are given."""
+    """Hash of everything that the times depend on: device, libraries, precision, layers and size of their inputs."""
     device = torch.device(facts.device)
     parts = (
         facts.device,
@@ -66,22 +70,22 @@ def _transformers() -> str:
 
 
 class LayerTimesCache:
-    """One file, of a machine. It never keeps a trainer from starting: what cannot be read is measured again."""
+    """The cache file of one machine. Its errors never prevent a trainer from starting."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self._path, self._clock = path, clock
 
     def recall(self, key: str, kinds: Set[str]) -> LayerTimes:
-        """What was measured in the last days of layers of these kinds; nothing when it was not, or cannot be read."""
+        """Times of exactly these kinds that are at most `MAX_AGE` old. Empty without such an entry."""
         entry = self._entries().get(key)
         if entry is None or not 0 <= self._clock.unix() - entry.unix <= MAX_AGE.total_seconds():
             return ()
-        told = {kind: forward + backward for kind, forward, backward in entry.times}
-        believed = told.keys() == kinds and len(told) == len(entry.times) and sum(told.values()) > 0
-        return tuple(entry.times) if believed else ()
+        seconds = {kind: forward + backward for kind, forward, backward in entry.times}
+        valid = seconds.keys() == kinds and len(seconds) == len(entry.times) and sum(seconds.values()) > 0
+        return tuple(entry.times) if valid else ()
 
     def keep(self, key: str, times: LayerTimes) -> None:
-        """Remember them; the oldest make room."""
+        """Store the times. Drops the oldest entries beyond `ENTRIES`, and entries dated in the future."""
         now = self._clock.unix()
         entries = {known: entry for known, entry in self._entries().items() if entry.unix <= now}
         entries[key] = _Entry(unix=now, times=list(times))
@@ -90,7 +94,7 @@ class LayerTimesCache:
         try:
             write_atomic(self._path, document.model_dump_json().encode())
         except DataDirUnusable as error:
-            log.get("trainer").warning("layer times are not kept", reason=str(error))
+            log.get("trainer").warning("layer_times_not_saved", reason=str(error))
 
     def _entries(self) -> dict[str, _Entry]:
         try:
@@ -98,5 +102,5 @@ class LayerTimesCache:
                 return {}
             return _Document.model_validate_json(self._path.read_bytes()).entries
         except (OSError, ValidationError) as error:
-            log.get("trainer").warning("layer times cannot be read", reason=str(error).splitlines()[0])
+            log.get("trainer").warning("layer_times_unreadable", reason=str(error).splitlines()[0])
             return {}

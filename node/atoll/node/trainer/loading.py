@@ -1,8 +1,8 @@
-"""What the trainer process has in memory when it is ready, and what it found: the whole model, a span, or none of it.
+"""Loading of a trainer process: run spec, tokenizer, memory check, corpus, model; in this order, cheap failures first.
 
-Spec, tokenizer, room, corpus, model: in the order in which they can be wrong at the least cost. A node that cannot
-hold the whole model, and was not told which layers to hold, comes up without any: it is measured, and waits for a plan
-that gives it a span.
+`load_trainer_state` returns a `TrainerState`. Its `loop` is an `InnerLoop` for the whole model, a `StageLoop` for a
+span on a node's first device, and a `RankStage` for a span on its other devices. A node that cannot hold the whole
+model and has no span yet gets no loop: it measures its layer times and waits for a plan that gives it a span.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from atoll.node.pipeline.rank_stage import RankStage
 from atoll.node.pipeline.schedule import stage_credits
 from atoll.node.pipeline.stage_io import StageIO
 from atoll.node.pipeline.stage_loop import StageLoop
-from atoll.node.trainer import messages as ms
+from atoll.node.trainer import messages
 from atoll.node.trainer.layer_times import LayerTimes, time_single_layers
 from atoll.node.trainer.layer_times_cache import LayerTimesCache, key_of
 from atoll.node.training.corpus import Corpus, OnProgress, load_corpus, no_progress_callback
@@ -54,44 +54,44 @@ from atoll.node.training.loop import InnerLoop
 
 @dataclass
 class TrainerState:
-    """All of it."""
+    """The loaded parts of a trainer process."""
 
     spec: RunSpec
     run: RunModel
     corpus: Corpus
     clock: Clock
     facts: DeviceFacts
-    devices: Sequence[torch.device]  # of this trainer's processes
-    device: torch.device  # of this one
+    devices: Sequence[torch.device]  # of all processes of this trainer, by rank
+    device: torch.device  # of this process
     times: LayerTimes
     loop: InnerLoop | StageLoop | RankStage | None  # None: no layers
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """The layers that are held."""
+        """First and last held layer; None without layers."""
         if isinstance(self.loop, StageLoop):
             return self.loop.span.first, self.loop.span.last
         return None if self.loop is None else (0, self.run.architecture.layers - 1)
 
     @property
     def elements(self) -> int:
-        """Of the layers that are held."""
+        """Elements of the held layers."""
         if isinstance(self.loop, InnerLoop):
             return self.loop.layout.elements
         return 0 if self.loop is None else self.loop.stage.model.trained_layout.elements
 
     def check_fits(self, facts: DeviceFacts) -> None:
-        """Raises `ModelTooLarge` if what is held were too large for such a device."""
+        """Raise `ModelTooLarge` if the held layers do not fit devices with these facts."""
         facts = usable_facts(facts, self.spec, self.run, len(self.devices))
         if isinstance(self.loop, InnerLoop):
             check_fits(whole_model_bytes(self.spec, self.run, len(self.devices)), facts)
         elif self.loop is not None:
             check_stage_fits(self.spec, self.run, self.loop.span, facts)
 
-    def ready_message(self, tokens_per_second: float) -> ms.Ready:
-        """What the daemon is told first; `probe` says how fast it is."""
+    def ready_message(self, tokens_per_second: float) -> messages.Ready:
+        """Build the first answer to the daemon. `tokens_per_second` comes from `probe`."""
         whole = isinstance(self.loop, InnerLoop)
-        return ms.Ready(
+        return messages.Ready(
             layer_table_hex=self.run.table.SerializeToString().hex(),
             corpus_digest=self.corpus.digest,
             corpus_samples=self.corpus.training_samples,
@@ -107,9 +107,9 @@ class TrainerState:
         )
 
     def probe(self, scratch_E: Tensor, minimum_step_seconds: float, compute_share: float = 1.0) -> float:
-        """Tokens per second of what is held. Raises `ModelTooLarge` if measuring shows that it does not fit.
+        """Measure tokens per second with the held layers. Raises `ModelTooLarge` on lack of memory.
 
-        `scratch_E`: the initial parameters of a whole model; they are zero afterwards.
+        `scratch_E` has the initial parameters of a whole model; it is zero afterwards.
         """
         if isinstance(self.loop, InnerLoop):
             try:
@@ -122,14 +122,17 @@ class TrainerState:
         return 1 / max(seconds, minimum_step_seconds / self.spec.tokens_per_flush, 1e-12)
 
     def _seconds_per_token(self, span: Span) -> float:
-        """Of a stage, which computes its span forward, forward again but for the last of a route, and backward."""
+        """Compute time of a stage: forward, backward, and a second forward (recompute) on all stages but the last."""
         times = 1 if span.last == len(self.run.table.layers) - 1 else 2
         seconds = {kind: times * forward + backward for kind, forward, backward in self.times}
         return sum(seconds[row.kind] for row in self.run.table.layers[span.first : span.last + 1])
 
 
 def measure_layer_times(spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: Clock) -> LayerTimes:
-    """Of one layer of each kind, with no more than that in memory."""
+    """Measure one layer of each kind, with only one layer in memory at a time.
+
+    Raises `ModelTooLarge`, `UnsupportedModel`.
+    """
     precision = working_precision(spec.optimizer.precision, torch.device(facts.device))
     size = spec.optimizer.micro_batch_samples, spec.data.sequence_length
     tokens_BT = torch.zeros(size, dtype=torch.int64, device=facts.device)
@@ -148,11 +151,14 @@ def measure_layer_times(spec: RunSpec, run: RunModel, facts: DeviceFacts, clock:
 
 
 def _layer_times(
-    config: ms.TrainerConfig, spec: RunSpec, run: RunModel, device: torch.device, clock: Clock, devices: int
+    config: messages.TrainerConfig, spec: RunSpec, run: RunModel, device: torch.device, clock: Clock, devices: int
 ) -> LayerTimes:
-    """Of one device, shared by all: how well they work together shows when they do (`NodeStatus.computed`)."""
+    """Layer times of all devices together: the times of one device, divided by the number of devices.
+
+    This assumes perfect scaling. `NodeStatus.computed` reports the real pace during training.
+    """
     if config.rank:
-        return ()  # the leader's business
+        return ()  # rank 0 measures
     times = _cached_layer_times(
         config, spec, run, device_facts(device, config.vram_fraction, config.memory_bytes), clock
     )
@@ -160,7 +166,7 @@ def _layer_times(
 
 
 def _cached_layer_times(
-    config: ms.TrainerConfig, spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: Clock
+    config: messages.TrainerConfig, spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: Clock
 ) -> LayerTimes:
     if config.layer_times_path is None:
         return measure_layer_times(spec, run, facts, clock)
@@ -173,7 +179,7 @@ def _cached_layer_times(
 
 
 def usable_facts(facts: DeviceFacts, spec: RunSpec, run: RunModel, devices: int) -> DeviceFacts:
-    """Of so many devices together, without what they take for being several."""
+    """Facts of `devices` devices together. Memory is reduced by the overhead of sharding the model over them."""
     if devices == 1:
         return facts
     whole, micro_batch = Span(0, run.architecture.layers - 1), spec.optimizer.micro_batch_samples
@@ -183,20 +189,20 @@ def usable_facts(facts: DeviceFacts, spec: RunSpec, run: RunModel, devices: int)
 
 
 def whole_model_bytes(spec: RunSpec, run: RunModel, devices: int) -> int:
-    """What all layers take of so many devices, as `usable_facts` counts their memory."""
+    """Memory of all layers on `devices` devices, in the terms of `usable_facts`."""
     aside = evaluation_copy_bytes(run.table) if devices > 1 else 0
     return run.whole_model_bytes(spec.optimizer.micro_batch_samples) + aside
 
 
-def load(
-    config: ms.TrainerConfig,
+def load_trainer_state(
+    config: messages.TrainerConfig,
     facts: DeviceFacts,
-    cable: StageIO | None,
+    stage_io: StageIO | None,
     clock: Clock,
     rendezvous: Rendezvous | None = None,
     on_progress: OnProgress = no_progress_callback,
 ) -> TrainerState:
-    """`facts` are of all devices together.
+    """Load everything that `config` names. `facts` describe all devices together.
 
     Raises `RunSpecError`, `UnsupportedModel`, `ModelTooLarge`, `PretrainedWeightsUnusable`, `CorpusError`,
     `InvalidRequest`, `ConfigError`.
@@ -228,25 +234,30 @@ def load(
     loop: InnerLoop | StageLoop | RankStage | None = None
     group = DeviceGroup.connect(rendezvous) if holds and rendezvous is not None else None
     if group is not None and not group.matches_rank_zero(corpus.digest):
-        raise CorpusError(f"{config.corpus_path or spec.data.path} changed while it was read", "start the node again")
+        raise CorpusError(
+            f"{config.corpus_path or spec.data.path} changed while it was read: devices of this node got other text",
+            "start the node again",
+        )
     if span is not None:
         try:
             if group is not None and config.rank:
                 loop = RankStage(spec, corpus, span, run, group, clock)
             else:
-                assert cable is not None
-                loop = StageLoop(spec, corpus, span, device, clock, cable, run, group)
+                assert stage_io is not None
+                loop = StageLoop(spec, corpus, span, device, clock, stage_io, run, group)
         except torch.OutOfMemoryError as error:
-            raise model_too_large(f"does not fit with {span} beside what is there", facts) from error
+            raise model_too_large(
+                f"ran out of memory with {span}: other allocations on the device leave too little", facts
+            ) from error
     elif holds:
         loop = InnerLoop(spec, corpus, device, clock=clock, run=run, group=group)
     return TrainerState(spec, run, corpus, clock, facts, devices, device, times, loop)
 
 
 def _warm_up() -> None:
-    """Torch's threads with their buffers, and the 60 MB of modules that its first optimiser imports.
+    """Start torch's threads with their buffers, and import the 60 MB of modules that its first optimiser needs.
 
-    Before any limit counts them.
+    This happens before a memory limit is set, so that the limit does not count them.
     """
     many_MM = torch.ones(512, 512, requires_grad=True)
     torch.mm(many_MM, many_MM).sum().backward()  # type: ignore[no-untyped-call]
@@ -254,7 +265,10 @@ def _warm_up() -> None:
 
 
 def _has_room(spec: RunSpec, run: RunModel, span: Span | None, facts: DeviceFacts, devices: int) -> bool:
-    """Whether what was asked for fits; False for a whole model that does not, when some layer of it does."""
+    """True if the span or the whole model fits. False if the whole model does not fit but its smallest layer does.
+
+    Raises `ModelTooLarge` otherwise.
+    """
     if span is not None:
         check_stage_fits(spec, run, span, facts)
         return True
@@ -264,15 +278,15 @@ def _has_room(spec: RunSpec, run: RunModel, span: Span | None, facts: DeviceFact
         layers = range(run.architecture.layers)
         if min(stage_bytes(spec, run, Span(layer, layer)) for layer in layers) > facts.memory_bytes:
             raise
-        log.get("trainer").warning("holds_no_layers", reason=str(error))
+        log.get("trainer").warning("model_too_large_waiting_for_span", reason=str(error))
         return False
     return True
 
 
 def stage_bytes(spec: RunSpec, run: RunModel, span: Span, samples: int = 0) -> int:
-    """What a trainer of a span takes at worst: at the beginning of a long route, whose stages hold a layer each.
+    """Largest memory that a trainer of a span can need: before a route with one layer per following stage.
 
-    `samples` at once; 0: a micro-batch.
+    More following stages mean more micro-batches in flight. `samples`: samples computed at once; 0: a micro-batch.
     """
     tokens = (samples or spec.optimizer.micro_batch_samples) * spec.data.sequence_length
     micro_batches = spec.samples_per_flush // spec.optimizer.micro_batch_samples
@@ -282,5 +296,5 @@ def stage_bytes(spec: RunSpec, run: RunModel, span: Span, samples: int = 0) -> i
 
 
 def check_stage_fits(spec: RunSpec, run: RunModel, span: Span, facts: DeviceFacts) -> None:
-    """Raises `ModelTooLarge` before anything is allocated."""
+    """Raise `ModelTooLarge` if the span does not fit. Allocates nothing."""
     check_fits(stage_bytes(spec, run, span), facts, f" for {span}")

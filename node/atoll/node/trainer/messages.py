@@ -1,17 +1,19 @@
-"""What the daemon and its trainer process say to one another: typed messages, one JSON object a line.
+"""Messages between the daemon and its trainer process: typed dataclasses, one JSON object per line.
 
-Both ends are the same version of the same code on one machine; still every message is rebuilt through its class,
-so that a field too many or too few is an error where it is read. Tensors never travel here: they stand in shared
-memory (`shared.py`). An order carries a number that its answer repeats; `Pushed` status comes unasked.
+The same messages pass between the first process of a trainer (rank 0) and its other ranks. Both ends run the same
+version of the same code on one machine. Every message is still rebuilt through its class, so that a missing or an
+unknown field is an error at the reader. Tensors never travel here: they are in shared memory
+(`system/shared_vectors.py`). The answer to an order repeats the order's number; `Pushed` messages have number 0.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import KW_ONLY, asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from atoll.node.pipeline.rank_order import RankOrder
+from atoll.node.training.progress import Snapshot
 
 MAX_LINE_BYTES = 4 * 1024**2
 Ranges = tuple[tuple[int, int], ...]
@@ -19,43 +21,43 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """What a trainer is started with."""
+    """Configuration with which a trainer starts."""
 
     run_spec_toml: str
     corpus_path: str | None = None  # overrides data.path
     _: KW_ONLY
     device: str = "auto"  # auto | cpu | cuda:0 | mps, or several: cuda:0,cuda:1
-    rank: int = 0  # which of several devices is this process's
+    rank: int = 0  # index of this process's device among several
     cpu_threads: int = 1
-    minimum_step_seconds: float = 0.0  # paces a volunteer's machine; unknown to others
-    compute_share: float = 1.0  # of the time; it rests in between
-    vram_fraction: float = 1.0  # of the device's memory; without effect on a CPU
-    memory_bytes: int = 0  # that training may take on a CPU, beside torch and the corpus; 0: as much as there is
-    span: tuple[int, int] | None = None  # layers to hold, both included; None: all of them
-    layer_times: tuple[tuple[str, float, float], ...] = ()  # what an earlier trainer of this node measured
-    layer_times_path: str | None = None  # where they are kept from one daemon to the next
-    base_path: str | None = None  # where the run's pretrained weights lie
+    minimum_step_seconds: float = 0.0  # paces a volunteer's machine; other nodes do not see it
+    compute_share: float = 1.0  # share of the time in which the trainer computes; it rests in between
+    vram_fraction: float = 1.0  # of the device's memory; no effect on a CPU
+    memory_bytes: int = 0  # limit on a CPU for training, without torch and the corpus; 0: no limit
+    span: tuple[int, int] | None = None  # first and last layer to hold; None: all layers
+    layer_times: tuple[tuple[str, float, float], ...] = ()  # measured by an earlier trainer of this node
+    layer_times_path: str | None = None  # cache file for layer times, which outlives the daemon
+    base_path: str | None = None  # directory of the run's pretrained weights
 
 
 @dataclass(frozen=True)
 class TrainerStatus:
-    """How training goes, pushed about twice a second. Totals are of this process; progress is since the anchor."""
+    """Training status, pushed about twice a second. Totals are of this process; progress counts since the anchor."""
 
     steps: int = 0
     tokens: int = 0
-    tokens_per_second: float = 0.0  # over the last seconds of training, pauses between steps included
-    step_seconds: float = 0.0  # the same as a time per step
-    busy_seconds_per_token: float = 0.0  # that computing took, at the owner's share of the time; 0: not measured yet
+    tokens_per_second: float = 0.0  # over the recent steps, rests between steps included
+    step_seconds: float = 0.0  # time per recent step, rests included
+    busy_seconds_per_token: float = 0.0  # compute time and the rest that `compute_share` requires; 0: not measured yet
     train_loss: float = 0.0  # nats per token, mean over the last steps
     data_stall_seconds: float = 0.0
     samples_repeated: int = 0
     training: bool = False
-    progress_tokens: int = 0  # since the last applied anchor: what a snapshot taken now would say
+    progress_tokens: int = 0  # since the last applied anchor: the tokens of a snapshot taken now
     progress_samples: int = 0
-    skipped_steps: int = 0  # gradients that were not finite
+    skipped_steps: int = 0  # steps whose gradients were not finite
     route_ready: bool = False  # a stage: the route can flush, as far as this stage knows
-    route_trouble: str = ""  # why the route last broke, until a flush is stepped again
-    flushes_aborted: int = 0  # at the driver
+    route_trouble: str = ""  # why the route last broke; empty after the next flush that steps
+    flushes_aborted: int = 0  # counted at the driver
 
 
 # --- parent → child -------------------------------------------------------------------------------------
@@ -63,12 +65,12 @@ class TrainerStatus:
 
 @dataclass(frozen=True)
 class Initialise:
-    """Write the seeded initial parameters into the anchor."""
+    """Write the run's seeded initial parameters into the anchor."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Weights := anchor; forget progress."""
+    """Set weights to the anchor; reset progress."""
 
     ranges: Ranges
     committed_tokens: int
@@ -76,17 +78,17 @@ class Load:
 
 @dataclass(frozen=True)
 class Train:
-    """Step until told otherwise."""
+    """Run inner steps until `Pause`."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Stop at the next step boundary."""
+    """Stop training at the next step boundary."""
 
 
 @dataclass(frozen=True)
 class TakeSnapshot:
-    """Write the pseudo-gradient of the elements [start, end); answer what it holds."""
+    """Write the pseudo-gradient of the elements [start, end). The answer is a `Snapshot`."""
 
     start: int
     end: int
@@ -94,7 +96,7 @@ class TakeSnapshot:
 
 @dataclass(frozen=True)
 class Apply:
-    """Take the new anchor, carry what was trained since the snapshot. `moved`: the elements that changed."""
+    """Move to the new anchor and carry the progress since the snapshot. `moved`: elements [start, end) that changed."""
 
     ranges: Ranges
     committed_tokens: int
@@ -103,34 +105,34 @@ class Apply:
 
 @dataclass(frozen=True)
 class Rebase:
-    """Take the new anchor, keep all progress. `moved`: the elements that changed."""
+    """Move to the new anchor and keep all progress. `moved`: elements [start, end) that changed."""
 
     ranges: Ranges
     committed_tokens: int
     moved: tuple[int, int]
-    consumed_samples: int = 0  # samples of ours that the round took
+    consumed_samples: int = 0  # samples of this node that the round consumed
 
 
 @dataclass(frozen=True)
 class SetRanges:
-    """Other samples at the same anchor; snapshot and progress stay."""
+    """Replace the data ranges at the same anchor; keep snapshot and progress."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True)
 class Discard:
-    """Forget the snapshot, keep the progress."""
+    """Forget the snapshot; keep the progress."""
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Held-out loss of the anchor."""
+    """Compute the held-out loss of the anchor. The answer is `Loss`."""
 
 
 @dataclass(frozen=True)
 class Generate:
-    """Text sampled from the anchor."""
+    """Sample text from the anchor. The answer is `Text`."""
 
     prompt: str
     tokens: int
@@ -139,7 +141,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class SetLimits:
-    """The owner changed what this machine gives."""
+    """Apply the owner's new limits."""
 
     cpu_threads: int
     minimum_step_seconds: float
@@ -149,7 +151,7 @@ class SetLimits:
 
 @dataclass(frozen=True)
 class EnterRoute:
-    """The span's place on a route from now on; what was under way on another one is dropped."""
+    """Make the span a stage of this route; drop the flush under way on the previous route."""
 
     plan_version: int
     route: int
@@ -159,7 +161,7 @@ class EnterRoute:
 
 @dataclass(frozen=True)
 class Probe:
-    """To followers: steps on what stands in the anchor, which is scratch, to see how fast they are."""
+    """Rank 0 to ranks: measure the speed with real steps. The anchor's memory serves as scratch space."""
 
     minimum_step_seconds: float
     compute_share: float
@@ -167,12 +169,12 @@ class Probe:
 
 @dataclass(frozen=True)
 class Step:
-    """To followers: one inner step. Without an answer: the step itself waits for them."""
+    """Rank 0 to ranks: run one inner step. It has no answer: the collective operations of the step wait for all."""
 
 
 @dataclass(frozen=True)
 class WriteInitial:
-    """Write the seeded initial parameters of the whole model to a file: fp32, little-endian, in layer order."""
+    """Write the initial parameters of the whole model to a file: raw fp32, little-endian, in layer order."""
 
     path: str
 
@@ -182,9 +184,10 @@ class Stop:
     """End the process."""
 
 
-Order = (Initialise | Load | Train | Pause | TakeSnapshot | Apply | Rebase | SetRanges | Discard | Evaluate) | (
-    Generate | SetLimits | EnterRoute | WriteInitial | Probe | RankOrder | Step | Stop
-)
+ModelOrder = (
+    Load | TakeSnapshot | Apply | Rebase | SetRanges | Discard | Evaluate | Generate | SetLimits
+)  # on all ranks
+Order = ModelOrder | Initialise | Train | Pause | EnterRoute | WriteInitial | Probe | RankOrder | Step | Stop
 
 
 # --- child → parent -------------------------------------------------------------------------------------
@@ -192,32 +195,32 @@ Order = (Initialise | Load | Train | Pause | TakeSnapshot | Apply | Rebase | Set
 
 @dataclass(frozen=True)
 class Loading:
-    """Pushed while the child loads and gets on; one that is silent for too long hangs."""
+    """Progress report of a child that loads. A child without reports for too long is taken to hang."""
 
-    tokens: int  # of the corpus, so far
+    tokens: int  # of the corpus read so far
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The first word of a child that has corpus, model and device."""
+    """First answer of a child: it has loaded corpus, model and device. All but `span` are about the whole model."""
 
     layer_table_hex: str  # serialised atoll.v1.LayerTable
     corpus_digest: str
     corpus_samples: int
     device: str
     device_name: str
-    device_memory_bytes: int  # of which the owner allows a fraction
-    device_uuid: str  # as NVIDIA's tools know it; empty for other devices
+    device_memory_bytes: int  # the part that the owner allows
+    device_uuid: str  # as NVIDIA's tools print it; empty for other devices
     tokens_per_step: int
     tokens_per_second: float
-    layer_times: tuple[tuple[str, float, float], ...]  # kind; seconds a token, forward and backward
-    span: tuple[int, int] | None = None  # the layers that are held; None: none, they do not fit
-    whole_model_bytes: int = 0  # what all of them would take of the device
+    layer_times: tuple[tuple[str, float, float], ...]  # kind; seconds per token, forward and backward
+    span: tuple[int, int] | None = None  # first and last held layer; None: no layers, because the model is too large
+    whole_model_bytes: int = 0  # device memory that all layers would take
 
 
 @dataclass(frozen=True)
 class Refused:
-    """An `AtollError` of the child: at start, or as the answer to an order."""
+    """An `AtollError` of the child, at start or as the answer to an order."""
 
     reason: str
     message: str
@@ -226,68 +229,51 @@ class Refused:
 
 @dataclass(frozen=True)
 class Done:
-    """An order was carried out."""
-
-
-@dataclass(frozen=True)
-class SnapshotTaken:
-    """A snapshot."""
-
-    tokens: int
-    samples: int
-    steps: int
-    fragment_tokens: int
+    """Answer: the order is executed."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Nats per token."""
+    """Answer to `Evaluate`."""
 
-    value: float
+    value: float  # nats per token
 
 
 @dataclass(frozen=True)
 class Text:
-    """Generated text."""
+    """Answer to `Generate`."""
 
     text: str
 
 
 Pushed = Loading | TrainerStatus
-Answer = Ready | Refused | Done | SnapshotTaken | Loss | Text
+Answer = Ready | Refused | Done | Snapshot | Loss | Text
 Message = TrainerConfig | Order | Answer | Pushed
 
-_CLASSES: dict[str, type[Any]] = {
-    cls.__name__: cls
-    for cls in (
-        *(TrainerConfig, TrainerStatus, Initialise, Load, Train, Pause, TakeSnapshot, Apply, Rebase, SetRanges),
-        *(Discard, Evaluate, Generate, SetLimits, EnterRoute, WriteInitial, Probe, RankOrder, Step, Stop),
-        *(Loading, Ready, Refused, Done, SnapshotTaken, Loss, Text),
-    )
-}
+_CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Message)}
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """A message and the number that joins an order to its answer; 0 for what is not asked for."""
+    """A message with the number that joins an order to its answer; 0 for pushed messages."""
 
     number: int
     body: Message
 
     def line(self) -> bytes:
-        """The bytes on the socket, newline included."""
+        """Encode the message as one line, newline included."""
         fields = asdict(self.body)
         return json.dumps({"number": self.number, "kind": type(self.body).__name__, "fields": fields}).encode() + b"\n"
 
     @classmethod
     def parse(cls, line: bytes) -> Envelope:
-        """The inverse. Raises `ValueError`."""
+        """Decode a line. Raises `ValueError`."""
         try:
             raw = json.loads(line)
             fields = {name: _tuples(value) for name, value in raw["fields"].items()}
             return cls(int(raw["number"]), _CLASSES[raw["kind"]](**fields))
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"not a message of ours: {line[:80]!r}") from error
+            raise ValueError(f"not a trainer message: {line[:80]!r}") from error
 
 
 def _tuples(value: Any) -> Any:

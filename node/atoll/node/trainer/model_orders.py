@@ -1,4 +1,8 @@
-"""What orders do to the model that a trainer's process holds, whoever gives them: the daemon, or the first process."""
+"""Execution of orders on the model of a trainer process.
+
+Rank 0 executes the daemon's orders (`session.py`); the other ranks execute the same orders, which rank 0 forwards
+(`rank_process.py`).
+"""
 
 from __future__ import annotations
 
@@ -8,102 +12,89 @@ from atoll.core.errors import InvalidTransition, ModelTooLarge
 from atoll.node.pipeline.rank_stage import RankStage
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.system.shared_vectors import allocate_vector, map_vector
-from atoll.node.trainer import messages as ms
+from atoll.node.trainer import messages
 from atoll.node.trainer.loading import TrainerState
 from atoll.node.training.device import limit_device_memory
 from atoll.node.training.device_group import combined_facts
 from atoll.node.training.loop import InnerLoop
-
-MODEL_ORDERS = (
-    ms.Load,
-    ms.TakeSnapshot,
-    ms.Apply,
-    ms.Rebase,
-    ms.SetRanges,
-    ms.Discard,
-    ms.Evaluate,
-    ms.Generate,
-    ms.SetLimits,
-)
+from atoll.node.training.progress import Snapshot
 
 
 class ModelOrders:
-    """The model, and the shared vectors of the elements that the node holds."""
+    """The model of this process and the shared vectors of the held elements."""
 
-    def __init__(self, state: TrainerState, config: ms.TrainerConfig, anchor_fd: int, gradient_fd: int) -> None:
-        """Raises `ModelTooLarge`."""
+    def __init__(self, state: TrainerState, config: messages.TrainerConfig, anchor_fd: int, gradient_fd: int) -> None:
+        """Allocate and map the vectors behind the two descriptors. Raises `ModelTooLarge`."""
         self.state = state
-        self.anchor_loaded = False  # an anchor was
+        self.anchor_loaded = False
         self._has_snapshot, self._memory_bytes = False, config.memory_bytes
         for descriptor in (anchor_fd, gradient_fd):
             allocate_vector(descriptor, state.elements)
         self.anchor_E, self.gradient_E = (map_vector(fd, state.elements) for fd in (anchor_fd, gradient_fd))
 
-    def execute(self, order: ms.Message) -> ms.Answer:
-        """One of `MODEL_ORDERS`. Raises `InvalidTransition`, `ModelTooLarge`."""
+    def execute(self, order: messages.ModelOrder) -> messages.Answer:
+        """Execute an order. Raises `InvalidTransition`, `ModelTooLarge`."""
         match order:
-            case ms.Evaluate():
-                return ms.Loss(self._whole_model("or the driver of a route evaluates").evaluate(self.anchor_E))
-            case ms.Generate(prompt, tokens, seed):
+            case messages.Evaluate():
+                return messages.Loss(self._whole_model("or the driver of a route evaluates").evaluate(self.anchor_E))
+            case messages.Generate(prompt, tokens, seed):
                 whole = self._whole_model("generates text")
-                return ms.Text(whole.generate(self.anchor_E, prompt.encode(), tokens, seed))
-            case ms.SetLimits():
+                return messages.Text(whole.generate(self.anchor_E, prompt.encode(), tokens, seed))
+            case messages.TakeSnapshot(start, end):
+                return self._take_snapshot(self.require_model(), slice(start, end))
+            case messages.SetLimits():
                 self._limit(order)
             case _:
-                return self._execute_round_order(self.model, order)
-        return ms.Done()
+                self._execute_round_order(self.require_model(), order)
+        return messages.Done()
 
-    def _execute_round_order(self, loop: InnerLoop | StageLoop | RankStage, order: ms.Message) -> ms.Answer:
+    def _execute_round_order(self, loop: InnerLoop | StageLoop | RankStage, order: messages.ModelOrder) -> None:
         match order:
-            case ms.Load(ranges, committed_tokens):
+            case messages.Load(ranges, committed_tokens):
                 loop.load(self.anchor_E, ranges=ranges, committed_tokens=committed_tokens)
                 self.anchor_loaded, self._has_snapshot = True, False
-            case ms.TakeSnapshot(start, end):
-                check_allowed(self.anchor_loaded, "take a snapshot before an anchor was loaded")
-                return self._take_snapshot(loop, slice(start, end))
-            case ms.Apply(ranges, committed_tokens, moved):
+            case messages.Apply(ranges, committed_tokens, moved):
                 check_allowed(self._has_snapshot, "apply an anchor without a snapshot")
                 loop.apply(self.anchor_E, ranges=ranges, committed_tokens=committed_tokens, moved=slice(*moved))
                 self._has_snapshot = False
-            case ms.Rebase(ranges, committed_tokens, moved, consumed_samples):
+            case messages.Rebase(ranges, committed_tokens, moved, consumed_samples):
                 check_allowed(self.anchor_loaded, "rebase before an anchor was loaded")
-                part = slice(*moved)
                 loop.rebase(
                     self.anchor_E,
                     ranges=ranges,
                     committed_tokens=committed_tokens,
                     consumed_samples=consumed_samples,
-                    moved=part,
+                    moved=slice(*moved),
                 )
                 self._has_snapshot = False
-            case ms.SetRanges(ranges):
+            case messages.SetRanges(ranges):
                 check_allowed(self.anchor_loaded, "take ranges before an anchor was loaded")
                 loop.set_ranges(ranges)
-            case ms.Discard():
+            case messages.Discard():
                 loop.discard()
                 self._has_snapshot = False
-            case _:
-                raise InvalidTransition(f"the trainer has no order {type(order).__name__}")
-        return ms.Done()
 
-    def _take_snapshot(self, loop: InnerLoop | StageLoop | RankStage, part: slice) -> ms.SnapshotTaken:
+    def _take_snapshot(self, loop: InnerLoop | StageLoop | RankStage, part: slice) -> Snapshot:
+        check_allowed(self.anchor_loaded, "take a snapshot before an anchor was loaded")
         snapshot = loop.snapshot(part)
         loop.pseudo_gradient_into(self.gradient_E)
         self._has_snapshot = True
-        return ms.SnapshotTaken(snapshot.tokens, snapshot.samples, snapshot.steps, snapshot.fragment_tokens)
+        return snapshot
 
-    def _limit(self, limit: ms.SetLimits) -> None:
+    def _limit(self, limit: messages.SetLimits) -> None:
         facts = combined_facts(self.state.devices, limit.vram_fraction, self._memory_bytes)
         self.state.check_fits(facts)
         limit_device_memory(self.state.device, facts, limit.vram_fraction)
         self.state.facts = facts
         torch.set_num_threads(max(1, limit.cpu_threads // len(self.state.devices)))
 
-    @property
-    def model(self) -> InnerLoop | StageLoop | RankStage:
-        """Raises `ModelTooLarge` where no layers are held."""
+    def require_model(self) -> InnerLoop | StageLoop | RankStage:
+        """The loop with the held layers. Raises `ModelTooLarge` when the trainer holds none."""
         if self.state.loop is None:
-            raise ModelTooLarge("this trainer holds no layers: the model is too large for it", "give it a span")
+            raise ModelTooLarge(
+                "this trainer holds no layers: the model is too large for its device",
+                "wait for a plan that gives this node a span",
+            )
         return self.state.loop
 
     def _whole_model(self, does: str) -> InnerLoop:
@@ -113,6 +104,6 @@ class ModelOrders:
 
 
 def check_allowed(holds: bool, what: str) -> None:
-    """Raises `InvalidTransition`."""
+    """Raise `InvalidTransition` unless the condition holds."""
     if not holds:
         raise InvalidTransition(f"the trainer was told to {what}")

@@ -1,7 +1,7 @@
-"""The first trainer of a daemon, loading while the daemon joins the swarm.
+"""Preload of the first trainer: it loads while the daemon joins the swarm.
 
-A node that starts again knows its last plan, and so, nearly always, which layers it will hold: its trainer need not
-wait for the swarm to read corpus and model.
+A node that starts again knows its last plan and so, nearly always, the layers that it will hold. Its trainer can read
+corpus and model before the daemon has joined.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from atoll.node.trainer.trainer_process import TrainerProcess
 
 
 def span_to_hold(plan: Plan | None, wanted: range) -> tuple[int, int] | None:
-    """What a trainer is told to hold, both layers included; None: the whole model, or nobody says."""
+    """First and last layer that a trainer gets to hold; None: the whole model, or no plan names layers."""
     return (wanted.start, wanted.stop - 1) if plan is not None and 0 < len(wanted) < plan.layers else None
 
 
 class TrainerPreload:
-    """Has a child load at once; then one `take`, or `abandon`."""
+    """A child that starts loading at once. The owner then calls `take` once, or `abandon`."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class TrainerPreload:
     ) -> None:
         self._child, self._span, self._taken = child, config.span, False
         taking = Trainer.take(child, config, timeout=timeout, on_progress=on_progress)
-        self._taking = asyncio.create_task(taking, name="loading-ahead")
+        self._taking = asyncio.create_task(taking, name="trainer-preload")
 
     async def take(self, span: tuple[int, int] | None) -> Trainer | None:
-        """The trainer, or what it raised. None, and the child is gone, when it loads other layers than these."""
+        """Return the trainer, or raise its error. If it loads other layers than `span`, end the child; return None."""
         if span != self._span:
             await self.abandon()
             return None
@@ -43,7 +43,7 @@ class TrainerPreload:
         return self._taking.result()
 
     async def abandon(self) -> None:
-        """End the child, whatever it does; nothing when the trainer was taken. Twice is fine."""
+        """End the child unless its trainer was taken. Safe to call twice."""
         if self._taken:
             return
         self._taken = True
@@ -51,4 +51,4 @@ class TrainerPreload:
         await asyncio.wait([self._taking])
         if not self._taking.cancelled() and self._taking.exception() is None:
             await self._taking.result().stop(timedelta(0))
-        await self._child.end()  # a task that is cancelled at once takes nothing
+        await self._child.end()  # a task cancelled before it ran has not taken the child

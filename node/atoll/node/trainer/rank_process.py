@@ -1,4 +1,8 @@
-"""The process of another device than the first of a node's: does what the first one does, and nothing else."""
+"""A trainer process for a node's second or later device (rank 1 and up). It mirrors rank 0.
+
+A node with several devices runs one process per device. Rank 0 talks to the daemon (`session.py`) and forwards orders
+and steps to the other ranks (`rank_processes.py`), which this module executes.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import AtollError, InvalidTransition
 from atoll.node.pipeline.rank_order import RankOrder
 from atoll.node.pipeline.rank_stage import RankStage
-from atoll.node.trainer import messages as ms
-from atoll.node.trainer.loading import load
+from atoll.node.trainer import messages
+from atoll.node.trainer.loading import load_trainer_state
 from atoll.node.trainer.model_orders import ModelOrders
 from atoll.node.trainer.session import Channel, refusal
 from atoll.node.training.device import limit_device_memory
@@ -16,11 +20,11 @@ from atoll.node.training.loop import InnerLoop
 
 
 class RankProcess:
-    """Loads its part (raising typed errors), and then serves."""
+    """One rank other than rank 0. The constructor loads its part of the model and raises typed errors."""
 
     def __init__(
         self,
-        config: ms.TrainerConfig,
+        config: messages.TrainerConfig,
         channel: Channel,
         anchor_fd: int,
         gradient_fd: int,
@@ -31,44 +35,48 @@ class RankProcess:
         devices = choose_devices(config.device)
         facts = combined_facts(devices, config.vram_fraction, config.memory_bytes)
         limit_device_memory(devices[config.rank], facts, config.vram_fraction)
-        state = load(config, facts, None, clock or SystemClock(), Rendezvous(devices, config.rank, rendezvous_fd))
+        state = load_trainer_state(
+            config, facts, None, clock or SystemClock(), Rendezvous(devices, config.rank, rendezvous_fd)
+        )
         self._orders = ModelOrders(state, config, anchor_fd, gradient_fd)
 
     def serve(self) -> None:
-        """Until `Stop`."""
+        """Execute what rank 0 sends, until `Stop`."""
         while True:
             event = self._channel.events.get()
-            assert isinstance(event, ms.Envelope)
+            assert isinstance(event, messages.Envelope)
             match event.body, self._orders.state.loop:
-                case ms.Stop(), _:
+                case messages.Stop(), _:
                     return
-                case ms.Step(), InnerLoop() as loop:
+                case messages.Step(), InnerLoop() as loop:
                     loop.step()
                 case RankOrder() as order, RankStage() as loop:
                     loop.stage.run_order(order)
-                case ms.Probe() as probe, _:
+                case messages.Probe() as probe, _:
                     self._probe(event.number, probe)
-                case ms.Initialise(), InnerLoop() | RankStage():  # the first process does it
+                case messages.Initialise(), InnerLoop() | RankStage():  # rank 0 writes the anchor
                     self._orders.anchor_loaded = False
-                    self._channel.answer(event.number, ms.Done())
-                case ms.Step() | RankOrder(), _:
-                    raise InvalidTransition(f"{event.body} is not for what this process holds")
-                case _:
-                    self._answer_order(event)
+                    self._channel.answer(event.number, messages.Done())
+                case order, _ if isinstance(order, messages.ModelOrder):
+                    self._answer_order(event.number, order)
+                case order, loop:
+                    raise InvalidTransition(
+                        f"rank 0 sent {order}, which a process with {type(loop).__name__} cannot execute"
+                    )
 
-    def _probe(self, number: int, probe: ms.Probe) -> None:
+    def _probe(self, number: int, probe: messages.Probe) -> None:
         state = self._orders.state
         try:
             state.probe(self._orders.anchor_E, probe.minimum_step_seconds, probe.compute_share)
         except AtollError as error:
-            self._channel.answer(0, refusal(error))  # the others wait for this one in a sum: nothing can go on
+            self._channel.answer(0, refusal(error))  # ends the trainer: the other ranks wait in a collective operation
             raise
-        self._channel.answer(number, ms.Done())
+        self._channel.answer(number, messages.Done())
 
-    def _answer_order(self, order: ms.Envelope) -> None:
-        """What is refused here is refused by the first process, too."""
+    def _answer_order(self, number: int, order: messages.ModelOrder) -> None:
+        """Execute an order. Rank 0 refuses the same orders as this rank."""
         try:
-            answer = self._orders.execute(order.body)
+            answer = self._orders.execute(order)
         except AtollError as error:
             answer = refusal(error)
-        self._channel.answer(order.number, answer)
+        self._channel.answer(number, answer)

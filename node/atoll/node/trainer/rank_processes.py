@@ -1,8 +1,8 @@
-"""The processes of a trainer's other devices: children of the one that the daemon talks to, which leads them.
+"""Rank 0's handle on the processes for a node's other devices, which are its children.
 
-A follower is a trainer whose daemon is the leader: the same program, over the same kind of socket, in the same shared
-memory. It is told every order that touches the model, and every step, and does what the leader does at that moment;
-they meet in the sums of `spread.py`. If one of them ends, all do: the daemon sees its trainer die and starts another.
+Each rank runs the same program as rank 0, over the same kind of socket and on the same shared memory. Rank 0 sends it
+every order that touches the model, and every step. All ranks execute them at the same time and meet in the collective
+operations of `training/fsdp_model.py`. If one rank ends, all end: the daemon sees its trainer die and starts another.
 """
 
 from __future__ import annotations
@@ -20,33 +20,36 @@ from datetime import timedelta
 
 from atoll.core import log
 from atoll.core.errors import ChildDied
-from atoll.node.trainer import messages as ms
+from atoll.node.trainer import messages
 from atoll.node.training.device_names import parse_device_names
 
-_ANSWER_TIMEOUT = timedelta(minutes=9)  # less than the daemon waits, which cannot say which process it was
+_ANSWER_TIMEOUT = timedelta(minutes=9)  # less than `ORDER_TIMEOUT` of the daemon, which cannot tell which rank is late
 
 _log = log.get("trainer")
 
 
 class RankProcesses:
-    """Those of one leader. They have the leader's standard error, and die with it."""
+    """All ranks but rank 0. They share its standard error and die with it."""
 
     def __init__(
-        self, config: ms.TrainerConfig, descriptors: tuple[int, int, int], lost: Callable[[ms.Refused], None]
+        self,
+        config: messages.TrainerConfig,
+        descriptors: tuple[int, int, int],
+        lost: Callable[[messages.Refused], None],
     ) -> None:
-        """`descriptors`: anchor, pseudo-gradient and rendezvous.
+        """Start the processes. `descriptors`: anchor, pseudo-gradient and rendezvous.
 
-        `lost` is called in a thread when one ends, or says why it cannot begin.
+        `lost` is called in a thread when a rank ends, or with the reason why it cannot start.
         """
         self._lost, self._stopping = lost, False
         self._names = parse_device_names(config.device)
         self._controls: list[socket.socket] = []
-        self._answers: list[queue.SimpleQueue[ms.Envelope]] = []
+        self._answers: list[queue.SimpleQueue[messages.Envelope]] = []
         self._order_numbers = 0
         for rank in range(1, len(self._names)):
             self._start(replace(config, rank=rank), descriptors)
 
-    def _start(self, config: ms.TrainerConfig, descriptors: tuple[int, int, int]) -> None:
+    def _start(self, config: messages.TrainerConfig, descriptors: tuple[int, int, int]) -> None:
         ours, theirs = socket.socketpair()
         anchor, gradient, rendezvous = descriptors
         command = [sys.executable, "-P", "-m", "atoll.node.trainer.worker", f"--control-fd={theirs.fileno()}"]
@@ -54,47 +57,49 @@ class RankProcesses:
         command.append(f"--parent-pid={os.getpid()}")
         with theirs:
             subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *descriptors])
-        answers: queue.SimpleQueue[ms.Envelope] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[messages.Envelope] = queue.SimpleQueue()
         self._controls.append(ours)
         self._answers.append(answers)
-        ours.sendall(ms.Envelope(0, config).line())
+        ours.sendall(messages.Envelope(0, config).line())
         name = self._names[config.rank]
-        threading.Thread(target=self._read, args=(ours, answers, name), name=f"follower-{name}", daemon=True).start()
+        threading.Thread(target=self._read, args=(ours, answers, name), name=f"rank-{name}", daemon=True).start()
 
-    def send_to_ranks(self, order: ms.Order) -> int:
-        """All of them; the number for `await_ranks`."""
+    def send_to_ranks(self, order: messages.Order) -> int:
+        """Send an order to all ranks. Returns its number, for `await_ranks`."""
         self._order_numbers += 1
-        line = ms.Envelope(self._order_numbers, order).line()
-        self._stopping = self._stopping or isinstance(order, ms.Stop)
+        line = messages.Envelope(self._order_numbers, order).line()
+        self._stopping = self._stopping or isinstance(order, messages.Stop)
         for control in self._controls:
-            with contextlib.suppress(OSError):  # who reads from it finds out
+            with contextlib.suppress(OSError):  # the reading thread reports a closed socket
                 control.sendall(line)
         return self._order_numbers
 
     def await_ranks(self, number: int, *, refused: bool = False) -> None:
-        """Wait until all have done it, or refused it as we did.
+        """Wait until all ranks have executed the order, or `refused` it as rank 0 did.
 
-        Raises `RuntimeError` for one that did other than we: they are of no use together any more.
+        Raises `RuntimeError` when a rank does not answer or decided otherwise: the ranks have diverged.
         """
         for name, answers in zip(self._names[1:], self._answers, strict=True):
-            answer = ms.Envelope(0, ms.Done())
+            answer = messages.Envelope(0, messages.Done())
             while answer.number < number:
                 try:
                     answer = answers.get(timeout=_ANSWER_TIMEOUT.total_seconds())
                 except queue.Empty:
-                    raise RuntimeError(f"the trainer's process for {name} does not answer") from None
-            if isinstance(answer.body, ms.Refused) is not refused:
-                why = answer.body.message if isinstance(answer.body, ms.Refused) else "it did what we refused"
-                raise RuntimeError(f"the process for {name} is not where the others are: {why}")
+                    seconds = _ANSWER_TIMEOUT.total_seconds()
+                    raise RuntimeError(f"the trainer's process for {name} did not answer for {seconds:.0f} s") from None
+            if isinstance(answer.body, messages.Refused) is not refused:
+                accepted = "it accepted an order that rank 0 refused"
+                why = answer.body.message if isinstance(answer.body, messages.Refused) else accepted
+                raise RuntimeError(f"the process for {name} diverged from the other ranks: {why}")
 
-    def _read(self, control: socket.socket, answers: queue.SimpleQueue[ms.Envelope], name: str) -> None:
+    def _read(self, control: socket.socket, answers: queue.SimpleQueue[messages.Envelope], name: str) -> None:
         with contextlib.suppress(OSError), control.makefile("rb") as lines:
             for line in lines:
-                envelope = ms.Envelope.parse(line)
-                if envelope.number == 0 and isinstance(envelope.body, ms.Refused):
+                envelope = messages.Envelope.parse(line)
+                if envelope.number == 0 and isinstance(envelope.body, messages.Refused):
                     self._lost(envelope.body)
                 answers.put(envelope)
         if not self._stopping:
             gone = ChildDied(f"the trainer's process for {name} ended")
-            _log.error("a device is lost", device=name)
-            self._lost(ms.Refused(gone.reason, str(gone), ""))
+            _log.error("device_lost", device=name)
+            self._lost(messages.Refused(gone.reason, str(gone), ""))

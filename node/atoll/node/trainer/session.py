@@ -1,9 +1,10 @@
-"""What the trainer process does between its first and last order: one loop of orders, messages and inner steps.
+"""The main loop of the trainer process: orders from the daemon, messages of the route, inner steps.
 
-Orders are carried out at step boundaries, in the order in which they came; a stage of a route is at one when no flush
-is under way. Between orders the session steps while it is told to train and has data; a paced node
-(`minimum_step_seconds`) waits out the rest of each step with an ear on its orders. A stage does one action of its
-flush at a time, and takes what neighbours send as it comes.
+`TrainerSession` loads the model, reports `Ready` and then serves until `Stop`. It executes orders at step boundaries,
+in the order in which they came; a stage of a route is at a step boundary when no flush is under way. Between orders it
+runs inner steps while it is told to train and has data. A paced node (`minimum_step_seconds`) waits for the rest of
+each step and still accepts orders. A stage executes one action of its flush at a time and takes its neighbours'
+messages as they come.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from pathlib import Path
 from typing import Protocol
 
 from atoll.core.clock import Clock, SystemClock
-from atoll.core.errors import AtollError, FlushAborted, InvalidTransition, ModelTooLarge, error_class
+from atoll.core.errors import AtollError, FlushAborted, InvalidTransition, error_class
 from atoll.core.files import open_anonymous_file
 from atoll.node.model.run_model import write_initial_weights
 from atoll.node.pipeline.evaluation import Outcome
 from atoll.node.pipeline.rank_stage import RankStage
 from atoll.node.pipeline.stage_io import RouteEvent, StageIO
 from atoll.node.pipeline.stage_loop import StageLoop
-from atoll.node.trainer import messages as ms
-from atoll.node.trainer.loading import load
-from atoll.node.trainer.model_orders import MODEL_ORDERS, ModelOrders, check_allowed
+from atoll.node.trainer import messages
+from atoll.node.trainer.loading import load_trainer_state
+from atoll.node.trainer.model_orders import ModelOrders, check_allowed
 from atoll.node.trainer.rank_processes import RankProcesses
 from atoll.node.trainer.step_pacing import StepPacer, WorkTime
 from atoll.node.training.device import compute_clock_seconds, limit_device_memory, synchronize
@@ -36,27 +37,27 @@ from atoll.node.training.device_group import Rendezvous, choose_devices, combine
 from atoll.node.training.loop import InnerLoop
 
 STATUS_INTERVAL_SECONDS = 0.5
-TIMED_FIRST, TIMED_EVERY = 4, 16  # steps on a GPU
+TIMED_FIRST, TIMED_EVERY = 4, 16  # on a GPU, time the first 4 steps and then each 16th
 
 
 class Channel(Protocol):
-    """What the session needs of the control socket; the route's events come the same way."""
+    """The control socket as the session uses it. The route's events arrive in the same queue."""
 
-    events: queue.SimpleQueue[ms.Envelope | RouteEvent]
+    events: queue.SimpleQueue[messages.Envelope | RouteEvent]
 
-    def answer(self, number: int, body: ms.Answer | ms.Pushed) -> None: ...
+    def answer(self, number: int, body: messages.Answer | messages.Pushed) -> None: ...
 
 
-class Session:
-    """Loads everything (raising typed errors), says `Ready`, and then serves."""
+class TrainerSession:
+    """The trainer of one node. The constructor loads everything, raises typed errors and answers `Ready`."""
 
     def __init__(
         self,
-        config: ms.TrainerConfig,
+        config: messages.TrainerConfig,
         channel: Channel,
         anchor_fd: int,
         gradient_fd: int,
-        cable: socket.socket | None = None,
+        stage_socket: socket.socket | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._channel, self._clock = channel, clock or SystemClock()
@@ -64,62 +65,62 @@ class Session:
         self._training = self._stopping = False
         self._pushed_at = 0.0
         self._steps = 0
-        self._pending_orders: deque[ms.Envelope] = deque()  # orders
+        self._pending_orders: deque[messages.Envelope] = deque()
         devices = choose_devices(config.device)
         facts = combined_facts(devices, config.vram_fraction, config.memory_bytes)
         limit_device_memory(devices[0], facts, config.vram_fraction)
-        end = StageIO(cable, channel.events.put) if cable is not None else None
+        end = StageIO(stage_socket, channel.events.put) if stage_socket is not None else None
         self._ranks: RankProcesses | None = None
         rendezvous: Rendezvous | None = None
         if len(devices) > 1:
             rendezvous_fd = open_anonymous_file("atoll-rendezvous")
             self._ranks = RankProcesses(config, (anchor_fd, gradient_fd, rendezvous_fd), self._exit_on_rank_failure)
             rendezvous = Rendezvous(devices, 0, rendezvous_fd, self._ranks.send_to_ranks)
-        self._state = load(config, facts, end, self._clock, rendezvous, self._report_loading)
+        self._state = load_trainer_state(config, facts, end, self._clock, rendezvous, self._report_loading)
         assert not isinstance(self._state.loop, RankStage)
         self._loop = self._state.loop
         self._orders = ModelOrders(self._state, config, anchor_fd, gradient_fd)
-        self._send_ready(ms.Probe(config.minimum_step_seconds, config.compute_share))
+        self._send_ready(messages.Probe(config.minimum_step_seconds, config.compute_share))
 
     def _report_loading(self, tokens: int) -> None:
-        """Tell the daemon, now and then, that loading does."""
+        """Report loading progress to the daemon, at most once per `STATUS_INTERVAL_SECONDS`."""
         now = self._clock.monotonic()
         if now - self._pushed_at >= STATUS_INTERVAL_SECONDS:
             self._pushed_at = now
-            self._channel.answer(0, ms.Loading(tokens))
+            self._channel.answer(0, messages.Loading(tokens))
 
-    def _send_ready(self, probe: ms.Probe) -> None:
+    def _send_ready(self, probe: messages.Probe) -> None:
         anchor_E = self._orders.anchor_E
         if isinstance(self._loop, InnerLoop):
             self._loop.initialise_into(anchor_E)
         number = self._ranks.send_to_ranks(probe) if self._ranks is not None else 0
-        # what fails here ends this process, and theirs: they may wait in a sum
+        # an error here ends this process and so the other ranks, which may wait in a collective operation
         tokens_per_second = self._state.probe(anchor_E, probe.minimum_step_seconds, probe.compute_share)
         if self._ranks is not None:
             self._ranks.await_ranks(number)
         self._channel.answer(0, self._state.ready_message(tokens_per_second))
 
-    def _exit_on_rank_failure(self, why: ms.Refused) -> None:
-        """A device's process is gone, so this trainer is of no use. Called in a thread; torch may wait for that one."""
+    def _exit_on_rank_failure(self, why: messages.Refused) -> None:
+        """Exit because a rank has ended. Called in a thread, since torch may block on the rank in the main thread."""
         self._channel.answer(0, why)
         os._exit(int(error_class(why.reason).exit_code))
 
     @contextmanager
-    def _on_all_ranks(self, order: ms.Order) -> Iterator[None]:
-        """Followers do the same meanwhile, and are done afterwards."""
+    def _on_all_ranks(self, order: messages.Order) -> Iterator[None]:
+        """Have the other ranks execute the same order during the block, and wait for them at its end."""
         if self._ranks is None:
             yield
             return
         number = self._ranks.send_to_ranks(order)
         try:
-            yield  # whatever fails but a refusal ends this process, and theirs
+            yield  # an error other than a refusal ends this process, and so the other ranks
         except AtollError:
             self._ranks.await_ranks(number, refused=True)
             raise
         self._ranks.await_ranks(number)
 
     def serve(self) -> None:
-        """Until `Stop`."""
+        """Serve orders and train until `Stop`."""
         while not self._stopping:
             self._on_event(self._next_event())
             if self._pending_orders and self._between_steps:
@@ -140,16 +141,16 @@ class Session:
 
     @property
     def _is_timed(self) -> bool:
-        """Whether to wait for the device: a GPU is ahead of its program, and should be in most steps."""
+        """True if this step is timed, which waits for the device. Most steps on a GPU should run asynchronously."""
         always = self._state.device.type == "cpu" or self._pace.compute_share < 1
         return always or self._steps < TIMED_FIRST or self._steps % TIMED_EVERY == 0
 
     def _wait_seconds(self, loop: InnerLoop | StageLoop) -> float:
-        """Until there may be work."""
+        """Seconds until the pace allows the next step or action."""
         now = self._clock.monotonic()
         return self._pace.wait_seconds(now) if loop.between_steps else self._pace.rest_seconds(now)
 
-    def _next_event(self) -> ms.Envelope | RouteEvent | None:
+    def _next_event(self) -> messages.Envelope | RouteEvent | None:
         busy = self._may_work() or (self._pending_orders and self._between_steps)
         wait = 0.0 if busy else STATUS_INTERVAL_SECONDS
         if not busy and self._training and self._loop is not None and self._loop.has_work:
@@ -159,20 +160,21 @@ class Session:
         except queue.Empty:
             return None
 
-    def _on_event(self, event: ms.Envelope | RouteEvent | None) -> None:
-        if isinstance(event, ms.Envelope):
+    def _on_event(self, event: messages.Envelope | RouteEvent | None) -> None:
+        if isinstance(event, messages.Envelope):
             self._pending_orders.append(event)
-            if isinstance(event.body, ms.Stop) and isinstance(self._loop, StageLoop):
-                self._loop.leave(FlushAborted("the trainer stops"))  # else it waits for a flush that others may not end
+            if isinstance(event.body, messages.Stop) and isinstance(self._loop, StageLoop):
+                # without this, the order waits for the end of a flush that other stages may never finish
+                self._loop.leave(FlushAborted("the trainer stops"))
         elif event is not None:
-            self._stage().take(event)
+            self._stage().on_route_event(event)
 
     def _work(self) -> None:
         loop, began = self._require_model(), self._clock.monotonic()
         computing = compute_clock_seconds(self._state.device, self._clock)
         was_between = loop.between_steps
-        if self._ranks is not None and isinstance(loop, InnerLoop):  # a stage tells what it does by itself
-            self._ranks.send_to_ranks(ms.Step())
+        if self._ranks is not None and isinstance(loop, InnerLoop):  # `LeaderStage` sends a stage's actions itself
+            self._ranks.send_to_ranks(messages.Step())
         result = loop.work()
         if was_between and (result is not None or not loop.between_steps):
             self._pace.begin(began)
@@ -185,51 +187,51 @@ class Session:
             self._steps += 1
             self._pace.end(result.tokens, result.loss)
 
-    def _answer_order(self, order: ms.Envelope) -> None:
+    def _answer_order(self, order: messages.Envelope) -> None:
         try:
-            if isinstance(order.body, ms.Evaluate) and isinstance(self._loop, StageLoop):
+            if isinstance(order.body, messages.Evaluate) and isinstance(self._loop, StageLoop):
                 check_allowed(self._training, "evaluate over a route while it is paused")
                 self._loop.evaluate(partial(self._answer, order.number))
-                return  # the answer comes when the route has found it
+                return  # the answer follows when the route has computed the loss
             answer = self._execute(order.body)
         except AtollError as error:
             answer = refusal(error)
-        self._push()  # first, so that who gets the answer sees the status after it
+        self._push()  # before the answer, so that the caller sees the status after its order
         self._channel.answer(order.number, answer)
 
     def _answer(self, number: int, outcome: Outcome) -> None:
-        self._channel.answer(number, refusal(outcome) if isinstance(outcome, AtollError) else ms.Loss(outcome))
+        self._channel.answer(number, refusal(outcome) if isinstance(outcome, AtollError) else messages.Loss(outcome))
 
-    def _execute(self, order: ms.Message) -> ms.Answer:
+    def _execute(self, order: messages.Message) -> messages.Answer:
         match order:
-            case ms.Initialise():
-                self._require_model().initialise_into(self._orders.anchor_E)  # followers have no part in it
+            case messages.Initialise():
+                self._require_model().initialise_into(self._orders.anchor_E)  # this rank writes all of it
                 with self._on_all_ranks(order):
                     self._orders.anchor_loaded = False
-            case ms.Train():
+            case messages.Train():
                 self._require_model()
                 check_allowed(self._orders.anchor_loaded, "train before an anchor was loaded")
                 self._training = True
-            case ms.Pause():
+            case messages.Pause():
                 self._pause(self._require_model())
-            case ms.EnterRoute(plan_version, route, stage, stages):
+            case messages.EnterRoute(plan_version, route, stage, stages):
                 self._stage().enter_route(plan_version, route, stage, stages)
-            case ms.WriteInitial(path):
+            case messages.WriteInitial(path):
                 write_initial_weights(self._state.run, Path(path))
-            case ms.Stop():
+            case messages.Stop():
                 if self._ranks is not None:
                     self._ranks.send_to_ranks(order)
                 self._stopping = True
             case _:
                 return self._execute_on_all_ranks(order)
-        return ms.Done()
+        return messages.Done()
 
-    def _execute_on_all_ranks(self, order: ms.Order | ms.Message) -> ms.Answer:
-        if not isinstance(order, MODEL_ORDERS):
+    def _execute_on_all_ranks(self, order: messages.Message) -> messages.Answer:
+        if not isinstance(order, messages.ModelOrder):
             raise InvalidTransition(f"the trainer has no order {type(order).__name__}")
         with self._on_all_ranks(order):
             answer = self._orders.execute(order)
-        if isinstance(order, ms.SetLimits):
+        if isinstance(order, messages.SetLimits):
             self._pace.minimum_step_seconds = order.minimum_step_seconds
             self._pace.compute_share = order.compute_share
         return answer
@@ -243,27 +245,27 @@ class Session:
     # --- what an order needs ------------------------------------------------------------------------
 
     def _require_model(self) -> InnerLoop | StageLoop:
-        if self._loop is None:
-            raise ModelTooLarge("this trainer holds no layers: the model is too large for it", "give it a span")
+        self._orders.require_model()
+        assert self._loop is not None
         return self._loop
 
     def _stage(self) -> StageLoop:
         if not isinstance(self._loop, StageLoop):
-            raise InvalidTransition("only a trainer with a span stands on a route")
+            raise InvalidTransition("this trainer holds no span: only a trainer with a span can be a stage of a route")
         return self._loop
 
     def _push(self) -> None:
         now = self._clock.monotonic()
         self._pushed_at = now
         if self._loop is None:
-            self._channel.answer(0, ms.TrainerStatus())
+            self._channel.answer(0, messages.TrainerStatus())
             return
         loop, progress = self._loop, self._loop.progress
         step_seconds = self._pace.step_seconds(now)
         stage = loop if isinstance(loop, StageLoop) else None
         self._channel.answer(
             0,
-            ms.TrainerStatus(
+            messages.TrainerStatus(
                 steps=progress.steps_total,
                 tokens=progress.tokens_total,
                 tokens_per_second=self._pace.tokens_per_step() / step_seconds if step_seconds else 0.0,
@@ -283,6 +285,6 @@ class Session:
         )
 
 
-def refusal(error: AtollError) -> ms.Refused:
-    """As an answer."""
-    return ms.Refused(error.reason, str(error), error.remedy)
+def refusal(error: AtollError) -> messages.Refused:
+    """Convert an error to an answer."""
+    return messages.Refused(error.reason, str(error), error.remedy)

@@ -1,10 +1,11 @@
-"""The daemon's handle on its trainer process: spawn, order, watch, stop.
+"""The daemon's handle on its trainer process: spawn it, give it orders, watch it, stop it.
 
-The trainer is a child with its own interpreter, spawned, never forked. The two share the anchor and the
-pseudo-gradient through nameless memory and talk over a socket pair; every order has a deadline and raises
-`ChildDied` when the child is gone. A trainer that holds a span has a second pair, for what passes between it and the
-other stages of its route. A CUDA error or an out-of-memory kill therefore costs a trainer, not the membership: the
-daemon sees `died` and spawns another.
+The trainer is a child process with its own interpreter (spawned, never forked). A CUDA error or an out-of-memory kill
+therefore ends the trainer, not the node's membership: the daemon sees `died` and spawns another trainer.
+
+Daemon and trainer share the anchor and the pseudo-gradient in anonymous memory. Orders and answers pass over a socket
+pair (`messages.py`). Every order has a deadline and raises `ChildDied` when the child has ended. A trainer that holds a
+span has a second socket pair, for messages between it and the other stages of its route (`StageSocket`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -26,7 +28,7 @@ from atoll.node.model.built_in_shape import layer_offsets
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.stage_socket import StageSocket
 from atoll.node.system.shared_vectors import map_vector
-from atoll.node.trainer import messages as ms
+from atoll.node.trainer import messages
 from atoll.node.trainer.messages import TrainerConfig, TrainerStatus
 from atoll.node.trainer.trainer_process import WORKER_MODULE, TrainerProcess
 from atoll.node.training.progress import Snapshot
@@ -34,79 +36,62 @@ from atoll.v1 import plan_pb2
 
 __all__ = ["Snapshot", "Trainer", "TrainerConfig", "TrainerExit", "TrainerFacts", "TrainerStatus"]
 
-ORDER_TIMEOUT = timedelta(minutes=10)  # one inner step of a large model on a slow machine, and some
+ORDER_TIMEOUT = timedelta(minutes=10)  # more than one inner step of a large model takes on a slow machine
 _KILL_TIMEOUT = timedelta(seconds=10)
 
-OnProgress = Callable[[ms.Loading], object]
+OnProgress = Callable[[messages.Loading], object]
 
 
-def no_progress_callback(_: ms.Loading) -> None:
-    """Nobody asks how far it is."""
+def no_progress_callback(_: messages.Loading) -> None:
+    """Ignore progress reports."""
 
 
 @dataclass(frozen=True)
-class TrainerFacts:
-    """What the child found after loading."""
+class TrainerFacts(messages.Ready):
+    """The child's first answer, with the facts that follow from it."""
 
-    layers: plan_pb2.LayerTable  # of the whole model, like all but `span`
-    elements: int
-    layer_offsets: tuple[int, ...]  # one entry more than there are layers
-    corpus_digest: str
-    corpus_samples: int
-    device: str
-    device_name: str
-    device_memory_bytes: int  # what the owner allows of it
-    device_uuid: str
-    tokens_per_step: int
-    tokens_per_second: float  # measured by a few real steps on scratch state
-    layer_times: tuple[tuple[str, float, float], ...]  # kind; seconds a token, forward and backward
-    span: tuple[int, int] | None  # the layers that are held, both included; None: none, the model is too large
-    whole_model_bytes: int  # what all of them would take of the device
+    @cached_property
+    def layers(self) -> plan_pb2.LayerTable:
+        """Layer table of the whole model."""
+        return plan_pb2.LayerTable.FromString(bytes.fromhex(self.layer_table_hex))
+
+    @cached_property
+    def layer_offsets(self) -> tuple[int, ...]:
+        """First element of each layer of the whole model, and one entry more: the end of the last layer."""
+        return layer_offsets(self.layers)
 
     @property
-    def held(self) -> range:
-        """The layers that are held."""
+    def elements(self) -> int:
+        """Elements of the whole model."""
+        return self.layer_offsets[-1]
+
+    @property
+    def held_layers(self) -> range:
+        """The layers that this trainer holds."""
         return range(0) if self.span is None else range(self.span[0], self.span[1] + 1)
 
     @property
     def holds_all(self) -> bool:
-        """Whether it is the whole model."""
-        return len(self.held) == len(self.layer_offsets) - 1
+        """True if this trainer holds the whole model."""
+        return len(self.held_layers) == len(self.layer_offsets) - 1
 
     @property
     def held_elements(self) -> int:
-        """Of the layers that are held: the length of anchor and pseudo-gradient."""
-        return self.layer_offsets[self.held.stop] - self.layer_offsets[self.held.start]
+        """Elements of the held layers: the length of anchor and pseudo-gradient."""
+        return self.layer_offsets[self.held_layers.stop] - self.layer_offsets[self.held_layers.start]
 
     @classmethod
-    def of(cls, ready: ms.Ready) -> TrainerFacts:
-        """From the child's first word."""
-        layers = plan_pb2.LayerTable.FromString(bytes.fromhex(ready.layer_table_hex))
-        offsets = layer_offsets(layers)
-        return cls(
-            layers,
-            offsets[-1],
-            offsets,
-            ready.corpus_digest,
-            ready.corpus_samples,
-            ready.device,
-            ready.device_name,
-            ready.device_memory_bytes,
-            ready.device_uuid,
-            ready.tokens_per_step,
-            ready.tokens_per_second,
-            ready.layer_times,
-            ready.span,
-            ready.whole_model_bytes,
-        )
+    def of(cls, ready: messages.Ready) -> TrainerFacts:
+        """Build the facts from the child's first answer."""
+        return cls(**vars(ready))
 
 
 @dataclass(frozen=True)
 class TrainerExit:
-    """How the child ended."""
+    """Exit status of the child, with the last line of its log."""
 
     returncode: int  # negative: the signal that killed it
-    last_line: str  # of its log; empty when there is none
+    last_line: str  # empty when the child logged nothing
 
     def __str__(self) -> str:
         how = f"was killed by signal {-self.returncode}" if self.returncode < 0 else f"ended with {self.returncode}"
@@ -114,14 +99,17 @@ class TrainerExit:
 
 
 class Trainer:
-    """One trainer process. Made by `spawn`; `stop` it in the end."""
+    """One trainer process. `spawn` creates it; the caller calls `stop` in the end.
 
-    program = WORKER_MODULE  # of the child; benchmarks have others
+    It has more than 20 methods because each order is one typed method.
+    """
+
+    program = WORKER_MODULE  # module that the child runs; benchmarks run others
     facts: TrainerFacts
-    cable: StageSocket | None = None  # of a trainer with a span: for its route's bridge
-    # fp32 [E] of the layers that are held, shared:
-    anchor: Tensor  # the parent writes it; the child reads it when told, and writes it in initialise
-    pseudo_gradient: Tensor  # the child writes it in snapshot; read it until apply or discard
+    stage_socket: StageSocket | None = None  # of a trainer with a span; the `RouteConnection` uses it
+    # fp32 [E] of the held layers, shared with the child:
+    anchor: Tensor  # the parent writes it; the child reads it on orders and writes it in `initialise`
+    pseudo_gradient: Tensor  # the child writes it in `snapshot`; valid until `apply` or `discard`
 
     def __init__(
         self, child: TrainerProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_progress: OnProgress
@@ -131,12 +119,14 @@ class Trainer:
         self._child, self._reader, self._writer = child, reader, writer
         self._on_progress, self._last_progress_at = on_progress, asyncio.get_running_loop().time()
         self._order_numbers = itertools.count(1)
-        self._pending_answers: dict[int, asyncio.Future[ms.Answer]] = {0: asyncio.get_running_loop().create_future()}
+        self._pending_answers: dict[int, asyncio.Future[messages.Answer]] = {
+            0: asyncio.get_running_loop().create_future()
+        }
         self._listening = asyncio.create_task(self._listen(), name="trainer-listen")
 
     @classmethod
     async def spawn(cls, config: TrainerConfig, *, log_path: Path, timeout: timedelta) -> Trainer:
-        """`take` of a new child."""
+        """Start a child process and `take` it."""
         return await cls.take(await TrainerProcess.start(log_path, cls.program), config, timeout=timeout)
 
     @classmethod
@@ -148,24 +138,24 @@ class Trainer:
         timeout: timedelta,
         on_progress: OnProgress = no_progress_callback,
     ) -> Trainer:
-        """Tell a child what to train and wait until it has corpus, model and device; it is this trainer's then.
+        """Send a child its configuration and wait until it has corpus, model and device. The trainer then owns it.
 
-        That takes as long as it takes: `timeout` is for a child that does not get on; `on_progress` is told when it
-        does. Raises the child's own error (`CorpusError`, `ModelTooLarge`, `ConfigError`), `ChildDied`,
+        Loading may take any time. `timeout` limits the time without progress; `on_progress` is called on each progress
+        report. Raises the child's own error (`CorpusError`, `ModelTooLarge`, `ConfigError`), `ChildDied`,
         `DeadlineExceeded`.
         """
         try:
-            reader, writer = await asyncio.open_connection(sock=child.control, limit=ms.MAX_LINE_BYTES)
+            reader, writer = await asyncio.open_connection(sock=child.control, limit=messages.MAX_LINE_BYTES)
             trainer = cls(child, reader, writer, on_progress)
         except BaseException:
             await child.end()
             raise
         try:
             if config.span is not None:
-                trainer.cable = await StageSocket.from_socket(child.cable)
-            writer.write(ms.Envelope(0, config).line())
+                trainer.stage_socket = await StageSocket.from_socket(child.stage_socket)
+            writer.write(messages.Envelope(0, config).line())
             ready = await trainer._await_ready(timeout)
-            assert isinstance(ready, ms.Ready)
+            assert isinstance(ready, messages.Ready)
             trainer.facts = TrainerFacts.of(ready)
             trainer.anchor, trainer.pseudo_gradient = (
                 map_vector(descriptor, trainer.facts.held_elements) for descriptor in child.vector_fds
@@ -174,37 +164,37 @@ class Trainer:
             await trainer._kill()
             raise
         finally:
-            child.release(keep_stage_socket=trainer.cable is not None)
+            child.release(keep_stage_socket=trainer.stage_socket is not None)
         return trainer
 
     # --- orders -----------------------------------------------------------------------------------------
 
     async def initialise(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """Genesis: the child writes the run's seeded parameters into `anchor`. `load` must follow."""
-        await self._order(ms.Initialise(), timeout)
+        """Genesis: have the child write the run's seeded parameters into `anchor`. `load` must follow."""
+        await self._order(messages.Initialise(), timeout)
 
     async def load(
         self, *, ranges: Sequence[SampleRange], committed_tokens: int, timeout: timedelta = ORDER_TIMEOUT
     ) -> None:
-        """Weights := `anchor`; progress is forgotten, AdamW's state kept when there is one."""
-        await self._order(ms.Load(tuple(ranges), committed_tokens), timeout)
+        """Set weights to `anchor` and reset progress. The optimiser's state is kept when there is one."""
+        await self._order(messages.Load(tuple(ranges), committed_tokens), timeout)
 
     async def train(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """Step until paused. Without ranges nothing is trained."""
-        await self._order(ms.Train(), timeout)
+        """Run inner steps until `pause`. Without data ranges nothing is trained."""
+        await self._order(messages.Train(), timeout)
 
     async def pause(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """Returns at a step boundary, with no step under way."""
-        await self._order(ms.Pause(), timeout)
+        """Stop training at the next step boundary; returns when no step is under way."""
+        await self._order(messages.Pause(), timeout)
 
     async def snapshot(self, start: int = 0, end: int | None = None, *, timeout: timedelta = ORDER_TIMEOUT) -> Snapshot:
-        """At the next step boundary: `pseudo_gradient` := anchor − weights, from element `start` to `end` (the last).
+        """Write anchor − weights of elements [`start`, `end`) to `pseudo_gradient` at the next step boundary.
 
-        Training goes on meanwhile.
+        `end` = None means all elements from `start`. Training continues afterwards.
         """
-        taken = await self._order(ms.TakeSnapshot(start, self._all[1] if end is None else end), timeout)
-        assert isinstance(taken, ms.SnapshotTaken)
-        return Snapshot(taken.tokens, taken.samples, taken.steps, taken.fragment_tokens)
+        snapshot = await self._order(messages.TakeSnapshot(start, self._all[1] if end is None else end), timeout)
+        assert isinstance(snapshot, Snapshot)
+        return snapshot
 
     async def apply(
         self,
@@ -214,12 +204,11 @@ class Trainer:
         moved: SampleRange | None = None,
         timeout: timedelta = ORDER_TIMEOUT,
     ) -> None:
-        """Carry: weights := `anchor` + (weights − weights at the snapshot); progress since the snapshot stays.
+        """Carry: weights := `anchor` + (weights − weights at the snapshot). Progress since the snapshot is kept.
 
-        `moved` are the elements in which the anchor is another one (all). Those that the snapshot does not hold are
-        rebased.
+        `moved`: the elements in which the anchor changed; None: all. Elements outside the snapshot are rebased.
         """
-        await self._order(ms.Apply(tuple(ranges), committed_tokens, moved or self._all), timeout)
+        await self._order(messages.Apply(tuple(ranges), committed_tokens, moved or self._all), timeout)
 
     async def rebase(
         self,
@@ -230,58 +219,60 @@ class Trainer:
         moved: SampleRange | None = None,
         timeout: timedelta = ORDER_TIMEOUT,
     ) -> None:
-        """A round went by without us: weights := `anchor` + (weights − old anchor); all progress stays.
+        """A round committed without this node: weights := `anchor` + (weights − old anchor). All progress is kept.
 
-        `moved` are the elements in which the anchor is another one (all). `consumed_samples` samples of the ranges
-        before the round took all the same, for what an earlier life of this node brought.
+        `moved`: the elements in which the anchor changed; None: all. `consumed_samples`: samples of the previous ranges
+        that the round consumed nevertheless, because an earlier process of this node contributed them.
         """
-        await self._order(ms.Rebase(tuple(ranges), committed_tokens, moved or self._all, consumed_samples), timeout)
+        await self._order(
+            messages.Rebase(tuple(ranges), committed_tokens, moved or self._all, consumed_samples), timeout
+        )
 
     async def set_ranges(self, ranges: Sequence[SampleRange], *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """Other samples, not consumed as of the anchor that is loaded; a snapshot stays, and all progress."""
-        await self._order(ms.SetRanges(tuple(ranges)), timeout)
+        """Replace the data ranges by samples not consumed as of the loaded anchor. Keeps snapshot and progress."""
+        await self._order(messages.SetRanges(tuple(ranges)), timeout)
 
     async def discard(self, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """An abandoned round: forget the snapshot, keep all progress."""
-        await self._order(ms.Discard(), timeout)
+        """Forget the snapshot of an abandoned round; keep all progress."""
+        await self._order(messages.Discard(), timeout)
 
     async def evaluate(self, *, timeout: timedelta = ORDER_TIMEOUT) -> float:
-        """Held-out loss of `anchor`, nats per token; runs between two steps."""
-        loss = await self._order(ms.Evaluate(), timeout)
-        assert isinstance(loss, ms.Loss)
+        """Compute the held-out loss of `anchor`, in nats per token, between two steps."""
+        loss = await self._order(messages.Evaluate(), timeout)
+        assert isinstance(loss, messages.Loss)
         return loss.value
 
     async def generate(self, prompt: str, tokens: int, seed: int = 0, *, timeout: timedelta = ORDER_TIMEOUT) -> str:
-        """Text sampled from `anchor`; runs between two steps."""
-        text = await self._order(ms.Generate(prompt, tokens, seed), timeout)
-        assert isinstance(text, ms.Text)
+        """Sample text from `anchor` between two steps."""
+        text = await self._order(messages.Generate(prompt, tokens, seed), timeout)
+        assert isinstance(text, messages.Text)
         return text.text
 
     async def limit(self, config: TrainerConfig, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """Threads, pace and memory as `config` says, from the next step on. Raises `ModelTooLarge`."""
-        limit = ms.SetLimits(
+        """Apply threads, pace and memory of `config` from the next step on. Raises `ModelTooLarge`."""
+        limit = messages.SetLimits(
             config.cpu_threads, config.minimum_step_seconds, config.compute_share, config.vram_fraction
         )
         await self._order(limit, timeout)
 
     async def enter_route(self, route: RoutePlace, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """The span is this stage from now on; run a `RouteConnection` over `cable` then. What it holds stays as it is.
+        """Make the span this stage of a route; then run a `RouteConnection` over `stage_socket`. Weights do not change.
 
-        Raises `InvalidRequest` when the span is not such a stage's.
+        Raises `InvalidRequest` when the span does not fit the stage: only a first or last stage has the model's ends.
         """
-        await self._order(ms.EnterRoute(route.plan_version, route.route, route.stage, route.stages), timeout)
+        await self._order(messages.EnterRoute(route.plan_version, route.route, route.stage, route.stages), timeout)
 
     async def write_initial_weights(self, path: Path, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
-        """Genesis without the model: the run's initial parameters of all layers, raw fp32, little-endian, fsynced.
+        """Genesis of a model that this node cannot hold: write the initial parameters of all layers to a file.
 
-        Raises `DataDirUnusable`.
+        The file is raw fp32, little-endian, fsynced. Raises `DataDirUnusable`.
         """
-        await self._order(ms.WriteInitial(str(path)), timeout)
+        await self._order(messages.WriteInitial(str(path)), timeout)
 
     async def stop(self, timeout: timedelta) -> None:
-        """End the child: by order, and after `timeout` by force. Safe to call when it is dead, and twice."""
+        """Order the child to stop; kill it after `timeout`. Safe to call twice, and when the child has ended."""
         with contextlib.suppress(ChildDied, DeadlineExceeded):
-            await self._order(ms.Stop(), timeout)
+            await self._order(messages.Stop(), timeout)
             await asyncio.wait([self.died], timeout=timeout.total_seconds())
         await self._kill()
 
@@ -296,35 +287,37 @@ class Trainer:
 
     # --- the wire ---------------------------------------------------------------------------------------
 
-    async def _order(self, order: ms.Order, timeout: timedelta) -> ms.Answer:
+    async def _order(self, order: messages.Order, timeout: timedelta) -> messages.Answer:
         if self.died.done():
             raise self._died_error()
         number = next(self._order_numbers)
         self._pending_answers[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(ms.Envelope(number, order).line())
+        self._writer.write(messages.Envelope(number, order).line())
         try:
             return await self._answer(number, timeout)
         except DeadlineExceeded as error:
-            if isinstance(order, ms.Evaluate | ms.Generate | ms.Stop):  # may wait for others of a route, or be long
+            if isinstance(
+                order, messages.Evaluate | messages.Generate | messages.Stop
+            ):  # long, or waiting for others of a route
                 raise
-            self._child.kill()  # a device or a disk that hangs: another process may do better
-            raise ChildDied(f"{error}: it was killed", f"{self._child.log_path} holds its output") from error
+            self._child.kill()  # its device or disk hangs: a new process may work
+            raise ChildDied(f"{error}: it was killed", f"see its log {self._child.log_path}") from error
 
-    async def _await_ready(self, silence: timedelta) -> ms.Answer:
-        """The child's first answer. Raises `DeadlineExceeded` when it has not got on for so long."""
+    async def _await_ready(self, silence: timedelta) -> messages.Answer:
+        """Wait for the child's first answer. Raises `DeadlineExceeded` after `silence` without progress."""
         loop, first = asyncio.get_running_loop(), self._pending_answers[0]
         try:
             while not first.done():
                 left = self._last_progress_at + silence.total_seconds() - loop.time()
                 if left <= 0:
-                    raise DeadlineExceeded(f"the trainer loads, but did not get on for {silence.total_seconds():.0f} s")
+                    raise DeadlineExceeded(f"the trainer made no loading progress for {silence.total_seconds():.0f} s")
                 await asyncio.wait([first], timeout=left)
         except BaseException:
-            del self._pending_answers[0]  # nobody wants it any more
+            del self._pending_answers[0]  # no caller waits for it any more
             raise
         return await self._answer(0, silence)
 
-    async def _answer(self, number: int, timeout: timedelta) -> ms.Answer:
+    async def _answer(self, number: int, timeout: timedelta) -> messages.Answer:
         try:
             async with asyncio.timeout(timeout.total_seconds()):
                 answer = await self._pending_answers[number]
@@ -332,30 +325,30 @@ class Trainer:
             raise DeadlineExceeded(f"the trainer did not answer within {timeout.total_seconds():.0f} s") from error
         finally:
             del self._pending_answers[number]
-        if isinstance(answer, ms.Refused):
+        if isinstance(answer, messages.Refused):
             raise error_class(answer.reason)(answer.message, answer.remedy)
         return answer
 
     async def _listen(self) -> None:
-        """Reads until the child closes its end, then learns how it ended."""
+        """Dispatch the child's messages until it closes its end; then record how it ended."""
         try:
             while line := await self._reader.readline():
-                envelope = ms.Envelope.parse(line)
+                envelope = messages.Envelope.parse(line)
                 if isinstance(envelope.body, TrainerStatus):
                     self.status = envelope.body
-                elif isinstance(envelope.body, ms.Loading):
+                elif isinstance(envelope.body, messages.Loading):
                     self._last_progress_at = asyncio.get_running_loop().time()
                     self._on_progress(envelope.body)
                 elif (waiting := self._pending_answers.get(envelope.number)) is not None and not waiting.done():
-                    waiting.set_result(cast("ms.Answer", envelope.body))
-        except ConnectionError:  # killed with words of ours unread: the same end as end of file
+                    waiting.set_result(cast("messages.Answer", envelope.body))
+        except ConnectionError:  # the child was killed with orders unread: treat it as end of file
             pass
-        except ValueError:  # a broken channel: the child is of no use any more
+        except ValueError:  # the channel is corrupt: the child cannot be used any more
             self._child.kill()
         finally:
-            self._writer.close()  # a child that lives on without its socket ends itself
-            if self.cable is not None:
-                self.cable.close()
+            self._writer.close()  # a child that still runs ends itself when its socket closes
+            if self.stage_socket is not None:
+                self.stage_socket.close()
         returncode = await self._child.process.wait()
         self.died.set_result(TrainerExit(returncode, self._child.last_line()))
         self.status = TrainerStatus(steps=self.status.steps, tokens=self.status.tokens)
@@ -364,7 +357,7 @@ class Trainer:
                 waiting.set_exception(self._died_error())
 
     def _died_error(self) -> ChildDied:
-        return ChildDied(str(self.died.result()), f"{self._child.log_path} holds its output")
+        return ChildDied(str(self.died.result()), f"see its log {self._child.log_path}")
 
     async def _kill(self) -> None:
         if not self.died.done():
@@ -373,7 +366,7 @@ class Trainer:
             async with asyncio.timeout(_KILL_TIMEOUT.total_seconds()):
                 await asyncio.shield(self._listening)
         except TimeoutError as error:
-            held = f"the trainer does not end within {_KILL_TIMEOUT.total_seconds():.0f} s of being killed"
-            raise DeadlineExceeded(held, "its device or its disk holds it: see the kernel's log") from error
+            stuck = f"the trainer did not end within {_KILL_TIMEOUT.total_seconds():.0f} s of being killed"
+            raise DeadlineExceeded(stuck, "its device or its disk blocks it: see the kernel's log") from error
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()

@@ -1,7 +1,7 @@
-"""A trainer's process before anybody tells it what to train: started, and with what it shares with its daemon.
+"""Start of a trainer's process, before it is told what to train, with the resources that it shares with the daemon.
 
-Nothing here imports torch. A daemon that starts begins its trainer's process first, and while the daemon imports torch
-and joins the swarm, that process imports torch, too.
+Nothing here imports torch. A daemon starts its trainer's process first. Both then import torch at the same time, while
+the daemon joins the swarm.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ _LOG_TAIL_BYTES = 4096
 
 @dataclass
 class TrainerProcess:
-    """Made by `start`. Whoever has it takes what it needs, and has it `end`ed."""
+    """A running trainer process, created by `start`. Its owner passes it to `Trainer.take`, or calls `end`."""
 
     process: asyncio.subprocess.Process
     control: socket.socket
-    cable: socket.socket  # for what passes between a stage and the others of its route
-    vector_fds: Sequence[int]  # descriptors of nameless files: anchor and pseudo-gradient
+    stage_socket: socket.socket  # for messages between this stage and the other stages of its route
+    vector_fds: Sequence[int]  # descriptors of anonymous files: anchor and pseudo-gradient
     log_path: Path
-    log_start: int
-    claimed: bool = False
+    log_start: int  # size of the log file before this process wrote to it
+    claimed: bool = False  # a trainer took this process, or `end` ended it
 
     @classmethod
     async def start(cls, log_path: Path, program: str = WORKER_MODULE) -> TrainerProcess:
-        """Returns at once; `log_path` gets what the process prints. Raises `DataDirUnusable`."""
+        """Start the process; returns at once. Its output is appended to `log_path`. Raises `DataDirUnusable`."""
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as lent:
             log = lent.enter_context(_open_log(log_path))
-            (control, far_control), (cable, far_cable) = socket.socketpair(), socket.socketpair()
-            for ours, theirs in ((control, far_control), (cable, far_cable)):
+            (control, far_control), (stage_socket, far_stage_socket) = socket.socketpair(), socket.socketpair()
+            for ours, theirs in ((control, far_control), (stage_socket, far_stage_socket)):
                 undo.callback(ours.close)
                 lent.enter_context(theirs)
             vector_fds = [open_anonymous_file("atoll-anchor"), open_anonymous_file("atoll-pseudo-gradient")]
             for descriptor in vector_fds:
                 undo.callback(os.close, descriptor)
             log_start = log.seek(0, os.SEEK_END)
-            passed = [far_control.fileno(), far_cable.fileno(), *vector_fds]
-            names = ("--control-fd", "--cable-fd", "--anchor-fd", "--gradient-fd")
+            passed = [far_control.fileno(), far_stage_socket.fileno(), *vector_fds]
+            names = ("--control-fd", "--stage-fd", "--anchor-fd", "--gradient-fd")
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", program, f"--parent-pid={os.getpid()}"),
                 *(f"{name}={descriptor}" for name, descriptor in zip(names, passed, strict=True)),
@@ -64,26 +64,29 @@ class TrainerProcess:
                 pass_fds=passed,
             )
             undo.pop_all()
-        return cls(process, control, cable, vector_fds, log_path, log_start)
+        return cls(process, control, stage_socket, vector_fds, log_path, log_start)
 
     def release(self, *, keep_stage_socket: bool) -> None:
-        """Of what the trainer that took this child has no use for any more. Once: descriptors are given out again."""
+        """Close the descriptors that the trainer no longer needs. Only the first call does: numbers are reused."""
         if self.claimed:
             return
         self.claimed = True
         for descriptor in self.vector_fds:
             os.close(descriptor)
         if not keep_stage_socket:
-            self.cable.close()
+            self.stage_socket.close()
 
     def kill(self) -> None:
-        """Without a word. Not `process.kill()`: it polls, and a child that it reaps is lost for asyncio's watcher."""
+        """Kill the process with SIGKILL.
+
+        `process.kill()` must not be used: it polls, and asyncio's watcher then misses the end of a child it reaps.
+        """
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Of a child that no trainer took; nothing otherwise."""
+        """Kill a process that no trainer took and wait for its end. Does nothing if a trainer took it."""
         if self.claimed:
             return
         self.release(keep_stage_socket=False)
@@ -93,7 +96,7 @@ class TrainerProcess:
             await self.process.wait()
 
     def last_line(self) -> str:
-        """Of what the process printed; empty when there is none."""
+        """Last line that the process printed; empty when there is none."""
         try:
             with self.log_path.open("rb") as file:
                 file.seek(max(self.log_start, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
@@ -108,5 +111,6 @@ def _open_log(path: Path) -> BinaryIO:
         return path.open("ab")
     except OSError as error:
         raise DataDirUnusable(
-            f"cannot write the trainer's log {path}: {error.strerror}", "check the data directory"
+            f"cannot write the trainer's log {path}: {error.strerror}",
+            "check space and permissions of the data directory",
         ) from error

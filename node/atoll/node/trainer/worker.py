@@ -1,10 +1,11 @@
-"""The trainer process: `python -m atoll.node.trainer.worker`, started by `trainer.py`, and for a node's other devices
-by the first of these processes (`followers.py`), which is their daemon then.
+"""Entry point of the trainer process: `python -m atoll.node.trainer.worker`.
 
-This file makes sure of one thing before torch is even imported: the process never outlives its daemon. The
-kernel is asked to kill it when the parent dies, and a thread that reads the control socket ends it at end of file,
-even while torch computes. Interrupts and terminations are the daemon's to decide; the child ignores them. What it
-does with its orders stands in `session.py`.
+The daemon starts it (`trainer_process.py`). For a node's other devices, rank 0 of the trainer starts it and takes the
+daemon's role (`rank_processes.py`).
+
+This module guarantees, before torch is imported, that the process never outlives its parent. The kernel kills it when
+the parent dies. Elsewhere, a thread that reads the control socket ends it at end of file, even while torch computes.
+The process ignores SIGINT and SIGTERM: the daemon decides when it ends. `session.py` executes its orders.
 """
 
 from __future__ import annotations
@@ -32,28 +33,28 @@ EXIT_CRASHED = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask Linux for SIGKILL when the parent ends; elsewhere the control socket's end of file does it."""
+    """Ask Linux for SIGKILL when the parent ends. On other systems the end of the control socket ends the process."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # the parent died before the request
         os._exit(EXIT_ORPHANED)
 
 
 class ControlChannel:
-    """The child's end of the socket: orders in through a queue, answers and status out."""
+    """The child's end of the control socket: puts orders into a queue, sends answers and status."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._sending = threading.Lock()
-        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # orders, and what comes over the cable
+        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # orders, and events from the stage socket
         threading.Thread(target=self._read, name="control", daemon=True).start()
 
     def answer(self, number: int, body: Answer | Pushed) -> None:
-        """Send one message; 0 numbers what was not asked for."""
+        """Send one message. `number` is the order's number, or 0 for pushed messages."""
         try:
             with self._sending:
                 self._control.sendall(Envelope(number, body).line())
-        except OSError:  # the daemon is gone; so are we
+        except OSError:  # the daemon has ended, so this process ends
             os._exit(EXIT_ORPHANED)
 
     def _read(self) -> None:
@@ -67,7 +68,7 @@ class ControlChannel:
 
 
 def _crash(args: threading.ExceptHookArgs) -> None:
-    """Supervision boundary of all threads: without one of them the process is of no use."""
+    """Supervision boundary of all threads: the process cannot work without any one of them."""
     if args.exc_value is not None:
         traceback.print_exception(args.exc_value)
     sys.stderr.flush()
@@ -75,36 +76,36 @@ def _crash(args: threading.ExceptHookArgs) -> None:
 
 
 class OrderLoop(Protocol):
-    """Who has all that it needs."""
+    """A loaded process: a `TrainerSession` or a `RankProcess`."""
 
     def serve(self) -> None:
-        """Until told to stop."""
+        """Execute orders until `Stop`."""
         ...
 
 
 def _prepare(channel: ControlChannel, options: argparse.Namespace) -> Callable[[TrainerConfig], OrderLoop]:
-    """Imports torch: only now that nothing can orphan us, and before we are told what to train."""
+    """Import torch, before the configuration arrives and after the process is sure to end with its parent."""
     from atoll.node.trainer.rank_process import RankProcess
-    from atoll.node.trainer.session import Session
+    from atoll.node.trainer.session import TrainerSession
 
     def begin(config: TrainerConfig) -> OrderLoop:
         if config.memory_bytes:
             return_freed_memory_to_os()
         if options.rendezvous_fd is not None:
             return RankProcess(config, channel, options.anchor_fd, options.gradient_fd, options.rendezvous_fd)
-        cable = socket.socket(fileno=options.cable_fd) if config.span is not None else None
-        return Session(config, channel, options.anchor_fd, options.gradient_fd, cable)
+        stage_socket = socket.socket(fileno=options.stage_fd) if config.span is not None else None
+        return TrainerSession(config, channel, options.anchor_fd, options.gradient_fd, stage_socket)
 
     return begin
 
 
 def main() -> int:
-    """Run until told to stop; the exit status is 0 only then."""
+    """Run until `Stop`. The exit status is 0 only after `Stop`."""
     parser = argparse.ArgumentParser(description="internal: the trainer process of an atoll node")
     for name in ("--control-fd", "--anchor-fd", "--gradient-fd", "--parent-pid"):
         parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--cable-fd", type=int, help="of a trainer that may hold a span")
-    parser.add_argument("--rendezvous-fd", type=int, help="of a process for another device of the same trainer")
+    parser.add_argument("--stage-fd", type=int, help="stage socket of a trainer that may hold a span")
+    parser.add_argument("--rendezvous-fd", type=int, help="rendezvous file of a rank other than rank 0")
     options = parser.parse_args()
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
@@ -120,7 +121,7 @@ def main() -> int:
     except AtollError as error:
         channel.answer(0, Refused(error.reason, str(error), error.remedy))
         return int(error.exit_code)
-    except Exception:  # supervision boundary: the log says why, the daemon sees the child die
+    except Exception:  # supervision boundary: the log has the traceback, the daemon sees the child end
         traceback.print_exc()
         return EXIT_CRASHED
     try:
@@ -135,4 +136,4 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # no destructors: a CUDA context or a loader thread must not hold up the end
+    os._exit(status)  # no destructors: a CUDA context or a loader thread must not delay the exit
