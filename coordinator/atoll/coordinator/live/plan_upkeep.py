@@ -13,6 +13,7 @@ from atoll.coordinator.live import replan_trigger
 from atoll.coordinator.live.attendance import Attendance, attendance_of, eligible_nodes, membership_change
 from atoll.coordinator.live.plan_issue import RESHARE_REASON, issue_replica_plan, reduce_rates, reported_links
 from atoll.coordinator.live.planner_question import may_follow_newer_plan
+from atoll.coordinator.live.replan_trigger import ReplanReason
 from atoll.coordinator.planner.reduce_shares import MIN_RESHARE_SPEEDUP, reshare_speedup
 from atoll.coordinator.state.run_states import transition_run
 from atoll.coordinator.state.snapshot import Draft, Policy, State
@@ -67,18 +68,18 @@ def _update_replicas(draft: Draft, run_id: str, policy: Policy, attendance: Atte
 
 def _replica_change(
     state: State, policy: Policy, members: tuple[str, ...], plan: Plan
-) -> tuple[str, str, float] | None:
+) -> tuple[ReplanReason, str, float] | None:
     """Why a new replica plan is due (for `changed_why`, and for people), and its debounce seconds; None: it is not."""
     stale = members != plan.members or may_follow_newer_plan(state, plan.run_id) or _has_pipelines(plan)
     if stale:
         reason = membership_change(state, plan.members, members) or _same_members(plan)
-        return "members", reason, policy.debounce_seconds
+        return ReplanReason.MEMBERS, reason, policy.debounce_seconds
     speedup = reshare_speedup(reported_links(state, members), reduce_rates(plan))
     if speedup <= MIN_RESHARE_SPEEDUP:
         return None
     if math.isinf(speedup):
-        return "reach", RESHARE_REASON, policy.debounce_seconds
-    return "links", RESHARE_REASON, policy.reshare_after_seconds
+        return ReplanReason.REACH, RESHARE_REASON, policy.debounce_seconds
+    return ReplanReason.LINKS, RESHARE_REASON, policy.reshare_after_seconds
 
 
 def _has_pipelines(plan: Plan) -> bool:

@@ -11,6 +11,7 @@ planner (`stage_take_over.py`).
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from atoll.coordinator.live import backup_spans, plan_issue, planner_answer, planner_question, stage_take_over
@@ -26,6 +27,16 @@ if TYPE_CHECKING:
     from atoll.coordinator.planner.span_memory import SpanMemory
 
 _LINK_CHECK_INTERVAL_SECONDS = 10.0  # between checks whether other reduce shares would pay
+
+
+class ReplanReason(StrEnum):
+    """Reason why a new plan is due, kept in `RunMemory.changed_why` while it is debounced."""
+
+    FIRST = "first"  # there is no plan
+    MEMBERS = "members"  # other nodes, or other memory
+    DRIFT = "drift"  # the last answer is old
+    REACH = "reach"  # a node that reduces cannot be dialled any more
+    LINKS = "links"  # other reduce shares would be faster
 
 
 def needs_routes(state: State, run_id: str, attendance: Attendance) -> bool:
@@ -57,7 +68,7 @@ def update_routes(draft: Draft, run_id: str, policy: Policy, attendance: Attenda
     _check_links(draft, run_id)
     memory = draft.state.memory[run_id]
     why = _replan_reason(draft.state, run_id, policy, attendance, now)
-    if not why:
+    if why is None:
         if memory.changed_since is not None:
             draft.remember(run_id, changed_since=None)
         backup_spans.update_standbys(draft, run_id, policy, attendance)
@@ -68,7 +79,7 @@ def update_routes(draft: Draft, run_id: str, policy: Policy, attendance: Attenda
         draft.remember(run_id, changed_since=now, changed_why=why)
     elif now - memory.changed_since < _debounce_seconds(why, policy):
         return
-    elif why == "links":
+    elif why is ReplanReason.LINKS:
         _reissue_with_new_shares(draft, run_id)
     else:
         question = planner_question.build_question(draft.state, draft.now, run_id, policy)
@@ -79,12 +90,15 @@ def update_routes(draft: Draft, run_id: str, policy: Policy, attendance: Attenda
 # --- when to ask -------------------------------------------------------------------------------------
 
 
-def _debounce_seconds(why: str, policy: Policy) -> float:
+def _debounce_seconds(why: ReplanReason, policy: Policy) -> float:
     """Seconds for which a reason must persist; the first plan is asked for at once."""
-    return {"first": 0.0, "links": policy.reshare_after_seconds}.get(why, policy.debounce_seconds)
+    special = {ReplanReason.FIRST: 0.0, ReplanReason.LINKS: policy.reshare_after_seconds}
+    return special.get(why, policy.debounce_seconds)
 
 
-def _replan_reason(state: State, run_id: str, policy: Policy, attendance: Attendance, now: float) -> str:
+def _replan_reason(
+    state: State, run_id: str, policy: Policy, attendance: Attendance, now: float
+) -> ReplanReason | None:
     memory = state.memory[run_id]
     answered_question = memory.answered_question
     if (
@@ -92,10 +106,10 @@ def _replan_reason(state: State, run_id: str, policy: Policy, attendance: Attend
         or answered_question.nodes != planner_question.planning_inputs(state, run_id, attendance)
         or planner_question.may_follow_newer_plan(state, run_id)
     ):
-        return "first" if memory.plan is None else "members"
+        return ReplanReason.FIRST if memory.plan is None else ReplanReason.MEMBERS
     if now - answered_question.at >= policy.replan_seconds:
-        return "drift"
-    return "links" if memory.new_shares_pay and not memory.missing else ""
+        return ReplanReason.DRIFT
+    return ReplanReason.LINKS if memory.new_shares_pay and not memory.missing else None
 
 
 def _is_whole(plan: Plan | None, attendance: Attendance) -> bool:
