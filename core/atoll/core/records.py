@@ -1,10 +1,10 @@
-"""What members may put into the DHT: built and checked here, without I/O.
+"""DHT records of members: building and verifying, without I/O.
 
-A record is a `DhtRecord` sealed by its owner. It carries the owner's membership certificate, so that any
-storer can check it offline, and it names the key, the owner and the expiry it is stored under, so that it
-cannot be moved to another place or kept alive by somebody else. The list of keys is closed: addresses and
-heads of one run. Checks depend on the record's own expiry and not on a deny-list, because every storer and
-reader must judge alike: readers drop banned owners afterwards.
+A record is a `DhtRecord` that its owner signed. It contains the owner's membership certificate, so that every peer
+that stores it can verify it offline. It names its key, owner and expiry, so that another peer cannot move it to
+another key or extend its life. The list of keys is closed: addresses and heads of one run. A check uses the record's
+own expiry and no deny-list, because all peers that store or read a record must come to the same answer. Readers drop
+banned owners afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from datetime import timedelta
 from google.protobuf.message import DecodeError
 
 from atoll.core import protocol
-from atoll.core.errors import InvalidRequest, PeerMisbehaved, SignatureInvalid
+from atoll.core.errors import InvalidRequest, PeerMisbehaved
 from atoll.core.identity import Identity, verify_signed
 from atoll.core.membership import Member, MembershipVerifier
 from atoll.v1 import common_pb2 as pb
@@ -32,7 +32,7 @@ _CONTEXT = "dht-record"
 
 
 def nodes_key(run_id: str) -> str:
-    """Where members publish their addresses."""
+    """Key under which members publish their addresses."""
     return f"{run_id}.nodes"
 
 
@@ -43,7 +43,7 @@ def heads_key(run_id: str) -> str:
 
 @dataclass(frozen=True)
 class RecordLocation:
-    """Where a record is stored: what the DHT says about it from outside."""
+    """Location of a record in the DHT, as the DHT reports it."""
 
     key: str
     subkey: str  # the owner's peer id
@@ -63,9 +63,12 @@ class Record:
 def build_address_record(
     identity: Identity, membership: pb.Signed, run_id: str, expires: float, multiaddrs: Sequence[str]
 ) -> bytes:
-    """The sealed record that says where its owner can be dialled. Raises `InvalidRequest`."""
+    """Build and sign a record of the addresses at which its owner can be dialled. Raises `InvalidRequest`."""
     if not 0 < len(multiaddrs) <= MAX_MULTIADDRS or any(len(a.encode()) > MAX_MULTIADDR_BYTES for a in multiaddrs):
-        raise InvalidRequest(f"a node publishes 1 to {MAX_MULTIADDRS} addresses of {MAX_MULTIADDR_BYTES} bytes")
+        raise InvalidRequest(
+            f"{len(multiaddrs)} addresses to publish; 1 to {MAX_MULTIADDRS} are allowed, each of at most "
+            f"{MAX_MULTIADDR_BYTES} bytes"
+        )
     record = _blank(identity, membership, nodes_key(run_id), expires)
     record.address.multiaddrs.extend(multiaddrs)
     return _sign_record(identity, record)
@@ -81,20 +84,19 @@ def build_head_record(
 
 
 def verify_record(data: bytes, place: RecordLocation, authority: MembershipVerifier, now: float) -> Record:
-    """Check everything about a record found at `place`. Raises `PeerMisbehaved`, `Rejected` and kin."""
+    """Verify all of a record that was found at `place`. Raises `PeerMisbehaved`, `Rejected` and their subclasses."""
     if len(data) > MAX_RECORD_BYTES:
-        raise PeerMisbehaved(f"a DHT record has at most {MAX_RECORD_BYTES} bytes")
+        raise PeerMisbehaved(f"a DHT record has {len(data)} bytes; the limit is {MAX_RECORD_BYTES}")
     if not math.isfinite(place.expires) or place.expires > now + MAX_LIFETIME.total_seconds():
-        raise PeerMisbehaved(f"a DHT record lives at most {MAX_LIFETIME}")
+        raise PeerMisbehaved(f"a DHT record expires at {place.expires}, not within {MAX_LIFETIME} from now")
     try:
-        sealed = pb.Signed.FromString(data)
-        record = records.DhtRecord.FromString(sealed.payload)
+        signed = pb.Signed.FromString(data)
+        record = records.DhtRecord.FromString(signed.payload)
     except DecodeError as error:
         raise PeerMisbehaved("a DHT record does not parse") from error
     protocol.check(record.protocol, f"the DHT record of {place.subkey}")
     owner = authority.verify_membership(record.membership, place.expires, expect_peer_id=place.subkey)
-    if verify_signed(_CONTEXT, sealed, owner.public_key) != sealed.payload:
-        raise SignatureInvalid("a DHT record was not signed by its owner")
+    verify_signed(_CONTEXT, signed, owner.public_key)
     _check_location(record, place)
     return _read_body(record, owner, place, authority.run_id)
 
@@ -112,15 +114,15 @@ def _blank(identity: Identity, membership: pb.Signed, key: str, expires: float) 
 def _sign_record(identity: Identity, record: records.DhtRecord) -> bytes:
     data = identity.sign_message(_CONTEXT, record.SerializeToString()).SerializeToString()
     if len(data) > MAX_RECORD_BYTES:
-        raise InvalidRequest(f"a DHT record of {len(data)} bytes is over the cap of {MAX_RECORD_BYTES}")
+        raise InvalidRequest(f"a DHT record has {len(data)} bytes; the limit is {MAX_RECORD_BYTES}")
     return data
 
 
 def _check_location(record: records.DhtRecord, place: RecordLocation) -> None:
     if (record.key, record.peer_id) != (place.key, place.subkey):
-        raise PeerMisbehaved(f"a DHT record of {record.peer_id} was stored under another key or owner")
+        raise PeerMisbehaved(f"a DHT record of {record.peer_id} is stored under another key or owner")
     if abs(record.expires_unix_ms / 1000 - place.expires) > EXPIRY_TOLERANCE_SECONDS:
-        raise PeerMisbehaved(f"a DHT record of {record.peer_id} was stored with another expiry than its own")
+        raise PeerMisbehaved(f"a DHT record of {record.peer_id} is stored with an expiry that differs from its own")
 
 
 def _read_body(record: records.DhtRecord, owner: Member, place: RecordLocation, run_id: str) -> Record:
@@ -131,4 +133,4 @@ def _read_body(record: records.DhtRecord, owner: Member, place: RecordLocation, 
             return Record(owner, place.expires, multiaddrs=multiaddrs)
     if place.key == heads_key(run_id) and kind == "head" and len(record.head.manifest_hash) == 32:
         return Record(owner, place.expires, head=(record.head.round, record.head.manifest_hash))
-    raise PeerMisbehaved(f"a DHT record of {owner.peer_id} does not hold what {place.key} is for")
+    raise PeerMisbehaved(f"a DHT record of {owner.peer_id} has body {kind}, which is not valid under key {place.key}")
