@@ -444,7 +444,7 @@ def test_versions_are_told():
 
 def test_the_pipeline_demo_refuses_what_it_would_leave_unheard():
     done = atoll("demo", "--pipeline", "--nodes", "8", "--kill-coordinator")
-    refused(done, 2, "--pipeline does not go with --nodes, --kill-coordinator")
+    refused(done, 2, "--pipeline cannot be combined with --nodes, --kill-coordinator")
 
 
 def test_ctrl_c_at_a_question_ends_like_anywhere_else(tmp_path):

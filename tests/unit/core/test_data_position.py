@@ -1,4 +1,4 @@
-"""Data ranges: nothing is skipped, nothing is handed out twice, members that leave give back."""
+"""Data positions: no sample is skipped or assigned twice, and members that leave return their samples."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What the system lets a process have."""
+"""The limit of open files."""
 
 from __future__ import annotations
 

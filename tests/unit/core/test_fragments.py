@@ -1,4 +1,4 @@
-"""How layers are cut into fragments, and whose turn it is."""
+"""Fragments: their sizes, and the rounds that average them."""
 
 from itertools import accumulate, combinations, pairwise
 

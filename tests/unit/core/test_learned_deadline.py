@@ -1,4 +1,4 @@
-"""How long members wait for each other, as it follows from how long they took."""
+"""Timeouts that are learned from earlier durations."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""A line that cannot be written is lost; the program goes on. What was written as JSON can be read by people."""
+"""Logs: a line that cannot be written is dropped and the program goes on; JSON lines are formatted for people."""
 
 from __future__ import annotations
 
