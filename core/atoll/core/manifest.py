@@ -94,9 +94,7 @@ def manifest_hash(payload: bytes) -> bytes:
 
 def sign_vote(identity: Identity, payload: bytes, ballot: Ballot) -> pb.Signed:
     """Sign a vote in `ballot`: this member holds exactly this state. The result omits the payload."""
-    return pb.Signed(
-        signature=identity.sign(VOTE_CONTEXT, _ballot_bytes(payload, ballot)), public_key=identity.public_key
-    )
+    return _sign(identity, VOTE_CONTEXT, payload, ballot)
 
 
 def verify_vote(payload: bytes, ballot: Ballot, signature: pb.Signed, expected_peer: str) -> None:
@@ -108,9 +106,7 @@ def verify_vote(payload: bytes, ballot: Ballot, signature: pb.Signed, expected_p
 
 def sign_attestation(identity: Identity, payload: bytes, ballot: Ballot) -> pb.Signed:
     """Sign an attestation: this holder of the layers computed this result. The result omits the payload."""
-    return pb.Signed(
-        signature=identity.sign(ATTESTATION_CONTEXT, _ballot_bytes(payload, ballot)), public_key=identity.public_key
-    )
+    return _sign(identity, ATTESTATION_CONTEXT, payload, ballot)
 
 
 def verify_attestation(payload: bytes, ballot: Ballot, signature: pb.Signed, expected_peer: str) -> None:
@@ -122,9 +118,7 @@ def verify_attestation(payload: bytes, ballot: Ballot, signature: pb.Signed, exp
 
 def sign_tie_break(operator: Identity, payload: bytes, ballot: Ballot) -> pb.Signed:
     """Sign the coordinator's vote. The result omits the payload."""
-    return pb.Signed(
-        signature=operator.sign(TIE_BREAK_CONTEXT, _ballot_bytes(payload, ballot)), public_key=operator.public_key
-    )
+    return _sign(operator, TIE_BREAK_CONTEXT, payload, ballot)
 
 
 def verify_tie_break(payload: bytes, ballot: Ballot, signature: pb.Signed, operator_key: bytes) -> None:
@@ -184,14 +178,11 @@ def verify_votes(head: Head) -> None:
 
 def strip_unknown_manifest_fields(committed: manifest_pb2.CommittedManifest) -> manifest_pb2.CommittedManifest:
     """Return the manifest and its votes without unknown fields or payloads in the votes, which nothing signs."""
-    kept = manifest_pb2.CommittedManifest(
-        payload=committed.payload,
-        signatures=[_bare(item) for item in committed.signatures],
-        ballot_plan_version=committed.ballot_plan_version,
-        ballot_attempt=committed.ballot_attempt,
-    )
-    if committed.HasField("tie_break"):
-        kept.tie_break.CopyFrom(_bare(committed.tie_break))
+    kept = manifest_pb2.CommittedManifest()
+    kept.CopyFrom(committed)
+    kept.DiscardUnknownFields()
+    for signature in (*kept.signatures, *([kept.tie_break] if kept.HasField("tie_break") else [])):
+        signature.ClearField("payload")
     return kept
 
 
@@ -215,8 +206,8 @@ def require_signers(head: Head, peers: Iterable[str]) -> None:
         raise SignatureInvalid(f"round {head.round}: the manifest lacks the signature of {', '.join(missing)}")
 
 
-def _bare(signature: pb.Signed) -> pb.Signed:
-    return pb.Signed(signature=signature.signature, public_key=signature.public_key)
+def _sign(identity: Identity, context: str, payload: bytes, ballot: Ballot) -> pb.Signed:
+    return pb.Signed(signature=identity.sign(context, _ballot_bytes(payload, ballot)), public_key=identity.public_key)
 
 
 def _ballot_bytes(payload: bytes, ballot: Ballot) -> bytes:

@@ -12,9 +12,14 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from atoll.core.spec_section import Positive, Section
+MAX_COUNT = 2**53  # exact in JSON and as a double
+
+Positive = Annotated[int, Field(gt=0, le=MAX_COUNT)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Rate = Annotated[float, Field(gt=0, le=10)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = (
     "model.safetensors",
@@ -42,6 +47,12 @@ _FORBIDDEN_KEY_PARTS = (
 
 
 _Keys = Annotated[tuple[Annotated[str, Field(pattern=_KEY.pattern)], ...], Field(max_length=64)]
+
+
+class Section(BaseModel):
+    """A table of a run spec: frozen; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
 
 class ModelSection(Section):

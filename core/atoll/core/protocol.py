@@ -19,7 +19,6 @@ def check(theirs: pb.ProtocolVersion, who: str) -> None:
     if theirs.major != MAJOR:
         older = "older" if theirs.major < MAJOR else "newer"
         raise ProtocolMismatch(
-            f"{who} speaks protocol {theirs.major}.{theirs.minor}, which is {older} than "
-            f"this release's ({MAJOR}.{MINOR})",
+            f"{who} speaks protocol {theirs.major}.{theirs.minor}, which is {older} than ours ({MAJOR}.{MINOR})",
             "install the same release of atoll on both sides",
         )

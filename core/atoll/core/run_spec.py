@@ -18,8 +18,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from atoll.core.errors import RunSpecError, UsageError
-from atoll.core.model_spec import ARCHITECTURES, AnyModel, ModelSection
-from atoll.core.spec_section import Count, Fraction, Positive, Rate, Section
+from atoll.core.model_spec import ARCHITECTURES, AnyModel, Count, Fraction, ModelSection, Positive, Rate, Section
 
 SPEC_VERSION = 1
 

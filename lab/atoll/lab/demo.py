@@ -220,16 +220,22 @@ async def watch(
 async def fetch_run_view(view: DemoView) -> None:
     """Read losses and round counts from the coordinator's status page into the view."""
     try:
-        page = await asyncio.to_thread(_read_json, view.page + "api/status")
+        show_runs(await asyncio.to_thread(read_status, view.page), view)
     except OSError:
         return  # the next call reads the page again
-    for run in page["runs"]:
+
+
+def show_runs(status: dict[str, Any], view: DemoView) -> None:
+    """Copy losses and round counts from the coordinator's status to the view."""
+    for run in status["runs"]:
         view.losses = [(item["committed_tokens"], item["loss"]) for item in run["losses"]]
         view.rounds_opened, view.rounds_committed = run["rounds_opened"], run["rounds_committed"]
 
 
-def _read_json(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(url, timeout=PAGE_TIMEOUT.total_seconds()) as answer:  # noqa: S310 - our own page
+def read_status(page: str) -> dict[str, Any]:
+    """Read the status of all runs from the coordinator's page. Raises `OSError`."""
+    url = page + "api/status"
+    with urllib.request.urlopen(url, timeout=PAGE_TIMEOUT.total_seconds()) as answer:  # noqa: S310 - the coordinator's
         result: dict[str, Any] = json.load(answer)
         return result
 
@@ -237,10 +243,10 @@ def _read_json(url: str) -> dict[str, Any]:
 async def _collect(
     swarm: LocalSwarm, options: DemoOptions, names: list[str], view: DemoView, log: FaultLog
 ) -> DemoResult:
-    run = json.loads(await swarm.ctl("run", "show", RUN, "--output", "json"))["run"]
+    run = (await swarm.ctl_json("run", "show", RUN))["run"]
     losses = sorted((item["round"], item["loss"]) for item in run["evaluations"])
     statuses = {name: call(swarm.programs[name].directory, "status") for name in names}
-    digests = {name: await asyncio.to_thread(_sha256, Path(statuses[name]["anchor"])) for name in names}
+    digests = {name: await asyncio.to_thread(sha256_of, Path(statuses[name]["anchor"])) for name in names}
     chains = [chain_of(swarm.root / name / "runs" / RUN / "manifests") for name in names]
     known = {number: head for chain in chains for number, head in chain.items()}
     last = {item.peer_id for item in known[max(known)].manifest.contributions}
@@ -288,7 +294,8 @@ def chains_agree(chains: Sequence[dict[int, Head]]) -> bool:
     return all(len({chain[number].hash for chain in chains if number in chain}) == 1 for number in rounds)
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return the hex SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

@@ -175,14 +175,14 @@ async def _count_aborted(view: DemoView, aborted: dict[str, int], killing: async
 
 async def _routes(swarm: LocalSwarm) -> list[list[dict[str, Any]]]:
     routes: dict[int, list[dict[str, Any]]] = {}
-    for node in json.loads(await swarm.ctl("plan", "show", "--output", "json"))["nodes"]:  # ordered by route and stage
+    for node in (await swarm.ctl_json("plan", "show"))["nodes"]:  # ordered by route and stage
         stage = {"name": node["name"], "first_layer": node["span"]["first"], "last_layer": node["span"]["last"]}
         routes.setdefault(node["route"], []).append(stage)
     return list(routes.values())
 
 
 async def _collect(swarm: LocalSwarm, view: DemoView, flushes_aborted: int) -> PipelineResult:
-    run = json.loads(await swarm.ctl("run", "show", RUN, "--output", "json"))["run"]
+    run = (await swarm.ctl_json("run", "show", RUN))["run"]
     losses = sorted((item["round"], item["loss"]) for item in run["evaluations"])
     statuses = {name: call(swarm.programs[name].directory, "status") for name in MEMORY_MEGABYTES}
     chains = [demo.chain_of(swarm.root / name / "runs" / RUN / "manifests") for name in MEMORY_MEGABYTES]
@@ -217,7 +217,7 @@ async def _pull(swarm: LocalSwarm, round_number: int, layers: int) -> Path:
     """Pull the checkpoints of a round as soon as the coordinator lists all layers. Return their directory."""
 
     async def listed_layers() -> set[int]:
-        listed = json.loads(await swarm.ctl("checkpoint", "list", "--output", "json"))["checkpoints"]
+        listed = (await swarm.ctl_json("checkpoint", "list"))["checkpoints"]
         held = [item["checkpoint"] for item in listed if item["committed"] and item["connected"]]
         spans = [item["layers"] for item in held if item["round"] == round_number]
         return {layer for span in spans for layer in range(span["first"], span["last"] + 1)}

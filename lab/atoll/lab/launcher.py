@@ -122,6 +122,11 @@ class LocalSwarm:
         """Run `atollctl` as the operator and return its output. Raises `AtollError` with its message."""
         return await self.command("atollctl", *arguments)
 
+    async def ctl_json(self, *arguments: str) -> dict[str, Any]:
+        """Run `atollctl … --output json` and return the parsed output. Raises `AtollError`."""
+        result: dict[str, Any] = json.loads(await self.ctl(*arguments, "--output", "json"))
+        return result
+
     async def command(self, script: str, *arguments: str) -> str:
         """Run a console script to its end with the operator's credentials. Returns and raises as `ctl`."""
         child = await child_processes.start(

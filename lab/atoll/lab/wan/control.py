@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from atoll.lab.wan.errors import LabBroken, TopologyError
+from atoll.lab.wan.shaper import LinkCounters
 from atoll.lab.wan.topology import check_number
 
 TIMEOUT = timedelta(seconds=10)
@@ -78,17 +79,6 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
 }
 _HOST_KEYS = ("uplink_mbit", "downlink_mbit", "queue_ms", "jitter_ms", "loss")
 _ROUTE_KEYS = ("rtt_ms", "jitter_ms", "loss")
-
-
-@dataclass(frozen=True)
-class LinkCounters:
-    """Traffic of a host or a directed pair so far. Bytes are of IP packets of at most 1500 bytes."""
-
-    sent_bytes: int = 0
-    sent_segments: int = 0
-    received_bytes: int = 0
-    received_segments: int = 0
-    dropped_segments: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,6 @@ class MemoryLimit:
         """Value for RLIMIT_DATA; 0 if a group limits memory or there is no limit."""
         return 0 if self.group else self.mib * _MIB
 
-    @property
-    def enforced_by(self) -> str:
-        """`cgroup` or `rlimit`; empty without a limit."""
-        return "" if not self.mib else "cgroup" if self.group else "rlimit"
-
 
 def limit_hosts(token: str, mib_per_host: Mapping[str, int]) -> dict[str, MemoryLimit]:
     """Create a group for each host with a limit (not 0). Without groups, the programs limit themselves."""

@@ -7,21 +7,20 @@ fraction of time in which it computed and did not wait for the network: steps ×
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import os
 import time
-import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ConfigError, DeadlineExceeded
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.lab.corpus import write_python_corpus
-from atoll.lab.demo import READY_TIMEOUT, DemoView, spec_toml
+from atoll.lab.demo import READY_TIMEOUT, DemoView, read_status, sha256_of, show_runs, spec_toml
 from atoll.lab.launcher import LocalSwarm
 from atoll.lab.wan.network import WanNetwork, wan_network
 from atoll.lab.wan.topology import COORDINATOR, SEED, Host, Topology
@@ -29,7 +28,6 @@ from atoll.node.config import has_corpus_files
 
 _LEAST_STEP_SECONDS = 0.2
 _STEP_CORE_SECONDS = 0.1  # core time reserved for one node's step, so that the cores are not the limit
-_PAGE_TIMEOUT = timedelta(seconds=2)
 _INNER_STEPS = 20
 
 Show = Callable[[DemoView], None]
@@ -95,7 +93,7 @@ class _NodeProgress:
     last: float = 0.0
     status: dict[str, Any] = field(default_factory=dict)
 
-    def look(self, status: dict[str, Any] | None, now: float) -> None:
+    def update(self, status: dict[str, Any] | None, now: float) -> None:
         self.status = status or (self.status and {**self.status, "state": "down"})
         if status is None or not status["steps"]:
             return
@@ -182,9 +180,10 @@ async def _watch(
                 f"the run did not finish within {minutes:g} min of its start", "allow more time with --minutes"
             )
         for name, node in seen.items():
-            node.look(await asyncio.to_thread(swarm.status, name), time.monotonic())
+            node.update(await asyncio.to_thread(swarm.status, name), time.monotonic())
             view.nodes[name] = node.status
-        await _look_at_run(network, page, view)
+        with suppress(OSError):  # the next turn reads the page again
+            show_runs(await network.inside(COORDINATOR, partial(read_status, page)), view)
         if any(node.status.get("state") == "training" for node in seen.values()):
             view.phase = "training"
         show(view)
@@ -192,30 +191,14 @@ async def _watch(
     return seen
 
 
-async def _look_at_run(network: WanNetwork, page: str, view: DemoView) -> None:
-    def read() -> dict[str, Any]:
-        url = page + "api/status"
-        with urllib.request.urlopen(url, timeout=_PAGE_TIMEOUT.total_seconds()) as answer:  # noqa: S310 - our own page
-            status: dict[str, Any] = json.load(answer)
-            return status
-
-    try:
-        status = await network.inside(COORDINATOR, read)
-    except OSError:
-        return  # the next call reads the page again
-    for run in status["runs"]:
-        view.losses = [(item["committed_tokens"], item["loss"]) for item in run["losses"]]
-        view.rounds_opened, view.rounds_committed = run["rounds_opened"], run["rounds_committed"]
-
-
 async def _collect(
     swarm: LocalSwarm, network: WanNetwork, seen: dict[str, _NodeProgress], pace: float, view: DemoView
 ) -> LabRunResult:
     counters = network.counters()
     name = next(iter(seen.values())).status["run"]
-    run = json.loads(await swarm.ctl("run", "show", name, "--output", "json"))["run"]
+    run = (await swarm.ctl_json("run", "show", name))["run"]
     losses = [item["loss"] for item in sorted(run["evaluations"], key=lambda item: item["round"])]
-    anchors = [await asyncio.to_thread(_sha256, Path(node.status["anchor"])) for node in seen.values()]
+    anchors = [await asyncio.to_thread(sha256_of, Path(node.status["anchor"])) for node in seen.values()]
     hosts = []
     for host, node in ((network.topology.host(name), node) for name, node in seen.items()):
         link = counters.hosts[host.name]
@@ -269,7 +252,3 @@ def _demo_spec(options: LabRunOptions, root: Path) -> str:
         slowdowns=[1 / host.speed for host in hosts],
         inner_steps=_INNER_STEPS,
     )
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -35,7 +35,7 @@ class Drop(StrEnum):
 
 
 @dataclass
-class Counters:
+class LinkCounters:
     """Traffic of a host or a directed pair. Bytes are of IP packets of at most 1500 bytes."""
 
     sent_bytes: int = 0
@@ -148,15 +148,15 @@ class Shaper:
         self._number = 0
         self._cut: set[str] = set()
         self._group: dict[str, int] = {}
-        self.hosts = {host.name: Counters() for host in topology.hosts}
-        self.pairs: dict[tuple[str, str], Counters] = {}
+        self.hosts = {host.name: LinkCounters() for host in topology.hosts}
+        self.pairs: dict[tuple[str, str], LinkCounters] = {}
 
     # --- packets -------------------------------------------------------------------------------------
 
     def send(self, source: str, target: str, packet: Packet, now: float) -> None:
         """Queue a packet on its source's uplink, or drop it."""
         pair = (source, target)
-        counters = self.pairs.get(pair) or self.pairs.setdefault(pair, Counters())
+        counters = self.pairs.get(pair) or self.pairs.setdefault(pair, LinkCounters())
         self.hosts[source].sent(packet)
         counters.sent(packet)
         link = self._links[source]
