@@ -88,7 +88,7 @@ def verify_record(data: bytes, place: RecordLocation, authority: MembershipVerif
     if len(data) > MAX_RECORD_BYTES:
         raise PeerMisbehaved(f"a DHT record has {len(data)} bytes; the limit is {MAX_RECORD_BYTES}")
     if not math.isfinite(place.expires) or place.expires > now + MAX_LIFETIME.total_seconds():
-        raise PeerMisbehaved(f"a DHT record expires at {place.expires}, not within {MAX_LIFETIME} from now")
+        raise PeerMisbehaved(f"a DHT record lives at most {MAX_LIFETIME}; this one expires at {place.expires}")
     try:
         signed = pb.Signed.FromString(data)
         record = records.DhtRecord.FromString(signed.payload)

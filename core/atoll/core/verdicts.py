@@ -44,7 +44,7 @@ def require_valid_verdicts(
             raise PeerMisbehaved(f"a verdict counts {counted} parts; it must count 1 to {parts}")
         if left_out[verdict.reducer] > parts * fewer_than_half:
             raise PeerMisbehaved(
-                f"reducer {verdict.reducer} leaves out half of the contributions or more; it must leave out fewer"
+                f"verdicts of reducer {verdict.reducer} leave out half of the contributions or more; fewer are allowed"
             )
     if left_out.total() > parts_total * fewer_than_half or max(judged.values(), default=0) > parts_total:
         raise PeerMisbehaved(
