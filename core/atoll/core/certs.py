@@ -1,9 +1,9 @@
 """TLS for the control plane: an Ed25519 certificate authority and P-256 leaf certificates.
 
 gRPC refuses Ed25519 *leaf* certificates, so every TLS key is P-256; the authority that signs them may be
-Ed25519. A subject is a URI in the SAN: `atoll://node/<peer id>`, `atoll://admin/<name>`; the server also
-carries the DNS name `SERVER_NAME`, which clients ask for whatever address they dial. Private keys never
-leave the machine that made them: nodes send a CSR, signed once more by their identity key.
+Ed25519. A subject is a URI in the SAN: `atoll://node/<peer id>` or `atoll://admin/<name>`. The server's
+certificate also carries the DNS name `SERVER_NAME`; clients expect that name at any address. A private key
+never leaves the machine that made it: a node sends a CSR, which its identity key signs, too.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from atoll.core.files import read_private, write_private
 from atoll.core.membership import CERTIFICATE_LIFETIME, EXPIRY_GRACE
 
 SERVER_NAME = "coordinator.atoll"
-LEAF_LIFETIME = CERTIFICATE_LIFETIME + EXPIRY_GRACE  # so that members can renew after the coordinator was down for long
+LEAF_LIFETIME = CERTIFICATE_LIFETIME + EXPIRY_GRACE  # members can still renew after a long coordinator outage
 CA_LIFETIME = dt.timedelta(days=3650)
-_BACKDATE = dt.timedelta(minutes=5)  # tolerates clocks that are a little behind
+_BACKDATE = dt.timedelta(minutes=5)  # tolerates a client clock that is slightly behind
 
 
 @dataclass(frozen=True)
 class Credential:
-    """A TLS key with the chain that proves it, all PEM: what gRPC wants."""
+    """A TLS key, its certificate chain and the CA, all PEM, as gRPC takes them."""
 
     key_pem: bytes
     chain_pem: bytes
@@ -39,7 +39,7 @@ class Credential:
 
 
 class CertificateAuthority:
-    """Signs leaves. Lives in the coordinator only."""
+    """Signs leaf certificates. Only the coordinator has one."""
 
     def __init__(self, key: ed25519.Ed25519PrivateKey, certificate: x509.Certificate) -> None:
         self._key = key
@@ -49,10 +49,11 @@ class CertificateAuthority:
 
     @classmethod
     def load_or_create(cls, key_path: Path, certificate_path: Path, now: float) -> CertificateAuthority:
-        """Read both files, or make both. Raises `KeyFileCorrupt`, `DataDirUnusable`."""
+        """Read key and certificate, or create both if neither exists. Raises `KeyFileCorrupt`, `DataDirUnusable`."""
         if key_path.exists() != certificate_path.exists():
+            present, absent = (key_path, certificate_path) if key_path.exists() else (certificate_path, key_path)
             raise KeyFileCorrupt(
-                f"of {key_path.name} and {certificate_path.name} in {key_path.parent} only one is there",
+                f"{key_path.parent} has {present.name} but not {absent.name}",
                 "restore both from a backup: without them every node must enrol again",
             )
         if not key_path.exists():
@@ -95,7 +96,7 @@ class CertificateAuthority:
         server: bool = False,
         lifetime: dt.timedelta = LEAF_LIFETIME,
     ) -> bytes:
-        """A leaf for `subject` (a URI), PEM, followed by the CA's certificate."""
+        """Return a leaf for `subject` (a URI) followed by the CA's certificate, PEM."""
         start = _moment(now)
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(subject)]
         if server:
@@ -120,14 +121,14 @@ class CertificateAuthority:
     def issue_with_new_key(
         self, subject: str, now: float, *, server: bool = False, lifetime: dt.timedelta = LEAF_LIFETIME
     ) -> Credential:
-        """A key and a leaf made here, for the server itself and for the admin credential."""
+        """Create a key and its leaf; used for the server and for the admin credential."""
         key = ec.generate_private_key(ec.SECP256R1())
         chain = self.issue(key.public_key(), subject, now, server=server, lifetime=lifetime)
         return Credential(_private_pem(key), chain, self.pem)
 
 
 def new_tls_key_and_csr() -> tuple[bytes, bytes]:
-    """A fresh P-256 key as PEM and its CSR as DER."""
+    """Create a P-256 key; return it as PEM and its CSR as DER."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "atoll")])
     csr = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
@@ -135,7 +136,7 @@ def new_tls_key_and_csr() -> tuple[bytes, bytes]:
 
 
 def csr_public_key(csr_der: bytes) -> ec.EllipticCurvePublicKey:
-    """The key of a CSR, its self-signature checked. Raises `CertificateInvalid`."""
+    """Check a CSR's self-signature and return its P-256 key. Raises `CertificateInvalid`."""
     try:
         csr = x509.load_der_x509_csr(csr_der)
         valid = csr.is_signature_valid
@@ -143,18 +144,18 @@ def csr_public_key(csr_der: bytes) -> ec.EllipticCurvePublicKey:
     except (ValueError, InvalidSignature) as error:
         raise CertificateInvalid(f"the certificate request does not parse: {error}") from error
     if not valid or not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise CertificateInvalid("the certificate request must carry a P-256 key and its own signature")
+        raise CertificateInvalid("the certificate request must have a P-256 key and be signed by it")
     return key
 
 
 def certificate_sha256(pem: bytes) -> str:
-    """Hex SHA-256 of the DER of the first certificate in `pem`: the CA's name in tokens."""
+    """Hex SHA-256 of the DER of the first certificate in `pem`; join tokens name the CA by it."""
     der = x509.load_pem_x509_certificate(pem).public_bytes(serialization.Encoding.DER)
     return hashlib.sha256(der).hexdigest()
 
 
 def not_after(pem: bytes) -> float:
-    """Unix seconds at which the first certificate in `pem` ends."""
+    """Expiry of the first certificate in `pem`, in Unix seconds."""
     return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
 
 
@@ -164,10 +165,10 @@ def subject_uri(pem_or_der: bytes) -> str:
     try:
         names = load(pem_or_der).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (ValueError, x509.ExtensionNotFound) as error:
-        raise CertificateInvalid("the certificate names nobody") from error
+        raise CertificateInvalid("the certificate has no subject name") from error
     uris = names.get_values_for_type(x509.UniformResourceIdentifier)
     if len(uris) != 1:
-        raise CertificateInvalid("the certificate must name exactly one member")
+        raise CertificateInvalid(f"the certificate has {len(uris)} subject URIs; it must have one")
     return uris[0]
 
 

@@ -1,8 +1,8 @@
-"""What the command lines share: errors become one sentence on stderr and an exit code, in one place.
+"""Entry point of every command line: turns errors into a sentence on stderr and an exit code.
 
-A command raises errors of the tree and never prints or exits by itself; `run_cli` does both. Usage errors
-exit with 2 like everybody's. An interrupt (Ctrl-C) exits with 130 and no traceback. A package of an extra that was
-not installed is a sentence too: one distribution serves volunteers and operators.
+A command raises an `AtollError` and never prints it or exits; `run_cli` does both. Usage errors exit with 2.
+An interrupt (Ctrl-C) exits with 130 and no traceback. One distribution serves volunteers and operators, so a
+missing package of an extra is also reported as a sentence that names the extra.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EXTRAS = {
 
 
 def run_cli(app: Callable[[], object]) -> None:
-    """Run a typer app (or any callable) as a program: returns only by `SystemExit`."""
+    """Run a typer app (or any callable) as a program. Always raises `SystemExit`."""
     try:
         _explain_missing_extra(app)
     except AtollError as error:
@@ -32,7 +32,7 @@ def run_cli(app: Callable[[], object]) -> None:
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
-        # The reader went away (`atollctl events --follow | head`); keep the interpreter from telling us again.
+        # The reader closed the pipe (`atollctl events --follow | head`). The interpreter would print the error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     raise SystemExit(0)
@@ -53,7 +53,7 @@ def _explain_missing_extra(app: Callable[[], object]) -> None:
 
 
 def print_error(error: AtollError) -> None:
-    """`error: …` on stderr, and below it what to do."""
+    """Print `error: …` on stderr, and the remedy on the next line."""
     print_to_stderr(f"error: {error}")
     if error.remedy:
         print_to_stderr(f"  {error.remedy}")

@@ -1,4 +1,4 @@
-"""Time as a parameter. Pure code takes `now`; shells take a `Clock`; tests move a `ManualClock`."""
+"""Clocks as parameters: pure code takes `now`, code with I/O takes a `Clock`, tests advance a `ManualClock`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Two readings: one for people and certificates, one for deadlines."""
+    """Wall-clock time for people and certificates; monotonic time for deadlines."""
 
     def unix(self) -> float:
         """Seconds since the Unix epoch; may jump."""
         ...
 
     def monotonic(self) -> float:
-        """Seconds since some fixed point; never goes back."""
+        """Seconds since an arbitrary fixed point; never decreases."""
         ...
 
 
@@ -29,7 +29,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves when told to."""
+    """A clock for tests that moves only in `advance`."""
 
     def __init__(self, unix: float = 1_700_000_000.0) -> None:
         self._unix = unix
@@ -42,11 +42,11 @@ class ManualClock:
         return self._monotonic
 
     def advance(self, seconds: float) -> None:
-        """Let `seconds` pass on both readings."""
+        """Move both readings forward by `seconds`."""
         self._unix += seconds
         self._monotonic += seconds
 
 
 def unix_ms(clock: Clock) -> int:
-    """Milliseconds since the Unix epoch, as they go on the wire."""
+    """Milliseconds since the Unix epoch, the unit of the wire format."""
     return int(clock.unix() * 1000)

@@ -1,10 +1,15 @@
-"""Which samples were consumed, and who may consume which next. Pure; every member computes the same.
+"""Assignment of samples to members: which are consumed, and which ranges each member consumes next.
 
-Samples are numbers in the run's deterministic order. Genesis hands each member a first range. At every
-commit the members' consumed counts move their ranges forward, members that left give theirs back, and
-whoever holds less than its target is topped up: first with what was given back, then from the cursor. So
-no sample is skipped, and none is trained twice but those in flight on a machine that died, whose progress
-died with them. Nothing here needs the coordinator.
+Pure, and independent of the coordinator: every member computes the same position from the same commits.
+
+Samples are indices in the run's deterministic order. Genesis gives each member a first range. At every commit:
+
+- each member's consumed count moves its ranges forward;
+- the ranges of members that left are returned;
+- a member with fewer samples than its target gets more: returned ranges first, then new ones from the cursor.
+
+So no sample is skipped. A sample is trained twice only if a machine fails with it in flight, and then the first
+training of it is lost with the machine.
 """
 
 from __future__ import annotations
@@ -17,20 +22,20 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 
 SampleRange = tuple[int, int]
-MAX_RANGES = 2**16  # of a position that comes from outside, and of who holds some
-LEASE_ROUNDS = 4  # a member holds samples for about that many rounds at its last pace
+MAX_RANGES = 2**16  # in a received position: ranges and holders together
+LEASE_ROUNDS = 4  # a member's target: about this many rounds of samples at its last pace
 
 
 @dataclass(frozen=True)
 class DataPosition:
-    """The whole data position of a run."""
+    """A run's data position: the next new sample, returned ranges, and the ranges that each member holds."""
 
     cursor: int = 0
     returned: tuple[SampleRange, ...] = ()
     holdings: Mapping[str, tuple[SampleRange, ...]] = field(default_factory=dict)
 
     def to_proto(self) -> manifest_pb2.DataPosition:
-        """The form that stands in a manifest."""
+        """Convert to the message that a manifest contains."""
         return manifest_pb2.DataPosition(
             cursor=self.cursor,
             returned=[pb.SampleRange(start=start, end=end) for start, end in self.returned],
@@ -45,10 +50,10 @@ class DataPosition:
 
     @classmethod
     def from_proto(cls, message: manifest_pb2.DataPosition) -> DataPosition:
-        """Read it back. Raises `PeerMisbehaved` for a range that ends before it starts, and for too many."""
+        """Parse a message. Raises `PeerMisbehaved` for too many ranges or a range that ends before it starts."""
         held = sum(len(holding.ranges) for holding in message.holdings)
         if len(message.returned) + len(message.holdings) + held > MAX_RANGES:
-            raise PeerMisbehaved(f"a data position has at most {MAX_RANGES} ranges")
+            raise PeerMisbehaved(f"a data position has more than {MAX_RANGES} ranges and holders")
         holdings = [piece for holding in message.holdings for piece in holding.ranges]
         if any(piece.end < piece.start for piece in [*message.returned, *holdings]):
             raise PeerMisbehaved("a data range ends before it starts")
@@ -63,7 +68,7 @@ class DataPosition:
 
 
 def genesis_position(members: Sequence[str], samples_each: int) -> DataPosition:
-    """Genesis: equal ranges, in the order of the members."""
+    """Return the position at genesis: equal ranges in the order of `members`."""
     holdings = {peer: ((i * samples_each, (i + 1) * samples_each),) for i, peer in enumerate(members)}
     return DataPosition(cursor=len(members) * samples_each, holdings=holdings)
 
@@ -71,15 +76,15 @@ def genesis_position(members: Sequence[str], samples_each: int) -> DataPosition:
 def advance(
     position: DataPosition, members: Sequence[str], consumed: Mapping[str, int], minimum_lease_samples: int
 ) -> DataPosition:
-    """The position after a round: `consumed` samples per member since the last one.
+    """Return the position after a round in which each member consumed `consumed` samples.
 
-    `minimum_lease_samples` is what the whole swarm consumes in a round; each member then holds at least that much.
+    `minimum_lease_samples` is what the whole swarm consumes in a round; every member then holds at least that many.
 
-    Consuming more than one holds is allowed up to re-reading (a member whose ranges ran dry trains the last
-    of them again): its holding is then simply empty. Raises `PeerMisbehaved` for a negative count.
+    A member may report more samples than it held, because it repeats its last samples when its ranges are
+    exhausted. Its remaining ranges are then empty. Raises `PeerMisbehaved` for a negative count.
     """
     if any(count < 0 for count in consumed.values()):
-        raise PeerMisbehaved("a member claims to have consumed a negative number of samples")
+        raise PeerMisbehaved("a member reports a negative number of consumed samples")
     present = set(members)
     returned = list(position.returned)
     for peer in sorted(set(position.holdings) - present):
@@ -87,7 +92,7 @@ def advance(
     left = {peer: drop_samples(position.holdings.get(peer, ()), consumed.get(peer, 0)) for peer in sorted(present)}
     cursor = position.cursor
     for peer, ranges in left.items():
-        # no more than it held can have been consumed, and no member outruns the whole swarm
+        # bounded by what the member held, and by what the whole swarm consumes in a round
         used = min(consumed.get(peer, 0), sample_count(position.holdings.get(peer, ())))
         target = max(minimum_lease_samples, LEASE_ROUNDS * min(used, minimum_lease_samples))
         missing = target - sample_count(ranges)
@@ -103,12 +108,12 @@ def advance(
 
 
 def sample_count(ranges: Sequence[SampleRange]) -> int:
-    """How many samples the ranges hold."""
+    """Return how many samples the ranges contain."""
     return sum(end - start for start, end in ranges)
 
 
 def drop_samples(ranges: Sequence[SampleRange], count: int) -> tuple[SampleRange, ...]:
-    """The ranges without their first `count` samples; empty when there are fewer."""
+    """Return the ranges without their first `count` samples; empty if they have fewer."""
     return tuple(_split_at(list(ranges), count)[1])
 
 

@@ -1,7 +1,7 @@
-"""The few things that durable writes ask of a file system, so that tests can cut the power between any two of them.
+"""File system operations of durable writes, as an interface so that tests can simulate a power cut between any two.
 
-What is written survives a power cut only after `sync`, a new name only after `sync_directory` of what it stands in.
-Every method raises `OSError`.
+Written bytes survive a power cut only after `sync`. A new name survives it only after `sync_directory` of its
+directory. Every method raises `OSError`.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ Bytes = bytes | memoryview
 
 
 class File(Protocol):
-    """A file that is being written."""
+    """A file that is open for writing."""
 
     def write(self, data: Bytes) -> None:
-        """Append all of it."""
+        """Append all of `data`."""
 
     def sync(self) -> None:
-        """Make what was written durable."""
+        """Make the written bytes durable."""
 
     def close(self) -> None:
-        """Done; durable only if synced."""
+        """Close the file. Its bytes are durable only after `sync`."""
 
 
 class Disk(Protocol):
-    """Names and files. Paths are absolute or relative to the working directory, as everywhere."""
+    """File names and files. Relative paths are relative to the working directory."""
 
     def create(self, path: Path, mode: int = 0o644) -> File:
-        """An empty file under that name, replacing what was there."""
+        """Create an empty file, replacing an existing one."""
 
     def rename(self, old: Path, new: Path) -> None:
-        """Atomic; replaces a file, and refuses to replace a directory that is not empty."""
+        """Rename atomically. Replaces a file; fails for a directory that is not empty."""
 
     def unlink(self, path: Path) -> None:
         """Remove a file's name."""
 
     def mkdir(self, path: Path, mode: int = 0o755) -> None:
-        """A new directory."""
+        """Create a directory."""
 
     def rmdir(self, path: Path) -> None:
         """Remove an empty directory."""
 
     def sync_directory(self, path: Path) -> None:
-        """Make the names in it durable."""
+        """Make the names in a directory durable."""
 
 
 class _OsFile:
@@ -65,7 +65,7 @@ class _OsFile:
 
 
 class OsDisk:
-    """The real one."""
+    """The operating system's file system."""
 
     def create(self, path: Path, mode: int = 0o644) -> File:
         return _OsFile(path, mode)

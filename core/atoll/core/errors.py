@@ -1,8 +1,8 @@
-"""Every error that a person can meet, in one tree.
+"""The tree of errors that users, operators and peers see.
 
-Each class names the process exit code (sysexits) and the gRPC status it becomes, so that the mapping is
-read in one place. Messages say what happened, what it means, and what to do. `remedy` is the last part;
-front ends print it on a line of its own.
+Each class has a process exit code (sysexits) and a gRPC status, so that the mapping is in one place. A message
+says what happened and what it means; `remedy` says what to do, and front ends print it on its own line. The class
+name goes over the wire as `reason`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ExitCode(IntEnum):
 
 
 class AtollError(Exception):
-    """Root of the tree. `str()` is one sentence; `remedy` is what to do about it."""
+    """Root of the tree. `str()` is one sentence; `remedy` says what the reader can do."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.FAILURE
     grpc_status: ClassVar[str] = "INTERNAL"
@@ -35,11 +35,11 @@ class AtollError(Exception):
 
     @property
     def reason(self) -> str:
-        """The class name: stable, for machines."""
+        """The class name, a stable identifier for programs."""
         return type(self).__name__
 
 
-# --- what the user gave us -------------------------------------------------------------------------
+# --- user input -----------------------------------------------------------------------------------
 
 
 class UsageError(AtollError):
@@ -50,22 +50,22 @@ class UsageError(AtollError):
 
 
 class ConfigError(AtollError):
-    """A configuration file, environment variable or flag has a value we cannot use."""
+    """A configuration file, environment variable or flag has an unusable value."""
 
     exit_code = ExitCode.CONFIG
     grpc_status = "INVALID_ARGUMENT"
 
 
 class RunSpecError(ConfigError):
-    """The run spec does not say what a run spec must say."""
+    """The run spec is not valid."""
 
 
 class CorpusError(ConfigError):
-    """The training text is missing, empty, binary, or not the run's."""
+    """The training text is missing, empty, binary, or differs from the run's."""
 
 
 class PretrainedWeightsUnusable(ConfigError):
-    """The pretrained weights are missing, or not the run's."""
+    """The pretrained weights are missing, or differ from the run's."""
 
 
 class ModelTooLarge(ConfigError):
@@ -73,18 +73,18 @@ class ModelTooLarge(ConfigError):
 
 
 class UnsupportedModel(ConfigError):
-    """The architecture cannot be split into layers by us."""
+    """Atoll cannot split this architecture into layers."""
 
 
 class PlanInputInvalid(ConfigError):
-    """What a plan is to be made from contradicts itself, or is no number where one must be."""
+    """The planner's input contradicts itself or has a value that is not a number."""
 
 
 class NoFeasiblePlan(ConfigError):
-    """These machines cannot hold this model under these conditions."""
+    """No plan places this model on these machines under these conditions."""
 
 
-# --- what lies on this machine's disk ----------------------------------------------------------------
+# --- files on this machine ------------------------------------------------------------------------
 
 
 class StateError(AtollError):
@@ -98,7 +98,7 @@ class DataDirUnusable(StateError):
 
 
 class KeyFileCorrupt(StateError):
-    """A private key file is not what we wrote."""
+    """A private key file is incomplete or is not one that atoll wrote."""
 
 
 class DatabaseCorrupt(StateError):
@@ -106,11 +106,11 @@ class DatabaseCorrupt(StateError):
 
 
 class DatabaseMissing(StateError):
-    """The coordinator's keys are here and its database is not."""
+    """The coordinator's keys exist but its database does not."""
 
 
 class BackupCorrupt(StateError):
-    """A backup is not what `atoll-coordinator backup` wrote."""
+    """The file is not an intact archive of `atoll-coordinator backup`."""
 
 
 class CheckpointCorrupt(StateError):
@@ -124,7 +124,7 @@ class AlreadyRunning(StateError):
 
 
 class PortInUse(AtollError):
-    """A port we were told to listen on is taken."""
+    """Another program uses a port that atoll is configured to listen on."""
 
     exit_code = ExitCode.CONFIG
 
@@ -133,7 +133,7 @@ class PortInUse(AtollError):
 
 
 class Rejected(AtollError):
-    """Somebody was not admitted."""
+    """A peer, token or credential was refused."""
 
     exit_code = ExitCode.REJECTED
     grpc_status = "UNAUTHENTICATED"
@@ -150,7 +150,7 @@ class TokenUnknown(Rejected):
 
 
 class TokenExpired(Rejected):
-    """The token's time is over."""
+    """The token has expired."""
 
     grpc_status = "FAILED_PRECONDITION"
 
@@ -162,7 +162,7 @@ class TokenUsedUp(Rejected):
 
 
 class TokenRevoked(Rejected):
-    """The operator withdrew the token."""
+    """The operator revoked the token."""
 
 
 class CaMismatch(Rejected):
@@ -170,7 +170,7 @@ class CaMismatch(Rejected):
 
 
 class ClockSkew(Rejected):
-    """The two clocks are too far apart for certificates to make sense."""
+    """The clocks of both sides differ too much to check certificates."""
 
     grpc_status = "FAILED_PRECONDITION"
 
@@ -180,19 +180,19 @@ class CertificateInvalid(Rejected):
 
 
 class Banned(Rejected):
-    """The peer stands on the deny-list."""
+    """The peer is on the deny-list."""
 
     grpc_status = "PERMISSION_DENIED"
 
 
 class NotPermitted(Rejected):
-    """The credential does not carry the role for this call."""
+    """The credential lacks the role that this call needs."""
 
     grpc_status = "PERMISSION_DENIED"
 
 
 class HelloRequired(Rejected):
-    """A peer has not shown its membership on this connection, or ours was lost by a restart: hello first."""
+    """A peer has not sent a hello on this connection, or the receiver restarted and no longer knows ours."""
 
 
 class SignatureInvalid(Rejected):
@@ -205,7 +205,7 @@ class ProtocolMismatch(Rejected):
     grpc_status = "FAILED_PRECONDITION"
 
 
-# --- the coordinator's words -------------------------------------------------------------------------
+# --- requests to the coordinator ----------------------------------------------------------------------
 
 
 class NotFound(AtollError):
@@ -221,20 +221,20 @@ class AlreadyExists(AtollError):
 
 
 class Ambiguous(AtollError):
-    """A name that a person typed means more than one thing."""
+    """A name that a user typed matches more than one object."""
 
     exit_code = ExitCode.USAGE
     grpc_status = "FAILED_PRECONDITION"
 
 
 class InvalidTransition(AtollError):
-    """The run or node is not in a state from which this can be done."""
+    """The state of the run or node does not allow this request."""
 
     grpc_status = "FAILED_PRECONDITION"
 
 
 class InvalidRequest(AtollError):
-    """A request has a field that no correct client sends."""
+    """A request has a field value that a correct client does not send."""
 
     exit_code = ExitCode.USAGE
     grpc_status = "INVALID_ARGUMENT"
@@ -261,7 +261,7 @@ class NotRunning(Unreachable):
 
 
 class Busy(AtollError):
-    """The other side has its hands full."""
+    """The other side is busy."""
 
     exit_code = ExitCode.RETRY
     grpc_status = "RESOURCE_EXHAUSTED"
@@ -274,11 +274,11 @@ class PeerMisbehaved(AtollError):
 
 
 class FrameInvalid(PeerMisbehaved):
-    """A frame has a wrong magic, an impossible length, or a checksum that does not match."""
+    """A frame has a wrong magic, a length above the limit, or a checksum that does not match."""
 
 
 class PartInvalid(PeerMisbehaved):
-    """A part has a wrong size, codec, count or order, or holds values that are not finite."""
+    """A part has a wrong size, codec, count or order, or contains values that are not finite."""
 
 
 class ArithmeticDiffers(AtollError):
@@ -295,32 +295,32 @@ class MessageTooLarge(AtollError):
 
 
 class RoundAbandoned(AtollError):
-    """An outer round did not commit. Progress is kept and enters the next attempt."""
+    """An outer round did not commit. Progress is kept and included in the next attempt."""
 
     exit_code = ExitCode.RETRY
 
 
 class FlushAborted(AtollError):
-    """A flush of a route was given up. It counts nothing, and its micro-batches come again."""
+    """A flush of a route was aborted. It counts no tokens, and its micro-batches are repeated."""
 
     exit_code = ExitCode.RETRY
 
 
-# --- our own children --------------------------------------------------------------------------------
+# --- child processes --------------------------------------------------------------------------------
 
 
 class ChildDied(AtollError):
-    """The trainer or p2pd ended without being asked to."""
+    """The trainer or p2pd ended although it was not asked to stop."""
 
     exit_code = ExitCode.RETRY
 
 
 class WeightsNotFinite(ChildDied):
-    """The trainer's weights are of no use any more: its hardware computes wrongly, or the run diverged."""
+    """The trainer's weights are not finite: the hardware computes wrongly, or the run diverged."""
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of ours inside a group that tasks raised together, else the first of any kind."""
+    """Return the first `AtollError` in a group of task errors, or else the first error of any type."""
     leaves: list[BaseException] = []
     pending: list[BaseException] = [group]
     while pending:
@@ -336,7 +336,7 @@ _BY_REASON: dict[str, type[AtollError]] = {}
 
 
 def error_class(reason: str) -> type[AtollError]:
-    """The class with that name; `AtollError` for a name that this version does not know."""
+    """Return the class with that name, or `AtollError` for a name that this version does not know."""
     if not _BY_REASON:
         pending: list[type[AtollError]] = [AtollError]
         while pending:

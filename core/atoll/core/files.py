@@ -1,4 +1,4 @@
-"""Files that must survive a power cut, and files that only their owner may read."""
+"""Durable file writes, private files and directories, and the limit of open files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from atoll.core.errors import DataDirUnusable
 
 
 def make_private_dir(path: Path) -> Path:
-    """Create `path` (and parents) with mode 0700, durably, or close a directory of ours that was open to others.
+    """Create `path` (and parents) durably with mode 0700, or restrict an existing directory of this user to 0700.
 
-    Raises `DataDirUnusable`, also for a directory that everybody shares (`/tmp` itself).
+    Raises `DataDirUnusable`, also for a directory that all users share (`/tmp` itself).
     """
     try:
         missing = list(itertools.takewhile(lambda parent: not parent.exists(), (path, *path.parents)))
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = path.stat()
         if found.st_mode & stat.S_ISVTX:
-            raise DataDirUnusable(f"{path} is shared by all users", "name a directory of its own with --data-dir")
+            raise DataDirUnusable(
+                f"{path} is shared by all users", "pass a directory that only this program uses with --data-dir"
+            )
         if found.st_uid == os.geteuid() and found.st_mode & 0o077:
             path.chmod(0o700)
         for created in reversed(missing):
@@ -36,7 +38,7 @@ def make_private_dir(path: Path) -> Path:
 
 
 def open_anonymous_file(name: str) -> int:
-    """A descriptor of an empty, nameless file: in memory where the system can, in the temporary folder elsewhere."""
+    """Return a descriptor of an empty file without a name: in memory if possible, else in the temporary folder."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
@@ -44,9 +46,10 @@ def open_anonymous_file(name: str) -> int:
 
 
 def write_atomic(path: Path, chunks: bytes | Iterable[Bytes], mode: int = 0o644, disk: Disk = OS_DISK) -> None:
-    """Replace `path` so that a reader or a power cut sees the old bytes or the new ones, never a mix.
+    """Replace `path` so that it has either the old or the new bytes, for every reader and after a power cut.
 
-    Temporary name in the same directory, fsync, rename, fsync of the directory. Raises `DataDirUnusable`.
+    Writes a temporary file in the same directory, fsyncs it, renames it and fsyncs the directory. Raises
+    `DataDirUnusable`.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -63,7 +66,7 @@ def write_atomic(path: Path, chunks: bytes | Iterable[Bytes], mode: int = 0o644,
 
 
 def write_synced(path: Path, chunks: bytes | Iterable[Bytes], mode: int = 0o644, disk: Disk = OS_DISK) -> None:
-    """A file whose bytes are durable; its name is not, yet. Raises `OSError`."""
+    """Write a file and make its bytes durable, but not its name. Raises `OSError`."""
     file = disk.create(path, mode)
     try:
         for chunk in (chunks,) if isinstance(chunks, bytes) else chunks:
@@ -79,7 +82,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def read_private(path: Path) -> bytes:
-    """The bytes of a file of ours. Raises `DataDirUnusable` when it cannot be read."""
+    """Read a file of the data directory. Raises `DataDirUnusable` if that fails."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -87,21 +90,21 @@ def read_private(path: Path) -> bytes:
 
 
 def data_dir_unusable(path: Path, error: OSError) -> DataDirUnusable:
-    """What an error of the file system means for the owner."""
+    """Convert a file system error to the error that the owner sees."""
     return DataDirUnusable(
         f"cannot use {path}: {error.strerror or error}",
-        "check the owner, the permissions and the free space of that directory, or name another with --data-dir",
+        "check the owner, permissions and free space of that directory, or pass another with --data-dir",
     )
 
 
 def raise_descriptor_limit(most: int) -> int:
-    """As many file descriptors as this process may have, up to `most`; how many those are. A thousand is usual."""
+    """Raise this process's limit of open files to at most `most` and return the new limit. The usual one is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return most if soft == resource.RLIM_INFINITY else soft
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (OSError, ValueError):  # a sandbox, or a system that has less than it says
+    except (OSError, ValueError):  # a sandbox, or a system that allows less than its hard limit
         return soft
     return wanted

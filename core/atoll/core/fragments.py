@@ -1,12 +1,12 @@
-"""Fragments: consecutive layers that are averaged together, a different one in every round. Pure.
+"""Fragments: consecutive layers that one round averages together. Pure.
 
-Rounds take turns: round 1 averages the first fragment, round 2 the second, and so on. So the bytes of a whole model are
-spread evenly over the time in which they are due, and an exchange is short beside it: what comes back is less old
-(Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512, section 2.1). A layer keeps its anchor, momentum and digests
-from the last round of its fragment until the next.
+Rounds rotate over the fragments: round 1 averages the first fragment, round 2 the second, and so on. This spreads the
+bytes of the model evenly over time and makes each exchange short, so that the average is less stale when it arrives
+(Streaming DiLoCo, Douillard et al. 2025, arXiv:2501.18512, section 2.1). A layer keeps its anchor, momentum and
+digests between two rounds of its fragment.
 
-Where nodes hold spans, a fragment lies between their cuts, so that a node holds all of it or nothing: it is averaged
-among its holders, and the others are witnesses of its round.
+If nodes hold spans, no fragment crosses a boundary between spans. So a node holds all of a fragment or nothing of it:
+its holders average it, and all other members are witnesses of that round.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Fragment:
-    """Layers [first_layer, end_layer): the elements [start, end) of the flat vector."""
+    """Layers [first_layer, end_layer), which are the elements [start, end) of the flat vector."""
 
     index: int
     first_layer: int
@@ -29,32 +29,32 @@ class Fragment:
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """Number of elements."""
         return self.end - self.start
 
     @property
     def layers(self) -> range:
-        """Their numbers."""
+        """Layer indices."""
         return range(self.first_layer, self.end_layer)
 
 
 def fragment_count(wanted: int, layers: int, cuts: int = 0) -> int:
-    """How many fragments a model of so many layers is cut into: a layer is never cut, and `cuts` always are."""
+    """Return the number of fragments: `wanted`, at least one per side of each of `cuts` cuts, at most one per layer."""
     return min(max(wanted, cuts + 1), layers)
 
 
 def fragment_of_round(number: int, count: int) -> int:
-    """The index of the fragment that round `number` averages; genesis, number 0, is of all and counts as the first."""
+    """Return the index of the fragment that round `number` averages. Genesis (0) covers all layers and returns 0."""
     return max(0, number - 1) % count
 
 
 @lru_cache(maxsize=16)
 def split_into_fragments(offsets: tuple[int, ...], wanted: int, cuts: tuple[int, ...] = ()) -> tuple[Fragment, ...]:
-    """Cut the layers between `offsets` (one entry more than there are layers) into fragments of about equal size.
+    """Split the layers into fragments of about equal size.
 
-    No fragment holds layers from both sides of one of the `cuts` (first layers of spans, ordered). The largest is as
-    small as can be, and the others are as equal as that allows: of all such cuts with that largest fragment, the sum of
-    the squared sizes is least. It follows from the arguments alone.
+    `offsets` are the layers' element offsets and the end (layers + 1 entries). No fragment contains layers from both
+    sides of one of the `cuts` (first layers of spans, ordered). The split minimises the largest fragment, then the
+    sum of squared sizes. The result depends on the arguments only.
     """
     count = fragment_count(wanted, len(offsets) - 1, len(cuts))
     ends = _ends(offsets, count, cuts)
@@ -65,11 +65,11 @@ def split_into_fragments(offsets: tuple[int, ...], wanted: int, cuts: tuple[int,
 
 
 def _ends(offsets: Sequence[int], count: int, cuts: tuple[int, ...]) -> tuple[int, ...]:
-    """By dynamic programming over (fragments, layers) for the sum of squares, none larger than it has to be."""
+    """Minimise the sum of squares with the largest fragment bounded: dynamic programming over (fragments, layers)."""
     layers, largest = len(offsets) - 1, _smallest_largest_size(offsets, count, cuts)
     first_allowed = _earliest_starts(offsets, largest, cuts)
-    best: list[int | None] = [0, *[None] * layers]  # the least cost of so many layers
-    before: list[list[int]] = []  # for every number of fragments and layers: where the last fragment begins
+    best: list[int | None] = [0, *[None] * layers]  # minimum cost by number of layers
+    before: list[list[int]] = []  # by fragments and layers: first layer of the last fragment
     for _ in range(count):
         ways: list[tuple[int, int] | None] = [None] * (layers + 1)
         for end in range(1, layers + 1):
@@ -88,7 +88,7 @@ def _ends(offsets: Sequence[int], count: int, cuts: tuple[int, ...]) -> tuple[in
 
 
 def _smallest_largest_size(offsets: Sequence[int], count: int, cuts: tuple[int, ...]) -> int:
-    """The size of the largest fragment where it is as small as can be: found by halving."""
+    """Return the smallest possible size of the largest fragment, by binary search."""
     low, high = 0, offsets[-1]
     while low < high:
         middle = (low + high) // 2
@@ -97,7 +97,7 @@ def _smallest_largest_size(offsets: Sequence[int], count: int, cuts: tuple[int, 
 
 
 def _fragments_needed(offsets: Sequence[int], largest: int, cuts: tuple[int, ...]) -> int:
-    """How many fragments it takes when none is larger than that; more than there are layers when it cannot be."""
+    """Return how many fragments of at most `largest` elements are needed; more than the layers if impossible."""
     first_allowed = _earliest_starts(offsets, largest, cuts)
     end, taken = len(offsets) - 1, 0
     while end > 0:
@@ -108,7 +108,7 @@ def _fragments_needed(offsets: Sequence[int], largest: int, cuts: tuple[int, ...
 
 
 def _earliest_starts(offsets: Sequence[int], largest: int, cuts: tuple[int, ...]) -> list[int]:
-    """For every end, the first layer with which a fragment that ends there may begin."""
+    """Return, for every end, the lowest first layer of a fragment that ends there."""
     allowed, first = [0], 0
     for end in range(1, len(offsets)):
         if end - 1 in cuts:

@@ -1,15 +1,15 @@
-"""Frames: what travels on every stream between peers.
+"""Frames: the units of every stream between peers.
 
     0      2        3      4              8            12         16
     +------+--------+------+--------------+------------+----------+--------+------+
     | "AT" | 1      | kind | header bytes | body bytes | CRC-32   | header | body |
     +------+--------+------+--------------+------------+----------+--------+------+
 
-Big-endian. The header is a protobuf message, the body raw bytes (a part, a slice of state). Lengths are
-checked before anything is allocated. libp2p or TLS already authenticates and encrypts; the checksum of header and
-body is for our own mistakes and for streams that were once seen cut silently. On a TLS connection of our own it is of
-the header alone: no other program lies between us and the records that TLS has checked, and to add up a body costs as
-much as to decrypt it.
+Big-endian. The header is a protobuf message; the body is raw bytes (a part, a slice of state). Lengths are
+checked before anything is allocated. libp2p or TLS already authenticates and encrypts. The checksum over header
+and body detects bugs, and truncated streams, which were observed to end without an error. On a direct TLS connection
+it covers the header only: no other program handles the bytes there, and a checksum of a body costs as much as its
+decryption.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from enum import IntEnum
 from atoll.core.errors import FrameInvalid
 
 MAX_FRAME_BYTES = 8 * 1024 * 1024  # header and body together
-MAX_HEADER_BYTES = 1024 * 1024  # a message of empty entries takes thirty times its size once it is parsed
+MAX_HEADER_BYTES = 1024 * 1024  # a parsed message of empty entries takes thirty times its wire size
 PREFIX = struct.Struct(">2sBBIII")
 _MAGIC = b"AT"
 _VERSION = 1
@@ -31,13 +31,13 @@ Buffer = bytes | bytearray | memoryview
 
 
 class FrameKind(IntEnum):
-    """What the header holds. The protocol of the stream says which message exactly."""
+    """Content of a frame. The stream's protocol defines which message the header is."""
 
     MESSAGE = 1  # header: a protobuf message of that protocol; no body
     PART = 2  # header: PartHeader; body: the encoded part
     BODY = 3  # header empty; body: bytes of a reply
     REFUSAL = 4  # header: Refusal; the sender closes the stream after it
-    END = 5  # empty; ends a conversation on a connection that serves several, one after another
+    END = 5  # empty; ends one conversation on a connection that carries several in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The first 16 bytes, checked."""
+    """The parsed and checked first 16 bytes of a frame."""
 
     kind: FrameKind
     header_bytes: int
@@ -60,24 +60,24 @@ class Prefix:
 
 
 def pack_prefix(kind: FrameKind, header: Buffer, body: Buffer = b"", *, checksum_body: bool = True) -> bytes:
-    """The 16 bytes that go before `header` and `body`. Raises `FrameInvalid` above the cap."""
+    """Return the 16 bytes that precede `header` and `body`. Raises `FrameInvalid` above a limit."""
     if len(header) > MAX_HEADER_BYTES:
-        raise FrameInvalid(f"a message of {len(header)} bytes is over the cap of {MAX_HEADER_BYTES}")
+        raise FrameInvalid(f"a message has {len(header)} bytes; the limit is {MAX_HEADER_BYTES}")
     if len(header) + len(body) > MAX_FRAME_BYTES:
-        raise FrameInvalid(f"a frame of {len(header) + len(body)} bytes is over the cap of {MAX_FRAME_BYTES}")
+        raise FrameInvalid(f"a frame has {len(header) + len(body)} bytes; the limit is {MAX_FRAME_BYTES}")
     checksum = _checksum(header, body if checksum_body else b"")
     return PREFIX.pack(_MAGIC, _VERSION, kind, len(header), len(body), checksum)
 
 
 def unpack_prefix(data: Buffer, max_bytes: int = MAX_FRAME_BYTES) -> Prefix:
-    """Read 16 bytes from a peer. Raises `FrameInvalid`; nothing was allocated by then."""
+    """Parse 16 bytes from a peer. Raises `FrameInvalid` before anything is allocated."""
     magic, version, kind, header_bytes, body_bytes, checksum = PREFIX.unpack(data)
     if magic != _MAGIC or version != _VERSION:
         raise FrameInvalid("the stream does not carry atoll frames of version 1")
     if header_bytes > MAX_HEADER_BYTES:
-        raise FrameInvalid(f"a peer announced a message of {header_bytes} bytes; the cap is {MAX_HEADER_BYTES}")
+        raise FrameInvalid(f"a peer announced a message of {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
     if header_bytes + body_bytes > max_bytes:
-        raise FrameInvalid(f"a peer announced a frame of {header_bytes + body_bytes} bytes; the cap is {max_bytes}")
+        raise FrameInvalid(f"a peer announced a frame of {header_bytes + body_bytes} bytes; the limit is {max_bytes}")
     try:
         return Prefix(FrameKind(kind), header_bytes, body_bytes, checksum)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Errors across gRPC: the tree goes out as status + `ErrorDetail`, and comes back as the same class."""
+"""Errors over gRPC: the server sends a status and an `ErrorDetail`; the client restores the same class."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _DETAIL_KEY = "atoll-error-bin"
 
 
 def status_of(error: errors.AtollError) -> grpc.StatusCode:
-    """The gRPC status of an error."""
+    """Return the gRPC status of an error."""
     return grpc.StatusCode[error.grpc_status]
 
 
 def trailing_metadata(error: errors.AtollError) -> tuple[tuple[str, bytes], ...]:
-    """The detail that travels beside status and sentence."""
+    """Return the trailing metadata with the `ErrorDetail`, sent along with status and message."""
     detail = pb.ErrorDetail(reason=error.reason, remedy=error.remedy)
     return ((_DETAIL_KEY, detail.SerializeToString()),)
 
 
 def from_rpc_error(error: grpc.RpcError, what: str) -> errors.AtollError:
-    """Turn a failed call into our error; `what` names the other side for people ("the coordinator at …")."""
+    """Convert a failed call to an `AtollError`. `what` names the other side ("the coordinator at …")."""
     code: grpc.StatusCode = error.code()
     sentence = str(error.details() or code.name)
     detail = _detail(error.trailing_metadata() or ())
@@ -38,15 +38,17 @@ def from_rpc_error(error: grpc.RpcError, what: str) -> errors.AtollError:
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(f"{what} did not answer in time")
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in sentence:  # not a message's size
+    if (
+        code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in sentence
+    ):  # that is the limit of message size
         return errors.Busy(f"{what} is busy: {sentence}", "nothing is wrong here; try again in a minute")
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        return errors.Rejected(f"{what} refused us: {sentence}")
+        return errors.Rejected(f"{what} refused this request: {sentence}")
     return errors.AtollError(f"{what} failed: {code.name}: {sentence}")
 
 
 def _innermost_cause(sentence: str) -> str:
-    """What went wrong without where in gRPC: it nests causes, the innermost last, with an errno in brackets."""
+    """Extract the cause from gRPC's message, which nests causes, the innermost last, with an errno in brackets."""
     return re.sub(r" \(\d+\)$", "", sentence.rpartition(": ")[2]) or sentence
 
 

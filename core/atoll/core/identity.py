@@ -1,17 +1,16 @@
-"""A node's Ed25519 identity: its libp2p peer id and its signing key in one.
+"""A node's Ed25519 identity: one key gives the libp2p peer id and signs messages.
 
 The peer id is the base58 text of the identity multihash of the key's libp2p protobuf
 (https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md): two bytes of multihash header, four of
-protobuf, then the 32 key bytes. The key file is the same protobuf of the private key, which is what p2pd
-reads, so one file serves both.
+protobuf, then the 32 key bytes. The key file is the same protobuf of the private key. p2pd reads that format,
+so both use one file.
 
-Signatures carry a context, so that one made for a record can never pass for one on a manifest.
+Every signature has a context, so that a signature for a record is never valid for a manifest.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 import base58
@@ -29,7 +28,7 @@ _MULTIHASH_PREFIX = bytes([0x00, 0x24])  # identity hash of 36 bytes
 
 
 class Identity:
-    """A private identity key. Keep it in one process; pass signatures around, not keys."""
+    """A private identity key. It stays in one process; other processes get signatures, not the key."""
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
@@ -38,7 +37,7 @@ class Identity:
 
     @classmethod
     def generate(cls) -> Identity:
-        """A fresh identity."""
+        """Create a new identity."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
@@ -69,18 +68,18 @@ class Identity:
         return _PRIVATE_PREFIX + seed + self.public_key
 
     def sign(self, context: str, payload: bytes) -> bytes:
-        """64 bytes of Ed25519 over the context and the payload."""
+        """Return the 64-byte Ed25519 signature of the payload for `context`."""
         return self._key.sign(_with_context(context, payload))
 
     def sign_message(self, context: str, payload: bytes) -> pb.Signed:
-        """The payload with our signature and public key."""
+        """Return the payload with this identity's signature and public key."""
         return pb.Signed(payload=payload, signature=self.sign(context, payload), public_key=self.public_key)
 
 
 def peer_id_of(public_key: bytes) -> str:
-    """The libp2p peer id of a raw 32-byte Ed25519 public key, base58."""
+    """Return the libp2p peer id (base58) of a raw 32-byte Ed25519 public key. Raises `SignatureInvalid`."""
     if len(public_key) != 32:
-        raise SignatureInvalid(f"an Ed25519 public key has 32 bytes, this one {len(public_key)}")
+        raise SignatureInvalid(f"an Ed25519 public key has {len(public_key)} bytes; it must have 32")
     return base58.b58encode(_MULTIHASH_PREFIX + _PUBLIC_PREFIX + public_key).decode()
 
 
@@ -92,22 +91,17 @@ def verify(context: str, payload: bytes, signature: bytes, public_key: bytes) ->
         raise SignatureInvalid(f"the {context} signature does not verify") from error
 
 
-def verify_signed(context: str, sealed: pb.Signed, public_key: bytes) -> bytes:
-    """The payload of `sealed`, if `public_key` signed it for `context`; else `SignatureInvalid`."""
-    if sealed.public_key != public_key:
-        raise SignatureInvalid(f"the {context} was signed by another key than the expected one")
-    verify(context, sealed.payload, sealed.signature, public_key)
-    return sealed.payload
+def verify_signed(context: str, signed: pb.Signed, public_key: bytes) -> bytes:
+    """Return the payload if `public_key` signed it for `context`; else raise `SignatureInvalid`."""
+    if signed.public_key != public_key:
+        raise SignatureInvalid(f"the {context} is signed by a key that is not the expected one")
+    verify(context, signed.payload, signed.signature, public_key)
+    return signed.payload
 
 
 def fingerprint(public_key: bytes) -> str:
-    """Hex SHA-256 of a public key: how an operator is named in certificates."""
+    """Hex SHA-256 of a public key; certificates name the operator by it."""
     return hashlib.sha256(public_key).hexdigest()
-
-
-def random_secret(size: int = 24) -> bytes:
-    """Bytes from the operating system's generator."""
-    return os.urandom(size)
 
 
 def _with_context(context: str, payload: bytes) -> bytes:

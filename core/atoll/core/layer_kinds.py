@@ -1,17 +1,17 @@
-"""The kinds of layers in a layer table: an embedding, blocks, a head."""
+"""Layer kinds in a layer table: embedding, blocks, head. Layers of one kind cost the same."""
 
 from __future__ import annotations
 
 EMBEDDING, BLOCK, HEAD = "embedding", "block", "head"
-MAX_BLOCK_KINDS = 14  # with the other two as many as a node's profile tells times of
+MAX_BLOCK_KINDS = 14  # with embedding and head: the number of layer times that a node's profile has
 
 
 def block_kind(number: int) -> str:
-    """Of blocks that differ: "block" for the first kind, then "block-2", …; those beyond the most count as the last."""
+    """Return the kind of the `number`th distinct block: "block", "block-2", …, at most "block-14"."""
     number = min(number, MAX_BLOCK_KINDS)
     return BLOCK if number == 1 else f"{BLOCK}-{number}"
 
 
 def is_block(kind: str) -> bool:
-    """Whether a layer of that kind stands between embedding and head."""
+    """Return whether a layer of that kind is a block, so neither embedding nor head."""
     return kind == BLOCK or kind.startswith(f"{BLOCK}-")

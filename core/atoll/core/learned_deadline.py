@@ -1,11 +1,13 @@
-"""How long others take, and how long to wait for them: learnt, never set by hand. Pure.
+"""Timeouts that are learned from observed durations instead of configured. Pure.
 
-A deadline is the median of the last durations plus k times their median absolute deviation, and at least twice the
-median, between a floor and a ceiling. Until enough was seen it is the ceiling. Median and MAD shrug off the odd slow
-round; waiting too long costs seconds once, giving up on a live member costs it its vote in the next round.
+A timeout is a floor plus the median of the last durations plus k times their median absolute deviation (MAD), with at
+least twice the median in place of the last two terms. A ceiling bounds it, and it equals the ceiling until there are
+enough observations. Median and MAD are robust against single slow rounds. A timeout that is too long costs some
+seconds once; one that is too short costs a live member its vote in the next round.
 
-A deadline that was missed doubles the next one, as a lost segment doubles TCP's timer (RFC 6298 §5.5): without that a
-link that grew slow would fail again and again. Where the round went on without those who missed it, it doubles once.
+A missed timeout doubles the next one, as a lost segment doubles TCP's timer (RFC 6298 §5.5). Without that, a link that
+became slow would fail again and again. If the round went on without the peers that missed it, the timeout doubles once
+only.
 """
 
 from __future__ import annotations
@@ -16,17 +18,17 @@ from statistics import median
 
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _K = 8.0
-_ENOUGH = 3  # observations before the estimate is trusted
+_ENOUGH = 3  # observations before the estimate replaces the ceiling
 _WINDOW = 31
-_MISS_FACTOR = 1.5  # what a missed deadline is taken to have needed
+_MISS_FACTOR = 1.5  # a missed timeout counts as this multiple of its duration
 _MAX_BACKOFF = 2.0**16
-_ANSWERS = 5  # of one peer that are remembered
+_ANSWERS = 5  # remembered for each peer
 _MAX_PEERS = 1024
 
 
 @dataclass
 class LearnedDeadline:
-    """Durations of one phase, in seconds."""
+    """Timeout of one phase, learned from its durations in seconds."""
 
     floor_seconds: float
     ceiling_seconds: float
@@ -34,18 +36,18 @@ class LearnedDeadline:
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
     def observe(self, seconds: float) -> None:
-        """How long it took until all were there."""
+        """Record how long the phase took until every peer was done."""
         self._durations.append(max(0.0, seconds))
         self._backoff = 1.0
 
     def observe_miss(self, seconds: float, *, failed: bool) -> None:
-        """Somebody was not there after that long; `failed`: nothing came of it."""
+        """Record that a peer was not done after `seconds`. `failed`: the phase had no result without that peer."""
         self._durations.append(_MISS_FACTOR * max(0.0, seconds))
         self._backoff = min(2 * self._backoff, _MAX_BACKOFF) if failed else 2.0
 
     @property
     def timeout_seconds(self) -> float:
-        """Seconds to wait for the next ones."""
+        """Seconds to wait in the next phase."""
         if len(self._durations) < _ENOUGH:
             return self.ceiling_seconds
         middle = median(self._durations)
@@ -57,16 +59,16 @@ class LearnedDeadline:
 
 @dataclass
 class ResponseTimes:
-    """How long each of several peers took to answer, in seconds; those that did not are not in it."""
+    """Response times by peer, in seconds. A peer that never answered has none."""
 
     _durations: dict[str, deque[float]] = field(default_factory=dict)
 
     def observe(self, peer: str, seconds: float) -> None:
-        """One more answer."""
+        """Record one response time."""
         self._durations.setdefault(peer, deque(maxlen=_ANSWERS)).append(seconds)
         if len(self._durations) > _MAX_PEERS:
             del self._durations[next(iter(self._durations))]
 
     def median_seconds(self, peer: str) -> float:
-        """The median of its last ones; 0 while there is none."""
+        """Return the median of the peer's last response times; 0 if there are none."""
         return median(self._durations[peer]) if peer in self._durations else 0.0

@@ -1,4 +1,4 @@
-"""Structured logs: one event with named values a line. Colours on a terminal, JSON otherwise, always on stderr."""
+"""Structured logs on stderr: one event with named values per line; coloured text on a terminal, JSON elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Format = Literal["auto", "console", "json"]
 
 
 class _LossyStderr:
-    """Standard error, which may lie on a full disk or end in a closed pipe: a line is lost then, not the program."""
+    """Standard error that drops a line it cannot write (full disk, closed pipe), so that the program goes on."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError, ValueError):
@@ -29,7 +29,7 @@ class _LossyStderr:
 
 
 def configure(level: str = "info", output: Format = "auto", **bound: str) -> None:
-    """Set up this process's logs; `bound` values (node, run) stand in every line."""
+    """Set up this process's logs. Every line contains the `bound` values (node, run)."""
     human = sys.stderr.isatty() if output == "auto" else output == "console"
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -39,7 +39,7 @@ def configure(level: str = "info", output: Format = "auto", **bound: str) -> Non
     if human:
         shared.append(_console(sys.stderr.isatty()))
     else:
-        # never the locals of a frame: they may hold a token or a key
+        # never log the locals of a frame: they may contain a token or a key
         frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         shared += [structlog.processors.ExceptionRenderer(frames), structlog.processors.JSONRenderer()]
     number = logging.getLevelNamesMapping()[level.upper()]
@@ -55,12 +55,12 @@ def configure(level: str = "info", output: Format = "auto", **bound: str) -> Non
 
 
 def get(component: str) -> structlog.stdlib.BoundLogger:
-    """A logger whose lines name the component."""
+    """Return a logger whose lines name the component."""
     return cast("structlog.stdlib.BoundLogger", structlog.get_logger(component=component))
 
 
 def json_line_formatter(colors: bool) -> Callable[[str], str]:
-    """What makes a line of JSON, as `configure` writes them, one for people, in local time; other lines stay."""
+    """Return a function that formats a JSON log line for people, in local time. It returns other lines unchanged."""
     console = _console(colors)
 
     def read(line: str) -> str:
@@ -87,11 +87,11 @@ def _console(colors: bool) -> structlog.dev.ConsoleRenderer:
 
 
 def _trace(error: dict[str, Any]) -> str:
-    """As Python shows it, but for the lines of code: an innermost frame last."""
+    """Format a traceback as Python does, without the source lines; the innermost frame is last."""
     frames = (f"  {it['filename']}:{it['lineno']} in {it['name']}" for it in error["frames"])
     return "\n".join([*frames, f"{error['exc_type']}: {error['exc_value']}"])
 
 
 def _replace_control_characters(text: str) -> str:
-    """Without what would move a terminal's cursor."""
+    """Replace characters that could move a terminal's cursor."""
     return "".join(it if it.isprintable() or it in "\n\t" else "\N{REPLACEMENT CHARACTER}" for it in text)

@@ -1,7 +1,7 @@
-"""Who belongs: membership certificates and the deny-list, both signed by the operator.
+"""Membership certificates and the deny-list, both signed by the operator.
 
-Peers check these offline, in the gate and in DHT records, so nothing here does I/O. A certificate stays
-good for a stated grace after `not_after` while the coordinator cannot be reached to renew it.
+Peers verify them offline, in the gate and in DHT records, so nothing here does I/O. A certificate stays valid for
+`EXPIRY_GRACE` after `not_after`, because the coordinator may be unreachable when it is to be renewed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ class Member:
     epoch: int
     not_after: float  # Unix seconds
     node_name: str
-    sealed: pb.Signed  # as it may be shown to others
 
     def valid_at(self, now: float) -> bool:
-        """Whether a peer may still be served at Unix time `now`, grace included."""
+        """Return whether the certificate is valid at Unix time `now`, grace included."""
         return now <= self.not_after + EXPIRY_GRACE.total_seconds()
 
 
@@ -54,7 +53,7 @@ def issue_membership(
     now: float,
     node_name: str,
 ) -> pb.Signed:
-    """Sign a certificate for 24 h from `now` (Unix seconds)."""
+    """Sign a certificate that is valid for 24 h from `now` (Unix seconds)."""
     payload = pb.Membership(
         protocol=protocol.ours(),
         peer_id=peer_id_of(public_key),
@@ -83,19 +82,21 @@ EMPTY_DENY_LIST = DenyList(0, frozenset())
 
 @dataclass(frozen=True)
 class MembershipVerifier:
-    """What it takes to check anyone's membership of one run: the operator's key and the run's name."""
+    """Verifies membership certificates and deny-lists of one run with the operator's key."""
 
     operator_key: bytes
     run_id: str
 
-    def verify_membership(self, sealed: pb.Signed, now: float, *, expect_peer_id: str | None = None) -> Member:
-        """Check signature, operator, run, key, time and version. Raises `CertificateInvalid` and kin."""
-        if sealed.ByteSize() > MAX_CERTIFICATE_BYTES:
-            raise CertificateInvalid(f"a membership certificate has at most {MAX_CERTIFICATE_BYTES} bytes")
+    def verify_membership(self, signed: pb.Signed, now: float, *, expect_peer_id: str | None = None) -> Member:
+        """Check signature, operator, run, key, time and version. Raises `CertificateInvalid`, `ProtocolMismatch`."""
+        if signed.ByteSize() > MAX_CERTIFICATE_BYTES:
+            raise CertificateInvalid(
+                f"the membership certificate has {signed.ByteSize()} bytes; the limit is {MAX_CERTIFICATE_BYTES}"
+            )
         try:
-            membership = pb.Membership.FromString(verify_signed("membership", sealed, self.operator_key))
+            membership = pb.Membership.FromString(verify_signed("membership", signed, self.operator_key))
         except (SignatureInvalid, DecodeError) as error:
-            raise CertificateInvalid(f"the membership certificate is not from our operator: {error}") from error
+            raise CertificateInvalid(f"the membership certificate is not from this run's operator: {error}") from error
         protocol.check(membership.protocol, f"peer {membership.peer_id}")
         self._check_subject(membership, expect_peer_id)
         if now < membership.not_before_unix_ms / 1000 - SKEW_ALLOWED.total_seconds():
@@ -108,7 +109,6 @@ class MembershipVerifier:
             epoch=membership.epoch,
             not_after=membership.not_after_unix_ms / 1000,
             node_name=membership.node_name,
-            sealed=sealed,
         )
         if not member.valid_at(now):
             raise CertificateInvalid("the membership certificate has expired", "join again with a new token")
@@ -120,23 +120,23 @@ class MembershipVerifier:
                 f"the membership certificate is for run {membership.run_id!r}, not {self.run_id!r}"
             )
         if peer_id_of(membership.public_key) != membership.peer_id:
-            raise CertificateInvalid("the membership certificate names a peer id that is not its key's")
+            raise CertificateInvalid("the peer id in the membership certificate does not match its key")
         if expect_peer_id is not None and membership.peer_id != expect_peer_id:
-            raise CertificateInvalid(f"peer {expect_peer_id} showed the certificate of {membership.peer_id}")
+            raise CertificateInvalid(f"peer {expect_peer_id} sent the membership certificate of {membership.peer_id}")
 
-    def verify_deny_list(self, sealed: pb.Signed) -> DenyList:
+    def verify_deny_list(self, signed: pb.Signed) -> DenyList:
         """Check signature and operator. Raises `SignatureInvalid`, `CertificateInvalid`."""
         try:
-            listed = pb.DenyList.FromString(verify_signed("deny-list", sealed, self.operator_key))
+            listed = pb.DenyList.FromString(verify_signed("deny-list", signed, self.operator_key))
         except DecodeError as error:
             raise SignatureInvalid("the deny-list does not parse") from error
         if listed.operator_id != fingerprint(self.operator_key):
-            raise CertificateInvalid("the deny-list is another operator's")
+            raise CertificateInvalid("the deny-list is from another operator")
         return DenyList(listed.number, frozenset(listed.peer_ids))
 
 
 def issue_deny_list(operator: Identity, number: int, peer_ids: frozenset[str], now: float) -> pb.Signed:
-    """Sign a deny-list. `number` must be higher than any issued before."""
+    """Sign a deny-list. `number` must be higher than those of all earlier lists."""
     payload = pb.DenyList(
         operator_id=fingerprint(operator.public_key),
         number=number,
@@ -147,11 +147,11 @@ def issue_deny_list(operator: Identity, number: int, peer_ids: frozenset[str], n
 
 
 def newer_deny_list(current: DenyList, offered: DenyList) -> DenyList:
-    """The deny-list to keep: numbers never go back."""
+    """Return the deny-list with the higher number; `current` if they are equal."""
     return offered if offered.number > current.number else current
 
 
 def refuse_banned(deny: DenyList, peer_id: str) -> None:
-    """Raise `Banned` if the peer stands on the list."""
+    """Raise `Banned` if the peer is on the list."""
     if peer_id in deny.peer_ids:
-        raise Banned(f"peer {peer_id} was banned by the operator")
+        raise Banned(f"the operator banned peer {peer_id}")

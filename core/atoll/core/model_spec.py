@@ -1,7 +1,7 @@
 """The `[model]` section of a run spec: the built-in decoder, or a Hugging Face architecture by its configuration.
 
-A configuration is a stranger's data. What is checked here needs no library: its form, its size, and that it names
-neither code nor anything to fetch. Whether `transformers` knows its keys is for nodes to say.
+A configuration is untrusted data. The checks here need no library: form, size, and that it names neither code nor
+anything to fetch. Nodes check whether `transformers` knows its keys.
 """
 
 from __future__ import annotations
@@ -12,24 +12,29 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from atoll.core.spec_section import Positive, Section
+MAX_COUNT = 2**53  # exact in JSON and as a double
+
+Positive = Annotated[int, Field(gt=0, le=MAX_COUNT)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Rate = Annotated[float, Field(gt=0, le=10)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = (
     "model.safetensors",
     "model.safetensors.index.json",
-)  # one of them says what a base holds
+)  # a base has one of the two
 
 MAX_CONFIG_BYTES = 64 << 10
 MAX_CONFIG_DEPTH = 3
-MAX_CONFIG_INTEGER = 2**24  # more than any size or window, and little enough to make a vector of
-MAX_CONFIG_LAYERS = 1022  # blocks; with embedding and head as many layers as are ever planned
-MAX_CONFIG_EXPERTS = 4096  # of a block, such as experts
+MAX_CONFIG_INTEGER = 2**24  # above every known size or window, and small enough to allocate a vector
+MAX_CONFIG_LAYERS = 1022  # blocks; with embedding and head the planner's limit of layers
+MAX_CONFIG_EXPERTS = 4096  # parts of a block, such as experts
 MAX_BASE_FILES = 1024
 
 _KEY = re.compile(r"^[a-z][A-Za-z0-9_]{0,79}$")
-_TEXT = re.compile(r"[A-Za-z0-9_.+-]{0,80}")  # names of functions and kinds; no paths, no repositories
+_TEXT = re.compile(r"[A-Za-z0-9_.+-]{0,80}")  # names of functions and kinds, never paths or repositories
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _FORBIDDEN_KEY_PARTS = (
     "auto_map",
@@ -44,12 +49,18 @@ _FORBIDDEN_KEY_PARTS = (
 _Keys = Annotated[tuple[Annotated[str, Field(pattern=_KEY.pattern)], ...], Field(max_length=64)]
 
 
+class Section(BaseModel):
+    """A table of a run spec: frozen; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+
+
 class ModelSection(Section):
-    """A Llama-compatible decoder: a preset, with any of its numbers replaced."""
+    """A Llama-compatible decoder: a preset, any of whose numbers can be replaced."""
 
     architecture: Literal["built-in"] = "built-in"
     preset: Literal["nano", "micro", "30m", "125m", "350m", "1b", "3b", "7b"] = "nano"
-    vocabulary: Positive | None = None  # default: what the tokenizer needs
+    vocabulary: Positive | None = None  # default: the tokenizer's size
     dimension: Positive | None = None
     layers: Positive | None = None
     heads: Positive | None = None
@@ -60,10 +71,10 @@ class ModelSection(Section):
 
 
 class BaseSection(Section):
-    """Pretrained weights that every member has on its disk, and must have bit for bit."""
+    """Pretrained weights. Every member has the same files on its disk, bit for bit."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9 ._/-]{0,200}$")] = (
-        ""  # for people, and for those who load an adapter later
+        ""  # for people, and for programs that load an exported adapter
     )
     files: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]  # name → hex SHA-256
 
@@ -74,10 +85,10 @@ class BaseSection(Section):
             raise ValueError(f"must name 1 to {MAX_BASE_FILES} files")
         for name in files:
             if not _FILE.fullmatch(name) or not (name.endswith(".safetensors") or name == SAFE_WEIGHTS_INDEX_NAME):
-                raise ValueError(f"{name!r} is no file of safetensors in one directory")
+                raise ValueError(f"{name!r} is not the name of a .safetensors file or {SAFE_WEIGHTS_INDEX_NAME}")
         if (SAFE_WEIGHTS_NAME in files) == (SAFE_WEIGHTS_INDEX_NAME in files):
             raise ValueError(
-                f"must name either {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME} with the files that it lists"
+                f"must have either {SAFE_WEIGHTS_NAME}, or {SAFE_WEIGHTS_INDEX_NAME} and the files that it lists"
             )
         return files
 
@@ -86,7 +97,7 @@ class BaseSection(Section):
 
 
 class AdapterSection(Section):
-    """LoRA (Hu et al. 2021, arXiv:2106.09685): the base is frozen; two thin matrices beside each target are trained."""
+    """LoRA (Hu et al. 2021, arXiv:2106.09685): trains two low-rank matrices per target; the base is frozen."""
 
     kind: Literal["lora"] = "lora"
     rank: Annotated[int, Field(ge=1, le=1024)] = 8
@@ -94,15 +105,15 @@ class AdapterSection(Section):
     targets: Annotated[
         tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.]{0,199}$")], ...],
         Field(min_length=1, max_length=64),
-    ]  # names of modules, or their ends
+    ]  # module names, or their last parts
 
 
 class HuggingFaceModel(Section):
-    """A decoder of the `transformers` library by its configuration, from seeded weights or from a pretrained base."""
+    """A `transformers` decoder, given by its configuration; starts from seeded weights or a pretrained base."""
 
     architecture: Literal["huggingface"]
     config: dict[str, Any]  # as in a config.json; `model_type` names the family
-    config_nulls: _Keys = ()  # keys that are null and are not by default: TOML has no null
+    config_nulls: _Keys = ()  # keys whose value is null but whose default is not: TOML has no null
     base: BaseSection | None = None
     adapter: AdapterSection | None = None
 
@@ -119,11 +130,11 @@ class HuggingFaceModel(Section):
     @model_validator(mode="after")
     def _check_base_and_adapter(self) -> HuggingFaceModel:
         if self.adapter is not None and self.base is None:
-            raise ValueError("an adapter needs a base to stand on: add [model.base], as `atoll base DIR` prints it")
+            raise ValueError("an adapter needs pretrained weights: add [model.base], as `atoll base DIR` prints it")
         if twice := sorted(set(self.config_nulls) & set(self.config)):
-            raise ValueError(f"config says {twice[0]}, and config_nulls says that it is null")
+            raise ValueError(f"{twice[0]} is set in config and also listed in config_nulls; remove one")
         if self.base is not None and "vocab_size" not in self.config:
-            raise ValueError("with a base, config must say vocab_size")
+            raise ValueError("config must set vocab_size if there is a base")
         return self
 
     def __hash__(self) -> int:
@@ -131,7 +142,7 @@ class HuggingFaceModel(Section):
 
 
 def _kind_of(value: Any) -> str | None:
-    """By `architecture`, which may be left out for the built-in one."""
+    """Return the section's `architecture`; the default is the built-in one."""
     if isinstance(value, Mapping):
         return str(value.get("architecture", "built-in"))
     return getattr(value, "architecture", None)
@@ -150,14 +161,16 @@ AnyModel = Annotated[
 
 
 def _check_table(table: Mapping[Any, Any], depth: int) -> None:
-    """Raise `ValueError` unless it is small plain data that names nothing to fetch or run."""
+    """Raise `ValueError` unless the table is small plain data that names nothing to fetch or run."""
     if depth > MAX_CONFIG_DEPTH:
-        raise ValueError(f"tables in it may be {MAX_CONFIG_DEPTH} deep")
+        raise ValueError(f"tables are nested {depth} deep; at most {MAX_CONFIG_DEPTH}")
     for key, value in table.items():
         if any(word in str(key) for word in _FORBIDDEN_KEY_PARTS):
-            raise ValueError(f"{key} names code or weights that are not the run's: leave it out")
+            raise ValueError(f"{key} names code or weights outside the run: remove it")
         if not isinstance(key, str) or not _KEY.fullmatch(key):
-            raise ValueError(f"{key!r} is no key of a configuration")
+            raise ValueError(
+                f"{key!r} is not a valid key: a-z first, then letters, digits and _, at most 80 characters"
+            )
         if isinstance(value, Mapping):
             _check_table(value, depth + 1)
         else:
@@ -172,7 +185,7 @@ def _check_value(key: str, value: object) -> None:
         parts = "expert" in key or "block" in key
         most = MAX_CONFIG_LAYERS if "layer" in key else MAX_CONFIG_EXPERTS if parts else MAX_CONFIG_INTEGER
         if abs(value) > most:
-            raise ValueError(f"{key} = {value} is more than {most}")
+            raise ValueError(f"{key} = {value} is out of range; its magnitude is at most {most}")
     elif isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError(f"{key} must be finite")

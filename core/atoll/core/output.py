@@ -1,4 +1,4 @@
-"""How commands print: data on stdout (text for people, versioned JSON for programs), prose on stderr."""
+"""Output of commands: data on stdout (text for people, versioned JSON for programs), prose on stderr."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 
 
 class Output(StrEnum):
-    """How a command prints its result."""
+    """Format of a command's result."""
 
     TEXT = "text"
     JSON = "json"
@@ -41,35 +41,38 @@ OutputOption = Annotated[Output, typer.Option("--output", "-o", help="text for p
 
 
 def print_json(document: Mapping[str, object]) -> None:
-    """One versioned object on stdout. `version` grows when a key changes its meaning; new keys may come any time."""
+    """Print a versioned object on stdout. `version` grows if a key changes its meaning, not for a new key."""
     print(json.dumps({"version": JSON_VERSION, **document}, indent=2, ensure_ascii=False))
 
 
 def print_json_line(document: Mapping[str, object]) -> None:
-    """The same on one line, for streams."""
+    """Print one versioned object on one line, for streams."""
     print(json.dumps({"version": JSON_VERSION, **document}, ensure_ascii=False), flush=True)
 
 
 def ask_interactively(question: Callable[[], Answer]) -> Answer:
-    """What a person answers to one of typer's questions. Ctrl-C there ends a command as it does anywhere else.
+    """Return the answer to one of typer's questions. Ctrl-C ends the command as it does elsewhere.
 
-    Raises `UsageError` where there is nobody to ask.
+    Raises `UsageError` if standard input is not a terminal.
     """
     try:
         return question()
     except typer.Abort:
         if sys.stdin.isatty():
             raise KeyboardInterrupt from None
-    raise UsageError("nothing was done: there is nobody here to ask", "--help says how to answer beforehand")
+    raise UsageError(
+        "this command needs an answer, and standard input is not a terminal: nothing was changed",
+        "answer by an option of the command: see --help",
+    )
 
 
 def print_to_stderr(text: str) -> None:
-    """Prose for people, on stderr, so that stdout stays data."""
+    """Print prose for people on stderr, so that stdout has data only."""
     print(wrap_for_terminal(text, sys.stderr), file=sys.stderr)
 
 
 def wrap_for_terminal(text: str, stream: TextIO) -> str:
-    """As a terminal shows it best: lines broken between words. For other programs, as it is."""
+    """Break lines between words at the terminal's width. Return text for a pipe or file unchanged."""
     if not stream.isatty():
         return text
     width = shutil.get_terminal_size().columns

@@ -1,4 +1,9 @@
-"""Plans: signed by the operator, checked by whoever follows them."""
+"""Plans: which node holds which layers, signed by the operator and verified by every node.
+
+A plan assigns a span of layers to each member, orders members into routes that cover all layers once, and names the
+base of the run's history: the manifest that the rounds under it build on. A member without a place on a route is a
+standby. Nodes follow the plan with the highest version that they verified.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from functools import cached_property
 from google.protobuf.message import DecodeError
 
 from atoll.core import protocol
+from atoll.core.data_position import SampleRange
 from atoll.core.errors import SignatureInvalid
 from atoll.core.identity import Identity, verify_signed
 from atoll.core.manifest import Head
@@ -15,13 +21,12 @@ from atoll.core.quorum import Electorate
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import plan_pb2
 
-SampleRange = tuple[int, int]
-RouteName = tuple[int, int]  # the plan that it began under, and its number there
+RouteName = tuple[int, int]  # version of the plan in which the route began, and its number in that plan
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one node does: the layers it holds, the samples it starts with, what it may claim."""
+    """One node's part in a plan: its layers, first data ranges and caps."""
 
     peer_id: str
     first_layer: int
@@ -33,10 +38,10 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Base:
-    """Where the history that counts begins: genesis, or where an operator made the run go on."""
+    """The manifest on which a run's valid history builds: genesis, or the one that the operator recovered to."""
 
     manifest_hash: bytes
-    voters: tuple[str, ...]  # peer ids, ordered: who decides the round after it
+    voters: tuple[str, ...]  # peer ids, ordered: the electorate of the next round
     round: int = 0
     since_version: int = 1  # the plan that set it
 
@@ -52,54 +57,54 @@ class Plan:
     base: Base
     issued_unix_ms: int = 0
     reason: str = ""
-    former: tuple[str, ...] = ()  # peer ids: no members any more; may hold state that members lack
-    names: tuple[RouteName, ...] = ()  # of the routes, in their order; none: all begin with this plan
+    former: tuple[str, ...] = ()  # peer ids of former members; they may hold state that members lack
+    names: tuple[RouteName, ...] = ()  # by route; empty: all routes begin with this plan
 
     def name_of(self, number: int) -> RouteName:
-        """What messages call a route, by its place in `routes`: the same as long as plans leave it as it is."""
+        """Return the name of route `number` in messages. It stays the same while plans do not change the route."""
         return self.names[number] if self.names else (self.version, number)
 
     @cached_property
     def members(self) -> tuple[str, ...]:
-        """Peer ids, ordered."""
+        """Peer ids of the members, ordered."""
         return tuple(item.peer_id for item in self.assignments)
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
-        """First layers of spans but the model's first, ordered: layers on both sides may have other holders."""
+        """First layers of all spans except layer 0, ordered. The holders of the layers on both sides may differ."""
         return tuple(sorted({item.first_layer for item in self.assignments} - {0}))
 
     @cached_property
     def drivers(self) -> tuple[str, ...]:
-        """Who consumes data: the first stage of every route. Peer ids, ordered."""
+        """Peer ids of the first stage of every route, ordered. Only drivers consume data."""
         return tuple(sorted(route[0] for route in self.routes))
 
     @cached_property
     def stages(self) -> frozenset[str]:
-        """Members that have a place on a route."""
+        """Peer ids of the members on a route."""
         return frozenset(peer for route in self.routes for peer in route)
 
     @cached_property
     def standbys(self) -> tuple[str, ...]:
-        """Members without such a place: they hold layers, follow the rounds, and may take a stage's place. Ordered."""
+        """Peer ids of the members on no route, ordered. They hold layers, follow rounds and can replace a stage."""
         return tuple(peer for peer in self.members if peer not in self.stages)
 
     def span(self, peer_id: str) -> range:
-        """The layers that `peer_id` holds; none when it is not part of this plan."""
+        """Return the layers that `peer_id` holds; empty if it is not a member."""
         assignment = self.assignment(peer_id)
         return range(assignment.first_layer, assignment.last_layer + 1) if assignment else range(0)
 
     @property
     def layers(self) -> int:
-        """How many the model has; 0 in a plan without members."""
+        """Number of layers of the model; 0 in a plan without members."""
         return max((item.last_layer + 1 for item in self.assignments), default=0)
 
     def is_replica(self, peer_id: str) -> bool:
-        """Whether it holds the whole model: a route of its own."""
+        """Return whether `peer_id` is a route by itself, so it holds the whole model."""
         return (peer_id,) in self.routes
 
     def holders(self, layers: range) -> frozenset[str]:
-        """Members that hold all of these consecutive layers."""
+        """Return the members that hold all of these consecutive layers."""
         return frozenset(
             item.peer_id
             for item in self.assignments
@@ -107,17 +112,17 @@ class Plan:
         )
 
     def accepts(self, head: Head) -> bool:
-        """Whether `head` can be part of the history that counts: the base, or made since under its plans."""
+        """Return whether `head` is in the valid history: the base, or a later round under a plan since it."""
         if head.round <= self.base.round:
             return head.hash == self.base.manifest_hash
         return head.manifest.round.plan_version >= self.base.since_version
 
     def electorate(self, head: Head) -> Electorate:
-        """Who decides the round after `head`."""
+        """Return the members that decide the round after `head`."""
         return self._first_electorate if head.hash == self.base.manifest_hash else head.electorate
 
     def can_decide(self, head: Head) -> bool:
-        """Whether its members suffice to commit the round after `head`, if need be with the coordinator's vote."""
+        """Return whether its members can commit the round after `head`, with the coordinator's vote if necessary."""
         electorate, members = self.electorate(head), frozenset(self.members)
         return electorate.decides(members) or electorate.is_half(members)
 
@@ -126,7 +131,7 @@ class Plan:
         return Electorate(frozenset(self.base.voters))
 
     def assignment(self, peer_id: str) -> Assignment | None:
-        """What `peer_id` does, or None when it is not part of this plan."""
+        """Return the assignment of `peer_id`, or None if it is not a member."""
         return self._by_peer.get(peer_id)
 
     @cached_property
@@ -134,7 +139,7 @@ class Plan:
         return {item.peer_id: item for item in self.assignments}
 
     def to_proto(self) -> plan_pb2.Plan:
-        """The message that is signed."""
+        """Convert to the message that the operator signs."""
         return plan_pb2.Plan(
             protocol=protocol.ours(),
             run_id=self.run_id,
@@ -166,7 +171,7 @@ class Plan:
 
     @classmethod
     def from_proto(cls, message: plan_pb2.Plan) -> Plan:
-        """Read a plan whose signature was checked."""
+        """Parse a plan whose signature was verified."""
         names = tuple((route.since_version, route.number) for route in message.routes)
         return cls(
             run_id=message.run_id,
@@ -197,20 +202,20 @@ class Plan:
 
 
 def stored_route_names(version: int, names: tuple[RouteName, ...]) -> tuple[RouteName, ...]:
-    """Names as a plan has them: none where all its routes begin with it, or where an older coordinator gave none."""
+    """Return `names`, or () if all routes begin with this plan or an older coordinator sent no names."""
     fresh = all(name == (version, number) for number, name in enumerate(names))
     return names if all(since for since, _ in names) and not fresh else ()
 
 
 def sign_plan(operator: Identity, plan: Plan) -> pb.Signed:
-    """Seal a plan for members."""
+    """Sign a plan with the operator's key."""
     return operator.sign_message("plan", plan.to_proto().SerializeToString(deterministic=True))
 
 
-def verify_plan(sealed: pb.Signed, operator_key: bytes, run_id: str) -> Plan:
-    """Check signature, version of the protocol, run. Raises `SignatureInvalid`, `ProtocolMismatch`."""
+def verify_plan(signed: pb.Signed, operator_key: bytes, run_id: str) -> Plan:
+    """Check signature, protocol version and run. Raises `SignatureInvalid`, `ProtocolMismatch`."""
     try:
-        message = plan_pb2.Plan.FromString(verify_signed("plan", sealed, operator_key))
+        message = plan_pb2.Plan.FromString(verify_signed("plan", signed, operator_key))
     except DecodeError as error:
         raise SignatureInvalid("the plan does not parse") from error
     protocol.check(message.protocol, "the coordinator")

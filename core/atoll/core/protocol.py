@@ -1,4 +1,4 @@
-"""Which version of the protocol we speak, and who we can speak with."""
+"""Protocol version of this release, and the check of other versions: the major version must be equal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MINOR = 0
 
 
 def ours() -> pb.ProtocolVersion:
-    """The version that we put into every hello, record, plan and manifest."""
+    """Return this release's version, which every hello, record, plan and manifest contains."""
     return pb.ProtocolVersion(major=MAJOR, minor=MINOR)
 
 

@@ -1,12 +1,12 @@
-"""Who decides a round, and what was decided before: the arithmetic of votes. Pure.
+"""Vote counting: which votes commit a round, and which earlier result a new attempt must adopt. Pure.
 
-Round n+1 is decided by the members that were present when round n was settled, its *electorate*. A result commits
-with the votes of a strict majority of them; of an even electorate, exactly half suffice together with the
-coordinator's tie-break. Any two such quorums share a voter: two majorities share a member, so do a majority and a
-half, and two halves share the coordinator.
+The *electorate* of round n+1 is the members that were present when round n was settled. A result commits with the
+votes of a strict majority of the electorate. Exactly half of an even electorate suffices together with the
+coordinator's tie-break. Any two such quorums share a voter: two majorities share a member, a majority and a half
+share a member, and two halves share the coordinator.
 
-Attempts are ballots of single-decree Paxos (Lamport, "Paxos Made Simple", 2001): a member that takes part in one
-promises to ignore earlier ones, and says what it voted for last. `must_adopt` is the proposer's rule.
+Attempts are ballots of single-decree Paxos (Lamport, "Paxos Made Simple", 2001). A member that takes part in an
+attempt promises not to vote in earlier ones, and reports its last vote. `must_adopt` is the proposer's rule.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Ballot(NamedTuple):
-    """An attempt as votes see it: attempts under a newer plan come after all of an older one."""
+    """Order of an attempt in Paxos: all attempts under a newer plan are higher than those under an older one."""
 
     plan_version: int
     attempt: int
@@ -30,25 +30,25 @@ class Electorate:
     members: frozenset[str]
 
     def decides(self, votes: Set[str], tie_break: bool = False) -> bool:
-        """Whether `votes` (peer ids, others than members are ignored) commit a result."""
+        """Return whether `votes` commit a result. Peer ids outside the electorate are ignored."""
         double = 2 * len(self.members & votes)
         return double > len(self.members) or (tie_break and self.is_half(votes))
 
     def is_half(self, votes: Set[str]) -> bool:
-        """Whether the coordinator's vote would make `votes` enough."""
+        """Return whether `votes` are exactly half, so that the coordinator's vote makes a quorum."""
         return 0 < 2 * len(self.members & votes) == len(self.members)
 
 
 @dataclass(frozen=True)
 class LastVote:
-    """What a voter voted for last at this round number."""
+    """A voter's last vote at this round number."""
 
     ballot: Ballot
     payload: bytes
 
 
 class Undecided(Exception):
-    """Two different results may have been committed as far as these answers tell; more answers are needed."""
+    """The answers allow that either of two different results was committed; more answers are needed."""
 
 
 def must_adopt(
@@ -57,12 +57,12 @@ def must_adopt(
     tie_break_promised: bool = False,
     tie_break_voted: LastVote | None = None,
 ) -> bytes | None:
-    """The earlier result that a new attempt has to commit, or None when it is free to compute another.
+    """Return the earlier result that a new attempt must commit, or None if it may compute a new one.
 
-    `promised` are the members that will not vote in earlier attempts any more, with their last votes. The result of
-    the highest ballot must be adopted if those who voted for it, and those who did not promise, could be a quorum:
-    then it may be committed already. (If any lower one had been committed, the proposer of the highest had adopted
-    it.) Raises `Undecided` when replicas computed different results in that ballot and both could be.
+    `promised` has the members that promised not to vote in earlier attempts, with their last votes. The result of the
+    highest ballot must be adopted if its voters and the members that did not promise could be a quorum: it may be
+    committed already. A committed result of a lower ballot would have been adopted in the highest. Raises `Undecided`
+    if members voted for different results in that ballot and more than one of them may be committed.
     """
     votes = [vote for vote in (*promised.values(), tie_break_voted) if vote is not None]
     if not votes:
@@ -82,9 +82,9 @@ def must_adopt(
 
 @dataclass(frozen=True)
 class VoteRecord:
-    """What this node promised and voted for one round number. On disk before anyone hears of it."""
+    """This node's promise and vote at one round number. It is on disk before a peer hears of it."""
 
     number: int
     head_hash: bytes  # the manifest that the round builds on
-    promised: Ballot  # no votes in earlier attempts
+    promised: Ballot  # this node does not vote in earlier attempts
     voted: LastVote | None = None

@@ -16,7 +16,7 @@ from datetime import timedelta
 from google.protobuf.message import DecodeError
 
 from atoll.core import protocol
-from atoll.core.errors import InvalidRequest, PeerMisbehaved, SignatureInvalid
+from atoll.core.errors import InvalidRequest, PeerMisbehaved
 from atoll.core.identity import Identity, verify_signed
 from atoll.core.membership import Member, MembershipVerifier
 from atoll.v1 import common_pb2 as pb
@@ -31,13 +31,13 @@ _CONTEXT = "dht-record"
 
 
 def nodes_key(run_id: str) -> str:
-    """Where members publish their addresses."""
+    """Key under which members publish their addresses."""
     return f"{run_id}.nodes"
 
 
 @dataclass(frozen=True)
 class RecordLocation:
-    """Where a record is stored: what the DHT says about it from outside."""
+    """Location of a record in the DHT, as the DHT reports it."""
 
     key: str
     subkey: str  # the owner's peer id
@@ -56,9 +56,12 @@ class Record:
 def build_address_record(
     identity: Identity, membership: pb.Signed, run_id: str, expires: float, multiaddrs: Sequence[str]
 ) -> bytes:
-    """The sealed record that says where its owner can be dialled. Raises `InvalidRequest`."""
+    """Build and sign a record of the addresses at which its owner can be dialled. Raises `InvalidRequest`."""
     if not 0 < len(multiaddrs) <= MAX_MULTIADDRS or any(len(a.encode()) > MAX_MULTIADDR_BYTES for a in multiaddrs):
-        raise InvalidRequest(f"a node publishes 1 to {MAX_MULTIADDRS} addresses of {MAX_MULTIADDR_BYTES} bytes")
+        raise InvalidRequest(
+            f"{len(multiaddrs)} addresses to publish; 1 to {MAX_MULTIADDRS} are allowed, each of at most "
+            f"{MAX_MULTIADDR_BYTES} bytes"
+        )
     record = records.DhtRecord(
         protocol=protocol.ours(),
         key=nodes_key(run_id),
@@ -69,34 +72,33 @@ def build_address_record(
     )
     data = identity.sign_message(_CONTEXT, record.SerializeToString()).SerializeToString()
     if len(data) > MAX_RECORD_BYTES:
-        raise InvalidRequest(f"a DHT record of {len(data)} bytes is over the cap of {MAX_RECORD_BYTES}")
+        raise InvalidRequest(f"a DHT record has {len(data)} bytes; the limit is {MAX_RECORD_BYTES}")
     return data
 
 
 def verify_record(data: bytes, place: RecordLocation, authority: MembershipVerifier, now: float) -> Record:
-    """Check everything about a record found at `place`. Raises `PeerMisbehaved`, `Rejected` and kin."""
+    """Verify all of a record that was found at `place`. Raises `PeerMisbehaved`, `Rejected` and their subclasses."""
     if len(data) > MAX_RECORD_BYTES:
-        raise PeerMisbehaved(f"a DHT record has at most {MAX_RECORD_BYTES} bytes")
+        raise PeerMisbehaved(f"a DHT record has {len(data)} bytes; the limit is {MAX_RECORD_BYTES}")
     if not math.isfinite(place.expires) or place.expires > now + MAX_LIFETIME.total_seconds():
-        raise PeerMisbehaved(f"a DHT record lives at most {MAX_LIFETIME}")
+        raise PeerMisbehaved(f"a DHT record lives at most {MAX_LIFETIME}; this one expires at {place.expires}")
     try:
-        sealed = pb.Signed.FromString(data)
-        record = records.DhtRecord.FromString(sealed.payload)
+        signed = pb.Signed.FromString(data)
+        record = records.DhtRecord.FromString(signed.payload)
     except DecodeError as error:
         raise PeerMisbehaved("a DHT record does not parse") from error
     protocol.check(record.protocol, f"the DHT record of {place.subkey}")
     owner = authority.verify_membership(record.membership, place.expires, expect_peer_id=place.subkey)
-    if verify_signed(_CONTEXT, sealed, owner.public_key) != sealed.payload:
-        raise SignatureInvalid("a DHT record was not signed by its owner")
+    verify_signed(_CONTEXT, signed, owner.public_key)
     _check_location(record, place)
     return _read_body(record, owner, place, authority.run_id)
 
 
 def _check_location(record: records.DhtRecord, place: RecordLocation) -> None:
     if (record.key, record.peer_id) != (place.key, place.subkey):
-        raise PeerMisbehaved(f"a DHT record of {record.peer_id} was stored under another key or owner")
+        raise PeerMisbehaved(f"a DHT record of {record.peer_id} is stored under another key or owner")
     if abs(record.expires_unix_ms / 1000 - place.expires) > EXPIRY_TOLERANCE_SECONDS:
-        raise PeerMisbehaved(f"a DHT record of {record.peer_id} was stored with another expiry than its own")
+        raise PeerMisbehaved(f"a DHT record of {record.peer_id} is stored with an expiry that differs from its own")
 
 
 def _read_body(record: records.DhtRecord, owner: Member, place: RecordLocation, run_id: str) -> Record:
@@ -104,4 +106,4 @@ def _read_body(record: records.DhtRecord, owner: Member, place: RecordLocation, 
         multiaddrs = tuple(record.address.multiaddrs)
         if len(multiaddrs) <= MAX_MULTIADDRS and all(len(a.encode()) <= MAX_MULTIADDR_BYTES for a in multiaddrs):
             return Record(owner, place.expires, multiaddrs=multiaddrs)
-    raise PeerMisbehaved(f"a DHT record of {owner.peer_id} does not hold what {place.key} is for")
+    raise PeerMisbehaved(f"a DHT record of {owner.peer_id} has body {kind}, which is not valid under key {place.key}")

@@ -1,4 +1,4 @@
-"""The name of one attempt at one outer round, and the order of peers that follows from it."""
+"""Identifier of one attempt at an outer round, and the pseudo-random order of peers that it defines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atoll.v1 import common_pb2 as pb
 
 @dataclass(frozen=True, order=True)
 class RoundId:
-    """Plan version, fragment, number and attempt of a run's round."""
+    """Run, plan version, fragment, number and attempt of an outer round."""
 
     run_id: str
     plan_version: int
@@ -25,29 +25,30 @@ class RoundId:
         return f"{self.number}.{self.attempt}@plan{self.plan_version}"
 
     def order(self, peers: Iterable[str]) -> tuple[str, ...]:
-        """Peers by SHA-256 of round and peer id: in this order they may open attempts, and in this order sums run.
+        """Order peers by SHA-256 of round and peer id.
 
-        It changes with every round, so that no peer opens all the time.
+        Peers may open attempts in this order, and sums run in it. It differs between rounds, so that the opener
+        changes.
         """
         return _order(self.key, tuple(peers))
 
     def opener(self, peers: Iterable[str]) -> str:
-        """The one peer that may open this attempt: attempts walk down the order, so a dead opener is passed over."""
+        """Return the only peer that may open this attempt: each attempt has the next in order, in case one is dead."""
         order = self.order(peers)
         return order[self.attempt % len(order)]
 
     @property
     def ballot(self) -> Ballot:
-        """The attempt as votes see it."""
+        """The attempt's ballot, which votes are for."""
         return Ballot(self.plan_version, self.attempt)
 
     @property
     def key(self) -> str:
-        """All fields but the attempt as one line of text."""
+        """All fields except the attempt, as one line of text."""
         return f"{self.run_id}/{self.plan_version}/{self.fragment}/{self.number}"
 
     def to_proto(self) -> pb.RoundId:
-        """The wire form."""
+        """Convert to the message."""
         return pb.RoundId(
             run_id=self.run_id,
             plan_version=self.plan_version,
@@ -58,10 +59,10 @@ class RoundId:
 
     @classmethod
     def from_proto(cls, message: pb.RoundId) -> RoundId:
-        """Read it back."""
+        """Parse the message."""
         return cls(message.run_id, message.plan_version, message.fragment, message.number, message.attempt)
 
 
-@lru_cache(maxsize=16)  # asked several times a second about the round that is next
+@lru_cache(maxsize=16)  # called several times a second for the next round
 def _order(key: str, peers: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted(peers, key=lambda peer: hashlib.sha256(f"{key}/{peer}".encode()).digest()))

@@ -1,7 +1,7 @@
-"""The run spec: one training job as data. TOML in, frozen models out, unknown keys are errors.
+"""The run spec: one training job as TOML, parsed into frozen models. Unknown keys are errors.
 
-A spec names architectures that atoll knows and numbers; it can never name code. The coordinator stores
-it, every node validates it again, and `RunSpec.resolved_toml` writes the copy with all defaults filled in.
+A spec names architectures that atoll knows, and numbers. It cannot name code. The coordinator stores it, every node
+validates it again, and `RunSpec.resolved_toml` writes it with all defaults.
 """
 
 from __future__ import annotations
@@ -18,46 +18,45 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from atoll.core.errors import RunSpecError, UsageError
-from atoll.core.model_spec import ARCHITECTURES, AnyModel, ModelSection
-from atoll.core.spec_section import Count, Fraction, Positive, Rate, Section
+from atoll.core.model_spec import ARCHITECTURES, AnyModel, Count, Fraction, ModelSection, Positive, Rate, Section
 
 SPEC_VERSION = 1
 
 MAX_ROUND_SECONDS = 86400
 
-_BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that TOML takes without quotes
+_BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that need no quotes in TOML
 
 
 class RunSection(Section):
-    """Identity and length of the run."""
+    """Name and length of the run."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]  # also the run id
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    min_nodes: Annotated[int, Field(ge=1, le=1024)] = 1  # ready nodes before genesis
-    stop_tokens: Positive  # committed tokens after which the run is finished
+    min_nodes: Annotated[int, Field(ge=1, le=1024)] = 1  # nodes that must be ready before genesis
+    stop_tokens: Positive  # the run finishes at this many committed tokens
 
 
 class DataSection(Section):
-    """Where each node finds the corpus, and how it becomes samples of `sequence_length` tokens."""
+    """Location of the corpus on each node, and its division into samples of `sequence_length` tokens."""
 
     source: Literal["text", "jsonl", "parquet", "huggingface"] = "text"
-    path: str  # file, directory or glob; a data set's name or path for huggingface. `atoll join --data` overrides
-    field: str = "text"  # column or JSON key that holds the text
+    path: str  # file, directory or glob; for huggingface a data set's name or path. `atoll join --data` overrides it
+    field: str = "text"  # column or JSON key of the text
     subset: str | None = None  # huggingface configuration name
     split: str = "train"
     tokenizer: str = "bytes"  # or a Hugging Face tokenizer's name or path
     sequence_length: Annotated[int, Field(ge=8, le=1 << 20)] = 128
-    validation_samples: Annotated[int, Field(ge=1, le=65536)] = 64  # held out from the end of the corpus
+    validation_samples: Annotated[int, Field(ge=1, le=65536)] = 64  # taken from the end of the corpus, never trained
 
 
 class OptimizerSection(Section):
-    """Inner steps, with a schedule on committed global tokens."""
+    """Optimizer of inner steps. The schedule depends on the run's committed tokens."""
 
-    name: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of blocks; AdamW for the rest
+    name: Literal["adamw", "muon"] = "adamw"  # muon: matrices of blocks by Muon, the rest by AdamW
     learning_rate: Rate = 2e-3
     minimum_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     warmup_tokens: Count = 0
-    schedule: Literal["constant", "cosine", "linear"] = "cosine"  # from warm-up's end to stop_tokens
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"  # from the end of warm-up to stop_tokens
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -70,40 +69,44 @@ class OptimizerSection(Section):
 
 
 class PipelineSection(Section):
-    """How stages of a route work together, where no node can hold the whole model."""
+    """Pipelines over routes, for models that no node can hold alone."""
 
-    codec: Literal["auto", "int8", "bf16", "fp32"] = "auto"  # of activations and gradients between stages
+    codec: Literal["auto", "int8", "bf16", "fp32"] = "auto"  # for activations and gradients between stages
     micro_batches: Annotated[int, Field(ge=1, le=2**16)] | None = (
-        None  # of a flush, which is a route's inner step; default: accumulate
+        None  # per flush, which is a route's inner step; default: accumulate
     )
-    ahead: Annotated[int, Field(ge=0, le=64)] = 5  # micro-batches that each link keeps on their way
-    second_copies: bool = True  # stages with room have the layers of a neighbour on their disk, too
+    ahead: Annotated[int, Field(ge=0, le=64)] = 5  # micro-batches in flight on each link
+    second_copies: bool = True  # stages with enough disk also keep a neighbour's layers
 
 
 CodecName = Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "int2"]
 
 
 def check_codec(name: str) -> None:
-    """Raise `UsageError` unless a run spec may name it."""
+    """Raise `UsageError` unless `name` is a codec of run specs."""
     if name not in get_args(CodecName):
-        raise UsageError(f"no codec is named {name!r}", f"it is one of {', '.join(get_args(CodecName))}")
+        raise UsageError(f"{name!r} is not a codec", f"use one of {', '.join(get_args(CodecName))}")
 
 
 class SyncSection(Section):
-    """Outer rounds: when they are due, what they cost, and how the outer step moves the anchor."""
+    """Outer rounds: when one is due, its cost, and the outer step that moves the anchor."""
 
-    round_tokens: Positive  # of all members together, since the last round, once rounds have grown to that
-    round_growth: Annotated[float, Field(gt=0, le=1e6)] = 0.1  # early rounds: this share of the tokens so far
+    round_tokens: Positive  # of all members since the last round, once rounds have grown to this
+    round_growth: Annotated[float, Field(gt=0, le=1e6)] = (
+        0.1  # an early round is due after this fraction of the tokens so far
+    )
     round_max_seconds: timedelta = timedelta(seconds=60)
-    exchange_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a round's time, at most: else rounds last longer
+    exchange_share: Annotated[float, Field(gt=0, le=1)] = (
+        0.5  # maximum fraction of a round's time; a longer exchange makes rounds longer
+    )
     codec: CodecName = "int4"
-    fragments: Annotated[int, Field(ge=1, le=64)] = 1  # layers take turns in so many groups, one a round
+    fragments: Annotated[int, Field(ge=1, le=64)] = 1  # groups of layers; each round averages one, in turn
     outer_learning_rate: Rate = 0.7
     outer_momentum: Fraction = 0.8
-    outer_warmup_tokens: Count = 0  # from plain averaging to the two values above
-    weights: Literal["tokens", "roots"] = "tokens"  # of contributions: what was trained for them, or its square root
-    screening: bool = True  # contributions that do not look like training are left out of sums
-    part_elements: Annotated[int, Field(ge=128, le=2**20)] = 2**20  # at most; a multiple of 128
+    outer_warmup_tokens: Count = 0  # ramp from plain averaging to the two values above
+    weights: Literal["tokens", "roots"] = "tokens"  # of contributions: trained tokens, or their square root
+    screening: bool = True  # leave contributions out of sums that do not look like training
+    part_elements: Annotated[int, Field(ge=128, le=2**20)] = 2**20  # maximum size of a part; a multiple of 128
 
     @field_validator("part_elements")
     @classmethod
@@ -117,7 +120,7 @@ class SyncSection(Section):
     def _seconds(cls, value: object) -> object:
         if not isinstance(value, int | float):
             return value
-        if not 0 < value <= MAX_ROUND_SECONDS:  # before a timedelta overflows; false for NaN too
+        if not 0 < value <= MAX_ROUND_SECONDS:  # checked before a timedelta overflows; rejects NaN, too
             raise ValueError(f"must be positive and at most {MAX_ROUND_SECONDS}")
         return timedelta(seconds=value)
 
@@ -130,7 +133,7 @@ class SyncSection(Section):
 
 
 class RunSpec(Section):
-    """The whole file."""
+    """A whole run spec file."""
 
     version: int
     run: RunSection
@@ -143,7 +146,7 @@ class RunSpec(Section):
     @model_validator(mode="after")
     def _known_version(self) -> RunSpec:
         if self.version != SPEC_VERSION:
-            raise ValueError(f"version {self.version} is not {SPEC_VERSION}, the only one this release reads")
+            raise ValueError(f"version is {self.version}; this release reads only {SPEC_VERSION}")
         return self
 
     @property
@@ -162,12 +165,12 @@ class RunSpec(Section):
         return self.samples_per_flush * self.data.sequence_length
 
     def model_hash(self) -> str:
-        """Hex SHA-256 that names the architecture: model section and tokenizer."""
+        """Hex SHA-256 of model section and tokenizer, which identifies the architecture."""
         named = {"model": self.model.model_dump(mode="json"), "tokenizer": self.data.tokenizer}
         return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
     def resolved_toml(self) -> str:
-        """The spec as TOML with every default written out."""
+        """Return the spec as TOML with all defaults."""
         lines = [f"version = {self.version}"]
         for name in ("run", "model", "data", "optimizer", "sync", "pipeline"):
             lines += toml_table(name, dict(getattr(self, name)))
@@ -175,10 +178,10 @@ class RunSpec(Section):
 
 
 def parse_run_spec(text: str, where: str = "run spec") -> RunSpec:
-    """Read and check TOML text. Raises `RunSpecError` that names every wrong key."""
+    """Parse and check TOML text. Raises `RunSpecError`, which names every wrong key."""
     try:
         read = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, nesting without end
+    except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits and deep nesting
         raise RunSpecError(f"{where} is not TOML: {error}") from error
     try:
         return RunSpec.model_validate(read)
@@ -192,19 +195,25 @@ _MIN_SENSIBLE_ROUNDS = 10
 
 
 def spec_warnings(spec: RunSpec) -> tuple[str, ...]:
-    """What a spec may say, and hardly means, a sentence each."""
+    """Return warnings about values that are valid but probably unintended, one sentence each."""
     stop, warm_up, due = spec.run.stop_tokens, spec.optimizer.warmup_tokens, spec.sync.round_tokens
     found = []
     if warm_up >= stop:
-        found.append(f"optimizer.warmup_tokens ({warm_up}) is no less than run.stop_tokens ({stop}): it never ends")
+        found.append(
+            f"optimizer.warmup_tokens ({warm_up}) is at least run.stop_tokens ({stop}): "
+            "warm-up does not end within the run"
+        )
     if due * _MIN_SENSIBLE_ROUNDS > stop:
-        found.append(f"sync.round_tokens ({due}) is much of run.stop_tokens ({stop}): there will be few rounds")
+        found.append(
+            f"sync.round_tokens ({due}) is more than a tenth of run.stop_tokens ({stop}): the run may have fewer than "
+            f"{_MIN_SENSIBLE_ROUNDS} rounds of full size"
+        )
     return tuple(found)
 
 
 def _problem(location: tuple[int | str, ...], message: str, kind: str) -> str:
     if len(location) > 1 and location[0] == "model" and location[1] in ARCHITECTURES:
-        location = location[:1] + location[2:]  # which kind of section it was read as
+        location = location[:1] + location[2:]  # pydantic inserts the architecture
     name = ".".join(str(part) for part in location)
     if kind == "extra_forbidden":
         return f"unknown key {name}{_did_you_mean(name)}"
@@ -215,7 +224,7 @@ def _problem(location: tuple[int | str, ...], message: str, kind: str) -> str:
 
 
 def _did_you_mean(name: str) -> str:
-    """A guess for people: the same key of another section, or one that is spelled like it."""
+    """Suggest the same key of another section, or a key with a similar spelling."""
     known = [key for key in _keys(RunSpec) if key != name]
     leaf = name.rpartition(".")[2]
     guesses = [key for key in known if key.rpartition(".")[2] == leaf] or difflib.get_close_matches(name, known, 1, 0.8)
@@ -223,7 +232,7 @@ def _did_you_mean(name: str) -> str:
 
 
 def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """All that may be set in it, with dots."""
+    """Yield the dotted names of all keys of a section."""
     for name, field in section.model_fields.items():
         yield prefix + name
         for inner in _sections(field.annotation):
@@ -238,7 +247,7 @@ def _sections(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 def toml_table(name: str, values: Mapping[str, object]) -> list[str]:
-    """A blank line, its header, what is set in it, then the tables in it."""
+    """Return TOML lines: blank line, header, the keys that are set, then nested tables."""
     lines, tables = [f"\n[{name}]"], []
     for key, value in values.items():
         quoted = key if _BARE.fullmatch(key) else _toml_value(key)

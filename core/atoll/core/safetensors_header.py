@@ -1,4 +1,4 @@
-"""The beginning of a safetensors file, which says what is where. Believed as far as it parses."""
+"""Reader of a safetensors file's header, which lists its tensors. Only the syntax is checked."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any, BinaryIO
 from atoll.core.errors import CheckpointCorrupt
 
 MALFORMED_ERRORS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-"""What reading an entry raises that is not as the format has it."""
+"""Exceptions that reading a malformed entry can raise."""
 
 
 def read_header(file: BinaryIO, path: Path, max_header_bytes: int) -> tuple[Mapping[str, Any], int]:
-    """Entries by tensor, and the offset at which data begins. Raises `CheckpointCorrupt`, `OSError`."""
+    """Return the entries by tensor name and the offset of the data. Raises `CheckpointCorrupt`, `OSError`."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= min(size - 8, max_header_bytes):
-        raise CheckpointCorrupt(f"{path} is no safetensors file")
+        raise CheckpointCorrupt(f"{path} is not a safetensors file: header of {length} bytes in a file of {size}")
     try:
         entries = json.loads(file.read(length))
         entries.pop("__metadata__", None)
         return dict(entries), 8 + length
     except MALFORMED_ERRORS as error:
-        raise CheckpointCorrupt(f"{path} is no safetensors file: its header does not parse") from error
+        raise CheckpointCorrupt(f"{path} is not a safetensors file: its header does not parse") from error

@@ -1,7 +1,8 @@
 """Join tokens: `atl1.<sha256 of the CA certificate>.<id>.<secret>.<endpoint>`.
 
-The hash lets a node check the coordinator before it tells it anything; the id finds the row; the secret is
-stored only as a hash; the endpoint is the enrolment port. The endpoint comes last because it may hold dots.
+The hash lets a node verify the coordinator before it sends anything. The id names the row in the database. The
+coordinator stores only a hash of the secret. The endpoint is the enrolment port; it is last because it may contain
+dots.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+import secrets
 from dataclasses import dataclass
 
 from atoll.core.errors import TokenMalformed
-from atoll.core.identity import random_secret
 
 _PATTERN = re.compile(
     r"atl1\.(?P<ca>[0-9a-f]{64})\.(?P<id>[0-9a-f]{12})\.(?P<secret>[0-9a-f]{48})\.(?P<endpoint>\S{3,255})"
@@ -33,16 +34,18 @@ class JoinToken:
         return f"JoinToken(id={self.token_id}, endpoint={self.endpoint})"
 
     def text(self) -> str:
-        """The form that people paste."""
+        """Return the text that users paste."""
         return f"atl1.{self.ca_sha256}.{self.token_id}.{self.secret}.{self.endpoint}"
 
 
 def parse_join_token(text: str) -> JoinToken:
-    """Read what a person pasted. Raises `TokenMalformed`, never quoting the text (it may hold a secret)."""
+    """Parse pasted text. Raises `TokenMalformed`, which never quotes the text because it may contain a secret."""
     match = _PATTERN.fullmatch(text.strip())
-    if match is None or _ENDPOINT.fullmatch(match["endpoint"]) is None:  # pasted twice, it holds the secret there
+    if (
+        match is None or _ENDPOINT.fullmatch(match["endpoint"]) is None
+    ):  # a token that was pasted twice has the secret in its endpoint
         raise TokenMalformed(
-            "this is not a join token; it should look like atl1.<64 hex>.<12 hex>.<48 hex>.<host:port>",
+            "this is not a join token; it must look like atl1.<64 hex>.<12 hex>.<48 hex>.<host:port>",
             "copy the whole line that `atollctl token create` printed",
         )
     split_endpoint(match["endpoint"])
@@ -50,22 +53,22 @@ def parse_join_token(text: str) -> JoinToken:
 
 
 def new_join_token(ca_sha256: str, endpoint: str) -> JoinToken:
-    """A fresh random id and secret (192 bits)."""
-    return JoinToken(ca_sha256, random_secret(6).hex(), random_secret(24).hex(), endpoint)
+    """Create a token with a random id and a random 192-bit secret."""
+    return JoinToken(ca_sha256, secrets.token_hex(6), secrets.token_hex(24), endpoint)
 
 
 def hash_secret(secret: str) -> str:
-    """What the coordinator stores. The secret is random and long, so one SHA-256 is enough."""
+    """Hash a secret for storage. It has 192 random bits, so one SHA-256 suffices."""
     return hashlib.sha256(b"atoll/token-secret/1\0" + secret.encode()).hexdigest()
 
 
 def secret_matches(secret: str, stored_hash: str) -> bool:
-    """Compare in constant time."""
+    """Compare a secret with a stored hash in constant time."""
     return hmac.compare_digest(hash_secret(secret), stored_hash)
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """`host:port` or `[v6]:port` as a pair. Raises `TokenMalformed`."""
+    """Split `host:port` or `[v6]:port` into a pair. Raises `TokenMalformed`."""
     match = _ENDPOINT.fullmatch(endpoint)
     if match is None or not 0 < int(match["port"]) < 65536:
         raise TokenMalformed(f"{endpoint!r} is not an endpoint of the form host:port")

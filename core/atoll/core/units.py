@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Text for byte counts, counts, layers and durations, and the parser of durations."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def duration_text(seconds: float) -> str:
 
 
 def parse_duration(text: str) -> timedelta:
-    """`"30m"`, `"2h"`, `"1.5d"`, `"250ms"`; ten years at most. Raises `UsageError`."""
+    """`"30m"`, `"2h"`, `"1.5d"`, `"250ms"`; at most ten years. Raises `UsageError`."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"{text!r} is not a duration", "write for example 30s, 15m, 2h or 1d")
     seconds = float(match["number"]) * _SECONDS[match["unit"]]
     if seconds > MAX_DURATION.total_seconds():
-        raise UsageError(f"{text[:40]!r} is longer than ten years", "write for example 30s, 15m, 2h or 1d")
+        raise UsageError(f"{text[:40]!r} is longer than ten years, the maximum", "write for example 30s, 15m, 2h or 1d")
     return timedelta(seconds=seconds)

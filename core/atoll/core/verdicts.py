@@ -1,7 +1,7 @@
-"""What screening did to contributions: verdicts as reducers say them and manifests keep them. Pure.
+"""Screening verdicts: what a reducer's screening did to a contribution, as manifests record it. Pure.
 
-A verdict names reducer and contributor by their places among the contributions, so that those of a large round still
-fit into a frame.
+A verdict names reducer and contributor by their indices among the contributions, so that the verdicts of a large
+round fit into a frame.
 """
 
 from __future__ import annotations
@@ -20,33 +20,40 @@ def require_valid_verdicts(
     parts_total: int,
     parts_of: Callable[[int], int] | None = None,
 ) -> None:
-    """Raise `PeerMisbehaved` unless screening can have come to them.
+    """Raise `PeerMisbehaved` for verdicts that screening cannot produce.
 
-    `weights` are those of the contributions, in order; `parts_of` says how many parts the reducer in a place has, where
-    that is known.
+    `weights` are the contributions' weights, in order. `parts_of` returns the number of parts of the reducer with an
+    index; None if that is not known.
     """
     places = [(verdict.reducer, verdict.contributor) for verdict in verdicts]
     if len(places) > len(weights) ** 2 or any(before >= after for before, after in pairwise(places)):
-        raise PeerMisbehaved("verdicts are doubled, or in another order")
+        raise PeerMisbehaved("verdicts must be ordered by reducer and contributor, each pair once")
     if any(max(pair) >= len(weights) or not weights[pair[1]] for pair in places):
-        raise PeerMisbehaved("a verdict is of nobody, or about somebody who did not contribute")
+        raise PeerMisbehaved(
+            f"a verdict has an index outside the {len(weights)} contributions, or a contributor of weight 0"
+        )
     fewer_than_half = (sum(weight > 0 for weight in weights) - 1) // 2
     left_out: Counter[int] = Counter()  # by reducer
     judged: Counter[int] = Counter()  # by contributor
     for verdict in verdicts:
         parts = parts_total if parts_of is None else parts_of(verdict.reducer)
         left_out[verdict.reducer] += verdict.parts_left_out
-        judged[verdict.contributor] += verdict.parts_left_out + verdict.parts_scaled
-        if not 0 < verdict.parts_left_out + verdict.parts_scaled <= parts:
-            raise PeerMisbehaved("a verdict is about more parts than its reducer has, or about none")
+        counted = verdict.parts_left_out + verdict.parts_scaled
+        judged[verdict.contributor] += counted
+        if not 0 < counted <= parts:
+            raise PeerMisbehaved(f"a verdict counts {counted} parts; it must count 1 to {parts}")
         if left_out[verdict.reducer] > parts * fewer_than_half:
-            raise PeerMisbehaved("a reducer's verdicts leave out half of the contributors, or more")
+            raise PeerMisbehaved(
+                f"verdicts of reducer {verdict.reducer} leave out half of the contributions or more; fewer are allowed"
+            )
     if left_out.total() > parts_total * fewer_than_half or max(judged.values(), default=0) > parts_total:
-        raise PeerMisbehaved("verdicts are about more parts than there are, or leave out half of the contributors")
+        raise PeerMisbehaved(
+            f"verdicts count more than {parts_total} parts of a contribution, or leave out half of the contributions"
+        )
 
 
 def strip_unknown_verdict_fields(verdicts: Iterable[manifest_pb2.Verdict]) -> list[manifest_pb2.Verdict]:
-    """Without anything that somebody hung on to them."""
+    """Return the verdicts without unknown fields."""
     return [
         manifest_pb2.Verdict(
             reducer=it.reducer,
@@ -59,7 +66,7 @@ def strip_unknown_verdict_fields(verdicts: Iterable[manifest_pb2.Verdict]) -> li
 
 
 def screened_out(manifest: manifest_pb2.Manifest) -> frozenset[int]:
-    """Places of contributions that screening left out of more than half of all parts."""
+    """Return the indices of contributions that screening left out of more than half of all parts."""
     left_out: Counter[int] = Counter()
     for verdict in manifest.verdicts:
         left_out[verdict.contributor] += verdict.parts_left_out
@@ -67,9 +74,10 @@ def screened_out(manifest: manifest_pb2.Manifest) -> frozenset[int]:
 
 
 def counted_tokens(manifest: manifest_pb2.Manifest) -> list[int]:
-    """What counts of each contribution: its weight; nothing where sums lack it because it went, or was left out.
+    """Return the tokens that count for each contribution: its weight divided by the number of fragments.
 
-    A token is in the sums of every fragment once, so each counts its share of it.
+    A contribution counts 0 if it is partial (its node left during the exchange) or screened out. Every fragment sums
+    a token once, so each counts its share of the token.
     """
     out, fragments = screened_out(manifest), max(1, manifest.fragments)
     return [

@@ -1,4 +1,4 @@
-"""Real text that is on every machine: the Python standard library, its sources and its documentation."""
+"""Default corpus of demo and lab: the sources of the Python standard library, which every machine has."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__py
 
 
 def write_python_corpus(path: Path, max_bytes: int = MAX_BYTES) -> int:
-    """Concatenate the library's sources in a fixed order into `path`; returns the bytes written.
+    """Concatenate the library's sources in a fixed order into `path`; return the number of bytes written.
 
-    `pydoc_data/topics.py` is the language reference as text; the modules carry their docstrings.
+    `pydoc_data/topics.py`, the language reference as text, comes first.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     sources = sorted(

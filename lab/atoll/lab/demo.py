@@ -1,8 +1,8 @@
-"""The demo: coordinator, seed and nodes on loopback train a small model on real text until T tokens.
+"""The demo: a coordinator, a seed and nodes on loopback train a small model on real text for a number of tokens.
 
-Everything that happens here, an operator could do by hand. Two nodes are slowed by an option that the
-others do not know; their pace must be discovered by measurement and shows up as fewer steps. With trouble asked
-for, programs are killed and frozen while they train, and the chains of all nodes are compared round by round.
+An operator could do all of it by hand. Two of four nodes are slowed by an option that the others cannot see: the swarm
+finds their pace by measurement, and they make fewer steps. If faults are requested, a `FaultInjector` kills and freezes
+programs while they train. At the end the demo compares the anchors and the manifest chains of all nodes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from atoll.lab.launcher import LocalSwarm
 from atoll.node.control.local_client import call
 from atoll.node.state.manifests import ManifestStore
 
-FULL_PACE_SECONDS = 0.2  # an inner step of an unslowed node takes at least this: two cores stay below 80 % busy
-SLOWDOWNS = (1, 1, 2, 4)  # of the nodes, in turn
+FULL_PACE_SECONDS = 0.2  # minimum inner step of a full-speed node: keeps two cores below 80 % busy
+SLOWDOWNS = (1, 1, 2, 4)  # by node, repeated for more nodes
 READY_TIMEOUT = timedelta(seconds=180)
 PAGE_TIMEOUT = timedelta(seconds=2)
 GENERATE_TIMEOUT = timedelta(seconds=60)
@@ -36,7 +36,7 @@ PROMPT = "def "
 SEQUENCE_LENGTH, MICRO_BATCH = 128, 2
 STEP_TOKENS = SEQUENCE_LENGTH * MICRO_BATCH
 LEARNING_RATE = 2e-3
-INNER_STEPS = 20  # of a full-speed node, a round
+INNER_STEPS = 20  # of a full-speed node per round
 
 SPEC = """\
 version = 1
@@ -72,7 +72,7 @@ part_elements = 131072
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What a person may choose."""
+    """Options of `atoll demo`."""
 
     nodes: int
     tokens: int
@@ -80,14 +80,14 @@ class DemoOptions:
     data: Path | None
     codec: str
     slowdowns: tuple[float, ...]
-    inner_steps: int  # of a full-speed node, a round
+    inner_steps: int  # of a full-speed node per round
     timeout: timedelta
     faults: FaultPlan = NO_FAULTS
 
 
 @dataclass
 class DemoView:
-    """What the live view draws from: one row a node, the loss curve, the rounds."""
+    """State that the live view shows: nodes, loss curve, rounds, faults."""
 
     title: str = "atoll demo"
     phase: str = "starting"
@@ -98,12 +98,12 @@ class DemoView:
     rounds_opened: int = 0
     rounds_committed: int = 0
     page: str = ""
-    faults: list[str] = field(default_factory=list)  # what was done to the swarm
+    faults: list[str] = field(default_factory=list)  # injected faults, one sentence each
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The facts at the end; `to_json` is the documented object."""
+    """Result of a demo. docs/ describes the JSON form."""
 
     nodes: int
     rounds_opened: int
@@ -115,26 +115,26 @@ class DemoResult:
     val_loss_last: float
     anchor_digests: dict[str, str]
     anchors_equal: bool
-    chains_equal: bool  # every round that any node knows has one manifest on all that know it
+    chains_equal: bool  # no two nodes have different manifests of a round
     rounds_tie_broken: int
     averaging_bytes_sent: int
     averaging_bytes_fp32: int
     other_bytes_sent: int
     kills: int
     freezes: int
-    rejoined: int  # of those killed or frozen, how many took part in the last round
+    rejoined: int  # killed or frozen nodes that contributed to the last round
     coordinator_restarts: int
     checkpoint: str
     seconds: float
     sample: str
 
     def to_json(self) -> dict[str, Any]:
-        """As `atoll demo --output json` prints it."""
+        """Convert to the object that `atoll demo --output json` prints."""
         return asdict(self)
 
 
 async def run_demo(options: DemoOptions, root: Path, show: Callable[[DemoView], None]) -> DemoResult:
-    """Run it below `root`. Raises `ChildDied` or `DeadlineExceeded`; never leaves a process behind."""
+    """Run the demo below `root` and end all its processes. Raises `ChildDied`, `DeadlineExceeded`."""
     swarm = LocalSwarm(root)
     view = DemoView(started=time.monotonic(), stop_tokens=options.tokens)
     names = [f"node-{i + 1}" for i in range(options.nodes)]
@@ -159,7 +159,7 @@ async def run_demo(options: DemoOptions, root: Path, show: Callable[[DemoView], 
 
 
 def fraction_done(view: DemoView) -> float:
-    """How much of the run is done, 0 to 1."""
+    """Return the fraction of the run's tokens that are committed, 0 to 1."""
     committed = max((node.get("committed_tokens", 0) for node in view.nodes.values()), default=0)
     return min(1.0, committed / view.stop_tokens)
 
@@ -171,7 +171,7 @@ async def start(
     view: DemoView,
     show: Callable[[DemoView], None],
 ) -> dict[str, Any]:
-    """Coordinator, run, seed and nodes, with the `flags` of each node; the coordinator's endpoints."""
+    """Start coordinator, run, seed, and a node per entry of `flags`. Return the coordinator's endpoints."""
     endpoints = await swarm.start_coordinator()
     view.page = endpoints["http"]
     await swarm.create_run(spec)
@@ -194,7 +194,7 @@ async def watch(
     show: Callable[[DemoView], None],
     faults: asyncio.Task[None],
 ) -> None:
-    """Show what happens until all trouble is over and every node has written its anchor."""
+    """Update the view until all faults are injected and every node is finished. Raises `DeadlineExceeded`."""
 
     def finished() -> bool:
         states = [view.nodes.get(name, {}).get("state") for name in names]
@@ -205,7 +205,7 @@ async def watch(
         swarm.check()
         if time.monotonic() > deadline:
             minutes = timeout.total_seconds() / 60
-            raise DeadlineExceeded(f"the run did not finish within {minutes:g} min", "give it more with --minutes")
+            raise DeadlineExceeded(f"the run did not finish within {minutes:g} min", "allow more time with --minutes")
         for name in names:
             before = view.nodes.get(name, {})
             now = await asyncio.to_thread(swarm.status, name)
@@ -218,18 +218,24 @@ async def watch(
 
 
 async def fetch_run_view(view: DemoView) -> None:
-    """What the coordinator's page shows, for the live view."""
+    """Read losses and round counts from the coordinator's status page into the view."""
     try:
-        page = await asyncio.to_thread(_read_json, view.page + "api/status")
+        show_runs(await asyncio.to_thread(read_status, view.page), view)
     except OSError:
-        return  # a page that does not answer this time is no reason to stop
-    for run in page["runs"]:
+        return  # the next call reads the page again
+
+
+def show_runs(status: dict[str, Any], view: DemoView) -> None:
+    """Copy losses and round counts from the coordinator's status to the view."""
+    for run in status["runs"]:
         view.losses = [(item["committed_tokens"], item["loss"]) for item in run["losses"]]
         view.rounds_opened, view.rounds_committed = run["rounds_opened"], run["rounds_committed"]
 
 
-def _read_json(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(url, timeout=PAGE_TIMEOUT.total_seconds()) as answer:  # noqa: S310 - our own page
+def read_status(page: str) -> dict[str, Any]:
+    """Read the status of all runs from the coordinator's page. Raises `OSError`."""
+    url = page + "api/status"
+    with urllib.request.urlopen(url, timeout=PAGE_TIMEOUT.total_seconds()) as answer:  # noqa: S310 - the coordinator's
         result: dict[str, Any] = json.load(answer)
         return result
 
@@ -237,10 +243,10 @@ def _read_json(url: str) -> dict[str, Any]:
 async def _collect(
     swarm: LocalSwarm, options: DemoOptions, names: list[str], view: DemoView, log: FaultLog
 ) -> DemoResult:
-    run = json.loads(await swarm.ctl("run", "show", RUN, "--output", "json"))["run"]
+    run = (await swarm.ctl_json("run", "show", RUN))["run"]
     losses = sorted((item["round"], item["loss"]) for item in run["evaluations"])
     statuses = {name: call(swarm.programs[name].directory, "status") for name in names}
-    digests = {name: await asyncio.to_thread(_sha256, Path(statuses[name]["anchor"])) for name in names}
+    digests = {name: await asyncio.to_thread(sha256_of, Path(statuses[name]["anchor"])) for name in names}
     chains = [chain_of(swarm.root / name / "runs" / RUN / "manifests") for name in names]
     known = {number: head for chain in chains for number, head in chain.items()}
     last = {item.peer_id for item in known[max(known)].manifest.contributions}
@@ -275,7 +281,7 @@ async def _collect(
 
 
 def chain_of(directory: Path) -> dict[int, Head]:
-    """The manifests that a node keeps, by round; it has none of the rounds that it slept through."""
+    """Return the manifests that a node has stored, by round. A node lacks the rounds in which it was down."""
     store = ManifestStore(directory, RUN)
     newest = store.newest()
     found = {number: store.get(number) for number in range(1, newest.round + 1)} if newest else {}
@@ -283,27 +289,30 @@ def chain_of(directory: Path) -> dict[int, Head]:
 
 
 def chains_agree(chains: Sequence[dict[int, Head]]) -> bool:
+    """Return whether no two chains have different manifests of a round."""
     rounds = {number for chain in chains for number in chain}
     return all(len({chain[number].hash for chain in chains if number in chain}) == 1 for number in rounds)
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return the hex SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def seed_is_registered(swarm: LocalSwarm) -> bool:
+    """Return whether the seed is ready and connected to the coordinator."""
     status = swarm.status("seed")
     return status is not None and status["state"] == "ready" and status["coordinator_connected"]
 
 
 def corpus_of(data: Path | None, root: Path) -> Path:
-    """The text to train on: `data`, or the Python standard library. Raises `ConfigError`."""
+    """Return the path of the training text: `data`, or the Python standard library. Raises `ConfigError`."""
     if data is None:
         corpus = root / "corpus.txt"
         write_python_corpus(corpus)
         return corpus
     if not data.exists():
-        raise ConfigError(f"there is nothing at {data}", "name a text file or a directory of text files")
+        raise ConfigError(f"the training text {data} does not exist", "pass a text file or a directory of text files")
     return data.resolve()
 
 
@@ -331,8 +340,8 @@ def spec_toml(
     learning_rate: float = LEARNING_RATE,
     accumulate: int = 1,
 ) -> str:
-    """The demo's run spec. A round is due when a full-speed node has made `inner_steps` steps."""
-    pace = sum(1 / slowdown for slowdown in slowdowns)  # of all nodes, in full-speed nodes
+    """Return the demo's run spec. A round is due when a full-speed node has made `inner_steps` steps."""
+    pace = sum(1 / slowdown for slowdown in slowdowns)  # of all nodes together; 1 is a full-speed node
     return SPEC.format(
         name=RUN,
         seed=seed,

@@ -1,9 +1,9 @@
-"""The demo of a model that no node can hold: five nodes with limited memory, in a route of two and one of three stages.
+"""The pipeline demo: five nodes with limited memory, in a route of two and one of three stages, train a larger model.
 
-Left alone the coordinator would cut routes by memory and measured speed, and on one machine find that a second route is
-not worth its rounds. So the nodes are pinned to two routes that are cut at different layers; each layer is averaged
-among its holders. A stage is killed while it trains and comes back. In the end the operator pulls checkpoints that have
-all layers, from as few nodes as do, and the model is exported from them.
+No node can hold the model. The planner alone would choose spans by memory and measured speed, and on one machine it
+would find that a second route is not worth the rounds. So the demo pins the nodes to two routes with different spans;
+each layer is averaged among its holders. The demo kills a stage while it trains and starts it again. At the end it
+pulls checkpoints that have all layers, from as few nodes as possible, and exports the model from them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ MEMORY_MEGABYTES = {"node-1": 145, "node-2": 145, "node-3": 110, "node-4": 110, 
 SPANS = {"node-1": "0-3", "node-2": "4-7", "node-3": "0-2", "node-4": "3-4", "node-5": "5-7"}
 TOKENS = 120_000
 SEQUENCE_LENGTH = 128
-# weights, gradients, AdamW's two moments, anchor, snapshot; shared with the daemon anchor, momentum, pseudo-gradient:
+# 4-byte values: weights, gradients, two AdamW moments, anchor, snapshot, and in memory shared with the daemon anchor,
+# momentum and pseudo-gradient
 STATE_BYTES_PER_PARAMETER = 4 * 9
-_KILL_AT = 0.35  # of the tokens
+_KILL_AT = 0.35  # fraction of the run's tokens
 _ENROL_TIMEOUT = timedelta(seconds=90)
 _CHECKPOINT_TIMEOUT = timedelta(seconds=60)
 
@@ -74,7 +75,7 @@ part_elements = 131072
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """What a person may choose."""
+    """Options of `atoll demo --pipeline`."""
 
     tokens: int
     seed: int
@@ -84,10 +85,10 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """The facts at the end; `to_json` is the documented object."""
+    """Result of a pipeline demo. docs/ describes the JSON form."""
 
     nodes: int
-    routes: list[list[dict[str, Any]]]  # of the plan at the end: name, first_layer, last_layer
+    routes: list[list[dict[str, Any]]]  # in the last plan; each stage has name, first_layer, last_layer
     largest_node_cap_bytes: int
     training_state_bytes: int  # of the whole model
     rounds_opened: int
@@ -96,7 +97,7 @@ class PipelineResult:
     steps_per_node: dict[str, int]
     val_loss_first: float
     val_loss_last: float
-    layers_equal: bool  # whoever holds a layer at the end holds the same bits
+    layers_equal: bool  # all holders of a layer hold the same bits at the end
     chains_equal: bool
     kills: int
     flushes_aborted: int
@@ -105,12 +106,12 @@ class PipelineResult:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """As `atoll demo --pipeline --output json` prints it."""
+        """Convert to the object that `atoll demo --pipeline --output json` prints."""
         return asdict(self)
 
 
 async def run_pipeline_demo(options: PipelineOptions, root: Path, show: Callable[[DemoView], None]) -> PipelineResult:
-    """Run it below `root`. Raises `ChildDied` or `DeadlineExceeded`; never leaves a process behind."""
+    """Run the demo below `root` and end all its processes. Raises `ChildDied`, `DeadlineExceeded`."""
     swarm = LocalSwarm(root)
     view = DemoView(title="atoll demo --pipeline", started=time.monotonic(), stop_tokens=options.tokens)
     flags = {name: ("--memory-megabytes", str(most)) for name, most in MEMORY_MEGABYTES.items()}
@@ -146,14 +147,14 @@ def _spec(options: PipelineOptions, root: Path) -> str:
 
 async def _pin(swarm: LocalSwarm, name: str, span: str) -> None:
     async with asyncio.timeout(_ENROL_TIMEOUT.total_seconds()):
-        while name not in await swarm.ctl("node", "list"):  # noqa: ASYNC110 - another process decides it
+        while name not in await swarm.ctl("node", "list"):  # noqa: ASYNC110 - another process changes it
             await asyncio.sleep(0.2)
     await swarm.ctl("plan", "pin", name, "--layers", span)
 
 
 async def _kill_a_stage(swarm: LocalSwarm, view: DemoView) -> None:
-    """The last stage of the longest route, which starts again after a while, as its owner would start it."""
-    while demo.fraction_done(view) < _KILL_AT:  # noqa: ASYNC110 - the view is what it waits for
+    """Kill the last stage of the longest route, and start it again after a delay as its owner would."""
+    while demo.fraction_done(view) < _KILL_AT:  # noqa: ASYNC110 - polls the view
         await asyncio.sleep(0.2)
     routes = await _routes(swarm)
     victim = max(routes, key=len)[-1]["name"]
@@ -161,11 +162,11 @@ async def _kill_a_stage(swarm: LocalSwarm, view: DemoView) -> None:
     await kill(swarm, victim)
     await asyncio.sleep(RESTART_DELAY_SECONDS)
     await swarm.restart_member(victim)
-    view.faults.append(f"{victim} is started again")
+    view.faults.append(f"restart {victim}")
 
 
 async def _count_aborted(view: DemoView, aborted: dict[str, int], killing: asyncio.Task[None]) -> None:
-    """Each driver counts its own, for as long as its trainer lives: the most that was seen."""
+    """Record the highest count of every driver, whose own count restarts with its trainer."""
     while not (killing.done() and all(node.get("state") == "finished" for node in view.nodes.values())):
         for name, node in view.nodes.items():
             aborted[name] = max(aborted.get(name, 0), node.get("flushes_aborted", 0))
@@ -174,14 +175,14 @@ async def _count_aborted(view: DemoView, aborted: dict[str, int], killing: async
 
 async def _routes(swarm: LocalSwarm) -> list[list[dict[str, Any]]]:
     routes: dict[int, list[dict[str, Any]]] = {}
-    for node in json.loads(await swarm.ctl("plan", "show", "--output", "json"))["nodes"]:  # by route, then along it
+    for node in (await swarm.ctl_json("plan", "show"))["nodes"]:  # ordered by route and stage
         stage = {"name": node["name"], "first_layer": node["span"]["first"], "last_layer": node["span"]["last"]}
         routes.setdefault(node["route"], []).append(stage)
     return list(routes.values())
 
 
 async def _collect(swarm: LocalSwarm, view: DemoView, flushes_aborted: int) -> PipelineResult:
-    run = json.loads(await swarm.ctl("run", "show", RUN, "--output", "json"))["run"]
+    run = (await swarm.ctl_json("run", "show", RUN))["run"]
     losses = sorted((item["round"], item["loss"]) for item in run["evaluations"])
     statuses = {name: call(swarm.programs[name].directory, "status") for name in MEMORY_MEGABYTES}
     chains = [demo.chain_of(swarm.root / name / "runs" / RUN / "manifests") for name in MEMORY_MEGABYTES]
@@ -213,16 +214,16 @@ async def _collect(swarm: LocalSwarm, view: DemoView, flushes_aborted: int) -> P
 
 
 async def _pull(swarm: LocalSwarm, round_number: int, layers: int) -> Path:
-    """The last checkpoints, as soon as nodes have told of them."""
+    """Pull the checkpoints of a round as soon as the coordinator lists all layers. Return their directory."""
 
-    async def told() -> set[int]:
-        listed = json.loads(await swarm.ctl("checkpoint", "list", "--output", "json"))["checkpoints"]
+    async def listed_layers() -> set[int]:
+        listed = (await swarm.ctl_json("checkpoint", "list"))["checkpoints"]
         held = [item["checkpoint"] for item in listed if item["committed"] and item["connected"]]
         spans = [item["layers"] for item in held if item["round"] == round_number]
         return {layer for span in spans for layer in range(span["first"], span["last"] + 1)}
 
     async with asyncio.timeout(_CHECKPOINT_TIMEOUT.total_seconds()):
-        while len(await told()) < layers:  # noqa: ASYNC110 - other processes decide it
+        while len(await listed_layers()) < layers:  # noqa: ASYNC110 - other processes change it
             await asyncio.sleep(0.5)
     target = swarm.root / "pulled"
     await swarm.ctl("checkpoint", "pull", "--round", str(round_number), "--to", str(target))
@@ -230,7 +231,7 @@ async def _pull(swarm: LocalSwarm, round_number: int, layers: int) -> Path:
 
 
 def counted_twice(history: Mapping[int, Head]) -> int:
-    """Samples that the sums of the first layers hold beyond those that their drivers consumed, by the manifests."""
+    """Return how many samples the first layers' sums contain that no driver consumed, by the manifests."""
     tokens: dict[str, int] = {}
     samples: dict[str, int] = {}
     for head in history.values():
@@ -242,8 +243,8 @@ def counted_twice(history: Mapping[int, Head]) -> int:
 
 
 def _layers_equal(checkpoints: Mapping[str, Path]) -> bool:
-    """Whether nodes that hold the same layer hold the same bits of it, and all stand at one round."""
-    from atoll.node.state.checkpoint import read_checkpoint  # takes seconds: torch
+    """Return whether all checkpoints are of one round and all holders of a layer have the same bits."""
+    from atoll.node.state.checkpoint import read_checkpoint  # imports torch, which takes seconds
 
     found: dict[int, set[bytes]] = {}
     heads = set()

@@ -1,4 +1,4 @@
-"""The demo's live view: who trains how fast, the validation loss falling, what the averaging cost."""
+"""Live view of demo and lab: nodes and their pace, the validation loss, and the bytes of averaging."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COLOURS = {
 
 @contextlib.contextmanager
 def live_view(quiet: bool) -> Iterator[Callable[[DemoView], None]]:
-    """A function that shows the view: redrawn on a terminal, a line a phase otherwise, nothing when quiet."""
+    """Yield a function that shows a view: redrawn on a terminal, a line per phase elsewhere, nothing if `quiet`."""
     console = Console(stderr=True, highlight=False)
     if quiet:
         yield lambda view: None
@@ -42,7 +42,7 @@ def live_view(quiet: bool) -> Iterator[Callable[[DemoView], None]]:
 
 
 class _Lines:
-    """Plain progress for logs: one line when the phase or the round changes."""
+    """Plain progress for logs: a line whenever the phase or the round changes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -62,7 +62,7 @@ class _Lines:
 
 
 def draw(view: DemoView) -> RenderableType:
-    """The whole view."""
+    """Draw the view as a panel."""
     elapsed = duration_text(time.monotonic() - view.started)
     parts: list[RenderableType] = [_nodes(view)]
     if view.losses:
@@ -121,7 +121,7 @@ def _facts(view: DemoView) -> Text:
 
 
 def _curve(losses: list[tuple[int, float]]) -> Group:
-    """Validation loss over committed tokens, in block characters."""
+    """Draw the validation loss over committed tokens with block characters."""
     columns = _resample([loss for _, loss in losses], _CURVE_WIDTH)
     low, high = min(columns), max(columns)
     scale = (_CURVE_HEIGHT * 8 - 1) / (high - low) if high > low else 0.0

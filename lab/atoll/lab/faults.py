@@ -1,7 +1,7 @@
-"""Trouble for a swarm on this machine: programs killed, frozen and started again, at moments drawn from a seed.
+"""Fault injection for a swarm on this machine: kills, freezes and restarts of programs, at times drawn from a seed.
 
-What is killed gets SIGKILL and nothing else; its children are the kernel's to end. What is frozen gets SIGSTOP with
-all its children, like a laptop that sleeps. Everything that was taken down is brought back.
+A kill sends SIGKILL to the program only; the kernel ends its children. A freeze sends SIGSTOP to the program and all
+its children, like a laptop that sleeps. Every killed program is started again, every frozen one resumed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import psutil
 from atoll.lab.launcher import LocalSwarm
 
 FREEZE_SECONDS = 20.0
-RESTART_DELAY_SECONDS = 5.0  # of one that is killed alone
-GROUP_DOWN_SECONDS = 30.0  # of several at once: long enough to be missed, and to go on without them
-_FROM, _TO = 0.12, 0.7  # of the run's tokens: trouble needs a run before it, and time after it
+RESTART_DELAY_SECONDS = 5.0  # after a single kill
+GROUP_DOWN_SECONDS = 30.0  # after a group kill: long enough for the others to go on without the group
+_FROM, _TO = 0.12, 0.7  # fraction of the run's tokens within which faults happen
 
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """What shall happen."""
+    """Number and kinds of faults to inject."""
 
     kills: int = 0
-    all_at_once: bool = False  # all of them at one moment
+    all_at_once: bool = False  # all kills at the same time
     freezes: int = 0
     kill_coordinator: bool = False
 
@@ -40,7 +40,7 @@ NO_FAULTS = FaultPlan()
 
 @dataclass
 class FaultLog:
-    """What happened."""
+    """Faults that were injected."""
 
     killed: list[str] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
@@ -50,13 +50,13 @@ class FaultLog:
 
 @dataclass(frozen=True)
 class _Event:
-    at: float  # share of the run's tokens
+    at: float  # fraction of the run's tokens
     kind: str
     victims: tuple[str, ...]
 
 
 class FaultInjector:
-    """Carries a plan out while the run goes on."""
+    """Injects the faults of a plan while the run trains."""
 
     def __init__(
         self, swarm: LocalSwarm, plan: FaultPlan, names: list[str], seed: int, endpoints: dict[str, Any]
@@ -68,7 +68,7 @@ class FaultInjector:
         self._events = _schedule(plan, names, random.Random(seed))
 
     async def run(self, share: Callable[[], float]) -> None:
-        """Until the last victim is back. `share` tells how far the run is, 0 to 1."""
+        """Inject all faults and return when the last victim is back. `share` returns the run's progress, 0 to 1."""
         while self._events:
             if share() < self._events[0].at:
                 await asyncio.sleep(0.2)
@@ -86,7 +86,7 @@ class FaultInjector:
         self.log.frozen.append(name)
         with frozen(self._swarm, name):
             await asyncio.sleep(FREEZE_SECONDS)
-        self.log.events.append(f"{name} thaws")
+        self.log.events.append(f"resume {name}")
 
     async def _kill(self, victims: tuple[str, ...]) -> None:
         await kill(self._swarm, *victims)
@@ -100,11 +100,11 @@ class FaultInjector:
             else:
                 await self._swarm.restart_member(name)
                 self.log.killed.append(name)
-            self.log.events.append(f"{name} is started again")
+            self.log.events.append(f"restart {name}")
 
 
 async def kill(swarm: LocalSwarm, *names: str) -> None:
-    """SIGKILL to these programs at one moment, and forget them. Their children end by themselves."""
+    """Send SIGKILL to these programs at the same time and forget them. Their children end with them."""
     programs = [swarm.programs.pop(name) for name in names]
     for program in programs:
         if program.child.returncode is None:
@@ -114,9 +114,9 @@ async def kill(swarm: LocalSwarm, *names: str) -> None:
 
 @contextmanager
 def frozen(swarm: LocalSwarm, name: str, *, whole: bool = True) -> Iterator[None]:
-    """SIGSTOP to a program and all its descendants; not `whole`: to the daemon alone, p2pd keeps its streams."""
+    """Suspend a program and its descendants; if not `whole`, only the daemon, so that p2pd keeps its streams."""
     daemon = psutil.Process(swarm.programs[name].pid)
-    daemon.suspend()  # first: from now on it starts nothing that would be missed
+    daemon.suspend()  # first, so that it starts no more children
     stopped = [daemon]
     try:
         for process in daemon.children(recursive=True) if whole else []:
@@ -126,19 +126,19 @@ def frozen(swarm: LocalSwarm, name: str, *, whole: bool = True) -> Iterator[None
         yield
     finally:
         for process in reversed(stopped):
-            with suppress(psutil.NoSuchProcess):  # killed meanwhile
+            with suppress(psutil.NoSuchProcess):  # it was killed meanwhile
                 process.resume()
 
 
 def same_ports(endpoints: dict[str, Any]) -> list[str]:
-    """The flags with which a coordinator listens where it did."""
+    """Return the flags that make a restarted coordinator listen on its earlier ports."""
     http = endpoints["http"].rstrip("/").rpartition(":")[2]
     enrol, member = (endpoints[name].rpartition(":")[2] for name in ("enrolment", "membership"))
     return ["--enrol-port", enrol, "--member-port", member, "--http-port", http]
 
 
 def _schedule(plan: FaultPlan, names: list[str], rng: random.Random) -> list[_Event]:
-    """Who is struck when: different nodes as long as there are some."""
+    """Draw victims and times. A node is a victim again only after every other node was one."""
     victims = rng.sample(names, len(names)) * (1 + (plan.kills + plan.freezes) // len(names))
     if plan.all_at_once:
         struck = tuple(victims[: plan.kills]) + (("coordinator",) if plan.kill_coordinator else ())

@@ -1,7 +1,7 @@
-"""Starts the shipped programs on this machine, with flags that an operator could type, and ends them again.
+"""Launcher of a swarm on this machine: starts the shipped programs with flags that an operator could type.
 
-Every program is an operating-system process of its own, in its own process group, that dies when the
-launcher dies. `close` asks with SIGTERM, insists with SIGKILL, and leaves nothing behind.
+Every program is an own process in its own process group, and ends when the launcher ends. `LocalSwarm.close` sends
+SIGTERM and, after a grace, SIGKILL, so that no process remains.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from atoll.node.control.local_client import call
 from atoll.node.system import child_processes
 
 START_TIMEOUT = timedelta(seconds=60)
-STOP_GRACE = timedelta(seconds=60)  # a node alone at the end may wait for its last round in vain, and then saves
+STOP_GRACE = timedelta(seconds=60)  # the last node may first wait in vain for a round before it saves
 COMMAND_TIMEOUT = timedelta(seconds=30)
 _POLL_SECONDS = 0.1
 
 
 @dataclass
 class Program:
-    """One running program of ours."""
+    """A program that the launcher started."""
 
     name: str
     directory: Path
@@ -38,30 +38,30 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """Of the program itself: the trampoline became it."""
+        """Process id of the program itself, because the trampoline execs it."""
         return self.child.pid
 
     def check(self) -> None:
-        """Raise `ChildDied` with the end of its log if it ended."""
+        """Raise `ChildDied` with the end of its log if the program ended."""
         if self.child.returncode is not None:
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
             raise ChildDied(f"{self.name} ended with exit code {self.child.returncode}:\n{tail}")
 
 
 class ProgramHosts(Protocol):
-    """Where programs run: each name of a program is a host."""
+    """Hosts for programs. A program's name is also its host's name."""
 
     def address(self, host: str) -> str:
-        """What a program there listens on."""
+        """Return the address on which a program on `host` listens."""
         ...
 
     def command(self, host: str, command: Sequence[str | Path]) -> list[str]:
-        """`command` so wrapped that it runs there."""
+        """Wrap `command` so that it runs on `host`."""
         ...
 
 
 class LoopbackHosts:
-    """All on this machine, as it is."""
+    """Runs all programs on this machine's loopback address."""
 
     def address(self, host: str) -> str:
         return "127.0.0.1"
@@ -72,7 +72,7 @@ class LoopbackHosts:
 
 @dataclass
 class LocalSwarm:
-    """A coordinator, a seed and nodes on this machine, all below `root`."""
+    """A coordinator, a seed and nodes on this machine, with their directories below `root`."""
 
     root: Path
     program_hosts: ProgramHosts = field(default_factory=LoopbackHosts)
@@ -81,7 +81,7 @@ class LocalSwarm:
     # --- starting ------------------------------------------------------------------------------------
 
     async def start_coordinator(self, *flags: str) -> dict[str, Any]:
-        """Start it and wait until it listens; returns its endpoints."""
+        """Start the coordinator and wait until it listens. Return its endpoints."""
         directory = make_private_dir(self.root / "coordinator")
         endpoints = directory / "endpoints.json"
         endpoints.unlink(missing_ok=True)
@@ -100,7 +100,7 @@ class LocalSwarm:
         await self.ctl("run", "create", str(path), "--start")
 
     async def start_member(self, name: str, role: str = "node", *flags: str) -> Program:
-        """Make a token, write it where only its owner can read it, and join with it."""
+        """Create a token, store it as a private file, and join with it."""
         token = (await self.ctl("token", "create", "--uses", "1", "--role", role)).strip()
         directory = make_private_dir(self.root / name)
         write_private(directory / "token", token.encode())
@@ -110,20 +110,25 @@ class LocalSwarm:
         return await self._start(name, directory, [*command, *flags])
 
     async def restart_member(self, name: str) -> Program:
-        """Start a member that joined before, as its owner would after a reboot."""
+        """Start a member that joined earlier, as its owner would after a reboot."""
         directory = self.root / name
         return await self._start(name, directory, [_script("atoll"), "up", "--data-dir", str(directory)])
 
     async def start_program(self, name: str, directory: Path, script: str, *arguments: str) -> Program:
-        """Start one of our console scripts with any arguments."""
+        """Start a console script of atoll with any arguments."""
         return await self._start(name, directory, [_script(script), *arguments])
 
     async def ctl(self, *arguments: str) -> str:
-        """Run `atollctl` as the operator; returns what it prints. Raises `AtollError` with its message."""
+        """Run `atollctl` as the operator and return its output. Raises `AtollError` with its message."""
         return await self.command("atollctl", *arguments)
 
+    async def ctl_json(self, *arguments: str) -> dict[str, Any]:
+        """Run `atollctl … --output json` and return the parsed output. Raises `AtollError`."""
+        result: dict[str, Any] = json.loads(await self.ctl(*arguments, "--output", "json"))
+        return result
+
     async def command(self, script: str, *arguments: str) -> str:
-        """Run one of our console scripts to its end, with the operator's credentials; likewise."""
+        """Run a console script to its end with the operator's credentials. Returns and raises as `ctl`."""
         child = await child_processes.start(
             self.program_hosts.command("coordinator", [_script(script), *arguments]),
             environment={**os.environ, "ATOLL_CREDENTIALS": str(self.root / "coordinator" / "admin")},
@@ -147,7 +152,7 @@ class LocalSwarm:
     # --- watching ------------------------------------------------------------------------------------
 
     async def until(self, condition: Callable[[], bool], problem: str, timeout: timedelta) -> None:
-        """Wait for `condition`; raises `DeadlineExceeded`, or `ChildDied` when a program ends meanwhile."""
+        """Wait for `condition`. Raises `DeadlineExceeded`, or `ChildDied` if a program ends meanwhile."""
         try:
             async with asyncio.timeout(timeout.total_seconds()):
                 while not condition():
@@ -157,36 +162,36 @@ class LocalSwarm:
             raise DeadlineExceeded(f"{problem} within {timeout.total_seconds():.0f} s") from error
 
     def check(self) -> None:
-        """Raise `ChildDied` if any program ended by itself."""
+        """Raise `ChildDied` if any program ended unasked."""
         for program in self.programs.values():
             program.check()
 
     def status(self, name: str) -> dict[str, Any] | None:
-        """What that member's local API says; None while it does not answer, or is down."""
+        """Return the status from a member's local API; None if it does not answer."""
         try:
             return call(self.root / name, "status", timedelta(seconds=2))
         except Unreachable:
             return None
 
     def in_state(self, name: str, *states: str) -> bool:
-        """Whether the member says that it is in one of these states."""
+        """Return whether the member reports one of these states."""
         status = self.status(name)
         return status is not None and status["state"] in states
 
     # --- ending --------------------------------------------------------------------------------------
 
     async def stop(self, *names: str) -> None:
-        """End some programs, all at once."""
+        """Stop these programs at the same time."""
         programs = [self.programs.pop(name) for name in names]
         await asyncio.gather(*(child_processes.stop(program.child, STOP_GRACE) for program in programs))
 
     async def close(self) -> None:
-        """End everything, nodes first, so that they can say goodbye."""
+        """Stop all programs; nodes first, so that they can announce their leave."""
         nodes = [name for name in self.programs if name not in ("coordinator", "seed")]
         for names in (nodes, ["seed"], ["coordinator"]):
             await self.stop(*(name for name in names if name in self.programs))
 
 
 def _script(name: str) -> str:
-    """A console script of the environment that we run in."""
+    """Return the path of a console script in this Python environment."""
     return str(Path(sys.executable).parent / name)

@@ -156,7 +156,7 @@ class AdminServicer:
     """Missing associated documentation comment in .proto file."""
 
     def CreateToken(self, request, context):
-        """The secret is in the reply and nowhere else afterwards.
+        """Only this reply contains the secret; the coordinator does not keep it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,7 +169,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RevokeToken(self, request, context):
-        """NOT_FOUND when no token has that id. Revoking twice is fine.
+        """NOT_FOUND when no token has that id. Revoking a token again succeeds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -182,7 +182,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetNode(self, request, context):
-        """By peer id, unique prefix of one, or node name. NOT_FOUND, or FAILED_PRECONDITION when ambiguous.
+        """Finds by peer id, unique prefix of a peer id, or node name. NOT_FOUND, or FAILED_PRECONDITION when ambiguous.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -202,7 +202,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CreateRun(self, request, context):
-        """ALREADY_EXISTS when the name is taken; INVALID_ARGUMENT when the spec is wrong, with the line.
+        """ALREADY_EXISTS when the name is taken; INVALID_ARGUMENT when the spec is not valid, with every wrong key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -245,21 +245,21 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PlanHistory(self, request, context):
-        """The versions that are kept, oldest first.
+        """The plan versions that the coordinator keeps, oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ApplyPlan(self, request, context):
-        """Plan now; with dry_run only say what would change. FAILED_PRECONDITION while the run does not train.
+        """Plans now; with dry_run it only reports what would change. FAILED_PRECONDITION unless the run trains.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinNode(self, request, context):
-        """Exactly these layers, or no part in training, until it is unpinned. INVALID_ARGUMENT for a pin that cannot be held.
+        """Fixes a node to these layers, or to no part in training, until UnpinNode. INVALID_ARGUMENT for an impossible pin.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -272,7 +272,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Events(self, request, context):
-        """Everything after `after_id`; with follow, stays open for what comes.
+        """All events after `after_id`; with follow, the stream stays open for new ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -286,7 +286,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RecoverRun(self, request, context):
-        """Go on from the newest state that the connected nodes hold, though a majority is gone. Cannot be undone.
+        """Continues from the newest state that connected nodes hold, although a majority is lost. Cannot be undone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -300,7 +300,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PullCheckpoint(self, request, context):
-        """One checkpoint's files, passed through from a node that holds it: first an opening, then the bytes.
+        """One checkpoint's files, relayed from a node that holds it: first an opening, then the bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,7 +45,7 @@ class EnrolmentServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Enrol(self, request, context):
-        """Trade a token for a certificate. UNAUTHENTICATED: unknown, wrong or revoked token; FAILED_PRECONDITION:
+        """Exchanges a token for certificates. UNAUTHENTICATED: unknown, wrong or revoked token; FAILED_PRECONDITION:
         expired or used up, another protocol major, a clock too far off; INVALID_ARGUMENT: a malformed request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

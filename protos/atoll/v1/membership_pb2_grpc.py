@@ -65,35 +65,35 @@ class MembershipServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Renew(self, request, context):
-        """A fresh certificate before the old one ends. PERMISSION_DENIED: banned.
+        """Issues a new certificate before the old one expires. PERMISSION_DENIED: banned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request_iterator, context):
-        """Reports up, plans and orders down, for as long as the member lives.
+        """Node to coordinator: reports. Coordinator to node: plans and orders. Open as long as the node runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """An orderly goodbye: the next plan is made without the caller.
+        """Announces that the caller leaves. The next plan does not contain it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Vote(self, request, context):
-        """The coordinator's voice in a round where exactly half of the deciding members are left.
+        """The coordinator's tie-break vote, for rounds where exactly half of an even electorate remains.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UploadCheckpoint(self, request_iterator, context):
-        """The answer to an upload order: the files of one checkpoint, passed on to the operator who asked.
+        """Answers an UploadOrder with the files of one checkpoint, which the coordinator relays to the operator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

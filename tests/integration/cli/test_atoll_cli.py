@@ -444,7 +444,7 @@ def test_version_options_print_the_version():
 
 def test_the_pipeline_demo_refuses_options_that_it_would_ignore():
     done = atoll("demo", "--pipeline", "--nodes", "8", "--kill-coordinator")
-    refused(done, 2, "--pipeline does not go with --nodes, --kill-coordinator")
+    refused(done, 2, "--pipeline cannot be combined with --nodes, --kill-coordinator")
 
 
 def test_ctrl_c_at_a_question_exits_as_elsewhere(tmp_path):

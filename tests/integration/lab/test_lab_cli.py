@@ -59,7 +59,7 @@ SPEC = (Path(__file__).parents[3] / "deploy" / "examples" / "run.toml").read_tex
 @pytest.mark.parametrize(
     ("nodes", "text", "words"),
     [
-        (5, "here.txt", ["begins with 5 nodes", "home-4 has 4 hosts"]),
+        (5, "here.txt", ["run.min_nodes is 5", "home-4 has only 4 hosts"]),
         (4, "nowhere", ["no training text at", "nowhere", "[data]"]),
     ],
 )

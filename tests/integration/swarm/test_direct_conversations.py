@@ -395,7 +395,7 @@ async def test_the_limits_of_the_acceptor_hold(tmp_path: Path) -> None:
         pair.b.acceptor.handle("/atoll/state/1", never)
         stream = await pair.a.talk(pair.b, "/atoll/state/1")
         await stream.send(FrameKind.MESSAGE, bytes(1 << 17))
-        with pytest.raises(FrameInvalid, match="the cap is 65536"):
+        with pytest.raises(FrameInvalid, match="the limit is 65536"):
             await stream.receive(SOON)
         with pytest.raises(Unreachable, match="not served"):
             await pair.a.path.open(pair.b.peer_id, TALK, SOON)

@@ -1,4 +1,4 @@
-"""Data ranges: nothing is skipped, nothing is handed out twice, members that leave give back."""
+"""Data positions: no sample is skipped or assigned twice, and members that leave return their samples."""
 
 import pytest
 from hypothesis import given
@@ -35,7 +35,7 @@ def test_every_sample_below_the_cursor_is_consumed_held_or_returned_exactly_once
 
 
 @given(rounds)
-def test_it_survives_the_wire(history):
+def test_a_position_survives_the_wire(history):
     position = genesis_position(PEERS, 10)
     for members, counts in history:
         position = advance(position, members, {p: c for p, c in counts.items() if p in members}, 5)
@@ -47,14 +47,14 @@ def test_it_survives_the_wire(history):
     )
 
 
-def test_a_faster_member_is_given_more():
+def test_a_faster_member_gets_more_samples():
     position = advance(genesis_position(["fast", "slow"], 50), ["fast", "slow"], {"fast": 40, "slow": 2}, 40)
     assert sample_count(position.holdings["fast"]) == 160
     assert sample_count(position.holdings["slow"]) == 48
 
 
 @given(st.integers(0, 2**63), st.integers(1, 100))
-def test_a_claim_cannot_burn_the_corpus(claimed, lease):
+def test_a_false_count_cannot_use_up_the_corpus(claimed, lease):
     position = advance(genesis_position(["liar", "ann"], 50), ["liar", "ann"], {"liar": claimed, "ann": 5}, lease)
     assert position.cursor <= 100 + 5 * lease
 
@@ -72,5 +72,5 @@ def test_a_negative_count_is_refused():
         advance(genesis_position(["a"], 10), ["a"], {"a": -1}, 4)
 
 
-def test_drop_past_the_end_leaves_nothing():
+def test_dropping_more_than_there_is_leaves_nothing():
     assert drop_samples(((0, 3), (5, 6)), 9) == ()

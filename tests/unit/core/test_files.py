@@ -1,4 +1,4 @@
-"""What the system lets a process have."""
+"""The limit of open files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ print(raise_descriptor_limit(int(sys.argv[3])), resource.getrlimit(resource.RLIM
 @pytest.mark.parametrize(
     ("soft", "hard", "most", "found"), [(64, 256, 1000, 256), (64, 256, 128, 128), (200, 256, 128, 200)]
 )
-def test_descriptors_are_taken_up_to_what_there_is_and_never_given_back(
+def test_the_descriptor_limit_rises_to_what_the_system_allows_and_never_falls(
     soft: int, hard: int, most: int, found: int
 ) -> None:
     """In a process of its own: a hard limit cannot be raised again."""

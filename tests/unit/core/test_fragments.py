@@ -1,4 +1,4 @@
-"""How layers are cut into fragments, and whose turn it is."""
+"""Fragments: their sizes, and the rounds that average them."""
 
 from itertools import accumulate, combinations, pairwise
 
@@ -11,7 +11,7 @@ SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=9)
 
 
 @given(SIZES, st.integers(1, 12))
-def test_fragments_hold_every_layer_once_and_are_as_equal_as_they_can_be(sizes, wanted):
+def test_fragments_hold_every_layer_once_and_are_as_equal_as_possible(sizes, wanted):
     offsets = (0, *accumulate(sizes))
     cut = split_into_fragments(offsets, wanted)
     assert len(cut) == fragment_count(wanted, len(sizes)) == min(wanted, len(sizes))
@@ -52,6 +52,6 @@ def test_a_large_embedding_does_not_empty_the_other_fragments():
 
 
 @given(st.integers(1, 10**9), st.integers(1, 64))
-def test_every_fragment_has_its_turn(number, count):
+def test_every_fragment_gets_its_round(number, count):
     assert sorted(fragment_of_round(number + ahead, count) for ahead in range(count)) == list(range(count))
     assert fragment_of_round(1, count) == fragment_of_round(0, count) == 0

@@ -1,4 +1,4 @@
-"""How long members wait for each other, as it follows from how long they took."""
+"""Timeouts that are learned from earlier durations."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,19 +17,19 @@ def pace_that_saw(durations: list[float]) -> LearnedDeadline:
 
 
 @given(st.lists(seconds, max_size=40), st.lists(st.booleans(), max_size=40))
-def test_patience_stays_between_floor_and_ceiling(durations, failures):
+def test_the_timeout_stays_between_floor_and_ceiling(durations, failures):
     pace = pace_that_saw(durations)
     for failed in failures:
         pace.observe_miss(CEILING, failed=failed)
         assert FLOOR <= pace.timeout_seconds <= CEILING
 
 
-def test_nothing_is_assumed_before_enough_was_seen():
+def test_the_timeout_is_the_ceiling_until_there_are_enough_observations():
     assert pace_that_saw([0.1, 0.1]).timeout_seconds == CEILING
 
 
 @given(st.floats(0.01, 10), st.lists(st.floats(0.9, 1.1), min_size=11, max_size=31))
-def test_what_takes_twice_as_long_as_usual_is_still_waited_for(usual, noise):
+def test_the_timeout_allows_twice_the_usual_duration(usual, noise):
     assert pace_that_saw([usual * factor for factor in noise]).timeout_seconds > 2 * usual * 0.9
 
 
@@ -39,7 +39,7 @@ def test_one_slow_round_changes_little():
     assert slow.timeout_seconds == calm.timeout_seconds
 
 
-def test_failures_double_it_until_one_succeeds():
+def test_failures_double_the_timeout_until_one_succeeds():
     pace = pace_that_saw([1.0] * 31)
     usual = pace.timeout_seconds
     for times in range(1, 4):
@@ -49,7 +49,7 @@ def test_failures_double_it_until_one_succeeds():
     assert pace.timeout_seconds < 2 * usual
 
 
-def test_rounds_that_went_on_without_somebody_double_it_once():
+def test_rounds_that_went_on_without_a_peer_double_the_timeout_once():
     pace = pace_that_saw([1.0] * 31)
     usual = pace.timeout_seconds
     for _ in range(5):

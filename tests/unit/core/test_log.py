@@ -1,4 +1,4 @@
-"""A line that cannot be written is lost; the program goes on. What was written as JSON can be read by people."""
+"""Logs: a line that cannot be written is dropped and the program goes on; JSON lines are formatted for people."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ open(sys.argv[2], "w").write("went on")
 """
 
 
-def test_a_full_disk_or_a_closed_pipe_behind_stderr_ends_nothing(tmp_path) -> None:
+def test_logging_survives_a_full_disk_and_a_closed_pipe(tmp_path) -> None:
     for output in ("console", "json"):
         with open("/dev/full", "w") as full:
             witness = tmp_path / f"full-{output}"
@@ -43,7 +43,7 @@ def lines_of(program: str) -> list[str]:
     return done.stderr.splitlines()
 
 
-def test_json_lines_are_read_as_a_terminal_would_have_shown_them() -> None:
+def test_json_lines_are_formatted_as_a_terminal_shows_them() -> None:
     program = """
 from atoll.core import log
 log.configure("info", "json", node="ann")
@@ -64,7 +64,7 @@ except KeyError:
     assert trace[-1] == "KeyError: 'nothing'"
 
 
-def test_what_a_log_says_does_not_move_the_cursor() -> None:
+def test_log_text_cannot_move_the_cursor() -> None:
     line = {
         "\x1b[2J": 1,
         "event": "\x1b[2J",
@@ -86,10 +86,10 @@ def test_what_a_log_says_does_not_move_the_cursor() -> None:
         {"timestamp": "0001-01-01T00:00:00+14:00"},
     ],
 )
-def test_a_line_that_only_looks_like_ours_ends_nothing(line: dict[str, object]) -> None:
+def test_a_line_with_a_foreign_form_raises_nothing(line: dict[str, object]) -> None:
     assert isinstance(log.json_line_formatter(colors=False)(json.dumps(line)), str)
 
 
 @given(st.one_of(st.text(), st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps)))
-def test_any_other_line_stays_as_it_is(line: str) -> None:
+def test_other_lines_are_unchanged(line: str) -> None:
     assert log.json_line_formatter(colors=False)(line) == line

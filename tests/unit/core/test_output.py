@@ -28,14 +28,14 @@ def narrow() -> object:
 
 
 @given(WORDS)
-def test_lines_fit_a_terminal_and_no_word_of_them_is_broken(words: list[str]) -> None:
+def test_lines_fit_a_terminal_and_no_word_is_broken(words: list[str]) -> None:
     shown = wrap_for_terminal(" ".join(words), Terminal())
     assert shown.split() == words
     assert all(len(line) <= 40 for line in shown.split("\n"))
 
 
 @given(WORDS)
-def test_what_programs_read_stays_as_it_is(words: list[str]) -> None:
+def test_output_for_programs_is_unchanged(words: list[str]) -> None:
     text = " ".join(words)
     assert wrap_for_terminal(text, io.StringIO()) == text
 
@@ -46,7 +46,7 @@ def test_lines_that_fit_and_their_indents_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(("stdin", "error"), [(Terminal(), KeyboardInterrupt), (io.StringIO(), UsageError)])
-def test_a_question_that_nobody_answers_is_an_interrupt_or_says_that_nobody_is_there(
+def test_an_unanswered_question_is_an_interrupt_on_a_terminal_and_a_usage_error_elsewhere(
     monkeypatch: pytest.MonkeyPatch, stdin: io.StringIO, error: type[BaseException]
 ) -> None:
     def question() -> bool:

@@ -34,13 +34,13 @@ round_tokens = 100
         ('path = "corpus.txt"', 'path = "corpus.txt"\ncolour = "red"', "unknown key data.colour"),
     ],
 )
-def test_an_unknown_key_is_named_with_the_one_that_was_meant(right: str, wrong: str, told: str) -> None:
+def test_an_unknown_key_is_named_with_a_suggestion(right: str, wrong: str, told: str) -> None:
     with pytest.raises(RunSpecError) as caught:
         parse_run_spec(SPEC.replace(right, wrong), "run.toml")
     assert str(caught.value) == f"run.toml: {told}"
 
 
-def test_every_problem_has_a_line_of_its_own() -> None:
+def test_every_problem_has_its_own_line() -> None:
     with pytest.raises(RunSpecError) as caught:
         parse_run_spec(SPEC.replace("name =", "nam =").replace("= 100\n", "= 0\n"), "run.toml")
     first, *problems = str(caught.value).splitlines()
@@ -52,10 +52,10 @@ def test_every_problem_has_a_line_of_its_own() -> None:
     }
 
 
-def test_what_a_spec_hardly_means_is_told() -> None:
+def test_valid_but_unlikely_values_give_warnings() -> None:
     plain = SPEC.replace("= 100\n", "= 20\n")
     assert spec_warnings(parse_run_spec(plain)) == ()
     (warm_up,) = spec_warnings(parse_run_spec(plain + "[optimizer]\nwarmup_tokens = 1000\n"))
-    assert "never ends" in warm_up
+    assert "does not end" in warm_up
     (rounds,) = spec_warnings(parse_run_spec(SPEC.replace("= 100\n", "= 101\n")))
-    assert "few rounds" in rounds
+    assert "fewer than 10 rounds" in rounds

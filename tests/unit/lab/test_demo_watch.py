@@ -1,4 +1,4 @@
-"""What the demo says when it takes too long."""
+"""The demo's deadline."""
 
 import asyncio
 from datetime import timedelta
@@ -12,7 +12,7 @@ from atoll.lab.launcher import LocalSwarm
 
 
 class Endless:
-    """A swarm that trains for ever."""
+    """A swarm that never finishes."""
 
     def check(self):
         pass
@@ -21,14 +21,14 @@ class Endless:
         return {"state": "training"}
 
 
-async def test_it_names_the_limit_and_how_to_give_it_more(monkeypatch):
+async def test_a_run_past_the_deadline_names_the_limit_and_the_option_that_raises_it(monkeypatch):
     async def nothing(_view):
         pass
 
     monkeypatch.setattr(demo, "fetch_run_view", nothing)
     view = demo.DemoView(title="demo", started=0.0, stop_tokens=1)
-    trouble = asyncio.create_task(asyncio.sleep(0))
+    faults = asyncio.create_task(asyncio.sleep(0))
     limit = timedelta(minutes=0.001)
     with pytest.raises(DeadlineExceeded, match=r"within 0.001 min") as caught:
-        await demo.watch(cast(LocalSwarm, Endless()), limit, ["node-1"], view, lambda _: None, trouble)
+        await demo.watch(cast(LocalSwarm, Endless()), limit, ["node-1"], view, lambda _: None, faults)
     assert "--minutes" in caught.value.remedy

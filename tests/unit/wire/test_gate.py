@@ -53,7 +53,7 @@ def test_a_peer_is_known_after_its_hello_only(gate: Gate, clock: ManualClock) ->
 
 def test_a_hello_must_be_the_callers_own_and_of_our_major(gate: Gate, clock: ManualClock) -> None:
     hello = make_gate(PEER, clock).hello()
-    with pytest.raises(CertificateInvalid, match="showed the certificate of"):
+    with pytest.raises(CertificateInvalid, match="sent the membership certificate of"):
         gate.admit(Identity.generate().peer_id, hello)
     hello.protocol.major = 2
     with pytest.raises(ProtocolMismatch, match="newer than ours"):

@@ -110,7 +110,7 @@ async def test_a_peer_that_announces_much_and_leaves_delays_no_other() -> None:
 async def test_an_announced_length_of_2_to_the_40_allocates_nothing() -> None:
     stream, reader, _, _ = make_stream()
     reader.feed_data(struct.pack(">2sBBIII", b"AT", 1, 2, 2**32 - 1, 2**32 - 1, 0))
-    with pytest.raises(FrameInvalid, match="the cap is"):
+    with pytest.raises(FrameInvalid, match="the limit is"):
         await stream.receive(SOON)
     stream, reader, _, _ = make_stream()
     reader.feed_data((2**40).to_bytes(8, "big") + bytes(64))  # as hivemind writes its header

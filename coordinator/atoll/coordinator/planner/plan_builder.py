@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from atoll.core.data_position import LEASE_ROUNDS
-from atoll.core.plan import Assignment, Base, Plan, RouteName, SampleRange, stored_route_names
+from atoll.core.data_position import LEASE_ROUNDS, SampleRange
+from atoll.core.plan import Assignment, Base, Plan, RouteName, stored_route_names
 from atoll.core.run_spec import RunSpec
 
 

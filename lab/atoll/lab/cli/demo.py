@@ -1,4 +1,4 @@
-"""`atoll demo`: a whole swarm on this machine, in about three minutes."""
+"""`atoll demo`: a complete swarm on this machine; takes about three minutes."""
 
 from __future__ import annotations
 
@@ -23,42 +23,45 @@ if TYPE_CHECKING:
     from atoll.lab.demo_pipeline import PipelineResult
 
 _OPTIONS_UNUSED_BY_PIPELINE = ("nodes", "codec", "inner_steps", "kill", "together", "freeze", "kill_coordinator")
-DEFAULT_TOKENS = 340_000  # about 480 steps of a full-speed node among four
+DEFAULT_TOKENS = 340_000  # about 480 steps of a full-speed node in the default swarm
 
 
 def demo(
     context: typer.Context,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, max=16, help="How many nodes train.")] = 4,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, max=16, help="Number of nodes that train.")] = 4,
     tokens: Annotated[
         int | None,
         typer.Option(
-            "--tokens", min=1, help="Committed tokens after which it stops; default: 340000, with --pipeline 120000."
+            "--tokens", min=1, help="Stop at this many committed tokens; default: 340000, with --pipeline 120000."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of initialisation and data order.")] = 0,
-    data: Annotated[Path | None, typer.Option("--data", help="Your own text: a file or a directory.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of initialisation and data order.")] = 0,
+    data: Annotated[Path | None, typer.Option("--data", help="Train on your own text: a file or a directory.")] = None,
     codec: Annotated[str, typer.Option("--codec", help="fp32, bf16, fp16, int8, int4, int2, or auto.")] = "int4",
     inner_steps: Annotated[
         int, typer.Option("--inner-steps", min=1, help="Steps of a full-speed node between rounds.")
     ] = 20,
-    kill: Annotated[int, typer.Option("--kill", min=0, help="Kill that many nodes while they train (SIGKILL).")] = 0,
-    together: Annotated[bool, typer.Option("--together", help="Kill them all at one moment.")] = False,
-    freeze: Annotated[int, typer.Option("--freeze", min=0, help="Freeze that many for 20 s (SIGSTOP).")] = 0,
+    kill: Annotated[int, typer.Option("--kill", min=0, help="Kill this many nodes while they train (SIGKILL).")] = 0,
+    together: Annotated[bool, typer.Option("--together", help="Kill them all at the same time.")] = False,
+    freeze: Annotated[int, typer.Option("--freeze", min=0, help="Freeze this many nodes for 20 s (SIGSTOP).")] = 0,
     kill_coordinator: Annotated[
-        bool, typer.Option("--kill-coordinator", help="Kill the coordinator, too; with --together at that moment.")
+        bool, typer.Option("--kill-coordinator", help="Kill the coordinator, too; with --together at the same time.")
     ] = False,
     pipeline: Annotated[
-        bool, typer.Option("--pipeline", help="A model that no node can hold: five nodes, two routes, a killed stage.")
+        bool,
+        typer.Option("--pipeline", help="Train a model that no node can hold: five nodes, two routes, a killed stage."),
     ] = False,
-    keep: Annotated[Path | None, typer.Option("--keep", help="Keep logs, state and the model here.")] = None,
-    minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="Give up after that long.")] = 15.0,
+    keep: Annotated[
+        Path | None, typer.Option("--keep", help="Keep logs, state and the model in this new directory.")
+    ] = None,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="Give up after this many minutes.")] = 15.0,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Start a coordinator, a seed and four nodes on loopback and train a language model on real text.
 
-    Without --data the text is the Python standard library. Two of the nodes are slowed to half and a quarter
-    of the pace; the others find that out by measurement. What is killed or frozen comes back; the model must not
-    notice. With --pipeline it is five nodes of limited memory, none of which can hold the model.
+    Without --data the text is the Python standard library. Two of the nodes run at half and a quarter of the pace; the
+    others find that out by measurement. Killed and frozen nodes come back, and the model stays the same on all nodes.
+    With --pipeline five nodes with limited memory train a model that none of them can hold.
     """
     import asyncio
 
@@ -78,7 +81,9 @@ def demo(
         nodes, tokens or DEFAULT_TOKENS, seed, data, codec, slowdowns, inner_steps, timedelta(minutes=minutes), faults
     )
     if kill + freeze > nodes:
-        raise UsageError(f"{kill} nodes to kill and {freeze} to freeze are more than {nodes}", "start more --nodes")
+        raise UsageError(
+            f"--kill {kill} and --freeze {freeze} need {kill + freeze} nodes; --nodes is {nodes}", "raise --nodes"
+        )
     with _work_directory(keep) as root, live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
         result = asyncio.run(run_demo(options, root, show))
     if output is Output.JSON:
@@ -88,12 +93,14 @@ def demo(
 
 
 def _refuse_unused_options(context: typer.Context) -> None:
-    """Raise `UsageError` for what `--pipeline` would leave unheard."""
+    """Raise `UsageError` for options that `--pipeline` does not use."""
     sources = {name: context.get_parameter_source(name) for name in _OPTIONS_UNUSED_BY_PIPELINE}
     given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
     if given:
         words = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise UsageError(f"--pipeline does not go with {words}", "it has five nodes of its own, and kills one of them")
+        raise UsageError(
+            f"--pipeline cannot be combined with {words}", "remove them: it always has five nodes and kills one"
+        )
 
 
 def _run_pipeline_demo(
@@ -115,9 +122,9 @@ def _run_pipeline_demo(
 
 @contextmanager
 def _work_directory(keep: Path | None) -> Iterator[Path]:
-    """Where the demo's programs live: removed afterwards, unless it is to be kept; of a failure the logs stay."""
+    """Yield the directory of the demo's programs. Without `keep` it is removed; after a failure the logs are kept."""
     if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise UsageError(f"{keep} is not empty", "name a new directory with --keep")
+        raise UsageError(f"{keep} is not empty", "pass a new directory with --keep")
     root = make_private_dir(keep.resolve()) if keep else Path(tempfile.mkdtemp(prefix="atoll-demo-"))
     try:
         yield root
@@ -150,10 +157,10 @@ def _print_pipeline_result(result: PipelineResult, keep: Path | None) -> None:
         console.print(f"  route {number}           {stages}")
     console.print(f"  layers            {equal} on all that hold them, after {result.rounds_committed} rounds")
     console.print(
-        f"  trouble           {result.kills} stage killed; {result.flushes_aborted} flushes aborted, "
+        f"  faults            {result.kills} stage killed; {result.flushes_aborted} flushes aborted, "
         f"{result.micro_batches_counted_twice} samples counted twice"
     )
-    console.print(f"\nThe model: {result.export if keep else 'nowhere: run with --keep DIR to keep result'}")
+    console.print(f"\nThe model: {result.export if keep else 'not kept; run with --keep DIR to keep it'}")
 
 
 def _keep_logs(root: Path, kept: Path) -> None:
@@ -176,7 +183,7 @@ def _print_result(result: DemoResult, keep: Path | None) -> None:
     console.print(f"  anchors           {equal} on all nodes ({next(iter(result.anchor_digests.values()))[:16]}…)")
     if result.kills or result.freezes or result.coordinator_restarts:
         console.print(
-            f"  trouble           {result.kills} killed, {result.freezes} frozen, coordinator restarted "
+            f"  faults            {result.kills} killed, {result.freezes} frozen, coordinator restarted "
             f"{result.coordinator_restarts}×; "
             f"{result.rejoined} of {result.kills + result.freezes} back in the last round; "
             f"{result.rounds_tie_broken} ties broken; "
@@ -188,9 +195,9 @@ def _print_result(result: DemoResult, keep: Path | None) -> None:
         f" ({bytes_text(result.averaging_bytes_fp32)}); everything else {bytes_text(result.other_bytes_sent)}"
     )
     console.print(
-        f"\n[bold]What it writes[/] [dim](a million parameters, minutes old)[/]\n[cyan]{_indent(result.sample)}[/]"
+        f"\n[bold]Sample of its text[/] [dim](a million parameters, minutes old)[/]\n[cyan]{_indent(result.sample)}[/]"
     )
-    where = result.checkpoint if keep else "nowhere: run with --keep DIR to keep it"
+    where = result.checkpoint if keep else "not kept; run with --keep DIR to keep it"
     console.print(f"\nThe model: {where}")
 
 

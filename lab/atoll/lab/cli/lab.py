@@ -1,4 +1,4 @@
-"""`atoll lab`: an emulated WAN on this machine. Rehearse your run before you rent."""
+"""`atoll lab`: an emulated WAN on this machine, to rehearse a run before renting machines."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from atoll.lab.wan.check import CheckResult, Measurement
     from atoll.lab.wan.run import LabRunResult
 
-app = typer.Typer(no_args_is_help=True, help="An emulated WAN on this machine: rehearse your run before you rent.")
-TopologyName = Annotated[str, typer.Argument(metavar="[TOPOLOGY]", help="A built-in topology, or a TOML file.")]
+app = typer.Typer(
+    no_args_is_help=True, help="Emulate a WAN on this machine: rehearse your run before you rent machines."
+)
+TopologyName = Annotated[str, typer.Argument(metavar="[TOPOLOGY]", help="A built-in topology or a TOML file.")]
 
 
 @app.command("list")
 def list_(output: OutputOption = Output.TEXT) -> None:
-    """The topologies that come with Atoll."""
+    """List the built-in topologies."""
     from atoll.lab.wan.topology import built_in_names, load_topology
 
     topologies = [load_topology(name) for name in built_in_names()]
@@ -43,12 +45,14 @@ def list_(output: OutputOption = Output.TEXT) -> None:
 @app.command()
 def check(
     topology: TopologyName = "home-4",
-    seconds: Annotated[float, typer.Option("--seconds", min=0.5, max=60, help="How long each rate is measured.")] = 4.0,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.5, max=60, help="Duration of each rate measurement.")
+    ] = 4.0,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Build a topology, measure every rate and distance against its setting, and remove it. Needs root.
+    """Build a topology, compare every measured rate and round-trip time with its setting, and remove it. Needs root.
 
-    Ends with 1 when anything is out of tolerance: then this machine is too slow, or too busy, for that topology.
+    Exits with 1 if a measurement is out of tolerance: then this machine is too slow or too busy for that topology.
     """
     import asyncio
 
@@ -70,22 +74,31 @@ def check(
 @app.command()
 def run(
     topology: TopologyName = "home-4",
-    spec: Annotated[Path | None, typer.Option("--run", help="Your run spec; none: the demo's model and text.")] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Of the demo's run: when it stops.")] = 200_000,
+    spec: Annotated[
+        Path | None, typer.Option("--run", help="Your run spec; default: the demo's model and text.")
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, help="Committed tokens at which the demo's run stops.")
+    ] = 200_000,
     codec: Annotated[
-        str, typer.Option("--codec", help="Of the demo's run: fp32, bf16, fp16, int8, int4, int2, or auto.")
+        str, typer.Option("--codec", help="Codec of the demo's run: fp32, bf16, fp16, int8, int4, int2, or auto.")
     ] = "int8",
     step_seconds: Annotated[
-        float, typer.Option("--step-seconds", min=0, help="An inner step at full speed; 0: what this machine can.")
+        float,
+        typer.Option(
+            "--step-seconds", min=0, help="Minimum inner step at full speed; 0: as fast as this machine allows."
+        ),
     ] = 0.0,
-    keep: Annotated[Path | None, typer.Option("--keep", help="Keep logs, state and the model here.")] = None,
-    minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="Give up after that long.")] = 30.0,
+    keep: Annotated[
+        Path | None, typer.Option("--keep", help="Keep logs, state and the model in this new directory.")
+    ] = None,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="Give up after this many minutes.")] = 30.0,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Train in a topology: coordinator, seed and nodes as they are shipped, each in its host. Needs root.
+    """Train in a topology: the shipped coordinator, seed and nodes, each on its own host. Needs root.
 
-    A host's speed becomes its node's pace. At the end stand throughput and compute utilisation: how much of the time
-    the nodes computed and did not wait for the network.
+    A host's speed sets its node's pace. The result has throughput and compute utilisation: the fraction of time in
+    which the nodes computed and did not wait for the network.
     """
     import asyncio
 
@@ -99,7 +112,7 @@ def run(
     text = _read(spec) if spec is not None else None
     options = LabRunOptions(load_topology(topology), text, tokens, codec, step_seconds, timedelta(minutes=minutes))
     if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise UsageError(f"{keep} is not empty", "name a new directory with --keep")
+        raise UsageError(f"{keep} is not empty", "pass a new directory with --keep")
     root = make_private_dir(keep.resolve()) if keep else Path(tempfile.mkdtemp(prefix="atoll-lab-"))
     child_processes.treat_sigterm_as_sigint()
     try:
@@ -141,7 +154,7 @@ def _print_run(it: LabRunResult) -> None:
         f"{count_text(it.tokens_per_second)} tokens/s, {it.utilisation:.0%} of the time computing[/]\n"
         f"  validation loss {it.val_loss_first:.3f} → {it.val_loss_last:.3f}; anchors {equal}; "
         f"rounds {it.rounds_committed} of {it.rounds_opened}\n"
-        f"  the seed sent {it.seed_megabytes:.1f} MB, what it relayed included; "
+        f"  the seed sent {it.seed_megabytes:.1f} MB, including relayed traffic; "
         f"the hub used {it.hub_cpu_share:.0%} of a core",
         soft_wrap=True,
     )
@@ -171,7 +184,7 @@ def _print_check(result: CheckResult) -> None:
     wrong = sum(not row.ok for row in result.measurements)
     console.print(
         f"\n{result.topology}: {len(result.measurements) - wrong} of {len(result.measurements)} within tolerance; "
-        f"TCP {result.congestion}, goodput without headers; the hub used {result.hub_cpu_share:.0%} of a core",
+        f"TCP {result.congestion}, rates without headers; the hub used {result.hub_cpu_share:.0%} of a core",
         soft_wrap=True,
     )
     _warn(console, result.hub_late)

@@ -1,6 +1,6 @@
-"""The `atoll` program: the node's commands, and `demo` and `lab`, which start whole swarms on one machine.
+"""The `atoll` program: the node's commands, and `demo` and `lab`, which start complete swarms on one machine.
 
-It stands in the lab because a node must not import the lab.
+It is part of the lab because the node package must not import the lab.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ app.add_typer(lab.app, name="lab")
 
 
 def main() -> None:
-    """Entry point."""
+    """Entry point of `atoll`."""
     run_cli(app)

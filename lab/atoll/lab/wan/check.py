@@ -1,8 +1,8 @@
-"""Does the lab keep its word? Rates of every host and round trips of every pair, measured from inside.
+"""Check of a WAN network: rates of every host and round trips of every pair, measured from inside the hosts.
 
-A rate is that of one TCP connection to or from the coordinator's host. The instrument must not be the limit: for that
-while loss and jitter are off, hosts whose buffers are short for the distance are moved nearer, and only so many hosts
-are measured at one time as this machine can carry. Loss and jitter are measured by small datagrams.
+A rate is that of one TCP connection to or from the coordinator's host. The measurement itself must not be the limit.
+So loss and jitter are off during it, a host whose buffer is too short for its distance is moved nearer, and only as
+many hosts are measured at the same time as this machine can carry. Small datagrams measure loss and jitter.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from atoll.lab.wan.network import WanNetwork, wan_network
 from atoll.lab.wan.topology import COORDINATOR, Host, Topology, end_to_end
 from atoll.node.system import child_processes
 
-PAYLOAD_SHARE = 1448 / 1500  # of a full packet; the rest is headers
-RATE_TOLERANCE = (0.92, 1.01)  # of what headers leave
+PAYLOAD_SHARE = 1448 / 1500  # payload of a full packet; the rest is headers
+RATE_TOLERANCE = (0.92, 1.01)  # of the rate without headers
 RTT_TOLERANCE_MS = 1.0
 RTT_TOLERANCE_SHARE = 0.01
 LOSS_SIGMAS = 4.0
 
 _PROBE = Path(__file__).parent / "probe.py"
 _PORT = 5000
-_MAX_CONCURRENT_MBIT = 600.0  # measured at one time: well below what a core carries
+_MAX_CONCURRENT_MBIT = 600.0  # of concurrent measurements; well below the capacity of a core
 _MAX_CONCURRENT_PAIRS = 3
 _PING = {"task": "ping", "count": 20, "interval": 0.02}
 _PING_MANY = {"task": "ping", "count": 3000, "interval": 0.001}
-_PING_BYTES = 32  # of IP
+_PING_BYTES = 32  # IP packet size
 _CALL_SECONDS = 1.0
 _ANSWER_TIMEOUT = timedelta(seconds=90)
 _STOP = timedelta(seconds=2)
@@ -47,7 +47,7 @@ ReportProgress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row: what was set, what was found, and what may be found. Units are the quantity's."""
+    """One measurement: the setting, the measured value and its tolerance, in the quantity's unit."""
 
     quantity: str  # uplink_mbit, downlink_mbit, rtt_ms, jitter_ms, loss, inbound_calls
     host: str
@@ -59,40 +59,40 @@ class Measurement:
 
     @property
     def ok(self) -> bool:
-        """Whether the measured value lies within tolerance."""
+        """Whether the measured value is within tolerance."""
         return self.low <= self.measured <= self.high
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """All rows, and what the machine did for them."""
+    """All measurements of a topology, and the load of the hub."""
 
     topology: str
-    congestion: str  # read back from the connections that were measured
+    congestion: str  # read from the measured connections
     hub_cpu_share: float  # of one core, over the whole check
-    hub_late: int  # times that the machine was too busy to carry a packet within 2 ms of its time
+    hub_late: int  # times that a packet was delivered more than 2 ms late
     measurements: tuple[Measurement, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether every row is within tolerance."""
+        """Whether every measurement is within tolerance."""
         return all(row.ok for row in self.measurements)
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Convert to the object that `atoll lab check --output json` prints."""
         rows = [{**asdict(row), "ok": row.ok} for row in self.measurements]
         return {**asdict(self), "ok": self.ok, "measurements": rows}
 
 
 async def check_topology(topology: Topology, seconds: float, report_progress: ReportProgress) -> CheckResult:
-    """Build it, measure each rate for `seconds`, remove it. Raises `LabUnavailable`, `LabBroken`."""
+    """Build a topology, measure each rate for `seconds`, remove it. Raises `LabUnavailable`, `LabBroken`."""
     report_progress(f"building {len(topology.hosts)} hosts")
     async with wan_network(topology) as network:
         return await check_network(network, seconds, report_progress)
 
 
 async def check_network(network: WanNetwork, seconds: float, report_progress: ReportProgress) -> CheckResult:
-    """Measure a running network that nobody else uses; afterwards it is as its topology says."""
+    """Measure a running network without other traffic. Its settings are the topology's again afterwards."""
     before = network.counters()
     async with _servers(network):
         report_progress("round trips, jitter and loss of every pair")
@@ -112,7 +112,7 @@ async def check_network(network: WanNetwork, seconds: float, report_progress: Re
 
 
 async def _pairs(network: WanNetwork) -> list[Measurement]:
-    """Two hosts behind NAT cannot reach each other, so theirs is left out."""
+    """Measure all pairs except pairs of hosts behind NAT, which cannot reach each other."""
     some = asyncio.Semaphore(_MAX_CONCURRENT_PAIRS)
 
     async def measure(one: Host, other: Host) -> list[Measurement]:
@@ -129,7 +129,7 @@ async def _pair(network: WanNetwork, asks: Host, answers: Host) -> list[Measurem
     pings = await _ask(network, asks, answers, **(_PING_MANY if met.loss else _PING))
     trips = pings["trips_ms"]
     if not trips:
-        raise LabBroken(f"{asks.name} does not reach {answers.name} at all")
+        raise LabBroken(f"no packet from {asks.name} to {answers.name} was answered")
     sending = sum(
         _PING_BYTES * 8e-3 / rate for host in (asks, answers) for rate in (host.uplink_mbit, host.downlink_mbit)
     )
@@ -143,7 +143,7 @@ async def _pair(network: WanNetwork, asks: Host, answers: Host) -> list[Measurem
             Measurement("jitter_ms", *names, met.jitter_ms, spread / 2, 0.05 * met.jitter_ms, met.jitter_ms + 1)
         )
     if met.loss:
-        count, lost = _PING_MANY["count"], 1 - (1 - met.loss) ** 2  # there or back
+        count, lost = _PING_MANY["count"], 1 - (1 - met.loss) ** 2  # in either direction
         assert isinstance(count, int)
         allowed = LOSS_SIGMAS * math.sqrt(lost * (1 - lost) / count) + 1 / count
         found = 1 - math.sqrt(1 - pings["lost"] / count)
@@ -152,7 +152,7 @@ async def _pair(network: WanNetwork, asks: Host, answers: Host) -> list[Measurem
 
 
 async def _nat_rejects_inbound(network: WanNetwork, host: Host) -> Measurement:
-    """Whether a host behind NAT takes a call from outside."""
+    """Measure whether a host behind NAT admits a connection from outside, which it must not."""
     call = await _ask(network, network.topology.host(COORDINATOR), host, task="call", seconds=_CALL_SECONDS)
     return Measurement("inbound_calls", host.name, COORDINATOR, 0, float(call["connected"]), 0, 0)
 
@@ -169,7 +169,7 @@ async def _rates(network: WanNetwork, seconds: float, report_progress: ReportPro
         distance = _distance_ms(network.topology, host)
         task = {"task": quantity.removesuffix("link_mbit") + "load", "seconds": seconds}
         found = await _ask(network, host, public, **task, warm_up=1.5 + 0.015 * distance)
-        # What waits behind a lost segment at either end of the measurement counts too late, or too much.
+        # Data that waits behind a lost segment at the start or end of the interval falsifies the rate.
         held = (max(host.queue_ms, public.queue_ms) + distance) / 1000 / seconds
         low, high = RATE_TOLERANCE[0] - held, RATE_TOLERANCE[1] + held
         full = PAYLOAD_SHARE * rate
@@ -185,7 +185,7 @@ async def _rates(network: WanNetwork, seconds: float, report_progress: ReportPro
 
 
 def _batches(wanted: Iterable[tuple[Host, float]]) -> Iterator[list[tuple[Host, float]]]:
-    """Hosts that can be measured at one time."""
+    """Yield groups of hosts that can be measured at the same time."""
     batch: list[tuple[Host, float]] = []
     for host, rate in wanted:
         if batch and sum(item[1] for item in batch) + rate > _MAX_CONCURRENT_MBIT:
@@ -196,13 +196,13 @@ def _batches(wanted: Iterable[tuple[Host, float]]) -> Iterator[list[tuple[Host, 
 
 
 def _distance_ms(topology: Topology, host: Host) -> float:
-    """From the coordinator, while rates are measured: one connection fills a link whose buffer is half of that."""
+    """Return the RTT for rate measurements: one connection fills a link only if the buffer holds half of it."""
     public = topology.host(COORDINATOR)
     return min(topology.route(host, public).rtt_ms, 2 * host.queue_ms, 2 * public.queue_ms)
 
 
 def _suspend_impairments(network: WanNetwork, wanted: bool) -> None:
-    """Take loss, jitter and too long distances away, or put them back."""
+    """Remove loss, jitter and excess distance if `wanted`; restore them otherwise."""
     topology = network.topology
     for host in topology.hosts:
         silent = {"loss": 0.0, "jitter_ms": 0.0}
@@ -245,7 +245,9 @@ async def _ask(network: WanNetwork, asks: Host, answers: Host, **request: object
         async with asyncio.timeout(_ANSWER_TIMEOUT.total_seconds()):
             printed, problems = await child.communicate()
     except TimeoutError as error:
-        raise DeadlineExceeded(f"the probe on {asks.name} did not end: {document}") from error
+        raise DeadlineExceeded(
+            f"the probe on {asks.name} did not end within {_ANSWER_TIMEOUT.total_seconds():.0f} s: {document}"
+        ) from error
     if child.returncode:
         last = problems.decode(errors="replace").strip().rpartition("\n")[2]
         raise LabBroken(f"the probe on {asks.name} failed against {answers.name}: {last}")

@@ -1,6 +1,6 @@
-"""What one may ask of a running hub, as JSON lines over a Unix socket: typed requests in, a document out.
+"""Control protocol of a running hub: one JSON line per request and per answer, over a Unix socket.
 
-The socket lies in the lab's private directory. Answers come at once: the hub does nothing that waits.
+The socket is in the lab's private directory. The hub answers at once, because none of its operations block.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from atoll.lab.wan.errors import LabBroken, TopologyError
+from atoll.lab.wan.shaper import LinkCounters
 from atoll.lab.wan.topology import check_number
 
 TIMEOUT = timedelta(seconds=10)
@@ -21,7 +22,7 @@ TIMEOUT = timedelta(seconds=10)
 
 @dataclass(frozen=True)
 class SetHost:
-    """Change a link: `uplink_mbit`, `downlink_mbit`, `queue_ms`, `jitter_ms`, `loss`."""
+    """Change a host's link: `uplink_mbit`, `downlink_mbit`, `queue_ms`, `jitter_ms`, `loss`."""
 
     host: str
     values: dict[str, float]
@@ -29,7 +30,7 @@ class SetHost:
 
 @dataclass(frozen=True)
 class SetRoute:
-    """Change what lies between two hosts: `rtt_ms`, `jitter_ms`, `loss`."""
+    """Change the route between two hosts: `rtt_ms`, `jitter_ms`, `loss`."""
 
     one: str
     other: str
@@ -38,33 +39,33 @@ class SetRoute:
 
 @dataclass(frozen=True)
 class Cut:
-    """Nothing reaches or leaves the host."""
+    """Drop all packets to and from a host."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class Restore:
-    """The host is back."""
+    """Undo `Cut`."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Only hosts of one group reach each other; who is named in none is in one more group."""
+    """Split the network: only hosts of one group reach each other. Hosts in no group form one more group."""
 
     groups: list[list[str]]
 
 
 @dataclass(frozen=True)
 class Heal:
-    """All groups are one again."""
+    """Undo `Partition`."""
 
 
 @dataclass(frozen=True)
 class ReadCounters:
-    """What hosts and pairs sent, received and lost; the hub's own CPU time."""
+    """Read the counters of hosts and pairs, and the hub's CPU time."""
 
 
 Request = SetHost | SetRoute | Cut | Restore | Partition | Heal | ReadCounters
@@ -81,54 +82,45 @@ _ROUTE_KEYS = ("rtt_ms", "jitter_ms", "loss")
 
 
 @dataclass(frozen=True)
-class LinkCounters:
-    """What a host, or a directed pair, saw so far. Bytes are those of IP packets of at most 1500 bytes."""
-
-    sent_bytes: int = 0
-    sent_segments: int = 0
-    received_bytes: int = 0
-    received_segments: int = 0
-    dropped_segments: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class HubCounters:
-    """One reading of a hub."""
+    """One reading of a hub's counters."""
 
-    seconds: float  # since it started
+    seconds: float  # since the hub started
     cpu_seconds: float
-    late: int  # times that it got to run more than 2 ms after a packet's time
-    latest_seconds: float  # the worst of them
+    late: int  # times that the hub woke more than 2 ms after a packet's time
+    latest_seconds: float  # the longest such delay
     hosts: dict[str, LinkCounters]
     pairs: dict[tuple[str, str], LinkCounters]
 
 
 def encode(request: Request) -> bytes:
-    """One line."""
+    """Encode a request as one line."""
     return json.dumps({"kind": type(request).__name__, **asdict(request)}).encode() + b"\n"
 
 
 def decode(line: bytes) -> Request:
-    """Raises `TopologyError` for what is no request, or has a value out of bounds."""
+    """Parse a request. Raises `TopologyError` for another form or a value out of bounds."""
     try:
         document = json.loads(line)
         request = _KINDS[document.pop("kind")](**document)
         well_formed = all(_FORMS[key](value) for key, value in asdict(request).items())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise TopologyError(f"no request that a hub knows: {line[:80]!r}") from error
+        raise TopologyError(f"not a request of the hub: {line[:80]!r}") from error
     if not well_formed:
-        raise TopologyError(f"no request that a hub knows: {line[:80]!r}")
+        raise TopologyError(f"not a request of the hub: {line[:80]!r}")
     if isinstance(request, SetHost | SetRoute):
         known = _HOST_KEYS if isinstance(request, SetHost) else _ROUTE_KEYS
         for key, value in request.values.items():
             if key not in known:
-                raise TopologyError(f"{key!r} cannot be changed while the lab runs", f"what can: {', '.join(known)}")
+                raise TopologyError(
+                    f"{key!r} cannot be changed while the lab runs", f"change one of {', '.join(known)}"
+                )
             check_number(key, value)
     return request
 
 
 class HubControl:
-    """A connection to a hub. Calls block for at most `TIMEOUT`; use it from one thread at a time."""
+    """A client of a hub. Calls block for at most `TIMEOUT`. Use it from one thread at a time."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -141,11 +133,11 @@ class HubControl:
             raise LabBroken(f"the hub does not answer: {error}") from error
 
     def close(self) -> None:
-        """The hub goes on."""
+        """Close the connection; the hub goes on."""
         self._socket.close()
 
     def ask(self, request: Request) -> dict[str, Any]:
-        """Send a request and wait for its answer. Raises `TopologyError` as the hub says it, `LabBroken`."""
+        """Send a request and return the answer. Raises the hub's `TopologyError`, or `LabBroken`."""
         try:
             self._socket.sendall(encode(request))
             while b"\n" not in self._rest:
@@ -162,7 +154,7 @@ class HubControl:
         return answer
 
     def counters(self) -> HubCounters:
-        """What was sent, received and lost until now."""
+        """Read the counters."""
         answer = self.ask(ReadCounters())
         return HubCounters(
             answer["seconds"],

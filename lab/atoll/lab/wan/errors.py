@@ -1,4 +1,4 @@
-"""What can keep the WAN lab from working."""
+"""Errors of the WAN lab."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from atoll.core.errors import AtollError, ConfigError, ExitCode
 
 
 class TopologyError(ConfigError):
-    """A topology file does not say what it must; the message names the field."""
+    """A topology file is not valid; the message names the field."""
 
 
 class LabUnavailable(AtollError):
-    """This machine or this user cannot make network namespaces and TUN devices."""
+    """This machine or user cannot create network namespaces and TUN devices."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.CONFIG
 
 
 class LabBroken(AtollError):
-    """The lab's own processes or devices failed while it ran."""
+    """The lab's processes or devices failed while it ran."""

@@ -1,8 +1,8 @@
-"""The hub: one process that carries every packet between the hosts of a lab, and is told what to do over a socket.
+"""The hub: the process that forwards every packet between the hosts of a lab, and serves the control socket.
 
-Started by `network.py` as root with a document on standard input: the topology, every host's namespace and address,
-and where the control socket shall be. It opens one TUN device in each namespace, says so in one line, and runs until
-it is asked to end or its parent dies. All decisions are `Shaper`'s and `FlowTable`'s; this file moves bytes.
+`network.py` starts it as root with a JSON document on standard input: the topology, every host's namespace and
+address, and the path of the control socket. The hub opens a TUN device in each namespace, prints `ready`, and runs
+until a signal or the end of its parent ends it. `Shaper` and `FlowTable` make all decisions; this module moves bytes.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _OFFLOAD_CHECKSUM, _OFFLOAD_TCP4, _OFFLOAD_ECN = 1, 2, 8
 _CLONE_NEWNET = 0x40000000
 _SET_TIMER_SLACK = 29  # prctl
-_TIMER_SLACK_NANOSECONDS = 1000  # the default of 50 µs shows in a LAN's round trips
+_TIMER_SLACK_NANOSECONDS = 1000  # the default of 50 µs is visible in a LAN's round trips
 _NICE = -15
-_LATE_SECONDS = 0.002  # after its time, a packet counts as late: this machine was busier than the network allows
+_LATE_SECONDS = 0.002  # a packet delivered this long after its time counts as late: the machine was too busy
 _READ_BYTES = 1 << 17
 _READS_PER_TURN = 16
 _LONGEST_WAIT_SECONDS = 1.0
-_CLIENT_TIMEOUT_SECONDS = 1.0  # while an answer is written, packets wait
-_SETTINGS = {  # of each namespace; buffers never limit what a link can carry
+_CLIENT_TIMEOUT_SECONDS = 1.0  # packets wait while the hub writes an answer
+_SETTINGS = {  # in each namespace; socket buffers never limit a link
     "net/ipv4/tcp_rmem": "4096 131072 67108864",
     "net/ipv4/tcp_wmem": "4096 65536 67108864",
     "net/ipv4/tcp_no_metrics_save": "1",
@@ -56,15 +56,15 @@ _SETTINGS = {  # of each namespace; buffers never limit what a link can carry
 
 @dataclass(frozen=True)
 class HostNamespace:
-    """Where a host is on this machine."""
+    """A host's network namespace and address."""
 
     host: str
-    namespace: str  # a path
+    namespace: str  # path
     address: str
 
 
 class Hub:
-    """Devices, control connections, and the shaper between them."""
+    """Event loop over TUN devices and control connections, with a shaper in between."""
 
     def __init__(self, shaper: Shaper, devices: dict[int, HostNamespace], listener: socket.socket) -> None:
         self._shaper = shaper
@@ -83,10 +83,10 @@ class Hub:
             self._poll.register(descriptor, select.EPOLLIN)
 
     def run(self) -> NoReturn:
-        """Until a signal ends it."""
+        """Run until a signal ends the process."""
         while True:
             wait = min(_LONGEST_WAIT_SECONDS, self._shaper.next_event_at() - time.monotonic())
-            # epoll counts in milliseconds, select in microseconds: one waits for the other.
+            # epoll has a resolution of milliseconds, select of microseconds: select waits for epoll.
             if wait <= 0 or select.select((self._poll,), (), (), wait)[0]:
                 for descriptor, _ in self._poll.poll(0):
                     self._ready(descriptor)
@@ -106,7 +106,7 @@ class Hub:
             self._serve(descriptor)
 
     def _collect(self, descriptor: int, source: str) -> None:
-        """Take what the host's kernel has to send, and let the shaper decide."""
+        """Read packets from a host's device and pass them to the shaper."""
         flows = self._flows.get(source)
         for _ in range(_READS_PER_TURN):
             try:
@@ -114,7 +114,7 @@ class Hub:
             except BlockingIOError:
                 return
             target = self._addresses.get(target_of(packet.data)) if packet else None
-            if packet is None or target is None:  # the kernel's own chatter, or an address that nobody has
+            if packet is None or target is None:  # the kernel's own packets, or an unknown address
                 continue
             now = time.monotonic()
             if flows is not None:
@@ -133,13 +133,13 @@ class Hub:
                 continue
             try:
                 os.write(self._descriptors[target], packet.data)
-            except OSError:  # its receive queue is full, or the device is down
+            except OSError:  # the receive queue is full, or the device is down
                 self._shaper.refused(source, target, packet, Drop.DEVICE_FULL)
             else:
                 self._shaper.count_received(source, target, packet)
 
     def _admits(self, source: str, target: str, data: bytes, now: float) -> bool:
-        """Whether a host behind NAT takes the packet."""
+        """Return whether a host behind NAT admits the packet."""
         if not self._flows[target].admits(flow_of(data), now):
             return False
         return not (opens_connection(data) and (source in self._never_meet or target in self._never_meet))
@@ -149,15 +149,15 @@ class Hub:
     def _serve(self, descriptor: int) -> None:
         connection, rest = self._clients[descriptor]
         try:
-            count_received = connection.recv(_READ_BYTES)
-            rest += count_received
+            received = connection.recv(_READ_BYTES)
+            rest += received
             while b"\n" in rest:
                 line, _, left = bytes(rest).partition(b"\n")
                 rest[:] = left
                 connection.sendall(json.dumps(self._answer(line)).encode() + b"\n")
         except OSError:
-            count_received = b""
-        if not count_received or len(rest) > _READ_BYTES:
+            received = b""
+        if not received or len(rest) > _READ_BYTES:
             self._poll.unregister(descriptor)
             del self._clients[descriptor]
             connection.close()
@@ -198,7 +198,7 @@ class Hub:
 
 
 def enter_namespace(path: Path) -> None:
-    """This thread's network is that of the namespace from now on. Raises `OSError`."""
+    """Move this thread into a network namespace. Raises `OSError`."""
     kernel = ctypes.CDLL(None, use_errno=True)
     with path.open() as handle:
         if kernel.setns(handle.fileno(), _CLONE_NEWNET):
@@ -206,7 +206,7 @@ def enter_namespace(path: Path) -> None:
 
 
 def open_device(namespace: str) -> int:
-    """Enter a namespace, set it up, make its TUN device; returns the device's descriptor. Raises `OSError`."""
+    """Enter a namespace, set it up, create its TUN device and return its descriptor. Raises `OSError`."""
     enter_namespace(Path(namespace))
     for name, value in _SETTINGS.items():
         with suppress(FileNotFoundError):  # a kernel without IPv6
@@ -219,7 +219,7 @@ def open_device(namespace: str) -> int:
 
 
 def _raise_priority() -> None:
-    """A hub that waits for a CPU is a slower network than was asked for; it works without, only less exactly."""
+    """Raise the scheduling priority: a hub that waits for a CPU delays packets. Without permission, go on."""
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(os.sched_get_priority_min(os.SCHED_RR)))
     except OSError:
@@ -241,7 +241,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, _TIMER_SLACK_NANOSECONDS, 0, 0, 0)
     hub = Hub(Shaper(topology, document["seed"]), devices, listener)
     gc.freeze()
-    gc.disable()  # nothing here makes cycles, and a pause would be jitter
+    gc.disable()  # the hub creates no reference cycles, and a pause would be jitter
     print("ready", flush=True)
     hub.run()
 

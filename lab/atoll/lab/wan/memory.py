@@ -1,7 +1,7 @@
-"""A host's memory limit: one control group for all its programs, where the machine has the memory controller.
+"""Memory limits of hosts: one control group for all programs of a host, if the machine has the memory controller.
 
-Elsewhere each program gets a limit of its own on what it may allocate (RLIMIT_DATA), which is weaker: it does not add
-up, and memory that is shared or mapped from files does not count.
+Otherwise every program has its own limit of allocations (RLIMIT_DATA). That is weaker: it applies per program, and
+shared or file-mapped memory does not count.
 """
 
 from __future__ import annotations
@@ -15,34 +15,29 @@ from pathlib import Path
 _V2 = Path("/sys/fs/cgroup")
 _V1 = _V2 / "memory"
 _MIB = 2**20
-_REMOVE_SECONDS = 2.0  # a group is busy until the kernel has buried its last process
+_REMOVE_SECONDS = 2.0  # a group is busy until the kernel has removed its last process
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """What a program must do about memory before it starts: join a group, else limit itself."""
+    """Memory limit that a program applies before it starts: it joins a group, or else limits itself."""
 
     mib: int = 0
     group: Path | None = None
 
     @property
     def processes_file(self) -> str:
-        """Where a process writes its number to join; empty without a group."""
+        """File to which a process writes its id to join; empty without a group."""
         return str(self.group / "cgroup.procs") if self.group else ""
 
     @property
     def data_bytes(self) -> int:
-        """For RLIMIT_DATA; 0 where a group does it, or nothing is limited."""
+        """Value for RLIMIT_DATA; 0 if a group limits memory or there is no limit."""
         return 0 if self.group else self.mib * _MIB
-
-    @property
-    def enforced_by(self) -> str:
-        """`cgroup`, `rlimit`, or nothing when there is no limit."""
-        return "" if not self.mib else "cgroup" if self.group else "rlimit"
 
 
 def limit_hosts(token: str, mib_per_host: Mapping[str, int]) -> dict[str, MemoryLimit]:
-    """Make a group for each host that has a limit (not 0), or say that programs must limit themselves."""
+    """Create a group for each host with a limit (not 0). Without groups, the programs limit themselves."""
     limits = {}
     for host, mib in mib_per_host.items():
         group = _make_group(f"atoll-{token}", host, mib * _MIB) if mib else None
@@ -51,7 +46,7 @@ def limit_hosts(token: str, mib_per_host: Mapping[str, int]) -> dict[str, Memory
 
 
 def remove(token: str) -> None:
-    """Remove the groups under that token; their processes have ended."""
+    """Remove the groups of a token, whose processes have ended."""
     for base in _bases():
         for group in [*(base / f"atoll-{token}").glob("*/"), base / f"atoll-{token}"]:
             deadline = time.monotonic() + _REMOVE_SECONDS
@@ -63,7 +58,7 @@ def remove(token: str) -> None:
 
 
 def _bases() -> list[Path]:
-    """Where groups with a memory limit can be made: version 2's root, or our own group in version 1."""
+    """Return directories for groups with a memory limit: version 2's root, or this process's group in version 1."""
     bases = []
     if "memory" in _words(_V2 / "cgroup.subtree_control"):
         bases.append(_V2)
@@ -86,7 +81,7 @@ def _make_group(parent: str, name: str, limit_bytes: int) -> Path | None:
             (group / ("memory.max" if version_2 else "memory.limit_in_bytes")).write_text(str(limit_bytes))
         except OSError:
             continue
-        with suppress(OSError):  # where swap is not counted there is nothing to forbid
+        with suppress(OSError):  # the kernel does not count swap, so there is no swap limit
             swap = ("memory.swap.max", 0) if version_2 else ("memory.memsw.limit_in_bytes", limit_bytes)
             (group / swap[0]).write_text(str(swap[1]))
         return group

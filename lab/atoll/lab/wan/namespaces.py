@@ -1,8 +1,8 @@
-"""Network namespaces that are ours alone, and are gone when we are.
+"""Network namespaces of labs: creation, settings, and removal even after a lab was killed.
 
-A lab holds a lock file as long as its process lives; the kernel lets go of it however the process ends. What carries
-the name of a lock that nobody holds is left over from a lab that was killed, and the next start removes it: processes,
-namespaces, memory groups, files. Names that are not of our form, or whose lock is held, are never touched.
+A lab locks a file as long as its process lives; the kernel releases the lock however the process ends. A token whose
+lock is free belongs to a lab that was killed. The next start removes everything with that token: processes,
+namespaces, memory groups, files. Names of another form, and tokens whose lock is held, are never touched.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from atoll.lab.wan.errors import LabBroken, LabUnavailable
 from atoll.lab.wan.hub import DEVICE
 from atoll.lab.wan.topology import Host
 
-NAMESPACES = Path("/run/netns")  # where iproute2 keeps them
+NAMESPACES = Path("/run/netns")  # directory of iproute2
 LABS = Path("/run/atoll-lab")
 COMMAND_TIMEOUT = timedelta(seconds=20)
 MTU = 1500
-_QUEUE_PACKETS = 4000  # what the kernel keeps while the hub does not get to run
-_BURST_SECONDS = 0.002  # of uplink, in one packet of many segments: finer than this, queues fill as real ones do
+_QUEUE_PACKETS = 4000  # kernel queue while the hub waits for a CPU
+_BURST_SECONDS = 0.002  # uplink time of one offloaded packet; at this size queues fill like real ones
 _BURST_BYTES = (3000, 65536)
 _SYSTEM_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 _TOKEN = re.compile(r"[0-9a-f]{8}")
@@ -41,13 +41,13 @@ _ENDING = timedelta(seconds=5)
 
 
 def why_unavailable() -> LabUnavailable | None:
-    """What this user or machine lacks; None when a lab can be built."""
+    """Return the error that says what this user or machine lacks; None if a lab can be built."""
     if not sys.platform.startswith("linux"):
-        return LabUnavailable("the WAN lab is made of Linux network namespaces", "run it on Linux, or in a Linux VM")
+        return LabUnavailable("the WAN lab needs Linux network namespaces", "run it on Linux or in a Linux VM")
     if os.geteuid() != 0:
         return LabUnavailable(
-            "the WAN lab makes network namespaces, which takes root",
-            "run it as root, in a VM or a container of its own",
+            "the WAN lab needs root, because it creates network namespaces",
+            "run it as root in its own VM or container",
         )
     if _ip_program() is None:
         return LabUnavailable("the program `ip` is not installed", "install iproute2")
@@ -61,32 +61,32 @@ def why_unavailable() -> LabUnavailable | None:
 
 @dataclass(frozen=True)
 class Claim:
-    """A token that is ours while this process lives."""
+    """A lab's token, which this process holds by a locked file."""
 
     token: str
     lock: int  # a descriptor
 
     @property
     def directory(self) -> Path:
-        """For sockets and logs."""
+        """Directory for sockets and logs."""
         return LABS / self.token
 
     def name(self, host: str) -> str:
-        """Of the host's namespace."""
+        """Return the name of a host's namespace."""
         return f"atoll-{self.token}-{host}"
 
     def path(self, host: str) -> Path:
-        """Of the host's namespace, for who wants to enter it."""
+        """Return the path of a host's namespace, to enter it."""
         return NAMESPACES / self.name(host)
 
     def release(self) -> None:
-        """Remove everything under this token, processes first."""
+        """Remove everything with this token, processes first."""
         _remove(self.token)
         os.close(self.lock)
 
 
 def claim() -> Claim:
-    """A new token. Raises `LabUnavailable`."""
+    """Claim a new token. Raises `LabUnavailable`."""
     problem = why_unavailable()
     if problem is not None:
         raise problem
@@ -95,7 +95,7 @@ def claim() -> Claim:
         while True:
             token = secrets.token_hex(4)
             lock = os.open(_lock_path(token), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            if _lock(lock) and os.fstat(lock).st_nlink:  # else a sweep took it for a dead one in this very moment
+            if _lock(lock) and os.fstat(lock).st_nlink:  # else a concurrent sweep has just removed it
                 make_private_dir(LABS / token)
                 return Claim(token, lock)
             os.close(lock)
@@ -104,12 +104,12 @@ def claim() -> Claim:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove what labs that were killed left behind; returns their tokens."""
+    """Remove the leftovers of killed labs and return their tokens."""
     swept = []
     for path in sorted(LABS.glob("*.lock")):
         if not _TOKEN.fullmatch(path.stem):
             continue
-        with suppress(FileNotFoundError):  # somebody else sweeps, too
+        with suppress(FileNotFoundError):  # another process sweeps, too
             lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 if _lock(lock) and os.fstat(lock).st_nlink:
@@ -121,20 +121,20 @@ def remove_leftovers() -> list[str]:
 
 
 def add(claimed: Claim, hosts: Iterable[Host]) -> None:
-    """Make an empty namespace for each host. Raises `LabUnavailable`, as this is where containers refuse."""
+    """Create an empty namespace for each host. Raises `LabUnavailable`: many containers refuse it."""
     for host in hosts:
         try:
             ip("netns", "add", claimed.name(host.name))
         except LabBroken as error:
             raise LabUnavailable(
-                f"cannot make a network namespace: {error}", "in a container add --privileged, or --cap-add SYS_ADMIN"
+                f"cannot create a network namespace: {error}", "in a container add --privileged, or --cap-add SYS_ADMIN"
             ) from error
 
 
 def configure(claimed: Claim, host: Host, address: str, congestion: str) -> None:
-    """Give the host's device its address, its way out and its limits, once the hub has made it. Raises `LabBroken`.
+    """Set address, default route and limits of the device that the hub created for the host. Raises `LabBroken`.
 
-    The congestion control stands on the route, as some kernels refuse to change a namespace's default; it is read back.
+    The route sets the congestion control, because some kernels refuse to change a namespace's default. It is verified.
     """
     name = claimed.name(host.name)
     ip(
@@ -148,22 +148,25 @@ def configure(claimed: Claim, host: Host, address: str, congestion: str) -> None
     )  # fmt: skip
     in_force = ip("-n", name, "route", "show", "default").strip()
     if f"congctl {congestion}" not in in_force:
-        raise LabBroken(f"{host.name} should use {congestion}, but the kernel says: {in_force}", "is it built in?")
+        raise LabBroken(
+            f"the kernel did not set congestion control {congestion} on {host.name}: {in_force}",
+            f"load it with `modprobe tcp_{congestion}`, or choose another in the topology",
+        )
 
 
 def set_burst(claimed: Claim, host: str, uplink_mbit: float) -> None:
-    """Follow a changed uplink. Raises `LabBroken`."""
+    """Adapt the burst size to a changed uplink. Raises `LabBroken`."""
     ip("-n", claimed.name(host), "link", "set", DEVICE, "gso_max_size", str(burst_bytes(uplink_mbit)))
 
 
 def burst_bytes(uplink_mbit: float) -> int:
-    """How much the kernel may hand over as one packet."""
+    """Return the largest packet that the kernel may hand to the hub."""
     low, high = _BURST_BYTES
     return int(min(high, max(low, uplink_mbit * 1e6 / 8 * _BURST_SECONDS)))
 
 
 def processes_in(namespaces: Iterable[Path]) -> set[int]:
-    """Processes that live in any of them."""
+    """Return the ids of processes in these namespaces."""
     inodes = set()
     for path in namespaces:
         with suppress(OSError):
@@ -177,7 +180,7 @@ def processes_in(namespaces: Iterable[Path]) -> set[int]:
 
 
 def ip(*arguments: str, stdin: str = "") -> str:
-    """Run iproute2's `ip`; returns what it prints. Raises `LabBroken` with its words."""
+    """Run iproute2's `ip` and return its output. Raises `LabBroken` with its message."""
     program = _ip_program()
     if program is None:
         raise LabBroken("the program `ip` is not installed any more")
@@ -186,7 +189,9 @@ def ip(*arguments: str, stdin: str = "") -> str:
             [program, *arguments], input=stdin, capture_output=True, text=True, timeout=COMMAND_TIMEOUT.total_seconds()
         )
     except subprocess.TimeoutExpired as error:
-        raise LabBroken(f"`ip {' '.join(arguments)}` did not end") from error
+        raise LabBroken(
+            f"`ip {' '.join(arguments)}` did not end within {COMMAND_TIMEOUT.total_seconds():.0f} s"
+        ) from error
     if done.returncode:
         raise LabBroken(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}")
     return done.stdout
@@ -212,7 +217,7 @@ def _remove(token: str) -> None:
     paths = sorted(NAMESPACES.glob(f"atoll-{token}-*"))
     _kill_processes(paths)
     for path in paths:
-        with suppress(LabBroken):  # somebody removed it by hand
+        with suppress(LabBroken):  # it was removed by hand
             ip("netns", "delete", path.name)
     memory.remove(token)
     shutil.rmtree(LABS / token, ignore_errors=True)
@@ -220,7 +225,7 @@ def _remove(token: str) -> None:
 
 
 def _kill_processes(namespaces: Sequence[Path]) -> None:
-    """Kill whoever still lives there; none of them is anybody's but ours."""
+    """Kill the processes that are left in these namespaces; all of them are the lab's."""
     deadline = time.monotonic() + _ENDING.total_seconds()
     while (left := processes_in(namespaces)) and time.monotonic() < deadline:
         for pid in left:

@@ -1,24 +1,24 @@
-"""A host behind NAT takes no flow that it did not open.
+"""NAT filter: a host behind NAT receives only packets of flows that it opened.
 
-No address is translated: each host has an address that nobody else has, so what remains of NAT is what peers feel, and
-that is this filter. It is the strictest common kind (address- and port-dependent, RFC 4787): an answer must come from
-exactly the address and port that was called. As ports are kept, two such hosts that call each other at one time do
-meet, which is how hole punching works through most home routers. Some give every call another port (symmetric NAT), and
-then it does not: with `hole_punching = false` on either side, nothing that opens a connection comes in. Pure: time is
-handed in.
+The lab translates no addresses, because every host has a unique one. Peers notice only the filter of a NAT, which this
+is. It is the strictest common type (address- and port-dependent, RFC 4787): an answer must come from exactly the
+address and port that the host sent to. Ports are preserved, so two such hosts that call each other at the same time do
+connect, as hole punching does through most home routers. Some routers use another port for every call (symmetric NAT),
+and then hole punching fails: with `hole_punching = false` on either side, no packet that opens a connection is
+admitted. Pure: the caller passes the time.
 """
 
 from __future__ import annotations
 
 from atoll.lab.wan.packets import TCP, Flow
 
-TCP_IDLE_SECONDS = 7440.0  # RFC 5382 asks for two hours and four minutes at least
-OTHER_IDLE_SECONDS = 60.0  # what home routers give UDP and echoes
+TCP_IDLE_SECONDS = 7440.0  # the minimum of RFC 5382: two hours and four minutes
+OTHER_IDLE_SECONDS = 60.0  # usual timeout of home routers for UDP and echoes
 _SWEEP_SECONDS = 30.0
 
 
 class FlowTable:
-    """The flows that one host opened, as that host sees them, with when each was last used."""
+    """Open flows of one host, from its point of view, with the time of last use."""
 
     def __init__(self) -> None:
         self._last_used: dict[Flow, float] = {}
@@ -28,7 +28,7 @@ class FlowTable:
         return len(self._last_used)
 
     def sent(self, flow: Flow | None, now: float) -> None:
-        """The host sends: its flow is open from now on."""
+        """Record a sent packet, which opens its flow."""
         if flow is not None:
             self._last_used[flow] = now
         if now >= self._next_sweep:
@@ -36,7 +36,7 @@ class FlowTable:
             self._last_used = {flow: used for flow, used in self._last_used.items() if _is_open(flow, used, now)}
 
     def admits(self, flow: Flow | None, now: float) -> bool:
-        """Whether a packet from outside may come in; one that may keeps its flow open."""
+        """Return whether a packet from outside is admitted. An admitted packet keeps its flow open."""
         if flow is None:
             return False
         own = flow.reversed()

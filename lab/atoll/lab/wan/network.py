@@ -1,7 +1,7 @@
 """A WAN on this machine: `async with wan_network(load_topology("home-4")) as network`.
 
-Every host is a network namespace with an address of its own; programs that are started in it see a network card and
-the others at the rates and distances of the topology. Files and local sockets are shared by all hosts. Needs root.
+Every host is a network namespace with its own address. A program in it has one network device, and reaches the other
+hosts at the rates and round-trip times of the topology. All hosts share files and local sockets. Needs root.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 START_TIMEOUT = timedelta(seconds=20)
 STOP_GRACE = timedelta(seconds=5)
-# Each host has a net of its own, and one that looks public: libp2p takes private addresses for unreachable. Nothing
-# ever leaves the namespaces.
+# Each host has its own network with a public-looking address, because libp2p considers private addresses unreachable.
+# No packet leaves the namespaces.
 _ADDRESS = "11.{}.0.1"
 _FIRST_NET = 10
 _ENTER = """
@@ -51,7 +51,7 @@ os.execv(sys.argv[4], sys.argv[4:])
 
 @dataclass
 class WanNetwork:
-    """A running lab. Changes hold for packets from then on; every call raises `LabBroken` when the hub is gone."""
+    """A running WAN. Changes apply to later packets. Every call raises `LabBroken` if the hub has ended."""
 
     topology: Topology
     addresses: Mapping[str, str]  # by host
@@ -64,25 +64,25 @@ class WanNetwork:
     # --- programs ------------------------------------------------------------------------------------
 
     def address(self, host: str) -> str:
-        """Raises `TopologyError` for an unknown host."""
+        """Return a host's address. Raises `TopologyError` for an unknown host."""
         return self.addresses[self.topology.host(host).name]
 
     async def inside(self, host: str, function: Callable[[], T]) -> T:
-        """Call a function that opens sockets, in a thread that stands in the host. It must not start processes."""
+        """Call a function in a thread of the host's namespace, where it can open sockets but no processes."""
         path = self._claim.path(self.topology.host(host).name)
 
         def enter() -> T:
             enter_namespace(path)
             return function()
 
-        # A thread of its own, that ends: one from a pool would stay in the namespace.
+        # The thread must end afterwards: a shared one would stay in the namespace.
         with ThreadPoolExecutor(max_workers=1) as threads:
             return await asyncio.get_running_loop().run_in_executor(threads, enter)
 
     def command(self, host: str, command: Sequence[str | Path]) -> list[str]:
-        """`command` (an absolute path and arguments) so wrapped that it runs in the host, under its memory limit.
+        """Wrap `command` (an absolute path and arguments) so that it runs on the host, under its memory limit.
 
-        The process keeps its number: the wrapping becomes the program. Raises `TopologyError` for an unknown host.
+        The wrapper execs the command, so the process id stays the same. Raises `TopologyError` for an unknown host.
         """
         limit = self.memory[self.topology.host(host).name]
         enter = [sys.executable, "-I", "-S", "-c", _ENTER, str(self._claim.path(host))]
@@ -99,7 +99,7 @@ class WanNetwork:
         stderr: child_processes.Output = None,
         cwd: Path | None = None,
     ) -> asyncio.subprocess.Process:
-        """Start a program in a host; it ends with the lab at the latest."""
+        """Start a program on a host. It ends with the lab at the latest."""
         child = await child_processes.start(
             self.command(host, command),
             environment=os.environ if environment is None else environment,
@@ -111,7 +111,7 @@ class WanNetwork:
         self._children = [*(it for it in self._children if it.returncode is None), child]
         return child
 
-    # --- trouble -------------------------------------------------------------------------------------
+    # --- faults --------------------------------------------------------------------------------------
 
     def set_host(self, host: str, **values: float) -> None:
         """Change a host's `uplink_mbit`, `downlink_mbit`, `queue_ms`, `jitter_ms` or `loss`. Raises `TopologyError`."""
@@ -124,28 +124,28 @@ class WanNetwork:
         self._ask(control.SetRoute(one, other, values))
 
     def cut(self, host: str) -> None:
-        """Pull the plug: nothing reaches or leaves the host, nor does what is on its way."""
+        """Drop all packets to and from a host, including those in flight."""
         self._ask(control.Cut(host))
 
     def restore(self, host: str) -> None:
-        """Put the plug back."""
+        """Undo `cut`."""
         self._ask(control.Restore(host))
 
     def partition(self, *groups: Sequence[str]) -> None:
-        """Only hosts of one group reach each other; those that are named nowhere are one more group."""
+        """Split the network: only hosts of one group reach each other. Hosts in no group form one more group."""
         self._ask(control.Partition([list(group) for group in groups]))
 
     def heal(self) -> None:
-        """All groups are one again."""
+        """Undo `partition`."""
         self._ask(control.Heal())
 
     def counters(self) -> control.HubCounters:
-        """What hosts and pairs sent, received and lost so far."""
+        """Read the traffic counters of hosts and pairs."""
         self.check()
         return self._control.counters()
 
     def check(self) -> None:
-        """Raise `LabBroken` with the hub's last words if it ended."""
+        """Raise `LabBroken` with the last line of the hub's log if it ended."""
         if self._hub.returncode is not None:
             raise LabBroken(f"the hub ended with {self._hub.returncode}: {_log_tail(self._claim.directory)}")
 
@@ -160,9 +160,9 @@ class WanNetwork:
 
 @asynccontextmanager
 async def wan_network(topology: Topology, *, seed: int = 0) -> AsyncIterator[WanNetwork]:
-    """Build the network, and remove it whatever happens; first what killed labs left behind.
+    """Build the network and remove it in every case. First removes leftovers of killed labs.
 
-    `seed` is that of losses and jitter. Raises `LabUnavailable`, `LabBroken`.
+    `seed` is for losses and jitter. Raises `LabUnavailable`, `LabBroken`.
     """
     await asyncio.to_thread(namespaces.remove_leftovers)
     claim = namespaces.claim()
@@ -208,7 +208,7 @@ async def _start_hub(
     try:
         hub.stdin.write(json.dumps(document).encode() + b"\n")
         async with asyncio.timeout(START_TIMEOUT.total_seconds()):
-            with suppress(ConnectionError):  # then it says why in its log
+            with suppress(ConnectionError):  # the reason is in its log
                 await hub.stdin.drain()
             ready = await hub.stdout.readline()
     except TimeoutError as error:
@@ -229,4 +229,4 @@ def _control_path(directory: Path) -> Path:
 
 def _log_tail(directory: Path) -> str:
     lines = (directory / "hub.log").read_text(errors="replace").split("\n")
-    return next((line for line in reversed(lines) if line.strip()), "it said nothing")
+    return next((line for line in reversed(lines) if line.strip()), "its log is empty")

@@ -1,7 +1,7 @@
-"""What a TUN device hands over: a virtio header, then an IPv4 packet that may stand for up to 64 KB of TCP segments.
+"""Packets of a TUN device: a virtio header, then an IPv4 packet that may contain up to 64 KB of TCP segments.
 
-The kernel leaves segmenting to its network card, which here is us. Such a packet goes on whole; the link counts what
-its segments would weigh. Only where some of its segments are lost is it cut into packets of the others.
+The kernel leaves segmentation to the network card, whose part the hub plays. The hub forwards such a packet whole, and
+the link counts the bytes of its segments. Only if some segments are lost is the packet split into the others.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 VNET_HEADER = struct.Struct("<BBHHHH")  # flags, kind of offload, header length, segment size, checksum start and offset
 VNET_BYTES = VNET_HEADER.size
-NEEDS_CHECKSUM = 1  # flag: the field holds the pseudo-header's sum; who receives it fills in the rest
+NEEDS_CHECKSUM = 1  # flag: the checksum field has the pseudo-header's sum; the receiver completes it
 NO_OFFLOAD, TCP4_OFFLOAD = 0, 1
 
 ICMP, TCP, UDP = 1, 6, 17
 _SYN, _ACK = 0x02, 0x10
-_FIN_PSH, _CWR = 0x09, 0x80  # TCP flags that belong to the last segment, and to the first
-_IP = VNET_BYTES  # where the IPv4 header begins
+_FIN_PSH, _CWR = 0x09, 0x80  # TCP flags of the last segment, and of the first
+_IP = VNET_BYTES  # offset of the IPv4 header
 
 
 class Flow(NamedTuple):
-    """The five-tuple; for ICMP both ports are the identifier of the echo."""
+    """Five-tuple of a packet. For ICMP both ports are the echo's identifier."""
 
     protocol: int
     source: bytes
@@ -37,16 +37,16 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """Bytes as read from the device, and what they weigh on a wire of 1500-byte packets."""
+    """Bytes as read from the device, and their size on a wire with packets of 1500 bytes."""
 
     data: bytes
     segments: int
     wire_bytes: int  # IP bytes of all segments
-    first_bytes: int  # IP bytes of the first segment: a link passes it on before the last has come
+    first_bytes: int  # IP bytes of the first segment, which a link forwards before the last has arrived
 
 
 def read_packet(data: bytes) -> Packet | None:
-    """None for what is not IPv4 (the kernel's own IPv6 chatter) or is cut short."""
+    """Parse a packet; None if it is truncated or not IPv4 (the kernel sends some IPv6)."""
     size = len(data) - _IP
     if size < 20 or data[_IP] >> 4 != 4:
         return None
@@ -59,17 +59,17 @@ def read_packet(data: bytes) -> Packet | None:
 
 
 def source_of(data: bytes) -> bytes:
-    """The packet's source address, four bytes."""
+    """Return the packet's source address, four bytes."""
     return data[_IP + 12 : _IP + 16]
 
 
 def target_of(data: bytes) -> bytes:
-    """The packet's target address, four bytes."""
+    """Return the packet's target address, four bytes."""
     return data[_IP + 16 : _IP + 20]
 
 
 def flow_of(data: bytes) -> Flow | None:
-    """None where there are no ports: later fragments, ICMP that is no echo, other protocols, packets cut short."""
+    """Return the packet's flow; None for later fragments, ICMP other than echo, other protocols, truncated packets."""
     protocol, start = data[_IP + 9], _IP + (data[_IP] & 15) * 4
     if (data[_IP + 6] & 0x1F or data[_IP + 7]) or len(data) < start + 8:
         return None
@@ -83,13 +83,13 @@ def flow_of(data: bytes) -> Flow | None:
 
 
 def opens_connection(data: bytes) -> bool:
-    """Whether it is TCP's first packet (SYN without ACK); only for packets that have a flow."""
+    """Return whether it is a TCP SYN without ACK. Only for packets that have a flow."""
     tcp = _IP + (data[_IP] & 15) * 4
     return data[_IP + 9] == TCP and len(data) > tcp + 13 and data[tcp + 13] & (_SYN | _ACK) == _SYN
 
 
 def without_segments(packet: Packet, lost: frozenset[int]) -> Iterator[Packet]:
-    """The packets that are left when these segments (numbered from 0) do not arrive, in order."""
+    """Yield, in order, the packets that remain if these segments (numbered from 0) are lost."""
     if packet.segments == 1:
         if 0 not in lost:
             yield packet
@@ -104,7 +104,7 @@ def without_segments(packet: Packet, lost: frozenset[int]) -> Iterator[Packet]:
 
 
 def _cut(packet: Packet, first: int, end: int) -> Packet:
-    """Segments `first` to `end` (excluded) as a packet of their own: lengths, sequence number, flags, checksums."""
+    """Return segments [first, end) as a packet with its own lengths, sequence number, flags and checksums."""
     if (first, end) == (0, packet.segments):
         return packet
     data = packet.data
@@ -129,14 +129,14 @@ def _cut(packet: Packet, first: int, end: int) -> Packet:
     _put_checksum(cut, _IP + 10, cut[_IP:tcp])
     tcp_bytes = total - (tcp - _IP)
     pseudo = bytes(cut[_IP + 12 : _IP + 20]) + struct.pack(">BBH", 0, TCP, tcp_bytes)
-    struct.pack_into(">H", cut, tcp + 16, _sum(pseudo))  # the rest is for whoever receives it: NEEDS_CHECKSUM
+    struct.pack_into(">H", cut, tcp + 16, _sum(pseudo))  # the receiver completes it: NEEDS_CHECKSUM
     shortened = read_packet(bytes(cut) + payload)
     assert shortened is not None
     return shortened
 
 
 def _header_bytes(data: bytes) -> int:
-    """Of IPv4 and TCP together. The virtio header's own length field is only a hint."""
+    """Return the bytes of IPv4 and TCP headers. The virtio header's length field is only a hint."""
     ip = (data[_IP] & 15) * 4
     return ip + (data[_IP + ip + 12] >> 4) * 4
 
@@ -148,7 +148,7 @@ def _put_checksum(packet: bytearray, place: int, header: bytes | bytearray) -> N
 
 
 def _sum(data: bytes | bytearray) -> int:
-    """The internet checksum's sum (RFC 1071), not complemented."""
+    """Return the internet checksum's sum (RFC 1071), not complemented."""
     total = sum(struct.unpack(f">{len(data) // 2}H", data))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)

@@ -1,7 +1,7 @@
-"""Measures a network from inside its hosts. Run by path, without the package: it starts in a few milliseconds.
+"""Probe that measures a network from inside its hosts. It is run by path, so that it starts in a few milliseconds.
 
-`probe.py serve PORT` takes TCP (first byte: `u` swallow and report, `d` send until closed) and echoes UDP, until it is
-killed. `probe.py ask JSON` does one measurement against such a server and prints one JSON document.
+`probe.py serve PORT` accepts TCP (first byte: `u` receives and reports, `d` sends until closed) and echoes UDP, until
+it is killed. `probe.py ask JSON` makes one measurement against such a server and prints one JSON document.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STEP_TIMEOUT = 30.0
 
 
 def serve(port: int) -> None:
-    """Serve for ever; says `ready` when it listens."""
+    """Serve forever. Prints `ready` when it listens."""
     listener = socket.create_server(("", port), backlog=64)
     echo = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     echo.bind(("", port))
@@ -32,7 +32,7 @@ def serve(port: int) -> None:
 
 
 def _raise_priority() -> None:
-    """An instrument that waits for a CPU measures the CPU. Holds for this thread and those that it starts."""
+    """Raise the priority of this thread and those it starts, so that waiting for a CPU does not falsify results."""
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
 
@@ -59,7 +59,7 @@ def _serve_one(connection: socket.socket) -> None:
 
 
 def _receive_for(connection: socket.socket, warm_up: float, seconds: float) -> dict[str, Any]:
-    """Receive until the end or for `seconds` after the warm-up; the rate is that after it."""
+    """Receive until the end, or for `seconds` after the warm-up. The rate excludes the warm-up."""
     start = time.monotonic()
     total = counted = 0
     since = last = start
@@ -77,7 +77,7 @@ def _receive_for(connection: socket.socket, warm_up: float, seconds: float) -> d
 
 
 def ask(request: dict[str, Any]) -> dict[str, Any]:
-    """One measurement; `task` says which."""
+    """Make the measurement that `task` names."""
     place = request["address"], request["port"]
     if request["task"] == "ping":
         return _ping(place, request["count"], request["interval"])
@@ -107,7 +107,7 @@ def _send_for(connection: socket.socket, seconds: float) -> dict[str, Any]:
 
 
 def _ping(place: tuple[str, int], count: int, interval: float) -> dict[str, Any]:
-    """Round trips of small datagrams, in ms, and how many did not come back."""
+    """Measure round trips of small datagrams in ms, and count the lost ones."""
     _raise_priority()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         sender.connect(place)
@@ -136,7 +136,7 @@ def _read_echoes(sender: socket.socket, sent: dict[int, float], trips: list[floa
 
 
 def _call(place: tuple[str, int], seconds: float) -> dict[str, Any]:
-    """Whether a connection can be opened."""
+    """Test whether a connection can be opened."""
     try:
         socket.create_connection(place, timeout=seconds).close()
     except OSError as error:

@@ -1,36 +1,33 @@
-"""A whole swarm in the WAN lab: the shipped programs, each in a host of the topology, until the run is finished.
+"""`atoll lab run`: a complete swarm in the WAN lab, with each program on a host of the topology, until it finishes.
 
-A host's `speed` becomes the pace of its node: what a full-speed host does in `step_seconds` takes another one longer.
-How much of the time a node computed, and did not wait for the network, is its utilisation: steps by pace, over the time
-that it trained.
+A host's `speed` sets its node's pace: an inner step takes `step_seconds` / `speed`. A node's utilisation is the
+fraction of time in which it computed and did not wait for the network: steps × step time / time that it trained.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import os
 import time
-import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ConfigError, DeadlineExceeded
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.lab.corpus import write_python_corpus
-from atoll.lab.demo import READY_TIMEOUT, DemoView, spec_toml
+from atoll.lab.demo import READY_TIMEOUT, DemoView, read_status, sha256_of, show_runs, spec_toml
 from atoll.lab.launcher import LocalSwarm
 from atoll.lab.wan.network import WanNetwork, wan_network
 from atoll.lab.wan.topology import COORDINATOR, SEED, Host, Topology
 from atoll.node.config import has_corpus_files
 
 _LEAST_STEP_SECONDS = 0.2
-_STEP_CORE_SECONDS = 0.1  # of a node's full pace, so that a machine with so many cores is not the limit
-_PAGE_TIMEOUT = timedelta(seconds=2)
+_STEP_CORE_SECONDS = 0.1  # core time reserved for one node's step, so that the cores are not the limit
 _INNER_STEPS = 20
 
 Show = Callable[[DemoView], None]
@@ -38,19 +35,19 @@ Show = Callable[[DemoView], None]
 
 @dataclass(frozen=True)
 class LabRunOptions:
-    """What a person may choose."""
+    """Options of `atoll lab run`."""
 
     topology: Topology
     spec: str | None  # TOML; None: the demo's model and text
     tokens: int  # of the demo's run
     codec: str  # of the demo's run
-    step_seconds: float  # at full speed; 0: as this machine can
+    step_seconds: float  # at full speed; 0: as this machine allows
     timeout: timedelta  # from the start of the nodes
 
 
 @dataclass(frozen=True)
 class HostResult:
-    """What one node did. Megabytes are of its link, everything included."""
+    """Result of one node. Megabytes are of all traffic on its link."""
 
     name: str
     speed: float
@@ -64,7 +61,7 @@ class HostResult:
 
 @dataclass(frozen=True)
 class LabRunResult:
-    """The facts at the end."""
+    """Result of a lab run."""
 
     topology: str
     run: str
@@ -78,25 +75,25 @@ class LabRunResult:
     val_loss_last: float
     anchors_equal: bool
     hosts: tuple[HostResult, ...]
-    seed_megabytes: float  # that the seed sent: introductions, and what it relayed
+    seed_megabytes: float  # sent by the seed, relayed traffic included
     hub_cpu_share: float  # of one core
-    hub_late: int  # times that the machine was too busy to carry a packet within 2 ms of its time
+    hub_late: int  # times that a packet was delivered more than 2 ms late
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Convert to the object that `atoll lab run --output json` prints."""
         return asdict(self)
 
 
 @dataclass
 class _NodeProgress:
-    """When a node was first seen to train, and when it was last."""
+    """Times at which a node was first and last seen training, and its last status."""
 
     first: float = 0.0
     first_steps: int = 0
     last: float = 0.0
     status: dict[str, Any] = field(default_factory=dict)
 
-    def look(self, status: dict[str, Any] | None, now: float) -> None:
+    def update(self, status: dict[str, Any] | None, now: float) -> None:
         self.status = status or (self.status and {**self.status, "state": "down"})
         if status is None or not status["steps"]:
             return
@@ -112,7 +109,7 @@ class _NodeProgress:
 
 
 async def run_lab(options: LabRunOptions, root: Path, show: Show) -> LabRunResult:
-    """Build the network, run the swarm below `root`, remove both. Raises `ChildDied`, `DeadlineExceeded`, `Lab…`."""
+    """Build the network, run the swarm below `root`, end both. Raises `ChildDied`, `DeadlineExceeded`, `Lab…`."""
     hosts = options.topology.trainers
     if options.spec is not None:
         check_fits(parse_run_spec(options.spec), options.topology)
@@ -134,20 +131,20 @@ async def run_lab(options: LabRunOptions, root: Path, show: Show) -> LabRunResul
 
 
 def check_fits(spec: RunSpec, topology: Topology) -> None:
-    """What would keep a run from beginning in that lab. Raises `ConfigError`."""
+    """Raise `ConfigError` if the run cannot begin in this topology."""
     hosts, wanted = len(topology.trainers), spec.run.min_nodes
     if wanted > hosts:
         raise ConfigError(
-            f"the run begins with {wanted} nodes, and {topology.name} has {hosts} hosts for them",
-            "lower min_nodes in [run], or take a larger topology: atoll lab list",
+            f"run.min_nodes is {wanted}, but {topology.name} has only {hosts} hosts for nodes",
+            "lower min_nodes in [run], or choose a larger topology: atoll lab list",
         )
     text = spec.data.path
     if spec.data.source != "huggingface" and not has_corpus_files(text):
-        raise ConfigError(f"there is no training text at {text}", "change path in [data] of the run spec")
+        raise ConfigError(f"no training text at {text}", "change path in [data] of the run spec")
 
 
 async def _start(swarm: LocalSwarm, topology: Topology, spec: str, pace: float, view: DemoView, show: Show) -> str:
-    """Start everything; returns the coordinator's page, which nobody outside its host can open."""
+    """Start all programs. Return the URL of the coordinator's page, which only its host can open."""
     run = parse_run_spec(spec).run
     view.stop_tokens = run.stop_tokens
     page: str = (await swarm.start_coordinator())["http"]
@@ -167,7 +164,7 @@ async def _start(swarm: LocalSwarm, topology: Topology, spec: str, pace: float, 
 async def _watch(
     swarm: LocalSwarm, network: WanNetwork, options: LabRunOptions, page: str, view: DemoView, show: Show
 ) -> dict[str, _NodeProgress]:
-    """Show what happens until every node has finished."""
+    """Update the view until every node is finished. Raises `DeadlineExceeded`."""
     seen = {host.name: _NodeProgress() for host in options.topology.trainers}
 
     def finished() -> bool:
@@ -180,12 +177,13 @@ async def _watch(
         if time.monotonic() > deadline:
             minutes = options.timeout.total_seconds() / 60
             raise DeadlineExceeded(
-                f"the run did not finish within {minutes:g} min of its start", "give it more with --minutes"
+                f"the run did not finish within {minutes:g} min of its start", "allow more time with --minutes"
             )
         for name, node in seen.items():
-            node.look(await asyncio.to_thread(swarm.status, name), time.monotonic())
+            node.update(await asyncio.to_thread(swarm.status, name), time.monotonic())
             view.nodes[name] = node.status
-        await _look_at_run(network, page, view)
+        with suppress(OSError):  # the next turn reads the page again
+            show_runs(await network.inside(COORDINATOR, partial(read_status, page)), view)
         if any(node.status.get("state") == "training" for node in seen.values()):
             view.phase = "training"
         show(view)
@@ -193,30 +191,14 @@ async def _watch(
     return seen
 
 
-async def _look_at_run(network: WanNetwork, page: str, view: DemoView) -> None:
-    def read() -> dict[str, Any]:
-        url = page + "api/status"
-        with urllib.request.urlopen(url, timeout=_PAGE_TIMEOUT.total_seconds()) as answer:  # noqa: S310 - our own page
-            status: dict[str, Any] = json.load(answer)
-            return status
-
-    try:
-        status = await network.inside(COORDINATOR, read)
-    except OSError:
-        return  # a page that does not answer this time is no reason to stop
-    for run in status["runs"]:
-        view.losses = [(item["committed_tokens"], item["loss"]) for item in run["losses"]]
-        view.rounds_opened, view.rounds_committed = run["rounds_opened"], run["rounds_committed"]
-
-
 async def _collect(
     swarm: LocalSwarm, network: WanNetwork, seen: dict[str, _NodeProgress], pace: float, view: DemoView
 ) -> LabRunResult:
     counters = network.counters()
     name = next(iter(seen.values())).status["run"]
-    run = json.loads(await swarm.ctl("run", "show", name, "--output", "json"))["run"]
+    run = (await swarm.ctl_json("run", "show", name))["run"]
     losses = [item["loss"] for item in sorted(run["evaluations"], key=lambda item: item["round"])]
-    anchors = [await asyncio.to_thread(_sha256, Path(node.status["anchor"])) for node in seen.values()]
+    anchors = [await asyncio.to_thread(sha256_of, Path(node.status["anchor"])) for node in seen.values()]
     hosts = []
     for host, node in ((network.topology.host(name), node) for name, node in seen.items()):
         link = counters.hosts[host.name]
@@ -270,7 +252,3 @@ def _demo_spec(options: LabRunOptions, root: Path) -> str:
         slowdowns=[1 / host.speed for host in hosts],
         inner_steps=_INNER_STEPS,
     )
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,9 +1,9 @@
-"""When each packet arrives, or why it does not. Pure: time and packets are handed in, nothing is read or written.
+"""Traffic shaper: computes when each packet arrives, or why it is dropped. Pure: the caller passes time and packets.
 
-A packet waits in its sender's uplink buffer, crosses the path (half of the round trip, jitter, loss), waits in the
-receiver's downlink buffer, and is due. A buffer that holds more time than it may drops what comes (drop-tail). Order
-between two hosts is kept. A packet of many segments does not count twice for its size: its first segment is passed
-on while the others are still being sent.
+A packet waits in its sender's uplink buffer, crosses the path (half the round trip, jitter, loss), waits in the
+receiver's downlink buffer, and arrives. A full buffer drops new packets (drop-tail). Packets between two hosts stay in
+order. A packet of many segments is not delayed twice by its size: its first segment crosses while the others are still
+being sent.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, cast
 from atoll.lab.wan.packets import Packet, without_segments
 from atoll.lab.wan.topology import Host, Route, Topology, end_to_end
 
-JITTER_STEP_SECONDS = 0.05  # delay wanders to another value within the jitter in this time
+JITTER_STEP_SECONDS = 0.05  # interval between two random delays within the jitter
 _MBIT_BYTES = 1e6 / 8
 
 
 class Drop(StrEnum):
-    """Why a packet did not arrive."""
+    """Reason for which a packet did not arrive."""
 
     UPLINK_FULL = "uplink_full"
     DOWNLINK_FULL = "downlink_full"
@@ -35,8 +35,8 @@ class Drop(StrEnum):
 
 
 @dataclass
-class Counters:
-    """What a host or a directed pair saw. Bytes are those of IP packets of at most 1500 bytes."""
+class LinkCounters:
+    """Traffic of a host or a directed pair. Bytes are of IP packets of at most 1500 bytes."""
 
     sent_bytes: int = 0
     sent_segments: int = 0
@@ -57,7 +57,7 @@ class Counters:
 
 
 class JitterProcess:
-    """A delay between 0 and `amplitude` that moves in straight lines from one random value to the next."""
+    """A delay between 0 and `amplitude`, linearly interpolated between random values."""
 
     def __init__(self, amplitude: float, chance: random.Random) -> None:
         self._amplitude = amplitude
@@ -66,7 +66,7 @@ class JitterProcess:
         self._values = (0.0, 0.0)
 
     def at(self, now: float) -> float:
-        """Seconds; `now` never goes back."""
+        """Return the delay in seconds. `now` must not decrease."""
         if not self._amplitude:
             return 0.0
         passed = now - self._since
@@ -83,14 +83,14 @@ class JitterProcess:
 
 
 class _Link:
-    """One host's access link, with when each of its two directions has sent what it holds."""
+    """A host's access link, with the time at which the buffer of each direction is empty."""
 
     def __init__(self, host: Host) -> None:
         self.up_free = self.down_free = 0.0
         self.set(host)
 
     def set(self, host: Host) -> None:
-        """What already waits leaves as it was going to."""
+        """Change the link. Packets in its buffers keep their times."""
         self.host = host
         self.up_rate = host.uplink_mbit * _MBIT_BYTES  # bytes per second
         self.down_rate = host.downlink_mbit * _MBIT_BYTES
@@ -98,7 +98,7 @@ class _Link:
 
 
 class _Path:
-    """From one host to another: everything between the two access links."""
+    """The path from one host to another, without the two access links."""
 
     def __init__(self, delay: float, jitter: float, loss: float, chance: random.Random) -> None:
         self.delay = delay
@@ -109,7 +109,7 @@ class _Path:
         self._good = self._draw()
 
     def lost(self, segments: int) -> frozenset[int]:
-        """Which of the next segments get lost, each by itself; numbered from 0."""
+        """Return which of the next segments are lost, independently of each other; numbered from 0."""
         if not self._loss:
             return frozenset()
         lost = set()
@@ -120,23 +120,23 @@ class _Path:
         return frozenset(lost)
 
     def _draw(self) -> int:
-        """How many segments pass before one is lost: geometric."""
+        """Draw how many segments pass before the next loss (geometric distribution)."""
         return int(math.log(1.0 - self._chance.random()) / math.log(1.0 - self._loss)) if self._loss else 0
 
 
 class _Event(NamedTuple):
-    """A packet that reaches a downlink (first segment), or leaves it (whole). Ordered by time, then by number."""
+    """A packet whose first segment reaches a downlink, or that has left it. Ordered by time, then number."""
 
     at: float
     number: int
     source: str
     target: str
     packet: Packet
-    last_arrival: float | None  # at the downlink, of the whole packet; None: it left already
+    last_arrival: float | None  # arrival of the last segment at the downlink; None: the packet has left it
 
 
 class Shaper:
-    """The network between the hosts of a topology. Times are seconds on the caller's clock and never go back."""
+    """The network between a topology's hosts. Times are seconds on the caller's clock and must not decrease."""
 
     def __init__(self, topology: Topology, seed: int = 0) -> None:
         self._topology = topology
@@ -148,15 +148,15 @@ class Shaper:
         self._number = 0
         self._cut: set[str] = set()
         self._group: dict[str, int] = {}
-        self.hosts = {host.name: Counters() for host in topology.hosts}
-        self.pairs: dict[tuple[str, str], Counters] = {}
+        self.hosts = {host.name: LinkCounters() for host in topology.hosts}
+        self.pairs: dict[tuple[str, str], LinkCounters] = {}
 
     # --- packets -------------------------------------------------------------------------------------
 
     def send(self, source: str, target: str, packet: Packet, now: float) -> None:
-        """A host hands a packet to its uplink."""
+        """Queue a packet on its source's uplink, or drop it."""
         pair = (source, target)
-        counters = self.pairs.get(pair) or self.pairs.setdefault(pair, Counters())
+        counters = self.pairs.get(pair) or self.pairs.setdefault(pair, LinkCounters())
         self.hosts[source].sent(packet)
         counters.sent(packet)
         link = self._links[source]
@@ -181,11 +181,11 @@ class Shaper:
             self._push(first, source, target, piece, last)
 
     def next_event_at(self) -> float:
-        """When `pop_arrived` has something to do again; infinity when nothing is on its way."""
+        """Return the time of the next event for `pop_arrived`; infinity if no packet is in flight."""
         return self._events[0].at if self._events else math.inf
 
     def pop_arrived(self, now: float) -> list[tuple[str, str, Packet]]:
-        """Packets (source, target, packet) that have arrived by `now`, in order."""
+        """Return the packets (source, target, packet) that have arrived by `now`, in order."""
         arrived = []
         while self._events and self._events[0].at <= now:
             event = heapq.heappop(self._events)
@@ -198,12 +198,12 @@ class Shaper:
         return arrived
 
     def count_received(self, source: str, target: str, packet: Packet) -> None:
-        """Count a packet that the target's device took."""
+        """Count a packet that the target's device accepted."""
         self.hosts[target].count_received(packet)
         self.pairs[source, target].count_received(packet)
 
     def refused(self, source: str, target: str, packet: Packet, why: Drop) -> None:
-        """Count a packet that arrived and was not taken."""
+        """Count a packet that arrived but was refused."""
         self._drop((source, target), why, packet.segments)
 
     def _enter_downlink(self, event: _Event, last_arrival: float) -> None:
@@ -212,7 +212,7 @@ class Shaper:
         if waiting > link.queue:
             self._drop((event.source, event.target), Drop.DOWNLINK_FULL, packet.segments)
             return
-        # The first segment is here already; no segment leaves before it has come.
+        # The first segment has arrived. No segment leaves before it has arrived.
         alone = event.at + waiting + packet.wire_bytes / link.down_rate
         link.down_free = max(alone, last_arrival + packet.first_bytes / link.down_rate)
         self._push(link.down_free, event.source, event.target, packet, None)
@@ -239,24 +239,24 @@ class Shaper:
     # --- changes while it runs ------------------------------------------------------------------------
 
     def host(self, name: str) -> Host:
-        """As it is now. Raises `TopologyError`."""
+        """Return a host with its present settings. Raises `TopologyError`."""
         self._topology.host(name)
         return self._links[name].host
 
     def set_host(self, name: str, changes: Mapping[str, float]) -> None:
-        """Change some of a link's values, for packets from now on. Raises `TopologyError`."""
+        """Change settings of a host's link for later packets. Raises `TopologyError`."""
         self._links[name].set(replace(self.host(name), **cast(dict[str, Any], changes)))
         self._rebuild_paths(pair for pair in self._paths if name in pair)
 
     def set_route(self, one: str, other: str, changes: Mapping[str, float]) -> None:
-        """Change what lies between two hosts. Raises `TopologyError`."""
+        """Change the route between two hosts. Raises `TopologyError`."""
         ends = frozenset((one, other))
         now = self._routes.get(ends) or self._topology.route(self.host(one), self.host(other))
         self._routes[ends] = replace(now, **changes)
         self._rebuild_paths(pair for pair in self._paths if frozenset(pair) == ends)
 
     def cut(self, name: str) -> None:
-        """Nothing reaches or leaves the host, nor does what is on its way. Raises `TopologyError`."""
+        """Drop all packets to and from a host, including those in flight. Raises `TopologyError`."""
         self._cut.add(self.host(name).name)
 
     def restore(self, name: str) -> None:
@@ -264,7 +264,7 @@ class Shaper:
         self._cut.discard(self.host(name).name)
 
     def partition(self, groups: Iterable[Iterable[str]]) -> None:
-        """Only hosts of one group reach each other; those that are named nowhere are one group.
+        """Let only hosts of one group reach each other. Hosts in no group form one more group.
 
         Replaces an earlier partition. Raises `TopologyError`.
         """
@@ -275,7 +275,7 @@ class Shaper:
         self._group = {}
 
     def connected(self, one: str, other: str) -> bool:
-        """Whether neither a cut nor a partition lies between them."""
+        """Return whether neither a cut nor a partition separates two hosts."""
         if self._cut and (one in self._cut or other in self._cut):
             return False
         return not self._group or self._group.get(one) == self._group.get(other)

@@ -1,8 +1,8 @@
-"""A topology file: who is in the lab, on which links, how far apart. Pure: text in, frozen data out.
+"""Topologies: hosts of a lab, their links, and the routes between them, parsed from TOML. Pure.
 
-Hosts stand in regions. A path is given between two regions (or one region and itself) and, where two hosts differ
-from that, between two hosts. The coordinator and the seed stand on hosts of their own, named so, on links that do not
-limit a run. `docs/guide/lab.md` lists every field.
+Every host is in a region. A route is given between two regions (or within one region), and between two hosts if they
+differ from their regions. The coordinator and the seed are on hosts of their own, `coordinator` and `seed`, whose links
+do not limit a run. `docs/guide/lab.md` lists every field.
 """
 
 from __future__ import annotations
@@ -44,58 +44,58 @@ _PAGE = "docs/guide/lab.md lists every field"
 
 @dataclass(frozen=True)
 class Host:
-    """One machine and its access link. Loss is a share of packets and holds in both directions."""
+    """One machine and its access link. Loss is the fraction of packets lost, in each direction."""
 
     name: str
     region: str
     uplink_mbit: float = 100.0
     downlink_mbit: float = 100.0
-    queue_ms: float = 100.0  # what either buffer of the link holds, in time at the link's rate, before it drops
-    jitter_ms: float = 0.0  # up to so much more, each way
+    queue_ms: float = 100.0  # size of each of the link's two buffers, as time at the link's rate
+    jitter_ms: float = 0.0  # maximum extra delay, each way
     loss: float = 0.0
-    nat: bool = False  # takes no flow that it did not open
-    hole_punching: bool = True  # behind NAT: whether two that call each other at one time meet
-    speed: float = 1.0  # of its computing; 0.5: half as fast. Whoever starts programs turns it into a pace.
-    memory_mib: int = 0  # what all its programs may use together; 0: no limit
+    nat: bool = False  # receives only flows that it opened
+    hole_punching: bool = True  # behind NAT: whether two hosts that call each other at the same time connect
+    speed: float = 1.0  # relative compute speed; 0.5: half as fast. `atoll lab run` turns it into a pace
+    memory_mib: int = 0  # limit for all its programs together; 0: no limit
 
     @property
     def is_public(self) -> bool:
-        """Whether it serves the run and does not train."""
+        """Whether the host is the coordinator's or the seed's, so it does not train."""
         return self.name in PUBLIC_HOSTS
 
 
 @dataclass(frozen=True)
 class Route:
-    """What lies between two hosts besides their access links."""
+    """The path between two hosts, without their access links."""
 
     rtt_ms: float
-    jitter_ms: float = 0.0  # up to so much more, each way
-    loss: float = 0.0  # share of packets, each way
+    jitter_ms: float = 0.0  # maximum extra delay, each way
+    loss: float = 0.0  # fraction of packets, each way
 
 
 def end_to_end(one: Host, other: Host, route: Route) -> Route:
-    """What packets between them meet in all: jitters add up, losses come one after the other."""
+    """Combine the route with both access links: jitters add up, loss rates apply one after the other."""
     kept = (1 - one.loss) * (1 - other.loss) * (1 - route.loss)
     return Route(route.rtt_ms, one.jitter_ms + other.jitter_ms + route.jitter_ms, 1 - kept)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A checked topology: every pair of hosts has a path."""
+    """A checked topology. Every pair of hosts has a route."""
 
     name: str
     description: str
     congestion: str
-    hosts: tuple[Host, ...]  # the public ones first
+    hosts: tuple[Host, ...]  # public hosts first
     routes: Mapping[frozenset[str], Route]  # by two regions, one region, or two hosts
 
     @property
     def trainers(self) -> tuple[Host, ...]:
-        """The hosts that are not there to serve the run."""
+        """Hosts that train."""
         return tuple(host for host in self.hosts if not host.is_public)
 
     def host(self, name: str) -> Host:
-        """Raises `TopologyError` for a name that is not there."""
+        """Return the host with that name. Raises `TopologyError` for an unknown name."""
         for host in self.hosts:
             if host.name == name:
                 return host
@@ -104,12 +104,12 @@ class Topology:
         )
 
     def route(self, one: Host, other: Host) -> Route:
-        """Between two hosts: their own, else their regions'."""
+        """Return the route between two hosts: their own, or else their regions' route."""
         own = self.routes.get(frozenset((one.name, other.name)))
         return own or self.routes[frozenset((one.region, other.region))]
 
     def to_document(self) -> dict[str, Any]:
-        """As the file would say it, every default written out; `read_topology` takes it."""
+        """Convert to the form of the file with all defaults, which `read_topology` accepts."""
         public = asdict(self.hosts[0])
         return {
             "description": self.description,
@@ -121,12 +121,12 @@ class Topology:
 
 
 def built_in_names() -> tuple[str, ...]:
-    """Of the topologies that come with Atoll."""
+    """Return the names of the built-in topologies."""
     return tuple(sorted(path.stem for path in BUILT_IN.glob("*.toml")))
 
 
 def load_topology(name_or_path: str) -> Topology:
-    """A built-in one by its name, else a file. Raises `TopologyError`."""
+    """Load a built-in topology by its name, or else a file. Raises `TopologyError`."""
     is_name = name_or_path in built_in_names()
     path = BUILT_IN / f"{name_or_path}.toml" if is_name else Path(name_or_path)
     try:
@@ -136,12 +136,13 @@ def load_topology(name_or_path: str) -> Topology:
         close = difflib.get_close_matches(name_or_path, built_in_names(), n=1)
         meant = f"did you mean {close[0]}? " if close else ""
         raise TopologyError(
-            f"cannot read the topology {name_or_path}: {reason}", f"{meant}built in are: {', '.join(built_in_names())}"
+            f"cannot read the topology {name_or_path}: {reason}",
+            f"{meant}built-in topologies: {', '.join(built_in_names())}",
         ) from error
 
 
 def parse_topology(text: str, name: str) -> Topology:
-    """Read and check TOML text. Raises `TopologyError` that names the field."""
+    """Parse and check TOML text. Raises `TopologyError`, which names the field."""
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -150,12 +151,12 @@ def parse_topology(text: str, name: str) -> Topology:
 
 
 def read_topology(document: Mapping[str, Any], name: str) -> Topology:
-    """The same from a document that is read already."""
+    """Check a parsed document. Raises `TopologyError`, which names the field."""
     top = _Table(document, f"topology {name}", "")
     top.only("description", "congestion", "defaults", "public", "host", "route")
     congestion = top.text("congestion", "cubic")
     if congestion not in CONGESTION_CONTROLS:
-        raise top.wrong("congestion", f"is none of {', '.join(CONGESTION_CONTROLS)}")
+        raise top.wrong("congestion", f"is {congestion!r}; it must be one of {', '.join(CONGESTION_CONTROLS)}")
     defaults = _host_values(top.table("defaults"), *_LINK, *_COMPUTER)
     trainers = tuple(_host(table, defaults) for table in top.tables("host"))
     _check_names(top, trainers)
@@ -168,12 +169,12 @@ def read_topology(document: Mapping[str, Any], name: str) -> Topology:
     for one, other in combinations(hosts, 2):
         names = frozenset((one.name, other.name))
         if names not in routes and frozenset((one.region, other.region)) not in routes:
-            raise top.wrong("route", f"says nothing of {one.name} ({one.region}) and {other.name} ({other.region})")
+            raise top.wrong("route", f"has no entry for {one.name} ({one.region}) and {other.name} ({other.region})")
     return topology
 
 
 def check_number(key: str, value: object, where: str = "") -> float:
-    """A value that the field may have. Raises `TopologyError`."""
+    """Return the value as a float if it is within the field's bounds. Raises `TopologyError`."""
     low, high = _BOUNDS[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise TopologyError(f"{where}{key} must be a number from {low:g} to {high:g}", _PAGE)
@@ -186,7 +187,7 @@ def _host(table: _Table, defaults: Mapping[str, Any]) -> Host:
 
 
 def _host_values(table: _Table, *known: str) -> dict[str, Any]:
-    """What the table says of a link and a computer; `known` is every field that it may have."""
+    """Return the table's values for a link and a computer. `known` are the fields that it may have."""
     table.only(*known)
     values: dict[str, Any] = {key: table.number(key) for key in known if key in _BOUNDS and table.has(key)}
     if "memory_mib" in values:
@@ -199,7 +200,7 @@ def _route(table: _Table, hosts: tuple[Host, ...]) -> tuple[frozenset[str], Rout
     ends = table.pair("between")
     regions, names = {host.region for host in hosts}, {host.name for host in hosts}
     if not (set(ends) <= regions or (set(ends) <= names and ends[0] != ends[1])):
-        raise table.wrong("between", f"names neither two regions nor two hosts: {ends[0]!r} and {ends[1]!r}")
+        raise table.wrong("between", f"has {ends[0]!r} and {ends[1]!r}, which are neither two regions nor two hosts")
     values = {key: table.number(key) for key in ("jitter_ms", "loss") if table.has(key)}
     return frozenset(ends), Route(table.number("rtt_ms"), **values)
 
@@ -208,21 +209,21 @@ def _check_names(top: _Table, trainers: tuple[Host, ...]) -> None:
     names = [host.name for host in trainers]
     regions = {host.region for host in trainers}
     if not trainers:
-        raise top.wrong("host", "is missing: a lab has at least one")
+        raise top.wrong("host", "is missing: a topology has at least one host")
     if len(trainers) > MAX_HOSTS:
-        raise top.wrong("host", f"comes {len(trainers)} times; {MAX_HOSTS} are the most")
+        raise top.wrong("host", f"appears {len(trainers)} times; the maximum is {MAX_HOSTS}")
     for name in sorted({*names, *regions}):
         if not _NAME.fullmatch(name):
-            raise top.wrong("host", f"{name!r} is no name: lower-case letters, digits and dashes, 31 at most")
+            raise top.wrong("host", f"has an invalid name {name!r}: use a-z, 0-9 and dashes, at most 31 characters")
     twice = next((name for name in names if names.count(name) > 1), None)
     taken = twice or next((name for name in names if name in PUBLIC_HOSTS or name in regions), None)
     if taken is not None:
-        raise top.wrong("host.name", f"{taken!r} stands for something else already")
+        raise top.wrong("host.name", f"{taken!r} is already used, by a host, a region or a public host")
 
 
 @dataclass(frozen=True)
 class _Table:
-    """A table of the file that knows its place, for messages."""
+    """A table of the file with its location, for messages."""
 
     values: Mapping[str, Any]
     where: str
@@ -234,7 +235,7 @@ class _Table:
     def only(self, *keys: str) -> None:
         for key in self.values:
             if key not in keys:
-                raise self.wrong(key, "is no field")
+                raise self.wrong(key, "is not a known field")
 
     def has(self, key: str) -> bool:
         return key in self.values

@@ -1,4 +1,4 @@
-"""The lab's page shows a topology that works, every topology that is shipped, and every field there is."""
+"""The lab's page shows a topology that works, every built-in topology, and every field."""
 
 import re
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""Behind NAT: answers come in, calls do not, and what is idle is forgotten."""
+"""NAT filter: answers come in, calls do not, and idle flows are forgotten."""
 
 from atoll.lab.wan.nat import OTHER_IDLE_SECONDS, TCP_IDLE_SECONDS, FlowTable
 from atoll.lab.wan.packets import TCP, UDP, Flow
@@ -6,7 +6,7 @@ from atoll.lab.wan.packets import TCP, UDP, Flow
 HOME, PEER, OTHER = bytes([11, 0, 0, 1]), bytes([11, 0, 0, 2]), bytes([11, 0, 0, 3])
 
 
-def test_only_the_one_that_was_called_may_answer():
+def test_only_the_called_address_and_port_may_answer():
     table = FlowTable()
     table.sent(Flow(TCP, HOME, 4000, PEER, 80), 0.0)
     assert table.admits(Flow(TCP, PEER, 80, HOME, 4000), 1.0)
@@ -32,7 +32,7 @@ def test_idle_flows_close_and_use_in_either_direction_keeps_them():
     assert table.admits(back, 1001.0)
 
 
-def test_the_table_forgets_what_is_closed():
+def test_the_table_forgets_closed_flows():
     table = FlowTable()
     for port in range(1000):
         table.sent(Flow(UDP, HOME, port, PEER, 53), 0.0)

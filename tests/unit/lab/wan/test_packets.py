@@ -1,4 +1,4 @@
-"""Packets as TUN devices give them: weight on the wire, flows, and what is left when segments are lost."""
+"""Packets of TUN devices: size on the wire, flows, and the packets that remain when segments are lost."""
 
 import struct
 
@@ -69,7 +69,7 @@ def segments_of(data: bytes):
     )
 
 
-def test_what_a_packet_weighs():
+def test_the_wire_size_of_a_packet():
     small = read_packet(tcp(b"x" * 100))
     assert (small.segments, small.wire_bytes, small.first_bytes) == (1, 152, 152)
     large = read_packet(tcp(b"x" * 10_000, segment=1448))
@@ -79,7 +79,7 @@ def test_what_a_packet_weighs():
 
 
 @pytest.mark.parametrize("data", [b"", bytes(VNET_BYTES), bytes(VNET_BYTES) + b"\x60" + bytes(60), bytes(25)])
-def test_what_is_no_ipv4_is_nothing(data):
+def test_other_packets_than_ipv4_are_ignored(data):
     assert read_packet(data) is None
 
 
@@ -99,11 +99,11 @@ def test_exactly_the_segments_that_are_lost_are_missing(size, segment, lost, seq
 
 
 @pytest.mark.parametrize(("flags", "opens"), [(2, True), (2 | ACK, False), (ACK, False), (2 | CWR | 64, True)])
-def test_what_opens_a_connection(flags, opens):
+def test_only_a_syn_without_ack_opens_a_connection(flags, opens):
     assert opens_connection(tcp(b"", flags=flags)) is opens
 
 
-def test_flows_have_ports_or_are_none():
+def test_a_packet_without_ports_has_no_flow():
     assert flow_of(tcp(b"x")) == Flow(TCP, A, 4000, B, 80)
     fragment = bytearray(tcp(b"x"))
     fragment[VNET_BYTES + 7] = 3

@@ -1,4 +1,4 @@
-"""The shaper on a virtual clock: rates are never exceeded, order is kept, nothing is lost that should not be."""
+"""The shaper on a virtual clock: rates are never exceeded, order is kept, and only the set share is lost."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ def test_one_packet_takes_both_links_and_half_the_round_trip():
     assert at == pytest.approx(5.0 + 0.001 + 0.010 + 0.0005)
 
 
-def test_a_packet_of_many_segments_is_passed_on_while_it_comes():
+def test_a_packet_of_many_segments_is_forwarded_while_it_arrives():
     shaper = Shaper(world(uplink_mbit=12, downlink_mbit=12))
     shaper.send("a", "b", Packet(b"", 40, 60_000, 1500), 0.0)
     [(at, *_)] = drain(shaper)
@@ -95,7 +95,7 @@ def _stretches(arrivals):
     return [(at, arrivals[-1][0]) for at, _ in arrivals]
 
 
-def test_a_full_uplink_drops_what_comes():
+def test_a_full_uplink_drops_new_packets():
     shaper = Shaper(world(uplink_mbit=12, queue_ms=50.5))
     for number in range(100):
         shaper.send("a", "b", packet(1500, number), 0.0)
@@ -104,7 +104,7 @@ def test_a_full_uplink_drops_what_comes():
     assert shaper.hosts["a"].dropped_segments == {Drop.UPLINK_FULL: 49}
 
 
-def test_a_downlink_that_two_share_drops_at_the_receiver():
+def test_a_downlink_with_two_senders_drops_at_the_receiver():
     shaper = Shaper(world(uplink_mbit=120, downlink_mbit=12, queue_ms=20))
     for number in range(100):
         shaper.send("a", "c", packet(1500, number), number * 1e-4)
@@ -133,7 +133,7 @@ def test_losses_of_host_path_and_host_add_up():
     assert len(drain(shaper)) == pytest.approx(4000 / 8, abs=150)
 
 
-def test_what_is_cut_neither_sends_nor_receives_nor_finishes():
+def test_a_cut_host_neither_sends_nor_receives_and_loses_packets_in_flight():
     shaper = Shaper(world())
     shaper.send("a", "b", packet(), 0.0)
     shaper.cut("b")
@@ -156,7 +156,7 @@ def test_a_partition_lets_only_its_groups_talk_until_it_heals():
     assert len(drain(shaper)) == 1
 
 
-def test_changes_hold_for_packets_from_then_on():
+def test_changes_apply_to_later_packets():
     shaper = Shaper(world(rtt_ms=200, uplink_mbit=12, downlink_mbit=1200))
     shaper.send("a", "b", packet(number=0), 0.0)
     shaper.set_route("b", "a", {"rtt_ms": 20})

@@ -1,4 +1,4 @@
-"""Topology files: what is shipped is whole, what is wrong is named by field."""
+"""Topology files: built-in ones are complete, and errors name the field."""
 
 import json
 
@@ -30,7 +30,7 @@ rtt_ms = 10
 """
 
 
-def test_the_named_ones_are_there_and_say_what_their_names_say():
+def test_built_in_topologies_match_their_names():
     assert built_in_names() == ("home-4", "lan-wan-mix", "nat-4", "three-continents-8", "two-regions-8")
     for name in built_in_names():
         topology = load_topology(name)
@@ -43,7 +43,7 @@ def test_the_named_ones_are_there_and_say_what_their_names_say():
     assert sum(host.nat for host in load_topology("nat-4").trainers) == 3
 
 
-def test_defaults_hold_unless_a_host_says_otherwise():
+def test_a_host_overrides_the_defaults():
     topology = parse_topology("[defaults]\nuplink_mbit = 7\nspeed = 0.5\n" + SMALL, "small")
     ann, ben = topology.trainers
     assert (ann.uplink_mbit, ann.speed, ann.nat) == (7, 0.5, False)
@@ -52,7 +52,7 @@ def test_defaults_hold_unless_a_host_says_otherwise():
     assert topology.host("seed").uplink_mbit == 1000
 
 
-def test_two_hosts_of_their_own_route_before_their_regions():
+def test_a_route_of_two_hosts_precedes_the_one_of_their_regions():
     text = SMALL + '[[route]]\nbetween = ["ben", "ann"]\nrtt_ms = 77\nloss = 0.01\n'
     topology = parse_topology(text, "small")
     ann, ben = topology.trainers
@@ -77,20 +77,20 @@ def test_a_topology_survives_its_document(name):
         ("uplink_mbit = 20", "uplink_mbit = -1", ["host[1].uplink_mbit", "0.1 to 10000"]),
         ("uplink_mbit = 20", "uplink_mbit = nan", ["host[1].uplink_mbit"]),
         ("uplink_mbit = 20", "uplink_mbit = true", ["host[1].uplink_mbit"]),
-        ("uplink_mbit = 20", "uplink_mbits = 20", ["host[1].uplink_mbits is no field"]),
+        ("uplink_mbit = 20", "uplink_mbits = 20", ["host[1].uplink_mbits is not a known field"]),
         ("nat = true", 'nat = "yes"', ["host[1].nat must be true or false"]),
         ("nat = true", "loss = 0.9", ["host[1].loss"]),
         ("rtt_ms = 30", "", ["route[1].rtt_ms is missing"]),
         ('["centre", "north"]', '["centre"]', ["route[1].between must be two names"]),
         ('["centre", "north"]', '["centre", "ann"]', ["route[1].between", "'ann'"]),
-        ('["north", "north"]', '["centre", "north"]', ["route says nothing of ann (north) and ben (north)"]),
+        ('["north", "north"]', '["centre", "north"]', ["route has no entry for ann (north) and ben (north)"]),
         ('region = "centre"', "", ["public.region is missing"]),
-        ('region = "centre"', 'region = "centre"\nnat = true', ["public.nat is no field"]),
-        ("[public]", 'congestion = "vegas"\n[public]', ["congestion is none of cubic, bbr, reno"]),
+        ('region = "centre"', 'region = "centre"\nnat = true', ["public.nat is not a known field"]),
+        ("[public]", 'congestion = "vegas"\n[public]', ["congestion is 'vegas'; it must be one of cubic, bbr, reno"]),
         ("[public]", "host = 3\n[public]", ["not TOML"]),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(old, new, words):
+def test_errors_name_the_field(old, new, words):
     assert SMALL.count(old) >= 1
     with pytest.raises(TopologyError) as refused:
         parse_topology(SMALL.replace(old, new, 1), "small")
@@ -98,7 +98,7 @@ def test_what_is_wrong_is_named(old, new, words):
     assert [word for word in words if word not in str(refused.value)] == []
 
 
-def test_no_such_file_names_what_there_is():
+def test_an_unknown_topology_lists_the_built_in_ones():
     with pytest.raises(TopologyError, match="cannot read the topology nowhere") as refused:
         load_topology("nowhere")
     assert "home-4" in refused.value.remedy
