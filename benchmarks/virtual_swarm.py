@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.core.data_position import LEASE_ROUNDS, DataPosition, advance, genesis_position
+from atoll.core.data_position import DataPosition, advance, first_lease_samples, genesis_position
 from atoll.core.errors import PartInvalid
 from atoll.core.fragments import fragment_of_round, split_into_fragments
 from atoll.core.run_spec import RunSpec
@@ -93,7 +93,7 @@ def member_names(count: int) -> list[str]:
 
 def fresh(spec: RunSpec, members: int, anchor_E: Tensor) -> SwarmSnapshot:
     """A swarm that begins its run with these weights."""
-    position = genesis_position(member_names(members), LEASE_ROUNDS * _round_samples(spec))
+    position = genesis_position(member_names(members), first_lease_samples(_round_samples(spec), members))
     return SwarmSnapshot(anchor_E, torch.zeros_like(anchor_E), position)
 
 

@@ -29,7 +29,7 @@ POLICY = RoundPolicy(
     round_max=timedelta(seconds=60),
     exchange_share=1.0,
     stop_tokens=10**9,
-    minimum_lease_samples=8,
+    round_samples=8,
     ready_timeout=timedelta(seconds=4),
     exchange_timeout=timedelta(seconds=4),
     decision_timeout=timedelta(seconds=4),

@@ -73,12 +73,22 @@ def genesis_position(members: Sequence[str], samples_each: int) -> DataPosition:
     return DataPosition(cursor=len(members) * samples_each, holdings=holdings)
 
 
+def first_lease_samples(round_samples: int, members: int) -> int:
+    """Return what a member whose pace is unknown gets: its equal share of `LEASE_ROUNDS` rounds.
+
+    A member that is more than `LEASE_ROUNDS` times as fast as the average consumes that before its first round commits;
+    it then repeats samples of its own. Its next lease follows its pace.
+    """
+    return -(-LEASE_ROUNDS * round_samples // max(1, members))
+
+
 def advance(
-    position: DataPosition, members: Sequence[str], consumed: Mapping[str, int], minimum_lease_samples: int
+    position: DataPosition, members: Sequence[str], consumed: Mapping[str, int], round_samples: int
 ) -> DataPosition:
     """Return the position after a round in which each member consumed `consumed` samples.
 
-    `minimum_lease_samples` is what the whole swarm consumes in a round; every member then holds at least that many.
+    `round_samples` is what the whole swarm consumes in a round. Each member then holds what it consumes in
+    `LEASE_ROUNDS` rounds at its last pace, and at least `first_lease_samples` or one round of the swarm. So all leases together cover a few rounds, however many members there are.
 
     A member may report more samples than it held, because it repeats its last samples when its ranges are
     exhausted. Its remaining ranges are then empty. Raises `PeerMisbehaved` for a negative count.
@@ -90,11 +100,11 @@ def advance(
     for peer in sorted(set(position.holdings) - present):
         returned.extend(position.holdings[peer])
     left = {peer: drop_samples(position.holdings.get(peer, ()), consumed.get(peer, 0)) for peer in sorted(present)}
-    cursor = position.cursor
+    cursor, least = position.cursor, min(round_samples, first_lease_samples(round_samples, len(present)))
     for peer, ranges in left.items():
         # bounded by what the member held, and by what the whole swarm consumes in a round
         used = min(consumed.get(peer, 0), sample_count(position.holdings.get(peer, ())))
-        target = max(minimum_lease_samples, LEASE_ROUNDS * min(used, minimum_lease_samples))
+        target = max(least, LEASE_ROUNDS * min(used, round_samples))
         missing = target - sample_count(ranges)
         if missing <= 0:
             continue

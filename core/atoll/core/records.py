@@ -102,7 +102,8 @@ def _check_location(record: records.DhtRecord, place: RecordLocation) -> None:
 
 
 def _read_body(record: records.DhtRecord, owner: Member, place: RecordLocation, run_id: str) -> Record:
-    if place.key == nodes_key(run_id) and record.WhichOneof("body") == "address":
+    kind = record.WhichOneof("body")
+    if place.key == nodes_key(run_id) and kind == "address":
         multiaddrs = tuple(record.address.multiaddrs)
         if len(multiaddrs) <= MAX_MULTIADDRS and all(len(a.encode()) <= MAX_MULTIADDR_BYTES for a in multiaddrs):
             return Record(owner, place.expires, multiaddrs=multiaddrs)

@@ -30,7 +30,7 @@ from atoll.node.node_context import NodeContext
 from atoll.node.rounds.decide import position_at
 from atoll.node.rounds.engine import AveragingEngine
 from atoll.node.rounds.member_streams import RoundLinks
-from atoll.node.rounds.policy import minimum_lease_samples
+from atoll.node.rounds.policy import round_samples
 from atoll.node.route_membership import RouteMembership
 from atoll.node.session_rounds import is_only_holder, make_engine
 from atoll.node.session_status import SessionStatus
@@ -200,7 +200,7 @@ class TrainingSession:
             _log.warning("cannot synchronise yet", reason=str(error))
             await asyncio.sleep(_RETRY.total_seconds())
             return
-        ranges = position_at(head, plan, minimum_lease_samples(context.spec)).holdings.get(context.identity.peer_id, ())
+        ranges = position_at(head, plan, round_samples(context.spec)).holdings.get(context.identity.peer_id, ())
         await trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
         self._on_head_moved(head)
         if self._first_evaluation is not None:  # reported after the genesis that it evaluates

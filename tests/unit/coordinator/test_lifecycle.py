@@ -17,7 +17,7 @@ from atoll.coordinator.state import lookup
 from atoll.coordinator.state.run_states import TRANSITIONS
 from atoll.coordinator.state.snapshot import Policy
 from atoll.coordinator.store.records import Node, Run
-from atoll.core.data_position import LEASE_ROUNDS
+from atoll.core.data_position import first_lease_samples
 from atoll.core.errors import AlreadyExists, Ambiguous, CorpusError, InvalidTransition, NotFound, RunSpecError
 from atoll.core.manifest import manifest_hash
 from atoll.core.run_spec import parse_run_spec
@@ -150,7 +150,7 @@ def test_plan_one_has_everyone_equal_ranges_and_the_lineage() -> None:
     world = World()
     members = world.train("ann", "bob", "cid")
     plan = world.plans[-1]
-    each = LEASE_ROUNDS * 16  # ⌈1000 / 64⌉
+    each = first_lease_samples(16, 3)  # ⌈1000 / 64⌉ samples in a round
     assert plan.version == 1
     assert [item.data_ranges for item in plan.assignments] == [((i * each, (i + 1) * each),) for i in range(3)]
     assert [item.peer_id for item in plan.assignments] == sorted(member.peer_id for member in members)
@@ -320,7 +320,7 @@ def test_joins_in_a_burst_make_one_plan() -> None:
 def test_until_a_round_commits_who_stays_keeps_its_samples_and_newcomers_get_the_next() -> None:
     world = World()
     world.train("ann", "bob")
-    each = LEASE_ROUNDS * 16
+    end, lease = 2 * first_lease_samples(16, 2), first_lease_samples(16, 3)
     world.join("cid")
     world.wait(2)
     gone = world.name_of(world.plans[0].members[0])
@@ -331,9 +331,9 @@ def test_until_a_round_commits_who_stays_keeps_its_samples_and_newcomers_get_the
     plans = [{item.peer_id: item.data_ranges for item in plan.assignments} for plan in world.plans]
     assert [len(plan) for plan in plans] == [2, 3, 2, 3]
     cid, dan = (world.identities[name].peer_id for name in ("cid", "dan"))
-    assert plans[1] == {**plans[0], cid: ((2 * each, 3 * each),)}
+    assert plans[1] == {**plans[0], cid: ((end, end + lease),)}
     assert plans[2] == {peer: ranges for peer, ranges in plans[1].items() if world.name_of(peer) != gone}
-    assert plans[3] == {**plans[2], dan: ((3 * each, 4 * each),)}
+    assert plans[3] == {**plans[2], dan: ((end + lease, end + 2 * lease),)}
 
 
 def test_once_a_round_has_committed_plans_leave_the_samples_to_manifests() -> None:

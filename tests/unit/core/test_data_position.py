@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.data_position import DataPosition, advance, drop_samples, genesis_position, sample_count
+from atoll.core.data_position import (
+    DataPosition,
+    advance,
+    drop_samples,
+    first_lease_samples,
+    genesis_position,
+    sample_count,
+)
 from atoll.core.errors import PeerMisbehaved
 
 PEERS = ["a", "b", "c", "d"]
@@ -28,7 +35,8 @@ def test_every_sample_below_the_cursor_is_consumed_held_or_returned_exactly_once
         counts = {peer: count for peer, count in counts.items() if peer in members}
         position = advance(position, members, counts, lease)
         assert set(position.holdings) == set(members)
-        assert all(sample_count(ranges) >= lease for ranges in position.holdings.values())
+        least = min(lease, first_lease_samples(lease, len(members)))
+        assert all(sample_count(ranges) >= least for ranges in position.holdings.values())
     held = [i for ranges in position.holdings.values() for start, end in ranges for i in range(start, end)]
     returned = [i for start, end in position.returned for i in range(start, end)]
     assert sorted(consumed + held + returned) == list(range(position.cursor))
@@ -74,3 +82,21 @@ def test_a_negative_count_is_refused():
 
 def test_dropping_more_than_there_is_leaves_nothing():
     assert drop_samples(((0, 3), (5, 6)), 9) == ()
+
+
+@pytest.mark.parametrize("members", [1, 4, 16, 64, 256])
+def test_as_many_rounds_as_an_epoch_has_train_the_whole_corpus_once(members):
+    """However many members share a small corpus: their leases cover a few rounds and not several epochs."""
+    each, rounds_in_epoch = max(1, 1024 // members), 50
+    round_samples, peers = each * members, [f"p{place:03d}" for place in range(members)]
+    position = genesis_position(peers, first_lease_samples(round_samples, members))
+    trained = []
+    for _ in range(rounds_in_epoch):
+        for peer in peers:
+            held = [i for start, end in position.holdings[peer] for i in range(start, end)]
+            assert len(held) >= each  # no member repeats samples
+            trained += held[:each]
+        position = advance(position, peers, dict.fromkeys(peers, each), round_samples)
+    assert len(set(trained)) == len(trained)
+    corpus = set(range(rounds_in_epoch * round_samples))
+    assert len(corpus & set(trained)) >= 0.99 * len(corpus)

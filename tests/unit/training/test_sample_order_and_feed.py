@@ -75,7 +75,7 @@ def test_feeds_driven_by_manifests_train_each_sample_once(rounds: list[tuple[int
     for before, during in rounds:
         consumed = {peer: after[peer] + train(peer, before) for peer in members}
         after = {peer: train(peer, during) if during else 0 for peer in members}
-        position = advance(position, members, consumed, minimum_lease_samples=4)
+        position = advance(position, members, consumed, round_samples=4)
         feeds = {peer: SampleFeed(position.holdings[peer], skip=after[peer]) for peer in members}
     assert len(seen) == len(set(seen))
     held = {n for peer in members for start, end in position.holdings[peer] for n in range(start, end)}

@@ -49,9 +49,7 @@ class RunningPlan:
     round_seconds: float | None  # between the last rounds; None: too few rounds
 
 
-def explain_running_plan(
-    client: Client, run_id: str, seconds: float, output: Output, svg: Path | None = None
-) -> None:
+def explain_running_plan(client: Client, run_id: str, seconds: float, output: Output, svg: Path | None = None) -> None:
     """Fetch, evaluate, explain, print, draw.
 
     Raises `ConfigError` for an unwritable file, `InvalidTransition` while the run has no plan.

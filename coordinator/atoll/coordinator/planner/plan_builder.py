@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from atoll.core.data_position import LEASE_ROUNDS, SampleRange
+from atoll.core.data_position import SampleRange, first_lease_samples
 from atoll.core.plan import Assignment, Base, Plan, RouteName, stored_route_names
 from atoll.core.run_spec import RunSpec
 
@@ -48,7 +48,9 @@ def build_plan(
     """
     ordered = sorted(routes, key=lambda route: route[0].peer_id)
     drivers = [route[0].peer_id for route in ordered]
-    holdings = {} if head_round else _first_data_ranges(drivers, previous, first_lease_samples(spec))
+    round_samples = -(-spec.sync.round_tokens // spec.data.sequence_length)
+    lease = first_lease_samples(round_samples, len(drivers))
+    holdings = {} if head_round else _first_data_ranges(drivers, previous, lease)
     most_tokens = most_round_tokens(spec, len(ordered), cuts=len(cuts_of(ordered)))
     standing = [RoutePart(peer, span.start, span.stop - 1) for peer, span in standbys.items()]
     known = _names(previous) if previous is not None and previous.base == base else {}
@@ -102,11 +104,6 @@ def most_round_tokens(spec: RunSpec, routes: int, cuts: int = 0) -> int:
     if fragments == 1:
         return sync.round_tokens
     return 2 * max(sync.round_tokens, fragments * routes * spec.tokens_per_step)
-
-
-def first_lease_samples(spec: RunSpec) -> int:
-    """Samples that each driver starts with: enough for `LEASE_ROUNDS` rounds, even if it trains every token alone."""
-    return LEASE_ROUNDS * -(-spec.sync.round_tokens // spec.data.sequence_length)
 
 
 def _first_data_ranges(

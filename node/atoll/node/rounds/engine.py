@@ -607,5 +607,5 @@ class AveragingEngine:
 
     def _ranges(self, head: Head, plan: Plan | None = None) -> tuple[tuple[int, int], ...]:
         """Our samples at `head`, under the plan that rounds run under now, or another one."""
-        lease = self._machine.policy.minimum_lease_samples
+        lease = self._machine.policy.round_samples
         return position_at(head, plan or self.plan, lease).holdings.get(self._me, ())

@@ -23,8 +23,8 @@ _STALL = timedelta(seconds=0.5)
 _STALL_PARTS = 4  # a silent peer may be in the midst of so many parts
 
 
-def minimum_lease_samples(spec: RunSpec) -> int:
-    """Samples that a member holds at least after a commit: what the whole swarm consumes in a round."""
+def round_samples(spec: RunSpec) -> int:
+    """Samples that the whole swarm consumes in a round; leases follow from it (`core/data_position.py`)."""
     return -(-spec.sync.round_tokens // spec.data.sequence_length)
 
 
@@ -62,7 +62,7 @@ def policy_of(spec: RunSpec, layer_offsets: Sequence[int], cuts: tuple[int, ...]
         round_max=spec.sync.round_max_seconds / len(fragments),
         exchange_share=spec.sync.exchange_share,
         stop_tokens=spec.run.stop_tokens,
-        minimum_lease_samples=minimum_lease_samples(spec),
+        round_samples=round_samples(spec),
         exchange_timeout=_EXCHANGE + 2 * vector,  # once out and once in
         decision_timeout=_DECISION + vector,  # all may need repair
         stall=_STALL + _STALL_PARTS * part,

@@ -50,7 +50,7 @@ class RoundPolicy:
     round_max: timedelta
     exchange_share: float  # of the time from one exchange's begin to the next's, at most
     stop_tokens: int
-    minimum_lease_samples: int  # samples that a member holds at least after a commit
+    round_samples: int  # that the whole swarm consumes in a round: what leases are measured in
     ready_timeout: timedelta = timedelta(seconds=15)  # Open → every Ready: includes the rest of an inner step
     exchange_timeout: timedelta = timedelta(seconds=60)
     decision_timeout: timedelta = timedelta(seconds=20)  # Settle → Commit: repair, outer step, votes
