@@ -43,7 +43,7 @@ def test_the_list_is_for_people_and_programs():
     [
         ([ATOLL, "lab", "check", "nowhere"], ["cannot read the topology nowhere", "home-4"]),
         ([ATOLL, "lab", "check", "home4"], ["cannot read the topology home4", "did you mean home-4?"]),
-        ([sys.executable, "-c", NOT_ROOT, "lab", "check"], ["takes root", "run it as root"]),
+        ([sys.executable, "-c", NOT_ROOT, "lab", "check"], ["needs root", "run it as root"]),
     ],
 )
 def test_what_cannot_be_checked_is_one_sentence_and_what_to_do(command, words):

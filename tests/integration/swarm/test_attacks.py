@@ -107,7 +107,7 @@ async def test_an_outsider_downloads_no_state(lab: Lab, outsider: P2P) -> None:
 async def test_a_foreign_certificate_opens_nothing(lab: Lab) -> None:
     victim = await lab.start("victim", relay_service=True)
     other_swarm = Lab(lab.directory)
-    with pytest.raises(Rejected, match="not from our operator"):
+    with pytest.raises(Rejected, match="not from this run's operator"):
         await other_swarm.start("stranger", seeds=victim.multiaddrs(), membership=None, authority=other_swarm.authority)
     assert not victim.gate.is_admitted(other_swarm.identity("stranger").peer_id)
 
@@ -221,7 +221,7 @@ async def test_a_fake_peer_id_in_a_certificate_is_refused(lab: Lab) -> None:
     victim, attacker = await pair(lab)
     impostor = Gate(attacker.gate._authority, lab.certificate("victim"), victim.peer_id, attacker.gate.deny, lab.clock)
     attacker.gate.hello = impostor.hello  # type: ignore[method-assign]
-    with pytest.raises(Rejected, match="showed the certificate of"):
+    with pytest.raises(Rejected, match="sent the membership certificate of"):
         await attacker._p2p.introductions.say_hello(victim.peer_id)
 
 

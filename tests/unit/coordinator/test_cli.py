@@ -406,7 +406,7 @@ def test_a_run_that_is_hardly_meant_is_created_with_a_note(canned: Canned) -> No
     spec = 'version = 1\n[run]\nname = "t"\nstop_tokens = 1000\n[data]\npath = "c"\n[sync]\nround_tokens = 900\n'
     result = CliRunner().invoke(main.app, ["run", "create", "-"], input=spec)
     assert result.exit_code == 0
-    assert "note: sync.round_tokens (900) is much of run.stop_tokens (1000)" in result.output
+    assert "note: sync.round_tokens (900) is more than a tenth of run.stop_tokens (1000)" in result.output
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def test_a_flood_of_data_ranges_is_refused_before_it_is_read(world: World, verif
     report.manifest.CopyFrom(commit(manifest.SerializeToString(), [eve]))
     world.say("eve", rounds=[report])
     assert world.kinds()[-1] == "round.rejected"
-    assert "at most 65536 ranges" in last_message(world)
+    assert "more than 65536 ranges" in last_message(world)
     assert verified == []
 
 
