@@ -151,7 +151,7 @@ def test_admin_is_not_a_role_for_tokens(world: World) -> None:
 
 
 def test_a_token_needs_a_run() -> None:
-    with pytest.raises(NotFound, match="no run yet"):
+    with pytest.raises(NotFound, match="no run exists yet"):
         World().token()
 
 
