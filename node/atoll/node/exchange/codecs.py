@@ -245,7 +245,7 @@ def _blocks(elements: int) -> int:
 
 
 def _quantise(values: Tensor, levels: int, scales: Tensor) -> tuple[Tensor, bool]:
-    """Set `scales`; returns integers in [-levels, levels] as fp32 [blocks, BLOCK] in scratch; tells if all are finite."""
+    """Set `scales`; returns integers in [-levels, levels] as fp32 [blocks, BLOCK] in scratch, and if all are finite."""
     whole = _scratch.values[: values.numel()].view(-1, BLOCK_ELEMENTS)
     scales.copy_(torch.abs(values, out=whole).amax(dim=1).div_(levels))
     divisor = scales.to(torch.float32)
