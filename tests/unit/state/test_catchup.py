@@ -467,7 +467,7 @@ async def test_what_no_round_has_changed_is_given_out_under_an_older_head(donor_
     """Else nobody could catch up whose link is slower than the rounds of fragments."""
     holding = donor_swarm.serve(ANN, history(HEAD), STATE)
     first, second = split_into_fragments(OFFSETS, 2)
-    conversation = await StateClient.connect(donor_swarm.network, ANN.peer_id, "r", QUICK.answer)
+    conversation = await StateClient.connect(donor_swarm.network, ANN.peer_id, "r", QUICK.answer_timeout)
     assert (await conversation.manifest(None)).hash == HEAD.hash
     _, state, head = stepped(STATE, HEAD, 0)
     holding.hold(head, state)
