@@ -27,7 +27,7 @@ from atoll.core.plan import Plan
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.outer_step import holds
+from atoll.node.state.outer_step import matches_digests
 from atoll.node.state.state_server import StateServer
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.wire.transport import Stream
@@ -126,7 +126,7 @@ async def _join(swarm: Swarm, donors: tuple[str, ...], elements: int) -> float:
     seconds = time.perf_counter() - started
     assert fetched is not None
     assert fetched.head.hash == swarm.head_hash
-    assert holds(fetched.head.manifest.layers, fetched.anchor_E, fetched.momentum_E, swarm.offsets)
+    assert matches_digests(fetched.head.manifest.layers, fetched.anchor_E, fetched.momentum_E, swarm.offsets)
     return seconds
 
 

@@ -129,7 +129,7 @@ async def time_join(network: WanNetwork, root: Path, size: Size, donors: int, le
         state_bytes=sum(8 * int(layer["parameters"]) for layer in layers),
         start_seconds=asked - seen.began,
         fetch_seconds=complete - asked,
-        restarts=len(swarm.log_lines(newcomer, "the head moved on while it was fetched")),
+        restarts=len(swarm.log_lines(newcomer, "head moved on during fetch")),
         rounds=sum(complete < it <= seen.counted for it in commits),
         total_seconds=seen.counted - seen.began,
         round_seconds=statistics.median(after - one for one, after in pairwise(commits) if after < seen.began),

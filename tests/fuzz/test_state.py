@@ -39,7 +39,7 @@ from atoll.v1 import dataplane_pb2 as dp
 STATE = state_of(3.0)
 VOTERS = [ANN, BOB, DAN, EVE]
 HEAD = commit(STATE, 1, VOTERS, after=GENESIS)
-POLICY = replace(QUICK, answer=timedelta(seconds=5))  # honest donors may be slow on a busy machine
+POLICY = replace(QUICK, answer_timeout=timedelta(seconds=5))  # honest donors may be slow on a busy machine
 
 
 @pytest.mark.parametrize("examples", CASES)

@@ -30,8 +30,8 @@ QUICK = FetchPolicy(
     chunk_elements=16,
     max_requests_in_flight=4,
     slow_after=timedelta(milliseconds=40),
-    answer=timedelta(milliseconds=200),
-    failures=3,
+    answer_timeout=timedelta(milliseconds=200),
+    max_failures=3,
     pause=timedelta(milliseconds=1),
 )
 

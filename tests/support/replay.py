@@ -24,7 +24,7 @@ from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import BY_NUMBER
 from atoll.node.rounds.decide import position_at
 from atoll.node.rounds.outer_schedule import outer_schedule
-from atoll.node.state.outer_step import holds
+from atoll.node.state.outer_step import matches_digests
 from atoll.node.training.corpus import Corpus
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.progress import Progress
@@ -86,7 +86,7 @@ class Replay(VirtualSwarm):
 
     def _is(self, head: Head, anchor_E: Tensor, momentum_E: Tensor) -> bool:
         offsets = self.loops[self.members[0]].layout.layer_offsets
-        return holds(head.manifest.layers, anchor_E, momentum_E, offsets)
+        return matches_digests(head.manifest.layers, anchor_E, momentum_E, offsets)
 
     def _train_until_due(self) -> None:
         for peer, steps in self._trained.items():

@@ -121,7 +121,7 @@ async def test_a_drained_stage_hands_its_layers_over_before_it_goes(tmp_path):
         for name in ("bob", SPARE):
             await swarm.until(lambda name=name: on_route(swarm, name), f"{name} is on no route after the drain", READY)
         lines = (tmp_path / SPARE / "log").read_text().splitlines()
-        fetched = next(number for number, line in enumerate(lines) if "the layers of the next plan are here" in line)
+        fetched = next(number for number, line in enumerate(lines) if "layers of the next plan fetched" in line)
         came = max(number for number, line in enumerate(lines) if "plan received" in line)
         assert fetched < came
         assert not any("cannot synchronise" in line for line in lines[came:])

@@ -88,7 +88,8 @@ def advance(
     """Return the position after a round in which each member consumed `consumed` samples.
 
     `round_samples` is what the whole swarm consumes in a round. Each member then holds what it consumes in
-    `LEASE_ROUNDS` rounds at its last pace, and at least `first_lease_samples` or one round of the swarm. So all leases together cover a few rounds, however many members there are.
+    `LEASE_ROUNDS` rounds at its last pace. It holds at least `first_lease_samples`, or one round of the swarm if that
+    is less. So all leases together cover a few rounds, however many members there are.
 
     A member may report more samples than it held, because it repeats its last samples when its ranges are
     exhausted. Its remaining ranges are then empty. Raises `PeerMisbehaved` for a negative count.

@@ -35,7 +35,7 @@ from atoll.node.rounds.policy import policies
 from atoll.node.rounds.snapshot_ledger import CountedShare
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.outer_step import holds
+from atoll.node.state.outer_step import matches_digests
 from atoll.node.state.state_server import StateServer
 from atoll.node.state.vote_store import VoteStore
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
@@ -302,7 +302,7 @@ async def test_fragments_take_turns_replicas_stay_equal_and_who_was_away_catches
         assert all(number % 2 == 0 for number in evaluated)
         for member in made:
             layers, offsets = member.heads[-1].manifest.layers, member.state.offsets
-            assert holds(layers, member.state.anchor_E, member.state.momentum_E, offsets)
+            assert matches_digests(layers, member.state.anchor_E, member.state.momentum_E, offsets)
 
 
 async def _counts_again(member, number):

@@ -31,7 +31,7 @@ from atoll.node.rounds.snapshot_ledger import CountedShare
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
-from atoll.node.state.outer_step import holds, layer_states
+from atoll.node.state.outer_step import layer_states, matches_digests
 from atoll.node.state.state_server import StateServer
 from atoll.node.state.vote_store import VoteStore
 from atoll.node.training.sample_feed import SampleNumbers
@@ -168,7 +168,7 @@ async def test_each_layer_is_averaged_among_its_holders_and_all_stand_on_one_his
             head, layers = stage.heads[-1], stage.layers
             offsets = [offset - stage.state.start for offset in OFFSETS[layers.start : layers.stop + 1]]
             states = head.manifest.layers[layers.start : layers.stop]
-            assert holds(states, stage.state.anchor_E, stage.state.momentum_E, offsets, layers.start)
+            assert matches_digests(states, stage.state.anchor_E, stage.state.momentum_E, offsets, layers.start)
             assert stage.counters.committed + stage.counters.witnessed >= turns
             if len(layers) < 6:
                 assert stage.counters.witnessed >= 2
@@ -225,7 +225,7 @@ async def test_a_stage_that_comes_back_fetches_its_own_layers_and_no_others(tmp_
                 except Unreachable:  # rounds race here as they never do between machines: nodes, too, ask again
                     await asyncio.sleep(0.1)
         states = fetched.head.manifest.layers[1:4]
-        assert holds(states, fetched.anchor_E, fetched.momentum_E, (0, 1000, 2000, 3000), 1)
+        assert matches_digests(states, fetched.anchor_E, fetched.momentum_E, (0, 1000, 2000, 3000), 1)
         assert fetched.anchor_E.numel() == 3000
 
 

@@ -34,7 +34,9 @@ def state_of(seed: int) -> AnchorState:
 async def test_three_of_four_poisoned_and_one_forged_head_do_not_keep_anyone_out(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heads_of_members, "_STRAGGLERS", timedelta(seconds=20))  # the only honest one may be slow
+    monkeypatch.setattr(
+        heads_of_members, "_STRAGGLERS_TIMEOUT", timedelta(seconds=20)
+    )  # the only honest one may be slow
     true, poison = state_of(1), state_of(2)
     us = await lab.start("us", relay_service=True)
     names = ("ann", "bob", "dan", "eve", "fay")
@@ -92,5 +94,5 @@ async def test_a_spent_allowance_stops_state_and_not_heads(lab: Lab, tmp_path: P
     assert (await conversation.manifest(None)).hash == head.hash
     await conversation.request_slice("anchor", head.hash, 0, 1)  # not even a small piece
     with pytest.raises(Busy):
-        await conversation.answer(1)
+        await conversation.receive_slice(1)
     await conversation.close()

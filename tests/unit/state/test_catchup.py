@@ -42,7 +42,7 @@ from atoll.core.manifest import Head
 from atoll.node.state.anchor import AnchorState, Staged
 from atoll.node.state.catchup import catch_up, fetch_staged
 from atoll.node.state.fetch import FetchTarget, fetch_state
-from atoll.node.state.outer_step import holds
+from atoll.node.state.outer_step import matches_digests
 from atoll.node.state.pieces import Workspace, pieces_of
 from atoll.node.state.state_client import StateClient
 
@@ -128,7 +128,7 @@ async def test_liars_are_found_out_at_the_price_of_one_piece_each_and_named(dono
     donor_swarm.behaviours = dict.fromkeys(liars, lies)
     with capture_logs() as logs:
         assert is_true(await fetch(donor_swarm))
-    assert {line["peer"] for line in logs if line["event"] == "donor given up"} <= liars
+    assert {line["peer"] for line in logs if line["event"] == "donor dropped"} <= liars
     assert all(donor_swarm.bodies.get(liar, 0) <= 4 for liar in liars)
 
 
@@ -204,7 +204,7 @@ async def test_who_stays_behind_and_hardly_answers_does_not_hold_a_fetch_when_th
         donor_swarm.behaviours[member.peer_id] = goes_on(donor_swarm.serve(member, history(HEAD), STATE), head, later)
     donor_swarm.serve(EVE, history(HEAD), STATE)
     donor_swarm.behaviours[EVE.peer_id] = after(1, freezes)
-    slow = replace(QUICK, answer=timedelta(hours=1), stragglers_timeout=timedelta(milliseconds=100))
+    slow = replace(QUICK, answer_timeout=timedelta(hours=1), stragglers_timeout=timedelta(milliseconds=100))
     async with asyncio.timeout(20):
         assert is_true(await fetch(donor_swarm, policy=slow), later)
 
@@ -231,7 +231,7 @@ async def test_a_head_that_never_stands_still_is_an_error(donor_swarm):
 
     donor_swarm.behaviours[ANN.peer_id] = runs_away
     with pytest.raises(Unreachable, match="moved on"):
-        await fetch(donor_swarm, plan=plan, policy=replace(QUICK, restarts=2))
+        await fetch(donor_swarm, plan=plan, policy=replace(QUICK, max_restarts=2))
 
 
 async def test_a_donor_that_changes_its_state_is_asked_again(donor_swarm):
@@ -247,7 +247,7 @@ async def test_a_donor_that_changes_its_state_is_asked_again(donor_swarm):
         return frame
 
     donor_swarm.behaviours[ANN.peer_id] = moves_for_a_while
-    patient = replace(QUICK, failures=8)
+    patient = replace(QUICK, max_failures=8)
     assert is_true(await fetch(donor_swarm, plan=plan_of(ANN, CLEO, voters=DONORS), policy=patient))
 
 
@@ -321,7 +321,7 @@ async def test_nothing_outside_the_vector_is_served(donor_swarm, start, end):
     conversation = await talk(donor_swarm)
     await conversation.request_slice("anchor", HEAD.hash, start, end)
     with pytest.raises(PeerMisbehaved):
-        await conversation.answer(1)
+        await conversation.receive_slice(1)
 
 
 async def test_no_more_than_the_cap_is_served_at_once(donor_swarm):
@@ -330,10 +330,10 @@ async def test_no_more_than_the_cap_is_served_at_once(donor_swarm):
     donor_swarm.serve(ANN, history(head), big)
     conversation = await talk(donor_swarm)
     await conversation.request_slice("momentum", head.hash, 0, 1 << 20)
-    assert len(await conversation.answer(1 << 20)) == 4 << 20
+    assert len(await conversation.receive_slice(1 << 20)) == 4 << 20
     await conversation.request_slice("momentum", head.hash, 0, (1 << 20) + 1)
     with pytest.raises(PeerMisbehaved):
-        await conversation.answer((1 << 20) + 1)
+        await conversation.receive_slice((1 << 20) + 1)
 
 
 async def test_four_conversations_at_once_and_not_five(donor_swarm):
@@ -365,7 +365,7 @@ async def test_what_is_not_held_is_refused_by_name(donor_swarm):
         conversation = await talk(donor_swarm)
         await conversation.request_slice("anchor", state_hash, 0, 1)
         with pytest.raises(error):
-            await conversation.answer(1)
+            await conversation.receive_slice(1)
         await conversation.close()
 
 
@@ -467,16 +467,16 @@ async def test_what_no_round_has_changed_is_given_out_under_an_older_head(donor_
     """Else nobody could catch up whose link is slower than the rounds of fragments."""
     holding = donor_swarm.serve(ANN, history(HEAD), STATE)
     first, second = split_into_fragments(OFFSETS, 2)
-    conversation = await StateClient.connect(donor_swarm.network, ANN.peer_id, "r", QUICK.answer)
+    conversation = await StateClient.connect(donor_swarm.network, ANN.peer_id, "r", QUICK.answer_timeout)
     assert (await conversation.manifest(None)).hash == HEAD.hash
     _, state, head = stepped(STATE, HEAD, 0)
     holding.hold(head, state)
     await conversation.request_slice("anchor", HEAD.hash, second.start, second.start + 8)
-    body = await conversation.answer(8)
+    body = await conversation.receive_slice(8)
     assert bytes(body) == STATE.anchor_E[second.start : second.start + 8].numpy().tobytes()
     await conversation.request_slice("anchor", HEAD.hash, first.start, first.start + 8)
     with pytest.raises(NotFound):
-        await conversation.answer(8)
+        await conversation.receive_slice(8)
     await conversation.close()
 
 
@@ -498,7 +498,7 @@ async def test_who_is_slower_than_the_rounds_of_fragments_catches_up_all_the_sam
         donor_swarm.behaviours[member.peer_id] = moves_on
     fetched = await fetch(donor_swarm)
     assert fetched.head.round > 1
-    assert holds(fetched.head.manifest.layers, fetched.anchor_E, fetched.momentum_E, OFFSETS)
+    assert matches_digests(fetched.head.manifest.layers, fetched.anchor_E, fetched.momentum_E, OFFSETS)
 
 
 async def test_who_goes_back_to_an_earlier_head_finds_nothing_of_a_later_one(donor_swarm):

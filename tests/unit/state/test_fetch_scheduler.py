@@ -28,7 +28,7 @@ class Simulation:
         self.bytes: dict[tuple[int, int], bytes] = {}
         self.now = 0.0
         for donor in donors:
-            self.ledger.join(donor)
+            self.ledger.connected(donor)
 
     def ask(self, donor: str, depth: int = 3) -> bool:
         asked = False
@@ -92,8 +92,8 @@ def test_one_honest_donor_is_enough_and_only_liars_are_distrusted(sizes, limits,
                 world.answer(name)
             case "break":
                 if world.ledger.is_active(name):
-                    world.ledger.left(name)
-                    world.ledger.join(name)
+                    world.ledger.disconnected(name)
+                    world.ledger.connected(name)
             case "slow":
                 world.now += data.draw(st.floats(0, 20))
                 world.ledger.release_slow(world.now, 5.0)
@@ -156,7 +156,7 @@ def test_a_slow_donor_keeps_no_large_part_to_itself():
     answers = {}  # donor -> when its oldest question is answered
     deepest = dict.fromkeys(seconds_per_chunk, 0)
     for donor in seconds_per_chunk:
-        ledger.join(donor)
+        ledger.connected(donor)
     now = 0.0
     while not ledger.finished:
         for donor, seconds in seconds_per_chunk.items():
@@ -187,7 +187,7 @@ def test_a_fast_donor_that_turns_slow_holds_nobody_up(turned):
         return turned if donor == "turning" and answered[donor] > 300 else 0.02
 
     for donor in answered:
-        ledger.join(donor)
+        ledger.connected(donor)
     while not ledger.finished:
         for donor in answered:
             while ledger.may_ask(donor, 32) and ledger.next_chunk(donor, now) is not None:
@@ -250,7 +250,7 @@ def test_a_false_piece_of_many_is_fetched_from_one_alone_and_then_the_liar_is_kn
 def test_a_piece_whose_donor_left_while_it_was_checked_is_fetched_from_others():
     ledger = FetchScheduler(pieces_of([8]), 4, ["x", "y", "z"])
     for donor in ("x", "y", "z"):
-        ledger.join(donor)
+        ledger.connected(donor)
     assert ledger.next_chunk("x", 0.0) is not None
     assert ledger.on_answer("x", 1.0)
     ledger.give_up("x", "it froze")

@@ -83,7 +83,7 @@ async def test_one_of_four_cannot_make_others_believe_a_forged_head(donor_swarm,
     with capture_logs() as logs:
         head = await believed(donor_swarm, plan_of(*ALL, voters=(ANN, BOB, DAN)))
     assert head.hash == SECOND.hash
-    assert [line["peer"] for line in logs if line["event"] == "head not believed"] == [EVE.peer_id]
+    assert [line["peer"] for line in logs if line["event"] == "head rejected"] == [EVE.peer_id]
 
 
 @pytest.mark.parametrize("liar", [ANN, BOB, DAN], ids=["ann", "bob", "dan"])
@@ -96,7 +96,7 @@ async def test_nobody_hides_the_true_head_by_leaving_out_its_votes(donor_swarm, 
     with capture_logs() as logs:
         head = await believed(donor_swarm, plan_of(*voters, CLEO, voters=tuple(voters)))
     assert head == FIRST
-    assert [line["peer"] for line in logs if line["event"] == "head not believed"] == [liar.peer_id]
+    assert [line["peer"] for line in logs if line["event"] == "head rejected"] == [liar.peer_id]
 
 
 async def test_an_honest_member_that_is_one_round_ahead_is_not_called_a_liar(donor_swarm):
@@ -196,7 +196,7 @@ async def test_members_that_change_their_state_still_say_what_their_head_is(dono
 
 
 async def test_a_frozen_member_does_not_keep_the_others_from_being_believed(donor_swarm, monkeypatch):
-    monkeypatch.setattr(heads, "_STRAGGLERS", timedelta(milliseconds=50))
+    monkeypatch.setattr(heads, "_STRAGGLERS_TIMEOUT", timedelta(milliseconds=50))
     for member in (ANN, BOB, DAN):
         donor_swarm.serve(member, history(FIRST), ONE)
 
@@ -209,7 +209,7 @@ async def test_a_frozen_member_does_not_keep_the_others_from_being_believed(dono
 
 
 async def test_former_members_that_are_gone_keep_nobody_waiting(donor_swarm, monkeypatch):
-    monkeypatch.setattr(heads, "_STRAGGLERS", timedelta(milliseconds=50))
+    monkeypatch.setattr(heads, "_STRAGGLERS_TIMEOUT", timedelta(milliseconds=50))
 
     async def freeze(stream):
         await asyncio.Event().wait()
@@ -329,9 +329,9 @@ class Dripping:
 @pytest.fixture
 def hasty(monkeypatch):
     """Deadlines as they are to one another, but a tenth."""
-    monkeypatch.setattr(heads, "_ANSWER", timedelta(seconds=1))
-    monkeypatch.setattr(heads, "_HISTORY", timedelta(seconds=6))
-    monkeypatch.setattr(state_server, "_IDLE", timedelta(seconds=3))
+    monkeypatch.setattr(heads, "ANSWER_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(heads, "_HISTORY_TIMEOUT", timedelta(seconds=6))
+    monkeypatch.setattr(state_server, "_IDLE_TIMEOUT", timedelta(seconds=3))
 
 
 async def test_who_is_slow_about_its_history_does_not_keep_a_member_from_what_most_agree_on(donor_swarm, hasty):

@@ -11,7 +11,7 @@ from atoll.core.run_spec import SyncSection
 from atoll.node.exchange.weighted_sum import sqrt_token_weight, weighted_mean
 from atoll.node.rounds.outer_schedule import due_tokens, is_stale, outer_schedule
 from atoll.node.state.anchor import AnchorState
-from atoll.node.state.outer_step import holds, layer_states, outer_step
+from atoll.node.state.outer_step import layer_states, matches_digests, outer_step
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 
@@ -73,9 +73,9 @@ def test_a_round_of_a_fragment_changes_its_layers_and_no_others():
     for found, old, new in ((state.anchor_E, vectors[0], whole[0]), (state.momentum_E, vectors[1], whole[1])):
         assert torch.equal(found[: second.start], old[: second.start])
         assert torch.equal(found[second.start :], new[second.start :])
-    assert holds(staged.layers, state.anchor_E, state.momentum_E, state.offsets)
+    assert matches_digests(staged.layers, state.anchor_E, state.momentum_E, state.offsets)
     state.momentum_E[0] += 1
-    assert not holds(staged.layers, state.anchor_E, state.momentum_E, state.offsets)
+    assert not matches_digests(staged.layers, state.anchor_E, state.momentum_E, state.offsets)
 
 
 @given(st.integers(0, 10**9), st.integers(1, 10**9))

@@ -1,17 +1,18 @@
-"""Butterfly all-reduce: every member reduces its share of the vector and sends the average back to all.
+"""Butterfly all-reduce: every member reduces its share of the vector and sends the average back to all members.
 
 For every other reducer this node opens one stream: it sends its encoded parts and reads the averaged parts from the
 same stream. As a reducer it serves one such stream per other member (reducer.py). The average of a part is encoded
-*once*; the same bytes go to everyone, and everyone, the reducer too, applies the decoded bytes: so replicas end equal
-bit for bit whatever the codec loses. Sums run in the order of the members, in fp32.
+*once*. All members, the reducer too, apply the decoded values of the same bytes: so replicas end equal bit for bit
+whatever the codec loses. Sums run in the order of the members, in fp32.
 
-No member can make the exchange fail. One that dies, falls silent or lies is given up in the role in which it did:
-as a contributor, sums go on without it; as a reducer, its remaining parts are missing here. Then `run` says what there
-is, the members settle on what the average is (settlement.py), and `repair` makes it so (repair.py).
+No member can make the exchange fail. A member that dies, falls silent or lies is dropped in that role only. Without a
+contributor the sums continue; without a reducer its remaining parts are missing here. Then `run` returns the digests
+of the parts that arrived, the members agree on the digest of every part (settlement.py), and `repair` makes this
+node's average match them (repair.py).
 
-Patience: a reducer gives a contributor `stall` for its next frame. It may itself be silent that long while it waits,
-and after that its frame has to travel, so contributors give a reducer two and a half times as much; half of that if
-the same member gave nothing to our own sums either, as one that stands still does.
+Timeouts: a reducer waits `stall` for a contributor's next frame. During that wait the reducer itself may be silent, and
+then its own frame has to travel. So contributors wait two and a half times as long for a reducer; half of that if this
+node's own sums already dropped the same member, which then has probably stopped.
 """
 
 from __future__ import annotations
@@ -48,26 +49,26 @@ from atoll.v1 import manifest_pb2
 
 __all__ = ["PROTOCOL", "Exchange", "ExchangeResult", "ExchangeServer"]
 
-_MAX_EARLY_STREAMS_PER_PEER = 4
-_REDUCER_TIMEOUT_STALLS = 2.5  # stalls
+_MAX_EARLY_STREAMS_PER_PEER = 4  # for rounds that this node has not started
+_REDUCER_TIMEOUT_STALLS = 2.5  # in units of `stall`
 _RECONNECT_INTERVAL = timedelta(seconds=1)
-_REPAIR_TURNS = 4  # holders that may be tried one after another before the time is up
+_REPAIR_TURNS = 4  # holders that a repair has time to try one after another
 
 _log = log.get("exchange")
 
 
 @dataclass(frozen=True)
 class ExchangeResult:
-    """What an exchange came to on one member."""
+    """The outcome of an exchange on one member."""
 
     digests: tuple[bytes, ...]  # SHA-256 of each part's encoded bytes, in the order of the vector; empty: missing
-    partial: tuple[str, ...]  # contributors that one of our own sums lacks, sorted
-    verdicts: tuple[manifest_pb2.Verdict, ...]  # what screening did in our own sums, ordered by contributor
-    faults: Mapping[str, str]  # who broke the rules, and how
+    partial: tuple[str, ...]  # contributors missing from one of this node's sums, sorted
+    verdicts: tuple[manifest_pb2.Verdict, ...]  # of screening in this node's sums, ordered by contributor
+    faults: Mapping[str, str]  # peer → the rule that it broke
 
 
 class Exchange:
-    """One attempt at one round's all-reduce, as seen from one member."""
+    """One member's side of one attempt at a round's all-reduce."""
 
     def __init__(
         self,
@@ -82,9 +83,12 @@ class Exchange:
         screen: Screen | None,
         weigh: Callable[[int], int] = token_weight,
     ) -> None:
-        """`sink` gets the average, part by part.
+        """Prepare the exchange that `start` describes, with this node's `contribution_E`.
 
-        `screen`: how contributions are judged; None: not at all. `weigh`: how much one of so many tokens weighs.
+        - `sink`: receives the average, part by part.
+        - `timeout`: for `run`. `stall`: for a contributor's next frame.
+        - `screen`: how to screen contributions; None: not at all.
+        - `weigh`: the weight of a contribution with so many tokens.
         """
         self.round_id = RoundId.from_proto(start.round)
         self.faults: dict[str, str] = {}  # peer → a sentence
@@ -93,7 +97,7 @@ class Exchange:
         self._contribution_E = contribution_E  # fp32 [E], read only
         self._timeout = timeout
         self._stall = stall
-        self._weights = {item.peer_id: item.weight for item in start.contributions}  # in the order of the sum
+        self._weights = {item.peer_id: item.weight for item in start.contributions}  # tokens, in the order of the sum
         self._average = Average(start, sink, executor)
         self._reducer: Reducer | None = None
         for share in self._average.reducer_shares:
@@ -102,27 +106,26 @@ class Exchange:
                     self._me, self._weights, share, contribution_E, self._average, stall, screen=screen, weigh=weigh
                 )
         self._repair_server = RepairServer(self._average)
-        self._came: set[str] = set()  # members whose stream to us as a reducer came
+        self._connected: set[str] = set()  # members that opened a stream to this node as a reducer
         self._serving: set[asyncio.Task[None]] = set()
         self._closing = BackgroundTasks()
-        self._streams: list[Stream] = []  # open ones
-        self._bytes_sent = 0  # on closed ones
+        self._streams: list[Stream] = []  # open streams
+        self._bytes_sent = 0  # on closed streams
         self._run_finished = False  # `run` has returned
         self._has_ended = False
 
     @property
     def bytes_sent(self) -> int:
-        """Socket bytes of this exchange's streams so far, in this node's sending direction."""
+        """Socket bytes that this node has sent on this exchange's streams so far."""
         return self._bytes_sent + sum(stream.bytes_sent for stream in self._streams)
 
     async def run(self) -> ExchangeResult:
-        """Have the average taken as far as the others let us, in time.
+        """Exchange parts until each has arrived or its reducer has failed, or until the timeout.
 
-        Returns when every part is here or belongs to somebody who failed, or when the time is up. Other members are
-        served until `end`. Raises `RoundAbandoned` only if our own contribution is not finite.
+        Serves other members until `end`. Raises `RoundAbandoned` only if this node's own contribution is not finite.
         """
         if self._weights[self._me] and not await self._average.compute(is_finite, self._contribution_E):
-            raise RoundAbandoned("this node's own update holds values that are not finite; it was not sent")
+            raise RoundAbandoned("this node's own update has NaN or infinite values; it was not sent")
         try:
             async with asyncio.timeout(self._timeout.total_seconds()), asyncio.TaskGroup() as tasks:
                 if self._reducer is not None:
@@ -131,7 +134,7 @@ class Exchange:
                     if share.reducer != self._me:
                         tasks.create_task(self._contribute(share))
         except TimeoutError:
-            _log.info("exchange out of time", round=str(self.round_id))
+            _log.info("exchange timed out", round=str(self.round_id))
         except ExceptionGroup as group:
             raise first_error(group) from group
         finally:
@@ -139,8 +142,8 @@ class Exchange:
                 self._reducer.close()
             self._run_finished = True
             self._forget_contribution()
-        ours = self._reducer
-        partial, verdicts = (tuple(sorted(ours.partial)), ours.verdicts) if ours is not None else ((), ())
+        reducer = self._reducer
+        partial, verdicts = (tuple(sorted(reducer.partial)), reducer.verdicts) if reducer is not None else ((), ())
         return ExchangeResult(self._average.digests, partial, verdicts, dict(self.faults))
 
     async def repair(self, digests: Sequence[bytes], sources: SourcesOfPart, timeout: timedelta) -> bool:
@@ -162,11 +165,11 @@ class Exchange:
         return True
 
     def drop_sink(self) -> None:
-        """Nobody takes the average any more; members that lack parts of it are still served."""
+        """Stop passing the average to the sink; still serves members that lack parts."""
         self._average.drop_sink()
 
     def end(self) -> None:
-        """The round is over: serve nobody any more, forget the encoded bytes."""
+        """End the exchange: stop serving members and free the encoded bytes."""
         for task in self._serving:
             task.cancel()
         self._average.release()
@@ -174,32 +177,32 @@ class Exchange:
         self._forget_contribution()
 
     def _forget_contribution(self) -> None:
-        """Once nobody reads it any more: tracebacks of ended streams would keep it."""
+        """Free the contribution after the last read: tracebacks of ended streams refer to this exchange."""
         if self._run_finished and self._has_ended:
             self._contribution_E = torch.empty(0)
             if self._reducer is not None:
                 self._reducer.forget_contribution()
 
-    # --- others' streams -----------------------------------------------------------------------------
+    # --- streams that other members open -------------------------------------------------------------
 
     async def serve(self, stream: Stream) -> None:
-        """Reduce for a member that opened its stream to us. Raises `PeerMisbehaved`."""
+        """Serve a contributor's stream as the reducer. Raises `PeerMisbehaved`."""
         peer = stream.peer_id
         if peer not in self._weights or self._reducer is None or peer == self._me:
-            raise self._misbehaved(peer, f"{peer} has no part in round {self.round_id}")
-        if peer in self._came:
-            raise self._misbehaved(peer, f"{peer} opened a second stream for round {self.round_id}")
-        self._came.add(peer)
+            raise self._misbehaved(peer, f"peer {peer} has no part in this node's sums of round {self.round_id}")
+        if peer in self._connected:
+            raise self._misbehaved(peer, f"peer {peer} opened a second stream for round {self.round_id}")
+        self._connected.add(peer)
         await self._serve_until_end(stream, self._reducer.serve_contributor(stream))
 
     async def serve_repair(self, stream: Stream, indices: Sequence[int]) -> None:
-        """Give a member the parts that it lacks. Raises `PeerMisbehaved`."""
+        """Send a member the parts that it lacks. Raises `PeerMisbehaved`."""
         if stream.peer_id not in self._weights:
-            raise self._misbehaved(stream.peer_id, f"{stream.peer_id} has no part in round {self.round_id}")
+            raise self._misbehaved(stream.peer_id, f"peer {stream.peer_id} has no part in round {self.round_id}")
         await self._serve_until_end(stream, self._repair_server.answer(stream, indices))
 
     async def _serve_until_end(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work` for the other side of `stream` to its end or to ours."""
+        """Run `work` on `stream` until it finishes or the exchange ends."""
         task = asyncio.create_task(work)
         self._serving.add(task)
         self._streams.append(stream)
@@ -217,27 +220,27 @@ class Exchange:
         if error is not None:
             raise error
 
-    # --- our vector to the other reducers ------------------------------------------------------------
+    # --- this node's contribution to the other reducers ----------------------------------------------
 
     async def _contribute(self, share: ReducerShare) -> None:
-        """Whatever happens to the reducer, it ends quietly with that reducer's remaining parts missing."""
+        """Exchange a reducer's share with it. Raises no error: if it fails, its remaining parts are missing."""
         try:
             stream = await self._open(share.reducer)
             with self._track_stream(stream):
                 async with asyncio.TaskGroup() as tasks:
-                    giving = tasks.create_task(self._send_contribution(stream, share))
+                    sending = tasks.create_task(self._send_contribution(stream, share))
                     await self._receive_averages(stream, share)
-                    giving.cancel()
+                    sending.cancel()
         except AtollError as error:
             self._reducer_lost(share, error)
         except ExceptionGroup as group:
             first = first_error(group)
             self._reducer_lost(share, first if isinstance(first, AtollError) else _crashed(first))
-        except Exception as error:  # of ours: it must not end the exchange with the others
+        except Exception as error:  # a bug here must not end the exchange with the other reducers
             self._reducer_lost(share, _crashed(error))
 
     async def _open(self, reducer: str) -> Stream:
-        """Knock again for as long as the reducer waits for us: behind NAT it is found only once it has a relay."""
+        """Connect, and retry while the reducer waits for us: behind NAT it is reachable only once it has a relay."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._stall.total_seconds()
         while True:
@@ -262,22 +265,22 @@ class Exchange:
             )
             index = share.first + part.index
             self._average.check(frame, index, share.reducer, number_in_stream=part.index)
-            if frame.body:  # else nobody contributed to it
+            if frame.body:  # empty: the part has no average
                 await self._average.put(index, frame.body)
 
     def _reducer_lost(self, share: ReducerShare, error: AtollError) -> None:
-        _log.info("reducer given up", peer=share.reducer, reason=str(error))
+        _log.info("reducer dropped", peer=share.reducer, reason=str(error))
         if isinstance(error, PeerMisbehaved):
             self._fault(share.reducer, str(error))
 
     def _is_silent(self, peer: str) -> bool:
         return self._reducer is not None and peer in self._reducer.given_up
 
-    # --- small words ---------------------------------------------------------------------------------
+    # --- streams and faults --------------------------------------------------------------------------
 
     @contextmanager
     def _track_stream(self, stream: Stream) -> Iterator[None]:
-        """Count the bytes of a stream that we opened, and close it, without waiting for who may be dead."""
+        """Count the bytes of a stream that this node opened, then close it in the background: its peer may be dead."""
         self._streams.append(stream)
         try:
             yield
@@ -289,38 +292,38 @@ class Exchange:
         self._streams.remove(stream)
         self._bytes_sent += stream.bytes_sent
 
-    def _fault(self, peer: str, what: str) -> None:
-        self.faults.setdefault(peer, what)
-        _log.warning("peer misbehaved", peer=peer, reason=what)
+    def _fault(self, peer: str, reason: str) -> None:
+        self.faults.setdefault(peer, reason)
+        _log.warning("peer misbehaved", peer=peer, reason=reason)
 
-    def _misbehaved(self, peer: str, what: str) -> PeerMisbehaved:
-        self._fault(peer, what)
-        return PeerMisbehaved(what)
+    def _misbehaved(self, peer: str, reason: str) -> PeerMisbehaved:
+        self._fault(peer, reason)
+        return PeerMisbehaved(reason)
 
 
 def _crashed(error: BaseException) -> Unreachable:
-    _log.error("a conversation with a reducer failed", error=repr(error))
-    return Unreachable(f"the conversation failed: {error!r}")
+    _log.error("stream to a reducer failed", error=repr(error))
+    return Unreachable(f"the stream to the reducer failed: {error!r}")
 
 
 class ExchangeServer:
-    """Brings incoming averaging streams to the exchange that they belong to, also when they are early."""
+    """Passes incoming averaging streams to their exchange; a stream may arrive before its exchange begins."""
 
     def __init__(self, network: Network, timeout: timedelta) -> None:
         self._timeout = timeout
         self._exchanges: dict[RoundId, Exchange] = {}
         self._early = PeerSlots[str](_MAX_EARLY_STREAMS_PER_PEER)  # streams that wait for their exchange
-        self._begun = asyncio.Event()  # replaced at every `begin`
+        self._begun = asyncio.Event()  # replaced by every `begin`
         network.handle(PROTOCOL, self._handle)
 
     def begin(self, exchange: Exchange) -> None:
-        """From now on, streams for this round reach `exchange`."""
+        """Pass streams for this round to `exchange` from now on."""
         self._exchanges[exchange.round_id] = exchange
         begun, self._begun = self._begun, asyncio.Event()
         begun.set()
 
     def end(self, round_id: RoundId) -> None:
-        """The round is over; its streams end, and late ones are refused."""
+        """End the round's exchange and its streams; later streams for it are refused."""
         exchange = self._exchanges.pop(round_id, None)
         if exchange is not None:
             exchange.end()
@@ -334,18 +337,18 @@ class ExchangeServer:
         round_id = RoundId.from_proto(header.round)
         if header.repair:
             if round_id not in self._exchanges:
-                raise RoundAbandoned(f"round {round_id} is not kept here")
+                raise RoundAbandoned(f"round {round_id} is not kept on this node, so it has no parts to send")
             await self._exchanges[round_id].serve_repair(stream, header.repair)
         else:
             await (await self._wait_for_exchange(stream.peer_id, round_id)).serve(stream)
 
     async def _wait_for_exchange(self, peer: str, round_id: RoundId) -> Exchange:
-        """The exchange of that round; waits a little, because Start may reach others before us."""
+        """Wait for the exchange of that round to begin here: Start may reach other members first."""
         with self._early.hold(peer, "streams for rounds that have not started here"):
             try:
                 async with asyncio.timeout(self._timeout.total_seconds()):
                     while round_id not in self._exchanges:
                         await self._begun.wait()
             except TimeoutError as error:
-                raise RoundAbandoned(f"round {round_id} is not running here") from error
+                raise RoundAbandoned(f"round {round_id} is not running on this node") from error
         return self._exchanges[round_id]

@@ -1,18 +1,19 @@
-"""Codecs: how a part of the flat vector becomes bytes, and exactly how it becomes numbers again.
+"""Codecs: encode a part of the flat vector as bytes, and decode it to the same bits on every member.
 
-`int8` and `int4` are uniform in blocks of 128 elements: one bf16 scale a block (fp16 scales lose blocks
-below 1e-7), then the codes. Encoding happens once per part, so it may round as the machine likes; decoding
-happens on every member and must give the same bits everywhere, so it is one conversion and one separately
-rounded multiplication. Layout: all scales (little-endian bf16), then all codes; int4 packs two codes a byte, low
-nibble first, int2 four, lowest bits first. A last block that is not full is padded with zeros before packing.
+`int8` and `int4` are uniform in blocks of 128 elements, with one bf16 scale per block (fp16 scales lose blocks below
+1e-7). A part is encoded once, so its rounding may depend on the machine. It is decoded on every member and must give
+the same bits everywhere: decoding is one conversion and one separately rounded multiplication. Layout: all scales
+(little-endian bf16), then all codes. int4 packs two codes per byte, low nibble first; int2 packs four, lowest bits
+first. A last block that is not full is padded with zeros before packing.
 
-`int2` has the four levels that lose least of a normal distribution (Max 1960, Quantizing for minimum distortion), in
-units of the block's root mean square: of such values an error of 0.34 of their norm stays, and 0.88 of their length.
-There is no zero: in a block with other values zeros become small ones, up and down in turn.
+`int2` has the four levels with the least error for a normal distribution (Max 1960, Quantizing for minimum
+distortion), in units of the block's root mean square. For normal values the error has 0.34 of their norm, and the
+decoded vector has 0.88 of their norm. int2 has no zero: in a block with other values, zeros become small values with
+alternating signs.
 
-`open` is the ingress check: a body of the wrong size, or one that holds a value that is not finite, raises
-`PartInvalid` before it can touch a sum. Of blocks that follows from their scales alone. What was opened is decoded
-piece by piece where it is needed, each so short that it and what is in between stay in the processor's cache.
+`open` checks received bytes: it raises `PartInvalid` for a wrong size or a value that is not finite, before the part
+enters a sum. For block codecs the scales alone tell whether all values are finite. A checked part is decoded in
+pieces, so short that a piece and its intermediate values stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -27,19 +28,17 @@ from torch import Tensor
 
 from atoll.core.errors import PartInvalid
 from atoll.core.frames import Buffer
+from atoll.node.exchange.partition import BLOCK_ELEMENTS
 from atoll.v1 import common_pb2 as pb
 
-BLOCK_ELEMENTS = 128
-PIECE_ELEMENTS = 2**17  # elements that are coded at a time: whole blocks
+PIECE_ELEMENTS = 2**17  # elements encoded or decoded at a time: whole blocks
 _SCALE_BYTES = 2
 _INT2_LEVELS = torch.tensor([-1.510, -0.4528, 0.4528, 1.510])  # of codes 0 to 3
-_INT2_DECODE_TABLE = torch.stack(
-    [_INT2_LEVELS[(torch.arange(256) >> shift) & 3] for shift in (0, 2, 4, 6)], dim=1
-)  # by byte
-_INT2_BETWEEN = 0.9816  # the two levels of a sign
-_INT2_MIDDLE = torch.tensor([-1e-45, 0.0]).repeat(BLOCK_ELEMENTS // 2)  # what is more is up; so zeros take turns
-_INT2_LARGEST = 2.0**127  # scale that times the largest level is finite
-
+# the four values of each byte
+_INT2_DECODE_TABLE = torch.stack([_INT2_LEVELS[(torch.arange(256) >> shift) & 3] for shift in (0, 2, 4, 6)], dim=1)
+_INT2_BETWEEN = 0.9816  # the boundary between the two levels of one sign
+_INT2_MIDDLE = torch.tensor([-1e-45, 0.0]).repeat(BLOCK_ELEMENTS // 2)  # larger values are positive: zeros alternate
+_INT2_LARGEST = 2.0**127  # the largest scale whose product with the largest level is finite
 
 Fields = tuple[Tensor, ...]
 
@@ -52,50 +51,48 @@ class Codec(ABC):
         self.number = number
 
     def encode(self, values_E: Tensor) -> memoryview:
-        """Bytes of a 1-D fp32 tensor. Raises `PartInvalid` if a value is not finite."""
+        """Encode a 1-D fp32 tensor. Raises `PartInvalid` if a value is not finite."""
         encoded = PartEncoder(self, values_E.numel())
         for first in range(0, values_E.numel(), PIECE_ELEMENTS):
             encoded.put(first, values_E[first : first + PIECE_ELEMENTS])
         return encoded.body()
 
     def open(self, body: Buffer, elements: int) -> CheckedPart:
-        """Somebody's bytes, checked: what the peer's size and values have to be. Raises `PartInvalid`."""
+        """Check the size and the values of received bytes. Raises `PartInvalid`."""
         expected = self.encoded_bytes(elements)
         if len(body) != expected:
-            raise PartInvalid(
-                f"a part of {elements} elements in {self.name} has {expected} bytes, this one {len(body)}"
-            )
-        opened = CheckedPart(self, self._fields(_raw(body), elements), elements)
-        if not self._is_finite(opened):
-            raise PartInvalid(f"a part in {self.name} holds values that are not finite")
-        return opened
+            raise PartInvalid(f"a part has {len(body)} bytes; {elements} elements in {self.name} have {expected}")
+        part = CheckedPart(self, self._fields(_raw(body), elements), elements)
+        if not self._is_finite(part):
+            raise PartInvalid(f"a part in {self.name} has NaN or infinite values")
+        return part
 
     def decode(self, body: Buffer, elements: int) -> Tensor:
-        """The 1-D fp32 tensor that every member gets from these bytes. Raises `PartInvalid`."""
-        opened, values_E = self.open(body, elements), torch.empty(elements)
+        """Check and decode a whole part as a 1-D fp32 tensor. Raises `PartInvalid`."""
+        part, values_E = self.open(body, elements), torch.empty(elements)
         for first in range(0, elements, PIECE_ELEMENTS):
-            opened.decode_into(first, values_E[first : first + PIECE_ELEMENTS])
+            part.decode_into(first, values_E[first : first + PIECE_ELEMENTS])
         return values_E
 
     @abstractmethod
     def encoded_bytes(self, elements: int) -> int:
-        """Of so many elements."""
+        """The size of an encoded part of `elements` elements."""
 
     @abstractmethod
     def _fields(self, raw: Tensor, elements: int) -> Fields:
-        """What the bytes consist of, as views of them."""
+        """Views of the encoded bytes, one per field of the layout."""
 
     @abstractmethod
     def _encode_range(self, fields: Fields, first: int, values_C: Tensor) -> bool:
-        """Encode values from element `first` on. Whether they are finite."""
+        """Encode `values_C` from element `first` on; returns whether they are finite."""
 
     @abstractmethod
     def _decode_range(self, fields: Fields, first: int, values_C: Tensor) -> None:
-        """Decode as many elements as `values_C` has, from `first` on."""
+        """Decode elements from `first` on until `values_C` is full."""
 
     @abstractmethod
-    def _is_finite(self, opened: CheckedPart) -> bool:
-        """Whether all values that were encoded are; their number is right."""
+    def _is_finite(self, part: CheckedPart) -> bool:
+        """Whether all values of a part of the right size are finite."""
 
 
 class PartEncoder:
@@ -108,18 +105,18 @@ class PartEncoder:
         self._finite = True
 
     def put(self, first: int, values_C: Tensor) -> None:
-        """The fp32 values from element `first` on."""
+        """Encode the fp32 values from element `first` on."""
         self._finite &= self._codec._encode_range(self._fields, first, values_C)
 
     def body(self) -> memoryview:
-        """What was put, not copied. Raises `PartInvalid` if a value was not finite."""
+        """The encoded part, not copied. Raises `PartInvalid` if a value was not finite."""
         if not self._finite:
-            raise PartInvalid("this node's own update holds values that are not finite; it was not sent")
+            raise PartInvalid("this node's own update has NaN or infinite values; it was not sent")
         return self._raw.numpy().data
 
 
 class CheckedPart:
-    """A part's bytes that were checked, and that nobody changes any more."""
+    """A part's encoded bytes after `Codec.open` checked them; they must not change."""
 
     def __init__(self, codec: Codec, fields: Fields, elements: int) -> None:
         self.codec = codec
@@ -127,12 +124,12 @@ class CheckedPart:
         self.elements = elements
 
     def decode_into(self, first: int, values_C: Tensor) -> None:
-        """Write the values from element `first` on, at a whole block, into fp32 [C], up to `PIECE_ELEMENTS` of them."""
+        """Decode values from element `first` on into fp32 [C], C ≤ `PIECE_ELEMENTS`. `first` must begin a block."""
         self.codec._decode_range(self.fields, first, values_C)
 
 
 def is_finite(values_E: Tensor) -> bool:
-    """Whether all of them are; in one pass, without a temporary: not-a-number propagates into both ends."""
+    """Whether all values are finite. One pass without a temporary: NaN propagates into minimum and maximum."""
     if values_E.numel() == 0:
         return True
     low, high = torch.aminmax(values_E)
@@ -140,7 +137,7 @@ def is_finite(values_E: Tensor) -> bool:
 
 
 def _raw(body: Buffer) -> Tensor:
-    """As uint8; without a copy where the buffer may be written to, as torch wants it."""
+    """The buffer as a uint8 tensor. Copies a read-only buffer, because torch requires a writable one."""
     if not body:
         return torch.empty(0, dtype=torch.uint8)
     writable = isinstance(body, bytearray) or (isinstance(body, memoryview) and not body.readonly)
@@ -148,7 +145,7 @@ def _raw(body: Buffer) -> Tensor:
 
 
 class _Scratch(threading.local):
-    """What is in between, of one thread: memory that is in its cache and was not fetched from the system just now."""
+    """One thread's memory for intermediate values: reused, so that it stays in the cache."""
 
     def __init__(self) -> None:
         self.values = torch.empty(PIECE_ELEMENTS)  # fp32
@@ -160,7 +157,7 @@ _scratch = _Scratch()
 
 
 class _Cast(Codec):
-    """Every value as another floating-point number, the nearest that is finite."""
+    """Each value becomes the nearest finite value of another floating-point type."""
 
     def __init__(self, name: str, number: pb.Codec, dtype: torch.dtype) -> None:
         super().__init__(name, number)
@@ -183,29 +180,29 @@ class _Cast(Codec):
     def _decode_range(self, fields: Fields, first: int, values_C: Tensor) -> None:
         values_C.copy_(fields[0][first : first + len(values_C)])
 
-    def _is_finite(self, opened: CheckedPart) -> bool:
-        return is_finite(opened.fields[0])
+    def _is_finite(self, part: CheckedPart) -> bool:
+        return is_finite(part.fields[0])
 
 
 class _Blockwise(Codec):
-    """Blocks with a scale each: all scales, then all codes."""
+    """Blocks with one scale each. Layout: all scales, then all codes."""
 
-    _code_bytes: ClassVar[int]  # of a block
-    _largest: ClassVar[float]  # code or level
+    _code_bytes: ClassVar[int]  # per block
+    _largest: ClassVar[float]  # the largest code or level
 
     def encoded_bytes(self, elements: int) -> int:
         return _blocks(elements) * (_SCALE_BYTES + self._code_bytes)
 
     @abstractmethod
     def _encode_blocks(self, values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> bool:
-        """From fp32 [blocks, BLOCK], of which so many elements are no padding. Whether they are finite."""
+        """Encode fp32 [blocks, BLOCK], padded after the first `elements`; returns whether all are finite."""
 
     @abstractmethod
     def _decode_blocks(self, packed: Tensor, values: Tensor) -> None:
-        """The codes as fp32 [blocks, BLOCK], not scaled yet."""
+        """Decode the codes into fp32 [blocks, BLOCK], without their scales."""
 
     def _fields(self, raw: Tensor, elements: int) -> Fields:
-        """Scales (bf16) and codes (uint8), a row each block."""
+        """Scales (bf16) and codes (uint8), one row per block."""
         scale_bytes = _blocks(elements) * _SCALE_BYTES
         return raw[:scale_bytes].view(torch.bfloat16), raw[scale_bytes:].view(-1, self._code_bytes)
 
@@ -224,22 +221,23 @@ class _Blockwise(Codec):
         if not whole:
             values_C.copy_(values.view(-1)[: len(values_C)])
 
-    def _is_finite(self, opened: CheckedPart) -> bool:
-        if not opened.elements:
+    def _is_finite(self, part: CheckedPart) -> bool:
+        if not part.elements:
             return True
-        low, high = (float(end) for end in torch.aminmax(opened.fields[0]))
+        low, high = (float(end) for end in torch.aminmax(part.fields[0]))
         largest = max(-low, high)
         if not math.isfinite(low + high) or largest <= torch.finfo(torch.float32).max / self._largest:
             return math.isfinite(low + high)
-        values_C = torch.empty(PIECE_ELEMENTS)  # nobody honest comes here
+        # only a hostile part has scales this large: decode it to see whether a value overflows
+        values_C = torch.empty(PIECE_ELEMENTS)
         return all(
-            is_finite(self._some(opened, first, values_C)) for first in range(0, opened.elements, PIECE_ELEMENTS)
+            is_finite(self._decode_piece(part, first, values_C)) for first in range(0, part.elements, PIECE_ELEMENTS)
         )
 
-    def _some(self, opened: CheckedPart, first: int, values_C: Tensor) -> Tensor:
-        some_C = values_C[: opened.elements - first]
-        opened.decode_into(first, some_C)
-        return some_C
+    def _decode_piece(self, part: CheckedPart, first: int, values_C: Tensor) -> Tensor:
+        piece_C = values_C[: part.elements - first]
+        part.decode_into(first, piece_C)
+        return piece_C
 
 
 def _blocks(elements: int) -> int:
@@ -247,12 +245,12 @@ def _blocks(elements: int) -> int:
 
 
 def _quantise(values: Tensor, levels: int, scales: Tensor) -> tuple[Tensor, bool]:
-    """Whole numbers in [-levels, levels] as fp32 [blocks, BLOCK] in scratch; whether all was finite. Sets scales."""
+    """Set `scales`; returns integers in [-levels, levels] as fp32 [blocks, BLOCK] in scratch, and if all are finite."""
     whole = _scratch.values[: values.numel()].view(-1, BLOCK_ELEMENTS)
     scales.copy_(torch.abs(values, out=whole).amax(dim=1).div_(levels))
     divisor = scales.to(torch.float32)
     finite = math.isfinite(divisor.amax())
-    divisor.masked_fill_(divisor == 0, 1.0)  # then all values are zero, or round to it
+    divisor.masked_fill_(divisor == 0, 1.0)  # all values of that block are zero or round to zero
     return torch.div(values, divisor.unsqueeze(1), out=whole).round_().clamp_(-levels, levels), finite
 
 
@@ -276,14 +274,14 @@ class _Int4(_Blockwise):
     def _encode_blocks(self, values: Tensor, elements: int, scales: Tensor, packed: Tensor) -> bool:
         whole, finite = _quantise(values, 7, scales)
         pairs, high = (kept[: whole.numel() // 2] for kept in (_scratch.pairs, _scratch.others))
-        pairs.view(torch.int8).copy_(whole.add_(8.0).view(-1))  # none negative; to uint8 takes five times as long
+        pairs.view(torch.int8).copy_(whole.add_(8.0).view(-1))  # not negative; a cast to uint8 takes 5× as long
         packed.view(-1).copy_(pairs.bitwise_or_(torch.bitwise_right_shift(pairs, 4, out=high)))  # the low byte of each
         return finite
 
     def _decode_blocks(self, packed: Tensor, values: Tensor) -> None:
         pairs, high = (kept[: packed.numel()] for kept in (_scratch.pairs, _scratch.others))
         pairs.copy_(packed.view(-1))
-        pairs.bitwise_or_(torch.bitwise_left_shift(pairs, 4, out=high)).bitwise_and_(0x0F0F)  # a nibble a byte
+        pairs.bitwise_or_(torch.bitwise_left_shift(pairs, 4, out=high)).bitwise_and_(0x0F0F)  # one nibble per byte
         values.view(-1).copy_(pairs.view(torch.int8).sub_(8))
 
 
@@ -301,7 +299,7 @@ class _Int2(_Blockwise):
         codes += (values >= limit).view(torch.uint8)
         fours = codes.view(torch.int32)
         fours |= fours >> 6
-        packed.copy_(fours | (fours >> 12))  # the low byte of each
+        packed.copy_(fours | (fours >> 12))  # keep the low byte of each four
         return math.isfinite(norms.amax())
 
     def _decode_blocks(self, packed: Tensor, values: Tensor) -> None:

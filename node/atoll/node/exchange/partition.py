@@ -1,7 +1,7 @@
-"""Who reduces what: the flat vector cut among reducers, and each reducer's range cut into parts. Pure.
+"""Partition the flat vector among reducers, and each reducer's range into parts. Pure.
 
-Parts are what overlaps: while one is sent, the one before is summed and the one before that comes back. Many small ones
-overlap best and cost most: each is a frame, a digest, a verdict and some turns of the event loop.
+Parts make the steps of an exchange overlap: while one part is sent, an earlier one is summed and a third returns. Many
+small parts overlap best and cost most: each is a frame, a digest, a verdict and some turns of the event loop.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-BLOCK_ELEMENTS = 128  # of the block codecs; ranges start on whole blocks
-MIN_PART_ELEMENTS = 2**17  # elements; smaller ones cost more than they overlap
-MAX_PART_BYTES = 512 * 1024  # as encoded
-_PARTS = 16  # of the longest range, at least, where that leaves them large enough
+BLOCK_ELEMENTS = 128  # of the block codecs; ranges and parts begin on whole blocks
+MIN_PART_ELEMENTS = 2**17  # smaller parts cost more than their overlap saves
+MAX_PART_BYTES = 512 * 1024  # encoded
+_MIN_PARTS = 16  # in the longest range, unless they would be shorter than `MIN_PART_ELEMENTS`
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ReduceRange:
 
 @dataclass(frozen=True)
 class Part:
-    """Elements [start, end) of the flat vector: what one frame carries."""
+    """Elements [start, end) of the flat vector: the contents of one frame."""
 
     index: int  # within the reducer's range
     start: int
@@ -34,13 +34,13 @@ class Part:
 
     @property
     def elements(self) -> int:
-        """Decoded length."""
+        """The number of elements."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class ReducerShare:
-    """The parts that one reducer sums; its part i is part `first` + i in the order of the vector."""
+    """The parts that one reducer sums. Its part i has index `first` + i in the order of the vector."""
 
     reducer: str
     first: int
@@ -48,11 +48,10 @@ class ReducerShare:
 
 
 def partition(elements: int, members: Sequence[str], bandwidth: Mapping[str, int]) -> tuple[ReduceRange, ...]:
-    """Cut [0, elements) among `members` in their order, in proportion to `bandwidth` (bytes per second).
+    """Divide [0, elements) among `members` in their order, in proportion to `bandwidth` (bytes per second).
 
-    Whole blocks; a member of bandwidth 0 reduces nothing; when all are 0 the work is shared equally. Ranges
-    are contiguous, cover everything once, and follow from the arguments alone (integers only), so every
-    member computes the same.
+    Ranges are contiguous, consist of whole blocks and cover every element once. A member with bandwidth 0 gets an empty
+    range; when all have 0, ranges are equal. The arithmetic uses integers only, so every member computes the same.
     """
     weights = [max(0, bandwidth.get(peer, 0)) for peer in members]
     if not any(weights):
@@ -70,21 +69,21 @@ def partition(elements: int, members: Sequence[str], bandwidth: Mapping[str, int
 
 
 def part_elements(ranges: Iterable[ReduceRange], encoded_bytes: Callable[[int], int], most: int) -> int:
-    """How long parts are: whole blocks, `most` elements at most (a multiple of `BLOCK_ELEMENTS`, like the result)."""
+    """Choose the length of parts: whole blocks, at most `most` elements (a multiple of `BLOCK_ELEMENTS`)."""
     longest = max(piece.end - piece.start for piece in ranges)
     fit = MAX_PART_BYTES // encoded_bytes(BLOCK_ELEMENTS)
-    wanted = max(MIN_PART_ELEMENTS // BLOCK_ELEMENTS, -(-longest // (_PARTS * BLOCK_ELEMENTS)))
+    wanted = max(MIN_PART_ELEMENTS // BLOCK_ELEMENTS, -(-longest // (_MIN_PARTS * BLOCK_ELEMENTS)))
     return min(most, BLOCK_ELEMENTS * min(fit, wanted))
 
 
 def parts(piece: ReduceRange, part_elements: int) -> tuple[Part, ...]:
-    """Cut one reducer's range into parts of `part_elements` (the last may be shorter)."""
+    """Divide one reducer's range into parts of `part_elements`; the last may be shorter."""
     starts = range(piece.start, piece.end, part_elements)
     return tuple(Part(i, start, min(start + part_elements, piece.end)) for i, start in enumerate(starts))
 
 
 def reducer_shares(ranges: Iterable[ReduceRange], part_elements: int) -> tuple[ReducerShare, ...]:
-    """Every reducer's parts, numbered through the vector; reducers of nothing are left out."""
+    """Every reducer's parts, numbered in the order of the vector. Omits reducers with an empty range."""
     found: list[ReducerShare] = []
     first = 0
     for piece in ranges:

@@ -1,7 +1,7 @@
-"""Waiting for a peer's next frame, fairly: it is the peer that must have been silent, not this node asleep.
+"""Wait for a peer's next frame with a timeout that does not count time in which this process was stopped.
 
-A wait is cut into slices. When this process stood still (SIGSTOP, a suspended laptop, a busy machine) only the slice
-that it stood still in is lost; what arrived meanwhile is taken in the next.
+A wait has several slices. A process that stops (SIGSTOP, a suspended laptop, a busy machine) uses up only the current
+slice; the next slice receives the frames that arrived meanwhile.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def _never() -> bool:
 
 
 async def next_frame(stream: Stream, frame_timeout: timedelta, should_give_up: Callable[[], bool] = _never) -> Frame:
-    """The next frame. Raises `DeadlineExceeded` when none came, `FrameInvalid`, and `Unreachable` for every other end.
+    """Receive the next frame. Raises `DeadlineExceeded`, `FrameInvalid`, and `Unreachable` for every other end.
 
-    From half of the patience on, `should_give_up` may end it. What a peer says when it refuses us is its own view; it
-    does not become a fault of ours or of the peer's.
+    After half of `frame_timeout`, `should_give_up` may end the wait. A peer's refusal becomes `Unreachable` too: its
+    claim is unverified and must not count as a fault of this node or of the peer.
     """
     for slice_number in range(1, WAIT_SLICES + 1):
         try:
@@ -41,7 +41,7 @@ async def next_frame(stream: Stream, frame_timeout: timedelta, should_give_up: C
 
 
 async def wait_for_event(event: asyncio.Event, frame_timeout: timedelta) -> bool:
-    """Whether `event` is set in time."""
+    """Wait for `event`; returns whether it was set within `frame_timeout`."""
     for _ in range(WAIT_SLICES):
         try:
             async with asyncio.timeout((frame_timeout / WAIT_SLICES).total_seconds()):

@@ -1,12 +1,13 @@
-"""Our share of everyone's vector: take the parts of all contributors, sum, send the averages back to all.
+"""The reducer: receive the parts of all contributors to this node's share, sum them, and send the averages back.
 
-Each contributor has an inlet; a part is summed when every inlet gave its values or is closed. An inlet closes when its
-peer ends the stream, sends something that is no part, or is silent for `stall`, and the sums go on without it: the
-weights are normalised over those that are there. So a dead contributor costs `stall` once, never the round. A frame
-that waits in an inlet has arrived; while our own sums lag, nobody is called silent.
+Each contributor has a queue. A part is summed once every queue gave its values or is closed. A queue closes when its
+peer ends the stream, sends an invalid part, or is silent for `stall`. Then the sums continue without that contributor,
+and the weights are normalised over the others. So a dead contributor costs `stall` once and never fails the round. A
+frame in a queue counts as received: a contributor is not silent while this node's sums lag.
 
-Somebody who drips one part per stall would still hold everyone up. From half-time on, a contributor for whom most
-others' inlets are full and waiting is given up too. Where all are slow alike, nobody is.
+A contributor that sends one part per `stall` would still delay all others. After half of the exchange's timeout, a
+contributor is dropped as well when the sums wait for it while at least half of the other queues are full. When all
+are equally slow, none is dropped.
 """
 
 from __future__ import annotations
@@ -31,59 +32,59 @@ from atoll.node.exchange.weighted_sum import PieceSource, encoded_mean, screenin
 from atoll.node.wire.transport import Stream
 from atoll.v1 import manifest_pb2
 
-_READ_AHEAD = 2  # parts of a contributor that wait while earlier ones are summed
+_READ_AHEAD = 2  # parts in a contributor's queue while earlier ones are summed
 _HALF_TIME = 0.5
-_NO_DEADLINE = timedelta(days=1)  # the end of the exchange cancels the wait
+_NO_DEADLINE = timedelta(days=1)  # the end of the exchange cancels these waits
 
 _log = log.get("exchange")
 
 
 class ContributorQueue:
-    """Parts of one contributor, checked and in order, until it has given all or is given up."""
+    """The checked parts of one contributor in order, until it sent all of them or was dropped."""
 
     def __init__(self, peer: str, parts: int) -> None:
         self.peer = peer
         self.open = True
-        self.first_frame_seen = asyncio.Event()  # a first frame came, or none is expected any more
+        self.first_frame_seen = asyncio.Event()  # also set when the queue closes
         self._due = parts
-        self._room = asyncio.Semaphore(_READ_AHEAD)
+        self._free_slots = asyncio.Semaphore(_READ_AHEAD)
         self._waiting: asyncio.Queue[CheckedPart | None] = asyncio.Queue()
-        self._dry = False
+        self._exhausted = False
 
-    async def put(self, given: CheckedPart) -> None:
-        """Add the next part; waits while earlier ones are not summed."""
-        await self._room.acquire()
+    async def put(self, part: CheckedPart) -> None:
+        """Add the next part; waits while the queue is full."""
+        await self._free_slots.acquire()
         if self.open:
             self._due -= 1
-            self._waiting.put_nowait(given)
+            self._waiting.put_nowait(part)
 
     async def next(self) -> CheckedPart | None:
-        """The next part; None once the contributor is given up."""
-        if self._dry:
+        """Wait for the next part; None once the queue is closed and empty."""
+        if self._exhausted:
             return None
-        given = await self._waiting.get()
-        self._dry = given is None
-        self._room.release()
-        return given
+        part = await self._waiting.get()
+        self._exhausted = part is None
+        self._free_slots.release()
+        return part
 
     @property
     def full(self) -> bool:
-        """Whether its peer is ahead of the sums and has to wait."""
+        """Whether the contributor is ahead of the sums and has to wait."""
         return self._waiting.qsize() >= _READ_AHEAD
 
     def close(self) -> bool:
-        """Expect nothing more. Whether anything was missing still; parts that came are still summed."""
+        """Accept no more parts; those in the queue are still summed. Returns whether any part is missing."""
         missing = self.open and self._due > 0
         self.open = False
         self.first_frame_seen.set()
         if missing:
             self._waiting.put_nowait(None)
-            self._room.release()
+            self._free_slots.release()
         return missing
 
 
 class Reducer:
-    """One exchange's sums on one member."""
+    """Sums the parts of this node's share in one exchange."""
 
     def __init__(
         self,
@@ -97,14 +98,16 @@ class Reducer:
         screen: Screen | None,
         weigh: Callable[[int], int] = token_weight,
     ) -> None:
-        """`weights` are tokens, `weigh` says how much so many weigh.
+        """Prepare the sums of `share`.
 
-        `screen` of None: nobody is judged.
+        - `weights`: the tokens of each member, in the order of the sum.
+        - `weigh`: the weight of a contribution with so many tokens.
+        - `screen`: how to screen contributions; None: not at all.
         """
-        self.partial: set[str] = set()  # contributors that a sum lacks
-        self.given_up: set[str] = set()
+        self.partial: set[str] = set()  # contributors missing from at least one sum
+        self.given_up: set[str] = set()  # contributors dropped before they sent all parts
         self._me = me
-        self._weights = weights  # in the order of the sum
+        self._weights = weights
         self._share = share
         self._contribution_E = contribution_E
         self._average = average
@@ -112,18 +115,18 @@ class Reducer:
         self._screen = screen
         self._weigh = weigh
         self._places = {peer: place for place, peer in enumerate(weights)}
-        self._left_out: Counter[int] = Counter()  # parts, by contributor
-        self._scaled: Counter[int] = Counter()
+        self._left_out: Counter[int] = Counter()  # contributor's place → number of parts
+        self._scaled: Counter[int] = Counter()  # likewise
         count = len(share.parts)
         self._queues = {
             peer: ContributorQueue(peer, count) for peer, weight in weights.items() if weight and peer != me
         }
-        self._finished = [asyncio.Event() for _ in share.parts]  # averaged, or never will be
+        self._finished = [asyncio.Event() for _ in share.parts]  # set once a part is averaged or never will be
 
     @property
     def verdicts(self) -> tuple[manifest_pb2.Verdict, ...]:
-        """What screening did so far, ordered by contributor."""
-        judged = sorted(self._left_out.keys() | self._scaled.keys())
+        """The verdicts of screening so far, ordered by contributor."""
+        screened = sorted(self._left_out.keys() | self._scaled.keys())
         return tuple(
             manifest_pb2.Verdict(
                 reducer=self._places[self._me],
@@ -131,11 +134,11 @@ class Reducer:
                 parts_left_out=self._left_out[place],
                 parts_scaled=self._scaled[place],
             )
-            for place in judged
+            for place in screened
         )
 
     async def run(self, timeout: timedelta) -> None:
-        """Average every part. Only our own bugs and cancellation raise."""
+        """Average every part. A contributor's failure raises no error."""
         half_time = asyncio.get_running_loop().time() + _HALF_TIME * timeout.total_seconds()
         async with asyncio.TaskGroup() as tasks:
             for queue in self._queues.values():
@@ -146,82 +149,82 @@ class Reducer:
                 finished.set()
 
     def close(self) -> None:
-        """What is not averaged by now never will be; those who wait for it are told so."""
+        """Close all queues; contributors get an empty body for every part that has no average yet."""
         for queue in self._queues.values():
             queue.close()
         for finished in self._finished:
             finished.set()
 
     def forget_contribution(self) -> None:
-        """After `run`: our own values are not needed any more."""
+        """Free this node's own values after `run`."""
         self._contribution_E = torch.empty(0)
 
     async def serve_contributor(self, stream: Stream) -> None:
-        """Take one member's parts and give it the averages, until it closes the stream. Raises `PeerMisbehaved`."""
+        """Receive one member's parts and send it the averages, until it closes the stream. Raises `PeerMisbehaved`."""
         queue = self._queues.get(stream.peer_id)
-        why = "the exchange ended"
+        reason = "the exchange ended"
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._receive_parts(stream, queue))
                 tasks.create_task(self._send_averages(stream))
         except ExceptionGroup as group:
             error = first_error(group)
-            why = str(error)
+            reason = str(error)
             if not isinstance(error, Unreachable):
                 raise error from group
         finally:
             if queue is not None:
-                self._give_up(queue, why)
+                self._drop(queue, reason)
 
-    # --- in ------------------------------------------------------------------------------------------
+    # --- receive -------------------------------------------------------------------------------------
 
     async def _await_first_frame(self, queue: ContributorQueue) -> None:
-        """From the beginning a first part is due, also of somebody whose stream has not come."""
+        """Drop a contributor that sends no frame within `stall` of the start, even if it never connected."""
         if not await wait_for_event(queue.first_frame_seen, self._stall):
-            self._give_up(queue, f"it sent nothing within {self._stall}")
+            self._drop(queue, f"it sent nothing within {self._stall}")
 
     async def _receive_parts(self, stream: Stream, queue: ContributorQueue | None) -> None:
-        """Read to the end of the stream; what comes after giving up is thrown away, so that averages still flow."""
+        """Read the stream to its end. Discards parts of a dropped contributor, which still gets the averages."""
         for part in self._share.parts if queue is not None else ():
             assert queue is not None
             frame = await self._frame(stream, queue)
             queue.first_frame_seen.set()
             self._average.check(frame, self._share.first + part.index, queue.peer, number_in_stream=part.index)
             if queue.open:
-                await queue.put(self._average.open(frame.body, part))
+                await queue.put(self._average.codec.open(frame.body, part.elements))
         await next_frame(stream, _NO_DEADLINE)
-        raise PartInvalid(f"{stream.peer_id} sent more parts than are due")
+        raise PartInvalid(f"peer {stream.peer_id} sent more than the {len(self._share.parts)} parts of its stream")
 
     async def _frame(self, stream: Stream, queue: ContributorQueue) -> Frame:
         if queue.open:
             try:
                 return await next_frame(stream, self._stall)
             except DeadlineExceeded as error:
-                self._give_up(queue, str(error))
+                self._drop(queue, str(error))
         return await next_frame(stream, _NO_DEADLINE)
 
     async def _send_averages(self, stream: Stream) -> None:
-        """Send the averages as they come, an empty body for what has none."""
+        """Send each average once it is computed; an empty body for a part without one."""
         for part, finished in zip(self._share.parts, self._finished, strict=True):
             await finished.wait()
             index = self._share.first + part.index
             body = self._average.body(index) or b""
             await stream.send(FrameKind.PART, self._average.header(index, part.index), body)
 
-    def _give_up(self, queue: ContributorQueue, why: str) -> None:
+    def _drop(self, queue: ContributorQueue, reason: str) -> None:
         if queue.close():
             self.given_up.add(queue.peer)
-            _log.info("contributor given up", peer=queue.peer, reason=why)
+            _log.info("contributor dropped", peer=queue.peer, reason=reason)
 
     # --- sums ----------------------------------------------------------------------------------------
 
     async def _collect(self, part: Part, half_time: float) -> dict[str, PieceSource]:
-        """Values of this part from everybody who gives them."""
+        """The values of this part, from this node and every contributor that sent them."""
         values: dict[str, PieceSource] = {}
         for peer, queue in self._queues.items():
-            given = await self._next_values(queue, half_time)
-            if given is not None:
-                values[peer] = given.decode_into
+            received = await self._next_values(queue, half_time)
+            if received is not None:
+                values[peer] = received.decode_into
         if self._weights[self._me]:
             values[self._me] = tensor_source(self._contribution_E[part.start : part.end])
         return values
@@ -236,7 +239,7 @@ class Reducer:
             except TimeoutError:
                 others = [other for other in self._queues.values() if other.open and other is not queue]
                 if others and 2 * sum(other.full for other in others) >= len(others):
-                    self._give_up(queue, "it holds the others up")
+                    self._drop(queue, "it is the slowest contributor and the others wait for it")
 
     async def _average_part(self, part: Part, values: Mapping[str, PieceSource]) -> None:
         if not values:
@@ -249,12 +252,12 @@ class Reducer:
             self._left_out.update(self._places[peer] for peer, factor in factors.items() if factor == 0)
             self._scaled.update(self._places[peer] for peer, factor in factors.items() if 0 < factor < 1)
         except PartInvalid as error:
-            # finite values whose mean is not: nobody in particular is to blame, and nobody gets this part
-            _log.warning("part without an average", part=part.index, reason=str(error))
+            # the values are finite but their mean is not, or none counts: no contributor is at fault
+            _log.warning("part has no average", part=part.index, reason=str(error))
 
     def _encode_mean(self, elements: int, values: Mapping[str, PieceSource]) -> tuple[memoryview, dict[str, float]]:
-        """The bytes of the average, the same for everybody, and what of each contribution is in it."""
-        present = [peer for peer in self._weights if peer in values]  # in the order of the members
+        """Encode the average; returns its bytes and each contributor's screening factor."""
+        present = [peer for peer in self._weights if peer in values]  # in the order of the sum
         sources, tokens = [values[peer] for peer in present], [self._weights[peer] for peer in present]
         factors = (1.0,) * len(present)
         if self._screen is not None:

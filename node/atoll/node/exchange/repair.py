@@ -1,7 +1,7 @@
-"""Parts that a reducer gave to some members and not to others travel from who has them to who lacks them.
+"""Repair: members fetch parts that a reducer sent to some members but not to them.
 
-What is true is settled by then: the digest of every part. So a holder need not be trusted, only tried: bytes that do
-not have the digest cost one more question to the next holder, and the liar is not asked again.
+By then the members have agreed on the digest of every part, so a holder need not be trusted. When its bytes do not
+match the digest, the next holder is asked, and the liar is not asked again.
 """
 
 from __future__ import annotations
@@ -22,28 +22,31 @@ from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 
 PROTOCOL = "/atoll/average/1"
-MAX_PARTS_PER_REQUEST = 256  # parts in one question
-_MAX_STREAMS = 2  # questions of one member that are answered at once
+MAX_PARTS_PER_REQUEST = 256
+_MAX_STREAMS = 2  # requests of one member that are served at once
 
 SourcesOfPart = Callable[[int], Sequence[str]]  # a part's index → members that hold it
 TrackStream = Callable[[Stream], AbstractContextManager[None]]
 
 
 class RepairServer:
-    """Answers members that lack parts."""
+    """Sends parts to members that lack them."""
 
     def __init__(self, average: Average) -> None:
         self._average = average
         self._active_requests = PeerSlots[str](_MAX_STREAMS)
 
     async def answer(self, stream: Stream, indices: Sequence[int]) -> None:
-        """One frame per part, with an empty body for what is not here. Raises `PeerMisbehaved`."""
+        """Send one frame per requested part, with an empty body for a part missing here. Raises `PeerMisbehaved`."""
         if (
             len(indices) > MAX_PARTS_PER_REQUEST
             or len(set(indices)) < len(indices)
             or max(indices) >= len(self._average)
         ):
-            raise PeerMisbehaved(f"{stream.peer_id} asked for parts that nobody can need")
+            raise PeerMisbehaved(
+                f"peer {stream.peer_id} sent a repair request with {len(indices)} indices up to {max(indices)}; "
+                f"allowed are {MAX_PARTS_PER_REQUEST} different ones below {len(self._average)}"
+            )
         with self._active_requests.hold(stream.peer_id, "repair requests"):
             for index in indices:
                 body = self._average.body(index) or b""
@@ -51,7 +54,7 @@ class RepairServer:
 
 
 class RepairClient:
-    """Fetches parts by digest from their holders, all holders at once."""
+    """Fetches parts by digest, from all their holders at once."""
 
     def __init__(
         self,
@@ -82,28 +85,28 @@ class RepairClient:
             raise self._failure(min(self._wanted), "the time is up") from None
 
     def _failure(self, index: int, why: str) -> RoundAbandoned:
-        """The error that names a part that could not be had."""
+        """The error for a part that could not be fetched."""
         return RoundAbandoned(f"part {index} of {len(self._average)} cannot be repaired: {why}")
 
     def _assign_to_holders(self) -> dict[str, list[int]]:
-        """For every holder about as many questions as for the others."""
-        questions: defaultdict[str, list[int]] = defaultdict(list)
+        """Divide the wanted parts evenly among their holders: peer → part indices."""
+        requests: defaultdict[str, list[int]] = defaultdict(list)
         for index in sorted(self._wanted):
             if not self._sources[index]:
                 raise self._failure(index, self._last_failure)
-            questions[min(self._sources[index], key=lambda peer: len(questions[peer]))].append(index)
-        return questions
+            requests[min(self._sources[index], key=lambda peer: len(requests[peer]))].append(index)
+        return requests
 
-    async def _request_all(self, questions: Mapping[str, Sequence[int]]) -> None:
+    async def _request_all(self, requests: Mapping[str, Sequence[int]]) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                for peer, indices in questions.items():
+                for peer, indices in requests.items():
                     tasks.create_task(self._request_parts(peer, indices))
         except ExceptionGroup as group:
             raise first_error(group) from group
 
     async def _request_parts(self, peer: str, indices: Sequence[int]) -> None:
-        """Whatever `peer` fails to give, somebody else is asked for in the next turn."""
+        """Fetch parts from `peer`. The next turn requests the parts that it does not deliver from other holders."""
         try:
             for start in range(0, len(indices), MAX_PARTS_PER_REQUEST):
                 await self._request_batch(peer, indices[start : start + MAX_PARTS_PER_REQUEST])
@@ -126,12 +129,12 @@ class RepairClient:
                 if frame.body:
                     await self._put(peer, index, frame.body)
                 else:
-                    self._last_failure = f"{peer} does not hold it"
+                    self._last_failure = f"peer {peer} does not have it"
                     self._sources[index].remove(peer)
 
     async def _put(self, peer: str, index: int, body: bytes | memoryview) -> None:
         try:
             await self._average.put(index, body, self._wanted[index])
         except PartInvalid as error:
-            raise PartInvalid(f"{peer} gave bytes for part {index} that are not the settled ones: {error}") from error
+            raise PartInvalid(f"peer {peer} sent wrong bytes for part {index}: {error}") from error
         del self._wanted[index]

@@ -1,8 +1,8 @@
-"""The average of one part: contributions judged, summed in the order of the members, encoded once. Pure.
+"""The average of one part: screen the contributions, sum them in the order of the members, encode the mean once. Pure.
 
-Contributions stay encoded until here and are decoded a piece at a time, twice where they are judged: once for their
-inner products, once for the sum. All of a piece stays in the processor's cache, so that costs less than to fetch
-decoded parts from memory, and decoded parts of all members are never held.
+Contributions stay encoded until here and are decoded in pieces: once for the sum, and before that once for the inner
+products if they are screened. A piece of all members fits into the processor's cache. So decoding twice costs less time
+than reading decoded parts from memory, and the decoded parts of all members never take up memory at once.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from atoll.node.exchange.codecs import PIECE_ELEMENTS, Codec, PartEncoder
 from atoll.node.exchange.screening import InnerProducts, Screen, factors_from_products
 
 PieceSource = Callable[[int, Tensor], None]
-"""Writes one contributor's values from an element on, at a whole piece, into fp32 [C]."""
+"""Writes one contributor's values into fp32 [C], beginning with the given element, the start of a piece."""
 
-_CACHED_ELEMENTS = 2**19  # of all contributors
-_MIN_PIECE_ELEMENTS = 2**14  # elements: fewer cost more in calls than they save in fetches
+_CACHED_ELEMENTS = 2**19  # of all contributors together
+_MIN_PIECE_ELEMENTS = 2**14  # shorter pieces cost more in calls than they save in memory reads
 
 
 def tensor_source(values_E: Tensor) -> PieceSource:
-    """Values that are not encoded."""
+    """A source of values that are not encoded."""
     return partial(_copy, values_E)
 
 
@@ -37,16 +37,16 @@ def _copy(values_E: Tensor, first: int, values_C: Tensor) -> None:
 def screening_factors(
     sources: Sequence[PieceSource], tokens: Sequence[int], elements: int, screen: Screen
 ) -> tuple[float, ...]:
-    """What of each contribution enters the sum (`screening.factors_from_products`)."""
+    """Screen the contributions; returns the factor of each in the sum (`screening.factors_from_products`)."""
     piece = min(_piece_elements(len(sources)), elements)
     products, value_C = InnerProducts(len(sources), piece), torch.empty(piece)
     for first in range(0, elements, piece):
-        products.add(_decoded(sources, first, value_C[: elements - first]))
+        products.add(_decode_each(sources, first, value_C[: elements - first]))
     return factors_from_products(products.sums(), tokens, elements, screen)
 
 
-def _decoded(sources: Iterable[PieceSource], first: int, value_C: Tensor) -> Iterator[Tensor]:
-    """One after another, in the same memory."""
+def _decode_each(sources: Iterable[PieceSource], first: int, value_C: Tensor) -> Iterator[Tensor]:
+    """Decode the piece of each source into the same memory, one after another."""
     for source in sources:
         source(first, value_C)
         yield value_C
@@ -55,12 +55,12 @@ def _decoded(sources: Iterable[PieceSource], first: int, value_C: Tensor) -> Ite
 def encoded_mean(
     codec: Codec, sources: Sequence[PieceSource], weights: Sequence[int], factors: Sequence[float], elements: int
 ) -> memoryview:
-    """The bytes of Σ wᵢ·fᵢ·xᵢ / Σ wᵢ. Raises `PartInvalid` if that is not finite, or nobody is in it."""
+    """Encode Σ wᵢ·fᵢ·xᵢ / Σ wᵢ. Raises `PartInvalid` if it is not finite or no contribution counts."""
     counted = [
         (source, share) for source, share in zip(sources, mean_coefficients(weights, factors), strict=True) if share > 0
     ]
     if not counted:
-        raise PartInvalid("nobody is in this sum")
+        raise PartInvalid("no contribution to this part counts: all were left out or have weight 0")
     encoded, scratch = PartEncoder(codec, elements), torch.empty(3, min(PIECE_ELEMENTS, elements))
     for first in range(0, elements, PIECE_ELEMENTS):
         value_C, sum_C, product_C = scratch[:, : elements - first]
@@ -73,19 +73,19 @@ def encoded_mean(
 
 
 def _piece_elements(count: int) -> int:
-    """Elements of each contributor at a time."""
+    """The length of a piece for screening `count` contributors."""
     return int(min(PIECE_ELEMENTS, max(_MIN_PIECE_ELEMENTS, 2 ** ((_CACHED_ELEMENTS // count).bit_length() - 1))))
 
 
 def token_weight(tokens: int) -> int:
-    """A contribution weighs what was trained for it."""
+    """Weigh a contribution by its tokens."""
     return tokens
 
 
 def sqrt_token_weight(tokens: int) -> int:
-    """It weighs the square root of that, in 1/1024: the noise of gradients falls with more steps, their drift grows.
+    """Weigh a contribution by the square root of its tokens, in units of 1/1024; 0 for no tokens.
 
-    Integers, so that all machines agree; 0 for nothing.
+    More steps reduce the noise of a pseudo-gradient but increase its drift. Uses integers, so that all machines agree.
     """
     return math.isqrt(tokens << 20)
 
@@ -94,17 +94,17 @@ WEIGHTINGS = {"tokens": token_weight, "roots": sqrt_token_weight}
 
 
 def mean_coefficients(weights: Sequence[int], factors: Sequence[float]) -> tuple[float, ...]:
-    """wᵢ·fᵢ / Σ wᵢ of each member in a mean; members of weight or factor 0 have 0, and are in neither sum."""
+    """The coefficients wᵢ·fᵢ / Σ wᵢ of a mean. A contribution with weight or factor 0 gets 0 and is not in Σ wᵢ."""
     counts = [weight > 0 and factor > 0 for weight, factor in zip(weights, factors, strict=True)]
-    total = float(sum(weight for weight, there in zip(weights, counts, strict=True) if there))
+    total = float(sum(weight for weight, counted in zip(weights, counts, strict=True) if counted))
     return tuple(
-        float(weight) / total * factor if there else 0.0
-        for weight, factor, there in zip(weights, factors, counts, strict=True)
+        float(weight) / total * factor if counted else 0.0
+        for weight, factor, counted in zip(weights, factors, counts, strict=True)
     )
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[int], factors: Sequence[float] = ()) -> Tensor:
-    """Σ wᵢ·fᵢ·xᵢ / Σ wᵢ in the order given, fp32, on the host; at least one must count."""
+    """Σ wᵢ·fᵢ·xᵢ / Σ wᵢ in the given order, fp32, on the host. At least one contribution must count."""
     mean = RunningSum(torch.empty_like(values[0]), torch.empty_like(values[0]))
     for value, share in zip(values, mean_coefficients(weights, factors or (1.0,) * len(values)), strict=True):
         if share > 0:
@@ -113,16 +113,16 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[int], factors: Seq
 
 
 class RunningSum:
-    """Σ sᵢ·xᵢ in the order in which they come, each product and each sum rounded to fp32 on its own."""
+    """Σ sᵢ·xᵢ in the order of the calls; each product and each sum is rounded to fp32 on its own."""
 
     def __init__(self, sum_C: Tensor, product_C: Tensor) -> None:
-        """In memory of the caller's; what is in it does not count."""
+        """Use the caller's memory; its present contents are ignored."""
         self.sum_C = sum_C
         self._product_C = product_C
         self._empty = True
 
     def add(self, value_C: Tensor, share: float) -> None:
-        """One more."""
+        """Add `share` times `value_C`."""
         if self._empty:
             torch.mul(value_C, share, out=self.sum_C)
         else:

@@ -1,8 +1,7 @@
-"""The committed state of a run on this node: anchor and outer momentum, and what the next round staged.
+"""The committed state of a run on this node: anchor and outer momentum, and the staged result of the next round.
 
-A node holds the layers of its span, and its vectors are of those alone; everything else here counts layers and elements
-of the whole model. The anchor lives in memory that the trainer shares, so `commit` writes it only between two orders to
-the trainer.
+The vectors contain only the layers of this node's span. All other layer and element numbers in this module count in
+the whole model. The trainer shares the anchor's memory, so call `commit` only between two orders to the trainer.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ LayerMap = Callable[[Callable[[int], manifest_pb2.LayerState], Iterable[int]], I
 
 @dataclass(frozen=True)
 class Staged:
-    """What a round would make of its fragment, the elements from `start` on; kept apart until the round commits."""
+    """A round's new state of its fragment, from element `start` on; kept apart until the round commits."""
 
     start: int
     anchor_E: Tensor
     momentum_E: Tensor
-    layers: tuple[manifest_pb2.LayerState, ...]  # all
+    layers: tuple[manifest_pb2.LayerState, ...]  # of the whole model, as they are after the commit
 
     def vector(self, kind: Kind) -> Tensor:
-        """The fragment's values."""
+        """The fragment's anchor or momentum."""
         return self.anchor_E if kind == "anchor" else self.momentum_E
 
 
 @dataclass(frozen=True)
 class FetchedState:
-    """The state of `head` as others hold it, every layer checked against its digest."""
+    """The state of `head`, fetched from other nodes; every layer matches its digest."""
 
     head: Head
     anchor_E: Tensor
@@ -46,7 +45,7 @@ class FetchedState:
 
 
 class OuterStepBuilder:
-    """An outer step of one fragment that is taken part by part, as the average comes, beside the state before it."""
+    """The outer step of one fragment, computed part by part as the average arrives. Leaves the current state alone."""
 
     def __init__(self, state: AnchorState, fragment: Fragment, learning_rate: float, momentum: float) -> None:
         self._fragment = fragment
@@ -57,16 +56,16 @@ class OuterStepBuilder:
         self._made = torch.empty(fragment.elements), torch.empty(fragment.elements)
 
     def take(self, start: int, average_P: Tensor) -> None:
-        """The step of the fragment's elements from `start` on. A later one for the same stands in its place."""
+        """Compute the step of the fragment's elements from `start` on. A second call for the same part replaces it."""
         part = slice(start, start + len(average_P))
         anchor_E, momentum_E = self._before
         anchor_P, momentum_P = (vector_E[part] for vector_E in self._made)
         outer_step(anchor_E[part], momentum_E[part], average_P, *self._schedule, (anchor_P, momentum_P))
 
     def finish(self, before: Head, each: LayerMap = map) -> Staged:
-        """With the digests that a commit after `before` would have, once every element was stepped.
+        """Return the staged result with the layer digests of a commit after `before`. Every element must be stepped.
 
-        `each` may do the layers side by side, as an executor's `map` does.
+        `each` maps over the layers; an executor's `map` hashes them in parallel.
         """
 
         def layer(number: int) -> manifest_pb2.LayerState:
@@ -80,7 +79,7 @@ class OuterStepBuilder:
 
 
 class AnchorState:
-    """Anchor and momentum of one committed round, fp32 [E], of the layers that this node holds."""
+    """Anchor and momentum of one committed round, fp32 [E], for the layers that this node holds."""
 
     def __init__(
         self,
@@ -89,38 +88,40 @@ class AnchorState:
         layers: range | None = None,
         momentum_E: Tensor | None = None,
     ) -> None:
-        """`offsets` are those of all layers of the model, `layers` those that `anchor_E` holds (all).
+        """Wrap the vectors of `layers` (default: all). `offsets` has the element offsets of all layers of the model.
 
-        Without `momentum_E` momentum is zero.
+        `momentum_E` defaults to zeros. Raises `ValueError` when `anchor_E` has another length than `layers`.
         """
         self.anchor_E = anchor_E
         self.momentum_E = torch.zeros_like(anchor_E) if momentum_E is None else momentum_E
         self.offsets = tuple(offsets)
         self.layers = layers if layers is not None else range(len(self.offsets) - 1)
         if anchor_E.numel() != self.end - self.start:
-            raise ValueError(f"{anchor_E.numel()} elements are not those of layers {self.layers}")
+            raise ValueError(
+                f"the anchor has {anchor_E.numel()} elements; layers {self.layers} have {self.end - self.start}"
+            )
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is of all layers."""
+        """Whether this state has all layers of the model."""
         return len(self.layers) == len(self.offsets) - 1
 
     @property
     def start(self) -> int:
-        """The first element, in the model."""
+        """The first element, counted in the model."""
         return self.offsets[self.layers.start]
 
     @property
     def end(self) -> int:
-        """One past the last element."""
+        """One past the last element, counted in the model."""
         return self.offsets[self.layers.stop]
 
     def slice(self, start: int, end: int) -> slice:
-        """Where these elements of the model stand in our vectors."""
+        """Translate the model's elements [start, end) into a slice of this state's vectors."""
         return slice(start - self.start, end - self.start)
 
     def copy_layers(self, other: AnchorState, layers: Iterable[int]) -> None:
-        """Copy these layers, which both hold."""
+        """Copy `layers` from `other`; both states must hold them."""
         for layer in layers:
             start, end = self.offsets[layer : layer + 2]
             ours, theirs = self.slice(start, end), other.slice(start, end)
@@ -128,15 +129,15 @@ class AnchorState:
             self.momentum_E[ours].copy_(other.momentum_E[theirs])
 
     def layer_states(self, round_number: int) -> tuple[manifest_pb2.LayerState, ...]:
-        """Digests of what stands now, where that is the whole model."""
+        """Digests of the current vectors; only for a state of the whole model."""
         return layer_states(self.anchor_E, self.momentum_E, self.offsets, round_number)
 
     def staging(self, fragment: Fragment, learning_rate: float, momentum: float) -> OuterStepBuilder:
-        """The outer step of `fragment` beside the current state."""
+        """Begin an outer step of `fragment`; the current state stays as it is."""
         return OuterStepBuilder(self, fragment, learning_rate, momentum)
 
     def commit(self, staged: Staged) -> None:
-        """The staged fragment becomes part of the state."""
+        """Copy the staged fragment into this state."""
         own = self.slice(staged.start, staged.start + len(staged.anchor_E))
         self.anchor_E[own].copy_(staged.anchor_E)
         if len(staged.momentum_E) == len(self.momentum_E):
@@ -149,6 +150,6 @@ class AnchorState:
         return self.anchor_E if kind == "anchor" else self.momentum_E
 
     def load_fetched(self, fetched: FetchedState) -> None:
-        """Take state that was fetched and checked."""
+        """Replace the values of all held layers by fetched ones."""
         self.anchor_E.copy_(fetched.anchor_E)
         self.momentum_E = fetched.momentum_E

@@ -1,7 +1,8 @@
-"""Catching up: from whatever this node holds to the state that the members of its plan agree on.
+"""Catch up: bring this node's state to the head that the members of its plan agree on.
 
-`heads` says which head to believe, `fetch` brings its state from all who hold it at once. When the head moves on
-meanwhile, the fetch begins again there and keeps every piece that did not change; so does a node back from sleep.
+`heads` chooses the head; `fetch` downloads its state from all holders at once. When the head moves on during a fetch,
+the fetch restarts at the new head and keeps every piece that did not change. A node that wakes from sleep does the
+same. `fetch_staged` fetches the uncommitted result of a round that this node voted for but does not have.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
 from google.protobuf.message import DecodeError
@@ -21,32 +21,32 @@ from atoll.core.manifest import Head, changed_layers, manifest_hash
 from atoll.core.plan import Plan
 from atoll.node.state.anchor import AnchorState, FetchedState, Staged
 from atoll.node.state.fetch import FetchPolicy, FetchTarget, StateMoved, fetch_state
-from atoll.node.state.heads import ChosenHead, choose_head
+from atoll.node.state.heads import ANSWER_TIMEOUT, ChosenHead, choose_head
 from atoll.node.state.pieces import Allocate, Piece, Workspace, pieces_of
 from atoll.node.state.state_client import StateClient
 from atoll.node.wire.transport import Network
 from atoll.v1 import manifest_pb2
 
-_ANSWER = timedelta(seconds=10)
 _POLICY = FetchPolicy()
 
 _log = log.get("catchup")
 
 
 async def fetch_manifest(network: Network, peer: str, run_id: str, number: int | None) -> Head:
-    """The manifest of round `number` (None: the head) from one member, its votes verified, not weighed.
+    """Fetch the manifest of round `number` (None: the head) from one member.
 
-    Raises `NotFound`, `Unreachable`, `PeerMisbehaved`, `SignatureInvalid`.
+    Verifies the signatures of its votes, but not that they are a quorum. Raises `NotFound`, `Unreachable`,
+    `PeerMisbehaved`, `SignatureInvalid`.
     """
-    conversation = await StateClient.connect(network, peer, run_id, _ANSWER)
+    client = await StateClient.connect(network, peer, run_id, ANSWER_TIMEOUT)
     try:
-        return await conversation.manifest(number)
+        return await client.manifest(number)
     finally:
-        await conversation.close()
+        await client.close()
 
 
 async def newest_round(network: Network, plan: Plan, held: Head, *, operator_key: bytes) -> int:
-    """The round of the head that `catch_up` would fetch; that of `held` when no head is believed."""
+    """The round of the head that `catch_up` would fetch; the round of `held` when no head is accepted."""
     best = await choose_head(network, plan, operator_key, held)
     if best is None:
         return held.round
@@ -68,24 +68,27 @@ async def catch_up(
     local_states: Callable[[], Sequence[tuple[Head, AnchorState]]] = tuple,
     on_lost_layers: Callable[[frozenset[int]], None] = lambda layers: None,
 ) -> FetchedState | None:
-    """The state at the head that the plan's members agree on, every digest checked.
+    """Fetch the state at the head that the plan's members agree on; every layer matches its digest.
 
-    None when `held` is that head, or is newer and part of the history that counts, unless `state` is `incomplete` some
-    of its layers. `state` is what this node holds; it is not changed, and of what `held` has in common with the head
-    nothing is fetched; nor of what `local_states` hold, states that are whole for their layers, each with its head.
-    `on_head` hears of the head that counts, and `on_lost_layers` which layers nobody who answered holds as they are
-    there, nor we. `allocate` makes the vectors that are returned.
+    Returns None when `held` is that head, or is newer and accepted by the plan; but fetches when `incomplete`.
 
-    Raises `Unreachable` when no head can be believed yet or nobody's bytes were true, `CheckpointCorrupt` when the head
-    is not of this model.
+    - `state`: this node's state at `held`; not changed. Pieces that did not change since `held` are not fetched.
+    - `incomplete`: `state` lacks some of its layers.
+    - `local_states`: further states on this node with their heads, each complete for its layers; reused likewise.
+    - `on_head`: called with the chosen head.
+    - `on_lost_layers`: called with the layers that neither this node nor any holder of the head has.
+    - `allocate`: creates the vectors that are returned.
+
+    Raises `Unreachable` when no head is accepted yet or no donor sent matching bytes, `CheckpointCorrupt` when the head
+    is of another model.
     """
     workspace: Workspace | None = None
-    followed = held  # what grew out of ours need not be followed again
-    restarts, least = 0, math.inf
-    while restarts < policy.restarts:
+    followed = held  # the newest head whose history from `held` was verified already
+    restarts, least_missing = 0, math.inf
+    while restarts < policy.max_restarts:
         best = await choose_head(network, plan, operator_key, followed)
         if best is None:
-            raise Unreachable("no head was found that enough members of the plan agree on")
+            raise Unreachable("no head found that enough members of the plan agree on; retried once more are connected")
         head = best.head
         on_head(head)
         try:
@@ -94,41 +97,44 @@ async def catch_up(
                     on_lost_layers(frozenset())
                     return None
                 if head.round < held.round:
-                    raise Unreachable(f"the others are at round {head.round}, before ours")
+                    raise Unreachable(
+                        f"the head of the other members is round {head.round}, older than this node's {held.round}"
+                    )
             followed = head if best.descends_from_held else followed
             wanted = FetchTarget(plan.run_id, head.hash, _recently_changed_first(head, state.offsets, state.layers))
             if workspace is None:
                 workspace = await asyncio.to_thread(Workspace, state.start, state.end, allocate)
-                if held is not None or head.round == 0:  # at genesis, momentum is zero: so is that of a new state
+                if held is not None or head.round == 0:  # a new state matches genesis: momentum is zero in both
                     await asyncio.to_thread(
                         workspace.copy_matching, state.start, state.anchor_E, state.momentum_E, wanted.pieces
                     )
-            for then, other in local_states():
-                same = [piece for piece in wanted.pieces if _holds(then, other, head, piece)]
+            for other_head, other in local_states():
+                same = [piece for piece in wanted.pieces if _has_piece(other_head, other, head, piece)]
                 await asyncio.to_thread(workspace.copy_matching, other.start, other.anchor_E, other.momentum_E, same)
-            on_lost_layers(_unheld(best, workspace, wanted.pieces))
-            await fetch_state(network, best.holders, wanted, workspace, policy, best.conversations, best.held)
+            on_lost_layers(_lost_layers(best, workspace, wanted.pieces))
+            await fetch_state(network, best.holders, wanted, workspace, policy, best.clients, best.held)
         except StateMoved as error:
-            _log.info("the head moved on while it was fetched", round=head.round, reason=str(error))
+            _log.info("head moved on during fetch", round=head.round, reason=str(error))
             missing = sum(piece.elements for piece in wanted.pieces if workspace is None or not workspace.has(piece))
-            restarts = restarts + 1 if missing >= least else 1
-            least = min(least, missing)
-            await asyncio.sleep(policy.pause.total_seconds() * 2 ** (restarts - 1))  # heads change one by one
+            restarts = restarts + 1 if missing >= least_missing else 1
+            least_missing = min(least_missing, missing)
+            # members commit a round one after the other: give them time to reach the same head
+            await asyncio.sleep(policy.pause.total_seconds() * 2 ** (restarts - 1))
             continue
         finally:
             await best.end()
         return FetchedState(head, workspace.vectors["anchor"], workspace.vectors["momentum"])
-    raise Unreachable(f"the head moved on {policy.restarts} times, and no more of it was fetched than before")
+    raise Unreachable(f"the head moved on {policy.max_restarts} times in a row, and the fetch made no progress")
 
 
-def _holds(then: Head, state: AnchorState, now: Head, piece: Piece) -> bool:
-    """Whether a state of `then` has this piece of `now`."""
-    same = then.manifest.layers[piece.layer] == now.manifest.layers[piece.layer]
+def _has_piece(state_head: Head, state: AnchorState, head: Head, piece: Piece) -> bool:
+    """Whether `state`, taken at `state_head`, has this piece as it is at `head`."""
+    same = state_head.manifest.layers[piece.layer] == head.manifest.layers[piece.layer]
     return same and piece.layer in state.layers
 
 
-def _unheld(best: ChosenHead, workspace: Workspace, pieces: Sequence[Piece]) -> frozenset[int]:
-    """Layers of which something is neither in the workspace nor with anybody who holds that head."""
+def _lost_layers(best: ChosenHead, workspace: Workspace, pieces: Sequence[Piece]) -> frozenset[int]:
+    """Layers with a piece that is not in the workspace and that no holder of the head has."""
     spans = [best.held.get(peer) for peer in best.holders]
     missing = {piece.layer for piece in pieces if not workspace.has(piece)}
     return frozenset(
@@ -137,7 +143,7 @@ def _unheld(best: ChosenHead, workspace: Workspace, pieces: Sequence[Piece]) -> 
 
 
 def _recently_changed_first(head: Head, offsets: Sequence[int], held: range) -> tuple[Piece, ...]:
-    """The pieces of these layers, those that changed last first: their fragment's turn comes last."""
+    """The pieces of the `held` layers, most recently changed first: their fragments are averaged again last."""
     layers = head.manifest.layers
     pieces = (piece for piece in pieces_of(layers, offsets) if piece.layer in held)
     return tuple(sorted(pieces, key=lambda piece: -layers[piece.layer].round))
@@ -153,18 +159,18 @@ async def fetch_staged(
     *,
     policy: FetchPolicy = _POLICY,
 ) -> Staged:
-    """The state of a result that was voted for and is not here: of the layers that it changes those that we `held`.
+    """Fetch the staged result of the manifest `payload`: the layers that it changes and that this node `held`.
 
-    As the manifest `payload` has it, every digest checked. `offsets` are those of all layers. Who asks sets a deadline:
-    donors that never kept it say what those say that went on. Raises `Unreachable`, `PeerMisbehaved`,
-    `CheckpointCorrupt`.
+    Checks every digest. `offsets` has the element offsets of all layers. The caller sets a deadline: a donor that never
+    had the result gives the same answer as one that moved on. Raises `Unreachable`, `PeerMisbehaved` when the manifest
+    does not parse or is of another run, `CheckpointCorrupt` when it is of another model.
     """
     try:
         manifest = manifest_pb2.Manifest.FromString(payload)
     except DecodeError as error:
         raise PeerMisbehaved("the manifest of a staged result does not parse") from error
     if manifest.round.run_id != run_id:
-        raise PeerMisbehaved("the manifest of a staged result is of another run")
+        raise PeerMisbehaved(f"the manifest of a staged result is of another run than {run_id!r}")
     pieces = pieces_of(manifest.layers, offsets)
     changed = changed_layers(manifest)
     layers = range(max(changed.start, held.start), min(changed.stop, held.stop))

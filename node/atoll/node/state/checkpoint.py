@@ -1,11 +1,13 @@
-"""Checkpoints: a committed round on disk, whole or not at all.
+"""Checkpoints: committed rounds on disk, each written completely or not at all.
 
-A directory a round, `checkpoints/NNNNNNNNN/`: anchor and outer momentum (safetensors, one flat fp32 tensor a layer),
-the round's manifest, the run spec, and `SHA256SUMS` over them, which `sha256sum -c` reads. It is written under a
-temporary name, every file synced, then the directory, then renamed, then the parent synced: a power cut leaves the
-checkpoint or none of it. What is read must match its sums and its manifest's digests, or it is set aside.
+Each round is a directory, `checkpoints/NNNNNNNNN/`. It contains the anchor and the outer momentum (safetensors, one
+flat fp32 tensor per layer), the round's manifest, the run spec, and `SHA256SUMS` over them for `sha256sum -c`.
 
-Everything here blocks: call it in a thread. Errors of the file system become `DataDirUnusable`.
+A write uses a temporary name, syncs every file and then the directory, renames it, and syncs the parent. So a power
+cut leaves the whole checkpoint or none of it. A checkpoint that does not match its sums and the manifest's digests
+is renamed to `NNNNNNNNN.corrupt` and not used.
+
+All functions block: call them in a thread. File system errors become `DataDirUnusable`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from atoll.core.files import data_dir_unusable, make_private_dir, write_synced
 from atoll.core.manifest import Head, parse_and_verify_head
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.state import tensor_file
-from atoll.node.state.outer_step import holds
+from atoll.node.state.outer_step import matches_digests
 from atoll.node.state.tensor_file import FileMetadata, LayerLayout, ScannedFile, TensorFile
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -42,8 +44,8 @@ SUMMED = (ANCHOR, MOMENTUM, MANIFEST, SPEC)
 
 _NAME = re.compile(r"\d{9,}")
 _LEFTOVER = re.compile(r"\.\d{9,}\.(tmp|old)-[0-9a-f]+")
-_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)  # of the checkpoint, not of this process or its rights
-_KEPT_PASSING = 2
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)  # the checkpoint is damaged; permissions are fine
+_KEPT_EXTRA_ROUNDS = 2
 _MAX_SMALL_FILE_BYTES = 64 << 20
 
 _log = log.get("checkpoint")
@@ -51,7 +53,7 @@ _log = log.get("checkpoint")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read, its state matching every digest in the manifest; vectors fp32 [E]."""
+    """A checkpoint read from disk; its vectors, fp32 [E], match every digest in the manifest."""
 
     spec: RunSpec
     head: Head
@@ -62,7 +64,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """What is to be written; vectors fp32 [E] that nobody changes meanwhile."""
+    """State to write as a checkpoint; vectors fp32 [E] that must not change during the write."""
 
     head: Head
     layers: LayerLayout
@@ -71,7 +73,7 @@ class CheckpointState:
 
 
 class CheckpointStore:
-    """The checkpoints of one run on this node, in a directory of their own."""
+    """The checkpoints of one run on this node, in their own directory."""
 
     def __init__(self, directory: Path, spec: RunSpec, *, keep: int, disk: Disk = OS_DISK) -> None:
         self._directory = make_private_dir(directory)
@@ -81,24 +83,24 @@ class CheckpointStore:
         self._writing = threading.Lock()
 
     def path(self, round_number: int) -> Path:
-        """Where the checkpoint of that round lies, if it is held."""
+        """The directory for the checkpoint of that round; it need not exist."""
         return self._directory / f"{round_number:09d}"
 
     def sweep(self) -> None:
-        """Remove what a cut left half written or half removed. Only for the one daemon that writes here."""
+        """Remove half-written and half-removed directories. Only the one daemon that writes here may call this."""
         for path in self._entries(_LEFTOVER):
-            _log.info("removing a leftover", path=str(path))
+            _log.info("unfinished checkpoint removed", path=str(path))
             with contextlib.suppress(OSError):
                 self._remove(path)
 
     def held(self) -> tuple[mb.CheckpointInfo, ...]:
-        """What is here, newest first, by manifests and layers; the vectors are not read."""
+        """Describe all checkpoints, newest first, from manifests and headers; does not read the vectors."""
         found = []
         for path in self._newest_first():
             try:
                 found.append(_describe(path))
             except (AtollError, DecodeError, OSError) as error:
-                _log.warning("a checkpoint cannot be described", path=str(path), reason=str(error))
+                _log.warning("checkpoint unreadable", path=str(path), reason=str(error))
         return tuple(found)
 
     def write(
@@ -107,15 +109,15 @@ class CheckpointStore:
         before_piece: Callable[[], None] = lambda: None,
         extra_rounds: Collection[int] = (),
     ) -> Path:
-        """Make `state` durable, then drop what is older than the last few; returns the directory.
+        """Write `state` durably, then remove checkpoints beyond the newest `keep`; returns the directory.
 
-        Of `extra_rounds` rounds the last two stay, and do not count among the others.
-        `before_piece` is called before every piece and may raise to give up. Raises `CheckpointCorrupt` when the
-        vectors are not what the manifest says, and `DataDirUnusable`; older checkpoints are as they were then.
+        Keeps the newest two of `extra_rounds` as well, beside the `keep` others. Calls `before_piece` before every
+        piece; it may raise to cancel the write. Raises `CheckpointCorrupt` when the vectors do not match the manifest,
+        and `DataDirUnusable`; older checkpoints are unchanged then.
         """
         head = state.head
         if not _matches_manifest(head, state.layers, state.anchor_E, state.momentum_E):
-            raise CheckpointCorrupt(f"the state in memory is not that of round {head.round}")
+            raise CheckpointCorrupt(f"the state in memory does not match the digests of round {head.round}")
         target = self.path(head.round)
         with self._writing:
             if not self._holds(target, head, state.layers):
@@ -128,15 +130,14 @@ class CheckpointStore:
         return target
 
     def newest(self, layers: LayerLayout) -> Checkpoint | None:
-        """The newest that is undamaged and of this model, of some of its `layers` or all.
+        """Read the newest undamaged checkpoint of this model, with all or some of its `layers`.
 
-        Damaged ones that are newer are set aside, with a warning. Raises `DataDirUnusable` when the directory cannot be
-        read.
+        Sets damaged newer ones aside and logs a warning. Raises `DataDirUnusable` when the directory cannot be read.
         """
         return self._first_of(self._newest_first(), layers)
 
     def of_round(self, number: int, layers: LayerLayout) -> Checkpoint | None:
-        """That of one round, if it is here, undamaged and of this model."""
+        """Read the checkpoint of one round; None when it is missing, damaged or of another model."""
         path = self.path(number)
         return self._first_of([path] if path.exists() else [], layers)
 
@@ -145,9 +146,9 @@ class CheckpointStore:
             try:
                 found = read_checkpoint(path)
                 if found.spec.run.name != self._spec.run.name or found.layers != layers.part(found.layers.numbers):
-                    raise CheckpointCorrupt(f"{path} is of another run or model")
+                    raise CheckpointCorrupt(f"{path} belongs to another run or model")
                 if path != self.path(found.head.round):
-                    raise CheckpointCorrupt(f"{path} holds round {found.head.round}")
+                    raise CheckpointCorrupt(f"{path} contains round {found.head.round}")
                 return found
             except CheckpointCorrupt as error:
                 _log.warning("checkpoint not used", path=str(path), reason=str(error))
@@ -176,7 +177,7 @@ class CheckpointStore:
                 sums += f"{hasher.hexdigest()}  {name}\n"
             write_synced(temporary / SUMS, sums.encode(), disk=self._disk)
             self._disk.sync_directory(temporary)
-            if target.exists():  # of a history that was given up
+            if target.exists():  # it belongs to an abandoned history
                 self._set_aside(target, "void")
             self._disk.rename(temporary, target)
         except BaseException:
@@ -186,25 +187,26 @@ class CheckpointStore:
         self._disk.sync_directory(self._directory)
 
     def _void_later_than(self, target: Path) -> None:
-        """Rounds only grow within a history: what stands above the newest belongs to one that was given up."""
+        """Set aside later rounds: rounds only grow within a history, so these belong to an abandoned one."""
         for path in self._newest_first():
             if int(path.name) > int(target.name):
                 self._set_aside(path, "void")
 
     def _drop_older(self, extra_rounds: Collection[int]) -> None:
-        held = self._newest_first()
-        few = [path for path in held if int(path.name) in extra_rounds]
-        kept = {*few[:_KEPT_PASSING], *[path for path in held if path not in few][: self._keep]}
-        for path in held:
+        found = self._newest_first()
+        extra = [path for path in found if int(path.name) in extra_rounds]
+        kept = {*extra[:_KEPT_EXTRA_ROUNDS], *[path for path in found if path not in extra][: self._keep]}
+        for path in found:
             if path in kept:
                 continue
             try:
                 retired = self._hidden(path, "old")
                 self._disk.rename(path, retired)
-                self._disk.sync_directory(self._directory)  # or a cut could leave its name with half of its files
+                # else a power cut could leave the checkpoint's name with half of its files
+                self._disk.sync_directory(self._directory)
                 self._remove(retired)
             except OSError as error:
-                _log.warning("an old checkpoint cannot be removed", path=str(path), reason=str(error))
+                _log.warning("old checkpoint not removed", path=str(path), reason=str(error))
 
     def _remove(self, path: Path) -> None:
         for file in path.iterdir():
@@ -219,14 +221,14 @@ class CheckpointStore:
             self._disk.rename(path, aside)
             self._disk.sync_directory(self._directory)
         except OSError as error:
-            _log.warning("a checkpoint cannot be set aside", path=str(path), reason=str(error))
+            _log.warning("checkpoint not set aside", path=str(path), reason=str(error))
         else:
-            _log.warning("checkpoint set aside; remove it when nobody needs it", path=str(aside))
+            _log.warning("checkpoint set aside; remove it when you no longer need it", path=str(aside))
 
     def _hidden(self, path: Path, kind: str) -> Path:
         return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(4)}")
 
-    # --- looking -------------------------------------------------------------------------------------
+    # --- listing -------------------------------------------------------------------------------------
 
     def _newest_first(self) -> list[Path]:
         return sorted(self._entries(_NAME), key=lambda path: int(path.name), reverse=True)
@@ -245,19 +247,19 @@ class CheckpointStore:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """A checkpoint, every byte of it checked. Raises `CheckpointCorrupt` and `DataDirUnusable`."""
+    """Read a checkpoint and check every byte of it. Raises `CheckpointCorrupt` and `DataDirUnusable`."""
     with checkpoint_errors(directory):
-        frame = read_metadata(directory)
+        metadata = read_metadata(directory)
         anchor, momentum = (tensor_file.read(directory / name) for name in (ANCHOR, MOMENTUM))
-    require_files(directory, frame, anchor, momentum)
-    if not _matches_manifest(frame.head, anchor.layers, anchor.vector_E, momentum.vector_E):
+    require_files(directory, metadata, anchor, momentum)
+    if not _matches_manifest(metadata.head, anchor.layers, anchor.vector_E, momentum.vector_E):
         raise CheckpointCorrupt(f"{directory}: a layer does not match its digest in the manifest")
-    return Checkpoint(frame.spec, frame.head, anchor.layers, anchor.vector_E, momentum.vector_E)
+    return Checkpoint(metadata.spec, metadata.head, anchor.layers, anchor.vector_E, momentum.vector_E)
 
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """What a checkpoint says beside its vectors."""
+    """Everything in a checkpoint except its vectors."""
 
     spec: RunSpec
     head: Head
@@ -265,7 +267,10 @@ class CheckpointMetadata:
 
 
 def read_metadata(directory: Path) -> CheckpointMetadata:
-    """Checked by its sums, votes by their signatures. Raises what `checkpoint_errors` turns into errors of ours."""
+    """Read a checkpoint's small files; checks their sums and the votes' signatures.
+
+    Call it inside `checkpoint_errors`, which translates the errors that it raises.
+    """
     sums = read_sums(directory)
     spec = parse_run_spec(_small(directory, SPEC, sums).decode(), str(directory / SPEC))
     committed = manifest_pb2.CommittedManifest.FromString(_small(directory, MANIFEST, sums))
@@ -274,12 +279,12 @@ def read_metadata(directory: Path) -> CheckpointMetadata:
 
 @contextlib.contextmanager
 def checkpoint_errors(directory: Path) -> Iterator[None]:
-    """What goes wrong in the block, as `CheckpointCorrupt` or `DataDirUnusable`."""
+    """Translate errors of the block into `CheckpointCorrupt` or `DataDirUnusable`."""
     try:
         yield
     except OSError as error:
         if error.errno in _DAMAGE:
-            raise CheckpointCorrupt(f"{directory} is not whole: {error.strerror or error}") from error
+            raise CheckpointCorrupt(f"{directory} is incomplete: {error.strerror or error}") from error
         raise data_dir_unusable(directory, error) from error
     except (CheckpointCorrupt, DataDirUnusable):
         raise
@@ -288,34 +293,34 @@ def checkpoint_errors(directory: Path) -> Iterator[None]:
 
 
 def read_sums(directory: Path) -> dict[str, str]:
-    """Hex SHA-256 by file name. Raises `CheckpointCorrupt` and `OSError`."""
+    """Read `SHA256SUMS`: hex SHA-256 by file name. Raises `CheckpointCorrupt` and `OSError`."""
     text = _bounded(directory / SUMS)
     lines = [line.partition(b"  ") for line in text.removesuffix(b"\n").split(b"\n")]
     try:
         sums = {name.decode("ascii"): digest.decode("ascii") for digest, _, name in lines}
     except UnicodeDecodeError as error:
-        raise CheckpointCorrupt(f"{directory / SUMS} is not one of ours") from error
+        raise CheckpointCorrupt(f"{directory / SUMS} differs from the file that Atoll writes") from error
     canonical = "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode()
     if canonical != text or tuple(sums) != SUMMED or not all(re.fullmatch("[0-9a-f]{64}", sums[key]) for key in sums):
-        raise CheckpointCorrupt(f"{directory / SUMS} is not one of ours")
+        raise CheckpointCorrupt(f"{directory / SUMS} differs from the file that Atoll writes")
     return sums
 
 
 def require_files(
-    directory: Path, frame: CheckpointMetadata, anchor: TensorFile | ScannedFile, momentum: TensorFile | ScannedFile
+    directory: Path, metadata: CheckpointMetadata, anchor: TensorFile | ScannedFile, momentum: TensorFile | ScannedFile
 ) -> None:
-    """Raise `CheckpointCorrupt` unless both files match their sums and are of the same layers in the same round."""
-    if (anchor.sha256, momentum.sha256) != (frame.sums[ANCHOR], frame.sums[MOMENTUM]):
-        raise CheckpointCorrupt(f"{directory}: the vectors do not match their sums")
-    facts = _facts(frame.head, anchor.layers)
+    """Raise `CheckpointCorrupt` unless both files match their sums, the manifest's round and each other's layers."""
+    if (anchor.sha256, momentum.sha256) != (metadata.sums[ANCHOR], metadata.sums[MOMENTUM]):
+        raise CheckpointCorrupt(f"{directory}: the vectors do not match their sums in {SUMS}")
+    facts = _facts(metadata.head, anchor.layers)
     if anchor.facts != facts or momentum.facts != facts or anchor.layers != momentum.layers:
-        raise CheckpointCorrupt(f"{directory}: the vectors are not of the manifest's round")
+        raise CheckpointCorrupt(f"{directory}: the vectors do not belong to the manifest's round")
 
 
 def _matches_manifest(head: Head, layers: LayerLayout, anchor_E: Tensor, momentum_E: Tensor) -> bool:
-    """Whether the vectors are what the manifest says of these layers."""
+    """Whether the vectors match the manifest's digests of these layers."""
     states = head.manifest.layers[layers.numbers]
-    return holds(states, anchor_E, momentum_E, layers.offsets, layers.first)
+    return matches_digests(states, anchor_E, momentum_E, layers.offsets, layers.first)
 
 
 def _facts(head: Head, layers: LayerLayout) -> FileMetadata:
@@ -355,10 +360,11 @@ def _small(directory: Path, name: str, sums: Mapping[str, str]) -> bytes:
 
 def _bounded(path: Path) -> bytes:
     with path.open("rb") as file:
-        most = min(_MAX_SMALL_FILE_BYTES, os.fstat(file.fileno()).st_size)  # a read sets aside what it may bring
+        # `read` allocates as many bytes as it may return
+        most = min(_MAX_SMALL_FILE_BYTES, os.fstat(file.fileno()).st_size)
         data = file.read(most + 1)
     if len(data) > _MAX_SMALL_FILE_BYTES:
-        raise CheckpointCorrupt(f"{path} is too large to be one of ours")
+        raise CheckpointCorrupt(f"{path} is too large: more than {_MAX_SMALL_FILE_BYTES} bytes")
     return data
 
 

@@ -1,12 +1,13 @@
-"""When checkpoints are written: now and then while training, and once more on leaving.
+"""Decide when to write checkpoints: once per interval while training, and once more on leaving.
 
-All nodes write the same rounds, because what a round says of its time decides: where each holds some layers, their
-checkpoints are worth something together. A clock that is wrong changes little: no node writes more than four times in
-its interval, or less than once in two. What nobody else holds is due every time, else its rounds end with this process;
-of those in between, the last two stay.
+The commit time in the manifest decides which rounds are due, so all nodes write the same rounds. Checkpoints of nodes
+that each hold some layers then fit together. A wrong clock changes little: no node writes more than four times in an
+interval, or less than once in two intervals. A state with the only copy of some layers is due at every round, because
+it would be lost with this process; the store keeps the newest two of these extra rounds.
 
-Rounds never wait for the disk. A due state is copied and written in a thread; if a round commits into it during the
-copy, the digests tell, and the next round is offered anyway. A disk that fails is a warning and another try later.
+Rounds never wait for the disk. A due state is copied and written in a thread. If a round commits into it during the
+copy, the digests do not match, and the next round is offered anyway. A failing disk logs a warning; the write is
+tried again later.
 """
 
 from __future__ import annotations
@@ -27,32 +28,32 @@ from atoll.node.state.checkpoint import Checkpoint, CheckpointState, CheckpointS
 from atoll.node.state.tensor_file import LayerLayout
 from atoll.v1 import membership_pb2 as mb
 
-MAX_TOLD = 64  # checkpoints; the coordinator takes no more of one node
+MAX_REPORTED_CHECKPOINTS = 64  # the coordinator accepts no more per node
 
 _log = log.get("checkpoint")
 
 
 class CheckpointWriter:
-    """Writes the states that a session offers; one at a time."""
+    """Writes the states that a session offers, one at a time."""
 
     def __init__(self, store: CheckpointStore, interval: timedelta, clock: Clock) -> None:
         self.store = store
-        self.problem = ""  # why the last one could not be written, for people
+        self.problem = ""  # why the last write failed, shown to the operator; empty: it succeeded
         self._interval = interval
         self._clock = clock
         self._held: tuple[mb.CheckpointInfo, ...] = ()
-        self._written_at = -math.inf  # when one was begun
-        self._slot = -1  # of the last round that was seen: intervals since 1970
+        self._written_at = -math.inf  # when the last interval's write began, by the monotonic clock
+        self._slot = -1  # of the last round written for its interval: number of intervals since 1970
         self._background: asyncio.Task[None] | None = None
-        self._waiting: CheckpointState | None = None  # for the one that is being written
-        self._extra_rounds: set[int] = set()  # rounds that were written because nobody else holds them
+        self._waiting: CheckpointState | None = None  # written next, after the current write
+        self._extra_rounds: set[int] = set()  # rounds written only because no other node has them
 
     def held(self) -> tuple[mb.CheckpointInfo, ...]:
-        """The newest on disk, newest first; another object whenever that changed."""
+        """The newest checkpoints on disk, newest first; a new object after every change."""
         return self._held
 
     async def restore(self, layers: LayerLayout) -> Checkpoint | None:
-        """Tidy up after the last process and read its newest checkpoint of this model. Raises `DataDirUnusable`."""
+        """Remove unfinished writes, then read the newest checkpoint of this model. Raises `DataDirUnusable`."""
         await asyncio.to_thread(self.store.sweep)
         found = await asyncio.to_thread(self.store.newest, layers)
         self._held = await self._newest_held()
@@ -61,17 +62,17 @@ class CheckpointWriter:
         return found
 
     async def of_round(self, number: int, layers: LayerLayout) -> Checkpoint | None:
-        """That of one round, if it is on disk. Raises `DataDirUnusable`."""
+        """Read the checkpoint of one round, if it is on disk. Raises `DataDirUnusable`."""
         found = await asyncio.to_thread(self.store.of_round, number, layers)
         if found is None:
-            self._held = await self._newest_held()  # it may have been set aside
+            self._held = await self._newest_held()  # the store may have set it aside
         return found
 
     def offer(self, state: CheckpointState, *, only_copy: bool = False) -> None:
-        """A round was committed. Writes it if one is due and none is being written; returns at once.
+        """Offer the state of a committed round. Starts a write if one is due and none is running; returns at once.
 
-        The `only_copy` of some layers is due whenever it comes, and is next when another is being written; so is, in
-        its place, what comes later: it may have changed other layers only.
+        A state that is the `only_copy` of some layers is always due. During another write it waits for its turn, and
+        every later offer replaces it: that round may have changed other layers only.
         """
         if self._background is not None:
             self._waiting = state if only_copy or self._waiting is not None else None
@@ -79,7 +80,7 @@ class CheckpointWriter:
             self._background = asyncio.create_task(self._write_in_background(state))
 
     def _begin(self, head: Head) -> None:
-        """Whether this write is one of an interval, or one in between."""
+        """Record whether this write is the one of its interval, or an extra one."""
         if self._is_due(head):
             self._slot, self._written_at = self._slot_of(head), self._clock.monotonic()
             self._extra_rounds.discard(head.round)
@@ -87,7 +88,7 @@ class CheckpointWriter:
             self._extra_rounds.add(head.round)
 
     def _is_due(self, head: Head) -> bool:
-        """Whether it is the first round of an interval, by its own time."""
+        """Whether `head` is the first round of an interval, by the commit time in its manifest."""
         seconds = self._interval.total_seconds()
         since = self._clock.monotonic() - self._written_at
         return since >= 2 * seconds or (self._slot_of(head) != self._slot and since >= seconds / 4)
@@ -97,9 +98,9 @@ class CheckpointWriter:
         return head.manifest.committed_unix_ms // milliseconds if milliseconds else head.round
 
     async def flush(self, state: CheckpointState, timeout: timedelta) -> Path:
-        """Make `state` durable, due or not; returns its directory.
+        """Write `state` durably, due or not; returns its directory.
 
-        Raises `DeadlineExceeded`, `DataDirUnusable`, and `CheckpointCorrupt` when a round was committed meanwhile.
+        Raises `DeadlineExceeded`, `DataDirUnusable`, and `CheckpointCorrupt` when a round commits during the copy.
         """
         try:
             async with asyncio.timeout(timeout.total_seconds()):
@@ -108,11 +109,11 @@ class CheckpointWriter:
                 return await self._write_copy(state)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"round {state.head.round} was not on disk within {timeout.total_seconds():g} s"
+                f"the checkpoint of round {state.head.round} was not written within {timeout.total_seconds():g} s"
             ) from error
 
     async def close(self) -> None:
-        """Give up what is being written."""
+        """Cancel the running write."""
         if self._background is not None:
             self._background.cancel()
             await asyncio.wait([self._background])
@@ -138,22 +139,22 @@ class CheckpointWriter:
             _log.warning("checkpoint not written", reason=str(error), retry_seconds=self._interval.total_seconds())
 
     async def _newest_held(self) -> tuple[mb.CheckpointInfo, ...]:
-        return (await asyncio.to_thread(self.store.held))[:MAX_TOLD]
+        return (await asyncio.to_thread(self.store.held))[:MAX_REPORTED_CHECKPOINTS]
 
     async def _write_copy(self, state: CheckpointState) -> Path:
-        # the next commit changes both in place
+        # copy, because the next commit changes both vectors in place
         anchor_E = await asyncio.to_thread(state.anchor_E.clone)
         momentum_E = await asyncio.to_thread(state.momentum_E.clone)
         return await self._write(replace(state, anchor_E=anchor_E, momentum_E=momentum_E))
 
     async def _write(self, state: CheckpointState) -> Path:
-        given_up = threading.Event()
+        cancelled = threading.Event()
         try:
             path = await asyncio.to_thread(
-                self.store.write, state, _raise_if_set(given_up), frozenset(self._extra_rounds)
+                self.store.write, state, _raise_if_set(cancelled), frozenset(self._extra_rounds)
             )
         except asyncio.CancelledError:
-            given_up.set()  # the thread stops at its next piece
+            cancelled.set()  # the thread stops before its next piece
             raise
         self.problem = ""
         self._held = await self._newest_held()
@@ -162,9 +163,9 @@ class CheckpointWriter:
         return path
 
 
-def _raise_if_set(given_up: threading.Event) -> Callable[[], None]:
+def _raise_if_set(cancelled: threading.Event) -> Callable[[], None]:
     def check() -> None:
-        if given_up.is_set():
-            raise DeadlineExceeded("given up")
+        if cancelled.is_set():
+            raise DeadlineExceeded("the write was cancelled")
 
     return check

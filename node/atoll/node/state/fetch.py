@@ -1,4 +1,9 @@
-"""Fetching state from many donors at once, every piece verified. The bookkeeping is in `ledger`."""
+"""Fetch state from many donors at once and verify every piece.
+
+One task per donor keeps requests in flight on a `StateClient` stream and writes the answers into a `Workspace`.
+`FetchScheduler` decides what to request from which donor. A complete piece is hashed in a thread: if its digest matches
+it is verified, else the scheduler fetches it again and finds the donor that sent wrong bytes.
+"""
 
 from __future__ import annotations
 
@@ -21,31 +26,30 @@ _log = log.get("catchup")
 
 @dataclass(frozen=True)
 class FetchPolicy:
-    """How a fetch treats its donors. A donor that delivers less than a chunk per `answer` is given up."""
+    """Limits and timeouts of a fetch."""
 
-    chunk_elements: int = 1 << 16  # 256 KiB of fp32
-    max_requests_in_flight: int = 32  # questions on the wire to one donor, at most
-    slow_after: timedelta = timedelta(seconds=3)  # then others take over what a silent donor was asked for
-    answer: timedelta = timedelta(seconds=15)  # for every answer
-    failures: int = 8  # in a row and without a chunk between them; a deadline that passed counts three times
+    chunk_elements: int = 1 << 16  # of one request: 256 KiB of fp32
+    max_requests_in_flight: int = 32  # per donor
+    slow_after: timedelta = timedelta(seconds=3)  # then other donors take over the requests of a silent one
+    answer_timeout: timedelta = timedelta(seconds=15)  # timeout of each answer
+    max_failures: int = 8  # in a row without a chunk: the donor is dropped; a passed deadline counts as three
     pause: timedelta = timedelta(milliseconds=50)  # after the first failure; doubles up to a second
-    stragglers_timeout: timedelta | None = timedelta(
-        minutes=1
-    )  # for what is missing once half of the donors went on; None: no end
-    restarts: int = 6  # in a row when the donors' head moved on meanwhile, and no more is here than before
+    # for the missing pieces, once half of the donors are gone and some have moved on; None: unlimited
+    stragglers_timeout: timedelta | None = timedelta(minutes=1)
+    max_restarts: int = 6  # in a row because the head moved on, without progress between them
 
 
 @dataclass(frozen=True)
 class FetchTarget:
-    """A state by the hash of its manifest's payload."""
+    """The pieces to fetch of one state."""
 
     run_id: str
-    hash: bytes
+    hash: bytes  # of the payload of the state's manifest
     pieces: tuple[Piece, ...]
 
 
 class StateMoved(NotFound):
-    """The donors that are left do not hold that state any more: they went on to another."""
+    """The remaining donors no longer hold the wanted state: they moved on to another head."""
 
 
 async def fetch_state(
@@ -57,13 +61,15 @@ async def fetch_state(
     begun: dict[str, StateClient] | None = None,
     held: Mapping[str, tuple[range, ...]] | None = None,
 ) -> None:
-    """Fill `workspace` with the true bytes of every wanted piece that it does not have.
+    """Fill `workspace` with verified bytes of every wanted piece that it lacks.
 
-    `held` are the layers of those donors that do not hold all. Conversations that were `begun` with donors are taken
-    out and gone on with: a new connection takes some round trips and starts slowly. Ends by itself: every answer has a
-    deadline, a donor that lied or failed too often is not asked again, and once the head moved on for some and no more
-    than half of the donors are left, these have `policy.stragglers_timeout`. Raises `StateMoved`, or `Unreachable`
-    naming what became of each donor; pieces that were verified stay in `workspace`.
+    `held` maps a donor to its layers; a donor that is not in it holds all. `begun` has open clients by donor: they are
+    taken out and reused, because a new connection costs round trips and starts slowly.
+
+    The fetch always ends. Every answer has a deadline. A donor that sent wrong bytes or failed too often is dropped.
+    Once a donor has moved on to another head and at most half of the donors remain, these get
+    `policy.stragglers_timeout`. Raises `StateMoved`, or `Unreachable` with a reason per donor; verified pieces stay in
+    `workspace`.
     """
     await _Fetch(network, donors, wanted, workspace, policy, {} if begun is None else begun, held or {}).run()
 
@@ -87,24 +93,25 @@ class _Fetch:
         self._begun = begun
         self._pieces = [piece for piece in wanted.pieces if not workspace.has(piece)]
         for piece in self._pieces:
-            workspace.mark_unverified(piece)  # of another head: who goes back to that one must not find half of this
+            # the workspace may have this piece of another head: a fetch that returns to it must not reuse mixed bytes
+            workspace.mark_unverified(piece)
         self._scheduler = FetchScheduler(self._pieces, policy.chunk_elements, donors, held)
         self._loop = asyncio.get_running_loop()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()  # replaced by `_notify_change`
         self._checks: set[asyncio.Task[None]] = set()
         self._moved = False
-        self._deadline = math.inf  # set once few donors are left because the head moved on
+        self._deadline = math.inf  # set by `_limit_stragglers`
 
     async def run(self) -> None:
         workers = [asyncio.create_task(self._run_donor(donor)) for donor in self._donors]
         try:
             while not self._scheduler.finished:
-                nobody = all(worker.done() for worker in workers) or self._scheduler.lacks_holders
-                if (nobody or self._loop.time() >= self._deadline) and not self._checks:
+                stuck = all(worker.done() for worker in workers) or self._scheduler.lacks_holders
+                if (stuck or self._loop.time() >= self._deadline) and not self._checks:
                     break
                 await self._wait_for_change(self._policy.slow_after / 4)
                 if self._scheduler.release_slow(self._loop.time(), self._policy.slow_after.total_seconds()):
-                    self._tell()
+                    self._notify_change()
         finally:
             for task in [*workers, *self._checks]:
                 task.cancel()
@@ -114,10 +121,10 @@ class _Fetch:
                 raise result
         if self._scheduler.finished:
             return
-        became = dict.fromkeys(self._donors, "still asked") | self._scheduler.reasons
-        reasons = "; ".join(f"{donor}: {reason}" for donor, reason in sorted(became.items()))
+        outcomes = dict.fromkeys(self._donors, "still connected") | self._scheduler.reasons
+        reasons = "; ".join(f"{donor}: {reason}" for donor, reason in sorted(outcomes.items()))
         error = StateMoved if self._moved or self._scheduler.lacks_holders else Unreachable
-        raise error(f"nobody gave the whole state with its true digests ({reasons or 'no donor'})")
+        raise error(f"no donor sent the complete state with matching digests ({reasons or 'no donors'})")
 
     # --- one donor -------------------------------------------------------------------------------------
 
@@ -131,58 +138,58 @@ class _Fetch:
                 self._moved = True
                 self._scheduler.give_up(donor, str(error))
             except (Unreachable, Busy) as error:
-                self._scheduler.left(donor)
+                self._scheduler.disconnected(donor)
                 failures = 0 if self._scheduler.delivered(donor) > before else failures
                 failures += 3 if isinstance(error, DeadlineExceeded) else 1
-                if failures >= self._policy.failures:
+                if failures >= self._policy.max_failures:
                     self._scheduler.give_up(donor, str(error))
-            except AtollError as error:  # it answered with something else than it was asked for, or refused
+            except AtollError as error:  # it refused, or its answer did not fit the request
                 self._scheduler.give_up(donor, str(error))
             self._limit_stragglers()
-            self._tell()
+            self._notify_change()
             if self._scheduler.is_active(donor):
                 await asyncio.sleep(min(1.0, self._policy.pause.total_seconds() * 2**failures))
-        _log.warning("donor given up", peer=donor, reason=self._scheduler.reasons[donor])
+        _log.warning("donor dropped", peer=donor, reason=self._scheduler.reasons[donor])
 
     def _limit_stragglers(self) -> None:
-        """Who is left when the others went on may drip for days, while all of them would give the new head."""
+        """Set a deadline once most donors moved on: the rest may send for days, and all have the new head."""
         left = sum(self._scheduler.is_active(donor) for donor in self._donors)
         stragglers_timeout = self._policy.stragglers_timeout
         if self._moved and stragglers_timeout is not None and 2 * left <= len(self._donors):
             self._deadline = min(self._deadline, self._loop.time() + stragglers_timeout.total_seconds())
 
     async def _fetch_from(self, donor: str) -> None:
-        """Ask for chunk after chunk; returns when the donor is found out to lie."""
-        ledger, policy = self._scheduler, self._policy
-        conversation = self._begun.pop(donor, None)
-        if conversation is None:
-            conversation = await StateClient.connect(self._network, donor, self._wanted.run_id, policy.answer)
-        conversation.timeout = policy.answer
+        """Request chunk after chunk; returns once the scheduler drops the donor."""
+        scheduler, policy = self._scheduler, self._policy
+        client = self._begun.pop(donor, None)
+        if client is None:
+            client = await StateClient.connect(self._network, donor, self._wanted.run_id, policy.answer_timeout)
+        client.timeout = policy.answer_timeout
         try:
-            ledger.join(donor)
-            while ledger.is_active(donor):
-                while ledger.may_ask(donor, policy.max_requests_in_flight):
-                    chunk = ledger.next_chunk(donor, self._loop.time())
+            scheduler.connected(donor)
+            while scheduler.is_active(donor):
+                while scheduler.may_ask(donor, policy.max_requests_in_flight):
+                    chunk = scheduler.next_chunk(donor, self._loop.time())
                     if chunk is None:
                         break
                     kind = self._pieces[chunk.piece].kind
-                    await conversation.request_slice(kind, self._wanted.hash, chunk.start, chunk.end)
-                expected = ledger.expected(donor)
+                    await client.request_slice(kind, self._wanted.hash, chunk.start, chunk.end)
+                expected = scheduler.expected(donor)
                 if expected is None:
                     await self._wait_for_change(policy.slow_after)
                     continue
-                body = await conversation.answer(expected.end - expected.start)
-                if ledger.is_active(donor) and ledger.on_answer(donor, self._loop.time()):
+                body = await client.receive_slice(expected.end - expected.start)
+                if scheduler.is_active(donor) and scheduler.on_answer(donor, self._loop.time()):
                     kind = self._pieces[expected.piece].kind
                     self._workspace.bytes_of(kind, expected.start, expected.end)[:] = body
-                    self._check_if_whole(expected.piece)
-                self._tell()
+                    self._check_if_complete(expected.piece)
+                self._notify_change()
         finally:
-            await conversation.close()
+            await client.close()
 
     # --- pieces ------------------------------------------------------------------------------------------
 
-    def _check_if_whole(self, number: int) -> None:
+    def _check_if_complete(self, number: int) -> None:
         if self._scheduler.is_complete(number):
             task = asyncio.create_task(self._check(number))
             self._checks.add(task)
@@ -190,25 +197,26 @@ class _Fetch:
 
     async def _check(self, number: int) -> None:
         piece = self._pieces[number]
-        true = await asyncio.to_thread(self._workspace.digest_of, piece.kind, piece.start, piece.end) == piece.digest
-        chunks = self._scheduler.chunks_to_hash(number, true)
+        digest = await asyncio.to_thread(self._workspace.digest_of, piece.kind, piece.start, piece.end)
+        valid = digest == piece.digest
+        chunks = self._scheduler.chunks_to_hash(number, valid)
         digests = [
             await asyncio.to_thread(self._workspace.digest_of, piece.kind, chunk.start, chunk.end) for chunk in chunks
         ]
-        if true:
+        if valid:
             self._workspace.mark_verified(piece)
-        self._scheduler.on_checked(number, true, digests)
-        self._tell()
+        self._scheduler.on_checked(number, valid, digests)
+        self._notify_change()
 
-    # --- small words -------------------------------------------------------------------------------------
+    # --- waiting -----------------------------------------------------------------------------------------
 
-    def _tell(self) -> None:
-        """Wake everybody who waits for something to change."""
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+    def _notify_change(self) -> None:
+        """Wake all tasks in `_wait_for_change`."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def _wait_for_change(self, timeout: timedelta) -> None:
-        news = self._news
+        changed = self._changed
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout.total_seconds()):
-                await news.wait()
+                await changed.wait()

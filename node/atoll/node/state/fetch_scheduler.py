@@ -1,14 +1,14 @@
-"""Who fetches what: the book of a fetch from many donors at once. Pure: no I/O, no clock.
+"""Decide which chunk to request from which donor during a fetch from many donors. Pure: no I/O, no clock.
 
-A digest vouches for a whole piece, so a donor is first asked for a small piece that nobody else has a hand in: one
-that lies is found out at once, at the price of that piece. Who has proved itself takes larger pieces, and helps
-others with theirs from the tail when nothing is left to begin. A piece that several donors filled and that is
-false is fetched again from one donor alone; then the chunks that differ name the liars.
+A digest covers a whole piece. So the first piece of a donor is a small one that no other donor contributes to: wrong
+bytes identify the donor and cost one piece. A proven donor, one with a verified piece, takes larger pieces; when no
+piece is left to begin it helps others from the end of theirs. A piece that several donors filled and that does not
+match its digest is fetched again from a single donor. The chunks that differ then identify the liars.
 
-How many questions a donor may have unanswered follows how long it takes to answer: as many as it answers in about half
-a second. So all donors end together, and one whose share of our downlink is small does not keep a large part to itself.
-When nothing is left to ask for, who has proved itself is also asked for what others are long about: a donor that was
-fast and turns slow holds nobody up.
+The number of requests in flight follows a donor's pace: as many as it answers in about half a second. So all donors
+finish together, and a donor with a small share of the downlink does not reserve a large part of the state. When no
+chunk is left to request, proven donors repeat requests that are overdue at others: a donor that turns slow does not
+delay the end of the fetch.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from dataclasses import dataclass, field
 
 from atoll.node.state.pieces import Piece
 
-TARGET_WAIT_SECONDS = 0.5  # for an answer, as long as that is more than two round trips
+TARGET_WAIT_SECONDS = 0.5  # from a request to its answer; longer where two round trips take longer
 MIN_WAIT_ROUND_TRIPS = 2.0
-FIRST_DEPTH, LEAST_DEPTH, MOST_DEPTH = 4, 2, 1024
-OVERDUE_FACTOR = 2.0  # times that wait, for all that a donor was asked: then others are asked for it, too
-_EMA_WEIGHT = 0.2  # its part in what is smoothed
+FIRST_DEPTH, LEAST_DEPTH, MOST_DEPTH = 4, 2, 1024  # requests in flight per donor
+OVERDUE_FACTOR = 2.0  # times the usual wait: requests that take longer are repeated at other donors
+_EMA_WEIGHT = 0.2  # of a new value in a moving average
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one request asks for. Bounds are elements of the vector."""
+    """The elements of one request. Bounds are elements of the vector."""
 
-    piece: int  # index of the piece
+    piece: int  # index among the pieces to fetch
     index: int  # within the piece
     start: int
     end: int
@@ -39,19 +39,19 @@ class Chunk:
 
 @dataclass
 class _PieceProgress:
-    """How far one piece is."""
+    """Progress of one piece."""
 
     piece: Piece
     chunks: tuple[Chunk, ...]
-    sources: list[str | None]  # who delivered each chunk
-    wanted: set[int]  # indices to be asked for
-    owner: str | None = None  # the donor that works through it from the front
-    alone: bool = False  # all of it must come from its owner
-    avoid: frozenset[str] = frozenset()  # donors of the false version
-    suspects: tuple[tuple[str, bytes], ...] = ()  # donor and digest of each chunk of the false version
-    asked_twice: set[int] = field(default_factory=set)  # indices that somebody was long about
-    checking: bool = False
-    done: bool = False
+    sources: list[str | None]  # the donor of each chunk; None: missing
+    wanted: set[int]  # indices of chunks to request
+    owner: str | None = None  # the donor that fetches it from the front
+    alone: bool = False  # all chunks must come from the owner
+    avoid: frozenset[str] = frozenset()  # donors of the version that did not match
+    suspects: tuple[tuple[str, bytes], ...] = ()  # donor and digest of each chunk of that version
+    asked_twice: set[int] = field(default_factory=set)  # indices of chunks that were overdue
+    checking: bool = False  # complete, its digest is being compared
+    done: bool = False  # verified
 
     @property
     def open(self) -> bool:
@@ -68,7 +68,7 @@ class _PieceProgress:
         self.asked_twice.clear()
 
     def forget(self, peers: Set[str]) -> None:
-        """What these delivered, who are not asked any more."""
+        """Discard the chunks that `peers` delivered, to fetch them from others."""
         if self.owner in peers:
             self.owner = None
         for index, source in enumerate(self.sources):
@@ -77,7 +77,7 @@ class _PieceProgress:
                 self.wanted.add(index)
 
     def release_owner(self) -> None:
-        """Its owner is gone or slow: others may go on with it, or begin it anew where it must come from one."""
+        """Let another donor continue the piece, or restart it where all chunks must come from one donor."""
         self.owner = None
         if self.alone:
             self.reset()
@@ -85,31 +85,31 @@ class _PieceProgress:
 
 @dataclass
 class _Donor:
-    in_flight: deque[tuple[Chunk, float]] = field(default_factory=deque)  # asked for, when, and not answered, in order
-    seconds_per_answer: float = 0.0  # seconds between two answers, smoothed
-    shortest_wait: float = math.inf
-    last_progress_at: float = 0.0  # of the last answer, or of the first question after a pause
-    longest_wait: float = 0.0
+    in_flight: deque[tuple[Chunk, float]] = field(default_factory=deque)  # unanswered requests and their time, in order
+    seconds_per_answer: float = 0.0  # seconds between two answers, moving average
+    shortest_wait: float = math.inf  # seconds from a request to its answer
+    last_progress_at: float = 0.0  # time of the last answer, or of the first request after a pause
+    longest_wait: float = 0.0  # seconds without progress
     slow: bool = False
-    present: bool = False
+    present: bool = False  # connected
     delivered: int = 0  # chunks
-    proven: bool = False
-    given_up: str = ""  # why it is not asked any more
+    proven: bool = False  # contributed to a verified piece
+    given_up: str = ""  # why it was dropped; empty: it was not
 
     @property
     def depth(self) -> int:
-        """How many questions may be under way."""
+        """The number of requests that may be in flight."""
         if not self.seconds_per_answer:
             return FIRST_DEPTH
         return max(LEAST_DEPTH, math.ceil(min(self.usual_wait / max(self.seconds_per_answer, 1e-6), MOST_DEPTH)))
 
     @property
     def usual_wait(self) -> float:
-        """Seconds from a question to its answer, when as many are under way as may be."""
+        """Seconds from a request to its answer with `depth` requests in flight."""
         return max(TARGET_WAIT_SECONDS, MIN_WAIT_ROUND_TRIPS * self.shortest_wait)
 
     def is_overdue(self, now: float) -> bool:
-        """Whether all that it was asked takes it much longer than it should, at the pace of late."""
+        """Whether this donor's requests in flight will take much longer than usual, at its recent pace."""
         return (
             len(self.in_flight) * max(self.seconds_per_answer, now - self.last_progress_at)
             > OVERDUE_FACTOR * self.usual_wait
@@ -117,7 +117,7 @@ class _Donor:
 
 
 class FetchScheduler:
-    """Pieces to fetch and donors to fetch them from. Times are seconds of any monotonic clock."""
+    """Assigns chunks of pieces to donors. Times are seconds of any monotonic clock."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class FetchScheduler:
         donors: Sequence[str],
         held: Mapping[str, tuple[range, ...]] | None = None,
     ) -> None:
-        """`held` are the layers of those donors that do not hold all."""
+        """`held` maps a donor to its layers; a donor that is not in it holds all."""
         self._held = held or {}
         self._works = [_work(number, piece, chunk_elements) for number, piece in enumerate(pieces)]
         self._donors = {donor: _Donor() for donor in donors}
@@ -138,42 +138,42 @@ class FetchScheduler:
 
     @property
     def lacks_holders(self) -> bool:
-        """Whether donors are still asked, and none of them holds a piece that is missing."""
+        """Whether donors are left, but none of them holds the layer of some missing piece."""
         asked = [peer for peer in self._donors if self.is_active(peer)]
         missing = {work.piece.layer for work in self._works if work.open}
         return bool(asked) and any(not any(self._has(peer, layer) for peer in asked) for layer in missing)
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Why donors are not asked any more."""
+        """The reason for each dropped donor."""
         return {peer: donor.given_up for peer, donor in self._donors.items() if donor.given_up}
 
     def is_active(self, peer: str) -> bool:
-        """Whether this donor is still of use."""
+        """Whether this donor was not dropped."""
         return not self._donors[peer].given_up
 
     def delivered(self, peer: str) -> int:
-        """How many chunks this donor sent."""
+        """The number of chunks that this donor sent."""
         return self._donors[peer].delivered
 
-    def may_ask(self, peer: str, most: int) -> bool:
-        """Whether one more question to this donor can be under way; `most` ever can."""
+    def may_ask(self, peer: str, max_in_flight: int) -> bool:
+        """Whether this donor may get one more request; at most `max_in_flight` are in flight."""
         donor = self._donors[peer]
-        return len(donor.in_flight) < min(donor.depth, most)
+        return len(donor.in_flight) < min(donor.depth, max_in_flight)
 
     def expected(self, peer: str) -> Chunk | None:
-        """What this donor must answer with next."""
+        """The chunk of this donor's oldest unanswered request: answers arrive in order."""
         in_flight = self._donors[peer].in_flight
         return in_flight[0][0] if in_flight else None
 
-    # --- questions and answers -------------------------------------------------------------------------
+    # --- requests and answers --------------------------------------------------------------------------
 
-    def join(self, peer: str) -> None:
-        """The donor can be asked, with nothing on the wire."""
+    def connected(self, peer: str) -> None:
+        """Record that the donor is connected and has no request in flight."""
         self._donors[peer].present = True
 
     def next_chunk(self, peer: str, now: float) -> Chunk | None:
-        """The chunk to ask this donor for next; None when it has nothing to do for now."""
+        """Choose the chunk to request from this donor next; None when there is none for now."""
         donor = self._donors[peer]
         if donor.given_up or donor.slow or not donor.present:
             return None
@@ -187,12 +187,12 @@ class FetchScheduler:
         return chunk
 
     def on_answer(self, peer: str, now: float) -> bool:
-        """The donor answered its oldest question; whether the bytes are to be kept."""
+        """Record the answer to the donor's oldest request; returns whether to keep its bytes."""
         donor = self._donors[peer]
-        chunk, asked = donor.in_flight.popleft()
-        donor.shortest_wait = min(donor.shortest_wait, now - asked)
+        chunk, requested_at = donor.in_flight.popleft()
+        donor.shortest_wait = min(donor.shortest_wait, now - requested_at)
         gap = now - donor.last_progress_at
-        if donor.delivered:  # the first answer takes round trips more
+        if donor.delivered:  # the first answer takes extra round trips
             donor.seconds_per_answer = (
                 (1 - _EMA_WEIGHT) * donor.seconds_per_answer + _EMA_WEIGHT * gap if donor.seconds_per_answer else gap
             )
@@ -208,32 +208,32 @@ class FetchScheduler:
         return True
 
     def is_complete(self, piece: int) -> bool:
-        """Whether all of the piece is there and its digest is to be compared, with `on_checked` for the answer."""
+        """Whether all chunks of the piece arrived: compare its digest, then call `on_checked`."""
         return self._works[piece].checking
 
-    def chunks_to_hash(self, piece: int, true: bool) -> tuple[Chunk, ...]:
-        """The chunks whose digests `on_checked` needs for naming liars."""
+    def chunks_to_hash(self, piece: int, valid: bool) -> tuple[Chunk, ...]:
+        """The chunks whose digests `on_checked` needs to identify liars. `valid`: the piece matches its digest."""
         work = self._works[piece]
         mixed = len(set(work.sources)) > 1
-        return work.chunks if (work.suspects if true else mixed) else ()
+        return work.chunks if (work.suspects if valid else mixed) else ()
 
-    def on_checked(self, piece: int, true: bool, chunk_digests: Sequence[bytes]) -> None:
-        """The piece was compared with its digest; `chunk_digests` are of `chunks_to_hash`."""
+    def on_checked(self, piece: int, valid: bool, chunk_digests: Sequence[bytes]) -> None:
+        """Record whether the piece matches its digest. `chunk_digests` belong to `chunks_to_hash`."""
         work = self._works[piece]
         work.checking = False
         sources = [peer for peer in work.sources if peer is not None]
-        if true:
+        if valid:
             work.done = True
             for peer in set(sources):
                 self._donors[peer].proven = True
             for (peer, claimed), digest in zip(work.suspects, chunk_digests, strict=False):
                 if claimed != digest:
-                    self.give_up(peer, f"a part of {work.piece} was false")
+                    self.give_up(peer, f"sent wrong bytes in a part of {work.piece}")
             return
         given_up = {peer for peer in sources if self._donors[peer].given_up}
         if len(set(sources)) == 1:
             work.reset()
-            self.give_up(sources[0], f"{work.piece} did not match its digest")
+            self.give_up(sources[0], f"sent {work.piece}, which did not match its digest")
         elif given_up:
             work.forget(given_up)
         else:
@@ -243,22 +243,23 @@ class FetchScheduler:
 
     # --- donors that fail ------------------------------------------------------------------------------
 
-    def left(self, peer: str) -> None:
-        """The conversation ended: its questions are open again; it may `join` again."""
+    def disconnected(self, peer: str) -> None:
+        """Record that the donor's stream ended, and free its requests for others. It may connect again."""
         donor = self._donors[peer]
         donor.present = donor.slow = False
         self._release(peer, donor)
         donor.in_flight.clear()
 
     def give_up(self, peer: str, reason: str) -> None:
-        """Do not ask this donor again. What it delivered stays until a piece with it turns out to be false."""
-        self.left(peer)
+        """Drop this donor. Its chunks stay until a piece with one of them fails its check."""
+        self.disconnected(peer)
         self._donors[peer].given_up = reason
 
     def release_slow(self, now: float, slow_after_seconds: float) -> bool:
-        """Let others take over from donors that let us wait for long, by their own measure too; whether there are any.
+        """Mark donors as slow and free their requests for others; returns whether any donor turned slow.
 
-        A piece that must come from one donor stays with it: the shell's deadline for an answer ends that wait.
+        A donor is slow after `slow_after_seconds` without progress, and three times its longest earlier wait. A piece
+        that must come from one donor stays with it: the caller's timeout for an answer ends that wait.
         """
         found = False
         for peer, donor in self._donors.items():
@@ -278,7 +279,7 @@ class FetchScheduler:
 
     def _begin_piece(self, peer: str, donor: _Donor) -> Chunk | None:
         if not donor.proven and any(work.owner == peer and not work.done for work in self._works):
-            return None  # let it prove itself first
+            return None  # an unproven donor gets one piece at a time
         free = [work for work in self._works if work.open and work.owner is None and self._may_begin(work, peer)]
         if not free:
             return None
@@ -312,7 +313,7 @@ class FetchScheduler:
         return work.chunks[max(work.wanted)]
 
     def _overdue(self, peer: str, donor: _Donor, now: float) -> Chunk | None:
-        """What somebody else was asked last, and is long about; the first answer counts."""
+        """The newest request in flight at a donor that is overdue. The first answer counts."""
         for other in self._donors.values():
             if other is donor or not other.is_overdue(now):
                 continue

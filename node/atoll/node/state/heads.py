@@ -1,11 +1,12 @@
-"""Which head to believe, among those that the members of a plan offer.
+"""Choose the head to follow, among the heads that the members of a plan offer.
 
-A manifest names its own members, so votes alone prove nothing to who has not followed the run: a liar can sign a
-manifest whose only member it is. A head counts when its votes commit it, given who decides its round, *and* more
-than half of the members that hold anything agree that this is what that round decided. Two need nobody's agreement:
-the base that an operator set, whose hash stands in the plan, and, to who holds a head itself, one that grew out of it
-round by round, each decided by those of the round before. So a history that went on with few is found again by many
-who were away.
+A manifest names its own members. So its votes prove nothing to a node that has not followed the run: a liar can sign
+a manifest whose only member it is. A head is accepted when its electorate's votes commit it *and* more than half of
+the members that hold any head agree that its round decided this manifest.
+
+Two kinds of heads need no such majority: the base that the operator set, whose hash is in the plan; and, for a node
+that holds a head itself, a head that descends from it, each round committed by the electorate of the round before. So
+many returning nodes find a history that a few nodes continued without them.
 """
 
 from __future__ import annotations
@@ -24,80 +25,77 @@ from atoll.core.quorum import Electorate
 from atoll.node.state.state_client import StateClient
 from atoll.node.wire.transport import Network
 
-_ANSWER = timedelta(seconds=10)
-_STRAGGLERS = timedelta(seconds=2)  # for the others, once more than half of the members answered
-MAX_HISTORY_ROUNDS = 2048  # rounds that are followed one by one from our own head
-_HISTORY = timedelta(seconds=60)  # to follow them
-_BATCH = 32  # rounds asked for at once
+ANSWER_TIMEOUT = timedelta(seconds=10)
+_STRAGGLERS_TIMEOUT = timedelta(seconds=2)  # for the rest, once more than half of the members answered
+MAX_HISTORY_ROUNDS = 2048  # rounds to follow one by one from this node's head
+_HISTORY_TIMEOUT = timedelta(seconds=60)  # for all of them
+_BATCH = 32  # rounds per request
 
 _log = log.get("catchup")
 
 
 @dataclass(frozen=True)
 class ChosenHead:
-    """A head that counts, and the members that hold its state."""
+    """An accepted head, and the members that hold its state."""
 
     head: Head
     holders: tuple[str, ...]
-    descends_from_held: bool = False  # out of our own, round by round
-    conversations: dict[str, StateClient] = field(default_factory=dict)  # with holders; nothing is under way
-    held: dict[str, tuple[range, ...]] = field(default_factory=dict)  # holder → its layers; all of who is not in it
+    descends_from_held: bool = False  # its history from this node's head was verified round by round
+    clients: dict[str, StateClient] = field(default_factory=dict)  # open, to holders; no request is in flight
+    held: dict[str, tuple[range, ...]] = field(default_factory=dict)  # holder → its layers; not in it: all layers
 
     async def end(self) -> None:
-        """Close the conversations that nobody took out."""
-        await asyncio.gather(*(conversation.close() for conversation in self.conversations.values()))
+        """Close the clients that were not taken out of `clients`."""
+        await asyncio.gather(*(client.close() for client in self.clients.values()))
 
 
 async def choose_head(network: Network, plan: Plan, operator_key: bytes, held: Head | None) -> ChosenHead | None:
-    """The newest head that counts; None when no head does yet. `held` is our own.
+    """Choose the newest acceptable head; None when there is none yet. `held` is this node's head.
 
-    Where enough agree on a newer head than that, it is taken; only otherwise histories are followed. Ends within a few
-    answers' deadlines, and a minute more for histories. Who asked ends what it returns.
+    Takes a newer head that a majority agrees on; follows histories from `held` only if there is none. Ends within the
+    timeouts of a few answers, plus a minute for histories. The caller must call `end` on the result.
     """
-    inquiry = _HeadSurvey(network, plan)
+    survey = _HeadSurvey(network, plan)
     try:
-        best = await _choose(inquiry, plan, operator_key, held)
-        kept = inquiry.reusable_clients(best.holders) if best is not None else {}
-        await inquiry.close(kept)
+        best = await _choose(survey, plan, operator_key, held)
+        kept = survey.reusable_clients(best.holders) if best is not None else {}
+        await survey.close(kept)
     except BaseException:
-        await inquiry.close()
+        await survey.close()
         raise
-    return best and replace(best, conversations=kept, held=inquiry.held)
+    return best and replace(best, clients=kept, held=survey.held)
 
 
-async def _choose(inquiry: _HeadSurvey, plan: Plan, operator_key: bytes, held: Head | None) -> ChosenHead | None:
-    offers = await _committed(inquiry, plan, await inquiry.heads(), operator_key)
-    doubtful: list[tuple[Head, str]] = []
-    believed = None
+async def _choose(survey: _HeadSurvey, plan: Plan, operator_key: bytes, held: Head | None) -> ChosenHead | None:
+    offers = await _committed(survey, plan, await survey.heads(), operator_key)
+    rejected: list[tuple[Head, str]] = []
+    chosen = None
     for head in sorted(_distinct(offers), key=_newest_first):
-        doubt = await _reason_to_reject(inquiry, plan, head, offers)
-        if not doubt:
-            believed = head
+        reason = await _reason_to_reject(survey, plan, head, offers)
+        if not reason:
+            chosen = head
             break
-        doubtful.append((head, doubt))
+        rejected.append((head, reason))
     descends_from_held = False
-    if held is not None and plan.accepts(held) and (believed is None or believed.round <= held.round):
-        ahead = [head for head, _ in doubtful if head.round > held.round or head.hash == held.hash]
-        history = await _history(inquiry, plan, operator_key, held, ahead, offers)
+    if held is not None and plan.accepts(held) and (chosen is None or chosen.round <= held.round):
+        ahead = [head for head, _ in rejected if head.round > held.round or head.hash == held.hash]
+        history = await _history(survey, plan, operator_key, held, ahead, offers)
         found = next((head for head in ahead if head.hash in history), None)
-        believed, descends_from_held = found or believed, found is not None
-    for head, reason in doubtful:
-        # one ahead is what an honest member in front is
-        if believed is None or head.round > believed.round + 1:
+        chosen, descends_from_held = found or chosen, found is not None
+    for head, reason in rejected:
+        # an honest member may be one round ahead of the others
+        if chosen is None or head.round > chosen.round + 1:
             _log_rejected(_offering(offers, head), head, reason)
-    if believed is None:
+    if chosen is None:
         return None
-    return ChosenHead(
-        believed, (*_offering(offers, believed), *_offering(inquiry.former, believed)), descends_from_held
-    )
+    return ChosenHead(chosen, (*_offering(offers, chosen), *_offering(survey.former, chosen)), descends_from_held)
 
 
-async def _committed(inquiry: _HeadSurvey, plan: Plan, offers: dict[str, Head], operator_key: bytes) -> dict[str, Head]:
-    """The offers whose votes commit them, given what went before.
+async def _committed(survey: _HeadSurvey, plan: Plan, offers: dict[str, Head], operator_key: bytes) -> dict[str, Head]:
+    """The offers whose votes commit them, given the round before.
 
-    A member answers for the votes that it sends itself: the true manifest with too few of them is its own lie, and says
-    nothing about that manifest. Where nobody has the one before any more, a majority of its own present members must
-    have voted for it.
+    A member is responsible for the votes that it sends: a valid manifest with too few votes is rejected for that member
+    only. When no member has the round before, a majority of the manifest's own present members must have voted.
     """
     committed: dict[str, Head] = {}
     for head in _distinct(offers):
@@ -106,7 +104,7 @@ async def _committed(inquiry: _HeadSurvey, plan: Plan, offers: dict[str, Head], 
             committed |= dict.fromkeys(offering, head)
             continue
         try:
-            electorate = await _electorate(inquiry, plan, head, offering)
+            electorate = await _electorate(survey, plan, head, offering)
         except AtollError as error:
             _log_rejected(offering, head, str(error))
             continue
@@ -119,46 +117,49 @@ async def _committed(inquiry: _HeadSurvey, plan: Plan, offers: dict[str, Head], 
     return {peer: committed[peer] for peer in offers if peer in committed}
 
 
-async def _electorate(inquiry: _HeadSurvey, plan: Plan, head: Head, offering: Iterable[str]) -> Electorate:
+async def _electorate(survey: _HeadSurvey, plan: Plan, head: Head, offering: Iterable[str]) -> Electorate:
     if head.manifest.previous_hash == plan.base.manifest_hash:
         if head.round != plan.base.round + 1:
-            raise SignatureInvalid(f"round {head.round} cannot follow round {plan.base.round}")
+            raise SignatureInvalid(
+                f"round {head.round} names the plan's base, round {plan.base.round}, as the round before it"
+            )
         return Electorate(frozenset(plan.base.voters))
-    before = await inquiry.previous(head, offering)
+    before = await survey.previous(head, offering)
     return head.electorate if before is None else before.electorate
 
 
-async def _reason_to_reject(inquiry: _HeadSurvey, plan: Plan, head: Head, offers: dict[str, Head]) -> str:
-    """Why `head` does not count; empty when it does."""
+async def _reason_to_reject(survey: _HeadSurvey, plan: Plan, head: Head, offers: dict[str, Head]) -> str:
+    """The reason to reject `head`; empty: accept it."""
     if head.hash == plan.base.manifest_hash:
         return ""
     agreeing = set(_offering(offers, head))
     further = [peer for peer, other in offers.items() if peer not in agreeing and other.round > head.round]
-    agreeing |= {peer for peer, hash_ in (await inquiry.hashes(further, head.round)).items() if hash_ == head.hash}
+    agreeing |= {peer for peer, hash_ in (await survey.hashes(further, head.round)).items() if hash_ == head.hash}
     if 2 * len(agreeing) <= len(offers):
-        return f"{len(agreeing)} of {len(offers)} members that hold anything agree"
+        return f"only {len(agreeing)} of {len(offers)} members that hold a head agree; more than half must"
     if len(offers) == 1 and not agreeing <= head.signers:
-        return "the one member that holds anything did not vote for it"
+        return "the only member that holds a head did not vote for it"
     return ""
 
 
 async def _history(
-    inquiry: _HeadSurvey, plan: Plan, operator_key: bytes, held: Head, ahead: Sequence[Head], offers: dict[str, Head]
+    survey: _HeadSurvey, plan: Plan, operator_key: bytes, held: Head, ahead: Sequence[Head], offers: dict[str, Head]
 ) -> set[bytes]:
-    """The hashes of `held` and of what grew out of it, up to the newest of `ahead`, as far as can be learnt in time.
+    """The hashes of `held` and of its descendants up to the newest of `ahead`, as far as they arrive in time.
 
-    Every round was decided by those who had to: what we would have followed live. Whoever does not have a manifest, or
-    another one, is passed over; who is slow to answer is not asked again.
+    Every round must be committed by the electorate of the round before, as if this node had followed live. Skips
+    members that lack a manifest or have another one; does not ask slow members again.
     """
-    before, there, hashes = held, -1, {held.hash}
+    before, batch_start, hashes = held, -1, {held.hash}
     last = min(max((head.round for head in ahead), default=0), held.round + MAX_HISTORY_ROUNDS)
     offering = [peer for head in ahead for peer in _offering(offers, head)]
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_HISTORY.total_seconds()):
-            while there < before.round < last and ahead[0].hash not in hashes:
-                there = before.round
-                for peer in inquiry.to_ask(offering):
-                    for found in await inquiry.stored(peer, range(before.round + 1, min(there + _BATCH, last) + 1)):
+        async with asyncio.timeout(_HISTORY_TIMEOUT.total_seconds()):
+            while batch_start < before.round < last and ahead[0].hash not in hashes:
+                batch_start = before.round
+                for peer in survey.to_ask(offering):
+                    numbers = range(before.round + 1, min(batch_start + _BATCH, last) + 1)
+                    for found in await survey.stored(peer, numbers):
                         if is_valid_successor(plan, operator_key, before, found):
                             before = found
                             hashes.add(found.hash)
@@ -166,7 +167,7 @@ async def _history(
 
 
 def is_valid_successor(plan: Plan, operator_key: bytes, before: Head, found: Head) -> bool:
-    """Whether `found` is the round after `before`, decided by those who had to."""
+    """Whether `found` is a round after `before`, committed by the electorate of `before`."""
     if found.manifest.previous_hash != before.hash or not plan.accepts(found):
         return False
     try:
@@ -177,11 +178,12 @@ def is_valid_successor(plan: Plan, operator_key: bytes, before: Head, found: Hea
 
 
 def _distinct(offers: dict[str, Head]) -> Iterable[Head]:
-    """One head for every manifest that is offered."""
+    """One head per offered manifest."""
     return {head.hash: head for head in offers.values()}.values()
 
 
 def _offering(offers: dict[str, Head], head: Head) -> tuple[str, ...]:
+    """The members that offer `head`."""
     return tuple(peer for peer, other in offers.items() if other.hash == head.hash)
 
 
@@ -191,35 +193,37 @@ def _newest_first(head: Head) -> tuple[int, bytes]:
 
 def _log_rejected(peers: Iterable[str], head: Head, reason: str) -> None:
     for peer in peers:
-        _log.warning("head not believed", peer=peer, round=head.round, reason=reason)
+        _log.warning("head rejected", peer=peer, round=head.round, reason=reason)
 
 
 class _HeadSurvey:
-    """One conversation with every member that can be reached, for as long as heads are compared."""
+    """Open clients to every reachable member, to compare their heads and manifests."""
 
     def __init__(self, network: Network, plan: Plan) -> None:
         self._network = network
         self._plan = plan
         self._peers = [peer for peer in (*plan.members, *plan.former) if peer != network.peer_id]
-        self.former: dict[str, Head] = {}  # of who is no member any more: nobody's word, but maybe the only bytes
-        self.held: dict[str, tuple[range, ...]] = {}  # layers of those who do not hold all
+        self.former: dict[str, Head] = {}  # heads of previous members: they do not count, but may be the only donors
+        self.held: dict[str, tuple[range, ...]] = {}  # peer → its layers; not in it: all layers
         self._open: dict[str, StateClient] = {}
-        self._answered: list[str] = []  # with a head
-        self._slow: set[str] = set()
+        self._answered: list[str] = []  # peers that answered with a head
+        self._slow: set[str] = set()  # not asked again
 
     async def close(self, kept: Collection[str] = ()) -> None:
         await asyncio.gather(*(self._open[peer].close() for peer in self._open if peer not in kept))
 
     def reusable_clients(self, peers: Iterable[str]) -> dict[str, StateClient]:
-        """Conversations with these peers that a fetch should go on with. On other paths it had better dial: meanwhile
-        there may be a direct one."""
+        """Open clients to `peers` that a fetch should reuse: those with their own connection.
+
+        For the others the fetch connects anew: meanwhile there may be a direct connection.
+        """
         return {peer: self._open[peer] for peer in peers if peer in self._open and self._open[peer].has_own_connection}
 
     async def heads(self) -> dict[str, Head]:
         """The head of every member that answers and holds one that the plan accepts, in the order of the plan."""
         asking = {peer: asyncio.create_task(self._head_of(peer)) for peer in self._peers}
         try:
-            await self._most(asking)
+            await self._wait_for_most(asking)
             answers = {peer: task.result() for peer, task in asking.items() if task.done()}
         finally:
             for task in asking.values():
@@ -230,34 +234,34 @@ class _HeadSurvey:
         return found
 
     async def hashes(self, peers: Iterable[str], number: int) -> dict[str, bytes]:
-        """What each of `peers` says that round `number` decided, by hash."""
+        """The manifest hash of round `number` according to each of `peers`."""
         heads = await asyncio.gather(*(self._stored_at(peer, number) for peer in peers))
         return {peer: head.hash for peer, head in heads if head is not None}
 
     def to_ask(self, first: Iterable[str]) -> list[str]:
-        """Everybody who answered and was not slow, `first` first."""
+        """Peers that answered and were not slow, those in `first` first."""
         return [peer for peer in dict.fromkeys([*first, *self._answered]) if peer not in self._slow]
 
     async def stored(self, peer: str, numbers: Sequence[int]) -> list[Head]:
         """The manifests of `numbers` that `peer` has, in their order, as far as it answers in time."""
         found: list[Head] = []
         try:
-            async with asyncio.timeout(_ANSWER.total_seconds()):
-                for fresh in (peer not in self._open, True):  # one that was not used for long may have ended
+            async with asyncio.timeout(ANSWER_TIMEOUT.total_seconds()):
+                for fresh in (peer not in self._open, True):  # retry once: the peer closes streams that idle for long
                     if await self._collect(peer, numbers, found) or found or fresh:
                         break
         except TimeoutError:
             self._slow.add(peer)
-            _log.warning("slow to tell what it has", peer=peer, rounds=len(found))
+            _log.warning("peer answered too slowly for its manifests", peer=peer, rounds=len(found))
         return found
 
     async def _collect(self, peer: str, numbers: Sequence[int], found: list[Head]) -> bool:
-        """Whether it answered everything."""
+        """Append manifests to `found`; returns whether the peer answered every request."""
         try:
-            conversation = self._open.get(peer) or await self._dial(peer)
-            async for head in conversation.manifests(numbers):
+            client = self._open.get(peer) or await self._dial(peer)
+            async for head in client.manifests(numbers):
                 found.append(head)
-        except BaseException as error:  # answers would be out of step from here on
+        except BaseException as error:  # close: later answers would not match their requests
             await self._hang_up(peer)
             if not isinstance(error, AtollError):
                 raise
@@ -266,16 +270,16 @@ class _HeadSurvey:
         return True
 
     async def _dial(self, peer: str) -> StateClient:
-        self._open[peer] = await StateClient.connect(self._network, peer, self._plan.run_id, _ANSWER)
+        self._open[peer] = await StateClient.connect(self._network, peer, self._plan.run_id, ANSWER_TIMEOUT)
         return self._open[peer]
 
     async def _hang_up(self, peer: str) -> None:
-        conversation = self._open.pop(peer, None)
-        if conversation is not None:
-            await conversation.close()
+        client = self._open.pop(peer, None)
+        if client is not None:
+            await client.close()
 
     async def previous(self, head: Head, first: Iterable[str]) -> Head | None:
-        """The manifest that `head` builds on, from whoever has it; `first` are asked first."""
+        """Fetch the manifest before `head` from any member that has it, asking those in `first` first."""
         for peer in dict.fromkeys([*first, *self._open]):
             _, found = await self._stored_at(peer, head.round - 1)
             if found is not None and found.hash == head.manifest.previous_hash and self._plan.accepts(found):
@@ -284,11 +288,11 @@ class _HeadSurvey:
 
     async def _head_of(self, peer: str) -> Head | None:
         try:
-            conversation = await self._dial(peer)
-            head = await conversation.manifest(None)
+            client = await self._dial(peer)
+            head = await client.manifest(None)
             self._answered.append(peer)
-            if conversation.held:
-                self.held[peer] = conversation.held
+            if client.held:
+                self.held[peer] = client.held
             return head
         except NotFound as error:
             _log.debug("no head", peer=peer, reason=str(error))
@@ -296,33 +300,33 @@ class _HeadSurvey:
         except Unreachable as error:
             _log.debug("no head", peer=peer, reason=str(error))
         except AtollError as error:
-            _log.warning("head not believed", peer=peer, reason=str(error))
+            _log.warning("head rejected", peer=peer, reason=str(error))
         except BaseException:
             await self._hang_up(peer)
             raise
-        await self._hang_up(peer)  # an answer may be under way
+        await self._hang_up(peer)  # an answer may still be in flight
         return None
 
     async def _stored_at(self, peer: str, number: int) -> tuple[str, Head | None]:
-        conversation = self._open.get(peer)
-        if conversation is None or number < 0:
+        client = self._open.get(peer)
+        if client is None or number < 0:
             return peer, None
         try:
-            return peer, await conversation.manifest(number)
+            return peer, await client.manifest(number)
         except NotFound:
             return peer, None
         except AtollError as error:
             _log.debug("no manifest", peer=peer, round=number, reason=str(error))
-            await self._hang_up(peer)  # answers would be out of step from here on
+            await self._hang_up(peer)  # later answers would not match their requests
             return peer, None
 
-    async def _most(self, asking: Mapping[str, asyncio.Task[Head | None]]) -> None:
-        """Wait until all answered, with less patience once more than half of the members did."""
+    async def _wait_for_most(self, asking: Mapping[str, asyncio.Task[Head | None]]) -> None:
+        """Wait until all peers answered; only `_STRAGGLERS_TIMEOUT` more once over half of the members did."""
         pending = set(asking.values())
         members = {task for peer, task in asking.items() if peer not in self._plan.former}
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + 2 * _ANSWER.total_seconds()
+        deadline = loop.time() + 2 * ANSWER_TIMEOUT.total_seconds()
         while pending and (left := deadline - loop.time()) > 0:
             done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if done and 2 * len(pending & members) < max(1, len(members)):
-                deadline = min(deadline, loop.time() + _STRAGGLERS.total_seconds())
+                deadline = min(deadline, loop.time() + _STRAGGLERS_TIMEOUT.total_seconds())

@@ -1,7 +1,7 @@
-"""The manifest chain on disk: one file a round, written before anything acts on it.
+"""The manifest chain on disk: one file per round, written before the node acts on the round.
 
-A file is the SHA-256 of the rest, then the manifest: a serialised message that was cut may still parse, with fewer
-votes. One that is damaged counts as not held, so it costs a question to others and never the node.
+A file has the SHA-256 of the manifest, then the manifest: a truncated protobuf message may still parse, with fewer
+votes. A damaged file counts as missing: the node asks other members for that manifest and keeps running.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = log.get("manifests")
 
 
 class ManifestStore:
-    """The manifests that this node has seen committed, newest last."""
+    """The committed manifests that this node has seen."""
 
     def __init__(self, directory: Path, run_id: str, disk: Disk = OS_DISK) -> None:
         self._directory = make_private_dir(directory)
@@ -36,30 +36,30 @@ class ManifestStore:
         self._disk = disk
 
     def sweep(self) -> None:
-        """Remove what a cut left half written. Only for the one daemon that writes here."""
+        """Remove half-written files. Only the one daemon that writes here may call this."""
         for path in self._entries(_LEFTOVER):
             with contextlib.suppress(OSError):
                 self._disk.unlink(path)
 
     def append(self, head: Head) -> None:
-        """Make `head` durable. Raises `DataDirUnusable`."""
+        """Write `head` durably. Raises `DataDirUnusable`."""
         data = head.committed.SerializeToString(deterministic=True)
         write_atomic(self._path(head.round), hashlib.sha256(data).digest() + data, disk=self._disk)
 
     def try_append(self, head: Head) -> None:
-        """`append`, unless the disk refuses: training goes on, and after a restart the others are asked."""
+        """Call `append` and log its error. Training goes on; after a restart the node asks other members."""
         try:
             self.append(head)
         except DataDirUnusable as error:
-            _log.error("a manifest is not on disk", round=head.round, reason=str(error))
+            _log.error("manifest not written", round=head.round, reason=str(error))
 
     def get(self, number: int) -> manifest_pb2.CommittedManifest | None:
-        """The manifest of that round, or None when this node does not have it whole. Raises `DataDirUnusable`."""
+        """Read the manifest of that round; None when it is missing or damaged. Raises `DataDirUnusable`."""
         head = self._read_valid(self._path(number))
         return head.committed if head is not None else None
 
     def newest(self) -> Head | None:
-        """That of the highest round of which this node has it whole. Raises `DataDirUnusable`."""
+        """Read the undamaged manifest of the highest round. Raises `DataDirUnusable`."""
         for path in sorted(self._entries(_NAME), key=_round_of, reverse=True):
             head = self._read_valid(path)
             if head is not None:
@@ -76,16 +76,16 @@ class ManifestStore:
         try:
             return self._parse(path, data)
         except (DecodeError, AtollError) as error:
-            _log.warning("a manifest on disk is damaged; it counts as not held", path=str(path), reason=str(error))
+            _log.warning("damaged manifest ignored", path=str(path), reason=str(error))
             return None
 
     def _parse(self, path: Path, data: bytes) -> Head:
         stored, payload = data[:_SUM_BYTES], data[_SUM_BYTES:]
         if hashlib.sha256(payload).digest() != stored:
-            raise CheckpointCorrupt(f"{path} does not match its sum")
+            raise CheckpointCorrupt(f"{path} does not match its SHA-256")
         head = parse_and_verify_head(manifest_pb2.CommittedManifest.FromString(payload), self._run_id)
         if head.round != _round_of(path):
-            raise CheckpointCorrupt(f"{path} holds round {head.round}")
+            raise CheckpointCorrupt(f"{path} contains round {head.round}")
         return head
 
     def _entries(self, pattern: re.Pattern[str]) -> list[Path]:

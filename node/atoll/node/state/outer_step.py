@@ -1,11 +1,11 @@
-"""The outer step, and the digests that prove that everyone took the same one.
+"""The outer step, and the layer digests that prove that all nodes took the same one.
 
 DiLoCo (Douillard et al. 2023, arXiv:2311.08105, algorithm 1): the averaged pseudo-gradient g goes through SGD
 with Nesterov momentum, `m ← μ·m + g`, `θ ← θ − η·(g + μ·m)`.
 
-Replicas must agree bit for bit on any CPU and any number of threads, so only elementwise operations appear,
-each rounded on its own: no `add(alpha=)`, no `lerp`, no fused optimiser (they contract to fused multiply-adds
-on some machines and not on others: measured).
+Replicas must agree bit for bit on any CPU and any number of threads. So only elementwise operations appear, each
+rounded on its own: no `add(alpha=)`, no `lerp`, no fused optimiser. Measured: on some machines, but not on others,
+these compile to fused multiply-adds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def outer_step(
     momentum: float,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """New anchor and new momentum, both fp32 [E], in `out` if given; the arguments stay as they are."""
+    """Compute the new anchor and momentum, fp32 [E], into `out` if given. Changes no other argument."""
     step_E, new_momentum_E = out or (torch.empty_like(anchor_E), torch.empty_like(anchor_E))
     torch.mul(momentum_E, momentum, out=new_momentum_E).add_(average_E)
     torch.mul(new_momentum_E, momentum, out=step_E).add_(average_E).mul_(learning_rate)
@@ -38,21 +38,21 @@ def outer_step(
 def layer_states(
     anchor_E: Tensor, momentum_E: Tensor, offsets: Sequence[int], round_number: int
 ) -> tuple[manifest_pb2.LayerState, ...]:
-    """SHA-256 of every layer's slice of both vectors. `offsets` has one entry more than there are layers."""
+    """Digests of every layer's slice of both vectors. `offsets` has one entry more than there are layers."""
     return tuple(
         layer_state(layer, anchor_E[start:end], momentum_E[start:end], round_number)
         for layer, (start, end) in enumerate(pairwise(offsets))
     )
 
 
-def holds(
+def matches_digests(
     layers: Sequence[manifest_pb2.LayerState],
     anchor_E: Tensor,
     momentum_E: Tensor,
     offsets: Sequence[int],
     first: int = 0,
 ) -> bool:
-    """Whether both vectors are, bit for bit, what a manifest says of its `layers`, of which they begin with `first`."""
+    """Whether both vectors match the digests of a manifest's `layers`. Their first layer has number `first`."""
     spans = list(pairwise(offsets))
     return len(layers) == len(spans) and all(
         item == layer_state(layer, anchor_E[start:end], momentum_E[start:end], item.round)
@@ -61,12 +61,12 @@ def holds(
 
 
 def layer_state(layer: int, anchor_E: Tensor, momentum_E: Tensor, round_number: int) -> manifest_pb2.LayerState:
-    """SHA-256 of one layer's values in both vectors."""
+    """Digests of one layer's values in both vectors."""
     return manifest_pb2.LayerState(
         layer=layer, round=round_number, anchor_digest=digest(anchor_E), momentum_digest=digest(momentum_E)
     )
 
 
 def digest(values_E: Tensor) -> bytes:
-    """SHA-256 of the little-endian fp32 bytes."""
+    """SHA-256 of a tensor's little-endian fp32 bytes."""
     return hashlib.sha256(values_E.contiguous().numpy().data.cast("B")).digest()

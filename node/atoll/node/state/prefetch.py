@@ -1,8 +1,8 @@
-"""Layers that a plan to come may give this node: fetched while the present plan is followed, and kept at its head.
+"""Prefetch layers that a later plan may give this node, and keep them current while the present plan is followed.
 
-That plan may be minutes away, as when a node shall stand by, or never come: a stage has a second copy of a neighbour's
-layers in case that one is gone. They lie on disk, because memory may be needed for what the node holds now. Once the
-plan is there they are taken over from here; what was averaged since, and nothing else, is fetched then.
+That plan may be minutes away, as for a standby, or never come: a stage keeps a second copy of a neighbour's layers in
+case the neighbour fails. Prefetched layers are on disk, because the node may need its memory for its present layers.
+When the plan arrives, the node loads them from here and fetches only what was averaged since.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from atoll.node.state.mapped_vectors import mapped_vector
 from atoll.node.state.previous_spans import unchanged_layers
 from atoll.node.wire.transport import Network
 
-POLL = timedelta(seconds=2)  # of one that does not hear of rounds itself
+POLL = timedelta(seconds=2)  # between looks for a newer head, on a node that is in no round itself
 _RETRY = timedelta(seconds=2)
-_LOAD_TIMEOUT = timedelta(minutes=10)  # for who loads what a plan gave us to take it: as long as a trainer may load
-_MOST_ASIDE = 4  # states: of two spans
-_SET_ASIDE_TIME = timedelta(minutes=5)  # that what is wanted no more is kept, as it may be wanted again
+_LOAD_TIMEOUT = timedelta(minutes=10)  # for the session to take layers that a plan assigned: as long as a trainer loads
+_MAX_SET_ASIDE = 4  # states: those of two spans
+_SET_ASIDE_TIME = timedelta(minutes=5)  # keep layers that are no longer wanted: they may be wanted again
 
 _log = log.get("prepare")
 
@@ -40,15 +40,15 @@ HeadAndState = tuple[Head, AnchorState]
 
 @dataclass(frozen=True)
 class CurrentLayers:
-    """What the node has now."""
+    """The layers that this node holds now."""
 
-    offsets: Sequence[int]  # of all layers of the model; empty: not known yet
-    layers: range = range(0)  # that follow the rounds here
-    head: Head | None = None  # of those
+    offsets: Sequence[int]  # element offsets of all layers of the model; empty: not known yet
+    layers: range = range(0)  # the layers that take part in rounds here
+    head: Head | None = None  # of `layers`
 
 
 class Directives(Protocol):
-    """The part of `control.directives` that prefetching follows."""
+    """The part of `control.directives` that prefetching needs."""
 
     plan: Plan | None
     prepare: range
@@ -58,7 +58,7 @@ class Directives(Protocol):
 
 
 class LayerPrefetcher:
-    """Follows `Directives.prepare` for as long as the session lives."""
+    """Fetches the layers of `Directives.prepare` and keeps them current, for the lifetime of the session."""
 
     def __init__(
         self,
@@ -71,16 +71,16 @@ class LayerPrefetcher:
         on_head: Callable[[Head], None] = lambda head: None,
         local_states: Callable[[], Sequence[HeadAndState]] = tuple,
     ) -> None:
-        """`local_states` are states that may have some of what is wanted; they are not changed while they are read."""
+        """`local_states` returns states that may have some wanted layers; they must not change while they are read."""
         self.held: tuple[HeadAndState, ...] = ()
-        self._refused = range(0)  # not to be fetched: there is no room to train them
-        self._span = range(0)  # all of its layers are here: some are followed anyway, the others in `held`
-        self._round = 0  # of which they are
-        self._of = range(0)  # what `held` was fetched for
-        self._began_under_plan: Plan | None = None  # the plan under which that began
-        self.set_aside: tuple[HeadAndState, ...] = ()  # what was wanted before: some of it may be wanted again
-        self._forgetting: asyncio.TimerHandle | None = None
-        self._generation = 0  # of `held`: grows when it is taken or dropped
+        self._refused = range(0)  # do not fetch: there is no memory to train these layers
+        self._span = range(0)  # all its layers are on this node: in `held`, or among the layers that it trains
+        self._round = 0  # the round of `_span`
+        self._fetched_for = range(0)  # the span that `held` was fetched for
+        self._began_under_plan: Plan | None = None  # the plan at the start of that fetch
+        self.set_aside: tuple[HeadAndState, ...] = ()  # layers wanted earlier: they may be wanted again
+        self._set_aside_timer: asyncio.TimerHandle | None = None
+        self._generation = 0  # of `held`: grows when `held` is taken or dropped
         self._network = network
         self._directives = directives
         self._operator_key = operator_key
@@ -88,90 +88,90 @@ class LayerPrefetcher:
         self._present = present
         self._ready = ready
         self._on_head = on_head
-        self._others = local_states
+        self._local_states = local_states
 
     @property
     def span(self) -> range:
-        """What is wanted and here; empty: not all of it is."""
+        """The wanted span, once all its layers are on this node; else empty."""
         return self._span if self._span == self._wanted else range(0)
 
     @property
     def round(self) -> int:
-        """The round that `span` is of."""
+        """The round of the layers of `span`."""
         return self._round
 
     @property
     def refused(self) -> range:
-        """What this node was told to fetch and has no room for; empty: nothing, or it is told something else by now."""
+        """The span that this node should fetch but has no memory for; empty: none, or the directive changed."""
         return self._refused if self._refused == self._directives.prepare else range(0)
 
     def refuse(self) -> None:
-        """There is no room to train what this node was told to fetch."""
+        """Refuse the present directive: there is no memory to train its layers."""
         self._refused = self._directives.prepare
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Follow the directives until cancelled."""
         while True:
             await self._directives.until(self._is_wanted)
             span = self._wanted
-            if span != self._of:
+            if span != self._fetched_for:
                 if self._awaiting_load():
                     await self._wait_until_taken()
                     continue
                 self._set_held_aside()
-                self._of, self._began_under_plan = span, self._plan()
+                self._fetched_for, self._began_under_plan = span, self._plan()
             try:
                 await self._follow(span)
-            except (AtollError, OSError) as error:  # what is here stays
-                _log.warning("cannot fetch layers of the next plan yet", reason=str(error))
+            except (AtollError, OSError) as error:  # keep the layers fetched so far
+                _log.warning("prefetch failed", reason=str(error), retry_seconds=_RETRY.total_seconds())
                 await asyncio.sleep(_RETRY.total_seconds())
             if not self._wanted and not self._awaiting_load():
                 self._set_held_aside()
 
     def take(self) -> tuple[HeadAndState, ...]:
-        """What was fetched, for whoever has a use for it now; it is not followed any more."""
+        """Hand over the fetched layers, with those set aside; they are no longer kept current."""
         held, self.set_aside = (*self._drop(), *self.set_aside), ()
         return held
 
     def _drop(self) -> tuple[HeadAndState, ...]:
         held, self.held = self.held, ()
-        self._span, self._of, self._began_under_plan = range(0), range(0), None
+        self._span, self._fetched_for, self._began_under_plan = range(0), range(0), None
         self._generation += 1
         self._directives.wake()
         return held
 
     def _awaiting_load(self) -> bool:
-        """Whether a later plan gave us some of what is here, and who loads it has not taken it yet."""
+        """Whether a later plan assigned fetched layers to this node, and the session has not taken them yet."""
         plan, me = self._plan(), self._network.peer_id
         if self._began_under_plan is None or plan.version <= self._began_under_plan.version:
             return False
-        given = set(plan.span(me)) - set(self._began_under_plan.span(me))
-        return any(given.intersection(state.layers) for _, state in self.held)
+        assigned = set(plan.span(me)) - set(self._began_under_plan.span(me))
+        return any(assigned.intersection(state.layers) for _, state in self.held)
 
     async def _wait_until_taken(self) -> None:
-        """Nobody else may have what is here, so that it stays until then."""
+        """Keep the layers until the session takes them: this may be the only copy."""
         try:
             async with asyncio.timeout(_LOAD_TIMEOUT.total_seconds()):
                 await self._directives.until(lambda: not self._awaiting_load())
         except TimeoutError:
-            _log.warning(
-                "layers that the plan gives this node wait to be loaded", seconds=_LOAD_TIMEOUT.total_seconds()
-            )
+            _log.warning("prefetched layers still not loaded", seconds=_LOAD_TIMEOUT.total_seconds())
 
     def _set_held_aside(self) -> None:
-        """What is here is wanted no more, for now."""
+        """Keep the fetched layers for `_SET_ASIDE_TIME`, because they are not wanted for now."""
         held = self._drop()
         if held:
-            self.set_aside = (*held, *self.set_aside)[:_MOST_ASIDE]
-            if self._forgetting is not None:
-                self._forgetting.cancel()
-            self._forgetting = asyncio.get_running_loop().call_later(_SET_ASIDE_TIME.total_seconds(), self._forget)
+            self.set_aside = (*held, *self.set_aside)[:_MAX_SET_ASIDE]
+            if self._set_aside_timer is not None:
+                self._set_aside_timer.cancel()
+            self._set_aside_timer = asyncio.get_running_loop().call_later(
+                _SET_ASIDE_TIME.total_seconds(), self._drop_set_aside
+            )
 
-    def _forget(self) -> None:
+    def _drop_set_aside(self) -> None:
         self.set_aside = ()
 
     async def _follow(self, span: range) -> None:
-        """Fetch what is lacking of `span`, then what changed of it, until something else is wanted.
+        """Fetch the missing layers of `span`, then their changes, until another span is wanted.
 
         Raises what `catch_up` raises, and `DataDirUnusable`.
         """
@@ -181,22 +181,22 @@ class LayerPrefetcher:
             gaps = missing_ranges(span, present.layers or self._plan().span(self._network.peer_id))
             held = tuple([await self._fetch(gap, present) for gap in gaps])
             if generation != self._generation:
-                return  # the plan came, and did not wait for this
+                return  # the plan arrived during the fetch, and its layers were taken
             self.held = held
             self.set_aside = tuple(item for item in self.set_aside if not _is_among(item[1].layers, held))
-            was, self._round = self._round, min([head.round for head, _ in held] or [_round(present.head)])
-            came, self._span = self._span != span, span
-            if came or self._round != was:
+            previous_round, self._round = self._round, min([head.round for head, _ in held] or [_round(present.head)])
+            completed, self._span = self._span != span, span
+            if completed or self._round != previous_round:
                 self._ready()
-            if came:
-                _log.info("the layers of the next plan are here", first=span.start, last=span.stop - 1)
+            if completed:
+                _log.info("layers of the next plan fetched", first=span.start, last=span.stop - 1)
             await self._wait_for_change(span, present)
 
     async def _fetch(self, layers: range, present: CurrentLayers) -> HeadAndState:
         before, offsets = next((item for item in self.held if item[1].layers == layers), None), present.offsets
         if before is not None and present.head is not None and is_current_at(before, present.head):
-            return present.head, before[1]  # that round was of other layers
-        head, state = before if before is not None else (None, _nothing(offsets, layers))
+            return present.head, before[1]  # the rounds since averaged other layers
+        head, state = before if before is not None else (None, _zero_state(offsets, layers))
         fetched = await catch_up(
             self._network,
             self._plan(),
@@ -205,23 +205,23 @@ class LayerPrefetcher:
             operator_key=self._operator_key,
             on_head=self._on_head,
             allocate=partial(mapped_vector, self._folder),
-            local_states=lambda: (*self.held, *self.set_aside, *self._others()),
+            local_states=lambda: (*self.held, *self.set_aside, *self._local_states()),
         )
         if fetched is None:
             assert before is not None
             return before
         return fetched.head, AnchorState(fetched.anchor_E, offsets, layers, fetched.momentum_E)
 
-    async def _wait_for_change(self, span: range, then: CurrentLayers) -> None:
-        """Wait until something else is wanted, or there may be a newer head."""
+    async def _wait_for_change(self, span: range, before: CurrentLayers) -> None:
+        """Wait until another span is wanted, or there may be a newer head."""
         generation = self._generation
 
         def changed() -> bool:
             now = self._present()
-            moved = now.layers != then.layers or _hash(now.head) != _hash(then.head)
+            moved = now.layers != before.layers or _hash(now.head) != _hash(before.head)
             return self._wanted != span or moved or self._generation != generation
 
-        behind = then.head is None or any(head.round < then.head.round for head, _ in self.held)
+        behind = before.head is None or any(head.round < before.head.round for head, _ in self.held)
         try:
             async with asyncio.timeout(POLL.total_seconds() if behind else None):
                 await self._directives.until(changed)
@@ -237,7 +237,7 @@ class LayerPrefetcher:
         span, plan = self._wanted, self._directives.plan
         if not span or plan is None or span.stop >= len(self._present().offsets):
             return False
-        return bool(missing_ranges(span, plan.span(self._network.peer_id)))  # else it is loaded anyway
+        return bool(missing_ranges(span, plan.span(self._network.peer_id)))  # the session loads its own span anyway
 
     def _plan(self) -> Plan:
         assert self._directives.plan is not None
@@ -249,7 +249,7 @@ def _hash(head: Head | None) -> bytes:
 
 
 def is_current_at(held: HeadAndState, now: Head) -> bool:
-    """Whether all layers of a state are at `now` as they were at its head, or earlier than that."""
+    """Whether `held` is not newer than `now`, and none of its layers changed since."""
     then, state = held
     return then.round <= now.round and unchanged_layers(then, now, set(state.layers)) == set(state.layers)
 
@@ -262,14 +262,14 @@ def _is_among(layers: range, held: Sequence[HeadAndState]) -> bool:
     return set(layers) <= {layer for _, state in held for layer in state.layers}
 
 
-def _nothing(offsets: Sequence[int], layers: range) -> AnchorState:
-    """Zeros that take no room."""
+def _zero_state(offsets: Sequence[int], layers: range) -> AnchorState:
+    """A state of zeros that takes no memory: its vectors repeat one element."""
     zeros_E = torch.zeros(1).expand(offsets[layers.stop] - offsets[layers.start])
     return AnchorState(zeros_E, offsets, layers, zeros_E)
 
 
 def missing_ranges(span: range, held: range) -> tuple[range, ...]:
-    """What of `span` is outside `held`: at most two ranges."""
+    """The layers of `span` outside `held`: at most two ranges."""
     if not held or held.stop <= span.start or span.stop <= held.start:
         return (span,)
     sides = range(span.start, max(span.start, held.start)), range(min(span.stop, held.stop), span.stop)

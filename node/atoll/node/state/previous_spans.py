@@ -1,6 +1,6 @@
-"""Layers that this node held under earlier plans, or before it was started again, until nobody can need them.
+"""Keep the layers that this node held under earlier plans or before a restart, until no node can need them.
 
-Others may know them from nobody else, and a later plan may give them back.
+This node may have the only copy of them, and a later plan may assign them to this node again.
 """
 
 from __future__ import annotations
@@ -10,33 +10,38 @@ from atoll.node.state.anchor import AnchorState
 
 
 class PreviousSpans:
-    """States that are whole for the layers that they hold, each with its head; newest last."""
+    """Earlier states of this node with their heads, newest last; each is complete for its layers."""
 
     def __init__(self) -> None:
         self.held: tuple[tuple[Head, AnchorState], ...] = ()
 
     def add(self, head: Head, state: AnchorState) -> None:
-        """What was held until now; nobody changes it any more."""
+        """Keep a state that was current until now. The caller must not change it any more."""
         self.held = (*self.held, (head, state))
 
     def fill(self, state: AnchorState, head: Head | None) -> frozenset[int]:
-        """Copy what is true of `head` into a state that still lacks all its layers; the layers that it lacks then."""
+        """Copy layers that did not change up to `head` into a new, empty `state`; returns the layers still missing."""
         missing = set(state.layers)
-        for then, former in reversed(self.held if head is not None else ()):
-            true = unchanged_layers(then, head, missing & set(former.layers))
-            state.copy_layers(former, sorted(true))
-            missing -= true
+        for previous_head, previous in reversed(self.held if head is not None else ()):
+            unchanged = unchanged_layers(previous_head, head, missing & set(previous.layers))
+            state.copy_layers(previous, sorted(unchanged))
+            missing -= unchanged
         return frozenset(missing)
 
     def prune(self, head: Head, held: range) -> None:
-        """We hold these layers of `head`. What was averaged since by those who hold it now, nobody needs from us."""
+        """Drop states without a useful layer, given that the current state has the layers `held` at `head`.
+
+        A layer is useful when it is not in `held` and was not averaged since: its present holders have later ones.
+        """
         self.held = tuple(
-            (then, former) for then, former in self.held if unchanged_layers(then, head, set(former.layers) - set(held))
+            (previous_head, previous)
+            for previous_head, previous in self.held
+            if unchanged_layers(previous_head, head, set(previous.layers) - set(held))
         )
 
 
-def unchanged_layers(then: Head, now: Head | None, layers: set[int]) -> set[int]:
-    """Of these layers, those that are at `now` as they were at `then`."""
+def unchanged_layers(before: Head, now: Head | None, layers: set[int]) -> set[int]:
+    """The layers of `layers` that are the same at `before` and `now`; none if `now` is None."""
     if now is None:
         return set()
-    return {layer for layer in layers if then.manifest.layers[layer] == now.manifest.layers[layer]}
+    return {layer for layer in layers if before.manifest.layers[layer] == now.manifest.layers[layer]}

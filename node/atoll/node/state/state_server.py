@@ -1,4 +1,8 @@
-"""Serving `/atoll/state/1`: manifests that were committed here, and the state of the head or of a staged result."""
+"""The server of `/atoll/state/1`: committed manifests, and slices of the head's state or of a staged result.
+
+`state_client` is the other side. Besides its current state a node serves the layers of its previous spans: no other
+node may have them.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +27,22 @@ from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2, plan_pb2
 
-MAX_SLICE_ELEMENTS = 1 << 20  # 4 MiB of fp32: what one question may make us copy
-STREAMS_PER_PEER = 4  # one that asks for heads, one that fetches; the same for layers of a plan to come
-_IDLE = timedelta(seconds=30)
-_HEADS = 128  # that are remembered: two turns of as many fragments as there can be
+MAX_SLICE_ELEMENTS = 1 << 20  # per request: 4 MiB of fp32 to copy
+STREAMS_PER_PEER = 4  # one to survey heads and one to fetch; the same again for a prefetch
+_IDLE_TIMEOUT = timedelta(seconds=30)
+_MAX_REMEMBERED_HEADS = 128  # twice the largest number of fragments
 
 _log = log.get("state")
 
 
-def nothing_staged(payload_hash: bytes) -> Staged | None:
-    """For a node that stages nothing."""
-    return None
-
-
 class StateServer:
-    """Answers members from what this node holds.
+    """Answers the requests of other members from this node's states.
 
-    `current` gives the head and its state, or None while the node has none or is changing it. `staged` gives the
-    result with that payload hash, as long as it is kept. `former` gives what the node held before its span changed:
-    others may know these layers from nobody else. All are asked before every slice: what is served never mixes two
-    states.
+    - `current`: the head and its state; None while there is none or it is changing.
+    - `staged`: the staged result with a payload hash, while it is kept.
+    - `former`: states that the node held before its span changed.
+
+    The server calls them before every slice, so a slice never mixes two states.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StateServer:
         run_id: str,
         manifests: ManifestStore,
         current: Callable[[], tuple[Head, AnchorState] | None],
-        staged: Callable[[bytes], Staged | None] = nothing_staged,
+        staged: Callable[[bytes], Staged | None] = lambda payload_hash: None,
         former: Callable[[], Sequence[tuple[Head, AnchorState]]] = lambda: (),
     ) -> None:
         self._run_id = run_id
@@ -59,22 +59,24 @@ class StateServer:
         self._current = current
         self._staged = staged
         self._former = former
-        self._layers = range(0)  # of the present state, also while it changes
-        self._last_head: Head | None = None  # the last head that was seen here: still true while the state changes
-        self._versions: dict[bytes, tuple[bytes, ...]] = {}  # of the last heads' layers, newest last
+        self._layers = range(0)  # of the current state, kept while it changes
+        self._last_head: Head | None = None  # the newest head of this node, kept while the state changes
+        self._versions: dict[bytes, tuple[bytes, ...]] = {}  # head hash → its serialised layer states, newest last
         self._streams: Counter[str] = Counter()
         network.handle(PROTOCOL, self._handle)
 
     async def _handle(self, stream: Stream) -> None:
         if self._streams[stream.peer_id] >= STREAMS_PER_PEER:
-            raise PeerMisbehaved(f"a peer may hold {STREAMS_PER_PEER} conversations about state at once")
+            raise PeerMisbehaved(
+                f"peer {stream.peer_id} opened more than {STREAMS_PER_PEER} state streams at once; close one first"
+            )
         self._streams[stream.peer_id] += 1
         try:
             while True:
                 try:
-                    frame = await stream.receive(_IDLE)
+                    frame = await stream.receive(_IDLE_TIMEOUT)
                 except Unreachable:
-                    return  # it hung up, or has had no question for long
+                    return  # the peer closed the stream or was idle for too long
                 await self._answer(stream, frame.header)
         finally:
             self._streams[stream.peer_id] -= 1
@@ -87,7 +89,7 @@ class StateServer:
         except DecodeError as error:
             raise PeerMisbehaved("a state request does not parse") from error
         if request.run_id != self._run_id:
-            raise NotFound("that run is not held here")
+            raise NotFound(f"this node is in run {self._run_id!r}; the request is for another run")
         match request.WhichOneof("what"):
             case "manifest_round":
                 await self._send_manifest(stream, await asyncio.to_thread(self._stored, request.manifest_round))
@@ -115,7 +117,7 @@ class StateServer:
         return self._last_head
 
     def _current_head_and_state(self) -> tuple[Head, AnchorState] | None:
-        """The state, unless it is changing; its head and the versions of its layers are remembered."""
+        """The current state, unless it is changing. Remembers its head and its layer versions."""
         current = self._current()
         if current is not None:
             self._last_head, self._layers = current[0], current[1].layers
@@ -123,17 +125,16 @@ class StateServer:
         return current
 
     def _versions_of(self, head: Head) -> tuple[bytes, ...]:
-        """Of its layers; they are remembered."""
+        """The serialised layer states of `head`. Remembers them."""
         if head.hash not in self._versions:
             self._versions[head.hash] = tuple(layer.SerializeToString() for layer in head.manifest.layers)
-            if len(self._versions) > _HEADS:
+            if len(self._versions) > _MAX_REMEMBERED_HEADS:
                 del self._versions[next(iter(self._versions))]
         return self._versions[head.hash]
 
     def _held(self) -> list[plan_pb2.Span]:
-        """The layers that can be asked for here, for who cannot ask for all."""
-        formers = [state for _, state in self._former()]
-        spans = [self._layers, *(state.layers for state in formers)]
+        """The spans to report with the head; empty when a state here has all layers."""
+        spans = [self._layers, *(state.layers for _, state in self._former())]
         if self._last_head is None or any(len(span) == len(self._last_head.manifest.layers) for span in spans):
             return []
         return [plan_pb2.Span(first=span.start, last=span.stop - 1) for span in spans if span]
@@ -142,7 +143,7 @@ class StateServer:
         try:
             return self._manifests.get(number)
         except CheckpointCorrupt as error:
-            _log.warning("cannot serve a manifest", round=number, reason=str(error))
+            _log.warning("manifest not served", round=number, reason=str(error))
             return None
 
     async def _send_manifest(
@@ -155,32 +156,41 @@ class StateServer:
         first_E, vector_E = self._vector(piece, kind)
         start, end = piece.start - first_E, piece.end - first_E
         if not 0 <= start < end <= vector_E.numel() or end - start > MAX_SLICE_ELEMENTS:
-            raise PeerMisbehaved("a state request is outside the vector or over the cap")
-        values_E = vector_E[start:end].clone()  # ours may change while it is sent
+            raise PeerMisbehaved(
+                f"a state request asks for elements {piece.start} to {piece.end}; this node has "
+                f"{first_E} to {first_E + vector_E.numel()} and sends at most {MAX_SLICE_ELEMENTS} per request"
+            )
+        values_E = vector_E[start:end].clone()  # copy, because the state may change during the send
         await stream.send(FrameKind.MESSAGE, dp.StateReply(body_bytes=4 * values_E.numel()).SerializeToString())
         await stream.send(FrameKind.BODY, b"", values_E.numpy().data.cast("B"))
 
     def _vector(self, piece: dp.StateSlice, kind: Kind) -> tuple[int, Tensor]:
-        """What we hold of that state, and the element that it begins with: our span's, or that of a staged result."""
+        """Find a vector with the requested elements; returns the model's element that it begins with, and the vector.
+
+        Raises `Busy` while the state changes, `NotFound`.
+        """
         current, state_hash = self._current_head_and_state(), piece.manifest_hash
         for held in (current, *self._former()):
-            if held is not None and self._holds(piece, *held):
+            if held is not None and self._has_slice(piece, *held):
                 return held[1].start, held[1].vector(kind)
         staged = self._staged(state_hash)
         if staged is not None:
             return staged.start, staged.vector(kind)
         if current is None:
-            raise Busy("the state is changing; ask again")
-        raise NotFound("that state is not the head here, nor staged, or of layers that are not held here")
+            raise Busy("this node's state is changing; ask again")
+        raise NotFound(
+            "this node does not have the requested state: it is neither the head nor staged here, or its layers are "
+            "on other nodes"
+        )
 
-    def _holds(self, piece: dp.StateSlice, head: Head, state: AnchorState) -> bool:
-        """Whether these elements of `state` are what was asked for."""
+    def _has_slice(self, piece: dp.StateSlice, head: Head, state: AnchorState) -> bool:
+        """Whether `state`, at `head`, has the requested elements as they are in the requested state."""
         if not state.is_whole and not state.start <= piece.start < piece.end <= state.end:
             return False
         return head.hash == piece.manifest_hash or self._is_unchanged(piece, head, state)
 
     def _is_unchanged(self, piece: dp.StateSlice, head: Head, state: AnchorState) -> bool:
-        """Whether an earlier head of ours had there what we have now: rounds since were of other fragments."""
+        """Whether the requested state is an earlier head and these layers did not change up to `head`."""
         before = self._versions.get(piece.manifest_hash)
         if before is None:
             return False

@@ -1,13 +1,15 @@
-"""One flat fp32 vector as a safetensors file: a tensor a layer, in the order of the model, streamed both ways.
+"""Read and write one flat fp32 vector as a safetensors file with one tensor per layer, in the order of the model.
 
-Equal vectors are equal files on every node, so the header is written here: the format's own library orders and
-copies as it likes. Reading is strict. A header must be, byte for byte, the one that writing would make.
+Equal vectors must give equal files on every node. So this module writes the header itself: the safetensors library
+does not fix the order of its entries, and copies the data. Reading is strict: the header must equal, byte for byte, the
+one that this module writes.
 
 Shape suffix: E all elements.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -28,24 +30,24 @@ CHUNK_BYTES = 4 << 20
 _ALIGNMENT = 8
 _MAX_HEADER_BYTES = 16 << 20
 _FP32_BYTES = 4
-_METADATA_KEY = "atoll"  # one key, because the format's library writes several in any order
+_METADATA_KEY = "atoll"  # a single key, because the safetensors library writes several in any order
 
-FIRST_LAYER = "first_layer"  # the fact that a file of some layers has, and one of all of them has not
+FIRST_LAYER = "first_layer"  # metadata key in a file of some layers; a file of all layers lacks it
 
 FileMetadata = Mapping[str, str | int]
 
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """Names of consecutive layers, and where each lies in their flat vector (one offset more than names)."""
+    """Names of consecutive layers and their element offsets in their flat vector."""
 
     names: tuple[str, ...]
-    offsets: tuple[int, ...]
-    first: int = 0  # the number of the first one in the model
+    offsets: tuple[int, ...]  # one more than names
+    first: int = 0  # number of the first layer in the model
 
     @classmethod
     def of(cls, table: plan_pb2.LayerTable, held: range | None = None) -> LayerLayout:
-        """Those of a layer table, or those that are `held`."""
+        """The layout of a layer table, or of its `held` layers."""
         rows = table.layers if held is None else table.layers[held.start : held.stop]
         offsets = [0]
         for row in rows:
@@ -53,14 +55,14 @@ class LayerLayout:
         return cls(tuple(row.name for row in rows), tuple(offsets), held.start if held is not None else 0)
 
     def part(self, numbers: slice) -> LayerLayout:
-        """Those with these numbers; `self` holds all of them."""
+        """The layout of the layers with these numbers; `self` must be the layout of the whole model."""
         start = self.offsets[min(numbers.start, len(self.offsets) - 1)]
         offsets = tuple(offset - start for offset in self.offsets[numbers.start : numbers.stop + 1])
         return LayerLayout(self.names[numbers], offsets, numbers.start)
 
     @property
     def numbers(self) -> slice:
-        """Where they stand in the model."""
+        """The numbers of these layers in the model."""
         return slice(self.first, self.first + len(self.names))
 
     @property
@@ -70,7 +72,7 @@ class LayerLayout:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """What a file holds."""
+    """The contents of a file."""
 
     facts: FileMetadata
     layers: LayerLayout
@@ -80,17 +82,17 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class ScannedFile:
-    """What a file holds, but for the numbers."""
+    """The contents of a file, with digests in place of the values."""
 
     facts: FileMetadata
     layers: LayerLayout
     digests: tuple[bytes, ...]  # SHA-256 of every layer's bytes
     sha256: str  # hex, of the file
-    data_offset: int  # bytes before the first layer's
+    data_offset: int  # bytes before the first layer's values
 
 
 def chunks(layers: LayerLayout, facts: FileMetadata, vector_E: Tensor) -> Iterator[Bytes]:
-    """The bytes of the file, in pieces of at most `CHUNK_BYTES`."""
+    """Yield the bytes of the file: the header, then chunks of at most `CHUNK_BYTES`."""
     yield _header(layers, facts)
     data = bytes_of(vector_E)
     for start in range(0, len(data), CHUNK_BYTES):
@@ -98,29 +100,29 @@ def chunks(layers: LayerLayout, facts: FileMetadata, vector_E: Tensor) -> Iterat
 
 
 def read(path: Path) -> TensorFile:
-    """The whole file. Raises `CheckpointCorrupt` unless `chunks` could have written it, and `OSError`."""
+    """Read the whole file. Raises `CheckpointCorrupt` unless `chunks` could have written it, and `OSError`."""
     with path.open("rb") as file:
         layers, facts, header = _begin(file, path)
         vector_E = torch.empty(layers.elements)
         target = bytes_of(vector_E)
         if file.readinto(target) != len(target):
-            raise CheckpointCorrupt(f"{path} ends too early")
+            raise CheckpointCorrupt(f"{path} is truncated")
     hasher = hashlib.sha256(header)
     hasher.update(target)
     return TensorFile(facts, layers, vector_E, hasher.hexdigest())
 
 
 def scan(file: BinaryIO, path: Path) -> ScannedFile:
-    """As `read`, with a piece of the file in memory at a time. Raises `CheckpointCorrupt` and `OSError`."""
+    """Check the file like `read`, but hold one chunk in memory at a time. Raises `CheckpointCorrupt` and `OSError`."""
     layers, facts, header = _begin(file, path)
     whole, digests = hashlib.sha256(header), []
     buffer = memoryview(bytearray(CHUNK_BYTES))
     for start, end in pairwise(layers.offsets):
         left, digest = _FP32_BYTES * (end - start), hashlib.sha256()
         while left:
-            count = file.readinto(buffer[: min(left, CHUNK_BYTES)])  # type: ignore[attr-defined]  # of every real file
+            count = file.readinto(buffer[: min(left, CHUNK_BYTES)])  # type: ignore[attr-defined]  # binary files have it
             if not count:
-                raise CheckpointCorrupt(f"{path} ends too early")
+                raise CheckpointCorrupt(f"{path} is truncated")
             whole.update(buffer[:count])
             digest.update(buffer[:count])
             left -= count
@@ -129,36 +131,41 @@ def scan(file: BinaryIO, path: Path) -> ScannedFile:
 
 
 def read_layers(path: Path) -> LayerLayout:
-    """What a file says that it holds; its bytes are not looked at. Raises `CheckpointCorrupt`, `OSError`."""
-    with path.open("rb") as file:
-        try:
-            return _parse(_read_header(file, path))[0]
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-            raise CheckpointCorrupt(f"{path}: the header is not one of ours") from error
+    """Read the layout in the header; does not check or read the values. Raises `CheckpointCorrupt`, `OSError`."""
+    with path.open("rb") as file, _header_errors(path):
+        return _parse(_read_header(file, path))[0]
 
 
 def _begin(file: BinaryIO, path: Path) -> tuple[LayerLayout, FileMetadata, bytes]:
-    """What the header says, and all bytes before the first layer's. Raises `CheckpointCorrupt`, `OSError`."""
+    """Read and check the header; returns its contents and its bytes. Raises `CheckpointCorrupt`, `OSError`."""
     raw = _read_header(file, path)
-    try:
+    with _header_errors(path):
         layers, facts = _parse(raw)
         canonical = _header(layers, facts)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-        raise CheckpointCorrupt(f"{path}: the header is not one of ours") from error
     if canonical[8:] != raw:
-        raise CheckpointCorrupt(f"{path}: the header is not one of ours")
-    if os.fstat(file.fileno()).st_size != len(canonical) + _FP32_BYTES * layers.elements:
-        raise CheckpointCorrupt(f"{path} has another size than its header says")
+        raise CheckpointCorrupt(f"{path}: the header differs from the one that Atoll writes")
+    size = len(canonical) + _FP32_BYTES * layers.elements
+    if os.fstat(file.fileno()).st_size != size:
+        raise CheckpointCorrupt(f"{path}: the file does not have the {size} bytes that its header describes")
     return layers, facts, canonical
+
+
+@contextlib.contextmanager
+def _header_errors(path: Path) -> Iterator[None]:
+    """Turn the errors of parsing arbitrary JSON as a header into `CheckpointCorrupt`."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{path}: the header differs from the one that Atoll writes") from error
 
 
 def _read_header(file: BinaryIO, path: Path) -> bytes:
     length = int.from_bytes(file.read(8), "little")
     if length > _MAX_HEADER_BYTES:
-        raise CheckpointCorrupt(f"{path}: the header is not one of ours")
+        raise CheckpointCorrupt(f"{path}: the header has {length} bytes; at most {_MAX_HEADER_BYTES} are allowed")
     raw = file.read(length)
     if len(raw) != length:
-        raise CheckpointCorrupt(f"{path} ends too early")
+        raise CheckpointCorrupt(f"{path} is truncated")
     return raw
 
 
@@ -182,5 +189,5 @@ def _header(layers: LayerLayout, facts: FileMetadata) -> bytes:
 
 
 def bytes_of(vector_E: Tensor) -> memoryview:
-    """Of a contiguous tensor on the host, as they lie in memory."""
+    """The memory of a contiguous fp32 tensor on the host."""
     return vector_E.numpy().data.cast("B") if vector_E.numel() else memoryview(bytearray())

@@ -1,4 +1,7 @@
-"""What this node promised and voted, on disk before anyone hears of it: a restart must not vote twice."""
+"""The promises and votes of this node on disk, so that it does not vote twice after a restart.
+
+The node saves the record before it sends a promise or a vote. The file is JSON and a line with its SHA-256.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,17 @@ _log = log.get("rounds")
 
 
 class VoteStore:
-    """The newest record; older rounds are decided."""
+    """Stores the newest vote record only: older rounds are decided."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / _FILE
 
     def begin(self) -> None:
-        """The blank record of a node that got its identity just now, and so cannot have voted."""
+        """Save the empty record of a node with a new identity, which cannot have voted yet."""
         self.save(VoteRecord(0, b"", Ballot(0, 0)))
 
     def save(self, record: VoteRecord) -> None:
-        """Make it durable. Raises `DataDirUnusable`."""
+        """Write the record durably. Raises `DataDirUnusable`."""
         voted = record.voted
         plain = {
             "version": 1,
@@ -42,11 +45,11 @@ class VoteStore:
         write_atomic(self._path, body + b"\n" + hashlib.sha256(body).hexdigest().encode())
 
     def load(self) -> VoteRecord | None:
-        """The record, or None: then this node abstains until it was part of a round again (round.py, `_recall`)."""
+        """Read the record. None when it is missing or damaged: the node then abstains until it took part in a round."""
         try:
             body, _, checksum = self._path.read_bytes().rpartition(b"\n")
             if hashlib.sha256(body).hexdigest().encode() != checksum:
-                raise ValueError("the checksum is wrong")
+                raise ValueError("the file does not match its checksum")
             plain = json.loads(body)
             voted = plain["voted"]
             return VoteRecord(
@@ -59,5 +62,5 @@ class VoteStore:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
-            _log.error("the record of votes cannot be read: this node abstains for now", reason=str(error))
+            _log.error("vote record unreadable; this node abstains for now", reason=str(error))
             return None
