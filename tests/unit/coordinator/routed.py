@@ -114,7 +114,7 @@ class RoutedWorld(World):
         self.create_run(min_nodes=len(layers), **LONG_ROUNDS)
         self.cards(**layers)
         self.wait(0.4)
-        self.say(self.name_of(self.state.memory[RUN].writer), ELIGIBLE_STATES, genesis=self.genesis())
+        self.say(self.name_of(self.state.memory[RUN].genesis_writer), ELIGIBLE_STATES, genesis=self.genesis())
         self.wait(1)
 
     def spans(self) -> dict[str, tuple[int, int]]:

@@ -21,9 +21,13 @@ def after(*spells: tuple[float, float], lost: bool = True) -> Node:
     """A node that was there, then away, for so many seconds each time, and came back."""
     node, now = Node("peer", "ann", "reef", ("node",), b"", 1, 0), 0.0
     for there, away in spells:
-        node = availability.count_connected(node, LiveNode(session=1, seen=now, connected_at=now), now + there)
-        node = availability.count_loss(node, LiveNode(session=0, seen=now, connected_at=1.0)) if lost else node
-        node = availability.count_absence(node, LiveNode(session=0, seen=now + there), now + there + away)
+        node = availability.count_connected(
+            node, LiveNode(session=1, last_message_at=now, connected_at=now), now + there
+        )
+        node = (
+            availability.count_loss(node, LiveNode(session=0, last_message_at=now, connected_at=1.0)) if lost else node
+        )
+        node = availability.count_absence(node, LiveNode(session=0, last_message_at=now + there), now + there + away)
         now += there + away
     return node
 
@@ -59,7 +63,7 @@ def test_a_node_that_has_become_better_is_believed() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9)), max_size=30), st.floats(0, 1e12))
 def test_availability_is_a_share_and_losses_are_a_rate(spells: list[tuple[float, float]], now: float) -> None:
-    node, live = after(*spells), LiveNode(session=1, seen=now, connected_at=0.0)
+    node, live = after(*spells), LiveNode(session=1, last_message_at=now, connected_at=0.0)
     assert 0 < availability.availability(node, live, now) <= 1
     assert 0 <= availability.failures_per_hour(node, live, now) < 3600
 

@@ -143,7 +143,7 @@ async def test_a_planner_failure_is_reported_and_affects_nothing_else(monkeypatc
     controller.state = world.state
     await controller.answer_questions()
     assert controller.tick_failures == 1
-    assert "the planner failed" in controller.state.memory[RUN].missing
+    assert "the planner failed" in controller.state.memory[RUN].no_plan_reason
     controller.close()
 
 

@@ -161,7 +161,7 @@ def test_who_lends_less_than_its_pin_takes_has_no_part_and_the_others_are_planne
     pair.wait(10)
     assert pair.spans()["dan"] == ALL_LAYERS
     assert "cid" not in pair.spans()
-    assert not pair.state.memory[RUN].missing
+    assert not pair.state.memory[RUN].no_plan_reason
     assert "pinned to layers 0–8, which take" in pair.state.memory[RUN].left_out[pair.identities["cid"].peer_id]
 
 

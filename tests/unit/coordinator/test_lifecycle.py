@@ -119,7 +119,7 @@ def test_genesis_waits_for_enough_nodes_and_picks_the_lowest_peer() -> None:
     world.join("bob")
     world.wait(0.2)
     assert world.run.state == "GENESIS"
-    writer = world.state.memory[RUN].writer
+    writer = world.state.memory[RUN].genesis_writer
     assert writer == min(identity.peer_id for identity in world.identities.values())
     orders = {name: order(world, name) for name in ("ann", "bob")}
     assert orders[world.name_of(writer)] == mb.ORDER_WRITE_GENESIS
@@ -164,10 +164,10 @@ def test_when_the_writer_is_lost_another_one_writes() -> None:
     world.create_run(min_nodes=2)
     world.join("ann", "bob", "cid")
     world.wait(0.4)
-    first = world.state.memory[RUN].writer
+    first = world.state.memory[RUN].genesis_writer
     world.hang_up(world.name_of(first))
     world.wait(world.policy.lost_after_seconds + 1)
-    second = world.state.memory[RUN].writer
+    second = world.state.memory[RUN].genesis_writer
     assert (world.run.state, second != first) == ("GENESIS", True)
     assert order(world, world.name_of(second)) == mb.ORDER_WRITE_GENESIS
 
@@ -177,7 +177,7 @@ def test_when_too_few_remain_the_run_waits_again() -> None:
     world.create_run(min_nodes=2)
     world.join("ann", "bob")
     world.wait(0.4)
-    world.take(admission.leave(world.state, world.now, world.state.memory[RUN].writer, ""))
+    world.take(admission.leave(world.state, world.now, world.state.memory[RUN].genesis_writer, ""))
     world.wait(0.4)
     assert world.run.state == "WAITING"
     assert world.run.corpus_digest == ""
@@ -188,9 +188,9 @@ def test_a_writer_that_never_delivers_is_passed_over() -> None:
     world.create_run(min_nodes=2)
     world.join("ann", "bob")
     world.wait(0.4)
-    first = world.state.memory[RUN].writer
+    first = world.state.memory[RUN].genesis_writer
     world.wait(5.4)
-    assert world.state.memory[RUN].writer != first
+    assert world.state.memory[RUN].genesis_writer != first
 
 
 def test_only_the_chosen_writer_is_heard() -> None:
@@ -198,7 +198,7 @@ def test_only_the_chosen_writer_is_heard() -> None:
     world.create_run(min_nodes=2)
     world.join("ann", "bob")
     world.wait(0.4)
-    other = next(n for n in ("ann", "bob") if world.identities[n].peer_id != world.state.memory[RUN].writer)
+    other = next(n for n in ("ann", "bob") if world.identities[n].peer_id != world.state.memory[RUN].genesis_writer)
     world.say(other, mb.NODE_STATE_READY, genesis=genesis_report(world.identities[other]))
     assert world.run.state == "GENESIS"
 

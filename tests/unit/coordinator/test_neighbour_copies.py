@@ -43,7 +43,7 @@ def thirds(*, fetches: bool = True, room: int = 8, round_tokens: int = 10**8) ->
     for place, name in enumerate(THREE):
         world.take(pinning.pin(world.state, world.now, name, (4 * place, 4 * place + 3)))
     world.wait(0.4)
-    world.say(world.name_of(world.state.memory[RUN].writer), ELIGIBLE_STATES, genesis=world.genesis())
+    world.say(world.name_of(world.state.memory[RUN].genesis_writer), ELIGIBLE_STATES, genesis=world.genesis())
     world.wait(1)
     assert world.routes() == [list(THREE)]
     for name in THREE:
@@ -342,7 +342,7 @@ def test_a_copy_outlives_its_stage(swarm: RoutedWorld) -> None:
     backup_spans.update_copies(
         draft, RUN, swarm.policy, Attendance(eligible=tuple(sorted((bob, cid))), awaited=(), finishing=())
     )
-    assert draft.state.memory[RUN].copies[bob].span == range(8)
+    assert draft.state.memory[RUN].copy_fetches[bob].span == range(8)
 
 
 def test_long_preparations_make_no_copy_late() -> None:

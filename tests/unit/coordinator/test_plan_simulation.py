@@ -84,7 +84,7 @@ class StormyWorld(RoutedWorld):
             assert bool(item.data_ranges) == (item.peer_id in drivers)
             assert model().fits(live.profile, item.first_layer, item.last_layer), (self.name_of(item.peer_id), item)
             assert node.pin in ("", f"{item.first_layer}-{item.last_layer}")
-            assert not any((node.banned, node.left, live.lost))
+            assert not any((node.banned, node.left, live.counted_as_lost))
         if before:
             self.count(before, plan)
 
@@ -204,8 +204,10 @@ def check_settled(storm: Storm) -> None:
     state, memory = world.state, world.state.memory[RUN]
     gone = [peer for peer in world.plan.members if not state.live[peer].connected or state.nodes[peer].draining]
     nobody = not attendance_of(state, RUN, world.now.monotonic).members
-    assert bool(memory.missing) or nobody or not gone
-    assert not memory.missing or memory.missing.startswith(("needs ", "no route covers", "no machine may hold"))
+    assert bool(memory.no_plan_reason) or nobody or not gone
+    assert not memory.no_plan_reason or memory.no_plan_reason.startswith(
+        ("needs ", "no route covers", "no machine may hold")
+    )
     assert memory.question is None
 
 

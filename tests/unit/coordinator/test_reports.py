@@ -655,7 +655,7 @@ def test_a_bad_genesis_is_refused_and_another_node_is_asked(spoil: Callable[[man
     world.create_run(min_nodes=2)
     world.join("ann", "bob")
     world.wait(0.4)
-    name = world.name_of(world.state.memory[RUN].writer)
+    name = world.name_of(world.state.memory[RUN].genesis_writer)
     report = genesis_report(world.identities[name])
     manifest = manifest_pb2.Manifest.FromString(report.manifest.payload)
     spoil(manifest)
@@ -664,7 +664,7 @@ def test_a_bad_genesis_is_refused_and_another_node_is_asked(spoil: Callable[[man
         world.say(name, mb.NODE_STATE_READY, genesis=report)
     assert world.kinds().count("genesis.rejected") == 1
     world.wait(0.4)
-    other = world.name_of(world.state.memory[RUN].writer)
+    other = world.name_of(world.state.memory[RUN].genesis_writer)
     assert other != name
     world.say(other, mb.NODE_STATE_READY, genesis=genesis_report(world.identities[other]))
     assert world.run.state == "TRAINING"

@@ -71,7 +71,7 @@ def test_machines_that_cost_too_much_are_left_out_where_the_operator_asks_for_pr
     world.create_run(min_nodes=2, **LONG_ROUNDS)
     world.join("ann", "bob")
     world.wait(0.4)
-    world.say(world.name_of(world.state.memory[RUN].writer), ELIGIBLE_STATES, genesis=world.genesis())
+    world.say(world.name_of(world.state.memory[RUN].genesis_writer), ELIGIBLE_STATES, genesis=world.genesis())
     world.join("cid", "dan")
     world.wait(5)
     assert len(world.routes()) == routes
@@ -155,7 +155,7 @@ def test_while_the_planner_thinks_the_plan_stands_and_one_question_is_enough(pai
     pair.wait(10)
     question = pair.state.memory[RUN].question
     assert question is not None
-    assert (pair.plan.version, pair.state.memory[RUN].questions) == (1, 2)
+    assert (pair.plan.version, pair.state.memory[RUN].questions_asked) == (1, 2)
     pair.bring(question, pair.find(question))
     pair.wait(0.4)
     assert pair.plan.version == 2
@@ -226,7 +226,7 @@ def test_a_planner_that_fails_leaves_the_plan_and_says_so(pair: RoutedWorld) -> 
     pair.bring(question, Answer(missing="the planner failed"))
     assert pair.told("plan.impossible") == ["no plan is possible: the planner failed"]
     pair.wait(QUICK.replan_seconds / 2)
-    assert pair.state.memory[RUN].questions == question.number
+    assert pair.state.memory[RUN].questions_asked == question.number
 
 
 # --- changes ------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def test_without_a_feasible_plan_the_run_says_what_is_missing_and_the_plan_stays
     pair.cards(cid=6)
     pair.wait(3)
     assert pair.plan.version == 2
-    assert pair.state.memory[RUN].missing == ""
+    assert pair.state.memory[RUN].no_plan_reason == ""
 
 
 def test_without_small_nodes_the_others_hold_all_layers() -> None:
@@ -451,14 +451,14 @@ def test_genesis_waits_for_memory_that_is_enough_and_says_how_much_is_missing() 
     world.say("cid", ELIGIBLE_STATES)
     world.wait(1)
     assert world.run.state == "GENESIS"
-    assert world.state.memory[RUN].missing == ""
+    assert world.state.memory[RUN].no_plan_reason == ""
 
 
 def test_a_repeated_genesis_report_waits_for_the_first_plan() -> None:
     world = RoutedWorld(answers=False)
     world.begin(ann=6, bob=6)
     assert (world.run.state, world.plans) == ("GENESIS", [])
-    world.say(world.name_of(world.state.memory[RUN].writer), ELIGIBLE_STATES, genesis=world.genesis())
+    world.say(world.name_of(world.state.memory[RUN].genesis_writer), ELIGIBLE_STATES, genesis=world.genesis())
     assert world.told("genesis.rejected") == []
     world.answers = True
     world.wait(1)

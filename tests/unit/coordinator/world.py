@@ -200,7 +200,7 @@ class World:
                 live = self.state.live.get(peer)
                 if live is not None and live.session == session:  # nodes that are there keep sending
                     self.state = replace(
-                        self.state, live={**self.state.live, peer: replace(live, seen=self.now.monotonic)}
+                        self.state, live={**self.state.live, peer: replace(live, last_message_at=self.now.monotonic)}
                     )
             self.tick()
             self.tick_done()
@@ -301,7 +301,7 @@ class World:
         self.create_run(min_nodes=len(names), **spec)
         self.join(*names)
         self.wait(0.4)
-        writer = self.state.memory[RUN].writer
+        writer = self.state.memory[RUN].genesis_writer
         self.say(self.name_of(writer), ELIGIBLE_STATES, genesis=self.genesis())
         for name in names:
             self.say(name)
@@ -310,7 +310,7 @@ class World:
 
     def genesis(self) -> mb.GenesisReport:
         """From whoever was asked for it."""
-        writer = self.name_of(self.state.memory[RUN].writer)
+        writer = self.name_of(self.state.memory[RUN].genesis_writer)
         return genesis_report(self.identities[writer], table=self.table)
 
     def name_of(self, peer_id: str) -> str:

@@ -156,7 +156,7 @@ def can_still_write_genesis(state: State, peer_id: str) -> bool:
     return (
         should_train(node)
         and live is not None
-        and not live.lost
+        and not live.counted_as_lost
         and (not live.connected or live.status.state in ELIGIBLE_STATES)
     )
 
@@ -181,7 +181,7 @@ def recent_joins(memory: RunMemory, peer_id: str, now: float) -> int:
 
 def live_of(state: State, peer: str) -> LiveNode:
     """The live record of a node; an empty one where the coordinator has not heard of it."""
-    return state.live.get(peer) or LiveNode(session=0, seen=0.0)
+    return state.live.get(peer) or LiveNode(session=0, last_message_at=0.0)
 
 
 def should_train(node: Node) -> bool:
@@ -207,7 +207,7 @@ def _why_absent(state: State, peer_id: str) -> str:
     ):
         if gone:
             return word
-    if live is None or live.lost:
+    if live is None or live.counted_as_lost:
         return "was lost"
     if live.status.state in ELIGIBLE_STATES:
         return "is left out"
@@ -222,7 +222,7 @@ def _is_eligible(state: State, node: Node) -> bool:
 def _finishing(state: State, node: Node, now: float) -> bool:
     """True while a draining node takes part in its last round: until it is done or `DRAIN_SECONDS` are over."""
     live = state.live.get(node.peer_id)
-    if live is None or live.lost or not node.draining or node.banned or node.left:
+    if live is None or live.counted_as_lost or not node.draining or node.banned or node.left:
         return False
     in_time = live.drain_since is not None and now - live.drain_since < DRAIN_SECONDS
     in_time |= live.handing_over
@@ -244,7 +244,7 @@ def _within_loading_timeout(live: LiveNode, now: float) -> bool:
 def _may_return(state: State, peer_id: str, now: float) -> bool:
     """True for a disconnected node until it is lost, and for a while for one that is finished or reports no state."""
     live = state.live.get(peer_id)
-    if live is None or live.lost:
+    if live is None or live.counted_as_lost:
         return False
     waits = live.status.state in (mb.NODE_STATE_FINISHED, mb.NODE_STATE_UNSPECIFIED)
     return not live.connected or (waits and _within_loading_timeout(live, now))

@@ -68,7 +68,7 @@ def remaining_standbys(
 
 def complete_copies(state: State, plan: Plan) -> Iterator[NeighbourPair]:
     """Pairs whose copy is complete, as of the newest round or nearly."""
-    copies = state.memory[plan.run_id].copies
+    copies = state.memory[plan.run_id].copy_fetches
     for pair in neighbour_pairs(plan):
         fetch = copies.get(pair.holder)
         if (
@@ -110,7 +110,7 @@ def update_standbys(draft: Draft, run_id: str, policy: Policy, attendance: Atten
         return
     wanted, standing = _wanted_standbys(state, run_id, plan, attendance, now), standby_spans(plan)
     new = {peer: span for peer, span in wanted.items() if standing.get(peer) != span}
-    pending = _pending_fetches(draft, run_id, policy, new, memory.standbys)
+    pending = _pending_fetches(draft, run_id, policy, new, memory.standby_fetches)
     waited = {
         peer: now - it.since
         for peer, it in pending.items()
@@ -122,10 +122,10 @@ def update_standbys(draft: Draft, run_id: str, policy: Policy, attendance: Atten
     staying = {peer: span for peer, span in standing.items() if wanted.get(peer) == span}
     if enough or staying.keys() != standing.keys():
         after = staying | {peer: pending.pop(peer).span for peer in sorted(waited)}
-        draft.remember(run_id, standbys=pending)
+        draft.remember(run_id, standby_fetches=pending)
         issue_with_standbys(draft, run_id, routes_of(plan), after, _change_text(state, standing, after))
-    elif pending != memory.standbys:
-        draft.remember(run_id, standbys=pending)
+    elif pending != memory.standby_fetches:
+        draft.remember(run_id, standby_fetches=pending)
 
 
 def standby_spans(plan: Plan) -> dict[str, range]:
@@ -138,7 +138,9 @@ def _wanted_standbys(state: State, run_id: str, plan: Plan, attendance: Attendan
     memory, routes = state.memory[run_id], routes_of(plan)
     staying = remaining_standbys(state, run_id, routes, attendance.plannable)
     found = {span: peer for peer, span in sorted(staying.items(), reverse=True)}
-    fetching = {peer: it.span for peer, it in memory.standbys.items() if not _was_slow_recently(memory, peer, now)}
+    fetching = {
+        peer: it.span for peer, it in memory.standby_fetches.items() if not _was_slow_recently(memory, peer, now)
+    }
     for peer, span in sorted(_possible_standbys(state, run_id, routes, attendance.eligible, fetching).items()):
         found.setdefault(span, peer)
     open_spans = [span for span in _stage_spans(routes) if span not in found]
@@ -221,36 +223,36 @@ def update_copies(draft: Draft, run_id: str, policy: Policy, attendance: Attenda
     """Choose the nodes that hold a neighbour's layers; `prefetch.layers_to_fetch` makes them fetch these."""
     state, memory, now = draft.state, draft.state.memory[run_id], draft.now.monotonic
     plan, checked_at = memory.plan, memory.copies_checked_at
-    if plan is None or memory.missing or (checked_at is not None and now - checked_at < _CHECK_INTERVAL_SECONDS):
+    if plan is None or memory.no_plan_reason or (checked_at is not None and now - checked_at < _CHECK_INTERVAL_SECONDS):
         return
     draft.remember(run_id, copies_checked_at=now)
     settled = draft.now.unix_ms - plan.issued_unix_ms >= 1000 * policy.standby_seconds
     wanted = _wanted_copies(state, plan, attendance, now, settled=settled)
-    before = {peer: _refreshed(state, peer, it, now) for peer, it in memory.copies.items()}
+    before = {peer: _refreshed(state, peer, it, now) for peer, it in memory.copy_fetches.items()}
     spans = {peer: pair.joint_span for peer, pair in wanted.items()}
     copies = _pending_fetches(draft, run_id, policy, spans, before)
-    if copies == memory.copies:
+    if copies == memory.copy_fetches:
         return
-    for peer in sorted(copies.keys() - memory.copies.keys()):
+    for peer in sorted(copies.keys() - memory.copy_fetches.keys()):
         pair = wanted[peer]
         layers = f"layers {pair.stage_span.start}–{pair.stage_span.stop - 1} of {state.nodes[pair.stage].name}"
         draft.event("copy.wanted", run_id, peer, f"{state.nodes[peer].name} fetches a second copy of {layers}")
-    draft.remember(run_id, copies=copies)
+    draft.remember(run_id, copy_fetches=copies)
 
 
 def drop_unusable_copies(draft: Draft, run_id: str) -> None:
     """Drop copies that fit no pair of the plan. The time of a holder that fetches for a prepared plan starts anew."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
-    if memory.copies and memory.plan is not None:
+    if memory.copy_fetches and memory.plan is not None:
         usable = {(pair.holder, pair.joint_span) for pair in neighbour_pairs(memory.plan)}
         busy = memory.preparation.spans if memory.preparation is not None else {}
         copies = {
             peer: PendingFetch(it.span, now) if peer in busy and now - it.since >= _REFRESH_INTERVAL_SECONDS else it
-            for peer, it in memory.copies.items()
+            for peer, it in memory.copy_fetches.items()
             if (peer, it.span) in usable
         }
-        if copies != memory.copies:
-            draft.remember(run_id, copies=copies)
+        if copies != memory.copy_fetches:
+            draft.remember(run_id, copy_fetches=copies)
 
 
 def _wanted_copies(
@@ -264,7 +266,7 @@ def _wanted_copies(
     if not memory.spec.pipeline.second_copies:
         return {}
     held_by_standbys = {plan.span(peer) for peer in plan.standbys}
-    fetched_by_standbys = {it.span for it in memory.standbys.values()}
+    fetched_by_standbys = {it.span for it in memory.standby_fetches.values()}
     possible = [
         pair
         for pair in neighbour_pairs(plan)
@@ -275,7 +277,7 @@ def _wanted_copies(
     present = [
         pair
         for pair in possible
-        if (it := memory.copies.get(pair.holder)) is not None
+        if (it := memory.copy_fetches.get(pair.holder)) is not None
         and it.span == pair.joint_span
         and _links_carry_copy(state, pair, run_id, _DROP_LINK_SHARE)
     ]

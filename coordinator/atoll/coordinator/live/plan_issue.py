@@ -168,7 +168,7 @@ def _former(state: State, before: Plan | None, plan: Plan) -> tuple[str, ...]:
 
 def _may_still_answer(state: State, peer: str) -> bool:
     node, live = state.nodes.get(peer), state.live.get(peer)
-    return node is not None and not (node.banned or node.left) and live is not None and not live.lost
+    return node is not None and not (node.banned or node.left) and live is not None and not live.counted_as_lost
 
 
 def _figures(plan: Plan, notes: PlanNotes) -> PlanFigures:

@@ -69,7 +69,7 @@ def ask_prediction(draft: Draft, run_id: str, policy: Policy) -> None:
         draft.remember(
             run_id,
             question=replace(question, nodes=nodes, given_routes=question.current),
-            questions=question.number,
+            questions_asked=question.number,
             predicted_version=plan.version,
         )
 

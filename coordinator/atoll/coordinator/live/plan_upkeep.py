@@ -25,9 +25,9 @@ def issue_first_plan(draft: Draft, run_id: str) -> None:
     state = draft.state
     if replan_trigger.needs_routes(state, run_id, attendance_of(state, run_id, draft.now.monotonic)):
         return
-    ready = sorted({*filter(None, [state.memory[run_id].writer]), *eligible_nodes(state, run_id)})
+    ready = sorted({*filter(None, [state.memory[run_id].genesis_writer]), *eligible_nodes(state, run_id)})
     if ready:
-        draft.remember(run_id, question=None, missing="")
+        draft.remember(run_id, question=None, no_plan_reason="")
         issue_replica_plan(draft, run_id, ready, "the run starts")
         if state.runs[run_id].state == "GENESIS":
             transition_run(draft, run_id, "TRAINING", f"training starts with {len(ready)} nodes")
@@ -50,8 +50,8 @@ def update_plan(draft: Draft, run_id: str, policy: Policy) -> None:
 def _update_replicas(draft: Draft, run_id: str, policy: Policy, attendance: Attendance, plan: Plan) -> None:
     if draft.state.memory[run_id].preparation is not None:
         draft.remember(run_id, preparation=None)
-    if draft.state.memory[run_id].standbys or draft.state.memory[run_id].copies:
-        draft.remember(run_id, standbys={}, copies={})
+    if draft.state.memory[run_id].standby_fetches or draft.state.memory[run_id].copy_fetches:
+        draft.remember(run_id, standby_fetches={}, copy_fetches={})
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     change = _replica_change(draft.state, policy, attendance.members, plan) if attendance.members else None
     if change is None:
@@ -62,7 +62,7 @@ def _update_replicas(draft: Draft, run_id: str, policy: Policy, attendance: Atte
     if memory.changed_since is None or memory.changed_why != why:
         draft.remember(run_id, changed_since=now, changed_why=why)
     elif now - memory.changed_since >= debounce_seconds:
-        draft.remember(run_id, question=None, answered_question=None, left_out={}, missing="")
+        draft.remember(run_id, question=None, answered_question=None, left_out={}, no_plan_reason="")
         issue_replica_plan(draft, run_id, attendance.members, reason)
 
 

@@ -220,6 +220,6 @@ def _report_left_out(draft: Draft, run_id: str, left_out: dict[str, str]) -> Non
 
 
 def _report_infeasible(draft: Draft, run_id: str, missing: str) -> None:
-    if missing and missing != draft.state.memory[run_id].missing:
+    if missing and missing != draft.state.memory[run_id].no_plan_reason:
         draft.event("plan.impossible", run_id, run_id, f"no plan is possible: {missing}")
-    draft.remember(run_id, missing=missing)
+    draft.remember(run_id, no_plan_reason=missing)

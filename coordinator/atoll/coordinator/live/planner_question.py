@@ -37,7 +37,7 @@ def build_question(state: State, now: StepTime, run_id: str, policy: Policy) -> 
     attendance = attendance_of(state, run_id, now.monotonic)
     usable = _usable(state, memory, attendance, now.monotonic)
     return Question(
-        number=memory.questions + 1,
+        number=memory.questions_asked + 1,
         nodes=tuple(_measured(state, memory, peer, now) for peer in usable),
         layers=plan_pb2.LayerTable.FromString(run.layers),
         spec=memory.spec,

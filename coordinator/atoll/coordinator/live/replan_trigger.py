@@ -84,7 +84,7 @@ def update_routes(draft: Draft, run_id: str, policy: Policy, attendance: Attenda
     else:
         question = planner_question.build_question(draft.state, draft.now, run_id, policy)
         planning_inputs = planner_question.planning_inputs(draft.state, run_id, attendance)
-        draft.remember(run_id, question=question, questions=question.number, question_nodes=planning_inputs)
+        draft.remember(run_id, question=question, questions_asked=question.number, question_nodes=planning_inputs)
 
 
 # --- when to ask -------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def _replan_reason(
         return ReplanReason.FIRST if memory.plan is None else ReplanReason.MEMBERS
     if now - answered_question.at >= policy.replan_seconds:
         return ReplanReason.DRIFT
-    return ReplanReason.LINKS if memory.new_shares_pay and not memory.missing else None
+    return ReplanReason.LINKS if memory.new_shares_pay and not memory.no_plan_reason else None
 
 
 def _is_whole(plan: Plan | None, attendance: Attendance) -> bool:

@@ -46,12 +46,12 @@ def take_over(draft: Draft, run_id: str, attendance: Attendance) -> bool:
 def is_set_aside_copy_needed(state: State, run_id: str, attendance: Attendance, now: float) -> bool:
     """True where a stage is gone whose copy its holder set aside, to fetch layers for a prepared plan."""
     memory = state.memory[run_id]
-    if memory.plan is None or memory.preparation is None or not memory.copies:
+    if memory.plan is None or memory.preparation is None or not memory.copy_fetches:
         return False
-    set_aside = memory.preparation.spans.keys() & memory.copies.keys()
+    set_aside = memory.preparation.spans.keys() & memory.copy_fetches.keys()
     return any(
         pair.holder in set_aside
-        and memory.copies[pair.holder].span == pair.joint_span
+        and memory.copy_fetches[pair.holder].span == pair.joint_span
         and _is_gone(state, memory.plan, pair.stage, attendance, now)
         for pair in neighbour_pairs(memory.plan)
     )
@@ -98,7 +98,7 @@ def _extend_neighbours(draft: Draft, run_id: str, attendance: Attendance) -> boo
     ]
     draft.remember(
         run_id,
-        copies={peer: it for peer, it in memory.copies.items() if peer not in extended},
+        copy_fetches={peer: it for peer, it in memory.copy_fetches.items() if peer not in extended},
         unconfirmed_takeovers={**memory.unconfirmed_takeovers, **dict.fromkeys(unconfirmed, now)},
         no_question_before=now + _SETTLE_SECONDS,
     )
@@ -178,8 +178,11 @@ def _is_gone(state: State, plan: Plan, peer: str, attendance: Attendance, now: f
         return False  # without a device: it has not reported since the coordinator started
     route = next(route for route in plan.routes if peer in route)
     others = [state.live[other] for other in route if other not in (peer, ignoring) and other in state.live]
-    missed = any(other.connected and other.seen > live.seen and other.status.missing_stage == peer for other in others)
-    return missed and now - live.seen >= _MIN_OUTAGE_SECONDS
+    missed = any(
+        other.connected and other.last_message_at > live.last_message_at and other.status.missing_stage == peer
+        for other in others
+    )
+    return missed and now - live.last_message_at >= _MIN_OUTAGE_SECONDS
 
 
 def _was_restarted(state: State, peer: str, attendance: Attendance) -> bool:

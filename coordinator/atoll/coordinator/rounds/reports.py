@@ -80,7 +80,12 @@ def apply_evaluation_report(draft: Draft, peer_id: str, run_id: str, report: mb.
 def apply_genesis_report(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisReport) -> None:
     """Check and store the genesis manifest, and issue plan 1. Ignores all nodes but the chosen writer."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    if run.state != "GENESIS" or run.genesis or memory.writer != peer_id or peer_id in memory.failed_genesis_writers:
+    if (
+        run.state != "GENESIS"
+        or run.genesis
+        or memory.genesis_writer != peer_id
+        or peer_id in memory.failed_genesis_writers
+    ):
         return
     try:
         _check_genesis(run, peer_id, report)

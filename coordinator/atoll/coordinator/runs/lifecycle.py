@@ -105,8 +105,8 @@ def _begin_genesis_if_ready(draft: Draft, run_id: str) -> None:
         _log_corpus_mismatches(draft, run_id, digest)
         return
     missing = _memory_shortage(state, run_id, ready)
-    if missing != state.memory[run_id].missing:
-        draft.remember(run_id, missing=missing)
+    if missing != state.memory[run_id].no_plan_reason:
+        draft.remember(run_id, no_plan_reason=missing)
         if missing:
             draft.event("plan.impossible", run_id, run_id, f"genesis waits: {missing}")
     if missing:
@@ -137,31 +137,31 @@ def _replace_late_genesis_writer(draft: Draft, run_id: str, policy: Policy) -> N
     ready = ready_nodes(state, run_id, corpus_expected(state, run_id))
     in_time = draft.now.monotonic - memory.genesis_writer_since < policy.genesis_seconds
     may_deliver = (
-        memory.writer
-        and memory.writer not in memory.failed_genesis_writers
-        and can_still_write_genesis(state, memory.writer)
+        memory.genesis_writer
+        and memory.genesis_writer not in memory.failed_genesis_writers
+        and can_still_write_genesis(state, memory.genesis_writer)
     )
     if in_time and may_deliver:
         return
     if len(ready) >= memory.spec.run.min_nodes:
-        nobody_else = memory.writer in ready and set(ready) <= memory.failed_genesis_writers
+        nobody_else = memory.genesis_writer in ready and set(ready) <= memory.failed_genesis_writers
         if not (in_time and nobody_else):
             _choose_genesis_writer(draft, run_id, ready)
         return
     draft.put(replace(state.runs[run_id], corpus_digest=""))
-    draft.remember(run_id, writer="")
+    draft.remember(run_id, genesis_writer="")
     transition_run(draft, run_id, "WAITING", "too few ready nodes are left for genesis")
 
 
 def _choose_genesis_writer(draft: Draft, run_id: str, ready: list[str]) -> None:
     """Choose the lowest peer id that was not asked in vain; if all were, start over."""
     memory = draft.state.memory[run_id]
-    passed = memory.failed_genesis_writers | ({memory.writer} if memory.writer else set())
+    passed = memory.failed_genesis_writers | ({memory.genesis_writer} if memory.genesis_writer else set())
     fresh = [peer for peer in ready if peer not in passed]
     writer = fresh[0] if fresh else ready[0]
     draft.remember(
         run_id,
-        writer=writer,
+        genesis_writer=writer,
         genesis_writer_since=draft.now.monotonic,
         failed_genesis_writers=passed if fresh else frozenset(),
     )

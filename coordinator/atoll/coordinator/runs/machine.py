@@ -63,7 +63,7 @@ def restore(
     runs = {run.run_id: run for run in contents.runs}
     memory = {run_id: _rebuild_run_memory(run_id, contents, plans, now) for run_id in runs}
     live = {
-        peer: LiveNode(session=0, seen=now.monotonic, drain_since=now.monotonic)
+        peer: LiveNode(session=0, last_message_at=now.monotonic, drain_since=now.monotonic)
         for item in memory.values()
         for peer in (item.plan.members if item.plan else ())
     }
@@ -95,7 +95,9 @@ def connect(state: State, now: StepTime, peer_id: str) -> Step[int]:
     session = draft.new_session()
     old = state.live.get(peer_id)
     drain_since = old.drain_since if old else now.monotonic
-    fresh = LiveNode(session=session, seen=now.monotonic, connected_at=now.monotonic, drain_since=drain_since)
+    fresh = LiveNode(
+        session=session, last_message_at=now.monotonic, connected_at=now.monotonic, drain_since=drain_since
+    )
     if old is not None:  # a reconnect does not refill the rate limits
         fresh = replace(
             fresh,
@@ -133,7 +135,7 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
     _take_addresses(draft, node, request)
     live = replace(
         live,
-        seen=now.monotonic,
+        last_message_at=now.monotonic,
         status=status,
         unfit_since=_unfit_since(live, status.state, now.monotonic),
         **_accepted_profile(live, request, now.monotonic),
@@ -180,9 +182,13 @@ def tick_streams(state: State, now: StepTime, policy: Policy) -> Step[None]:
     draft = Draft(state, now)
     reports.log_dropped_reports(draft)
     for peer_id, live in draft.state.live.items():
-        if live.connected and now.monotonic - live.seen > policy.silence_seconds:
+        if live.connected and now.monotonic - live.last_message_at > policy.silence_seconds:
             _end_stream(draft, peer_id, live)
-        elif not live.connected and not live.lost and now.monotonic - live.seen > policy.lost_after_seconds:
+        elif (
+            not live.connected
+            and not live.counted_as_lost
+            and now.monotonic - live.last_message_at > policy.lost_after_seconds
+        ):
             _mark_lost(draft, peer_id, live)
     return draft.done(None)
 
@@ -321,13 +327,13 @@ def _take_reports(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> Non
 
 
 def _end_stream(draft: Draft, peer_id: str, live: LiveNode) -> None:
-    draft.set_live(peer_id, replace(live, session=0, seen=draft.now.monotonic))
+    draft.set_live(peer_id, replace(live, session=0, last_message_at=draft.now.monotonic))
     node = availability.count_connected(draft.state.nodes[peer_id], live, draft.now.monotonic)
     draft.put(replace(node, last_seen_ms=draft.now.unix_ms))
 
 
 def _mark_lost(draft: Draft, peer_id: str, live: LiveNode) -> None:
-    draft.set_live(peer_id, replace(live, lost=True))
+    draft.set_live(peer_id, replace(live, counted_as_lost=True))
     node = draft.state.nodes[peer_id]
     if not (node.left or node.banned):
         draft.put(availability.count_loss(node, live))

@@ -157,7 +157,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         row = await self._controller.read(lambda store: store.plan(run.run_id, version)) if version else None
         if row is None:
             which = f"plan {request.version}" if request.version else "plan"
-            missing = state.memory[run.run_id].missing
+            missing = state.memory[run.run_id].no_plan_reason
             raise NotFound(
                 f"run {run.run_id!r} has no {which} yet" + (f": {missing}" if missing else ""),
                 "plan 1 is issued after genesis; see `atollctl run show`",

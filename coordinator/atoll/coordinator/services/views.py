@@ -43,7 +43,7 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
     live = state.live.get(node.peer_id)
     last_seen_ms = node.last_seen_ms
     if live is not None and live.connected:
-        last_seen_ms = max(last_seen_ms, unix_ms - int((monotonic - live.seen) * 1000))
+        last_seen_ms = max(last_seen_ms, unix_ms - int((monotonic - live.last_message_at) * 1000))
     view = admin.NodeView(
         peer_id=node.peer_id,
         name=node.name,
@@ -89,7 +89,7 @@ def run_view(state: State, run: Run, evaluations: tuple[Evaluation, ...] = ()) -
             mb.EvaluationReport(round=item.round, loss=item.loss, committed_tokens=item.committed_tokens)
             for item in evaluations
         ],
-        missing=memory.missing,
+        missing=memory.no_plan_reason,
         uncounted=uncounted(state, run.run_id),
     )
 
@@ -177,7 +177,7 @@ def order_for(state: State, node: Node) -> mb.Order:
     if (
         run.state == "GENESIS"
         and not run.genesis
-        and memory.writer == node.peer_id
+        and memory.genesis_writer == node.peer_id
         and node.peer_id not in memory.failed_genesis_writers
     ):
         return mb.ORDER_WRITE_GENESIS

@@ -24,7 +24,7 @@ def count_absence(node: Node, before: LiveNode | None, now: float) -> Node:
         return node
     if before.connected:
         return count_connected(node, before, now)
-    away = min(max(0.0, now - before.seen), MAX_COUNTED_ABSENCE_SECONDS)
+    away = min(max(0.0, now - before.last_message_at), MAX_COUNTED_ABSENCE_SECONDS)
     decayed = _decayed(node, away)
     return replace(decayed, away_seconds=decayed.away_seconds + away)
 

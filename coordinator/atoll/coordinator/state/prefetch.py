@@ -44,7 +44,7 @@ def layers_to_fetch(state: State, peer_id: str) -> range:
     memory = state.memory.get(node.run_id)
     if memory is None:
         return range(0)
-    pending = memory.standbys.get(peer_id) or memory.copies.get(peer_id)
+    pending = memory.standby_fetches.get(peer_id) or memory.copy_fetches.get(peer_id)
     outside_plan = pending.span if pending is not None else range(0)
     return memory.preparation.spans.get(peer_id, outside_plan) if memory.preparation is not None else outside_plan
 

@@ -28,7 +28,7 @@ def transition_run(draft: Draft, run_id: str, target: str, why: str) -> None:
             f"from here it can become: {possible}" if possible else "its state is final; create another run",
         )
     draft.put(replace(run, state=target))
-    draft.remember(run_id, standbys={}, copies={})
+    draft.remember(run_id, standby_fetches={}, copy_fetches={})
     if draft.state.memory[run_id].preparation is not None:  # the planner is asked again later
         draft.remember(run_id, preparation=None, answered_question=None)
     draft.event(f"run.{target.lower()}", run_id, run_id, why)

@@ -78,8 +78,8 @@ class LiveNode:
     """
 
     session: int
-    seen: float  # monotonic; the end of the stream if none is open
-    lost: bool = False
+    last_message_at: float  # monotonic; the end of the stream if none is open
+    counted_as_lost: bool = False
     connected_at: float = 0.0  # monotonic, when its stream was opened
     unfit_since: float | None = None  # monotonic, since when its state is not eligible for training
     status: mb.NodeStatus = field(default_factory=mb.NodeStatus)
@@ -174,7 +174,7 @@ class RunMemory:
     bases: tuple[Base, ...] = ()  # of all plans, each once, the newest last
     void_manifest_hashes: frozenset[bytes] = frozenset()  # of rounds that a recovery made void
     recoverable_since: float | None = None  # monotonic, since when the newest round is lost to its electorate
-    writer: str = ""  # peer id
+    genesis_writer: str = ""  # peer id
     genesis_writer_since: float = 0.0
     failed_genesis_writers: frozenset[str] = frozenset()  # asked in vain
     most_common_corpus_digest: str = ""  # the digest that most fit nodes share, as last counted before genesis
@@ -183,12 +183,12 @@ class RunMemory:
     changed_why: str = ""  # in members, reach or links
     no_plan_before: float = 0.0
     question: Question | None = None  # waiting for the planner's answer
-    questions: int = 0
+    questions_asked: int = 0
     question_nodes: tuple[tuple[object, ...], ...] = ()  # of that question; see `AnsweredQuestion`
     answered_question: AnsweredQuestion | None = None
     preparation: Preparation | None = None  # of the next plan
-    standbys: Mapping[str, PendingFetch] = field(default_factory=dict)  # by peer id of the standby
-    copies: Mapping[str, PendingFetch] = field(default_factory=dict)  # by peer id of the stage that copies
+    standby_fetches: Mapping[str, PendingFetch] = field(default_factory=dict)  # by peer id of the standby
+    copy_fetches: Mapping[str, PendingFetch] = field(default_factory=dict)  # by peer id of the stage that copies
     fetch_timeouts: Mapping[str, float] = field(default_factory=dict)  # by peer id: when such a fetch timed out
     copies_checked_at: float | None = None  # when the nodes that should hold copies were last computed
     unconfirmed_takeovers: Mapping[str, float] = field(
@@ -201,7 +201,7 @@ class RunMemory:
     left_out: Mapping[str, str] = field(default_factory=dict)  # by peer id: why it has no place in the plan
     claim_doubts: Mapping[str, str] = field(default_factory=dict)  # by peer id: how its claims differ from measurements
     corrections: Mapping[str, float] = field(default_factory=dict)  # by peer id: see `Measured.learned`
-    missing: str = ""  # why no plan is possible now
+    no_plan_reason: str = ""  # why no plan is possible now
     figures: PlanFigures | None = None  # of the newest plan
     sampled_at: float | None = None  # when its speed was last sampled
     predicted_version: int = 0  # version of the last plan whose prediction was requested
