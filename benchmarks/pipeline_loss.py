@@ -3,9 +3,9 @@
 First one route of four stages trains alone, its activations and gradients in each codec, beside the same in fp32.
 Then three routes, of one, two and four stages, average every layer in rounds, beside three members that hold the whole
 model. All in the setting of `parity` (`parity_jobs`): shared weights at the begin, real text, equal tokens. Routes are
-the shipped stages in one process (`pipeline/in_process.py`); every message between them is packed, checked and unpacked
-as for a wire. Averaging is that of `virtual_swarm`. With `--keep FILE` a benchmark that was ended goes on where it
-stopped.
+the shipped stages in one process (`tests/support/in_process_route.py`); every message between them is packed, checked
+and unpacked as for a wire. Averaging is that of `virtual_swarm`. With `--keep FILE` a benchmark that was ended goes on
+where it stopped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The optimum by trying everything, with an evaluation of its own: what the planner's is held against.
 
 Written from `docs/explain/planner.md`, without the planner's tables, cost or solvers; exchange times come from the rule
-that today's plans follow (`planner/shares.py`).
+that today's plans follow (`planner/reduce_shares.py`).
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def _recover_from(draft: Draft, run_id: str, point: RecoveryPoint, why: str) -> 
 
 
 def _issue(draft: Draft, run_id: str, point: RecoveryPoint, eligible: list[str], reason: str) -> None:
-    """Issue the plan with the new base to connected nodes. Routes stay; `live/routing.py` repairs them later."""
+    """Issue the plan with the new base to connected nodes. Routes stay; `live/replan_trigger.py` repairs them later."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     version = next_version(run)
     if memory.plan is None or not replan_trigger.needs_routes(

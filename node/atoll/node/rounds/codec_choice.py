@@ -3,8 +3,8 @@
 The most precise one whose exchange takes at most a quarter of a round, from the begin of one exchange to when there are
 tokens for the next: what is trained meanwhile enters one round later, so a long exchange costs more than coarse codes
 (docs/adr/0001 has what carry costs). Where even the coarsest takes longer, the most precise that takes hardly longer
-than it; then rounds get longer (turns.py). Where fragments take turns, each learns for itself, and a round is their
-mean.
+than it; then rounds get longer (round_trigger.py). Where fragments take turns, each learns for itself, and a round is
+their mean.
 
 How long an exchange takes is learnt from the last ones with that codec, as every member sees them; of codecs not used
 lately, in proportion to the bytes. A finer codec than the last needs some time to spare. Start names the codec, and so

@@ -1,4 +1,4 @@
-"""One attempt as a member lives it, from the opener's Open to our own vote. Pure; round.py feeds it and carries it out.
+"""One attempt as a member lives it, from the opener's Open to our own vote. Pure; machine.py feeds it.
 
 Who does not hold the round's layers is its witness: it brings nothing, exchanges nothing, and votes for what enough
 holders attest to. So all members decide about one history, whatever each of them holds.

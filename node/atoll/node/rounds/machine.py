@@ -4,14 +4,14 @@
                                └────────────────── Adopt ──────────────────▲
 
 Everyone follows (follower.py); the attempt's number names the one that also leads it (opener.py), when a round is due
-and it is its turn (turns.py). What a member promised, voted for and holds is its memory (memory.py).
+and it is its turn (round_trigger.py). What a member promised, voted for and holds is its memory (promises.py).
 A round commits with the votes of a strict majority of the members that were present in the round before, or of half
 of them and the coordinator (core/quorum.py). Attempts are ballots of Paxos: Ready is the promise, Digest the vote, and
 an attempt that learns of an earlier result which may have been committed commits that one. docs/explain/rounds.md
 draws it, with the failures.
 
 Training goes on in every phase. At one head one snapshot of this node's progress leaves it, in whichever attempts, so
-no contribution can be counted twice whatever becomes of them (brought.py).
+no contribution can be counted twice whatever becomes of them (snapshot_ledger.py).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Phase(Enum):
 class RoundPolicy:
     """What every member knows before a round: from the run spec, the layer table, and the cuts of its plan.
 
-    The timeouts are ceilings; what was observed of earlier rounds shortens them (pace.py).
+    The timeouts are ceilings; what was observed of earlier rounds shortens them (core/learned_deadline.py).
     """
 
     run_id: str
