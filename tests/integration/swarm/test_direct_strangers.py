@@ -194,6 +194,22 @@ async def test_a_crowd_of_unauthenticated_connections_is_bounded(
         await honest_life_goes_on(pair)
 
 
+async def test_members_with_tickets_all_get_in_when_they_dial_at_the_same_moment(tmp_path: Path) -> None:
+    """A whole swarm dials one member, here from one address; each of them holds a ticket."""
+    async with direct_pair(tmp_path) as pair:
+        pair.b.acceptor.handle(TALK, shout)
+        members = 2 * listener.MAX_STRANGERS
+        tickets = [pair.b.path._tickets.issue(f"member {place}") for place in range(members)]
+        ends = [await asyncio.open_connection("127.0.0.1", pair.b.path.port) for _ in range(members)]
+        async with asyncio.timeout(SOON.total_seconds()):
+            while len(pair.b.path._listener._strangers) < members:
+                await asyncio.sleep(0.005)
+        assert pair.b.path.strangers_refused == 0
+        assert len(tickets) == members
+        for _, writer in ends:
+            writer.transport.abort()
+
+
 async def test_a_peer_that_is_killed_is_noticed(tmp_path: Path) -> None:
     """Another process dials with a ticket, begins a stream, and dies."""
     outcome: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()

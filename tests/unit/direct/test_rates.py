@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.node.direct.rates import (
+    MANY,
     MEMORY_WINDOWS,
     MIN_BYTES_PER_SECOND,
     PROBE_FACTORS,
@@ -194,8 +195,15 @@ def test_a_start_asks_for_more_than_the_link_carries_for_two_windows_at_most(upl
 def test_shares_fill_the_budget_and_are_equal_where_nothing_forbids(budget: float, limits: list[float]) -> None:
     given_ = fair_shares(budget, dict(enumerate(limits)))
     assert all(given_[i] <= limit * 1.0001 for i, limit in enumerate(limits))
-    assert all(rate >= MIN_BYTES_PER_SECOND for rate in given_.values())
+    least = min(MIN_BYTES_PER_SECOND, max(budget, MANY * MIN_BYTES_PER_SECOND) / len(limits))
+    assert all(rate >= least for rate in given_.values())
     if budget >= MIN_BYTES_PER_SECOND * len(limits):
         assert sum(given_.values()) == pytest.approx(min(budget, sum(limits)))
         free = [given_[i] for i, limit in enumerate(limits) if given_[i] < limit * 0.999]
         assert not free or max(free) == pytest.approx(min(free))
+
+
+@pytest.mark.parametrize(("members", "uplink"), [(64, 1.25e6), (256, 12.5e6), (1000, 12.5e6)])
+def test_the_shares_of_a_large_swarm_do_not_exceed_the_uplink(members: int, uplink: float) -> None:
+    """10 Mbit/s among 64 members, 100 Mbit/s among 256 and 1,000."""
+    assert sum(fair_shares(uplink, dict.fromkeys(range(members), math.inf)).values()) == pytest.approx(uplink)

@@ -2,7 +2,8 @@
 
 Each stream passes the same acceptor as streams over libp2p. An unauthenticated connection gets no answer: it has five
 seconds to send a frame with a valid proof (at most 32 bytes), or it is closed. The number of unauthenticated
-connections is bounded, in all and from one address.
+connections is bounded, in all and from one address. Each valid ticket raises the bound by one: a member that holds one
+is about to dial, and a whole swarm may dial at the same moment.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from atoll.node.system.background_tasks import BackgroundTasks
 from atoll.node.wire.peer_slots import PeerSlots
 
 STRANGER_TIMEOUT = timedelta(seconds=5)  # from the connection to a valid ticket
-MAX_STRANGERS = 32
-MAX_STRANGERS_PER_ADDRESS = 16
+MAX_STRANGERS = 32  # beside one for each valid ticket
+MAX_STRANGERS_PER_ADDRESS = 16  # likewise
 MAX_CONNECTIONS_PER_PEER = 8
 IDLE_TIMEOUT = timedelta(minutes=10)  # longer than any dialler keeps an idle connection
 _ACCEPT_AGAIN = timedelta(seconds=0.5)  # after accept failed, for example for lack of file descriptors
@@ -90,7 +91,7 @@ class Listener:
                 await asyncio.sleep(_ACCEPT_AGAIN.total_seconds())
                 continue
             host = address[0]
-            if self._strangers.try_take(host):
+            if self._strangers.try_take(host, extra=len(self._tickets)):
                 self._tasks.begin(self._handle_stranger(sock, host))
             else:
                 self.strangers_refused += 1

@@ -36,7 +36,8 @@ MIN_GROWTH_AT_START = 1.1  # factor between two windows of the start below which
 PATH_LIMITED_BELOW = 0.7  # of its rate: a connection that delivers less is limited by its path or receiver
 PATH_LIMIT_USED_FROM = 0.9  # of its limit: a connection that delivers more gets a higher limit
 PATH_HEADROOM = 1.25  # limit of such a connection, as a factor of what it delivered
-MIN_BYTES_PER_SECOND = 64 * 1024.0  # lowest rate of any connection
+MIN_BYTES_PER_SECOND = 64 * 1024.0  # lowest rate of a connection, where the link has that much for each
+MANY = 8  # connections: fewer have `MIN_BYTES_PER_SECOND` each on any link, so that they notice when it recovers
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -146,14 +147,16 @@ class PathEstimate:
 def fair_shares(budget: float, limits: Mapping[Key, float]) -> dict[Key, float]:
     """Divide `budget` (bytes per second) equally, and what a limit leaves among the others.
 
-    Each share is at least `MIN_BYTES_PER_SECOND`.
+    Each share is at least `MIN_BYTES_PER_SECOND`. Where more than `MANY` connections would exceed the budget with that,
+    each gets at least an equal share of the budget instead.
     """
     if math.isinf(budget):
         return dict.fromkeys(limits, math.inf)
     given: dict[Key, float] = {}
     left = budget
+    least = min(MIN_BYTES_PER_SECOND, max(budget, MANY * MIN_BYTES_PER_SECOND) / max(1, len(limits)))
     for position, key in enumerate(sorted(limits, key=lambda key: limits[key])):
         share = min(limits[key], left / (len(limits) - position))
         left -= share
-        given[key] = max(share, MIN_BYTES_PER_SECOND)
+        given[key] = max(share, least)
     return given

@@ -28,6 +28,7 @@ class Tickets:
         self._valid: dict[bytes, tuple[str, float]] = {}  # hash of proof → peer, monotonic expiry; oldest first
 
     def __len__(self) -> int:
+        self._drop_expired()
         return len(self._valid)
 
     def issue(self, peer_id: str) -> bytes:

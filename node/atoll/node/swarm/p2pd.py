@@ -31,6 +31,7 @@ from atoll.core.files import make_private_dir
 from atoll.node.system import child_processes
 from atoll.node.system.socket_paths import SocketDirectory
 
+MAX_CONNECTIONS = 4096  # above it p2pd cuts live connections, also those with open streams; its default is 512
 RELAY_MAX_CIRCUITS = 16  # open relayed connections of one peer
 RELAY_MAX_RESERVATIONS = 128  # peers that can be dialled through this relay
 RELAY_DATA_LIMIT_BYTES = 4 * 1024**3  # in each direction of one relayed connection
@@ -70,6 +71,8 @@ def command(config: P2pdConfig) -> list[str]:
         "hostAddrs": ",".join(config.listen),
         "tls": 1,
         "connManager": 1,
+        "connLo": MAX_CONNECTIONS // 2,
+        "connHi": MAX_CONNECTIONS,
         "autonat": 1,  # p2pd punches holes only if it also helps peers to learn whether they can be dialled
         "natPortMap": int(public),
         "relay": 1,

@@ -23,9 +23,12 @@ class PeerSlots(Generic[Key]):
     def __len__(self) -> int:
         return self._in_use.total()
 
-    def try_take(self, key: Key) -> bool:
-        """Take a slot and return True, or return False if none is left; `release` must follow a True."""
-        if self._in_use[key] >= self._per_key or (self._total is not None and len(self) >= self._total):
+    def try_take(self, key: Key, extra: int = 0) -> bool:
+        """Take a slot and return True, or return False if none is left; `release` must follow a True.
+
+        `extra` raises both bounds for this call.
+        """
+        if self._in_use[key] >= self._per_key + extra or (self._total is not None and len(self) >= self._total + extra):
             return False
         self._in_use[key] += 1
         return True
