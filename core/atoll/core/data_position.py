@@ -73,17 +73,18 @@ def genesis_position(members: Sequence[str], samples_each: int) -> DataPosition:
     return DataPosition(cursor=len(members) * samples_each, holdings=holdings)
 
 
-def first_lease_samples(round_samples: int, members: int) -> int:
-    """Return what a member whose pace is unknown gets: its equal share of `LEASE_ROUNDS` rounds.
+def first_lease_samples(round_samples: int, members: int, turns: int = 1) -> int:
+    """Return what a member whose pace is unknown gets: its equal share of `LEASE_ROUNDS` times `turns` rounds.
 
+    `turns`: the rounds until a member's samples count again, because each cut of the model has a round of its own.
     A member that is more than `LEASE_ROUNDS` times as fast as the average consumes that before its first round commits;
     it then repeats samples of its own. Its next lease follows its pace.
     """
-    return -(-LEASE_ROUNDS * round_samples // max(1, members))
+    return -(-LEASE_ROUNDS * turns * round_samples // max(1, members))
 
 
 def advance(
-    position: DataPosition, members: Sequence[str], consumed: Mapping[str, int], round_samples: int
+    position: DataPosition, members: Sequence[str], consumed: Mapping[str, int], round_samples: int, turns: int = 1
 ) -> DataPosition:
     """Return the position after a round in which each member consumed `consumed` samples.
 
@@ -101,7 +102,7 @@ def advance(
     for peer in sorted(set(position.holdings) - present):
         returned.extend(position.holdings[peer])
     left = {peer: drop_samples(position.holdings.get(peer, ()), consumed.get(peer, 0)) for peer in sorted(present)}
-    cursor, least = position.cursor, min(round_samples, first_lease_samples(round_samples, len(present)))
+    cursor, least = position.cursor, min(round_samples, first_lease_samples(round_samples, len(present), turns))
     for peer, ranges in left.items():
         # bounded by what the member held, and by what the whole swarm consumes in a round
         used = min(consumed.get(peer, 0), sample_count(position.holdings.get(peer, ())))

@@ -303,8 +303,8 @@ def test_join_without_a_token_is_refused(tmp_path):
     ("flags", "words"),
     [
         (["--device", "nonsense"], "'nonsense' is not a device"),
-        (["--device", "cpu,"], "names no device at a comma"),
-        (["--device", "cuda:99"], "cuda:99 is not here"),
+        (["--device", "cpu,"], "has an empty name at a comma"),
+        (["--device", "cuda:99"], "cuda:99 does not exist"),
         (["--data", "/no/such/text"], "no training text at /no/such/text"),
     ],
 )
@@ -323,7 +323,7 @@ def test_a_corpus_file_named_like_a_pattern_is_found(tmp_path, token):
 def test_doctor_checks_the_configured_device(tmp_path):
     done = atoll("doctor", "--data-dir", tmp_path, env={"ATOLL_DEVICE": "cuda:99"})
     assert done.returncode != 0
-    assert "cuda:99 is not here" in done.stdout
+    assert "cuda:99 does not exist" in done.stdout
     assert "2 × " in atoll("doctor", "--data-dir", tmp_path, env={"ATOLL_DEVICE": "cpu,cpu"}).stdout
 
 

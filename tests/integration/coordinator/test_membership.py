@@ -59,7 +59,7 @@ async def test_from_enrolment_over_genesis_to_a_plan_with_data(tmp_path: Path) -
     async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
         response = await nodes[1].plan(1)
         plan = plan_in(response, home)
-        assert [item.data_ranges for item in plan.assignments] == [((0, 64),), ((64, 128),)]
+        assert [item.data_ranges for item in plan.assignments] == [((0, 32),), ((32, 64),)]
         assert plan.routes == tuple((peer,) for peer in plan.members)
         assert response.run_state == mb.RUN_STATE_TRAINING
 

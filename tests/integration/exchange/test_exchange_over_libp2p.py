@@ -70,13 +70,17 @@ async def test_survivors_of_a_struck_daemon_end_equal_and_in_time(lab: Lab, how:
     held = dict(zip(survivors, await asyncio.gather(*running[:2]), strict=True))
     seconds = loop.time() - began
     assert seconds < 3.5 * STALL.total_seconds() + 3
-    digests, holders, partial = settle(held, survivors)
+    settled = settle(held, survivors)
+    digests = settled.digests
     missing = sum(not digest for digest in digests)
-    assert partial == (peers[2],)
+    assert settled.partial == (peers[2],)
     assert 0 < missing < len(digests)
     assert all(digest for digest in digests[: 2 * len(digests) // 3 - 1])  # the survivors' own shares
 
-    await asyncio.gather(*(exchange.repair(digests, holders, REPAIR) for exchange in exchanges[:2]))
+    def sources(part: int) -> tuple[str, ...]:
+        return (*settled.holders.get(part, ()), *settled.whole)
+
+    await asyncio.gather(*(exchange.repair(digests, sources, REPAIR) for exchange in exchanges[:2]))
     assert torch.equal(averages[0], averages[1])
     assert bool(torch.isfinite(averages[0]).all())
 

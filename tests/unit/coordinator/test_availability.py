@@ -87,7 +87,7 @@ def test_the_coordinator_keeps_it_over_a_restart_and_does_not_count_its_own_abse
     assert world.state.nodes[ann] == kept
     world.connect("ann")
     world.wait(world.policy.lost_after_seconds + 5)  # bob did not come back
-    assert world.state.live[world.identities["bob"].peer_id].lost
+    assert world.state.live[world.identities["bob"].peer_id].counted_as_lost
     assert world.state.nodes[world.identities["bob"].peer_id].losses == 0.0
     assert world.state.nodes[ann].away_seconds == pytest.approx(kept.away_seconds, abs=1)
 

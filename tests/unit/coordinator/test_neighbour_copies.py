@@ -402,7 +402,7 @@ def test_an_unconfirmed_take_over_happens_once_a_minute_at_most(swarm: RoutedWor
     memory = swarm.state.memory[RUN]
     bob = swarm.identities["bob"].peer_id
     swarm.state = replace(
-        swarm.state, memory={RUN: replace(memory, plan=swarm.plans[0], copies={bob: PendingFetch(range(8), 0.0)})}
+        swarm.state, memory={RUN: replace(memory, plan=swarm.plans[0], copy_fetches={bob: PendingFetch(range(8), 0.0)})}
     )
     swarm.connect("ann", TRAINING)
     swarm.wait(1)

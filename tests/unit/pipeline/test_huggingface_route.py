@@ -110,7 +110,7 @@ def test_a_span_reads_its_own_files_alone_and_none_that_is_not_the_run_s(tmp_pat
             look()
         assert "--base" in caught.value.remedy
     run.check(Span(3, 3))
-    for directory, words in ((None, "was given none"), (tmp_path, "lacks model-00001")):
+    for directory, words in ((None, "has no directory of them"), (tmp_path, "lacks model-00001")):
         with pytest.raises(PretrainedWeightsUnusable, match=words):
             run_model(spec, 256, directory)
     damaged.write_bytes(held)
@@ -118,5 +118,5 @@ def test_a_span_reads_its_own_files_alone_and_none_that_is_not_the_run_s(tmp_pat
     index = base / "model.safetensors.index.json"
     whole = spec_of(model_section(config_of("llama"), pretrained(tmp_path / "whole"), ["q_proj"]))
     (tmp_path / "whole" / index.name).write_bytes(index.read_bytes())  # an index that the run does not know
-    with pytest.raises(PretrainedWeightsUnusable, match="none of the run's"):
+    with pytest.raises(PretrainedWeightsUnusable, match="not one of the files of the run's"):
         allocate_span(run_model(whole, 256, tmp_path / "whole"), Span(0, 0), torch.device("cpu"))

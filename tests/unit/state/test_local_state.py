@@ -47,14 +47,14 @@ def part(number: int, layers: range) -> AnchorState:
 class Facts:
     layers: plan_pb2.LayerTable = field(default_factory=lambda: TABLE)
     layer_offsets: tuple[int, ...] = OFFSETS
-    held: range = OURS
+    held_layers: range = OURS
 
 
 class Device:
     """Where a trainer would keep its anchor."""
 
     def __init__(self, layers: range = OURS) -> None:
-        self.facts = Facts(held=layers)
+        self.facts = Facts(held_layers=layers)
         self.anchor = torch.full((OFFSETS[layers.stop] - OFFSETS[layers.start],), torch.nan)
 
 

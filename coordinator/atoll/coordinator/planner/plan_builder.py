@@ -49,7 +49,7 @@ def build_plan(
     ordered = sorted(routes, key=lambda route: route[0].peer_id)
     drivers = [route[0].peer_id for route in ordered]
     round_samples = -(-spec.sync.round_tokens // spec.data.sequence_length)
-    lease = first_lease_samples(round_samples, len(drivers))
+    lease = first_lease_samples(round_samples, len(drivers), len(cuts_of(ordered)) + 1)
     holdings = {} if head_round else _first_data_ranges(drivers, previous, lease)
     most_tokens = most_round_tokens(spec, len(ordered), cuts=len(cuts_of(ordered)))
     standing = [RoutePart(peer, span.start, span.stop - 1) for peer, span in standbys.items()]

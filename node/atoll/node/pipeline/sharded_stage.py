@@ -14,6 +14,7 @@ from typing import TypeVar, TypeVarTuple, Unpack
 import torch
 from torch import Tensor
 
+from atoll.core.errors import InvalidRequest
 from atoll.core.run_spec import OptimizerSection, RunSpec
 from atoll.node.model.run_model import RunModel
 from atoll.node.model.span import Span
@@ -115,8 +116,18 @@ class ShardedStage(Stage):
         self._tied_gradient_VD = self._group.broadcast(whole_VD)
 
     def run_order(self, order: RankOrder) -> None:
-        """Execute this device's part of an operation that rank 0 executes."""
+        """Execute this device's part of one of `RANK_METHODS`. Raises `InvalidRequest` for any other name."""
+        if order.method not in RANK_METHODS:
+            raise InvalidRequest(f"a rank executes no operation {order.method!r}")
         getattr(self, order.method)(*order.arguments)
+
+
+RANK_METHODS = frozenset(
+    {
+        "abort", "add_tied_part", "backward_part", "begin", "begin_evaluation", "end_evaluation", "forward_part",
+        "loss", "norms", "set_tied_weights_part", "step", "tied_gradient", "tied_weights",
+    }
+)  # fmt: skip
 
 
 def build_sharded_stage(spec: RunSpec, run: RunModel, span: Span, group: DeviceGroup) -> ShardedStage:

@@ -193,7 +193,7 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
     if not _may_use(policy, manifest.codec) or not manifest.parts_zeroed <= manifest.parts_total <= most_parts:
         raise PeerMisbehaved("a result to vote for has another codec, or more parts than there are")
     samples = {item.peer_id: item.samples for item in made}
-    due = advance(position_at(head, plan, policy.round_samples), plan.drivers, samples, policy.round_samples)
+    due = _position_after(policy, plan, head, samples)
     if ours and data != due:
         raise PeerMisbehaved("a result to vote for moves the data elsewhere")
 
@@ -254,12 +254,7 @@ def manifest_payload(
         contributions=contributions,
         layers=layers,
         codec=start.codec,
-        data=advance(
-            position_at(head, plan, policy.round_samples),
-            plan.drivers,
-            {item.peer_id: item.samples for item in contributions},
-            policy.round_samples,
-        ).to_proto(),
+        data=_position_after(policy, plan, head, {item.peer_id: item.samples for item in contributions}).to_proto(),
         parts_total=parts_total(start),
         parts_zeroed=sum(not item for item in settle.digests),
         committed_unix_ms=start.unix_ms,
@@ -273,6 +268,11 @@ def manifest_payload(
     return message.SerializeToString(deterministic=True)
 
 
+def _position_after(policy: RoundPolicy, plan: Plan, head: Head, samples: Mapping[str, int]) -> DataPosition:
+    before = position_at(head, plan, policy.round_samples)
+    return advance(before, plan.drivers, samples, policy.round_samples, len(plan.cuts) + 1)
+
+
 def position_at(head: Head, plan: Plan, round_samples: int) -> DataPosition:
     """Where the data stand at `head`. Genesis has no members yet, so the plan that follows it says.
 
@@ -281,7 +281,7 @@ def position_at(head: Head, plan: Plan, round_samples: int) -> DataPosition:
     """
     if head.round > 0:
         everybody = all(head.data.holdings.get(peer) for peer in plan.drivers)
-        return head.data if everybody else advance(head.data, plan.drivers, {}, round_samples)
+        return head.data if everybody else advance(head.data, plan.drivers, {}, round_samples, len(plan.cuts) + 1)
     holdings = {item.peer_id: item.data_ranges for item in plan.assignments if item.data_ranges}
     cursor = max((end for ranges in holdings.values() for _, end in ranges), default=0)
     held = sorted(piece for ranges in holdings.values() for piece in ranges)

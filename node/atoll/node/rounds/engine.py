@@ -24,7 +24,6 @@ from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.allreduce import ExchangeServer
-from atoll.node.exchange.arithmetic_check import require_equal_bits
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.decide import is_witness, position_at
 from atoll.node.rounds.event_queue import EventQueue
@@ -195,11 +194,11 @@ class AveragingEngine:
 
     async def run(self, links: RoundLinks) -> None:
         """Take part in rounds until cancelled or `finished`. Raises what the trainer or the disk raise."""
-        await asyncio.to_thread(require_equal_bits)
         self._links = links
         if self._machine.finished:
             self.finished.set()
         try:
+            await self._results.require_equal_bits()
             async with asyncio.TaskGroup() as tasks:
                 ordering = tasks.create_task(self._carry_out_orders())
                 pledging = tasks.create_task(self._carry_out_pledges())

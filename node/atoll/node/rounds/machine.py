@@ -241,7 +241,7 @@ class RoundMachine:
     def _report_tokens(self) -> None:
         if not self._trigger.hear_self(self._tokens, self._leaving, self._step_seconds, self._now):
             return
-        for peer in self._upcoming(self.round_id, self._trigger.openers_to_tell(self._now)):
+        for peer in self._upcoming(self.round_id, self._trigger.openers_to_tell(self._tokens, self._now)):
             self._send_report(peer)
 
     def _announce_position(self) -> None:

@@ -46,6 +46,8 @@ class RoundLinks:
         self._queues: dict[str, asyncio.Queue[bytes]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.dropped = 0
+        self._last_message: dp.RoundMessage | None = None
+        self._last_payload = b""
         network.handle(PROTOCOL, self._serve)
 
     def send(self, peer: str, message: dp.RoundMessage) -> None:
@@ -53,7 +55,9 @@ class RoundLinks:
 
         Raises `MessageTooLarge`, which names the kind of the message and its size.
         """
-        payload = message.SerializeToString()
+        if message is not self._last_message:  # the same message for many peers is serialised once
+            self._last_message, self._last_payload = message, message.SerializeToString()
+        payload = self._last_payload
         if len(payload) > MAX_HEADER_BYTES:
             kind = message.WhichOneof("body")
             raise MessageTooLarge(

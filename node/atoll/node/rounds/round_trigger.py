@@ -200,17 +200,19 @@ class RoundTrigger:
             (self._heard[peer].step_seconds for peer in self.heard_recently(now) & self._heard.keys()), default=0.0
         )
 
-    def openers_to_tell(self, now: float) -> int:
-        """Return how many of the next attempts' openers shall hear how many tokens this node has.
+    def openers_to_tell(self, tokens: int, now: float) -> int:
+        """Return how many of the next attempts' openers shall hear of our `tokens`.
 
         Three are enough while they live. When they are dead nobody hears of tokens, and no attempt begins. So the
-        number doubles each `open_timeout` once rounds take more than twice as long as the last one did.
+        number doubles each `open_timeout` once a round takes twice as long as the last one (the first one:
+        `round_max`), not counted the time that links need to rest. A node that trains nothing tells three.
         """
+        usual = 2 * self._lasted if math.isfinite(self._lasted) else self._policy.round_max.total_seconds()
         began = self._attempt_began if math.isfinite(self._attempt_began) else self._last_commit
-        quiet = now - max(began, self._last_commit)
-        late = quiet - min(self._policy.round_max.total_seconds(), max(_LATELY * self._interval, 2 * self._lasted))
-        steps = late / self._policy.open_timeout.total_seconds()
-        return NEXT_OPENERS if late < 0 else NEXT_OPENERS * 2 ** (1 + min(20, int(steps)))
+        late = now - max(max(began, self._last_commit) + max(_LATELY * self._interval, usual), self._rest_until)
+        if late < 0 or not tokens:
+            return NEXT_OPENERS
+        return NEXT_OPENERS << (1 + min(20, int(late / self._policy.open_timeout.total_seconds())))
 
     # --- whose turn ----------------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@ different members. The opener settles on one digest for every part. A member tha
 member that has them. A part that nobody has is a zero update for everyone.
 
 `Settle` must fit into one message however many members and parts there are. So it never lists who holds which part: it
-lists the members that hold everything, and only where these are few, up to three holders of each part that is lacking.
+lists the members that hold everything. Where these are fewer than eight, it also lists up to three of the other
+holders of each part that is lacking.
 """
 
 from __future__ import annotations
@@ -68,13 +69,13 @@ def settle(reports: Mapping[str, PartsReport], order: Sequence[str]) -> Settleme
     digests = tuple(_most_held(columns[peer][index] for peer in order) for index in range(parts_total))
     whole = tuple(peer for peer in order if columns[peer] == list(digests))
     holders: dict[int, tuple[str, ...]] = {}
-    if len(whole) < min(MAX_HOLDERS, len(order)):
+    if len(whole) < min(_MAX_SOURCES, len(order)):
         others = [peer for peer in order if peer not in whole]
         for index, digest in enumerate(digests):
             having = [peer for peer in others if columns[peer][index] == digest]
             if digest and len(having) < len(others) and having:
                 first = index % len(having)  # so that members share the work of giving
-                holders[index] = tuple((having[first:] + having[:first])[: MAX_HOLDERS - len(whole)])
+                holders[index] = tuple((having[first:] + having[:first])[:MAX_HOLDERS])
     partial = tuple(sorted({name for peer in order for name in reports[peer].partial}))
     return Settlement(digests, whole, holders, partial, len(whole) == len(order) and all(digests))
 

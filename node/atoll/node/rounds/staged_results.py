@@ -22,6 +22,7 @@ from atoll.core.manifest import Head, manifest_hash
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.allreduce import Exchange, ExchangeServer
+from atoll.node.exchange.arithmetic_check import require_equal_bits
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.outer_schedule import outer_schedule
@@ -74,6 +75,11 @@ class RoundResults:
         self._executor = ThreadPoolExecutor(  # of threads that make no teams of torch's own
             threads(os.cpu_count() or 1), "codec", initializer=torch.set_num_threads, initargs=(1,)
         )
+
+    async def require_equal_bits(self) -> None:
+        """Check the threads that compute rounds, each kind of them. Raises `ArithmeticDiffers`."""
+        for executor in (self._executor, None):
+            await asyncio.get_running_loop().run_in_executor(executor, require_equal_bits)
 
     def of_payload(self, payload_hash: bytes) -> Staged | None:
         """The state of a result that may still be committed."""
