@@ -28,8 +28,8 @@ from typing import Any, get_type_hints
 
 from atoll.core.errors import ConfigError
 from atoll.core.files import write_atomic
+from atoll.node.system.training_policy import TrainingPolicy, parse_hours
 from atoll.node.training.device_names import parse_device_names
-from atoll.node.training_policy import TrainingPolicy, parse_hours
 
 SYSTEM_CONFIG = Path("/etc/atoll/node.toml")
 OVERRIDES_FILE = "node.toml"  # in the data directory

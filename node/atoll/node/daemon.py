@@ -23,7 +23,6 @@ from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
 from atoll.core.membership import DenyList, Member
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.address_book import AddressBook
 from atoll.node.config import LoadedConfig, NodeConfig
 from atoll.node.control.checkpoint_upload import CheckpointUploads
 from atoll.node.control.coordinator_link import CoordinatorLink
@@ -31,15 +30,16 @@ from atoll.node.control.credentials import Credentials
 from atoll.node.control.directives import Directives
 from atoll.node.control.local_api import LocalApi
 from atoll.node.direct.direct_path import DirectConfig
-from atoll.node.heartbeat import HeartbeatBuilder, bytes_sent
 from atoll.node.limits.enforcer import LimitEnforcer, LimitTargets, not_training
-from atoll.node.node_context import NodeContext
+from atoll.node.run.address_book import AddressBook
+from atoll.node.run.heartbeat import HeartbeatBuilder, bytes_sent
+from atoll.node.run.node_context import NodeContext
+from atoll.node.run.status import LiveStatus
 from atoll.node.session import LOAD_TIMEOUT, TrainingSession
 from atoll.node.state.checkpoint import CheckpointStore
 from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.vote_store import VoteStore
-from atoll.node.status import LiveStatus
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
 from atoll.node.swarm.rtt_probe import PathProber
 from atoll.node.system.remembered_ports import DIRECT_PORT_FILE, port_in, remember_port, remembered_port

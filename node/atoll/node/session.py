@@ -24,16 +24,16 @@ from atoll.core.errors import AtollError, ChildDied, InvalidTransition, ModelToo
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.node.exchange.allreduce import ExchangeServer
-from atoll.node.genesis import write_genesis
-from atoll.node.local_state import LocalState, StateSources
-from atoll.node.node_context import NodeContext
 from atoll.node.rounds.decide import position_at
 from atoll.node.rounds.engine import AveragingEngine
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.rounds.policy import round_samples
-from atoll.node.route_membership import RouteMembership
-from atoll.node.session_rounds import is_only_holder, make_engine
-from atoll.node.session_status import SessionStatus
+from atoll.node.run.genesis import write_genesis
+from atoll.node.run.local_state import LocalState, StateSources
+from atoll.node.run.node_context import NodeContext
+from atoll.node.run.route_membership import RouteMembership
+from atoll.node.run.session_rounds import is_only_holder, make_engine
+from atoll.node.run.session_status import SessionStatus
 from atoll.node.state.checkpoint import ANCHOR
 from atoll.node.trainer.preload import TrainerPreload, span_to_hold
 from atoll.node.trainer.trainer import Trainer, TrainerConfig

@@ -28,7 +28,7 @@ from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.message_codec import LinkFormat, read_header
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.route_connection import RouteConnection
-from atoll.node.route_membership import RouteMembership
+from atoll.node.run.route_membership import RouteMembership
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.trainer import messages
 from atoll.node.trainer.trainer import Snapshot, Trainer, TrainerConfig

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError
-from atoll.node.training_policy import (
+from atoll.node.system.training_policy import (
     MAINS_POWER_SETTLE_TIME,
     Hours,
     MachineObservation,

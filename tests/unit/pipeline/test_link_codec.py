@@ -15,7 +15,7 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.node.pipeline.link_codec import NARROW_ABOVE, NARROW_CODEC, WIDE_CODEC, WIDEN_BELOW, LinkCodecs, choose_codec
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.stage_socket import FrameType, StageSocket
-from atoll.node.route_membership import RouteMembership
+from atoll.node.run.route_membership import RouteMembership
 from atoll.node.trainer.messages import TrainerStatus
 from atoll.node.trainer.trainer import Trainer
 from atoll.node.wire.transport import Network

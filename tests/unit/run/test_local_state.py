@@ -14,7 +14,7 @@ from atoll.core.errors import Unreachable
 from atoll.core.membership import MembershipVerifier
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.control.directives import Directives
-from atoll.node.local_state import LocalState, StateSources
+from atoll.node.run.local_state import LocalState, StateSources
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.checkpoint import CheckpointState, CheckpointStore
 from atoll.node.state.checkpoint_writer import CheckpointWriter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from atoll.node.status import LiveStatus
+from atoll.node.run.status import LiveStatus
 from atoll.node.trainer.messages import Loading, TrainerStatus
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1.plan_pb2 import Span

@@ -27,8 +27,8 @@ from atoll.node.limits.machine_usage import MachineUsage, on_battery
 from atoll.node.limits.owner_files import OwnerIntent, load_owner_intent, save_owner_intent
 from atoll.node.limits.power_cap import PowerCap, PowerCapRefused
 from atoll.node.limits.traffic_limit import TrafficLimit, TrafficLimiter, local_time
+from atoll.node.system.training_policy import MachineObservation, PauseCause, TrainingDecision, active_causes, decide
 from atoll.node.trainer.trainer import TrainerFacts
-from atoll.node.training_policy import MachineObservation, PauseCause, TrainingDecision, active_causes, decide
 
 OBSERVE_INTERVAL = timedelta(seconds=5)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from atoll.core import log
 from atoll.core.files import write_atomic
-from atoll.node.training_policy import month_of
+from atoll.node.system.training_policy import month_of
 
 MONTHS_KEPT = 24  # those counted into last
 _INTENT_FILE, _TRAFFIC_FILE = "owner.json", "traffic.json"

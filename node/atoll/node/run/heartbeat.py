@@ -12,8 +12,8 @@ from importlib.metadata import version
 
 from atoll.core.clock import Clock
 from atoll.node.config import NodeConfig
+from atoll.node.run.status import LiveStatus
 from atoll.node.state.checkpoint_writer import CheckpointWriter
-from atoll.node.status import LiveStatus
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.swarm.rtt_probe import PathProber
 from atoll.node.trainer.trainer import TrainerFacts

@@ -10,10 +10,10 @@ from atoll.core.identity import Identity
 from atoll.core.run_spec import RunSpec
 from atoll.node.control.coordinator_link import CoordinatorLink
 from atoll.node.control.directives import Directives
+from atoll.node.run.status import LiveStatus
 from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.vote_store import VoteStore
-from atoll.node.status import LiveStatus
 from atoll.node.trainer.preload import TrainerPreload
 from atoll.node.trainer.trainer import TrainerConfig
 from atoll.node.wire.transport import Network

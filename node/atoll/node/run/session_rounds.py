@@ -12,10 +12,10 @@ from atoll.core.quorum import Ballot, LastVote
 from atoll.core.round_id import RoundId
 from atoll.node.control.coordinator_link import CoordinatorLink
 from atoll.node.exchange.allreduce import ExchangeServer
-from atoll.node.node_context import NodeContext
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.engine import AveragingEngine, RoundCallbacks
 from atoll.node.rounds.policy import policies
+from atoll.node.run.node_context import NodeContext
 from atoll.node.state.anchor import AnchorState
 from atoll.node.trainer.trainer import Trainer
 from atoll.v1 import membership_pb2 as mb

@@ -6,7 +6,7 @@ The state follows from the plan, the run's state and the owner's pause. Every ch
 from __future__ import annotations
 
 from atoll.core.plan import Plan
-from atoll.node.node_context import NodeContext
+from atoll.node.run.node_context import NodeContext
 from atoll.v1 import membership_pb2 as mb
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from atoll.node.local_state import LocalState
 from atoll.node.rounds.engine import RoundCounters
-from atoll.node.route_membership import RouteMembership
+from atoll.node.run.local_state import LocalState
+from atoll.node.run.route_membership import RouteMembership
 from atoll.node.trainer.messages import Loading, TrainerStatus
 from atoll.node.trainer.trainer import Trainer, TrainerFacts
 from atoll.v1 import membership_pb2 as mb
