@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+settings.register_profile("shared machine", deadline=None)  # an example may take a stall of seconds
+settings.load_profile("shared machine")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a worker for each core
-    settings.register_profile("worker", deadline=None)  # the cores are busy
-    settings.load_profile("worker")
 
 
 @pytest.fixture

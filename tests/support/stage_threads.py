@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.eventually import eventually
 from torch import Tensor
 
 from atoll.core.clock import SystemClock
@@ -109,7 +110,7 @@ class StageThread:
         if self.session._loop is not None:
             self.session._loop.close()
         self.stage_socket.close()
-        await until(lambda: self._far.fileno() < 0)
+        await eventually(lambda: self._far.fileno() < 0)
         for descriptor in self._descriptors:
             os.close(descriptor)
 
@@ -164,10 +165,3 @@ async def connected_route(
             task.cancel()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes), outcomes
-
-
-async def until(condition: Any, seconds: float = 30.0) -> None:
-    """Look again and again."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)

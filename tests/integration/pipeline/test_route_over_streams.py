@@ -14,8 +14,9 @@ from typing import cast
 import psutil
 import pytest
 import torch
+from support.eventually import eventually
 from support.loopback_hosts import DIRECT, Lab
-from support.stage_threads import connected_route, trainers_of, until
+from support.stage_threads import connected_route, trainers_of
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ChildDied
@@ -99,10 +100,10 @@ async def test_through_libp2p_too_until_its_daemon_dies_which_costs_a_flush(lab:
             await stage.order(messages.Load(RANGES if stage is stages[0] else (), 0))
             await stage.order(messages.Train())
         async with connected_route(stages, hosts, dispatchers):
-            await until(lambda: stages[2].status.steps >= 3)
+            await eventually(lambda: stages[2].status.steps >= 3)
             assert stages[0].status.flushes_aborted == 0
             await struck_in_a_flush(hosts[2].p2pd_pid)
-            await until(lambda: stages[0].status.flushes_aborted == 1)
+            await eventually(lambda: stages[0].status.flushes_aborted == 1)
             taken = await stages[0].order(messages.TakeSnapshot(0, 9))
             assert isinstance(taken, messages.Snapshot)
             assert (taken.tokens, taken.samples) == (taken.steps * STEP_TOKENS, taken.steps * STEP_SAMPLES)
@@ -198,7 +199,9 @@ async def test_links_within_a_building_turn_to_bf16_where_the_run_leaves_their_c
             await stage.order(messages.Train())
             await place.follow(plan, cast("Trainer", stage))
             leaving.push_async_callback(place.leave)
-        await until(lambda: [codes.get(kind, [])[-8:] for kind in ("activation", "gradient")] == [["bf16"] * 8] * 2, 60)
+        await eventually(
+            lambda: [codes.get(kind, [])[-8:] for kind in ("activation", "gradient")] == [["bf16"] * 8] * 2, 60
+        )
         assert {code for kind in codes.values() for code in kind} <= {"int8", "bf16"}
         assert stages[0].status.flushes_aborted == 0
 
@@ -210,7 +213,7 @@ async def test_three_processes_are_one_and_survive_the_middle_one(lab: Lab, corp
         for trainer in swarm.trainers:
             await trainer.initialise()
         connections = [await swarm.join(stage, trainer) for stage, trainer in enumerate(swarm.trainers)]
-        await until(lambda: driver.status.steps >= 4, 60)
+        await eventually(lambda: driver.status.steps >= 4, 60)
 
         taken = await driver.snapshot()  # a flush is under way, most likely: it waits for the end
         assert taken == whole_steps(taken.steps, samples=True)
@@ -218,7 +221,7 @@ async def test_three_processes_are_one_and_survive_the_middle_one(lab: Lab, corp
         await driver.discard()
         await driver.pause()
         steps = driver.status.steps
-        await until(lambda: middle.status.steps == last.status.steps == steps)
+        await eventually(lambda: middle.status.steps == last.status.steps == steps)
         for trainer in swarm.trainers:
             assert await trainer.snapshot() == whole_steps(steps, samples=trainer is driver)
         moved_E = torch.cat([trainer.pseudo_gradient for trainer in swarm.trainers])
@@ -227,11 +230,11 @@ async def test_three_processes_are_one_and_survive_the_middle_one(lab: Lab, corp
             await trainer.discard()
 
         await driver.train()
-        await until(lambda: driver.status.steps >= steps + 3)
+        await eventually(lambda: driver.status.steps >= steps + 3)
         await struck_in_a_flush(middle.pid)
         with pytest.raises(ChildDied):
             await connections[1]
-        await until(lambda: driver.status.flushes_aborted == 1)
+        await eventually(lambda: driver.status.flushes_aborted == 1)
         taken = await driver.snapshot()
         assert taken == whole_steps(taken.steps, samples=True)
         await driver.discard()
@@ -239,15 +242,15 @@ async def test_three_processes_are_one_and_survive_the_middle_one(lab: Lab, corp
         other.anchor.copy_(middle.anchor)
         await swarm.join(1, other)
         before = driver.status.steps
-        await until(lambda: driver.status.steps >= before + 3, 60)
-        await until(lambda: other.status.steps > 0)  # it tells now and then
+        await eventually(lambda: driver.status.steps >= before + 3, 60)
+        await eventually(lambda: other.status.steps > 0)  # it tells now and then
 
         os.kill(other.pid, signal.SIGSTOP)
-        await until(lambda: driver.status.flushes_aborted == 2)
+        await eventually(lambda: driver.status.flushes_aborted == 2)
         assert "longer than" in driver.status.route_trouble
         stalled = driver.status.steps
         os.kill(other.pid, signal.SIGCONT)
-        await until(lambda: driver.status.steps >= stalled + 2, 60)
+        await eventually(lambda: driver.status.steps >= stalled + 2, 60)
         taken = await driver.snapshot()
         assert taken == whole_steps(taken.steps, samples=True)
 
@@ -261,12 +264,12 @@ async def test_nodes_with_several_devices_are_stages_like_others(lab: Lab, corpu
             await trainer.initialise()
         genesis_E = torch.cat([trainer.anchor for trainer in swarm.trainers])
         connections = [await swarm.join(stage, trainer) for stage, trainer in enumerate(swarm.trainers)]
-        await until(lambda: driver.status.steps >= 4, 60)
+        await eventually(lambda: driver.status.steps >= 4, 60)
         looked = (await driver.snapshot()).steps
         seen = driver.status.train_loss
         await driver.pause()
         steps = driver.status.steps
-        await until(lambda: last.status.steps == steps)
+        await eventually(lambda: last.status.steps == steps)
         for trainer in swarm.trainers:
             assert await trainer.snapshot() == whole_steps(steps, samples=trainer is driver)
         moved_E = torch.cat([trainer.pseudo_gradient for trainer in swarm.trainers])
@@ -281,12 +284,12 @@ async def test_nodes_with_several_devices_are_stages_like_others(lab: Lab, corpu
         await asyncio.wait_for(last.died, 60)
         with pytest.raises(ChildDied):
             await connections[2]
-        await until(lambda: driver.status.flushes_aborted == 1)
+        await eventually(lambda: driver.status.flushes_aborted == 1)
         other = await swarm.spawn(2)  # on one device
         other.anchor.copy_(last.anchor)
         await swarm.join(2, other)
         before = driver.status.steps
-        await until(lambda: driver.status.steps >= before + 3, 60)
+        await eventually(lambda: driver.status.steps >= before + 3, 60)
         taken = await driver.snapshot()
         assert taken == whole_steps(taken.steps, samples=True)
 

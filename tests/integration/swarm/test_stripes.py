@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
+from support.eventually import eventually
 from support.loopback_hosts import SOON, Lab, echo
 
 from atoll.core.errors import Banned, DeadlineExceeded, HelloRequired, PeerMisbehaved, Unreachable
@@ -31,12 +31,6 @@ async def two(lab: Lab) -> tuple[SwarmHost, SwarmHost]:
     return seed, await lab.start("node", seeds=seed.multiaddrs(), direct=None)
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SOON.total_seconds()):
-        while not holds():
-            await asyncio.sleep(0.01)
-
-
 async def test_frames_of_every_size_pass_both_ways_and_count_once(lab: Lab) -> None:
     seed, node = await two(lab)
     stream = await node.open(seed.peer_id, AVERAGE, SOON)
@@ -51,7 +45,7 @@ async def test_frames_of_every_size_pass_both_ways_and_count_once(lab: Lab) -> N
     assert node.bytes_sent(PROTOCOL) > 0
     assert seed.gate.open_streams(node.peer_id) == node.gate.open_streams(seed.peer_id) == 1
     await stream.close()
-    await until(lambda: not seed.gate.open_streams(node.peer_id))
+    await eventually(lambda: not seed.gate.open_streams(node.peer_id))
     assert node.gate.open_streams(seed.peer_id) == 0
 
 
@@ -139,7 +133,7 @@ async def test_a_peer_that_is_evicted_while_it_opens_says_hello_and_opens_again(
     for index, stream in zip((2, 0, 1), streams, strict=True):
         stripe = dp.Stripe(conversation=bytes(16), index=index, protocol=AVERAGE)
         await stream.send(FrameKind.MESSAGE, stripe.SerializeToString())
-        await until(lambda index=index: index in {it for one in waiting.values() for it in one.ends})
+        await eventually(lambda index=index: index in {it for one in waiting.values() for it in one.ends})
     seed.gate.evict(node.peer_id)
     for stream in streams:
         with pytest.raises(HelloRequired):
@@ -156,5 +150,5 @@ async def test_one_stripe_that_breaks_ends_the_stream_on_both_sides(lab: Lab, mo
     stream._writer._writers[2].transport.abort()  # type: ignore[attr-defined]
     with pytest.raises(Unreachable, match="ended the stream"):
         await stream.receive(SOON)
-    await until(lambda: not seed.gate.open_streams(node.peer_id))
+    await eventually(lambda: not seed.gate.open_streams(node.peer_id))
     await stream.close()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from support.eventually import eventually
 from support.hf_runs import config_of, model_section, named_of, plain_loop, pretrained, spec_text, text_of
 
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
@@ -39,19 +39,13 @@ async def trainer_on(spec: str, text: Path, base: Path | None = None) -> AsyncIt
         assert not psutil.pid_exists(trainer.pid)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE.total_seconds()):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def trained(trainer: Trainer, steps: int) -> tuple[int, torch.Tensor, torch.Tensor]:
     """At least so many steps from genesis: how many, the genesis, and genesis − weights."""
     await trainer.initialise()
     genesis = trainer.anchor.clone()
     await trainer.load(ranges=RANGES, committed_tokens=0)
     await trainer.train()
-    await until(lambda: trainer.status.steps >= steps)
+    await eventually(lambda: trainer.status.steps >= steps)
     await trainer.pause()
     snapshot = await trainer.snapshot()
     return snapshot.steps, genesis, trainer.pseudo_gradient.clone()

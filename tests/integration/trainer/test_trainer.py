@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from support.eventually import eventually
 
 from atoll.core.errors import ChildDied, CorpusError, DeadlineExceeded, InvalidTransition
 from atoll.node.trainer import messages
@@ -66,21 +67,15 @@ async def trainer_on(text: Path, pace: float = STEP_SECONDS, share: float = 1.0)
         assert not psutil.pid_exists(trainer.pid)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE.total_seconds()):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def test_a_trainer_with_a_share_of_the_time_leaves_the_rest_to_others(text: Path) -> None:
     async with trainer_on(text, pace=0.0, share=0.2) as trainer:
         await trainer.initialise()
         await trainer.load(ranges=((0, 4000),), committed_tokens=0)
         await trainer.train()
-        await until(lambda: trainer.status.steps >= 5)
+        await eventually(lambda: trainer.status.steps >= 5)
         process = psutil.Process(trainer.pid)
         began, before, steps = time.monotonic(), sum(process.cpu_times()[:2]), trainer.status.steps
-        await until(lambda: trainer.status.steps >= steps + 40)
+        await eventually(lambda: trainer.status.steps >= steps + 40)
         computed, passed = sum(process.cpu_times()[:2]) - before, time.monotonic() - began
         assert computed < 0.6 * passed  # without rests: more than 0.9 of it
 
@@ -102,13 +97,13 @@ async def test_a_round_in_the_life_of_a_trainer(text: Path) -> None:
         first_loss = await trainer.evaluate()
 
         await trainer.load(ranges=((0, 4000),), committed_tokens=0)
-        await until(lambda: trainer.status.steps >= 20)
+        await eventually(lambda: trainer.status.steps >= 20)
         assert trainer.status.step_seconds >= 0.9 * STEP_SECONDS
         snapshot = await trainer.snapshot()
         steps = trainer.status.steps
         frozen = trainer.pseudo_gradient.clone()
         assert snapshot.tokens == snapshot.steps * TOKENS_PER_STEP == snapshot.samples * 16
-        await until(lambda: trainer.status.steps >= steps + 3)  # training goes on during the exchange
+        await eventually(lambda: trainer.status.steps >= steps + 3)  # training goes on during the exchange
         assert torch.equal(trainer.pseudo_gradient, frozen)
 
         trainer.anchor.copy_(genesis - frozen)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.eventually import eventually
 from support.hf_runs import TARGETS, config_of, model_section, pretrained, spec_of, spec_text, text_of
 from support.memory_network import MemoryHub
-from support.stage_threads import StageThread, connected_route, trainers_of, until
+from support.stage_threads import StageThread, connected_route, trainers_of
 
 from atoll.core.errors import PretrainedWeightsUnusable
 from atoll.node.model.run_model import allocate_span, run_model
@@ -79,10 +80,10 @@ async def test_a_route_makes_the_steps_of_one_process(
                 await begun(stage, genesis_E)
             async with connected_route(stages, networks, dispatchers):
                 driver = stages[0]
-                await until(lambda: driver.status.steps >= 4)
+                await eventually(lambda: driver.status.steps >= 4)
                 route_loss = await driver.order(messages.Evaluate())
                 await driver.order(messages.Pause())
-                await until(lambda: len({stage.status.steps for stage in stages}) == 1)
+                await eventually(lambda: len({stage.status.steps for stage in stages}) == 1)
                 steps = driver.status.steps
                 loop = whole.session._loop
                 loop.load(genesis_E, ranges=RANGES)

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.eventually import eventually
 from support.machine_plans import make_plan
 from support.memory_network import FrameInTransit, MemoryHub
-from support.stage_threads import StageThread, connected_route, trainers_of, until
+from support.stage_threads import StageThread, connected_route, trainers_of
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import (
@@ -110,12 +111,12 @@ class Route:
     async def more(self, steps: int) -> None:
         """Until the driver has made so many steps more."""
         goal = self.driver.status.steps + steps
-        await until(lambda: self.driver.status.steps >= goal)
+        await eventually(lambda: self.driver.status.steps >= goal)
 
     async def stand_still(self) -> int:
         """Let the driver pause and the others catch up; how many steps all have made."""
         await self.driver.order(messages.Pause())
-        await until(lambda: len({stage.status.steps for stage in self.stages}) == 1)
+        await eventually(lambda: len({stage.status.steps for stage in self.stages}) == 1)
         return self.driver.status.steps
 
     async def assert_equal_to_one_process(self) -> None:
@@ -141,7 +142,7 @@ async def route_on(hub: MemoryHub, corpus: str, model: str = "") -> AsyncIterato
         for stage in route.stages:
             await stage.order(messages.Train())
         yield route
-    await until(lambda: not any(network.tasks for network in route.networks))  # streams end with their members
+    await eventually(lambda: not any(network.tasks for network in route.networks))  # streams end with their members
 
 
 def kind_of(passage: FrameInTransit) -> str | None:
@@ -181,7 +182,7 @@ async def test_links_that_break_at_any_moment_cost_a_flush_and_no_bits(
     moments = {3, 10, 40, 57, 71, 82, 90}
     async with route_on(MemoryHub(fault), corpus, TIED) as route:
         async with route.on() as connections:
-            await until(lambda: sent > 120)
+            await eventually(lambda: sent > 120)
             await route.stand_still()
             assert connections[0].incarnations > 3
             assert isinstance(connections[1].last_error, AtollError)
@@ -200,9 +201,9 @@ async def test_a_neighbour_that_goes_silent_costs_patience_and_not_the_route(cor
             await route.more(2)
             silent = True
             with impatient(route.driver):
-                await until(lambda: route.driver.status.flushes_aborted > 0)
+                await eventually(lambda: route.driver.status.flushes_aborted > 0)
             assert "longer than" in route.driver.status.route_trouble
-            await until(lambda: isinstance(connections[0].last_error, DeadlineExceeded))
+            await eventually(lambda: isinstance(connections[0].last_error, DeadlineExceeded))
             silent = False
             await route.more(2)
             await route.stand_still()
@@ -228,9 +229,9 @@ async def test_a_stage_that_missed_a_verdict_steps_when_the_route_begins_anew(co
 
     async with route_on(MemoryHub(fault), corpus) as route:
         async with route.on():
-            await until(lambda: route.driver.status.steps == 1)
+            await eventually(lambda: route.driver.status.steps == 1)
             with impatient(route.driver):
-                await until(lambda: route.driver.status.flushes_aborted > 0)
+                await eventually(lambda: route.driver.status.flushes_aborted > 0)
             assert [stage.status.steps for stage in route.stages] == [1, 0, 0]
             deaf = False
             await route.more(1)
@@ -251,14 +252,14 @@ async def test_a_trainer_that_takes_another_s_place_lets_the_route_go_on(corpus:
             await stage.order(messages.Discard())
         before = [stage.status for stage in route.stages]
         async with route.on() as connections:
-            await until(lambda: connections[0].incarnation > 0)
+            await eventually(lambda: connections[0].incarnation > 0)
             await other.order(messages.Discard())  # it is there, and does not train: nobody begins anything
             assert not route.driver.status.route_ready
             await other.order(messages.Train())
             await route.more(3)
             await route.driver.order(messages.Pause())
             steps = route.driver.status.steps - before[0].steps
-            await until(lambda: min(gained(route, before)) == steps)
+            await eventually(lambda: min(gained(route, before)) == steps)
         assert other.status.steps == steps
         assert max(gained(route, before)) <= steps + 1  # one more where a decision was heard late
         assert route.driver.status.flushes_aborted == before[0].flushes_aborted
@@ -273,7 +274,7 @@ async def test_a_paused_stage_holds_the_route_up_and_aborts_nothing_more(corpus:
         async with route.on():
             await route.more(2)
             await route.stages[2].order(messages.Pause())
-            await until(lambda: "paused" in route.driver.status.route_trouble)
+            await eventually(lambda: "paused" in route.driver.status.route_trouble)
             aborted, steps = route.driver.status.flushes_aborted, route.stages[2].status.steps
             await route.stages[2].order(messages.Train())
             await route.more(2)
@@ -297,7 +298,7 @@ async def test_a_node_serves_routes_one_after_another_and_several_at_once(corpus
                     await other.order(messages.Train())
                 back = slice(None, 0, -1)
                 async with connected_route(others, route.networks[back], route.dispatchers[back], plan=3):
-                    await until(lambda: others[1].status.steps >= 2)
+                    await eventually(lambda: others[1].status.steps >= 2)
                     await route.more(1)
             await route.stand_still()
         await route.assert_equal_to_one_process()
@@ -345,7 +346,7 @@ async def test_a_trainer_that_is_told_to_stop_does_not_wait_for_a_flush_that_oth
         return None if kind_of(passage) == "report" else passage.frame
 
     async with route_on(MemoryHub(fault), corpus) as route, route.on():
-        await until(lambda: not route.stages[1].session._between_steps)
+        await eventually(lambda: not route.stages[1].session._between_steps)
         pausing = asyncio.create_task(route.stages[1].order(messages.Pause()))
         await asyncio.sleep(0)
         assert await route.stages[1].order(messages.Stop()) == messages.Done()
@@ -363,9 +364,9 @@ async def test_a_flush_that_its_driver_does_not_end_is_ended_by_a_stage_that_has
         driver_loop = route.driver.session._loop
         assert isinstance(driver_loop, StageLoop)
         driver_loop._flush_deadline = LearnedDeadline(300.0, 300.0)
-        await until(lambda: not route.stages[1].session._between_steps)
+        await eventually(lambda: not route.stages[1].session._between_steps)
         assert await route.stages[1].order(messages.Pause()) == messages.Done()
-        await until(lambda: driver_loop.flushes_aborted > 0)
+        await eventually(lambda: driver_loop.flushes_aborted > 0)
 
 
 async def test_a_flush_of_more_micro_batches_than_the_run_s_is_refused(corpus: str) -> None:
@@ -443,7 +444,7 @@ async def test_a_route_connection_lets_go_of_a_trainer_that_hangs() -> None:
     running = asyncio.create_task(lone_connection(hub, stage_socket, 1).run())
     stream = await hub.join("reef").open("lagoon", PROTOCOL, SOON)
     filling = asyncio.create_task(fill(stream))
-    await until(lambda: stage_socket._writer.transport.get_write_buffer_size() > 1 << 20)
+    await eventually(lambda: stage_socket._writer.transport.get_write_buffer_size() > 1 << 20)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -467,7 +468,7 @@ async def test_a_route_connection_that_is_cancelled_while_its_route_breaks_ends(
     hub.join("lagoon").handle(PROTOCOL, swallow)
     route = lone_connection(hub, stage_socket, 0)
     running = asyncio.create_task(route.run())
-    await until(lambda: route.incarnation > 0)
+    await eventually(lambda: route.incarnation > 0)
     word = header(route.incarnation, join=pb.StageJoin())
     far.sendall(pack_prefix(FrameType.HEADER, 1, route.incarnation, len(word)) + word)
     await opened.wait()
@@ -601,7 +602,7 @@ async def test_a_body_of_another_length_and_a_header_of_another_incarnation_brea
             for what in ("body", "header"):
                 spoilt = what
                 incarnation = connections[0].incarnation
-                await until(lambda before=incarnation: connections[0].incarnation > before)
+                await eventually(lambda before=incarnation: connections[0].incarnation > before)
                 await route.more(1)
             await route.stand_still()
         await route.assert_equal_to_one_process()

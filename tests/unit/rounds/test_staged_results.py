@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 
 import pytest
 import torch
+from support.eventually import eventually
 from support.exchange_swarm import ELEMENTS, PART, ROUND, start_message
 from support.memory_network import MemoryHub
 from support.process_swarm import MODEL, SPEC
@@ -106,16 +107,10 @@ def finishes(monkeypatch: pytest.MonkeyPatch) -> list[OuterStepBuilder]:
     return begun
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def test_the_state_is_made_once_and_before_the_word_that_settles_it(finishes: list[OuterStepBuilder]) -> None:
     trio = Trio()
     digests = await trio.average()
-    await until(lambda: len(finishes) == len(PEERS))
+    await eventually(lambda: len(finishes) == len(PEERS))
     for peer in PEERS:
         trio.results[peer].complete(ROUND, dp.Settle(digests=digests), PATIENCE)
     staged = [await trio.next(peer, rt.Staged) for peer in PEERS]
@@ -128,7 +123,7 @@ async def test_the_state_is_made_once_and_before_the_word_that_settles_it(finish
 async def test_what_was_settled_otherwise_is_the_state(finishes: list[OuterStepBuilder]) -> None:
     trio = Trio()
     digests = await trio.average()
-    await until(lambda: len(finishes) == len(PEERS))
+    await eventually(lambda: len(finishes) == len(PEERS))
     settled = [b"", *digests[1:]]
     for peer in PEERS:
         trio.results[peer].complete(ROUND, dp.Settle(digests=settled), PATIENCE)
@@ -162,7 +157,7 @@ async def test_a_word_that_comes_while_the_state_is_made_waits_for_that_or_makes
     assert (await trio.next("a", rt.Staged)).layers == trio.layers_of(mean_E)
     mean_E[:PART] = 0.0
     assert (await trio.next("b", rt.Staged)).layers == trio.layers_of(mean_E)
-    await until(lambda: len(finishes) == len(PEERS) + 1)
+    await eventually(lambda: len(finishes) == len(PEERS) + 1)
     await trio.close()
 
 
@@ -178,7 +173,7 @@ async def test_a_state_that_could_not_be_made_before_the_word_is_made_after_it(m
     monkeypatch.setattr(OuterStepBuilder, "finish", fails_once_each)
     trio = Trio()
     digests = await trio.average()
-    await until(lambda: len(failed) == len(PEERS))
+    await eventually(lambda: len(failed) == len(PEERS))
     trio.results["a"].complete(ROUND, dp.Settle(digests=digests), PATIENCE)
     mean_E = sum(trio.vectors[peer] * (1 / 3) for peer in PEERS)
     assert (await trio.next("a", rt.Staged)).layers == trio.layers_of(mean_E)
