@@ -2,8 +2,8 @@
 
 A node that reduces a share s of the vector sends the other shares to their reducers and the average of its own share to
 all: 1 + s·(N − 2) vectors in total. The exchange takes as long as the slowest (1 + s·(N − 2)) / uplink, and the best
-shares make that equal for all reducers. A node that is too slow even for its own vector reduces nothing. A node that
-others cannot dial only contributes.
+shares make that equal for all reducers. A node reduces nothing if sending its own contribution alone takes longer than
+the exchange of the others. A node that others cannot dial only contributes.
 
 Nodes report their own uplinks. While enough nodes can be dialled, no node gets more than twice an equal share, so an
 exaggerated report gains little. No node counts as slower than 64 KiB/s.
