@@ -36,7 +36,7 @@ async def test_every_bad_start_says_what_happened_and_what_to_do(tmp_path):
         await join_with(used, "first")
         await swarm.until(lambda: swarm.in_state("first", "ready"), "no second seed", READY)
         await join_with(used, "second")
-        await refused("second", 77, "used up", "atollctl token create")
+        await refused("second", 77, "no uses left", "atollctl token create")
 
         revoked = (await swarm.ctl("token", "create")).strip()
         await swarm.ctl("token", "revoke", revoked.split(".")[2])

@@ -33,7 +33,7 @@ def family(pid: int) -> list[psutil.Process]:
 def is_trainer(process: psutil.Process) -> bool:
     """No more once it has ended, which commands of the launcher do all the time."""
     with contextlib.suppress(psutil.Error):
-        return "training.worker" in " ".join(process.cmdline())
+        return "trainer.worker" in " ".join(process.cmdline())
     return False
 
 

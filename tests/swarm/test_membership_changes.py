@@ -84,7 +84,7 @@ async def test_a_killed_trainer_costs_a_restart_not_the_membership(tmp_path):
         await swarm.node("bob")
         await swarm.rounds("ann", 2)
         daemon = psutil.Process(swarm.programs["bob"].pid)
-        trainers = [c for c in daemon.children(recursive=True) if any("training.worker" in w for w in c.cmdline())]
+        trainers = [c for c in daemon.children(recursive=True) if any("trainer.worker" in w for w in c.cmdline())]
         trainers[0].kill()
         await swarm.until(lambda: swarm.status("bob")["trainer_restarts"] == 1, "no restart", READY)
         await swarm.reach("bob", "training")

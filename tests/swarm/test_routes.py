@@ -181,7 +181,7 @@ async def test_after_a_power_cut_a_swarm_of_stages_goes_on_from_a_round_that_is_
         async with asyncio.timeout(240):
             while "run.recovered" not in await swarm.ctl("events"):
                 await asyncio.sleep(1)
-        assert f"goes on from round {whole}" in await swarm.ctl("events")
+        assert f"continues from round {whole}" in await swarm.ctl("events")
         for name in HALVES:
             await swarm.until(lambda name=name: on_route(swarm, name), f"{name} did not come back to its route", READY)
         await swarm.rounds("bob", 3)

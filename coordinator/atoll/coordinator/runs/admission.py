@@ -264,7 +264,7 @@ def _check_token(state: State, now: StepTime, applicant: Applicant, *, spent: bo
         ago = duration_text((now.unix_ms - token.expires_ms) / 1000)
         raise TokenExpired(f"the token expired {ago} ago", _ASK_OPERATOR)
     if token.uses_left <= 0 and not spent:
-        raise TokenUsedUp(f"all {token.uses_total} uses of the token are spent", _ASK_OPERATOR)
+        raise TokenUsedUp(f"the token has no uses left: it had {token.uses_total}", _ASK_OPERATOR)
     return token
 
 
