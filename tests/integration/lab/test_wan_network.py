@@ -202,6 +202,6 @@ async def test_a_program_that_fails_and_a_host_that_is_not_there_are_seen():
 
 async def test_without_root_it_says_so(monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with pytest.raises(LabUnavailable, match="takes root") as refused:
+    with pytest.raises(LabUnavailable, match="needs root") as refused:
         await check_topology(small(), 1.0, lambda _: None)
     assert "run it as root" in refused.value.remedy
