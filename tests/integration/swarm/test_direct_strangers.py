@@ -199,13 +199,13 @@ async def test_members_with_tickets_all_get_in_when_they_dial_at_the_same_moment
     async with direct_pair(tmp_path) as pair:
         pair.b.acceptor.handle(TALK, shout)
         members = 2 * listener.MAX_STRANGERS
-        tickets = [pair.b.path._tickets.issue(f"member {place}") for place in range(members)]
+        for place in range(members):
+            pair.b.path._tickets.issue(f"member {place}")
         ends = [await asyncio.open_connection("127.0.0.1", pair.b.path.port) for _ in range(members)]
         async with asyncio.timeout(SOON.total_seconds()):
             while len(pair.b.path._listener._strangers) < members:
                 await asyncio.sleep(0.005)
         assert pair.b.path.strangers_refused == 0
-        assert len(tickets) == members
         for _, writer in ends:
             writer.transport.abort()
 
