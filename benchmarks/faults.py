@@ -48,7 +48,7 @@ _ROUNDS_PAGE = 500  # fewer than the coordinator gives at once
 NOTES = (
     "opened: attempts that anybody knows of; committed: rounds; abandoned: reported by the opener, with a reason; "
     "silent: given up by others, the opener reported nothing; untold: committed rounds of which the coordinator heard "
-    "nothing; tied: committed with the coordinator's vote; zeroed: parts; median_s, worst_s: seconds between commits "
+    "nothing; voted: committed with the coordinator's vote; zeroed: parts; median_s, worst_s: seconds between commits "
     "of the swarm; hangs: swarm or node without a commit for longer than a round can take, a node counted from its "
     "last strike on; behind: times that a node had to catch up; back: of all nodes, who decide rounds again at the end"
 )
@@ -215,7 +215,7 @@ def tell(report: Report, it: FaultOutcome) -> None:
         abandoned=len(audit.abandoned),
         silent=silent,
         untold=len(audit.unreported_rounds),
-        tied=sum(item.head.committed.HasField("tie_break") for item in committed.values()),
+        voted=sum(not item.head.signers <= item.head.present for item in committed.values()),
         zeroed=sum(item.head.manifest.parts_zeroed for item in committed.values()),
         median_s=statistics.median(it.gaps),
         worst_s=max(it.gaps),

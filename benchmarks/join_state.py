@@ -11,7 +11,7 @@ from atoll.core import protocol
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head, sign_vote
 from atoll.core.plan import Assignment, Base, Plan
-from atoll.core.quorum import Ballot
+from atoll.core.quorum import COORDINATOR, Ballot, next_seats
 from atoll.core.round_id import RoundId
 from atoll.node.state.anchor import AnchorState
 from atoll.v1 import manifest_pb2
@@ -46,12 +46,17 @@ def mapped(path: Path) -> AnchorState:
 
 def commit(state: AnchorState, number: int, previous: bytes, voters: Sequence[Identity]) -> Head:
     """The round that made this state, with their votes."""
+    place = {voter.peer_id: index for index, voter in enumerate(voters)}
+    seats = next_seats(place, place.keys(), ())
     manifest = manifest_pb2.Manifest(
         protocol=protocol.ours(),
         round=RoundId(RUN, 1, 0, number, 0).to_proto(),
         previous_hash=previous,
         contributions=[manifest_pb2.Contribution(peer_id=voter.peer_id, present=True) for voter in voters],
         layers=state.layer_states(number),
+        seats=[place[peer] for peer in seats if peer in place],
+        coordinator_seat=COORDINATOR in seats,
+        epoch=1,
     )
     payload = manifest.SerializeToString()
     votes = [sign_vote(voter, payload, Ballot(1, 0)) for voter in voters]
@@ -66,7 +71,7 @@ def plan_of(peers: Sequence[str], voters: Sequence[str], genesis_hash: bytes, la
         1,
         tuple(Assignment(peer, 0, layers - 1, (), 1, 1) for peer in members),
         tuple((peer,) for peer in members),
-        Base(genesis_hash, tuple(sorted(voters))),
+        Base(genesis_hash, next_seats(sorted(voters), voters, ())),
     )
 
 

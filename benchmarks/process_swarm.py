@@ -89,21 +89,19 @@ class LabSwarm:
         return max((number for name in self.names for number, _ in self._manifests(name)), default=0)
 
     def decide(self) -> frozenset[str]:
-        """Names of those who decide the round after the newest."""
+        """Names of those who were present at the end of the newest round."""
         heads = self.first_commits()
-        voters = heads[max(heads)].head.electorate.members
-        return frozenset(name for name, peer in self.peers.items() if peer in voters)
+        present = heads[max(heads)].head.present
+        return frozenset(name for name, peer in self.peers.items() if peer in present)
 
     def recovered_members(self, since: float) -> frozenset[str]:
-        """Names of those who decide next and hold the newest round, committed after `since` (unix seconds)."""
+        """Names of those who hold the newest round and were present at its end, if after `since` (unix seconds)."""
         chains = {name: self.chain(name) for name in self.names}
         newest = self.newest()
         return frozenset(
             name
             for name, chain in chains.items()
-            if newest in chain
-            and chain[newest].when > since
-            and self.peers[name] in chain[newest].head.electorate.members
+            if newest in chain and chain[newest].when > since and self.peers[name] in chain[newest].head.present
         )
 
     def newest_checkpoint(self, name: str) -> Head:

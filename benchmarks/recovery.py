@@ -129,7 +129,7 @@ async def _first_without(swarm: LabSwarm, victim: str, struck: float) -> float:
             item.when
             for name in others
             for item in swarm.chain(name).values()
-            if item.when > struck and swarm.peers[victim] not in item.head.electorate.members
+            if item.when > struck and swarm.peers[victim] not in item.head.present
         ]
 
     await swarm.until(lambda: bool(found()), f"no round without {victim}")

@@ -30,6 +30,7 @@ from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head
 from atoll.core.plan import Assignment, Base, Plan
+from atoll.core.quorum import next_seats
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.exchange.allreduce import ExchangeServer
@@ -287,11 +288,13 @@ def plan_of(peers: Sequence[str], head: Head, spec: RunSpec) -> Plan:
         Assignment(peer, 0, LAYERS - 1, ((i * lease, (i + 1) * lease),), spec.sync.round_tokens, 1)
         for i, peer in enumerate(peers)
     )
-    return Plan(_RUN, 1, assignments, tuple((peer,) for peer in peers), Base(head.hash, tuple(peers)))
+    return Plan(_RUN, 1, assignments, tuple((peer,) for peer in peers), Base(head.hash, next_seats(peers, peers, ())))
 
 
-async def _nobody(round_id: RoundId, payload: bytes) -> rt.TieBreak:
-    return rt.TieBreak(round_id, payload, granted=False, voted=None, vote=None, reason="there is no coordinator")
+async def _nobody(round_id: RoundId, proposal: bytes) -> rt.CoordinatorVote:
+    return rt.CoordinatorVote(
+        round_id, proposal, granted=False, voted=None, vote=None, reason="there is no coordinator"
+    )
 
 
 async def serve_requests(index: int, address: str, directory: Path) -> None:

@@ -11,6 +11,7 @@ from support.machine_plans import OFFSETS, POLICY, make_plan, random_routes, sta
 from support.machine_world import World
 
 from atoll.core.fragments import split_into_fragments
+from atoll.core.quorum import COORDINATOR
 from atoll.node.rounds.machine import RoundMachine
 
 CHUNK = 250
@@ -126,7 +127,7 @@ def _why_stuck(world: World) -> str:
         return "nobody holds the newest committed round"
     electorate = world.plan.electorate(newest)
     voters = {node.peer for node in world.live() if node.machine.head.round != newest.round or node.machine.votes}
-    if not (electorate.decides(voters) or electorate.is_half(voters)):
+    if not electorate.decides({*voters, COORDINATOR}):
         return "too many voters forgot what they voted for"
     doubts = {node.machine.in_doubt for node in world.live()} | {world.acceptor.doubt(newest.round + 1)}
     kept = set().union(*(node.staged for node in world.live()))

@@ -11,6 +11,7 @@ from atoll.core import protocol
 from atoll.core.fragments import split_into_fragments
 from atoll.core.manifest import Head
 from atoll.core.plan import Assignment, Base, Plan
+from atoll.core.quorum import next_seats
 from atoll.node.exchange.screening import Screen
 from atoll.node.exchange.weighted_sum import token_weight
 from atoll.node.rounds.types import PolicyOf, RoundPolicy
@@ -66,7 +67,7 @@ def make_plan(members: list[str], version: int = 1, base: Base | None = None, ro
         for i, peer in enumerate(ordered)
     )
     names = tuple(tuple(peer for peer, _, _ in route) for route in routes)
-    return Plan("r", version, assignments, names, base or Base(GENESIS.hash, tuple(ordered)))
+    return Plan("r", version, assignments, names, base or Base(GENESIS.hash, next_seats(ordered, ordered, ())))
 
 
 def random_routes(members: Sequence[str], rng: random.Random) -> Routes:

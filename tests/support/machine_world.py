@@ -32,7 +32,7 @@ from atoll.core.fragments import Fragment
 from atoll.core.frames import MAX_HEADER_BYTES
 from atoll.core.manifest import Head, changed_layers
 from atoll.core.plan import Base, Plan
-from atoll.core.quorum import VoteRecord
+from atoll.core.quorum import VoteRecord, next_seats
 from atoll.core.round_id import RoundId
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.machine import RoundMachine
@@ -165,7 +165,7 @@ class World(VirtualClock):
         version = self.plan.version + 1
         self.ledger.recover(head.round)
         self.acceptor = Acceptor(self.acceptor.up, version)
-        base = Base(head.hash, tuple(sorted(self.peers)), head.round, version)
+        base = Base(head.hash, next_seats(self.peers, self.peers, ()), head.round, version)
         self.issue(make_plan(self.peers, version, base, routes_of(self.plan)))
         return head.round
 
@@ -253,10 +253,8 @@ class World(VirtualClock):
                 self._run_exchange(node, round_id, start, seconds, fragment)
             case rt.Complete(round_id, settle, _):
                 self._later(self.rng.uniform(0.01, 0.3), node, self._complete, round_id, settle)
-            case rt.Obtain(round_id, payload, holders, _):
-                self._later(self.rng.uniform(0.05, 1.0), node, self._obtain, round_id, payload, holders)
-            case rt.AskCoordinator(round_id, payload):
-                self.at(self.network.latency(), self._ask, node, round_id, payload)
+            case rt.AskCoordinator(round_id, proposal):
+                self.at(self.network.latency(), self._ask, node, round_id, proposal)
             case rt.Release(round_id, thaw):
                 node.parts.pop(round_id, None)
                 if thaw:
@@ -321,14 +319,6 @@ class World(VirtualClock):
         policy = self.policy_of(node.machine.plan)
         self.feed(node.peer, rt.Staged(round_id, layers_after(policy, node.machine.head, told)))
 
-    def _obtain(self, node: Node, round_id: RoundId, payload: bytes, holders: tuple[str, ...]) -> None:
-        state = state_of(payload)
-        if any(self._reachable(node.peer, peer) and state in self.nodes[peer].staged for peer in holders):
-            node.staged.add(state)
-            self.feed(node.peer, rt.Obtained(round_id, payload))
-        else:
-            self.feed(node.peer, rt.Failed(round_id, "no holder answers"))
-
     # --- commits and catch-up ------------------------------------------------------------------------------
 
     def _install(self, node: Node, head: Head, counted: rt.Counted) -> None:
@@ -361,9 +351,10 @@ class World(VirtualClock):
 
     def _catch_up(self, node: Node) -> None:
         node.catching_up = False
-        machine, head = node.machine, self.newest_reachable(node.peer)
-        if head.round <= machine.head.round and machine.plan.accepts(machine.head):
-            return
+        machine = node.machine
+        head = self.newest_reachable(node.peer, machine.plan)
+        if not machine.plan.accepts(head) or (head.round <= machine.head.round and not machine.void):
+            return  # nobody has anything newer: as the engine, it tries again when it hears of it
         after = self.committed.get(machine.head.round + 1)
         if after is not None:
             node.settle(machine.counted(after.manifest))
@@ -374,9 +365,11 @@ class World(VirtualClock):
         self.feed(node.peer, rt.HeadMoved(head))
         self._tell_time(node)
 
-    def newest_reachable(self, peer: str) -> Head:
+    def newest_reachable(self, peer: str, plan: Plan | None = None) -> Head:
+        """The newest head that somebody else has, of the history that `plan` goes on from."""
         others = [node for node in self.nodes.values() if node.peer != peer and self._reachable(peer, node.peer)]
-        return max((node.machine.head for node in others), key=lambda head: head.round, default=GENESIS)
+        heads = [node.machine.head for node in others if plan is None or plan.accepts(node.machine.head)]
+        return max(heads, key=lambda head: head.round, default=GENESIS)
 
     # --- what travels ------------------------------------------------------------------------------------------
 
@@ -430,7 +423,7 @@ class World(VirtualClock):
         self.nodes[node.peer] = again
         self.at(TICK, self._tick, node.peer, again.incarnation)
 
-    def _ask(self, node: Node, round_id: RoundId, payload: bytes) -> None:
-        answer = self.acceptor.ask(round_id, payload)
+    def _ask(self, node: Node, round_id: RoundId, proposal: bytes) -> None:
+        answer = self.acceptor.ask(round_id, proposal)
         if not self.network.loses():
             self._later(self.network.latency(), node, self._take, answer)

@@ -1,12 +1,12 @@
-"""Manifests: the decision of each outer round, hash-linked from genesis and signed by the members that voted for it.
+"""Manifests: the decision of each outer round, hash-linked from genesis and signed by the seats that voted for it.
 
-This module signs and verifies the three kinds of signatures on a ballot, and checks manifests from peers and disk:
+This module makes and verifies two kinds of signatures, and checks manifests from peers and disk:
 
-- a vote: the member holds exactly this state, or is a witness of it; votes commit the manifest;
-- a tie-break: the coordinator's vote, signed with the operator's key;
-- an attestation: a holder computed this result. It convinces witnesses and decides nothing.
+- a vote, over payload and ballot: a majority of the seats' votes commits the manifest. The coordinator's vote is signed
+  with the operator's key;
+- an attestation, over the payload: a member computed this result and holds it. It convinces seats and decides nothing.
 
-Each is over the payload and the ballot, with a context of its own, so none can stand for another.
+Each has a context of its own, so none can stand for the other.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from atoll.core import protocol
 from atoll.core.data_position import DataPosition
 from atoll.core.errors import PeerMisbehaved, SignatureInvalid
 from atoll.core.identity import Identity, peer_id_of, verify
-from atoll.core.quorum import Ballot, Electorate
+from atoll.core.quorum import COORDINATOR, Ballot, Electorate
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 
 VOTE_CONTEXT = "manifest"
-TIE_BREAK_CONTEXT = "tie-break"
 ATTESTATION_CONTEXT = "attestation"
 MAX_MEMBERS = 4096  # in one round
 
@@ -69,9 +68,23 @@ class Head:
         return Ballot(self.committed.ballot_plan_version, self.committed.ballot_attempt)
 
     @cached_property
+    def present(self) -> frozenset[str]:
+        """Members that held the round's average at its end and stay."""
+        return frozenset(item.peer_id for item in self.manifest.contributions if item.present)
+
+    @cached_property
+    def seats(self) -> tuple[str, ...]:
+        """Who decides the next round, in the order of opening. Raises `PeerMisbehaved` if it names no contribution."""
+        made = self.manifest.contributions
+        if any(place >= len(made) for place in self.manifest.seats):
+            raise PeerMisbehaved("a manifest gives a seat to somebody who did not take part")
+        members = tuple(made[place].peer_id for place in self.manifest.seats)
+        return (*members, COORDINATOR) if self.manifest.coordinator_seat else members
+
+    @cached_property
     def electorate(self) -> Electorate:
-        """Members that decide the next round."""
-        return Electorate(frozenset(item.peer_id for item in self.manifest.contributions if item.present))
+        """The seats that decide the next round."""
+        return Electorate(frozenset(self.seats))
 
     @cached_property
     def signers(self) -> frozenset[str]:
@@ -93,8 +106,9 @@ def manifest_hash(payload: bytes) -> bytes:
 
 
 def sign_vote(identity: Identity, payload: bytes, ballot: Ballot) -> pb.Signed:
-    """Sign a vote in `ballot`: this member holds exactly this state. The result omits the payload."""
-    return _sign(identity, VOTE_CONTEXT, payload, ballot)
+    """Sign a vote for `payload` in `ballot`. The result omits the payload."""
+    signature = identity.sign(VOTE_CONTEXT, _ballot_bytes(payload, ballot))
+    return pb.Signed(signature=signature, public_key=identity.public_key)
 
 
 def verify_vote(payload: bytes, ballot: Ballot, signature: pb.Signed, expected_peer: str) -> None:
@@ -104,28 +118,15 @@ def verify_vote(payload: bytes, ballot: Ballot, signature: pb.Signed, expected_p
     verify(VOTE_CONTEXT, _ballot_bytes(payload, ballot), signature.signature, signature.public_key)
 
 
-def sign_attestation(identity: Identity, payload: bytes, ballot: Ballot) -> pb.Signed:
+def sign_attestation(identity: Identity, payload: bytes) -> pb.Signed:
     """Sign an attestation: this holder of the layers computed this result. The result omits the payload."""
-    return _sign(identity, ATTESTATION_CONTEXT, payload, ballot)
+    return pb.Signed(signature=identity.sign(ATTESTATION_CONTEXT, payload), public_key=identity.public_key)
 
 
-def verify_attestation(payload: bytes, ballot: Ballot, signature: pb.Signed, expected_peer: str) -> None:
-    """Raise `SignatureInvalid` unless `expected_peer` signed this attestation."""
-    if (signer := peer_id_of(signature.public_key)) != expected_peer:
-        raise SignatureInvalid(f"the attestation is signed by {signer}, not by {expected_peer}")
-    verify(ATTESTATION_CONTEXT, _ballot_bytes(payload, ballot), signature.signature, signature.public_key)
-
-
-def sign_tie_break(operator: Identity, payload: bytes, ballot: Ballot) -> pb.Signed:
-    """Sign the coordinator's vote. The result omits the payload."""
-    return _sign(operator, TIE_BREAK_CONTEXT, payload, ballot)
-
-
-def verify_tie_break(payload: bytes, ballot: Ballot, signature: pb.Signed, operator_key: bytes) -> None:
-    """Raise `SignatureInvalid` unless the operator's key signed this vote."""
-    if signature.public_key != operator_key:
-        raise SignatureInvalid("the tie-break is not signed by the operator's key")
-    verify(TIE_BREAK_CONTEXT, _ballot_bytes(payload, ballot), signature.signature, operator_key)
+def verify_attestation(payload: bytes, attestation: pb.Signed) -> str:
+    """Return the peer id that attests to this result. Raises `SignatureInvalid`."""
+    verify(ATTESTATION_CONTEXT, payload, attestation.signature, attestation.public_key)
+    return peer_id_of(attestation.public_key)
 
 
 def parse_and_verify_head(committed: manifest_pb2.CommittedManifest, run_id: str) -> Head:
@@ -164,7 +165,7 @@ def parse_head(committed: manifest_pb2.CommittedManifest, run_id: str, max_signa
         )
     if len({item.public_key for item in committed.signatures}) != len(committed.signatures):
         raise PeerMisbehaved("the manifest has two signatures of one member")
-    _ = head.data, head.signers  # these properties check their form
+    _ = head.data, head.signers, head.seats  # these properties check their form
     return head
 
 
@@ -181,21 +182,20 @@ def strip_unknown_manifest_fields(committed: manifest_pb2.CommittedManifest) -> 
     kept = manifest_pb2.CommittedManifest()
     kept.CopyFrom(committed)
     kept.DiscardUnknownFields()
-    for signature in (*kept.signatures, *([kept.tie_break] if kept.HasField("tie_break") else [])):
+    for signature in kept.signatures:
         signature.ClearField("payload")
     return kept
 
 
 def require_quorum(head: Head, electorate: Electorate, operator_key: bytes) -> None:
     """Raise `SignatureInvalid` unless the votes on `head` commit it. `electorate` decides its round."""
-    committed = head.committed
-    tie_break = committed.HasField("tie_break")
-    if tie_break:
-        verify_tie_break(committed.payload, head.ballot, committed.tie_break, operator_key)
-    if not electorate.decides(head.signers, tie_break):
-        votes = len(electorate.members & head.signers)
+    votes = head.signers
+    if peer_id_of(operator_key) in votes:
+        votes |= {COORDINATOR}
+    if not electorate.decides(votes):
+        count = len(electorate.members & votes)
         raise SignatureInvalid(
-            f"round {head.round} has {votes} of {len(electorate.members)} votes, which is not a quorum"
+            f"round {head.round} has the votes of {count} of {len(electorate.members)} seats, which is not a majority"
         )
 
 
@@ -204,10 +204,6 @@ def require_signers(head: Head, peers: Iterable[str]) -> None:
     missing = sorted(set(peers) - head.signers)
     if missing:
         raise SignatureInvalid(f"round {head.round}: the manifest lacks the signature of {', '.join(missing)}")
-
-
-def _sign(identity: Identity, context: str, payload: bytes, ballot: Ballot) -> pb.Signed:
-    return pb.Signed(signature=identity.sign(context, _ballot_bytes(payload, ballot)), public_key=identity.public_key)
 
 
 def _ballot_bytes(payload: bytes, ballot: Ballot) -> bytes:

@@ -17,7 +17,7 @@ from atoll.core.data_position import SampleRange
 from atoll.core.errors import SignatureInvalid
 from atoll.core.identity import Identity, verify_signed
 from atoll.core.manifest import Head
-from atoll.core.quorum import Electorate
+from atoll.core.quorum import COORDINATOR, Electorate
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import plan_pb2
 
@@ -34,6 +34,7 @@ class Assignment:
     data_ranges: tuple[SampleRange, ...]
     max_round_tokens: int
     max_reduce_bytes_per_second: int
+    seat_rank: int = 0  # a free seat goes to the lowest
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Base:
     """The manifest on which a run's valid history builds: genesis, or the one that the operator recovered to."""
 
     manifest_hash: bytes
-    voters: tuple[str, ...]  # peer ids, ordered: the electorate of the next round
+    seats: tuple[str, ...]  # that decide the next round, in the order of opening
     round: int = 0
     since_version: int = 1  # the plan that set it
 
@@ -112,23 +113,38 @@ class Plan:
         )
 
     def accepts(self, head: Head) -> bool:
-        """Return whether `head` is in the valid history: the base, or a later round under a plan since it."""
+        """Return whether `head` is in the valid history: the base, or a later round of its epoch.
+
+        A manifest has the epoch of the plan that it was made under, and is made on a head of that epoch or on the base
+        only. So rounds that a recovery made void stay void, and so does whatever builds on them.
+        """
         if head.round <= self.base.round:
             return head.hash == self.base.manifest_hash
-        return head.manifest.round.plan_version >= self.base.since_version
+        return head.manifest.epoch == self.base.since_version
+
+    def seats(self, head: Head) -> tuple[str, ...]:
+        """Return the seats that decide the round after `head`, in the order of opening."""
+        return self.base.seats if head.hash == self.base.manifest_hash else head.seats
+
+    def openers(self, head: Head) -> tuple[str, ...]:
+        """Return the members that may open the round after `head`, in their order: attempt k is opened by the k-th."""
+        return tuple(peer for peer in self.seats(head) if peer in self._by_peer)
 
     def electorate(self, head: Head) -> Electorate:
-        """Return the members that decide the round after `head`."""
-        return self._first_electorate if head.hash == self.base.manifest_hash else head.electorate
+        """Return the seats that decide the round after `head`, as a set."""
+        return Electorate(frozenset(self.seats(head)))
 
     def can_decide(self, head: Head) -> bool:
-        """Return whether its members can commit the round after `head`, with the coordinator's vote if necessary."""
-        electorate, members = self.electorate(head), frozenset(self.members)
-        return electorate.decides(members) or electorate.is_half(members)
+        """Return whether its members can commit the round after `head`, with the coordinator's vote if need be."""
+        return self.electorate(head).decides((*self.members, COORDINATOR))
 
     @cached_property
-    def _first_electorate(self) -> Electorate:
-        return Electorate(frozenset(self.base.voters))
+    def by_seat_rank(self) -> tuple[str, ...]:
+        """Members in the order in which they get free seats: by rank, uplink, and peer id."""
+        ordered = sorted(
+            self.assignments, key=lambda item: (item.seat_rank, -item.max_reduce_bytes_per_second, item.peer_id)
+        )
+        return tuple(item.peer_id for item in ordered)
 
     def assignment(self, peer_id: str) -> Assignment | None:
         """Return the assignment of `peer_id`, or None if it is not a member."""
@@ -151,6 +167,7 @@ class Plan:
                     data_ranges=[pb.SampleRange(start=start, end=end) for start, end in item.data_ranges],
                     max_round_tokens=item.max_round_tokens,
                     max_reduce_bytes_per_second=item.max_reduce_bytes_per_second,
+                    seat_rank=item.seat_rank,
                 )
                 for item in self.assignments
             ],
@@ -162,7 +179,7 @@ class Plan:
                 round=self.base.round,
                 manifest_hash=self.base.manifest_hash,
                 since_version=self.base.since_version,
-                voters=self.base.voters,
+                seats=self.base.seats,
             ),
             issued_unix_ms=self.issued_unix_ms,
             reason=self.reason,
@@ -184,13 +201,14 @@ class Plan:
                     data_ranges=tuple((piece.start, piece.end) for piece in item.data_ranges),
                     max_round_tokens=item.max_round_tokens,
                     max_reduce_bytes_per_second=item.max_reduce_bytes_per_second,
+                    seat_rank=item.seat_rank,
                 )
                 for item in message.assignments
             ),
             routes=tuple(tuple(route.peer_ids) for route in message.routes),
             base=Base(
                 manifest_hash=message.base.manifest_hash,
-                voters=tuple(message.base.voters),
+                seats=tuple(message.base.seats),
                 round=message.base.round,
                 since_version=message.base.since_version,
             ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from atoll.core.errors import ProtocolMismatch
 from atoll.v1 import common_pb2 as pb
 
-MAJOR = 1
+MAJOR = 2
 MINOR = 0
 
 

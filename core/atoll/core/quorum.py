@@ -1,19 +1,27 @@
-"""Vote counting: which votes commit a round, and which earlier result a new attempt must adopt. Pure.
+"""Who decides a round, how many votes commit it, and which earlier result a new attempt must propose. Pure.
 
-The *electorate* of round n+1 is the members that were present when round n was settled. A result commits with the
-votes of a strict majority of the electorate. Exactly half of an even electorate suffices together with the
-coordinator's tie-break. Any two such quorums share a voter: two majorities share a member, a majority and a half
-share a member, and two halves share the coordinator.
+Every committed manifest names the *seats* that decide the next round: up to seven members that were present, in the
+order in which they may open it. Where that number is even, the coordinator has one more seat, so it is always odd. A
+result commits with the votes of a strict majority of the seats. Any two majorities share a seat, so two results of one
+round cannot both commit.
 
-Attempts are ballots of single-decree Paxos (Lamport, "Paxos Made Simple", 2001). A member that takes part in an
-attempt promises not to vote in earlier ones, and reports its last vote. `must_adopt` is the proposer's rule.
+Each round is one instance of single-decree Paxos (Lamport, "Paxos Made Simple", 2001), and its acceptors are chosen by
+the instance before it, as in §4 of "Reconfiguring a State Machine" (Lamport, Malkhi, Zhou, 2010) with α = 1: round n+1
+begins only on a committed round n. An attempt is a ballot: its opener is the only proposer, and proposes at most one
+result in it. `must_propose` is the proposer's rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
+
+from atoll.v1 import dataplane_pb2 as dp
+
+COORDINATOR = "coordinator"  # the name of its seat; no peer id looks like that
+MAX_SEATS = 7  # of members
 
 
 class Ballot(NamedTuple):
@@ -25,59 +33,55 @@ class Ballot(NamedTuple):
 
 @dataclass(frozen=True)
 class Electorate:
-    """The members that decide one round."""
+    """The seats that decide one round."""
 
     members: frozenset[str]
 
-    def decides(self, votes: Set[str], tie_break: bool = False) -> bool:
-        """Return whether `votes` commit a result. Peer ids outside the electorate are ignored."""
-        double = 2 * len(self.members & votes)
-        return double > len(self.members) or (tie_break and self.is_half(votes))
+    def decides(self, votes: Iterable[str]) -> bool:
+        """Return whether `votes` commit a result. Names without a seat are ignored."""
+        return 2 * len(self.members.intersection(votes)) > len(self.members)
 
-    def is_half(self, votes: Set[str]) -> bool:
-        """Return whether `votes` are exactly half, so that the coordinator's vote makes a quorum."""
-        return 0 < 2 * len(self.members & votes) == len(self.members)
+
+def next_seats(before: Iterable[str], present: Collection[str], ranked: Iterable[str]) -> tuple[str, ...]:
+    """Return the seats of the next round, in the order of opening.
+
+    Those of `before` that are `present` stay, in their order. The first of `ranked` get what is free. Raises
+    `ValueError` if nobody is present.
+    """
+    if not present:
+        raise ValueError("a round needs somebody who is present to decide the next one")
+    seats = [peer for peer in dict.fromkeys([*before, *ranked]) if peer in present][:MAX_SEATS]
+    return tuple(seats) if len(seats) % 2 else (*seats, COORDINATOR)
 
 
 @dataclass(frozen=True)
 class LastVote:
-    """A voter's last vote at this round number."""
+    """A seat's last vote at this round number."""
 
     ballot: Ballot
-    payload: bytes
+    proposal: bytes  # serialised `Proposal`
+
+    @cached_property
+    def payload(self) -> bytes:
+        """The serialised manifest that it is for."""
+        return dp.Proposal.FromString(self.proposal).payload
 
 
-class Undecided(Exception):
-    """The answers allow that either of two different results was committed; more answers are needed."""
+def must_propose(electorate: Electorate, promised: Mapping[str, LastVote | None]) -> LastVote | None:
+    """Return the earlier vote whose result a new attempt must propose, or None if it may propose a new one.
 
-
-def must_adopt(
-    electorate: Electorate,
-    promised: Mapping[str, LastVote | None],
-    tie_break_promised: bool = False,
-    tie_break_voted: LastVote | None = None,
-) -> bytes | None:
-    """Return the earlier result that a new attempt must commit, or None if it may compute a new one.
-
-    `promised` has the members that promised not to vote in earlier attempts, with their last votes. The result of the
-    highest ballot must be adopted if its voters and the members that did not promise could be a quorum: it may be
-    committed already. A committed result of a lower ballot would have been adopted in the highest. Raises `Undecided`
-    if members voted for different results in that ballot and more than one of them may be committed.
+    `promised` has the seats that promised not to vote in earlier attempts, with their last votes. Of the votes in the
+    highest ballot, which are all for one result, that result is meant if its voters and the seats that did not promise
+    could be a majority: it may be committed. A result that was committed in a lower ballot would be that of the
+    highest.
     """
-    votes = [vote for vote in (*promised.values(), tie_break_voted) if vote is not None]
+    votes = {peer: vote for peer, vote in promised.items() if vote is not None}
     if not votes:
         return None
-    highest = max(vote.ballot for vote in votes)
-    silent = electorate.members - promised.keys()
-    possible = []
-    for payload in sorted({vote.payload for vote in votes if vote.ballot == highest}):
-        agreed = {peer for peer, vote in promised.items() if vote is not None and vote.payload == payload}
-        tie_break = not tie_break_promised or (tie_break_voted is not None and tie_break_voted.payload == payload)
-        if electorate.decides(silent | agreed, tie_break):
-            possible.append(payload)
-    if len(possible) > 1:
-        raise Undecided
-    return possible[0] if possible else None
+    highest = max(votes.values(), key=lambda vote: vote.ballot)
+    agreed = {peer for peer, vote in votes.items() if vote.ballot == highest.ballot}
+    silent: Set[str] = electorate.members - promised.keys()
+    return highest if electorate.decides(silent | agreed) else None
 
 
 @dataclass(frozen=True)

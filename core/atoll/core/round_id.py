@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,17 +25,12 @@ class RoundId:
         return f"{self.number}.{self.attempt}@plan{self.plan_version}"
 
     def order(self, peers: Iterable[str]) -> tuple[str, ...]:
-        """Order peers by SHA-256 of round and peer id.
-
-        Peers may open attempts in this order, and sums run in it. It differs between rounds, so that the opener
-        changes.
-        """
+        """Order peers by SHA-256 of round and peer id. Sums run in this order; it differs between rounds."""
         return _order(self.key, tuple(peers))
 
-    def opener(self, peers: Iterable[str]) -> str:
-        """Return the only peer that may open this attempt: each attempt has the next in order, in case one is dead."""
-        order = self.order(peers)
-        return order[self.attempt % len(order)]
+    def opener(self, openers: Sequence[str]) -> str:
+        """Return the only peer that may open this attempt, of `Plan.openers`; empty if nobody may."""
+        return openers[self.attempt % len(openers)] if openers else ""
 
     @property
     def ballot(self) -> Ballot:

@@ -116,7 +116,7 @@ class DemoResult:
     anchor_digests: dict[str, str]
     anchors_equal: bool
     chains_equal: bool  # no two nodes have different manifests of a round
-    rounds_tie_broken: int
+    rounds_with_coordinator_vote: int
     averaging_bytes_sent: int
     averaging_bytes_fp32: int
     other_bytes_sent: int
@@ -254,6 +254,7 @@ async def _collect(
     answer = await asyncio.to_thread(
         call, swarm.programs[names[0]].directory, "generate", GENERATE_TIMEOUT, prompt=PROMPT, tokens=240
     )
+    members = {item.peer_id for head in known.values() for item in head.manifest.contributions}
     return DemoResult(
         nodes=options.nodes,
         rounds_opened=run["rounds_opened"],
@@ -266,7 +267,7 @@ async def _collect(
         anchor_digests=digests,
         anchors_equal=len(set(digests.values())) == 1,
         chains_equal=chains_agree(chains),
-        rounds_tie_broken=sum(head.committed.HasField("tie_break") for head in known.values()),
+        rounds_with_coordinator_vote=sum(not head.signers <= members for head in known.values()),
         averaging_bytes_sent=sum(status["averaging_bytes_sent"] for status in statuses.values()),
         averaging_bytes_fp32=sum(status["averaging_bytes_fp32"] for status in statuses.values()),
         other_bytes_sent=sum(status["other_bytes_sent"] for status in statuses.values()),

@@ -49,15 +49,23 @@ class Open(_message.Message):
     deadline_ms: int
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., head_hash: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
-class Accepted(_message.Message):
-    __slots__ = ("ballot", "payload", "signature")
-    BALLOT_FIELD_NUMBER: _ClassVar[int]
+class Proposal(_message.Message):
+    __slots__ = ("payload", "attestations")
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
-    ballot: _common_pb2.RoundId
+    ATTESTATIONS_FIELD_NUMBER: _ClassVar[int]
     payload: bytes
+    attestations: _containers.RepeatedCompositeFieldContainer[_common_pb2.Signed]
+    def __init__(self, payload: _Optional[bytes] = ..., attestations: _Optional[_Iterable[_Union[_common_pb2.Signed, _Mapping]]] = ...) -> None: ...
+
+class Accepted(_message.Message):
+    __slots__ = ("ballot", "signature", "proposal")
+    BALLOT_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    ballot: _common_pb2.RoundId
     signature: _common_pb2.Signed
-    def __init__(self, ballot: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ..., signature: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+    proposal: Proposal
+    def __init__(self, ballot: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., signature: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("round", "tokens", "samples", "accepted", "voter", "holds", "leaving")
@@ -140,7 +148,7 @@ class PartHolders(_message.Message):
     def __init__(self, part: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Settle(_message.Message):
-    __slots__ = ("round", "present", "partial", "digests", "whole", "repairs", "deadline_ms", "verdicts")
+    __slots__ = ("round", "present", "partial", "digests", "whole", "repairs", "deadline_ms", "verdicts", "as_reported", "parts_zeroed")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +157,8 @@ class Settle(_message.Message):
     REPAIRS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    AS_REPORTED_FIELD_NUMBER: _ClassVar[int]
+    PARTS_ZEROED_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     present: _containers.RepeatedScalarFieldContainer[str]
     partial: _containers.RepeatedScalarFieldContainer[str]
@@ -157,41 +167,37 @@ class Settle(_message.Message):
     repairs: _containers.RepeatedCompositeFieldContainer[PartHolders]
     deadline_ms: int
     verdicts: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Verdict]
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., present: _Optional[_Iterable[str]] = ..., partial: _Optional[_Iterable[str]] = ..., digests: _Optional[_Iterable[bytes]] = ..., whole: _Optional[_Iterable[int]] = ..., repairs: _Optional[_Iterable[_Union[PartHolders, _Mapping]]] = ..., deadline_ms: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[_manifest_pb2.Verdict, _Mapping]]] = ...) -> None: ...
-
-class Attestation(_message.Message):
-    __slots__ = ("peer_id", "signature")
-    PEER_ID_FIELD_NUMBER: _ClassVar[int]
-    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
-    peer_id: str
-    signature: _common_pb2.Signed
-    def __init__(self, peer_id: _Optional[str] = ..., signature: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
-
-class Adopt(_message.Message):
-    __slots__ = ("round", "payload", "holders", "deadline_ms", "attestations")
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    HOLDERS_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
-    ATTESTATIONS_FIELD_NUMBER: _ClassVar[int]
-    round: _common_pb2.RoundId
-    payload: bytes
-    holders: _containers.RepeatedScalarFieldContainer[str]
-    deadline_ms: int
-    attestations: _containers.RepeatedCompositeFieldContainer[Attestation]
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ..., holders: _Optional[_Iterable[str]] = ..., deadline_ms: _Optional[int] = ..., attestations: _Optional[_Iterable[_Union[Attestation, _Mapping]]] = ...) -> None: ...
+    as_reported: bool
+    parts_zeroed: int
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., present: _Optional[_Iterable[str]] = ..., partial: _Optional[_Iterable[str]] = ..., digests: _Optional[_Iterable[bytes]] = ..., whole: _Optional[_Iterable[int]] = ..., repairs: _Optional[_Iterable[_Union[PartHolders, _Mapping]]] = ..., deadline_ms: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[_manifest_pb2.Verdict, _Mapping]]] = ..., as_reported: _Optional[bool] = ..., parts_zeroed: _Optional[int] = ...) -> None: ...
 
 class Digest(_message.Message):
-    __slots__ = ("round", "payload", "signature", "attestation")
+    __slots__ = ("round", "payload", "attestation")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     ATTESTATION_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     payload: bytes
-    signature: _common_pb2.Signed
     attestation: _common_pb2.Signed
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ..., signature: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., attestation: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ..., attestation: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+
+class Propose(_message.Message):
+    __slots__ = ("round", "proposal", "deadline_ms")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    proposal: Proposal
+    deadline_ms: int
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class Vote(_message.Message):
+    __slots__ = ("round", "signature")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    round: _common_pb2.RoundId
+    signature: _common_pb2.Signed
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., signature: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("round", "manifest")
@@ -210,7 +216,7 @@ class Abandon(_message.Message):
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RoundMessage(_message.Message):
-    __slots__ = ("report", "open", "ready", "start", "digest", "commit", "abandon", "decline", "parts", "settle", "adopt", "plan")
+    __slots__ = ("report", "open", "ready", "start", "digest", "commit", "abandon", "decline", "parts", "settle", "propose", "plan", "vote")
     REPORT_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -221,8 +227,9 @@ class RoundMessage(_message.Message):
     DECLINE_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     SETTLE_FIELD_NUMBER: _ClassVar[int]
-    ADOPT_FIELD_NUMBER: _ClassVar[int]
+    PROPOSE_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    VOTE_FIELD_NUMBER: _ClassVar[int]
     report: TokenReport
     open: Open
     ready: Ready
@@ -233,9 +240,10 @@ class RoundMessage(_message.Message):
     decline: Decline
     parts: Parts
     settle: Settle
-    adopt: Adopt
+    propose: Propose
     plan: _common_pb2.Signed
-    def __init__(self, report: _Optional[_Union[TokenReport, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., parts: _Optional[_Union[Parts, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+    vote: Vote
+    def __init__(self, report: _Optional[_Union[TokenReport, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., parts: _Optional[_Union[Parts, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., propose: _Optional[_Union[Propose, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ...) -> None: ...
 
 class ExchangeHeader(_message.Message):
     __slots__ = ("round", "repair")

@@ -66,7 +66,7 @@ class DataPosition(_message.Message):
     def __init__(self, cursor: _Optional[int] = ..., returned: _Optional[_Iterable[_Union[_common_pb2.SampleRange, _Mapping]]] = ..., holdings: _Optional[_Iterable[_Union[DataHolding, _Mapping]]] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("protocol", "round", "previous_hash", "contributions", "layers", "codec", "committed_tokens", "data", "parts_total", "parts_zeroed", "corpus_digest", "committed_unix_ms", "verdicts", "fragments")
+    __slots__ = ("protocol", "round", "previous_hash", "contributions", "layers", "codec", "committed_tokens", "data", "parts_total", "parts_zeroed", "corpus_digest", "committed_unix_ms", "verdicts", "fragments", "seats", "coordinator_seat", "epoch")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,9 @@ class Manifest(_message.Message):
     COMMITTED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
     FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    SEATS_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_SEAT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     protocol: _common_pb2.ProtocolVersion
     round: _common_pb2.RoundId
     previous_hash: bytes
@@ -95,18 +98,19 @@ class Manifest(_message.Message):
     committed_unix_ms: int
     verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
     fragments: int
-    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolVersion, _Mapping]] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., previous_hash: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerState, _Mapping]]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., committed_tokens: _Optional[int] = ..., data: _Optional[_Union[DataPosition, _Mapping]] = ..., parts_total: _Optional[int] = ..., parts_zeroed: _Optional[int] = ..., corpus_digest: _Optional[bytes] = ..., committed_unix_ms: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., fragments: _Optional[int] = ...) -> None: ...
+    seats: _containers.RepeatedScalarFieldContainer[int]
+    coordinator_seat: bool
+    epoch: int
+    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolVersion, _Mapping]] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., previous_hash: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerState, _Mapping]]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., committed_tokens: _Optional[int] = ..., data: _Optional[_Union[DataPosition, _Mapping]] = ..., parts_total: _Optional[int] = ..., parts_zeroed: _Optional[int] = ..., corpus_digest: _Optional[bytes] = ..., committed_unix_ms: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., fragments: _Optional[int] = ..., seats: _Optional[_Iterable[int]] = ..., coordinator_seat: _Optional[bool] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class CommittedManifest(_message.Message):
-    __slots__ = ("payload", "signatures", "ballot_plan_version", "ballot_attempt", "tie_break")
+    __slots__ = ("payload", "signatures", "ballot_plan_version", "ballot_attempt")
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     SIGNATURES_FIELD_NUMBER: _ClassVar[int]
     BALLOT_PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
     BALLOT_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    TIE_BREAK_FIELD_NUMBER: _ClassVar[int]
     payload: bytes
     signatures: _containers.RepeatedCompositeFieldContainer[_common_pb2.Signed]
     ballot_plan_version: int
     ballot_attempt: int
-    tie_break: _common_pb2.Signed
-    def __init__(self, payload: _Optional[bytes] = ..., signatures: _Optional[_Iterable[_Union[_common_pb2.Signed, _Mapping]]] = ..., ballot_plan_version: _Optional[int] = ..., ballot_attempt: _Optional[int] = ..., tie_break: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+    def __init__(self, payload: _Optional[bytes] = ..., signatures: _Optional[_Iterable[_Union[_common_pb2.Signed, _Mapping]]] = ..., ballot_plan_version: _Optional[int] = ..., ballot_attempt: _Optional[int] = ...) -> None: ...

@@ -278,30 +278,30 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ..., uploads: _Optional[_Iterable[_Union[UploadOrder, _Mapping]]] = ..., unix_ms: _Optional[int] = ..., prepare: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., notice: _Optional[str] = ...) -> None: ...
 
 class VoteRequest(_message.Message):
-    __slots__ = ("round", "payload")
+    __slots__ = ("round", "proposal")
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
-    payload: bytes
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    proposal: bytes
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., proposal: _Optional[bytes] = ...) -> None: ...
 
 class VoteResponse(_message.Message):
-    __slots__ = ("granted", "promised_plan_version", "promised_attempt", "accepted_ballot", "accepted_payload", "vote", "reason")
+    __slots__ = ("granted", "promised_plan_version", "promised_attempt", "accepted_ballot", "accepted_proposal", "vote", "reason")
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     PROMISED_PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROMISED_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_BALLOT_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     granted: bool
     promised_plan_version: int
     promised_attempt: int
     accepted_ballot: _common_pb2.RoundId
-    accepted_payload: bytes
+    accepted_proposal: bytes
     vote: _common_pb2.Signed
     reason: str
-    def __init__(self, granted: _Optional[bool] = ..., promised_plan_version: _Optional[int] = ..., promised_attempt: _Optional[int] = ..., accepted_ballot: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., accepted_payload: _Optional[bytes] = ..., vote: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, granted: _Optional[bool] = ..., promised_plan_version: _Optional[int] = ..., promised_attempt: _Optional[int] = ..., accepted_ballot: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., accepted_proposal: _Optional[bytes] = ..., vote: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class CheckpointInfo(_message.Message):
     __slots__ = ("round", "manifest_hash", "bytes", "written_unix_ms", "committed_tokens", "layers")

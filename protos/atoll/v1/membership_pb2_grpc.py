@@ -86,7 +86,7 @@ class MembershipServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Vote(self, request, context):
-        """The coordinator's tie-break vote, for rounds where exactly half of an even electorate remains.
+        """A promise or a vote of the coordinator's seat, for rounds where it has one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,7 @@ class MembershipServiceStub:
     Leave: _grpc.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.LeaveResponse]
     """Announces that the caller leaves. The next plan does not contain it."""
     Vote: _grpc.UnaryUnaryMultiCallable[_membership_pb2.VoteRequest, _membership_pb2.VoteResponse]
-    """The coordinator's tie-break vote, for rounds where exactly half of an even electorate remains."""
+    """A promise or a vote of the coordinator's seat, for rounds where it has one."""
     UploadCheckpoint: _grpc.StreamUnaryMultiCallable[_membership_pb2.CheckpointUpload, _membership_pb2.CheckpointUploadResponse]
     """Answers an UploadOrder with the files of one checkpoint, which the coordinator relays to the operator."""
 
@@ -52,7 +52,7 @@ class MembershipServiceAsyncStub(MembershipServiceStub):
     Leave: _aio.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.LeaveResponse]  # type: ignore[assignment]
     """Announces that the caller leaves. The next plan does not contain it."""
     Vote: _aio.UnaryUnaryMultiCallable[_membership_pb2.VoteRequest, _membership_pb2.VoteResponse]  # type: ignore[assignment]
-    """The coordinator's tie-break vote, for rounds where exactly half of an even electorate remains."""
+    """A promise or a vote of the coordinator's seat, for rounds where it has one."""
     UploadCheckpoint: _aio.StreamUnaryMultiCallable[_membership_pb2.CheckpointUpload, _membership_pb2.CheckpointUploadResponse]  # type: ignore[assignment]
     """Answers an UploadOrder with the files of one checkpoint, which the coordinator relays to the operator."""
 
@@ -87,7 +87,7 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.VoteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.VoteResponse, _abc.Awaitable[_membership_pb2.VoteResponse]]:
-        """The coordinator's tie-break vote, for rounds where exactly half of an even electorate remains."""
+        """A promise or a vote of the coordinator's seat, for rounds where it has one."""
 
     @_abc_1.abstractmethod
     def UploadCheckpoint(

@@ -42,18 +42,20 @@ class Span(_message.Message):
     def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("peer_id", "span", "data_ranges", "max_round_tokens", "max_reduce_bytes_per_second")
+    __slots__ = ("peer_id", "span", "data_ranges", "max_round_tokens", "max_reduce_bytes_per_second", "seat_rank")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     SPAN_FIELD_NUMBER: _ClassVar[int]
     DATA_RANGES_FIELD_NUMBER: _ClassVar[int]
     MAX_ROUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_REDUCE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    SEAT_RANK_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     span: Span
     data_ranges: _containers.RepeatedCompositeFieldContainer[_common_pb2.SampleRange]
     max_round_tokens: int
     max_reduce_bytes_per_second: int
-    def __init__(self, peer_id: _Optional[str] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., data_ranges: _Optional[_Iterable[_Union[_common_pb2.SampleRange, _Mapping]]] = ..., max_round_tokens: _Optional[int] = ..., max_reduce_bytes_per_second: _Optional[int] = ...) -> None: ...
+    seat_rank: int
+    def __init__(self, peer_id: _Optional[str] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., data_ranges: _Optional[_Iterable[_Union[_common_pb2.SampleRange, _Mapping]]] = ..., max_round_tokens: _Optional[int] = ..., max_reduce_bytes_per_second: _Optional[int] = ..., seat_rank: _Optional[int] = ...) -> None: ...
 
 class Route(_message.Message):
     __slots__ = ("peer_ids", "since_version", "number")
@@ -66,16 +68,16 @@ class Route(_message.Message):
     def __init__(self, peer_ids: _Optional[_Iterable[str]] = ..., since_version: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Base(_message.Message):
-    __slots__ = ("round", "manifest_hash", "since_version", "voters")
+    __slots__ = ("round", "manifest_hash", "since_version", "seats")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_HASH_FIELD_NUMBER: _ClassVar[int]
     SINCE_VERSION_FIELD_NUMBER: _ClassVar[int]
-    VOTERS_FIELD_NUMBER: _ClassVar[int]
+    SEATS_FIELD_NUMBER: _ClassVar[int]
     round: int
     manifest_hash: bytes
     since_version: int
-    voters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, round: _Optional[int] = ..., manifest_hash: _Optional[bytes] = ..., since_version: _Optional[int] = ..., voters: _Optional[_Iterable[str]] = ...) -> None: ...
+    seats: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, round: _Optional[int] = ..., manifest_hash: _Optional[bytes] = ..., since_version: _Optional[int] = ..., seats: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Plan(_message.Message):
     __slots__ = ("protocol", "run_id", "version", "assignments", "routes", "base", "issued_unix_ms", "reason", "former")

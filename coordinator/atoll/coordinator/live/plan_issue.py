@@ -26,6 +26,7 @@ from atoll.coordinator.state.snapshot import Draft, RunMemory, State
 from atoll.coordinator.store.records import PlanFigures, Run
 from atoll.core.manifest import manifest_hash
 from atoll.core.plan import Base, Plan
+from atoll.core.quorum import next_seats
 from atoll.v1 import manifest_pb2, plan_pb2
 
 MAX_FORMER_MEMBERS = 32
@@ -119,7 +120,13 @@ def _base(state: State, run_id: str, members: Iterable[str]) -> Base:
     if plan is not None:
         return plan.base
     genesis = manifest_pb2.CommittedManifest.FromString(state.runs[run_id].genesis)
-    return Base(manifest_hash(genesis.payload), tuple(sorted(members)))
+    return Base(manifest_hash(genesis.payload), first_seats(state, run_id, members))
+
+
+def first_seats(state: State, run_id: str, members: Iterable[str]) -> tuple[str, ...]:
+    """The seats that decide the first round after a base."""
+    present = sorted(members)
+    return next_seats((), present, present)
 
 
 def _issue(

@@ -19,12 +19,21 @@ from dataclasses import replace
 from functools import lru_cache
 
 from atoll.coordinator.sanitize import clean
-from atoll.coordinator.state.snapshot import AttemptKey, RunMemory, State, electorate_after, is_void
+from atoll.coordinator.state.snapshot import (
+    AttemptKey,
+    RunMemory,
+    State,
+    electorate_after,
+    epoch_of,
+    is_void,
+    seats_after,
+)
 from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, Round, Run
-from atoll.core.errors import PeerMisbehaved, SignatureInvalid
+from atoll.core.errors import PeerMisbehaved
 from atoll.core.fragments import fragment_count, fragment_of_round
+from atoll.core.identity import peer_id_of
 from atoll.core.manifest import Head, parse_head, require_quorum, strip_unknown_manifest_fields
-from atoll.core.quorum import Electorate
+from atoll.core.quorum import MAX_SEATS, Electorate
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import counted_tokens, require_valid_verdicts, screened_out
 from atoll.v1 import common_pb2 as pb
@@ -37,7 +46,6 @@ MAX_ATTEMPT = 10**6  # enough for weeks without a majority
 MAX_PAYLOAD_BYTES = 2 << 20  # enough for thousands of members and layers
 ABANDONED_WINDOW_ROUNDS = 256  # older abandoned attempts are not stored
 _MAX_FLOPS_PER_TOKEN = 1e18  # of one layer
-_SIGNATURE_BYTES = 64
 
 
 def report_key(report: mb.RoundReport) -> AttemptKey:
@@ -86,8 +94,8 @@ def check_reported_head(state: State, run: Run, row: Round, report: mb.RoundRepo
     Raises `PeerMisbehaved`, `ProtocolMismatch`, `SignatureInvalid`.
     """
     memory = state.memory[run.run_id]
-    _check_size(report.manifest, state.operator_key)
-    parse_head(report.manifest, run.run_id, max_signatures=len(state.nodes))  # before a large message is copied
+    _check_size(report.manifest)
+    parse_head(report.manifest, run.run_id, max_signatures=MAX_SEATS)  # before a large message is copied
     head = Head(strip_unknown_manifest_fields(report.manifest))
     made = head.manifest.round
     known = memory.committed.get(row.number)
@@ -98,7 +106,9 @@ def check_reported_head(state: State, run: Run, row: Round, report: mb.RoundRepo
         raise PeerMisbehaved(f"the manifest is of round {head.round}, the report of another attempt or round")
     if is_void(memory.bases, row.number, made.plan_version):
         raise PeerMisbehaved(f"round {row.number} is void: the run was recovered from before it")
-    if not head.signers <= state.nodes.keys():
+    if head.manifest.epoch != epoch_of(memory.bases, row.number):
+        raise PeerMisbehaved(f"round {row.number} is of epoch {head.manifest.epoch}, which a recovery ended")
+    if not head.signers <= state.nodes.keys() | {peer_id_of(state.operator_key)}:
         raise PeerMisbehaved(f"round {row.number} is signed by a peer that was never enrolled")
     check_layers(head.manifest, layer_count(run.layers))
     if head.manifest.fragments != fragments_of(run, memory, made.plan_version):
@@ -116,7 +126,8 @@ def check_reported_head(state: State, run: Run, row: Round, report: mb.RoundRepo
         manifest=head.committed.SerializeToString(),
         previous_hash=head.manifest.previous_hash,
         made_under=made.plan_version,
-        present=tuple(sorted(head.electorate.members)),
+        present=tuple(sorted(head.present)),
+        seats=head.seats,
         partial=sum(item.partial for item in contributions),
         screened=tuple(sorted(contributions[place].peer_id for place in screened_out(head.manifest))),
         codec=_codec_name(head.manifest.codec),
@@ -187,12 +198,9 @@ def check_layers(manifest: manifest_pb2.Manifest, count: int) -> None:
         raise PeerMisbehaved(f"a layer digest in the manifest does not have {SHA256_BYTES} bytes")
 
 
-def _check_size(committed: manifest_pb2.CommittedManifest, operator_key: bytes) -> None:
+def _check_size(committed: manifest_pb2.CommittedManifest) -> None:
     if len(committed.payload) > MAX_PAYLOAD_BYTES:
         raise PeerMisbehaved(f"the manifest has {len(committed.payload)} bytes; must be at most {MAX_PAYLOAD_BYTES}")
-    vote = committed.tie_break
-    if committed.HasField("tie_break") and (vote.public_key != operator_key or len(vote.signature) != _SIGNATURE_BYTES):
-        raise SignatureInvalid("the manifest carries a tie-break vote that is not the coordinator's")
 
 
 def _check_abandoned(run: Run, memory: RunMemory, peer_id: str, report: mb.RoundReport) -> None:
@@ -204,7 +212,9 @@ def _check_abandoned(run: Run, memory: RunMemory, peer_id: str, report: mb.Round
         )
     if is_void(memory.bases, named.number, named.plan_version):
         raise PeerMisbehaved(f"round {named.number} is void: the run was recovered from before it")
-    if RoundId.from_proto(named).opener(memory.token_caps[named.plan_version]) != peer_id:
+    seats, caps = seats_after(memory, named.number - 1), memory.token_caps[named.plan_version]
+    openers = [peer for peer in seats if peer in caps] if seats is not None else [peer_id]
+    if RoundId.from_proto(named).opener(openers) != peer_id:
         raise PeerMisbehaved(f"this node is not the opener of attempt {named.attempt} at round {named.number}")
 
 
@@ -212,7 +222,7 @@ def _contributed_tokens(head: Head, caps: Mapping[str, int]) -> int:
     """Tokens of a round, after checking that its plan's members contributed, each once and within its cap."""
     contributions = head.manifest.contributions
     names = {item.peer_id for item in contributions}
-    if not head.electorate.members or len(names) != len(contributions) or not names <= caps.keys():
+    if not head.present or not head.seats or len(names) != len(contributions) or not names <= caps.keys():
         raise PeerMisbehaved(f"round {head.round} has contributors outside its plan, or one contributor twice")
     require_valid_verdicts(head.manifest.verdicts, [item.weight for item in contributions], head.manifest.parts_total)
     for item, counted in zip(contributions, counted_tokens(head.manifest), strict=True):

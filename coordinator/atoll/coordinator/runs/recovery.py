@@ -17,15 +17,22 @@ from dataclasses import dataclass, replace
 from atoll.coordinator.live import replan_trigger
 from atoll.coordinator.live.attendance import attendance_of, eligible_nodes
 from atoll.coordinator.live.backup_spans import remaining_standbys
-from atoll.coordinator.live.plan_issue import PlanNotes, issue_replica_plan, issue_route_plan, next_version
+from atoll.coordinator.live.plan_issue import (
+    PlanNotes,
+    first_seats,
+    issue_replica_plan,
+    issue_route_plan,
+    next_version,
+)
 from atoll.coordinator.planner.plan_builder import routes_of
-from atoll.coordinator.rounds import tie_break_votes
+from atoll.coordinator.rounds import coordinator_seat
 from atoll.coordinator.rounds.round_checks import MAX_ROUNDS_AHEAD
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.snapshot import Commit, Draft, Policy, RunMemory, State, Step, StepTime, electorate_after
 from atoll.coordinator.store.records import SHA256_BYTES, Run
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Base
+from atoll.core.quorum import COORDINATOR
 from atoll.v1 import membership_pb2 as mb
 
 
@@ -59,14 +66,12 @@ def recover(state: State, now: StepTime, run_id: str, *, force: bool = False) ->
             "start the nodes that still have their data directories, or create a new run",
         )
     electorate = electorate_after(memory, run.head_round)
-    tie_break = not tie_break_votes.abstains(run, memory)
-    decidable = (
-        electorate is not None and electorate.decides(set(eligible), tie_break) and point.round >= run.head_round
-    )
+    voters = eligible if coordinator_seat.abstains(run, memory) else [*eligible, COORDINATOR]
+    decidable = electorate is not None and electorate.decides(voters) and point.round >= run.head_round
     if electorate is not None and decidable and not force:
         raise InvalidTransition(
-            f"{len(electorate.members & set(eligible))} of the {len(electorate.members)} deciding nodes "
-            "are connected and the newest round is available: no recovery is needed",
+            f"{len(electorate.members & set(voters))} of the {len(electorate.members)} seats "
+            "can vote and the newest round is available: no recovery is needed",
             "see how rounds end in `atollctl run rounds`; if a lost result blocks them, recover with --force",
         )
     draft = Draft(state, now)
@@ -122,7 +127,7 @@ def _point_if_all_are_behind(state: State, run_id: str) -> RecoveryPoint | None:
     eligible = set(eligible_nodes(state, run_id))
     if memory.plan is None or electorate is None or not electorate.members:
         return None
-    if not eligible >= electorate.members | set(memory.plan.members):
+    if not eligible >= (electorate.members - {COORDINATOR}) | set(memory.plan.members):
         return None
     if any(state.live[peer].status.head_round >= run.head_round for peer in eligible):
         return None
@@ -135,7 +140,9 @@ def _point_if_layers_are_lost(state: State, run_id: str) -> RecoveryPoint | None
     eligible, electorate = set(eligible_nodes(state, run_id)), electorate_after(memory, run.head_round)
     if memory.plan is None or electorate is None:
         return None
-    never_returning = {peer for peer in electorate.members if peer in state.nodes and not _may_return(state, peer)}
+    never_returning = {COORDINATOR} | {
+        peer for peer in electorate.members if peer in state.nodes and not _may_return(state, peer)
+    }
     if not eligible >= set(memory.plan.members) | (electorate.members - never_returning):
         return None
     held: set[int] = set()
@@ -228,15 +235,14 @@ def _issue(draft: Draft, run_id: str, point: RecoveryPoint, eligible: list[str],
     if memory.plan is None or not replan_trigger.needs_routes(
         draft.state, run_id, attendance_of(draft.state, run_id, draft.now.monotonic)
     ):
-        issue_replica_plan(
-            draft, run_id, eligible, reason, Base(point.manifest_hash, tuple(sorted(eligible)), point.round, version)
-        )
+        seats = first_seats(draft.state, run_id, eligible)
+        issue_replica_plan(draft, run_id, eligible, reason, Base(point.manifest_hash, seats, point.round, version))
         return
     routes = routes_of(memory.plan)
     whole = [route for route in routes if all(part.peer_id in eligible for part in route)] or list(routes)
     members = {part.peer_id for route in whole for part in route}
-    voters = tuple(sorted(members & set(eligible))) or tuple(sorted(eligible))
-    base = Base(point.manifest_hash, voters, point.round, version)
+    seats = first_seats(draft.state, run_id, members & set(eligible) or eligible)
+    base = Base(point.manifest_hash, seats, point.round, version)
     standing = remaining_standbys(draft.state, run_id, whole, eligible)
     issue_route_plan(draft, run_id, whole, reason, PlanNotes(left_out=memory.left_out), base, standbys=standing)
 

@@ -16,7 +16,7 @@ import grpc
 from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.interceptors import NODE_SUBJECT_PREFIX, caller
-from atoll.coordinator.rounds import tie_break_votes
+from atoll.coordinator.rounds import coordinator_seat
 from atoll.coordinator.runs import admission, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
@@ -25,8 +25,9 @@ from atoll.coordinator.services.heartbeat_session import HeartbeatSession
 from atoll.coordinator.state import lookup
 from atoll.core.certs import csr_public_key
 from atoll.core.identity import verify
-from atoll.core.manifest import sign_tie_break
+from atoll.core.manifest import sign_vote
 from atoll.core.round_id import RoundId
+from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import membership_pb2_grpc
 
@@ -69,11 +70,12 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         """Give a promise or a vote; a vote is signed after it is durable."""
         peer_id, round_id = caller(context, NODE_SUBJECT_PREFIX), RoundId.from_proto(request.round)
         given = await self._controller.do(
-            lambda state, now: tie_break_votes.answer_vote_request(state, now, peer_id, round_id, request.payload)
+            lambda state, now: coordinator_seat.answer_vote_request(state, now, peer_id, round_id, request.proposal)
         )
         response = views.vote_answer(round_id, given)
-        if given.granted and request.payload:
-            vote = sign_tie_break(self._controller.operator, request.payload, round_id.ballot)
+        if given.granted and request.proposal:
+            payload = dp.Proposal.FromString(request.proposal).payload  # it was parsed before the vote
+            vote = sign_vote(self._controller.operator, payload, round_id.ballot)
             response.vote.CopyFrom(vote)
         return response
 

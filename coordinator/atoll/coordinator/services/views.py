@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import cast
 
 from atoll.coordinator.live.attendance import ready_count, uncounted
-from atoll.coordinator.rounds.tie_break_votes import VoteReply
+from atoll.coordinator.rounds.coordinator_seat import VoteReply
 from atoll.coordinator.runs import checkpoints
 from atoll.coordinator.services.plan_views import plan_fields
 from atoll.coordinator.state.availability import availability, failures_per_hour
@@ -126,10 +126,10 @@ def vote_answer(round_id: RoundId, given: VoteReply) -> mb.VoteResponse:
     if given.vote is not None:
         response.promised_plan_version = given.vote.promised_plan
         response.promised_attempt = given.vote.promised_attempt
-        if given.vote.payload:
+        if given.vote.proposal:
             voted = replace(round_id, plan_version=given.vote.voted_plan, attempt=given.vote.voted_attempt)
             response.accepted_ballot.CopyFrom(voted.to_proto())
-            response.accepted_payload = given.vote.payload
+            response.accepted_proposal = given.vote.proposal
     return response
 
 

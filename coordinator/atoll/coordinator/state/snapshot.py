@@ -109,7 +109,8 @@ class Commit:
     plan_version: int = 0  # of its manifest; 0: genesis, before any plan
     committed_tokens: int | None = 0  # of the run up to this round; None: the round was never reported
     previous_hash: bytes = b""
-    present: frozenset[str] = frozenset()  # peer ids that decide the next round, unless a base names others
+    present: frozenset[str] = frozenset()  # peer ids, at its end
+    seats: tuple[str, ...] = ()  # that decide the next round, unless a base names others
     opener: str = ""  # peer id
     members: int = 0  # contributors
     partial: int = 0  # contributors missing from some sums
@@ -211,7 +212,7 @@ class RunMemory:
 class State:
     """The state of the whole coordinator."""
 
-    operator_key: bytes = b""  # public key that signs tie-break votes
+    operator_key: bytes = b""  # public key that signs the coordinator's votes
     tokens: Mapping[str, Token] = field(default_factory=dict)
     nodes: Mapping[str, Node] = field(default_factory=dict)
     runs: Mapping[str, Run] = field(default_factory=dict)
@@ -250,7 +251,7 @@ def attempt_key(row: Round) -> AttemptKey:
 
 
 def commit_from_row(row: Round, before: Commit | None) -> Commit:
-    """The `Commit` of a committed row. Shares the set of present members with `before` if they are equal."""
+    """The `Commit` of a committed row. Shares present members and seats with `before` if they are equal."""
     present = frozenset(row.present)
     return Commit(
         manifest_hash=row.manifest_hash,
@@ -258,6 +259,7 @@ def commit_from_row(row: Round, before: Commit | None) -> Commit:
         committed_tokens=row.committed_tokens,
         previous_hash=row.previous_hash,
         present=before.present if before is not None and before.present == present else present,
+        seats=before.seats if before is not None and before.seats == row.seats else row.seats,
         opener=row.opener,
         members=row.members,
         partial=row.partial,
@@ -279,11 +281,22 @@ def is_void(bases: tuple[Base, ...], number: int, made_under: int) -> bool:
 
 def electorate_after(memory: RunMemory, number: int) -> Electorate | None:
     """Electorate of the round after `number` in the valid history; None if that round is unknown here."""
+    seats = seats_after(memory, number)
+    return None if seats is None else Electorate(frozenset(seats))
+
+
+def seats_after(memory: RunMemory, number: int) -> tuple[str, ...] | None:
+    """The same, in the order of opening."""
     commit = memory.committed.get(number)
     if commit is None:
         return None
-    voters = next((base.voters for base in reversed(memory.bases) if base.manifest_hash == commit.manifest_hash), None)
-    return Electorate(commit.present if voters is None else frozenset(voters))
+    bases = reversed(memory.bases)
+    return next((base.seats for base in bases if base.manifest_hash == commit.manifest_hash), commit.seats)
+
+
+def epoch_of(bases: tuple[Base, ...], number: int) -> int:
+    """The epoch that valid manifests of this round have."""
+    return next((base.since_version for base in reversed(bases) if base.round < number), 0)
 
 
 class Draft:

@@ -134,10 +134,11 @@ class Round:
     manifest: bytes = b""  # CommittedManifest, when committed
     previous_hash: bytes = b""
     made_under: int = 0  # plan version of the manifest: the attempt's, or an earlier attempt's
-    present: tuple[str, ...] = ()  # peer ids that decide the next round
+    present: tuple[str, ...] = ()  # peer ids, at its end
     partial: int = 0  # contributors missing from some sums
     screened: tuple[str, ...] = ()  # peer ids that screening excluded from more than half of all parts
     codec: str = ""  # of its exchange
+    seats: tuple[str, ...] = ()  # that decide the next round, in the order of opening
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class WaitingRound:
 
 @dataclass(frozen=True)
 class Vote:
-    """The coordinator's promise and vote as tie-breaker of one undecided round."""
+    """The promise and vote of the coordinator's seat for one undecided round."""
 
     KEY: ClassVar[tuple[str, ...]] = ("run_id", "number")
 
@@ -165,7 +166,7 @@ class Vote:
     promised_attempt: int
     voted_plan: int = 0
     voted_attempt: int = 0
-    payload: bytes = b""  # the Manifest that got the last vote; empty: none yet
+    proposal: bytes = b""  # the Proposal that got the last vote; empty: none yet
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ def _print_result(result: DemoResult, keep: Path | None) -> None:
             f"  faults            {result.kills} killed, {result.freezes} frozen, coordinator restarted "
             f"{result.coordinator_restarts}×; "
             f"{result.rejoined} of {result.kills + result.freezes} back in the last round; "
-            f"{result.rounds_tie_broken} ties broken; "
+            f"{result.rounds_with_coordinator_vote} rounds with the coordinator's vote; "
             f"chains {'[green]equal[/]' if result.chains_equal else '[red]DIFFER[/]'}"
         )
     console.print(f"  steps             {steps}")

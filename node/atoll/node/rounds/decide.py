@@ -14,15 +14,15 @@ from atoll.core import protocol
 from atoll.core.data_position import DataPosition, advance
 from atoll.core.errors import PeerMisbehaved, ProtocolMismatch
 from atoll.core.fragments import fragment_of_round
-from atoll.core.manifest import Head, changed_layers
+from atoll.core.manifest import MAX_MEMBERS, Head, changed_layers
 from atoll.core.plan import Plan
-from atoll.core.quorum import Electorate
+from atoll.core.quorum import COORDINATOR, next_seats
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import counted_tokens, require_valid_verdicts, strip_unknown_verdict_fields
 from atoll.node.exchange.codecs import BY_NUMBER, CODECS, Codec
 from atoll.node.exchange.partition import MIN_PART_ELEMENTS, ReduceRange, part_elements, partition
 from atoll.node.rounds.settlement import MAX_HOLDERS
-from atoll.node.rounds.types import RoundPolicy
+from atoll.node.rounds.types import RoundPolicy, VoteSigner
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
@@ -121,22 +121,26 @@ def check_partial(start: dp.Start, partial: Sequence[str], said_by: str) -> None
         raise PeerMisbehaved(f"{said_by} misses somebody in its sums who is not due there")
 
 
-def check_settle(start: dp.Start, settle: dp.Settle) -> None:
-    """Raise `PeerMisbehaved` unless `settle` can be the end of this exchange."""
+def check_settle(start: dp.Start, settle: dp.Settle, *, holds_parts: bool) -> None:
+    """Raise `PeerMisbehaved` unless `settle` can be the end of this exchange; for a witness it names no parts."""
     members = [item.peer_id for item in start.contributions]
     present, partial = list(settle.present), set(settle.partial)
     if not present or present != [peer for peer in members if peer in set(present)] or not partial <= set(members):
         raise PeerMisbehaved("Settle names nobody, or members that Start does not, or in another order")
+    check_verdicts(start, settle.verdicts)
+    if settle.parts_zeroed >= parts_total(start):
+        raise PeerMisbehaved("Settle gives up every part")
+    if not holds_parts:
+        return
     if len(settle.digests) != parts_total(start) or any(len(item) not in (0, 32) for item in settle.digests):
         raise PeerMisbehaved("Settle does not have one digest for each part")
-    if settle.digests and not any(settle.digests):
-        raise PeerMisbehaved("Settle gives up every part")
+    if settle.parts_zeroed != sum(not item for item in settle.digests):
+        raise PeerMisbehaved("Settle miscounts the parts that nobody has")
     named = [*settle.whole, *(place for repair in settle.repairs for place in repair.members)]
     if any(place >= len(members) for place in named):
         raise PeerMisbehaved(f"Settle names a holder of parts beyond the {len(members)} members of Start")
     if any(repair.part >= len(settle.digests) or len(repair.members) > MAX_HOLDERS for repair in settle.repairs):
         raise PeerMisbehaved(f"Settle repairs a part that Start does not have, or names over {MAX_HOLDERS} holders")
-    check_verdicts(start, settle.verdicts)
 
 
 def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -> None:
@@ -154,8 +158,10 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
     named, made = manifest.round, manifest.contributions
     if (named.run_id, named.number) != (policy.run_id, head.round + 1):
         raise PeerMisbehaved("a result to vote for is of another round")
-    if manifest.previous_hash != head.hash or named.plan_version > plan.version or not plan.accepts(_head_of(payload)):
+    if manifest.previous_hash != head.hash or named.plan_version > plan.version or not plan.accepts(head):
         raise PeerMisbehaved("a result to vote for builds on another history")
+    if manifest.epoch != plan.base.since_version:
+        raise PeerMisbehaved("a result to vote for was made void by a recovery")
     ours = named.plan_version == plan.version
     fragment = policy.fragment_of(head.round + 1)
     turn = fragment.index if ours else fragment_of_round(named.number, manifest.fragments or 1)
@@ -179,6 +185,7 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
         raise PeerMisbehaved("a result to vote for has doubled members, or leaves nobody to decide the next round")
     if manifest.committed_tokens != head.committed_tokens + sum(item.tokens for item in made):
         raise PeerMisbehaved("a result to vote for counts its tokens wrongly")
+    _check_seats(plan, head, payload, ours=ours)
     digests = [digest for layer in manifest.layers for digest in (layer.anchor_digest, layer.momentum_digest)]
     if [layer.layer for layer in manifest.layers] != list(range(policy.layers)) or {*map(len, digests)} != {32}:
         raise PeerMisbehaved("a result to vote for has other layers than the model")
@@ -208,20 +215,47 @@ def is_witness(plan: Plan, me: str, payload: bytes) -> bool:
     return len(mine) > 0 and (changed.stop <= mine.start or mine.stop <= changed.start)
 
 
-def is_attested(plan: Plan, electorate: Electorate, payload: bytes, said: Set[str]) -> bool:
-    """Whether witnesses may believe a result: at least half of the deciding members that hold its layers attest to it.
+def is_attested(plan: Plan, payload: bytes, said: Set[str]) -> bool:
+    """Whether a result may be proposed: at least half of the members that hold its layers attest to it.
 
     Those count that were present at its end. Half, because most layers have two holders, and one of them may be gone.
+    Of a result of an earlier plan we do not know who held what: there one who was present must attest, and whoever
+    voted for it under that plan has seen half.
     """
     manifest = manifest_pb2.Manifest.FromString(payload)
-    holders = plan.holders(changed_layers(manifest))
     present = {item.peer_id for item in manifest.contributions if item.present}
-    deciding = holders & electorate.members & present
-    return bool(holders & said) and 2 * len(deciding & said) >= len(deciding)
+    if manifest.round.plan_version != plan.version:
+        return bool(present & said)
+    holders = plan.holders(changed_layers(manifest)) & present
+    return bool(holders & said) and 2 * len(holders & said) >= len(holders)
 
 
-def _head_of(payload: bytes) -> Head:
-    return Head(manifest_pb2.CommittedManifest(payload=payload))
+def check_attested(plan: Plan, signer: VoteSigner, proposal: dp.Proposal) -> None:
+    """Raise `PeerMisbehaved` or `SignatureInvalid` unless enough holders attest to the proposed result."""
+    if len(proposal.attestations) > MAX_MEMBERS:
+        raise PeerMisbehaved(f"a proposal shows {len(proposal.attestations)} attestations")
+    said = {signer.attested_by(proposal.payload, attestation) for attestation in proposal.attestations}
+    if len(said) != len(proposal.attestations) or not is_attested(plan, proposal.payload, said):
+        raise PeerMisbehaved("a proposal shows the word of too few who hold its layers, or one of them twice")
+
+
+def seats_after(plan: Plan, head: Head, round_id: RoundId, present: Set[str]) -> tuple[str, ...]:
+    """Who decides the round after `round_id`, an attempt at the round after `head`; its opener comes first.
+
+    Members that stay keep their seats. So the same one opens rounds for as long as it can.
+    """
+    opener = round_id.opener(plan.openers(head))
+    return next_seats([opener, *plan.seats(head)], present, plan.by_seat_rank)
+
+
+def _check_seats(plan: Plan, head: Head, payload: bytes, *, ours: bool) -> None:
+    """Raise `PeerMisbehaved` unless the manifest gives the next round to those who have a right to it."""
+    after = Head(manifest_pb2.CommittedManifest(payload=payload))
+    seats, present = after.seats, after.present
+    if not set(seats) - {COORDINATOR} <= present or len(set(seats)) != len(seats) or len(seats) % 2 == 0:
+        raise PeerMisbehaved("a result to vote for gives seats to absent members, twice, or an even number of them")
+    if ours and seats != seats_after(plan, head, RoundId.from_proto(after.manifest.round), present):
+        raise PeerMisbehaved("a result to vote for gives the seats to others than are due")
 
 
 def manifest_payload(
@@ -237,6 +271,8 @@ def manifest_payload(
     What is only in some sums, or left out of most of them, is spent, its samples too, but its tokens do not count.
     """
     present, partial = set(settle.present), set(settle.partial)
+    seats = seats_after(plan, head, RoundId.from_proto(start.round), present)
+    place = {item.peer_id: index for index, item in enumerate(start.contributions)}
     contributions = [
         manifest_pb2.Contribution(
             peer_id=item.peer_id,
@@ -256,10 +292,13 @@ def manifest_payload(
         codec=start.codec,
         data=_position_after(policy, plan, head, {item.peer_id: item.samples for item in contributions}).to_proto(),
         parts_total=parts_total(start),
-        parts_zeroed=sum(not item for item in settle.digests),
+        parts_zeroed=settle.parts_zeroed,
         committed_unix_ms=start.unix_ms,
         verdicts=strip_unknown_verdict_fields(settle.verdicts),
         fragments=len(policy.fragments),
+        seats=[place[peer] for peer in seats if peer != COORDINATOR],
+        coordinator_seat=COORDINATOR in seats,
+        epoch=plan.base.since_version,
     )
     counted = counted_tokens(message)
     for item, tokens in zip(message.contributions, counted, strict=True):

@@ -34,7 +34,7 @@ from atoll.node.rounds.signatures import IdentityVoteSigner
 from atoll.node.rounds.snapshot_ledger import CountedShare
 from atoll.node.rounds.staged_results import RoundResults
 from atoll.node.rounds.token_account import TokenAccount
-from atoll.node.state.anchor import AnchorState, Staged
+from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
 from atoll.node.state.heads import is_valid_successor
 from atoll.node.state.manifests import ManifestStore
@@ -79,7 +79,7 @@ class RoundCallbacks:
     committed: Callable[[Head], None]
     report: Callable[[mb.RoundReport], None]
     evaluated: Callable[[mb.EvaluationReport], None]
-    ask_coordinator: Callable[[RoundId, bytes], Awaitable[rt.TieBreak]]
+    ask_coordinator: Callable[[RoundId, bytes], Awaitable[rt.CoordinatorVote]]
     plan_newer_than: Callable[[int], pb.Signed | None]  # the sealed plan, if ours is newer than that version
     plan_shared: Callable[[pb.Signed], None]  # by a member: verify and take it
 
@@ -160,10 +160,6 @@ class AveragingEngine:
     def leave(self) -> None:
         """The next round is this node's last; it shall open now."""
         self._events.put(rt.Leave())
-
-    def staged(self, payload_hash: bytes) -> Staged | None:
-        """The state of a result that may still be committed."""
-        return self._results.of_payload(payload_hash)
 
     async def receive(self, peer: str, message: dp.RoundMessage) -> None:
         """A round message from a member; returns when there is room for it."""
@@ -275,10 +271,8 @@ class AveragingEngine:
                 self._begin_exchange(start, seconds, fragment)
             case rt.Complete(round_id, settle, seconds):
                 self._results.complete(round_id, settle, seconds)
-            case rt.Obtain(round_id, payload, holders, seconds):
-                self._results.obtain(round_id, payload, holders, seconds)
-            case rt.AskCoordinator(round_id, payload):
-                self._background.begin(self._ask_coordinator(round_id, payload))
+            case rt.AskCoordinator(round_id, proposal):
+                self._background.begin(self._ask_coordinator(round_id, proposal))
             case rt.Release(round_id, thaw):
                 self._release(round_id, thaw)
             case rt.Install(head, opened_here, counted):
@@ -421,7 +415,7 @@ class AveragingEngine:
         plan = self._machine.plan
         if not plan.cuts:
             return opened_here
-        there = RoundId.from_proto(head.manifest.round).order(sorted(head.electorate.members))
+        there = RoundId.from_proto(head.manifest.round).order(sorted(head.present))
         whole = [peer for peer in there if plan.is_replica(peer)]
         able = whole or [peer for peer in there if peer in plan.drivers]
         return able[:1] == [self._me]
@@ -486,8 +480,8 @@ class AveragingEngine:
         own_E = self._trainer.pseudo_gradient[self._state.slice(fragment.start, fragment.end)]
         self._results.begin(start, seconds, fragment, own_E, self.head)
 
-    async def _ask_coordinator(self, round_id: RoundId, payload: bytes) -> None:
-        self._events.put(await self._callbacks.ask_coordinator(round_id, payload))
+    async def _ask_coordinator(self, round_id: RoundId, proposal: bytes) -> None:
+        self._events.put(await self._callbacks.ask_coordinator(round_id, proposal))
 
     def _release(self, round_id: RoundId, thaw: bool) -> None:
         self._counters.abandoned += 1

@@ -1,7 +1,7 @@
-"""One attempt as a member lives it, from the opener's Open to our own vote. Pure; machine.py feeds it.
+"""One attempt as a member lives it, from the opener's Open until it waits for the Commit. Pure; machine.py feeds it.
 
-Who does not hold the round's layers is its witness: it brings nothing, exchanges nothing, and votes for what enough
-holders attest to. So all members decide about one history, whatever each of them holds.
+Whoever holds the round's layers exchanges, and attests to the result. Who does not is its witness, and brings nothing.
+Apart from that, whoever has a seat votes for what the opener proposes, if enough holders attest to it.
 
 Its steps raise `PeerMisbehaved` when the opener asks for what no honest opener would.
 """
@@ -10,29 +10,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from atoll.core.errors import AtollError, PeerMisbehaved
+from atoll.core.errors import PeerMisbehaved
 from atoll.core.fragments import Fragment
-from atoll.core.manifest import Head, changed_layers, manifest_hash
+from atoll.core.manifest import Head, manifest_hash
 from atoll.core.plan import Plan
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import strip_unknown_verdict_fields
 from atoll.node.rounds.decide import (
+    check_attested,
     check_payload,
     check_settle,
     check_start,
-    is_attested,
     is_witness,
     manifest_payload,
 )
-from atoll.node.rounds.opener import StageDeadlines
 from atoll.node.rounds.promises import Promises
+from atoll.node.rounds.stage_deadlines import StageDeadlines
 from atoll.node.rounds.types import (
     Action,
     Complete,
     ExchangeDone,
     Freeze,
     Frozen,
-    Obtain,
     Phase,
     Pledge,
     RoundPolicy,
@@ -58,7 +57,7 @@ class Follower:
     paces: StageDeadlines
     signer: VoteSigner
     promises: Promises
-    tie_seconds: float  # what the opener may need to hear the coordinator
+    coordinator_seconds: float  # what the opener may need to hear the coordinator
     deadline: float
     phase: Phase = Phase.FREEZING
     out: list[tuple[str, dp.RoundMessage] | Action] = field(default_factory=list)
@@ -69,7 +68,7 @@ class Follower:
     _verdicts: tuple[manifest_pb2.Verdict, ...] = ()  # what we reported of our sums
     _start: dp.Start | None = None
     _settle: dp.Settle | None = None
-    _adopting: bytes = b""  # the earlier result that this attempt is to commit
+    _payload: bytes = b""  # of the result that was computed here
 
     @property
     def fragment(self) -> Fragment:
@@ -81,32 +80,39 @@ class Follower:
         """Whether we hold nothing of that."""
         return self.me not in self.plan.holders(self.fragment.layers)
 
+    @property
+    def votes(self) -> bool:
+        """Whether we have a seat, and know all that we ever promised."""
+        return self.promises.votes and self.me in self.plan.seats(self.head)
+
     def freeze(self) -> None:
         """Ask the trainer for the head's snapshot."""
         self.out.append(Freeze(self.round_id, self.fragment))
 
     def promise(self, frozen: Frozen, *, leaving: bool, brings: bool = True) -> None:
-        """Ready: we bring that many tokens, and will not vote in earlier attempts."""
+        """Ready: we bring that many tokens, and with a seat will not vote in earlier attempts."""
         self.brings = brings
         accepted = None
-        if self.promises.voted is not None:
-            ballot, payload = self.promises.voted.ballot, self.promises.voted.payload
-            named = replace(self.round_id, plan_version=ballot.plan_version, attempt=ballot.attempt)
-            signature = self.signer.vote(payload, ballot)
-            accepted = dp.Accepted(ballot=named.to_proto(), payload=payload, signature=signature)
+        if self.votes and (voted := self.promises.voted) is not None:
+            named = replace(self.round_id, plan_version=voted.ballot.plan_version, attempt=voted.ballot.attempt)
+            accepted = dp.Accepted(
+                ballot=named.to_proto(),
+                signature=self.signer.vote(voted.payload, voted.ballot),
+                proposal=dp.Proposal.FromString(voted.proposal),
+            )
         self._ready = dp.Ready(
             round=self.round_id.to_proto(),
             tokens=frozen.tokens,
             samples=frozen.samples,
             accepted=accepted,
-            voter=self.promises.votes,
+            voter=self.votes,
             holds=sorted(
                 manifest_hash(held) for held in self.promises.held if not is_witness(self.plan, self.me, held)
             ),
             leaving=leaving,
         )
         self.phase = Phase.READY
-        self._pledge(dp.RoundMessage(ready=self._ready))
+        self._promise(dp.RoundMessage(ready=self._ready))
 
     def abstain(self) -> None:
         """Ready, without a promise, because we could not write one down; then others must decide the next round too."""
@@ -124,7 +130,7 @@ class Follower:
         check_start(self.policy, self.plan, self.round_id, self._ready, self.me, message)
         seconds = min(message.deadline_ms / 1000, self.paces.exchange_ceiling)
         self._start = message
-        self.deadline = now + seconds + _SETTLE_FLOORS * self.paces.decision.floor_seconds
+        self.deadline = now + seconds + _SETTLE_FLOORS * self.paces.result.floor_seconds
         if self.is_witness:
             self.phase = Phase.AWAITING_SETTLE
             self.out.append((self.opener, dp.RoundMessage(parts=dp.Parts(round=self.round_id.to_proto()))))
@@ -151,6 +157,8 @@ class Follower:
     def settle(self, message: dp.Settle, now: float) -> None:
         """Which parts are the round's; the first word counts. It may come before our own exchange is over."""
         if self._settle is None:
+            assert self._start is not None
+            check_settle(self._start, message, holds_parts=not (message.as_reported or self.is_witness))
             self._settle = message
             if self.phase is Phase.AWAITING_SETTLE:
                 self._complete(now)
@@ -158,11 +166,14 @@ class Follower:
     def _complete(self, now: float) -> None:
         assert self._start is not None
         assert self._settle is not None
-        check_settle(self._start, self._settle)
-        seconds = min(self._settle.deadline_ms / 1000, self.paces.decision.ceiling_seconds)
-        self.deadline = now + seconds + self.tie_seconds
+        if self._settle.as_reported:
+            del self._settle.digests[:], self._settle.repairs[:], self._settle.whole[:]
+            self._settle.digests.extend(self._parts)
+        check_settle(self._start, self._settle, holds_parts=not self.is_witness)
+        seconds = min(self._settle.deadline_ms / 1000, self.paces.result.ceiling_seconds)
+        self.deadline = now + 2 * seconds + self.coordinator_seconds
         if self.is_witness:
-            self.phase = Phase.STAGING  # until holders attest to a result
+            self.phase = Phase.AWAITING_COMMIT
             return
         settled = zip(self._parts, self._settle.digests, strict=True)
         if self.me in self._settle.present and any(held and not given for held, given in settled):
@@ -182,63 +193,41 @@ class Follower:
         assert self._settle is not None
         return manifest_payload(self.policy, self.plan, self.head, self._start, self._settle, layers)
 
-    def adopt(self, message: dp.Adopt, now: float) -> None:
-        """An earlier attempt's result may have been committed: fetch it, unless we hold it, or hold nothing of it."""
-        check_payload(self.policy, self.plan, self.head, message.payload)
-        self._adopting = message.payload
+    def attest(self, payload: bytes) -> None:
+        """Digest: this is what we computed, and we hold it."""
+        self._payload = payload
+        self.phase = Phase.AWAITING_COMMIT
+        digest = dp.Digest(round=self.round_id.to_proto(), payload=payload, attestation=self.signer.attest(payload))
+        self.out.append((self.opener, dp.RoundMessage(digest=digest)))
+
+    def propose(self, message: dp.Propose, now: float) -> None:
+        """Vote for the proposed result, if it can be this attempt's, or an earlier one's, and enough attest to it.
+
+        Who computed another result than this attempt is said to have does not vote for it.
+        """
+        payload = message.proposal.payload
+        check_payload(self.policy, self.plan, self.head, payload)
+        check_attested(self.plan, self.signer, message.proposal)
+        manifest = manifest_pb2.Manifest.FromString(payload)
+        if manifest.round == self.round_id.to_proto():
+            if self._start is None or self._settle is None or payload != self.staged(tuple(manifest.layers)):
+                raise PeerMisbehaved("a proposal names another result than this attempt can have")
+            if self._payload not in (b"", payload):
+                raise PeerMisbehaved("a proposal names another result than we computed")
         seconds = min(message.deadline_ms / 1000, self.paces.exchange_ceiling)
-        self.deadline = now + seconds + self.tie_seconds
-        if is_witness(self.plan, self.me, message.payload):
-            self.phase = Phase.STAGING  # until holders attest to it
-        elif message.payload not in self.promises.held:
-            self.phase = Phase.STAGING
-            holders = tuple(sorted((set(message.holders) & set(self.plan.members)) - {self.me}))
-            self.out.append(Obtain(self.round_id, message.payload, holders, seconds))
-
-    def attest(self, message: dp.Adopt) -> None:
-        """As a witness: take the result that enough holders attest to in this attempt."""
-        check_payload(self.policy, self.plan, self.head, message.payload)
-        if not is_witness(self.plan, self.me, message.payload):
-            raise PeerMisbehaved("Adopt asks a holder to believe others about its own layers")
-        if message.payload != self._due(message.payload):
-            raise PeerMisbehaved("Adopt names another result than this attempt can have")
-        manifest = manifest_pb2.Manifest.FromString(message.payload)
-        said = {item.peer_id: item.signature for item in message.attestations}
-        if not said.keys() <= self.plan.holders(changed_layers(manifest)):
-            raise PeerMisbehaved("Adopt shows the word of members that do not hold the layers")
-        if not is_attested(self.plan, self.plan.electorate(self.head), message.payload, said.keys()):
-            raise PeerMisbehaved("Adopt shows the word of too few who hold the layers")
-        try:
-            for peer, signature in said.items():
-                self.signer.check_attestation(message.payload, self.round_id.ballot, signature, peer)
-        except AtollError as error:
-            raise PeerMisbehaved(f"Adopt shows a word that nobody gave: {error}") from error
-
-    def _due(self, payload: bytes) -> bytes:
-        """What the attempt comes to when its layers become those of `payload`: the one way it can have ended."""
-        if self._start is None or self._settle is None:
-            return self._adopting
-        layers = tuple(manifest_pb2.Manifest.FromString(payload).layers)
-        return manifest_payload(self.policy, self.plan, self.head, self._start, self._settle, layers)
-
-    def vote(self, payload: bytes) -> None:
-        """Digest: we hold this result, or are its witness. Nobody votes for one that takes its voice away."""
-        self.phase = Phase.VOTED
-        said_so = self._ready is not None and self._ready.leaving
-        left_out = self._settle is not None and self.me not in self._settle.present and not said_so
-        attests = len(self.plan.cuts) > 0 and not is_witness(self.plan, self.me, payload)
-        attestation = self.signer.attest(payload, self.round_id.ballot) if attests else None
-        digest = dp.Digest(round=self.round_id.to_proto(), payload=payload, attestation=attestation)
-        if not self.promises.votes or left_out:
-            if attests:
-                self.out.append((self.opener, dp.RoundMessage(digest=digest)))
+        self.deadline = max(self.deadline, now + seconds + self.coordinator_seconds)
+        if not self.votes:
             return
-        digest.signature.CopyFrom(self.signer.vote(payload, self.round_id.ballot))
-        self._pledge(dp.RoundMessage(digest=digest), payload)
+        ballot = self.round_id.ballot
+        vote = dp.Vote(round=self.round_id.to_proto(), signature=self.signer.vote(payload, ballot))
+        proposal = message.proposal.SerializeToString(deterministic=True)
+        self.out.append(Pledge(self.promises.pledge(ballot, proposal), self.opener, dp.RoundMessage(vote=vote)))
+        if self.phase is Phase.READY:  # of an earlier attempt: there is nothing else to do
+            self.phase = Phase.AWAITING_COMMIT
 
-    def _pledge(self, message: dp.RoundMessage, payload: bytes | None = None) -> None:
-        """Send what binds us, once it is on disk."""
-        if self.promises.votes:
-            self.out.append(Pledge(self.promises.pledge(self.round_id.ballot, payload), self.opener, message))
+    def _promise(self, message: dp.RoundMessage) -> None:
+        """Send what binds a seat once it is on disk."""
+        if self.votes:
+            self.out.append(Pledge(self.promises.pledge(self.round_id.ballot), self.opener, message))
         else:
             self.out.append((self.opener, message))

@@ -1,14 +1,14 @@
 """The outer round as a pure state machine: events in, actions out, no I/O, no clock of its own.
 
-    IDLE ─Open─▶ FREEZING ─▶ READY ─Start─▶ EXCHANGING ─▶ AWAITING_SETTLE ─Settle─▶ STAGING ─▶ VOTED ─Commit─▶ IDLE
-                               └────────────────── Adopt ──────────────────▲
+    IDLE ─Open─▶ FREEZING ─▶ READY ─Start─▶ EXCHANGING ─▶ AWAITING_SETTLE ─Settle─▶ STAGING ─▶ AWAITING_COMMIT ─▶ IDLE
+                               └──── Propose: an earlier attempt's result may be committed ────▲
 
-Everyone follows (follower.py); the attempt's number names the one that also leads it (opener.py), when a round is due
+Everyone follows (follower.py); the attempt's number names the seat that also leads it (opener.py), when a round is due
 and it is its turn (round_trigger.py). What a member promised, voted for and holds is its memory (promises.py).
-A round commits with the votes of a strict majority of the members that were present in the round before, or of half
-of them and the coordinator (core/quorum.py). Attempts are ballots of Paxos: Ready is the promise, Digest the vote, and
-an attempt that learns of an earlier result which may have been committed commits that one. docs/explain/rounds.md
-draws it, with the failures.
+A round commits with the votes of a majority of the seats that the manifest before it names (core/quorum.py). Attempts
+are ballots of Paxos: a seat's Ready is the promise, Propose and Vote are the second phase, and an attempt that learns
+of an earlier result which may have been committed proposes that one. docs/explain/rounds.md draws it, with the
+failures.
 
 Training goes on in every phase. At one head one snapshot of this node's progress leaves it, in whichever attempts, so
 no contribution can be counted twice whatever becomes of them (snapshot_ledger.py).
@@ -23,20 +23,21 @@ from dataclasses import replace
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.core.quorum import Electorate, VoteRecord
+from atoll.core.quorum import COORDINATOR, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.decide import check_payload, is_witness
 from atoll.node.rounds.follower import Follower
-from atoll.node.rounds.opener import TIE_SECONDS, Opener, StageDeadlines
+from atoll.node.rounds.opener import COORDINATOR_SECONDS, Opener
 from atoll.node.rounds.pending_opens import PendingOpens
 from atoll.node.rounds.promises import Promises
-from atoll.node.rounds.round_trigger import MAX_ATTEMPT, MAX_ATTEMPT_JUMP, NEXT_OPENERS, RoundTrigger
+from atoll.node.rounds.round_trigger import MAX_ATTEMPT, MAX_ATTEMPT_JUMP, RoundTrigger
 from atoll.node.rounds.snapshot_ledger import SnapshotLedger
+from atoll.node.rounds.stage_deadlines import StageDeadlines
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
-_OPENER_KINDS = frozenset({"open", "start", "settle", "adopt", "abandon"})
+_OPENER_KINDS = frozenset({"open", "start", "settle", "propose", "abandon"})
 _LOST_SECONDS = 1.0  # an opener whose connection broke has that long to say something
 
 
@@ -100,9 +101,9 @@ class RoundMachine:
         return RoundId(self.policy.run_id, self.plan.version, fragment, number, self.attempt)
 
     @property
-    def electorate(self) -> Electorate:
-        """Who decides the next round."""
-        return self.plan.electorate(self.head)
+    def openers(self) -> tuple[str, ...]:
+        """Who may open the next round, in their order."""
+        return self.plan.openers(self.head)
 
     def counted(self, manifest: manifest_pb2.Manifest) -> rt.Counted:
         """What of this node's progress, of this life, a result of the next round holds."""
@@ -128,6 +129,11 @@ class RoundMachine:
         return self.head.round < self._known.round and self.plan.accepts(self._known)
 
     @property
+    def void(self) -> bool:
+        """Whether a recovery made our head void: we take part in nothing until we fetched another."""
+        return not self.plan.accepts(self.head)
+
+    @property
     def in_doubt(self) -> bytes:
         """The payload that this node voted for without knowing whether it was committed; empty for none."""
         return self._promises.in_doubt
@@ -138,9 +144,9 @@ class RoundMachine:
         return self._paces_by_fragment[self.policy.fragment_of(self.head.round + 1).index]
 
     @property
-    def _tie_seconds(self) -> float:
-        """What the opener may need to hear the coordinator, where there can be a tie."""
-        return 1.0 if len(self.electorate.members) % 2 else TIE_SECONDS
+    def _coordinator_seconds(self) -> float:
+        """What the opener may need to hear the coordinator, where that has a seat."""
+        return COORDINATOR_SECONDS if COORDINATOR in self.plan.seats(self.head) else 1.0
 
     def step(self, event: rt.Event, now: float, unix_ms: int = 0) -> list[rt.Action]:
         """Take one event at monotonic time `now`; `unix_ms` only dates a Start that this step may send."""
@@ -171,8 +177,6 @@ class RoundMachine:
                 self._on_exchange_done(event)
             case rt.Staged(round_id, layers):
                 self._staged(round_id, layers)
-            case rt.Obtained(round_id, payload):
-                self._obtained(round_id, payload)
             case rt.Failed(round_id, reason):
                 if self._is_following(round_id):
                     self._give_up(reason)
@@ -180,9 +184,9 @@ class RoundMachine:
                 self._on_pledge_failed(message)
             case rt.SendFailed(message, reason):
                 self._on_send_failed(message, reason)
-            case rt.TieBreak():
+            case rt.CoordinatorVote():
                 if self._opener is not None:
-                    self._opener.tie_broken(event, self._now)
+                    self._opener.coordinator_answered(event, self._now)
                     self._drain_opener()
             case rt.PlanReceived(plan):
                 self._plan_received(plan)
@@ -217,7 +221,8 @@ class RoundMachine:
         self._reset(head)
         self._check_history()  # a recovery may have made it void while it was fetched
         self._adopt_plan()
-        self._announce_position()
+        for peer in self._other_openers:  # most likely a round is under way without us, and the next may wait
+            self._send_report(peer)
         self._try_waiting()
 
     def _tick(self) -> None:
@@ -241,21 +246,14 @@ class RoundMachine:
     def _report_tokens(self) -> None:
         if not self._trigger.hear_self(self._tokens, self._leaving, self._step_seconds, self._now):
             return
-        for peer in self._upcoming(self.round_id, self._trigger.openers_to_tell(self._tokens, self._now)):
+        if self.void:
+            self._check_history()
+        for peer in self._other_openers:
             self._send_report(peer)
 
-    def _announce_position(self) -> None:
-        """To everybody, after others were: most likely a round is under way without us, and the next may wait."""
-        if self.me in self.plan.members:
-            for peer in self.plan.members:
-                if peer != self.me:
-                    self._send_report(peer)
-
-    def _upcoming(self, round_id: RoundId, count: int) -> list[str]:
-        """The other members that may open that attempt or one of the next, of `count` attempts."""
-        order = round_id.order(self.plan.members)
-        upcoming = {order[(round_id.attempt + ahead) % len(order)] for ahead in range(min(count, len(order)))}
-        return sorted(upcoming - {self.me})
+    @property
+    def _other_openers(self) -> list[str]:
+        return [peer for peer in self.openers if peer != self.me]
 
     def _send_report(self, peer: str) -> None:
         report = self._report_of(self.round_id, self._tokens)
@@ -273,7 +271,7 @@ class RoundMachine:
         expected = RoundId(self.policy.run_id, self.plan.version, fragment, number, 0)
         report = self._report_of(expected, self._tokens_since_snapshot)
         report.expected = True
-        for peer in self._upcoming(expected, NEXT_OPENERS):
+        for peer in self._other_openers:
             self._send(peer, dp.RoundMessage(report=report))
 
     @property
@@ -282,9 +280,7 @@ class RoundMachine:
         return self.phase is rt.Phase.IDLE and not self.finished and self.me in self.plan.members
 
     def _open_if_due(self) -> None:
-        if self.lagging:
-            return
-        if self._opener is not None:
+        if self.lagging or self.void or self._opener is not None:
             return
         attempt = self._trigger.attempt_to_open(self.round_id, self._now, self._paces.answers.median_seconds)
         if attempt is None:
@@ -292,7 +288,7 @@ class RoundMachine:
         self._opener = Opener(
             replace(self.round_id, attempt=attempt),
             self.plan,
-            self.electorate,
+            self.plan.electorate(self.head),
             self._trigger.heard_recently(self._now),
             self.head,
             self.policy,
@@ -371,10 +367,8 @@ class RoundMachine:
                 self._try(following, lambda: self._start(following, message.start))
             case "settle", rt.Phase.EXCHANGING | rt.Phase.AWAITING_SETTLE:
                 self._try(following, lambda: following.settle(message.settle, self._now))
-            case "adopt", rt.Phase.READY:
-                self._try(following, lambda: self._adopt(following, message.adopt))
-            case "adopt", rt.Phase.STAGING if message.adopt.attestations:
-                self._try(following, lambda: self._attest(following, message.adopt))
+            case "propose", _:
+                self._try(following, lambda: following.propose(message.propose, self._now))
             case "abandon", _:
                 self._release(said_so=True)
 
@@ -398,7 +392,7 @@ class RoundMachine:
             self._trigger.expect(peer, round_id, message.report, self._now)
             return
         ours = round_id.plan_version == self.plan.version
-        if kind == "open" and ours and peer == round_id.opener(self.plan.members):
+        if kind == "open" and ours:
             self._pending_opens.keep_ahead(rt.Received(peer, message), self._now, self._open_seconds(message))
         self._heard_from_ahead(peer, round_id.number)
 
@@ -427,11 +421,11 @@ class RoundMachine:
         self.attempt = round_id.attempt
         self._trigger.begin_attempt(self._now)
         seconds = self._open_seconds(message)
-        tie = self._tie_seconds
-        until = self._now + 2 * seconds + tie
+        patience = self._coordinator_seconds
+        until = self._now + 2 * seconds + patience
         head, plan, policy, promises = self.head, self.plan, self.policy, self._promises
         self._following = Follower(
-            self.me, peer, round_id, plan, head, policy, self._paces, self._signer, promises, tie, until
+            self.me, peer, round_id, plan, head, policy, self._paces, self._signer, promises, patience, until
         )
         self._offer_snapshot(self._following)
         self._carry_out(self._following)
@@ -439,12 +433,12 @@ class RoundMachine:
     def _offer_snapshot(self, following: Follower) -> None:
         """What others saw in an earlier attempt stays this head's snapshot, unless the round is of other layers now.
 
-        Where we voted for a result that may hold it, one attempt is given the chance to commit that.
+        Where we hold a result that it may be part of, one attempt is given the chance to commit that.
         """
         snapshot = self._snapshot_ledger.of(following.fragment.layers)
         if snapshot is not None:
             following.promise(snapshot, leaving=self._leaving)
-        elif following.is_witness or (self._promises.in_doubt and self._snapshot_ledger.hope()):
+        elif following.is_witness or (self._promises.held and self._snapshot_ledger.hope()):
             nothing = rt.Frozen(following.round_id, 0, 0)
             following.promise(nothing, leaving=self._leaving, brings=False)
         else:
@@ -455,7 +449,7 @@ class RoundMachine:
         """Why we do not follow that attempt; empty when we do."""
         if round_id.plan_version < self.plan.version:
             return "this member follows a newer plan"
-        if peer not in self.plan.members or peer != round_id.opener(self.plan.members) or self.lagging:
+        if peer != round_id.opener(self.openers) or self.lagging or self.void:
             return "this is not an attempt that this member follows"
         late = round_id.attempt < self.attempt or self._promises.forbids(round_id.ballot)
         if late or round_id.attempt > min(MAX_ATTEMPT, self.attempt + MAX_ATTEMPT_JUMP):
@@ -517,15 +511,15 @@ class RoundMachine:
     def _install(self, committed: manifest_pb2.CommittedManifest) -> bool:
         """Commit what we hold; False when the votes do not prove it."""
         try:
-            head = self._signer.check_commit(committed, self.electorate)
+            head = self._signer.check_commit(committed, self.plan.electorate(self.head))
         except AtollError:
             return False
-        if not self.plan.accepts(head):
+        if not self.plan.accepts(head) or self.void:
             return False
         opened_here = self._following is not None and self._following.opener == self.me
         counted = self.counted(head.manifest)
         self._actions.append(rt.Install(head, opened_here, counted))
-        if counted is rt.Counted.SNAPSHOT and self.me in head.electorate.members:
+        if counted is rt.Counted.SNAPSHOT and self.me in head.present:
             self._promises.took_part()
         self._trigger.serve_leaving()
         self._supersede(f"round {head.round} was committed in another attempt")
@@ -564,32 +558,9 @@ class RoundMachine:
     def _hold_own(self, following: Follower, layers: tuple[manifest_pb2.LayerState, ...]) -> None:
         payload = following.staged(layers)
         check_payload(self.policy, self.plan, self.head, payload)  # it may be of a state that is behind our head
-        self._vote_or_install(following, payload)
-
-    def _adopt(self, following: Follower, message: dp.Adopt) -> None:
-        following.adopt(message, self._now)
-        if message.payload in self._promises.held:
-            self._vote_or_install(following, message.payload)
-
-    def _attest(self, following: Follower, message: dp.Adopt) -> None:
-        following.attest(message)
-        self._vote_or_install(following, message.payload)
-
-    def _obtained(self, round_id: RoundId, payload: bytes) -> None:
-        try:
-            check_payload(self.policy, self.plan, self.head, payload)
-        except PeerMisbehaved:
-            return  # the head moved meanwhile
-        self._promises.keep(payload)
-        following = self._followed_in(round_id, rt.Phase.STAGING)
-        if following is not None:
-            self._try(following, lambda: self._vote_or_install(following, payload))
-
-    def _vote_or_install(self, following: Follower, payload: bytes) -> None:
-        """We have the state that `payload` names: install it when it is committed already, else vote."""
         self._promises.keep(payload)
         if following.commit is None or following.commit.payload != payload or not self._install(following.commit):
-            following.vote(payload)
+            following.attest(payload)
             if following.brings and not self._leaving:
                 self._report_ahead()
 

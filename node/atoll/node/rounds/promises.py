@@ -1,8 +1,8 @@
 """What this node promised, voted for and holds at its head, and whether it can know: an acceptor's memory. Pure.
 
-A node writes its first record when it enrols. Without any it lost its disk, and abstains until a round was committed
-in which this life took part, or a recovery made all earlier votes void. A record of a later round means that we stand
-at an older state than we once did.
+A node writes its first record when it enrols, and others when it holds a seat. Without any it lost its disk, and
+abstains until a round was committed in which this life took part, or a recovery made all earlier votes void. A record
+of a later round means that we stand at an older state than we once did.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Promises:
         return self.voted.payload if self.voted is not None else b""
 
     def took_part(self) -> None:
-        """A round was committed that holds this life's snapshot and counts on its vote."""
+        """A round was committed that holds this life's snapshot: no earlier life can have voted after it."""
         self._trusted = True
 
     def recall(self, head: Head, plan: Plan) -> None:
@@ -60,11 +60,11 @@ class Promises:
         """Whether we promised not to take part in `ballot`."""
         return self.promised is not None and ballot <= self.promised
 
-    def pledge(self, ballot: Ballot, payload: bytes | None = None) -> VoteRecord:
-        """Promise `ballot`, and with a payload vote for it there: what must be on disk before anyone hears of it."""
+    def pledge(self, ballot: Ballot, proposal: bytes | None = None) -> VoteRecord:
+        """Promise `ballot`, and with a proposal vote for it there: what must be on disk before anyone hears of it."""
         self.promised = ballot
-        if payload is not None:
-            self.voted = LastVote(ballot, payload)
+        if proposal is not None:
+            self.voted = LastVote(ballot, proposal)
         self._record = VoteRecord(self._number, self._head_hash, ballot, self.voted)
         return self._record
 

@@ -1,7 +1,7 @@
 """When a round is due, and whose turn it is to open it: who was heard from lately, and who failed. Pure bookkeeping.
 
-Members report their tokens to the next openers; those of who holds the layers count. With a vote they also tell those
-of the round after it what they will have then. A round is due when those heard from could commit it and their tokens
+Members report their tokens to the seats; those of who holds the layers count. With a result they also tell them what
+they will have once it is committed. A round is due when those heard from could commit it and their tokens
 will add up by the time that they are asked, or nothing was committed for long, or somebody waits to leave. Where
 exchanges take long it is due later: what is trained during one enters a round late, so that shall be a small part of
 what is trained (docs/adr/0008). Who came to a head too late for its round is fetching the next one, and is waited for
@@ -20,11 +20,11 @@ from statistics import median_low
 
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
+from atoll.core.quorum import COORDINATOR
 from atoll.core.round_id import RoundId
 from atoll.node.rounds.types import RoundPolicy
 from atoll.v1 import dataplane_pb2 as dp
 
-NEXT_OPENERS = 3  # openers of the next attempts that every member reports its tokens to, in quiet times
 MAX_ATTEMPT = 1_000_000
 MAX_ATTEMPT_JUMP = 1000  # an opener cannot push the attempt counter further than this at once
 _LATELY = 3.0  # report intervals after which a silent member is not waited for
@@ -106,7 +106,7 @@ class RoundTrigger:
         """Who came to the last head too late for its round is fetching the next: wait for it, once in a while."""
         began, self._attempt_began = self._attempt_began, math.inf
         said_since = {peer for peer, said in self._heard.items() if said.when >= began and not said.leaving}
-        here, there = said_since & set(plan.members), head.electorate.members
+        here, there = said_since & set(plan.members), head.present
         self._awaited = {peer: waits for peer, waits in self._awaited.items() if peer not in there}
         self._late = set()
         for peer in here - there - {self._me} - set(plan.standbys):
@@ -200,20 +200,6 @@ class RoundTrigger:
             (self._heard[peer].step_seconds for peer in self.heard_recently(now) & self._heard.keys()), default=0.0
         )
 
-    def openers_to_tell(self, tokens: int, now: float) -> int:
-        """Return how many of the next attempts' openers shall hear of our `tokens`.
-
-        Three are enough while they live. When they are dead nobody hears of tokens, and no attempt begins. So the
-        number doubles each `open_timeout` once a round takes twice as long as the last one (the first one:
-        `round_max`), not counted the time that links need to rest. A node that trains nothing tells three.
-        """
-        usual = 2 * self._lasted if math.isfinite(self._lasted) else self._policy.round_max.total_seconds()
-        began = self._attempt_began if math.isfinite(self._attempt_began) else self._last_commit
-        late = now - max(max(began, self._last_commit) + max(_LATELY * self._interval, usual), self._rest_until)
-        if late < 0 or not tokens:
-            return NEXT_OPENERS
-        return NEXT_OPENERS << (1 + min(20, int(late / self._policy.open_timeout.total_seconds())))
-
     # --- whose turn ----------------------------------------------------------------------------------
 
     def attempt_to_open(self, round_id: RoundId, now: float, lead: Callable[[str], float] = _at_once) -> int | None:
@@ -228,7 +214,9 @@ class RoundTrigger:
             self._due_since = None
             return None
         self._due_since = now if self._due_since is None else self._due_since
-        order = round_id.order(self._plan.members)
+        order = self._plan.openers(self._head)
+        if self._me not in order:
+            return None
         turn = (order.index(self._me) - round_id.attempt) % len(order)
         before_us = {order[(round_id.attempt + ahead) % len(order)] for ahead in range(turn)} & self.heard_recently(now)
         if now - self._due_since < len(before_us) * self._policy.open_timeout.total_seconds():
@@ -237,16 +225,15 @@ class RoundTrigger:
 
     def _is_due(self, now: float, lead: Callable[[str], float]) -> bool:
         heard_recently = self.heard_recently(now)
-        electorate = self._plan.electorate(self._head)
-        voters = heard_recently & electorate.members
-        if not (electorate.decides(voters) or electorate.is_half(voters)):
+        if not self._plan.electorate(self._head).decides({*heard_recently, COORDINATOR}):
             return False  # nothing could be committed
         said = {peer: self._heard[peer] for peer in heard_recently & self._heard.keys()}
         total = sum(item.tokens for peer, item in said.items() if peer in self._holders)
-        leaving = any(said[peer].leaving for peer in (voters & said.keys()) - self._left)
+        leaving = any(said[peer].leaving for peer in said.keys() - self._left)
         began = self._head.round > self._plan.base.round
         patience = _LATELY * self._interval if began else self._policy.ready_timeout.total_seconds()
-        everyone = electorate.members <= heard_recently or now - self._began >= patience
+        due_here = frozenset(self._plan.members) & (self._head.present if began else frozenset(self._plan.members))
+        everyone = due_here <= heard_recently or now - self._began >= patience
         overdue = now - self._last_commit >= self._policy.round_max.total_seconds()
         most = self._policy.open_timeout.total_seconds() / 2  # or who knows of longer ones opens out of turn
         coming = sum(
@@ -259,8 +246,8 @@ class RoundTrigger:
         all_here = now >= self._late_until or self._late <= heard_recently
         last = self._head.committed_tokens + total >= self._policy.stop_tokens
         rested = last or now >= self._rest_until or any(item.full for item in said.values())
-        due_here = (enough and all_here) or overdue
-        return total > 0 and ((due_here and rested) or leaving)
+        is_time = (enough and all_here) or overdue
+        return total > 0 and ((is_time and rested) or leaving)
 
     def _suffices(self, total: int, coming: float, members: int) -> bool:
         """Whether there are tokens for a round when members are asked; for the run's last one they must be there."""

@@ -33,13 +33,13 @@ class IdentityVoteSigner:
         """Raise `SignatureInvalid` unless `peer` cast this vote."""
         verify_vote(payload, ballot, signature, peer)
 
-    def attest(self, payload: bytes, ballot: Ballot) -> pb.Signed:
-        """Our own word, as a holder, for witnesses."""
-        return sign_attestation(self._identity, payload, ballot)
+    def attest(self, payload: bytes) -> pb.Signed:
+        """Our own word, as a holder, that this is the result."""
+        return sign_attestation(self._identity, payload)
 
-    def check_attestation(self, payload: bytes, ballot: Ballot, signature: pb.Signed, peer: str) -> None:
-        """Raise `SignatureInvalid` unless `peer` gave its word for this."""
-        verify_attestation(payload, ballot, signature, peer)
+    def attested_by(self, payload: bytes, attestation: pb.Signed) -> str:
+        """The peer whose word this is. Raises `SignatureInvalid`."""
+        return verify_attestation(payload, attestation)
 
     def check_commit(self, committed: manifest_pb2.CommittedManifest, electorate: Electorate) -> Head:
         """The head, if its votes are enough. Raises `SignatureInvalid`, `PeerMisbehaved`, `ProtocolMismatch`."""

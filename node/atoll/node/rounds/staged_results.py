@@ -16,9 +16,9 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from atoll.core.errors import AtollError, RoundAbandoned
+from atoll.core.errors import RoundAbandoned
 from atoll.core.fragments import Fragment
-from atoll.core.manifest import Head, manifest_hash
+from atoll.core.manifest import Head
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.allreduce import Exchange, ExchangeServer
@@ -28,7 +28,6 @@ from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.outer_schedule import outer_schedule
 from atoll.node.rounds.settlement import RepairSources
 from atoll.node.state.anchor import AnchorState, OuterStepBuilder, Staged
-from atoll.node.state.catchup import fetch_staged
 from atoll.node.system.background_tasks import BackgroundTasks
 from atoll.node.wire.transport import Network
 from atoll.v1 import dataplane_pb2 as dp
@@ -81,15 +80,8 @@ class RoundResults:
         for executor in (self._executor, None):
             await asyncio.get_running_loop().run_in_executor(executor, require_equal_bits)
 
-    def of_payload(self, payload_hash: bytes) -> Staged | None:
-        """The state of a result that may still be committed."""
-        for payload in self._machine.held:
-            if manifest_hash(payload) == payload_hash:
-                return self._staged.get(_key_of(manifest_pb2.Manifest.FromString(payload).layers))
-        return None
-
     def of_layers(self, layers: Iterable[manifest_pb2.LayerState]) -> Staged | None:
-        """The same, by what it is of."""
+        """The state that these layers name, if it may still be committed."""
         return self._staged.get(_key_of(layers))
 
     def begin(self, start: dp.Start, seconds: float, fragment: Fragment, own_E: Tensor, head: Head) -> None:
@@ -117,10 +109,6 @@ class RoundResults:
     def complete(self, round_id: RoundId, settle: dp.Settle, seconds: float) -> None:
         """Repair what the opener's digests say is missing or wrong, and make the state of it."""
         self._background.begin(self._complete(round_id, settle, seconds))
-
-    def obtain(self, round_id: RoundId, payload: bytes, holders: tuple[str, ...], seconds: float) -> None:
-        """The state of an earlier attempt's result, from those who still have it."""
-        self._background.begin(self._obtain(round_id, payload, holders, seconds))
 
     def forget(self) -> None:
         """The head moved: nothing of what was made on the old one is of use."""
@@ -180,17 +168,6 @@ class RoundResults:
         if self._running is running:
             self._keep(staged)
             self._post_event(rt.Staged(round_id, staged.layers))
-
-    async def _obtain(self, round_id: RoundId, payload: bytes, holders: tuple[str, ...], seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                run_id, state = self._spec.run.name, self._state
-                staged = await fetch_staged(self._network, holders, payload, run_id, state.offsets, state.layers)
-        except (AtollError, TimeoutError) as error:
-            self._post_event(rt.Failed(round_id, f"the result to adopt cannot be fetched: {error}"))
-            return
-        self._keep(staged)
-        self._post_event(rt.Obtained(round_id, payload))
 
     def _keep(self, staged: Staged) -> None:
         """Beside those that the machine still holds: it says what may be committed yet."""

@@ -30,7 +30,7 @@ class Phase(Enum):
     EXCHANGING = auto()
     AWAITING_SETTLE = auto()
     STAGING = auto()
-    VOTED = auto()
+    AWAITING_COMMIT = auto()
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ class VoteSigner(Protocol):
         """Raise `AtollError` unless `peer` cast this vote."""
         ...
 
-    def attest(self, payload: bytes, ballot: Ballot) -> pb.Signed:
-        """Our own word, as a holder, for witnesses."""
+    def attest(self, payload: bytes) -> pb.Signed:
+        """Our own word, as a holder, that this is the result."""
         ...
 
-    def check_attestation(self, payload: bytes, ballot: Ballot, signature: pb.Signed, peer: str) -> None:
-        """Raise `AtollError` unless `peer` gave its word for this."""
+    def attested_by(self, payload: bytes, attestation: pb.Signed) -> str:
+        """The peer whose word this is. Raises `AtollError` for a word that nobody gave."""
         ...
 
     def check_commit(self, committed: manifest_pb2.CommittedManifest, electorate: Electorate) -> Head:
@@ -160,14 +160,6 @@ class Staged:
 
 
 @dataclass(frozen=True)
-class Obtained:
-    """The state of an earlier attempt's result was fetched and verified."""
-
-    round_id: RoundId
-    payload: bytes
-
-
-@dataclass(frozen=True)
 class Failed:
     """Freezing, repairing or staging failed here."""
 
@@ -191,11 +183,11 @@ class SendFailed:
 
 
 @dataclass(frozen=True)
-class TieBreak:
+class CoordinatorVote:
     """The coordinator's answer to `AskCoordinator`; not granted when it cannot be reached."""
 
     round_id: RoundId
-    payload: bytes
+    proposal: bytes  # serialised; empty: a promise was asked for
     granted: bool
     voted: LastVote | None  # what it voted for before
     vote: pb.Signed | None
@@ -227,11 +219,10 @@ Event = (
     | Frozen
     | ExchangeDone
     | Staged
-    | Obtained
     | Failed
     | PledgeFailed
     | SendFailed
-    | TieBreak
+    | CoordinatorVote
     | Lost
     | Leave
     | Tick
@@ -295,24 +286,11 @@ class Complete:
 
 
 @dataclass(frozen=True)
-class Obtain:
-    """Fetch the layers that `payload` changed, as far as this node holds them, from `holders`.
-
-    Answer with `Obtained` or `Failed`.
-    """
-
-    round_id: RoundId
-    payload: bytes
-    holders: tuple[str, ...]
-    seconds: float
-
-
-@dataclass(frozen=True)
 class AskCoordinator:
-    """Ask for a promise (empty payload) or a vote; answer with `TieBreak`."""
+    """Ask for a promise (empty proposal) or a vote; answer with `CoordinatorVote`."""
 
     round_id: RoundId
-    payload: bytes
+    proposal: bytes  # serialised
 
 
 @dataclass(frozen=True)
@@ -377,7 +355,6 @@ Action = (
     | Freeze
     | RunExchange
     | Complete
-    | Obtain
     | AskCoordinator
     | Release
     | Install

@@ -16,7 +16,7 @@ from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.node.control.directives import Directives
 from atoll.node.rounds.engine import AveragingEngine
-from atoll.node.state.anchor import AnchorState, Staged
+from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.checkpoint import CheckpointState
 from atoll.node.state.checkpoint_writer import CheckpointWriter
@@ -59,9 +59,7 @@ class LocalState:
         self._previous_spans = PreviousSpans()  # layers held under earlier plans
         self._facts: TrainerFacts | None = None
         self._sources = sources
-        self._server = StateServer(
-            sources.network, sources.run_id, sources.manifests, self._current, self._staged, self._idle_states
-        )
+        self._server = StateServer(sources.network, sources.run_id, sources.manifests, self._current, self._idle_states)
         self.prefetcher = LayerPrefetcher(
             sources.network,
             sources.directives,
@@ -212,9 +210,6 @@ class LocalState:
             return None
         head = self.engine.head if self.engine is not None else self.head
         return (head, self.state) if head is not None and self.state is not None else None
-
-    def _staged(self, payload_hash: bytes) -> Staged | None:
-        return self.engine.staged(payload_hash) if self.engine is not None else None
 
     def _followed_layers(self) -> CurrentLayers:
         offsets = self._facts.layer_offsets if self._facts is not None else ()

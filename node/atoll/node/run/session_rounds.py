@@ -59,17 +59,17 @@ def make_engine(
     )
 
 
-async def ask_coordinator(link: CoordinatorLink, round_id: RoundId, payload: bytes) -> rt.TieBreak:
-    """Ask the coordinator for a promise or a tie-break vote; not granted if it cannot be reached."""
+async def ask_coordinator(link: CoordinatorLink, round_id: RoundId, proposal: bytes) -> rt.CoordinatorVote:
+    """Ask the coordinator's seat for a promise or a vote; not granted if it cannot be reached."""
     try:
-        answer = await link.vote(mb.VoteRequest(round=round_id.to_proto(), payload=payload))
+        answer = await link.vote(mb.VoteRequest(round=round_id.to_proto(), proposal=proposal))
     except AtollError as error:
-        return rt.TieBreak(round_id, payload, granted=False, voted=None, vote=None, reason=str(error))
+        return rt.CoordinatorVote(round_id, proposal, granted=False, voted=None, vote=None, reason=str(error))
     ballot = answer.accepted_ballot
-    voted = LastVote(Ballot(ballot.plan_version, ballot.attempt), answer.accepted_payload)
-    return rt.TieBreak(
+    voted = LastVote(Ballot(ballot.plan_version, ballot.attempt), answer.accepted_proposal)
+    return rt.CoordinatorVote(
         round_id,
-        payload,
+        proposal,
         granted=answer.granted,
         voted=voted if answer.HasField("accepted_ballot") else None,
         vote=answer.vote if answer.HasField("vote") else None,
@@ -83,5 +83,5 @@ def is_only_holder(plan: Plan | None, peer_id: str, head: Head) -> bool:
         return False
     mine, changed = plan.span(peer_id), changed_layers(head.manifest)
     layers = range(max(mine.start, changed.start), min(mine.stop, changed.stop))
-    present = head.electorate.members | {peer_id}
+    present = head.present | {peer_id}
     return any(plan.holders(range(layer, layer + 1)) & present == {peer_id} for layer in layers)

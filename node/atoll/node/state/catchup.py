@@ -2,7 +2,7 @@
 
 `heads` chooses the head; `fetch` downloads its state from all holders at once. When the head moves on during a fetch,
 the fetch restarts at the new head and keeps every piece that did not change. A node that wakes from sleep does the
-same. `fetch_staged` fetches the uncommitted result of a round that this node voted for but does not have.
+same.
 """
 
 from __future__ import annotations
@@ -10,22 +10,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
-from google.protobuf.message import DecodeError
 
 from atoll.core import log
-from atoll.core.errors import PeerMisbehaved, Unreachable
-from atoll.core.manifest import Head, changed_layers, manifest_hash
+from atoll.core.errors import Unreachable
+from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.node.state.anchor import AnchorState, FetchedState, Staged
+from atoll.node.state.anchor import AnchorState, FetchedState
 from atoll.node.state.fetch import FetchPolicy, FetchTarget, StateMoved, fetch_state
 from atoll.node.state.heads import ANSWER_TIMEOUT, ChosenHead, choose_head
 from atoll.node.state.pieces import Allocate, Piece, Workspace, pieces_of
 from atoll.node.state.state_client import StateClient
 from atoll.node.wire.transport import Network
-from atoll.v1 import manifest_pb2
 
 _POLICY = FetchPolicy()
 
@@ -147,40 +144,3 @@ def _recently_changed_first(head: Head, offsets: Sequence[int], held: range) -> 
     layers = head.manifest.layers
     pieces = (piece for piece in pieces_of(layers, offsets) if piece.layer in held)
     return tuple(sorted(pieces, key=lambda piece: -layers[piece.layer].round))
-
-
-async def fetch_staged(
-    network: Network,
-    holders: Sequence[str],
-    payload: bytes,
-    run_id: str,
-    offsets: Sequence[int],
-    held: range,
-    *,
-    policy: FetchPolicy = _POLICY,
-) -> Staged:
-    """Fetch the staged result of the manifest `payload`: the layers that it changes and that this node `held`.
-
-    Checks every digest. `offsets` has the element offsets of all layers. The caller sets a deadline: a donor that never
-    had the result gives the same answer as one that moved on. Raises `Unreachable`, `PeerMisbehaved` when the manifest
-    does not parse or is of another run, `CheckpointCorrupt` when it is of another model.
-    """
-    try:
-        manifest = manifest_pb2.Manifest.FromString(payload)
-    except DecodeError as error:
-        raise PeerMisbehaved("the manifest of a staged result does not parse") from error
-    if manifest.round.run_id != run_id:
-        raise PeerMisbehaved(f"the manifest of a staged result is of another run than {run_id!r}")
-    pieces = pieces_of(manifest.layers, offsets)
-    changed = changed_layers(manifest)
-    layers = range(max(changed.start, held.start), min(changed.stop, held.stop))
-    workspace = Workspace(offsets[layers.start], offsets[layers.stop])
-    pieces = tuple(piece for piece in pieces if piece.layer in layers)
-    wanted = FetchTarget(run_id, manifest_hash(payload), pieces)
-    donors = [peer for peer in holders if peer != network.peer_id]
-    try:
-        await fetch_state(network, donors, wanted, workspace, replace(policy, stragglers_timeout=None))
-    except StateMoved as error:
-        raise Unreachable(str(error)) from error
-    start = offsets[layers.start]
-    return Staged(start, workspace.vectors["anchor"], workspace.vectors["momentum"], tuple(manifest.layers))

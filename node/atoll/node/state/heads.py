@@ -123,7 +123,7 @@ async def _electorate(survey: _HeadSurvey, plan: Plan, head: Head, offering: Ite
             raise SignatureInvalid(
                 f"round {head.round} names the plan's base, round {plan.base.round}, as the round before it"
             )
-        return Electorate(frozenset(plan.base.voters))
+        return Electorate(frozenset(plan.base.seats))
     before = await survey.previous(head, offering)
     return head.electorate if before is None else before.electorate
 
@@ -137,8 +137,6 @@ async def _reason_to_reject(survey: _HeadSurvey, plan: Plan, head: Head, offers:
     agreeing |= {peer for peer, hash_ in (await survey.hashes(further, head.round)).items() if hash_ == head.hash}
     if 2 * len(agreeing) <= len(offers):
         return f"only {len(agreeing)} of {len(offers)} members that hold a head agree; more than half must"
-    if len(offers) == 1 and not agreeing <= head.signers:
-        return "the only member that holds a head did not vote for it"
     return ""
 
 

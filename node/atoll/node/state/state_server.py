@@ -1,4 +1,4 @@
-"""The server of `/atoll/state/1`: committed manifests, and slices of the head's state or of a staged result.
+"""The server of `/atoll/state/1`: committed manifests, and slices of the head's state.
 
 `state_client` is the other side. Besides its current state a node serves the layers of its previous spans: no other
 node may have them.
@@ -19,7 +19,7 @@ from atoll.core import log
 from atoll.core.errors import Busy, CheckpointCorrupt, NotFound, PeerMisbehaved, Unreachable
 from atoll.core.frames import FrameKind
 from atoll.core.manifest import Head
-from atoll.node.state.anchor import AnchorState, Staged
+from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.pieces import Kind
 from atoll.node.state.state_client import PROTOCOL
@@ -39,7 +39,6 @@ class StateServer:
     """Answers the requests of other members from this node's states.
 
     - `current`: the head and its state; None while there is none or it is changing.
-    - `staged`: the staged result with a payload hash, while it is kept.
     - `former`: states that the node held before its span changed.
 
     The server calls them before every slice, so a slice never mixes two states.
@@ -51,13 +50,11 @@ class StateServer:
         run_id: str,
         manifests: ManifestStore,
         current: Callable[[], tuple[Head, AnchorState] | None],
-        staged: Callable[[bytes], Staged | None] = lambda payload_hash: None,
         former: Callable[[], Sequence[tuple[Head, AnchorState]]] = lambda: (),
     ) -> None:
         self._run_id = run_id
         self._manifests = manifests
         self._current = current
-        self._staged = staged
         self._former = former
         self._layers = range(0)  # of the current state, kept while it changes
         self._last_head: Head | None = None  # the newest head of this node, kept while the state changes
@@ -169,18 +166,14 @@ class StateServer:
 
         Raises `Busy` while the state changes, `NotFound`.
         """
-        current, state_hash = self._current_head_and_state(), piece.manifest_hash
+        current = self._current_head_and_state()
         for held in (current, *self._former()):
             if held is not None and self._has_slice(piece, *held):
                 return held[1].start, held[1].vector(kind)
-        staged = self._staged(state_hash)
-        if staged is not None:
-            return staged.start, staged.vector(kind)
         if current is None:
             raise Busy("this node's state is changing; ask again")
         raise NotFound(
-            "this node does not have the requested state: it is neither the head nor staged here, or its layers are "
-            "on other nodes"
+            "this node does not have the requested state: it is not the head, or its layers are on other nodes"
         )
 
     def _has_slice(self, piece: dp.StateSlice, head: Head, state: AnchorState) -> bool:

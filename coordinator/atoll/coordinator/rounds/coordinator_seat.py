@@ -1,9 +1,8 @@
-"""Tie-break votes of the coordinator: one Paxos acceptor for every undecided round. Pure.
+"""The coordinator's seat: one Paxos acceptor for every undecided round. Pure.
 
-If exactly half of a round's electorate is left, the coordinator's vote decides (core/quorum.py). The coordinator
-promises not to vote in attempts before the asker's, returns its last vote, and never votes for two results in one
-attempt. Promises and votes are rows. They are durable before the response leaves, and stay until the round is known
-to be decided.
+Where an even number of members have seats, the coordinator has one more (core/quorum.py). It promises not to vote in
+attempts before the asker's, returns its last vote, and never votes for two results in one attempt. Promises and votes
+are rows. They are durable before the response leaves, and stay until the round is known to be decided.
 
 A coordinator that was restored from a backup has forgotten votes. Once a round first made *under a plan issued since
 the restore* has committed, no earlier vote can matter. Until then the coordinator abstains.
@@ -18,12 +17,13 @@ from google.protobuf.message import DecodeError
 from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT, MAX_PAYLOAD_BYTES, MAX_ROUNDS_AHEAD, fragments_of
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.rate_limits import ATTEMPT_RAISES_RATE, Allowance
-from atoll.coordinator.state.snapshot import Draft, RunMemory, State, Step, StepTime, is_void
+from atoll.coordinator.state.snapshot import Draft, RunMemory, State, Step, StepTime, is_void, seats_after
 from atoll.coordinator.store.records import Run, Vote
 from atoll.core.errors import InvalidRequest
 from atoll.core.fragments import fragment_of_round
-from atoll.core.quorum import Ballot
+from atoll.core.quorum import COORDINATOR, Ballot
 from atoll.core.round_id import RoundId
+from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
 MAX_UNREPORTED_ROUNDS = 16  # rounds that may have committed unknown to us: openers report them within seconds
@@ -49,22 +49,22 @@ def promise(known: Vote | None, run_id: str, number: int, ballot: Ballot) -> Vot
     return VoteReply(True, replace(known, promised_plan=ballot.plan_version, promised_attempt=ballot.attempt))
 
 
-def cast_vote(known: Vote | None, run_id: str, number: int, ballot: Ballot, payload: bytes) -> VoteReply:
-    """Vote for `payload` in `ballot`, unless a later attempt was promised or another payload has the vote."""
+def cast_vote(known: Vote | None, run_id: str, number: int, ballot: Ballot, proposal: bytes) -> VoteReply:
+    """Vote for `proposal` in `ballot`, unless a later attempt was promised or another proposal has the vote."""
     promised = promise(known, run_id, number, ballot)
     if not promised.granted or promised.vote is None:
         return promised
     vote = promised.vote
-    if vote.payload and Ballot(vote.voted_plan, vote.voted_attempt) == ballot and vote.payload != payload:
+    if vote.proposal and Ballot(vote.voted_plan, vote.voted_attempt) == ballot and vote.proposal != proposal:
         return VoteReply(False, known, "the coordinator voted for another result in this attempt")
-    voted = replace(vote, voted_plan=ballot.plan_version, voted_attempt=ballot.attempt, payload=payload)
+    voted = replace(vote, voted_plan=ballot.plan_version, voted_attempt=ballot.attempt, proposal=proposal)
     return VoteReply(True, voted)
 
 
 def answer_vote_request(
-    state: State, now: StepTime, peer_id: str, round_id: RoundId, payload: bytes
+    state: State, now: StepTime, peer_id: str, round_id: RoundId, proposal: bytes
 ) -> Step[VoteReply]:
-    """Answer `peer_id`, the opener of `round_id`: a promise or, with a payload, a vote for it.
+    """Answer `peer_id`, the opener of `round_id`: a promise or, with a proposal, a vote for it.
 
     Raises `InvalidRequest` for a request that no correct opener sends, `Banned`, `CertificateInvalid`.
     """
@@ -73,23 +73,23 @@ def answer_vote_request(
     run = state.runs[node.run_id]
     memory = state.memory[run.run_id]
     _check_request(run, memory, peer_id, round_id)
-    if payload:
-        _check_payload(memory, round_id, payload)
+    if proposal:
+        _check_proposal(memory, round_id, proposal)
     known = memory.votes.get(round_id.number)
     refusal = _refusal(run, memory, round_id.number)
     if refusal:
         return draft.done(VoteReply(False, known, refusal))
     allowance = _allowance_after_raise(memory, now, peer_id, round_id)
-    if payload:
-        given = cast_vote(known, run.run_id, round_id.number, round_id.ballot, payload)
+    if proposal:
+        given = cast_vote(known, run.run_id, round_id.number, round_id.ballot, proposal)
     else:
         given = promise(known, run.run_id, round_id.number, round_id.ballot)
     if given.granted and given.vote is not None and given.vote != known:
         draft.set_vote(given.vote)
         draft.remember(run.run_id, raise_allowances={**memory.raise_allowances, peer_id: allowance})
-        if payload:
-            message = f"the coordinator broke the tie of round {round_id} for {node.name}"
-            draft.event("round.tie-broken", run.run_id, str(round_id.number), message)
+        if proposal:
+            message = f"the coordinator's seat voted in round {round_id} for {node.name}"
+            draft.event("round.voted", run.run_id, str(round_id.number), message)
     return draft.done(given)
 
 
@@ -127,7 +127,10 @@ def _check_request(run: Run, memory: RunMemory, peer_id: str, round_id: RoundId)
         raise InvalidRequest(f"round {round_id.number} is too far from round {run.head_round}, the newest known")
     if round_id.attempt > MAX_ATTEMPT:
         raise InvalidRequest(f"attempt is {round_id.attempt}; must be at most {MAX_ATTEMPT}")
-    if round_id.opener(members) != peer_id:
+    seats = seats_after(memory, round_id.number - 1)
+    if seats is not None and COORDINATOR not in seats:
+        raise InvalidRequest(f"the coordinator has no seat in round {round_id.number}")
+    if seats is not None and round_id.opener([peer for peer in seats if peer in members]) != peer_id:
         raise InvalidRequest(f"this node is not the opener of attempt {round_id.attempt} at round {round_id.number}")
     if is_void(memory.bases, round_id.number, round_id.plan_version):
         raise InvalidRequest(f"round {round_id.number} under plan {round_id.plan_version} is void")
@@ -159,13 +162,13 @@ def _allowance_after_raise(memory: RunMemory, now: StepTime, peer_id: str, round
     return remaining
 
 
-def _check_payload(memory: RunMemory, round_id: RoundId, payload: bytes) -> None:
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise InvalidRequest(f"the manifest has {len(payload)} bytes; must be at most {MAX_PAYLOAD_BYTES}")
+def _check_proposal(memory: RunMemory, round_id: RoundId, proposal: bytes) -> None:
+    if len(proposal) > MAX_PAYLOAD_BYTES:
+        raise InvalidRequest(f"the proposal has {len(proposal)} bytes; must be at most {MAX_PAYLOAD_BYTES}")
     try:
-        manifest = manifest_pb2.Manifest.FromString(payload)
+        manifest = manifest_pb2.Manifest.FromString(dp.Proposal.FromString(proposal).payload)
     except DecodeError as error:
-        raise InvalidRequest("the payload is not a manifest") from error
+        raise InvalidRequest("the proposal does not have a manifest") from error
     made = RoundId.from_proto(manifest.round)
     other_fragment = made.plan_version == round_id.plan_version and made.fragment != round_id.fragment
     if other_fragment or (made.run_id, made.number) != (round_id.run_id, round_id.number):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.memory_store import MemoryStore
 from unit.coordinator.world import RUN, World, hash_of, round_report
 
-from atoll.coordinator.rounds import tie_break_votes
+from atoll.coordinator.rounds import coordinator_seat
 from atoll.coordinator.store.records import Delete, Vote
 from atoll.core.errors import AtollError, Banned, InvalidRequest
 from atoll.core.identity import Identity
@@ -31,9 +31,9 @@ def test_no_vote_below_a_promise_and_no_two_in_one_attempt(asked: list[tuple[Bal
     for ballot, payload in asked:
         known = next(iter(store.load().votes), None)  # a restart before every call
         answer = (
-            tie_break_votes.cast_vote(known, RUN, 5, ballot, payload)
+            coordinator_seat.cast_vote(known, RUN, 5, ballot, payload)
             if payload
-            else tie_break_votes.promise(known, RUN, 5, ballot)
+            else coordinator_seat.promise(known, RUN, 5, ballot)
         )
         if not answer.granted:
             assert ballot < promised or voted[ballot] != payload
@@ -68,12 +68,12 @@ def test_with_the_coordinator_no_two_results_are_ever_committed(steps: list[tupl
     for number, voting, name in steps:
         ballot = Ballot(1, number)
         if not voting and number not in chosen:
-            answer = tie_break_votes.promise(kept.get(name), RUN, 1, ballot)
+            answer = coordinator_seat.promise(kept.get(name), RUN, 1, ballot)
             if answer.granted and answer.vote is not None:
                 kept[name] = answer.vote
                 promises[number][name] = last(answer.vote)
         elif voting and (number in chosen or choose(electorate, number, promises[number], chosen)):
-            answer = tie_break_votes.cast_vote(kept.get(name), RUN, 1, ballot, chosen[number])
+            answer = coordinator_seat.cast_vote(kept.get(name), RUN, 1, ballot, chosen[number])
             if answer.granted and answer.vote is not None:
                 kept[name] = answer.vote
                 voters[number].add(name)
@@ -124,10 +124,10 @@ def payload(world: World, round_id: RoundId, *, previous: bytes | None = None) -
     return manifest.SerializeToString(deterministic=True)
 
 
-def ask(world: World, round_id: RoundId, text: bytes = b"", *, by: str = "ann") -> tie_break_votes.VoteReply:
+def ask(world: World, round_id: RoundId, text: bytes = b"", *, by: str = "ann") -> coordinator_seat.VoteReply:
     peer = world.identities[by].peer_id
-    answer = world.take(tie_break_votes.answer_vote_request(world.state, world.now, peer, round_id, text))
-    assert isinstance(answer, tie_break_votes.VoteReply)
+    answer = world.take(coordinator_seat.answer_vote_request(world.state, world.now, peer, round_id, text))
+    assert isinstance(answer, coordinator_seat.VoteReply)
     return answer
 
 
@@ -201,7 +201,7 @@ def test_vote_requests_of_the_wrong_sender_are_refused(world: World) -> None:
     world.join("cid")  # not in a plan yet
     with pytest.raises(InvalidRequest):
         ask(world, mine, by="cid")
-    world.take(tie_break_votes.answer_vote_request(world.state, world.now, world.identities["ann"].peer_id, mine, b""))
+    world.take(coordinator_seat.answer_vote_request(world.state, world.now, world.identities["ann"].peer_id, mine, b""))
     world.state = replace(
         world.state,
         nodes={key: replace(node, banned=node.name == "ann") for key, node in world.state.nodes.items()},
@@ -218,7 +218,7 @@ def test_invalid_payloads_get_no_vote(world: World, spoil: str) -> None:
         "attempt": payload(world, replace(mine, attempt=mine.attempt + 1)),
         "previous": payload(world, mine, previous=b"y" * 32),
         "rubbish": b"\xff" * 40,
-        "size": b"\0" * (tie_break_votes.MAX_PAYLOAD_BYTES + 1),
+        "size": b"\0" * (coordinator_seat.MAX_PAYLOAD_BYTES + 1),
     }[spoil]
     with pytest.raises(InvalidRequest):
         ask(world, mine, text)
@@ -226,12 +226,12 @@ def test_invalid_payloads_get_no_vote(world: World, spoil: str) -> None:
 
 
 def test_votes_are_kept_for_a_bounded_number_of_rounds(world: World) -> None:
-    far = [1000 + number for number in range(tie_break_votes.MAX_FAR_ROUNDS)]
+    far = [1000 + number for number in range(coordinator_seat.MAX_FAR_ROUNDS)]
     for number in far:
         assert ask(world, attempt(world, number=number)).granted
     assert not ask(world, attempt(world, number=2000)).granted
     assert ask(world, attempt(world, number=far[0])).granted
-    for number in range(1, tie_break_votes.MAX_UNREPORTED_ROUNDS + 1):  # the next rounds are not crowded out
+    for number in range(1, coordinator_seat.MAX_UNREPORTED_ROUNDS + 1):  # the next rounds are not crowded out
         assert ask(world, attempt(world, number=number)).granted
 
 
@@ -267,7 +267,7 @@ def test_a_restored_coordinator_abstains_until_a_round_of_a_plan_since_has_commi
 def test_errors_are_ours(world: World) -> None:
     with pytest.raises(AtollError):
         world.take(
-            tie_break_votes.answer_vote_request(
+            coordinator_seat.answer_vote_request(
                 world.state, world.now, Identity.generate().peer_id, attempt(world), b""
             )
         )
