@@ -30,7 +30,7 @@ from atoll.v1 import manifest_pb2, plan_pb2
 
 MEMBERS = [ANN, BOB, CLEO]
 ELECTORATE = plan_of(*MEMBERS).electorate(GENESIS)
-HEAD = commit(state_of(1.0), 1, MEMBERS, after=GENESIS, tie_break_by=OPERATOR)
+HEAD = commit(state_of(1.0), 1, MEMBERS, after=GENESIS)
 NOW = 1_700_000_000.0
 
 

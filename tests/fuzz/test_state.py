@@ -64,7 +64,7 @@ def test_whatever_one_donor_answers(examples: int) -> None:
                 us = hub.join(CLEO.peer_id)
                 for voter in VOTERS:
                     hub.join(voter.peer_id).handlers.update(donor_swarm.networks[voter.peer_id].handlers)
-                plan = plan_of(*VOTERS, CLEO, voters=tuple(VOTERS))
+                plan = plan_of(*VOTERS, CLEO, seats=VOTERS)
                 with structlog.testing.capture_logs() as logs:
                     async with asyncio.timeout(10):
                         fetched = await catch_up(
@@ -97,7 +97,7 @@ def test_a_reply_that_is_never_whole_is_an_error_of_ours() -> None:
             with pytest.raises(AtollError):
                 await catch_up(
                     donor_swarm.network,
-                    plan_of(*VOTERS, CLEO, voters=tuple(VOTERS)),
+                    plan_of(*VOTERS, CLEO, seats=VOTERS),
                     state_of(0.0),
                     None,
                     operator_key=OPERATOR.public_key,

@@ -13,9 +13,9 @@ from atoll.core import protocol
 from atoll.core.errors import AtollError, Unreachable
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.identity import Identity
-from atoll.core.manifest import Head, sign_tie_break, sign_vote
+from atoll.core.manifest import Head, sign_vote
 from atoll.core.plan import Assignment, Base, Plan
-from atoll.core.quorum import Ballot
+from atoll.core.quorum import COORDINATOR, Ballot, next_seats
 from atoll.core.round_id import RoundId
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.fetch import FetchPolicy
@@ -51,19 +51,26 @@ def commit(
     after: Head | None = None,
     present: list[Identity] | None = None,
     plan_version: int = 1,
-    tie_break_by: Identity | None = None,
+    epoch: int = 1,
     layers: Sequence[manifest_pb2.LayerState] = (),
 ) -> Head:
-    """A manifest of `state`, signed by `voters`."""
+    """A manifest of `state`, signed by `voters`; `OPERATOR` as a voter is the coordinator.
+
+    All of `present`, which are the voters unless given, have seats.
+    """
+    if present is None:
+        present = [voter for voter in voters if voter is not OPERATOR]
+    peers = [member.peer_id for member in present]
+    seats = next_seats(peers, peers, ()) if peers else ()
     manifest = manifest_pb2.Manifest(
         protocol=protocol.ours(),
         round=RoundId("r", plan_version, 0, number, 0).to_proto(),
         previous_hash=after.hash if after else b"",
-        contributions=[
-            manifest_pb2.Contribution(peer_id=member.peer_id, present=True)
-            for member in (voters if present is None else present)
-        ],
+        contributions=[manifest_pb2.Contribution(peer_id=peer, present=True) for peer in peers],
         layers=layers or state.layer_states(number),
+        seats=[peers.index(peer) for peer in seats if peer != COORDINATOR],
+        coordinator_seat=COORDINATOR in seats,
+        epoch=epoch,
     )
     payload, ballot = manifest.SerializeToString(), Ballot(plan_version, 0)
     committed = manifest_pb2.CommittedManifest(
@@ -71,8 +78,6 @@ def commit(
         signatures=[sign_vote(voter, payload, ballot) for voter in voters],
         ballot_plan_version=plan_version,
     )
-    if tie_break_by is not None:
-        committed.tie_break.CopyFrom(sign_tie_break(tie_break_by, payload, ballot))
     return Head(committed)
 
 
@@ -83,16 +88,17 @@ def history(*rounds: Head) -> list[Head]:
     return [GENESIS, *rounds]
 
 
-def plan_of(*members: Identity, version: int = 1, base: Head = GENESIS, voters: tuple[Identity, ...] = ()) -> Plan:
-    """A plan whose base is `base`, decided by `voters` (all members unless given)."""
+def plan_of(*members: Identity, version: int = 1, base: Head = GENESIS, seats: Sequence[Identity] = ()) -> Plan:
+    """A plan whose base is `base`. `seats` (all members unless given) decide the round after it."""
     peers = sorted(member.peer_id for member in members)
+    deciding = [member.peer_id for member in seats or members]
     since = version if base is not GENESIS or version > 1 else 1
     return Plan(
         "r",
         version,
         tuple(Assignment(peer, 0, 3, (), 10_000, 1) for peer in peers),
         tuple((peer,) for peer in peers),
-        Base(base.hash, tuple(sorted(voter.peer_id for voter in voters or members)), base.round, since),
+        Base(base.hash, next_seats(deciding, deciding, ()), base.round, since),
     )
 
 
@@ -131,16 +137,14 @@ class DonorSwarm:
         self.hub = MemoryHub(self._pass)
         self.network = self.hub.join(self.us.peer_id)
 
-    def serve(
-        self, member: Identity, heads: list[Head], state: AnchorState | None, staged: dict[bytes, object] | None = None
-    ) -> DonorState:
+    def serve(self, member: Identity, heads: list[Head], state: AnchorState | None) -> DonorState:
         """Have `member` hold a history, its last head with `state`."""
         store = ManifestStore(self.directory / member.peer_id, "r")
         for head in heads:
             store.append(head)
         holding = DonorState(store, heads[-1] if heads else None, state)
         network = self.networks[member.peer_id] = self.hub.join(member.peer_id)
-        StateServer(network, "r", store, holding.current, (staged or {}).get)
+        StateServer(network, "r", store, holding.current)
         return holding
 
     async def _pass(self, passage: FrameInTransit) -> Frame | AtollError | None:

@@ -59,7 +59,7 @@ async def test_three_of_four_poisoned_and_one_forged_head_do_not_keep_anyone_out
         await host.ready()
         us.learn_addresses(host.peer_id, host.multiaddrs())
         hosts.append(host)
-    plan = plan_of(*members, lab.identity("us"), voters=tuple(members))
+    plan = plan_of(*members, lab.identity("us"), seats=members)
     empty = AnchorState(torch.zeros(ELEMENTS), OFFSETS)
     async with asyncio.timeout(60):
         fetched = await catch_up(us, plan, empty, None, operator_key=OPERATOR.public_key)
@@ -82,7 +82,7 @@ async def test_a_spent_allowance_stops_state_and_not_heads(lab: Lab, tmp_path: P
     StateServer(ann, "r", store, lambda: (head, true))
     await ann.ready()
     us.learn_addresses(ann.peer_id, ann.multiaddrs())
-    plan = plan_of(lab.identity("ann"), lab.identity("us"), voters=(lab.identity("ann"),))
+    plan = plan_of(lab.identity("ann"), lab.identity("us"), seats=(lab.identity("ann"),))
     empty = AnchorState(torch.zeros(ELEMENTS), OFFSETS)
     ann.traffic.set_remaining_bytes(allowed := 12 * ELEMENTS)  # both vectors are 8 bytes an element
     async with asyncio.timeout(60):

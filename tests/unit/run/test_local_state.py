@@ -158,7 +158,7 @@ async def test_a_spare_with_an_old_checkpoint_is_not_prepared_before_it_has_what
     for donor in (ANN, BOB):
         node.donor_swarm.serve(donor, history(HEADS[1], HEADS[2], HEADS[3]), STATES[3])
     await node.load()
-    node.directives.plan = plan_of(ANN, BOB, voters=VOTERS)
+    node.directives.plan = plan_of(ANN, BOB, seats=VOTERS)
     prefetcher, running = node.holdings.prefetcher, follow(node)
     node.directives.prepare = OURS
     node.directives.wake()
@@ -175,7 +175,7 @@ async def test_what_was_prepared_is_taken_over_whatever_head_the_node_has(make):
     node = make(1)
     holdings = [node.donor_swarm.serve(donor, history(HEADS[1], HEADS[2], HEADS[3]), STATES[3]) for donor in (ANN, BOB)]
     await node.load()
-    node.directives.plan = plan_of(ANN, BOB, voters=VOTERS)
+    node.directives.plan = plan_of(ANN, BOB, seats=VOTERS)
     prefetcher, running = node.holdings.prefetcher, follow(node)
     node.directives.prepare = OURS
     node.directives.wake()
@@ -183,7 +183,7 @@ async def test_what_was_prepared_is_taken_over_whatever_head_the_node_has(make):
         await node.directives.until(lambda: prefetcher.span == OURS)
     for holding in holdings:
         holding.state = part(3, THEIRS)
-    node.directives.plan = replace(plan_of(ANN, BOB, CLEO, version=2, voters=VOTERS), base=PLAN.base)
+    node.directives.plan = replace(plan_of(ANN, BOB, CLEO, version=2, seats=VOTERS), base=PLAN.base)
     node.directives.prepare = range(0)
     node.directives.wake()
     bodies = sum(node.donor_swarm.bodies.values())
@@ -209,7 +209,7 @@ async def test_a_former_member_is_asked_for_bytes_and_not_for_its_word(make):
     node.donor_swarm.serve(ANN, history(HEADS[1], HEADS[2]), part(2, THEIRS))
     node.donor_swarm.serve(BOB, history(HEADS[1], HEADS[2]), STATES[2])
     await node.load()
-    plan = replace(plan_of(ANN, CLEO, version=2, voters=VOTERS), base=PLAN.base)
+    plan = replace(plan_of(ANN, CLEO, version=2, seats=VOTERS), base=PLAN.base)
     with pytest.raises(Unreachable):
         await node.holdings.synchronise(plan)
     assert node.holdings.lost

@@ -39,8 +39,8 @@ from support.donors import (
 from atoll.core.errors import AtollError, Busy, CheckpointCorrupt, NotFound, PeerMisbehaved, Unreachable
 from atoll.core.fragments import split_into_fragments
 from atoll.core.manifest import Head
-from atoll.node.state.anchor import AnchorState, Staged
-from atoll.node.state.catchup import catch_up, fetch_staged
+from atoll.node.state.anchor import AnchorState
+from atoll.node.state.catchup import catch_up
 from atoll.node.state.fetch import FetchTarget, fetch_state
 from atoll.node.state.outer_step import matches_digests
 from atoll.node.state.pieces import Workspace, pieces_of
@@ -49,7 +49,7 @@ from atoll.node.state.state_client import StateClient
 STATE = state_of(3.0)
 DONORS = (ANN, BOB, DAN, EVE)
 HEAD = commit(STATE, 1, list(DONORS), after=GENESIS)
-PLAN = plan_of(*DONORS, CLEO, voters=DONORS)
+PLAN = plan_of(*DONORS, CLEO, seats=DONORS)
 CHUNKS = 2 * (3 + 4 + 4)  # of sixteen elements, in layers of 40, 60, 0 and 64
 
 
@@ -171,7 +171,7 @@ async def test_when_the_head_moves_on_only_what_changed_is_fetched_again(donor_s
     later.momentum_E = STATE.momentum_E + 1.0
     head = commit(later, 2, list(DONORS), after=HEAD)
     holding = donor_swarm.serve(ANN, history(HEAD), STATE)
-    plan = plan_of(ANN, CLEO, voters=DONORS)
+    plan = plan_of(ANN, CLEO, seats=DONORS)
     anchor_chunks = 0
 
     async def moves_on(frame):
@@ -220,7 +220,7 @@ async def test_who_stays_behind_and_gives_the_rest_in_time_is_not_left_for_those
 
 async def test_a_head_that_never_stands_still_is_an_error(donor_swarm):
     holding = donor_swarm.serve(ANN, history(HEAD), STATE)
-    plan = plan_of(ANN, CLEO, voters=DONORS)
+    plan = plan_of(ANN, CLEO, seats=DONORS)
     number = 1
 
     async def runs_away(frame):
@@ -248,7 +248,7 @@ async def test_a_donor_that_changes_its_state_is_asked_again(donor_swarm):
 
     donor_swarm.behaviours[ANN.peer_id] = moves_for_a_while
     patient = replace(QUICK, max_failures=8)
-    assert is_true(await fetch(donor_swarm, plan=plan_of(ANN, CLEO, voters=DONORS), policy=patient))
+    assert is_true(await fetch(donor_swarm, plan=plan_of(ANN, CLEO, seats=DONORS), policy=patient))
 
 
 async def test_a_head_of_another_model_is_an_error_not_a_crash(donor_swarm):
@@ -258,54 +258,6 @@ async def test_a_head_of_another_model_is_an_error_not_a_crash(donor_swarm):
         donor_swarm.serve(member, history(head), STATE)
     with pytest.raises(CheckpointCorrupt):
         await fetch(donor_swarm)
-
-
-# --- staged results ------------------------------------------------------------------------------------
-
-
-async def test_a_staged_result_is_fetched_by_its_payload_and_verified(donor_swarm):
-    whole = split_into_fragments(OFFSETS, 1)[0]
-    staging = STATE.staging(whole, 0.7, 0.9)
-    staging.take(0, torch.ones(164))
-    staged = staging.finish(HEAD)
-    state = AnchorState(staged.anchor_E, OFFSETS)
-    state.momentum_E = staged.momentum_E
-    result = commit(state, 2, [ANN], after=HEAD)
-    for member in (ANN, BOB):
-        donor_swarm.serve(member, history(HEAD), STATE, {result.hash: staged})
-    donor_swarm.serve(DAN, history(HEAD), STATE)  # does not keep it
-    donor_swarm.behaviours[ANN.peer_id] = lies
-    holders = [member.peer_id for member in (ANN, BOB, DAN, CLEO)]
-    payload = result.committed.payload
-    found = await fetch_staged(donor_swarm.network, holders, payload, "r", OFFSETS, whole.layers, policy=QUICK)
-    assert torch.equal(found.anchor_E, staged.anchor_E)
-    assert torch.equal(found.momentum_E, staged.momentum_E)
-    assert found.layers == staged.layers
-    with pytest.raises(Unreachable):
-        await fetch_staged(donor_swarm.network, [DAN.peer_id], payload, "r", OFFSETS, whole.layers, policy=QUICK)
-    with pytest.raises(PeerMisbehaved):
-        await fetch_staged(donor_swarm.network, holders, b"\xff", "r", OFFSETS, whole.layers, policy=QUICK)
-    with pytest.raises(PeerMisbehaved):
-        await fetch_staged(donor_swarm.network, holders, payload, "another run", OFFSETS, whole.layers, policy=QUICK)
-
-
-async def test_who_never_kept_a_staged_result_does_not_hurry_who_did(donor_swarm):
-    whole = split_into_fragments(OFFSETS, 1)[0]
-    staged, state, result = stepped(STATE, HEAD, 0, fragments=1)
-    donor_swarm.serve(BOB, history(HEAD), STATE, {result.hash: staged})
-    donor_swarm.serve(DAN, history(HEAD), STATE)
-
-    async def waits_for_dan(frame):
-        while tasks := donor_swarm.networks[DAN.peer_id].tasks:
-            await asyncio.wait(tasks)
-        return frame
-
-    donor_swarm.behaviours[BOB.peer_id] = waits_for_dan
-    holders, at_once = [BOB.peer_id, DAN.peer_id], replace(QUICK, stragglers_timeout=timedelta())
-    found = await fetch_staged(
-        donor_swarm.network, holders, result.committed.payload, "r", OFFSETS, whole.layers, policy=at_once
-    )
-    assert is_true(found, state)
 
 
 # --- what one peer may ask -------------------------------------------------------------------------------
@@ -407,7 +359,7 @@ def test_what_is_adopted_is_true_and_everything_else_a_typed_error_in_time(fault
                 donor_swarm.behaviours[member.peer_id] = moves
             elif fault is not None:
                 donor_swarm.behaviours[member.peer_id] = fault
-        plan = plan_of(*members, CLEO, voters=members)
+        plan = plan_of(*members, CLEO, seats=members)
         ours = state_of(3.0) if local else state_of(9.0)
         ours.momentum_E += 1.0
         started = time.monotonic()
@@ -431,36 +383,16 @@ def test_what_is_adopted_is_true_and_everything_else_a_typed_error_in_time(fault
 # --- fragments -----------------------------------------------------------------------------------------
 
 
-def stepped(before: AnchorState, head: Head, index: int, fragments: int = 2) -> tuple[Staged, AnchorState, Head]:
-    """The round after `head` that averages one of the fragments: its result, the state and the head."""
-    fragment = split_into_fragments(OFFSETS, fragments)[index]
+def stepped(before: AnchorState, head: Head, index: int) -> tuple[AnchorState, Head]:
+    """The round after `head` that averages one of two fragments."""
+    fragment = split_into_fragments(OFFSETS, 2)[index]
     staging = before.staging(fragment, 0.7, 0.9)
     staging.take(0, torch.ones(fragment.elements))
     staged = staging.finish(head)
     state = AnchorState(before.anchor_E.clone(), OFFSETS)
     state.momentum_E = before.momentum_E.clone()
     state.commit(staged)
-    return staged, state, commit(state, head.round + 1, list(DONORS), after=head, layers=staged.layers)
-
-
-async def test_of_a_staged_fragment_only_its_own_layers_travel(donor_swarm):
-    second = split_into_fragments(OFFSETS, 2)[1]
-    staged, _, result = stepped(STATE, HEAD, 1)
-    for member in (ANN, BOB):
-        donor_swarm.serve(member, history(HEAD), STATE, {result.hash: staged})
-    found = await fetch_staged(
-        donor_swarm.network,
-        [ANN.peer_id, BOB.peer_id],
-        result.committed.payload,
-        "r",
-        OFFSETS,
-        second.layers,
-        policy=QUICK,
-    )
-    assert found.start == second.start > 0
-    assert torch.equal(found.anchor_E, staged.anchor_E)
-    assert torch.equal(found.momentum_E, staged.momentum_E)
-    assert sum(donor_swarm.bodies.values()) < CHUNKS
+    return state, commit(state, head.round + 1, list(DONORS), after=head, layers=staged.layers)
 
 
 async def test_what_no_round_has_changed_is_given_out_under_an_older_head(donor_swarm):
@@ -469,7 +401,7 @@ async def test_what_no_round_has_changed_is_given_out_under_an_older_head(donor_
     first, second = split_into_fragments(OFFSETS, 2)
     conversation = await StateClient.connect(donor_swarm.network, ANN.peer_id, "r", QUICK.answer_timeout)
     assert (await conversation.manifest(None)).hash == HEAD.hash
-    _, state, head = stepped(STATE, HEAD, 0)
+    state, head = stepped(STATE, HEAD, 0)
     holding.hold(head, state)
     await conversation.request_slice("anchor", HEAD.hash, second.start, second.start + 8)
     body = await conversation.receive_slice(8)
@@ -489,7 +421,7 @@ async def test_who_is_slower_than_the_rounds_of_fragments_catches_up_all_the_sam
         nonlocal sent, now
         sent += 1
         if sent % 10 == 0:
-            _, *now = stepped(*now, now[1].round % 2)
+            now = stepped(*now, now[1].round % 2)
             for holding in holdings:
                 holding.hold(now[1], now[0])
         return frame

@@ -55,7 +55,7 @@ async def believed(donor_swarm, plan, held=None, operator=OPERATOR):
 async def test_a_newcomer_believes_what_a_majority_voted_for(donor_swarm):
     for member in (ANN, BOB, DAN):
         donor_swarm.serve(member, history(FIRST, SECOND), TWO)
-    plan = plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN))
+    plan = plan_of(ANN, BOB, CLEO, DAN, seats=(ANN, BOB, DAN))
     assert (await believed(donor_swarm, plan)).hash == SECOND.hash
     assert await believed(donor_swarm, plan, held=SECOND) is None
     assert await newest_round(donor_swarm.network, plan, FIRST, operator_key=OPERATOR.public_key) == 2
@@ -81,7 +81,7 @@ async def test_one_of_four_cannot_make_others_believe_a_forged_head(donor_swarm,
         donor_swarm.serve(member, history(FIRST, SECOND), TWO)
     donor_swarm.serve(EVE, forge(poison), poison)
     with capture_logs() as logs:
-        head = await believed(donor_swarm, plan_of(*ALL, voters=(ANN, BOB, DAN)))
+        head = await believed(donor_swarm, plan_of(*ALL, seats=(ANN, BOB, DAN)))
     assert head.hash == SECOND.hash
     assert [line["peer"] for line in logs if line["event"] == "head rejected"] == [EVE.peer_id]
 
@@ -94,7 +94,7 @@ async def test_nobody_hides_the_true_head_by_leaving_out_its_votes(donor_swarm, 
     for member in voters:
         donor_swarm.serve(member, history(fewer if member is liar else FIRST), ONE)
     with capture_logs() as logs:
-        head = await believed(donor_swarm, plan_of(*voters, CLEO, voters=tuple(voters)))
+        head = await believed(donor_swarm, plan_of(*voters, CLEO, seats=voters))
     assert head == FIRST
     assert [line["peer"] for line in logs if line["event"] == "head rejected"] == [liar.peer_id]
 
@@ -104,7 +104,7 @@ async def test_an_honest_member_that_is_one_round_ahead_is_not_called_a_liar(don
     for member in (BOB, DAN):
         donor_swarm.serve(member, history(FIRST), ONE)
     with capture_logs() as logs:
-        head = await believed(donor_swarm, plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN)))
+        head = await believed(donor_swarm, plan_of(ANN, BOB, CLEO, DAN, seats=(ANN, BOB, DAN)))
     assert head.hash == FIRST.hash
     assert not logs
 
@@ -114,43 +114,60 @@ async def test_members_that_went_on_still_agree_on_the_round_before(donor_swarm)
         donor_swarm.serve(member, history(FIRST, SECOND), TWO)
     for member in (DAN, EVE):
         donor_swarm.serve(member, history(FIRST), ONE)
-    assert (await believed(donor_swarm, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == FIRST.hash
+    assert (await believed(donor_swarm, plan_of(*ALL, seats=(ANN, BOB, DAN)))).hash == FIRST.hash
 
 
 async def test_newcomers_in_the_round_do_not_make_its_votes_too_few(donor_swarm):
     crowded = commit(TWO, 2, [ANN, BOB], after=FIRST, present=[ANN, BOB, CLEO, EVE, FAY])
     for member in (ANN, BOB, EVE):
         donor_swarm.serve(member, history(FIRST, crowded), TWO)
-    assert (await believed(donor_swarm, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == crowded.hash
+    assert (await believed(donor_swarm, plan_of(*ALL, seats=(ANN, BOB, DAN)))).hash == crowded.hash
 
 
-async def test_half_of_the_voters_need_the_operators_tie_break(donor_swarm):
-    plan = plan_of(ANN, BOB, CLEO, DAN, EVE, voters=(ANN, BOB))
-    half = commit(ONE, 1, [ANN], after=GENESIS)
-    forged = commit(ONE, 1, [ANN], after=GENESIS, tie_break_by=EVE)
-    broken = commit(ONE, 1, [ANN], after=GENESIS, tie_break_by=OPERATOR)
-    for head in (half, forged):
+async def test_where_two_members_decide_one_needs_the_coordinators_vote(donor_swarm):
+    plan = plan_of(ANN, BOB, CLEO, DAN, EVE, seats=(ANN, BOB))
+    alone = commit(ONE, 1, [ANN], after=GENESIS)
+    strangers = commit(ONE, 1, [ANN, EVE], after=GENESIS)
+    decided = commit(ONE, 1, [ANN, OPERATOR], after=GENESIS)
+    for head in (alone, strangers):
         for member in (ANN, DAN, EVE):
             donor_swarm.serve(member, history(head), ONE)
         with pytest.raises(Unreachable):
             await believed(donor_swarm, plan)
     for member in (ANN, DAN, EVE):
-        donor_swarm.serve(member, history(broken), ONE)
-    assert (await believed(donor_swarm, plan)).hash == broken.hash
+        donor_swarm.serve(member, history(decided), ONE)
+    assert (await believed(donor_swarm, plan)).hash == decided.hash
+
+
+async def test_where_three_members_decide_the_coordinator_has_no_vote(donor_swarm):
+    plan = plan_of(*ALL, seats=(ANN, BOB, DAN))
+    for member in (ANN, DAN, EVE):
+        donor_swarm.serve(member, history(commit(ONE, 1, [ANN, OPERATOR], after=GENESIS)), ONE)
+    with pytest.raises(Unreachable):
+        await believed(donor_swarm, plan)
+
+
+async def test_present_members_without_seats_decide_nothing(donor_swarm):
+    plan = plan_of(ANN, BOB, CLEO, DAN, EVE, FAY, seats=(ANN, BOB, DAN))
+    others = commit(ONE, 1, [CLEO, EVE, FAY], after=GENESIS, present=[ANN, BOB, CLEO, DAN, EVE, FAY])
+    for member in (ANN, BOB, DAN, EVE, FAY):
+        donor_swarm.serve(member, history(others), ONE)
+    with pytest.raises(Unreachable):
+        await believed(donor_swarm, plan)
 
 
 async def test_members_that_hold_nothing_are_not_asked_to_agree(donor_swarm):
     donor_swarm.serve(ANN, history(FIRST), ONE)
     for member in (BOB, DAN, EVE):
         donor_swarm.serve(member, [], None)
-    assert (await believed(donor_swarm, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == FIRST.hash
+    assert (await believed(donor_swarm, plan_of(*ALL, seats=(ANN, BOB, DAN)))).hash == FIRST.hash
 
 
-async def test_a_single_holder_is_believed_only_with_its_own_vote(donor_swarm):
+async def test_who_alone_holds_a_head_need_not_have_voted_for_it(donor_swarm):
+    """Most members have no seat, so those that do must be enough."""
     others = commit(ONE, 1, [BOB, DAN], after=GENESIS, present=[ANN, BOB, DAN])
     donor_swarm.serve(ANN, history(others), ONE)
-    with pytest.raises(Unreachable):
-        await believed(donor_swarm, plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN)))
+    assert (await believed(donor_swarm, plan_of(ANN, BOB, CLEO, DAN, seats=(ANN, BOB, DAN)))).hash == others.hash
 
 
 async def test_two_holders_that_contradict_one_another_are_not_believed(donor_swarm):
@@ -158,7 +175,7 @@ async def test_two_holders_that_contradict_one_another_are_not_believed(donor_sw
     donor_swarm.serve(ANN, history(FIRST), ONE)
     donor_swarm.serve(BOB, history(other), TWO)
     with pytest.raises(Unreachable):
-        await believed(donor_swarm, plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN)))
+        await believed(donor_swarm, plan_of(ANN, BOB, CLEO, DAN, seats=(ANN, BOB, DAN)))
 
 
 async def test_genesis_is_believed_by_the_hash_in_the_plan(donor_swarm):
@@ -205,7 +222,7 @@ async def test_a_frozen_member_does_not_keep_the_others_from_being_believed(dono
 
     donor_swarm.hub.join(EVE.peer_id).handle(PROTOCOL, freeze)
     async with asyncio.timeout(2):
-        assert (await believed(donor_swarm, plan_of(*ALL, voters=(ANN, BOB, DAN)))).hash == FIRST.hash
+        assert (await believed(donor_swarm, plan_of(*ALL, seats=(ANN, BOB, DAN)))).hash == FIRST.hash
 
 
 async def test_former_members_that_are_gone_keep_nobody_waiting(donor_swarm, monkeypatch):
@@ -217,24 +234,35 @@ async def test_former_members_that_are_gone_keep_nobody_waiting(donor_swarm, mon
     donor_swarm.serve(ANN, history(FIRST), ONE)
     for member in (BOB, DAN, EVE):
         donor_swarm.hub.join(member.peer_id).handle(PROTOCOL, freeze)
-    plan = replace(plan_of(ANN, CLEO, voters=(ANN, BOB, DAN)), former=(BOB.peer_id, DAN.peer_id, EVE.peer_id))
+    plan = replace(plan_of(ANN, CLEO, seats=(ANN, BOB, DAN)), former=(BOB.peer_id, DAN.peer_id, EVE.peer_id))
     async with asyncio.timeout(2):
         assert (await believed(donor_swarm, plan)).hash == FIRST.hash
 
 
 async def test_a_void_history_does_not_win_by_numbers(donor_swarm):
-    plan = plan_of(ANN, BOB, CLEO, DAN, version=7, base=FIRST, voters=(ANN, BOB, DAN))
+    plan = plan_of(ANN, BOB, CLEO, DAN, version=7, base=FIRST, seats=(ANN, BOB, DAN))
     for member in (ANN, BOB):
         donor_swarm.serve(member, history(FIRST, SECOND), TWO)
     donor_swarm.serve(DAN, history(FIRST), ONE)
     assert (await believed(donor_swarm, plan)).hash == FIRST.hash
 
 
+async def test_rounds_of_another_epoch_are_void_whatever_plan_they_are_of(donor_swarm):
+    plan = replace(plan_of(ANN, BOB, CLEO, DAN, version=7, base=FIRST, seats=(ANN, BOB, DAN)), version=8)
+    for epoch, believes in ((1, False), (8, False), (7, True)):
+        head = commit(TWO, 2, [ANN, BOB], after=FIRST, present=[ANN, BOB, DAN], plan_version=8, epoch=epoch)
+        for member in (ANN, BOB):
+            donor_swarm.serve(member, history(FIRST, head), TWO)
+        donor_swarm.serve(DAN, history(FIRST), ONE)
+        found = await believed(donor_swarm, plan, held=FIRST)
+        assert (found is not None and found.hash == head.hash) == believes
+
+
 async def test_rounds_cannot_be_skipped(donor_swarm):
     leap = commit(TWO, 7, [ANN, BOB, DAN], after=GENESIS)
     donor_swarm.serve(ANN, history(leap), TWO)
     with pytest.raises(Unreachable):
-        await believed(donor_swarm, plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, BOB, DAN)))
+        await believed(donor_swarm, plan_of(ANN, BOB, CLEO, DAN, seats=(ANN, BOB, DAN)))
 
 
 async def test_the_manifest_before_counts_only_if_it_is_the_one_that_the_head_names(donor_swarm):
@@ -249,11 +277,11 @@ class GoneOn:
     """Dan went on with the coordinator's vote, then alone, while the others stood still."""
 
     def __init__(self, rounds: int = 80) -> None:
-        self.tied = commit(ONE, 2, [DAN], after=FIRST_OF_TWO, present=[DAN], tie_break_by=OPERATOR)
-        self.heads = [GENESIS, FIRST_OF_TWO, self.tied]
+        second = commit(ONE, 2, [DAN, OPERATOR], after=FIRST_OF_TWO)
+        self.heads = [GENESIS, FIRST_OF_TWO, second]
         while self.heads[-1].round < rounds:
             self.heads.append(commit(TWO, self.heads[-1].round + 1, [DAN], after=self.heads[-1]))
-        self.plan = plan_of(ANN, BOB, CLEO, DAN, voters=(ANN, DAN))
+        self.plan = plan_of(ANN, BOB, CLEO, DAN, seats=(ANN, DAN))
 
 
 FIRST_OF_TWO = commit(ONE, 1, [ANN, DAN], after=GENESIS)
@@ -275,19 +303,19 @@ async def test_what_one_member_lacks_of_a_history_another_may_have(donor_swarm):
     for member in (ANN, BOB, EVE):
         donor_swarm.serve(member, history(FIRST_OF_TWO), ONE)
     donor_swarm.serve(DAN, [head for head in run.heads if head.round not in range(10, 20)], TWO)
-    plan = plan_of(*ALL, FAY, voters=(ANN, DAN))
+    plan = plan_of(*ALL, FAY, seats=(ANN, DAN))
     assert await believed(donor_swarm, plan, held=FIRST_OF_TWO) is None
     donor_swarm.serve(FAY, [head for head in run.heads if head.round not in range(20, 30)], TWO)
     assert (await believed(donor_swarm, plan, held=FIRST_OF_TWO)).hash == run.heads[-1].hash
 
 
-@pytest.mark.parametrize("flaw", ["no tie-break", "another's tie-break", "a stranger's votes", "a gap", "another root"])
+@pytest.mark.parametrize("flaw", ["no second vote", "another's vote", "a stranger's votes", "a gap", "another root"])
 async def test_a_history_that_did_not_grow_from_ours_is_not_believed(donor_swarm, flaw):
     run = GoneOn(rounds=5)
-    tie_break_by = {"no tie-break": None, "another's tie-break": EVE}.get(flaw, OPERATOR)
+    voters = {"no second vote": [DAN], "another's vote": [DAN, EVE]}.get(flaw, [DAN, OPERATOR])
     voter = EVE if flaw == "a stranger's votes" else DAN
     root = commit(TWO, 1, [ANN, DAN], after=GENESIS) if flaw == "another root" else FIRST_OF_TWO
-    heads_ = [GENESIS, root, commit(ONE, 2, [DAN], after=root, present=[DAN], tie_break_by=tie_break_by)]
+    heads_ = [GENESIS, root, commit(ONE, 2, voters, after=root, present=[DAN])]
     while heads_[-1].round < 5:
         heads_.append(commit(TWO, heads_[-1].round + 1, [voter], after=heads_[-1], present=[voter]))
     for member in (ANN, BOB):
@@ -339,7 +367,7 @@ async def test_who_is_slow_about_its_history_does_not_keep_a_member_from_what_mo
         donor_swarm.serve(member, history(FIRST, SECOND), TWO)
     Dripping(donor_swarm, EVE, commit(state_of(666.0), 1000, [EVE], after=SECOND), 0.9)
     async with asyncio.timeout(5):
-        assert (await believed(donor_swarm, plan_of(*ALL, voters=(ANN, BOB, DAN)), held=FIRST)).hash == SECOND.hash
+        assert (await believed(donor_swarm, plan_of(*ALL, seats=(ANN, BOB, DAN)), held=FIRST)).hash == SECOND.hash
 
 
 @pytest.mark.parametrize("offers", ["a head of its own", "the true head"])
@@ -351,7 +379,7 @@ async def test_who_is_slow_about_its_history_is_asked_once_and_others_tell_it(do
     for member in (DAN, EVE):
         own = commit(state_of(666.0), 1000, [member], after=SECOND)
         Dripping(donor_swarm, member, own if offers == "a head of its own" else run.heads[-1], 0.9)
-    plan = plan_of(ANN, BOB, CLEO, DAN, EVE, FAY, voters=(ANN, DAN))
+    plan = plan_of(ANN, BOB, CLEO, DAN, EVE, FAY, seats=(ANN, DAN))
     newest = await newest_round(donor_swarm.network, plan, FIRST_OF_TWO, operator_key=OPERATOR.public_key)
     assert newest == 80
 
@@ -359,13 +387,13 @@ async def test_who_is_slow_about_its_history_is_asked_once_and_others_tell_it(do
 async def test_a_head_that_was_only_believed_does_not_stand_against_a_majority_later(donor_swarm):
     """A newcomer that first reaches a liar alone, whose state then is not there, believes the others after all."""
     forged = commit(state_of(666.0), 1000, [EVE], after=SECOND)
-    plan = plan_of(*ALL, voters=(ANN, BOB, DAN))
+    plan = plan_of(*ALL, seats=(ANN, BOB, DAN))
 
     async def come(frame):
         for member in (ANN, BOB, DAN):
             if member.peer_id not in donor_swarm.networks:
                 donor_swarm.serve(member, history(FIRST, SECOND), TWO)
-        return NotFound("that state is not the head here, nor staged")
+        return NotFound("that state is not the head here")
 
     donor_swarm.serve(EVE, [forged], state_of(666.0))
     donor_swarm.behaviours[EVE.peer_id] = come
@@ -381,5 +409,5 @@ async def test_a_manifest_that_does_not_fit_does_not_hide_the_true_one_of_anothe
     for member in (EVE, DAN, FAY):
         heads_ = [wrong if head.round == 3 and member is not DAN else head for head in run.heads]
         donor_swarm.serve(member, heads_, TWO)
-    plan = plan_of(*ALL, FAY, voters=(ANN, DAN))
+    plan = plan_of(*ALL, FAY, seats=(ANN, DAN))
     assert await newest_round(donor_swarm.network, plan, FIRST_OF_TWO, operator_key=OPERATOR.public_key) == 6

@@ -31,8 +31,8 @@ from atoll.node.state.prefetch import CurrentLayers, LayerPrefetcher, missing_ra
 DONORS = (ANN, BOB, DAN)
 STATE = state_of(3.0)
 HEAD = commit(STATE, 1, list(DONORS), after=GENESIS)
-PLAN = plan_of(*DONORS, voters=DONORS)
-WITH_US = plan_of(*DONORS, CLEO, voters=DONORS)
+PLAN = plan_of(*DONORS, seats=DONORS)
+WITH_US = plan_of(*DONORS, CLEO, seats=DONORS)
 
 
 def plan_with(layers, version):

@@ -118,7 +118,7 @@ def test_whatever_is_answered(examples):
             try:
                 await catch_up(
                     donor_swarm.network,
-                    plan_of(EVE, CLEO, voters=(ANN,)),
+                    plan_of(EVE, CLEO, seats=(ANN,)),
                     state_of(0.0),
                     None,
                     operator_key=OPERATOR.public_key,
