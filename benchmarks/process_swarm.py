@@ -23,8 +23,9 @@ from atoll.core.manifest import Head
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.lab.demo import RUN, spec_toml
 from atoll.lab.launcher import LocalSwarm, LoopbackHosts, ProgramHosts
-from atoll.node.rounds.opener import TIE_SECONDS, StageDeadlines
+from atoll.node.rounds.opener import COORDINATOR_SECONDS
 from atoll.node.rounds.policy import policy_of
+from atoll.node.rounds.stage_deadlines import StageDeadlines
 from atoll.node.state.checkpoint import read_checkpoint
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.system import child_processes
@@ -237,10 +238,11 @@ def longest_round_seconds(spec: RunSpec, sizes: Sequence[int], nodes: int) -> fl
     stages = (
         paces.ready.ceiling_seconds
         + paces.exchange_ceiling
-        + paces.decision.floor_seconds
-        + paces.decision.ceiling_seconds
+        + paces.result.floor_seconds
+        + paces.result.ceiling_seconds
+        + paces.vote.ceiling_seconds
     )
-    return due.total_seconds() + stages + 2 * TIE_SECONDS
+    return due.total_seconds() + stages + 2 * COORDINATOR_SECONDS
 
 
 @contextmanager
