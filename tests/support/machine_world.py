@@ -8,7 +8,7 @@ wrong about whether a round holds its snapshot, or hangs in an attempt.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from support.machine_clock import VirtualClock
 from support.machine_exchange import Exchanges, outer_step
@@ -55,13 +55,16 @@ class World(VirtualClock):
         machine: Callable[..., RoundMachine] = RoundMachine,
         policy=POLICY,
         routes: Routes | None = None,
+        first: Sequence[str] = (),
     ) -> None:
+        """`first` have the first seats, in this order."""
         super().__init__()
         self.rng = random.Random(seed)
         self.policy_of = policies(policy)
         self.make_machine = machine
         self.peers = [f"p{i}" for i in range(size)]
-        self.plan = make_plan(self.peers, routes=routes)
+        seats = next_seats(first, self.peers, self.peers)
+        self.plan = make_plan(self.peers, base=Base(GENESIS.hash, seats), routes=routes)
         self.acceptor = Acceptor()
         self.network = Network(self.rng)
         self.crash_probability = 0.0  # per action of any node

@@ -1,8 +1,8 @@
 """Timeouts that are learned from observed durations instead of configured. Pure.
 
 A timeout is a floor plus the median of the last durations plus k times their median absolute deviation (MAD), with at
-least twice the median in place of the last two terms. A ceiling bounds it, and it equals the ceiling until there are
-enough observations. Median and MAD are robust against single slow rounds. A timeout that is too long costs some
+least twice the median in place of the last two terms. A ceiling bounds it. Until there are enough observations it is
+what another node gave this phase, else the ceiling. Median and MAD are robust against single slow rounds. A timeout that is too long costs some
 seconds once; one that is too short costs a live member its vote in the next round.
 
 A missed timeout doubles the next one, as a lost segment doubles TCP's timer (RFC 6298 §5.5). Without that, a link that
@@ -33,6 +33,7 @@ class LearnedDeadline:
     floor_seconds: float
     ceiling_seconds: float
     _backoff: float = 1.0
+    _suggested: float | None = None
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
 
     def observe(self, seconds: float) -> None:
@@ -45,11 +46,16 @@ class LearnedDeadline:
         self._durations.append(_MISS_FACTOR * max(0.0, seconds))
         self._backoff = min(2 * self._backoff, _MAX_BACKOFF) if failed else 2.0
 
+    def suggest(self, seconds: float) -> None:
+        """Record the timeout that another node gave this phase; it holds until there are enough observations here."""
+        self._suggested = seconds
+
     @property
     def timeout_seconds(self) -> float:
         """Seconds to wait in the next phase."""
         if len(self._durations) < _ENOUGH:
-            return self.ceiling_seconds
+            seconds = self.ceiling_seconds if self._suggested is None else max(self._suggested, self.floor_seconds)
+            return min(self.ceiling_seconds, self._backoff * seconds)
         middle = median(self._durations)
         deviation = _MAD_TO_SIGMA * median(abs(seconds - middle) for seconds in self._durations)
         return min(

@@ -30,8 +30,7 @@ class Watch:
         policy = replace(POLICY, due_tokens=lambda committed, members: DUE, **changes)
         plan = make_plan(PEERS, routes=routes)
         self.turns = RoundTrigger("p0", policy, GENESIS, plan, 0.0)
-        opener = RoundId("r", plan.version, 0, 1, 0).order(plan.members).index("p0")
-        self.attempt = RoundId("r", plan.version, 0, 1, opener)
+        self.attempt = RoundId("r", plan.version, 0, 1, plan.openers(GENESIS).index("p0"))
         self.interval, self.lead = interval, lead
         self.stops: dict[str, float] = {}  # who trains no more from then on, and says so
         self.silent: dict[str, float] = {}  # who says nothing from then on

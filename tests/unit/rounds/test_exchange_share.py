@@ -17,6 +17,7 @@ from atoll.core import protocol
 from atoll.core.fragments import split_into_fragments
 from atoll.core.manifest import Head
 from atoll.core.plan import Base
+from atoll.core.quorum import COORDINATOR, next_seats
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.codecs import BY_NUMBER
 from atoll.node.rounds import types as rt
@@ -123,6 +124,9 @@ def head_of(number: int, members: Sequence[str]) -> Head:
     manifest = manifest_pb2.Manifest(protocol=protocol.ours(), round=pb.RoundId(run_id="r", number=number))
     for peer in members:
         manifest.contributions.add(peer_id=peer, present=True, weight=1, tokens=1)
+    seats = next_seats(members, members, ())
+    manifest.seats.extend(members.index(peer) for peer in seats if peer != COORDINATOR)
+    manifest.coordinator_seat = COORDINATOR in seats
     return Head(manifest_pb2.CommittedManifest(payload=manifest.SerializeToString()))
 
 
@@ -156,8 +160,7 @@ def test_who_came_late_is_waited_for_and_nobody_else(what, waits):
         turns.lose("p3")
     if what == "is not in the plan":
         turns.begin(head_of(2, others), plan := make_plan(others, 2), 22.0)
-    opener = RoundId("r", plan.version, 0, 3, 0).order(plan.members).index("p0")
-    attempt = RoundId("r", plan.version, 0, 3, opener)
+    attempt = RoundId("r", plan.version, 0, 3, plan.openers(head_of(2, others)).index("p0"))
 
     def opens(now: float) -> bool:
         for peer in others[1:]:
@@ -258,7 +261,8 @@ def test_who_leaves_is_not_kept_for_the_rest():
     world = Watched(policy(0.02))
     assert world.run(600, until=lambda: world.rounds() >= 6)
     number = world.rounds() + 1
-    assert world.run(60, until=lambda: number - 1 in world.ended)
+    leaver = world.nodes[world.peers[1]].machine
+    assert world.run(60, until=lambda: leaver.head.round == number - 1)
     began = world.now
     world.leave(world.peers[1])
     assert world.run(60, until=lambda: world.rounds() >= number)

@@ -30,7 +30,7 @@ def test_a_round_of_which_nobody_has_any_part_spends_nothing(size: int, monkeypa
         return replace(plan, assignments=assigned)
 
     monkeypatch.setattr(machine_world, "make_plan", one_reducer)
-    world = World(size, seed=1)
+    world = World(size, seed=1, first=["p1"])
     waiting = world.nodes["p1"].machine
 
     def sums() -> bool:
@@ -72,8 +72,16 @@ def test_a_settle_that_gives_up_everything_is_refused() -> None:
     plan = make_plan(["p0", "p1"])
     number = RoundId("r", 1, 1, 0, 0)
     start = build_start(POLICY, plan, number, ready, codec=CODECS["int4"], unix_ms=0, exchange_seconds=5)
-    settle = dp.Settle(present=[it.peer_id for it in start.contributions], digests=[b""] * parts_total(start))
-    with pytest.raises(PeerMisbehaved, match="gives up every part"):
-        check_settle(start, settle)
+    total = parts_total(start)
+    settle = dp.Settle(present=[it.peer_id for it in start.contributions], digests=[b""] * total, parts_zeroed=total)
+    for holds_parts in (True, False):
+        with pytest.raises(PeerMisbehaved, match="gives up every part"):
+            check_settle(start, settle, holds_parts=holds_parts)
     settle.digests[0] = bytes(32)
-    check_settle(start, settle)
+    with pytest.raises(PeerMisbehaved, match="gives up every part"):
+        check_settle(start, settle, holds_parts=True)
+    settle.parts_zeroed = max(0, total - 2)
+    with pytest.raises(PeerMisbehaved, match="miscounts"):
+        check_settle(start, settle, holds_parts=True)
+    settle.parts_zeroed = total - 1
+    check_settle(start, settle, holds_parts=True)

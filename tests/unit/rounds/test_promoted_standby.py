@@ -11,6 +11,7 @@ from support.machine_world import TOKENS_PER_TICK, World
 
 from atoll.core.manifest import Head
 from atoll.core.plan import Assignment, Base, Plan
+from atoll.core.quorum import COORDINATOR
 from atoll.node.rounds import types as rt
 
 Spans = dict[str, tuple[int, int]]
@@ -92,8 +93,8 @@ def dies_as_opener(world: Swarm, opener: str, standby: str) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("seconds", [1.2, 4.0])
 def test_rounds_of_a_stage_go_on(swarm: Callable[[int, int, Plan], Swarm], seed: int, seconds: float) -> None:
-    first, stage, standby = peers = ("p0", "p1", "p2")
-    base = Base(GENESIS.hash, peers)
+    first, stage, standby = "p0", "p1", "p2"
+    base = Base(GENESIS.hash, (stage, first, standby))
     spans: Spans = {first: (0, 1), stage: (2, 2), standby: (2, 2)}
     world = swarm(3, seed, plan(1, spans, [[first, stage]], base))
     world.run(10 + seed)
@@ -112,8 +113,8 @@ def test_rounds_of_a_stage_go_on(swarm: Callable[[int, int, Plan], Swarm], seed:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("seconds", [1.2, 4.0])
 def test_a_driver_s_standby_drives(swarm: Callable[[int, int, Plan], Swarm], seed: int, seconds: float) -> None:
-    whole, driver, last, standby = peers = ("p0", "p1", "p2", "p3")
-    base = Base(GENESIS.hash, peers)
+    whole, driver, last, standby = "p0", "p1", "p2", "p3"
+    base = Base(GENESIS.hash, (driver, whole, last, standby, COORDINATOR))
     spans: Spans = {whole: (0, 2), driver: (0, 1), last: (2, 2), standby: (0, 1)}
     world = swarm(4, seed, plan(1, spans, [[whole], [driver, last]], base))
     world.run(8 + seed)
@@ -130,8 +131,8 @@ def test_a_driver_s_standby_drives(swarm: Callable[[int, int, Plan], Swarm], see
 def test_who_drives_again_at_the_same_head_brings_what_it_showed_before(
     swarm: Callable[[int, int, Plan], Swarm], seed: int
 ) -> None:
-    whole, driver, last = peers = ("p0", "p1", "p2")
-    base = Base(GENESIS.hash, peers)
+    whole, driver, last = "p0", "p1", "p2"
+    base = Base(GENESIS.hash, (last, whole, driver))
     spans: Spans = {whole: (0, 2), driver: (0, 1), last: (2, 2)}
     world = swarm(3, seed, plan(1, spans, [[whole], [driver, last]], base))
     world.run(8 + seed)

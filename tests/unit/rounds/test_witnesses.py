@@ -11,7 +11,7 @@ from support.machine_world import World
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.fragments import split_into_fragments
 from atoll.core.manifest import Head, changed_layers
-from atoll.core.quorum import Ballot, Electorate, VoteRecord
+from atoll.core.quorum import Ballot, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.rounds import types as rt
@@ -98,32 +98,30 @@ def test_a_result_of_an_older_plan_may_be_cut_otherwise():
         check_payload(policies(POLICY)(later), later, GENESIS, scattered.SerializeToString(deterministic=True))
 
 
-def test_witnesses_want_the_word_of_half_of_the_holders_that_decide():
+def test_a_result_wants_the_word_of_half_of_the_holders_that_are_present():
     assert not is_witness(PLAN, WHOLE, result())
     assert not is_witness(PLAN, FRONT, result())
     assert is_witness(PLAN, BACK, result())
-    everybody = Electorate(frozenset(PEERS))
-    assert is_attested(PLAN, everybody, result(), {WHOLE})
-    assert not is_attested(PLAN, everybody, result(), {BACK})
-    assert not is_attested(PLAN, everybody, result(), set())
-    assert is_attested(PLAN, Electorate(frozenset({BACK})), result(), {FRONT})  # holders that do not decide
+    assert is_attested(PLAN, result(), {WHOLE})
+    assert not is_attested(PLAN, result(), {BACK})
+    assert not is_attested(PLAN, result(), set())
     many = make_plan(["a", "b", "c", "d"], routes=[[("a", 0, 2)], [("b", 0, 2)], [("c", 0, 1), ("d", 2, 2)]])
     manifest = manifest_pb2.Manifest.FromString(result())
     del manifest.contributions[:]
     manifest.contributions.extend(manifest_pb2.Contribution(peer_id=peer, present=True) for peer in "abcd")
     payload = manifest.SerializeToString()
-    assert not is_attested(many, Electorate(frozenset("abcd")), payload, {"a"})
-    assert is_attested(many, Electorate(frozenset("abcd")), payload, {"a", "c"})
+    assert not is_attested(many, payload, {"a"})
+    assert is_attested(many, payload, {"a", "c"})
     manifest.contributions[1].present = manifest.contributions[2].present = False  # they went while it was made
-    assert is_attested(many, Electorate(frozenset("abcd")), manifest.SerializeToString(), {"a"})
+    assert is_attested(many, manifest.SerializeToString(), {"a"})
 
 
-def staging_witness() -> tuple[RoundMachine, str]:
-    """BACK, which waits for what holders attest to, and the opener."""
+def waiting_witness() -> tuple[RoundMachine, str]:
+    """BACK, which waits for the Commit, and the opener."""
     machine = RoundMachine(
         BACK, policies(POLICY), FakeVoteSigner(BACK), GENESIS, PLAN, 0.0, VoteRecord(0, b"", Ballot(0, 0))
     )
-    opener = NUMBER.opener(PEERS)
+    opener = NUMBER.opener(PLAN.openers(GENESIS))
     opened = dp.Open(round=NUMBER.to_proto(), head_hash=GENESIS.hash, deadline_ms=4000)
     machine.step(rt.Received(opener, dp.RoundMessage(open=opened)), 0.1)
     start = started()
@@ -131,45 +129,45 @@ def staging_witness() -> tuple[RoundMachine, str]:
     settle = dp.Settle(
         round=NUMBER.to_proto(),
         present=[item.peer_id for item in start.contributions],
-        digests=[b"d" * 32] * parts_total(start),
+        as_reported=True,
         deadline_ms=4000,
     )
     machine.step(rt.Received(opener, dp.RoundMessage(settle=settle)), 0.3)
-    assert machine.phase is rt.Phase.STAGING
+    assert machine.phase is rt.Phase.AWAITING_COMMIT
     return machine, opener
 
 
-def adopt(*holders: str, payload: bytes | None = None, ballot: Ballot = NUMBER.ballot) -> dp.RoundMessage:
+def propose(*holders: str, payload: bytes | None = None) -> dp.RoundMessage:
     payload = payload or result()
-    words = [dp.Attestation(peer_id=peer, signature=FakeVoteSigner(peer).attest(payload, ballot)) for peer in holders]
-    return dp.RoundMessage(
-        adopt=dp.Adopt(round=NUMBER.to_proto(), payload=payload, deadline_ms=4000, attestations=words)
-    )
+    words = [FakeVoteSigner(peer).attest(payload) for peer in holders]
+    proposal = dp.Proposal(payload=payload, attestations=words)
+    return dp.RoundMessage(propose=dp.Propose(round=NUMBER.to_proto(), proposal=proposal, deadline_ms=4000))
 
 
-def test_a_witness_freezes_nothing_and_votes_for_what_a_holder_attests_to():
-    machine, opener = staging_witness()
-    actions = machine.step(rt.Received(opener, adopt(WHOLE)), 0.4)
+def test_a_witness_with_a_seat_freezes_nothing_and_votes_for_what_a_holder_attests_to():
+    machine, opener = waiting_witness()
+    actions = machine.step(rt.Received(opener, propose(WHOLE)), 0.4)
     pledges = [action for action in actions if isinstance(action, rt.Pledge)]
-    assert [pledge.message.digest.payload for pledge in pledges] == [result()]
-    assert machine.phase is rt.Phase.VOTED
+    assert [pledge.record.voted.payload for pledge in pledges if pledge.record.voted] == [result()]
+    assert [pledge.message.WhichOneof("body") for pledge in pledges] == ["vote"]
+    assert machine.phase is rt.Phase.AWAITING_COMMIT
 
 
-@pytest.mark.parametrize("words", ["none of a holder", "of another ballot", "forged", "of another result"])
-def test_a_witness_does_not_believe_an_opener_alone(words):
-    machine, opener = staging_witness()
-    message = adopt(WHOLE)
+@pytest.mark.parametrize("words", ["none of a holder", "one holder twice", "forged", "of another result"])
+def test_a_seat_does_not_believe_an_opener_alone(words):
+    machine, opener = waiting_witness()
+    message = propose(WHOLE)
     if words == "none of a holder":
-        message = adopt(BACK)
-    elif words == "of another ballot":
-        message = adopt(WHOLE, ballot=Ballot(1, 7))
+        message = propose(BACK)
+    elif words == "one holder twice":
+        message = propose(WHOLE, WHOLE)
     elif words == "of another result":  # one that leaves the next round to the liar alone
         manifest = manifest_pb2.Manifest.FromString(result())
         for item in manifest.contributions:
             item.present = item.peer_id == WHOLE
-        message = adopt(WHOLE, payload=manifest.SerializeToString(deterministic=True))
+        message = propose(WHOLE, payload=manifest.SerializeToString(deterministic=True))
     else:
-        message.adopt.attestations[0].signature.signature = b"no"
+        message.propose.proposal.attestations[0].signature = b"no"
     actions = machine.step(rt.Received(opener, message), 0.4)
     assert not any(isinstance(action, rt.Pledge) for action in actions)
     assert machine.phase is rt.Phase.IDLE
@@ -186,6 +184,27 @@ def test_a_witness_takes_a_committed_round_without_any_state():
         assert brought <= PLAN.holders(changed_layers(head.manifest))
 
 
+def test_who_lost_its_disk_votes_after_a_round_of_its_own_and_not_after_one_of_others():
+    """It may have voted in any round that holds nothing of this life."""
+    world = World(3, seed=1, routes=ROUTES)
+    assert world.run(60, until=lambda: world.rounds() >= 4)
+    world.kill(BACK)
+    world.restart(BACK, disk=False)
+    machine, installed = world.nodes[BACK].machine, []
+    install = world._install
+
+    def watch(node, head, counted) -> None:
+        install(node, head, counted)
+        if node.peer == BACK:
+            installed.append((counted is rt.Counted.SNAPSHOT, machine.votes))
+
+    world._install = watch
+    assert world.run(60, until=lambda: (True, True) in installed)
+    own = [counted for counted, _ in installed].index(True)
+    assert own > 0, "the first round was not one of others"
+    assert not any(votes for _, votes in installed[:own])
+
+
 def test_a_holder_that_attests_to_a_result_of_its_own_gets_no_vote_for_it():
     """It names itself as the only one who decides the next round, and the other holder's word is lost on the way."""
     world, lies = World(3, seed=4, routes=ROUTES), []
@@ -199,10 +218,8 @@ def test_a_holder_that_attests_to_a_result_of_its_own_gets_no_vote_for_it():
         for item in manifest.contributions:
             item.present = item.peer_id == FRONT
         payload = manifest.SerializeToString(deterministic=True)
-        ballot = RoundId.from_proto(message.digest.round).ballot
         digest = dp.Digest(round=message.digest.round, payload=payload)
-        digest.signature.CopyFrom(FakeVoteSigner(FRONT).vote(payload, ballot))
-        digest.attestation.CopyFrom(FakeVoteSigner(FRONT).attest(payload, ballot))
+        digest.attestation.CopyFrom(FakeVoteSigner(FRONT).attest(payload))
         lies.append(payload)
         world.at(0.001, world.feed, to, rt.Received(FRONT, dp.RoundMessage(digest=digest)))
         return True

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from atoll.core import protocol
 from atoll.core.data_position import DataPosition, advance
-from atoll.core.errors import PeerMisbehaved, ProtocolMismatch
+from atoll.core.errors import AtollError, PeerMisbehaved, ProtocolMismatch
 from atoll.core.fragments import fragment_of_round
 from atoll.core.manifest import MAX_MEMBERS, Head, changed_layers
 from atoll.core.plan import Plan
@@ -231,10 +231,13 @@ def is_attested(plan: Plan, payload: bytes, said: Set[str]) -> bool:
 
 
 def check_attested(plan: Plan, signer: VoteSigner, proposal: dp.Proposal) -> None:
-    """Raise `PeerMisbehaved` or `SignatureInvalid` unless enough holders attest to the proposed result."""
+    """Raise `PeerMisbehaved` unless enough holders attest to the proposed result."""
     if len(proposal.attestations) > MAX_MEMBERS:
         raise PeerMisbehaved(f"a proposal shows {len(proposal.attestations)} attestations")
-    said = {signer.attested_by(proposal.payload, attestation) for attestation in proposal.attestations}
+    try:
+        said = {signer.attested_by(proposal.payload, attestation) for attestation in proposal.attestations}
+    except AtollError as error:
+        raise PeerMisbehaved(f"a proposal shows a word that nobody gave: {error}") from error
     if len(said) != len(proposal.attestations) or not is_attested(plan, proposal.payload, said):
         raise PeerMisbehaved("a proposal shows the word of too few who hold its layers, or one of them twice")
 

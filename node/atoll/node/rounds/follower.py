@@ -130,6 +130,7 @@ class Follower:
         check_start(self.policy, self.plan, self.round_id, self._ready, self.me, message)
         seconds = min(message.deadline_ms / 1000, self.paces.exchange_ceiling)
         self._start = message
+        self.paces.exchange(message.codec).suggest(seconds)
         self.deadline = now + seconds + _SETTLE_FLOORS * self.paces.result.floor_seconds
         if self.is_witness:
             self.phase = Phase.AWAITING_SETTLE
@@ -171,6 +172,7 @@ class Follower:
             self._settle.digests.extend(self._parts)
         check_settle(self._start, self._settle, holds_parts=not self.is_witness)
         seconds = min(self._settle.deadline_ms / 1000, self.paces.result.ceiling_seconds)
+        self.paces.result.suggest(seconds)
         self.deadline = now + 2 * seconds + self.coordinator_seconds
         if self.is_witness:
             self.phase = Phase.AWAITING_COMMIT
@@ -215,6 +217,7 @@ class Follower:
             if self._payload not in (b"", payload):
                 raise PeerMisbehaved("a proposal names another result than we computed")
         seconds = min(message.deadline_ms / 1000, self.paces.exchange_ceiling)
+        self.paces.vote.suggest(seconds)
         self.deadline = max(self.deadline, now + seconds + self.coordinator_seconds)
         if not self.votes:
             return
@@ -226,8 +229,8 @@ class Follower:
             self.phase = Phase.AWAITING_COMMIT
 
     def _promise(self, message: dp.RoundMessage) -> None:
-        """Send what binds a seat once it is on disk."""
-        if self.votes:
+        """Send what binds a seat once it is on disk; without one, too, as only who can write may get one."""
+        if self.promises.votes:
             self.out.append(Pledge(self.promises.pledge(self.round_id.ballot), self.opener, message))
         else:
             self.out.append((self.opener, message))

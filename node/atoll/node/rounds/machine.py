@@ -421,6 +421,7 @@ class RoundMachine:
         self.attempt = round_id.attempt
         self._trigger.begin_attempt(self._now)
         seconds = self._open_seconds(message)
+        self._paces.ready.suggest(seconds)
         patience = self._coordinator_seconds
         until = self._now + 2 * seconds + patience
         head, plan, policy, promises = self.head, self.plan, self.policy, self._promises
@@ -468,9 +469,9 @@ class RoundMachine:
     def _heard_from_ahead(self, peer: str, number: int) -> None:
         one_ahead = number == self.head.round + 2
         if one_ahead and self.phase in (rt.Phase.EXCHANGING, rt.Phase.AWAITING_SETTLE, rt.Phase.STAGING):
-            return  # a majority was quicker than we are: our own result is on its way
-        if one_ahead and self._promises.held:
-            self._send_report(peer)  # most likely what we hold was committed: the answer is that manifest
+            return  # others were quicker than we are: our own result is on its way
+        if one_ahead and (self._promises.held or self.phase is rt.Phase.AWAITING_COMMIT):
+            self._send_report(peer)  # most likely what we wait for was committed: the answer is that manifest
         else:
             self._behind(f"{peer} is at round {number}, we are at {self.head.round}")
 
