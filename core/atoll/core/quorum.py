@@ -70,16 +70,16 @@ class LastVote:
 def must_propose(electorate: Electorate, promised: Mapping[str, LastVote | None]) -> LastVote | None:
     """Return the earlier vote whose result a new attempt must propose, or None if it may propose a new one.
 
-    `promised` has the seats that promised not to vote in earlier attempts, with their last votes. Of the votes in the
-    highest ballot, which are all for one result, that result is meant if its voters and the seats that did not promise
-    could be a majority: it may be committed. A result that was committed in a lower ballot would be that of the
-    highest.
+    `promised` has the seats that promised not to vote in earlier attempts, with their last votes. All votes in the
+    highest ballot are for one result. If any result was committed, it is that one, and whoever voted for it then voted
+    for nothing else since. So it need not be proposed where those whose last vote is for it, in whichever ballot, and
+    the seats that did not promise are no majority.
     """
     votes = {peer: vote for peer, vote in promised.items() if vote is not None}
     if not votes:
         return None
     highest = max(votes.values(), key=lambda vote: vote.ballot)
-    agreed = {peer for peer, vote in votes.items() if vote.ballot == highest.ballot}
+    agreed = {peer for peer, vote in votes.items() if vote.payload == highest.payload}
     silent: Set[str] = electorate.members - promised.keys()
     return highest if electorate.decides(silent | agreed) else None
 
