@@ -26,6 +26,7 @@ from atoll.core.plan import Plan
 from atoll.core.quorum import COORDINATOR, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.rounds import types as rt
+from atoll.node.rounds.answers import Answers
 from atoll.node.rounds.decide import check_payload, is_witness
 from atoll.node.rounds.follower import Follower
 from atoll.node.rounds.opener import COORDINATOR_SECONDS, Opener
@@ -285,15 +286,18 @@ class RoundMachine:
         attempt = self._trigger.attempt_to_open(self.round_id, self._now, self._paces.answers.median_seconds)
         if attempt is None:
             return
-        self._opener = Opener(
+        answers = Answers(
             replace(self.round_id, attempt=attempt),
             self.plan,
             self.plan.electorate(self.head),
             self._trigger.heard_recently(self._now),
             self.head,
             self.policy,
-            self._paces,
             self._signer,
+        )
+        self._opener = Opener(
+            answers,
+            self._paces,
             self._now,
             self._unix_ms,
             slowest_step=self._trigger.slowest_step(self._now),
