@@ -245,7 +245,8 @@ def test_drivers_that_are_all_new_get_data_at_once():
     assert position_at(head, PLAN, 8) == head.data
     given = position_at(head, later, 8)
     assert sum(end - start for start, end in given.holdings["p8"]) >= 8
-    assert set(given.holdings) == {"p8"}
+    assert {peer: given.holdings[peer] for peer in head.data.holdings} == dict(head.data.holdings)
+    assert set(given.holdings) - head.data.holdings.keys() == {"p8"}
 
 
 def test_rounds_are_due_by_what_holders_trained():
