@@ -85,10 +85,10 @@ def routes_of(plan: Plan) -> Routes:
     return [[(peer, plan.span(peer).start, plan.span(peer).stop - 1) for peer in route] for route in plan.routes]
 
 
-def policies(policy: RoundPolicy) -> PolicyOf:
+def policies(policy: RoundPolicy, offsets: Sequence[int] = OFFSETS) -> PolicyOf:
     """This policy, with as many fragments, under plans that have cuts."""
     wanted = len(policy.fragments)
-    made = lru_cache(maxsize=8)(lambda cuts: replace(policy, fragments=split_into_fragments(OFFSETS, wanted, cuts)))
+    made = lru_cache(maxsize=8)(lambda cuts: replace(policy, fragments=split_into_fragments(offsets, wanted, cuts)))
     return lambda plan: made(plan.cuts)
 
 

@@ -17,6 +17,7 @@ from support.machine_network import Network
 from support.machine_node import Disk, Node, Snapshot
 from support.machine_plans import (
     GENESIS,
+    OFFSETS,
     POLICY,
     Routes,
     layers_after,
@@ -56,13 +57,15 @@ class World(VirtualClock):
         policy=POLICY,
         routes: Routes | None = None,
         first: Sequence[str] = (),
+        names: Sequence[str] = (),
+        offsets: Sequence[int] = OFFSETS,
     ) -> None:
-        """`first` have the first seats, in this order."""
+        """`first` have the first seats, in this order; `names` replace p0, p1, …; `offsets` are of the layers."""
         super().__init__()
         self.rng = random.Random(seed)
-        self.policy_of = policies(policy)
+        self.policy_of = policies(policy, offsets)
         self.make_machine = machine
-        self.peers = [f"p{i}" for i in range(size)]
+        self.peers = list(names) or [f"p{i}" for i in range(size)]
         seats = next_seats(first, self.peers, self.peers)
         self.plan = make_plan(self.peers, base=Base(GENESIS.hash, seats), routes=routes)
         self.acceptor = Acceptor()
@@ -83,6 +86,10 @@ class World(VirtualClock):
         self.nodes = {peer: self._born(peer, Disk(), GENESIS) for peer in self.peers}
         for i, peer in enumerate(self.peers):
             self.at(TICK * (1 + i / size), self._tick, peer, 0)
+
+    def signer_of(self, peer: str) -> rt.VoteSigner:
+        """What `peer` signs and checks votes with."""
+        return FakeVoteSigner(peer)
 
     @property
     def committed(self) -> dict[int, Head]:
@@ -179,7 +186,7 @@ class World(VirtualClock):
         machine = self.make_machine(
             peer,
             self.policy_of,
-            FakeVoteSigner(peer),
+            self.signer_of(peer),
             head,
             plan or self.plan,
             self.now + skew,
