@@ -33,13 +33,13 @@ class VoteStore:
         """Write the record durably. Raises `DataDirUnusable`."""
         voted = record.voted
         plain = {
-            "version": 1,
+            "version": 2,
             "number": record.number,
             "head_hash": record.head_hash.hex(),
             "promised": list(record.promised),
             "voted": None
             if voted is None
-            else {"ballot": list(voted.ballot), "payload": b64encode(voted.payload).decode()},
+            else {"ballot": list(voted.ballot), "proposal": b64encode(voted.proposal).decode()},
         }
         body = json.dumps(plain, indent=1).encode()
         write_atomic(self._path, body + b"\n" + hashlib.sha256(body).hexdigest().encode())
@@ -57,7 +57,7 @@ class VoteStore:
                 head_hash=bytes.fromhex(plain["head_hash"]),
                 promised=Ballot(*map(int, plain["promised"])),
                 voted=voted
-                and LastVote(Ballot(*map(int, voted["ballot"])), b64decode(voted["payload"], validate=True)),
+                and LastVote(Ballot(*map(int, voted["ballot"])), b64decode(voted["proposal"], validate=True)),
             )
         except FileNotFoundError:
             return None
