@@ -85,7 +85,7 @@ PLAN = plan_pb2.Plan(
         plan_pb2.Assignment(peer_id=SPARE, span=plan_pb2.Span(last=3), max_round_tokens=4096),
     ],
     routes=[plan_pb2.Route(peer_ids=[NODE.peer_id], since_version=1)],
-    base=plan_pb2.Base(manifest_hash=b"\x01\x02", since_version=1, voters=[NODE.peer_id]),
+    base=plan_pb2.Base(manifest_hash=b"\x01\x02", since_version=1, seats=[NODE.peer_id]),
     issued_unix_ms=1_700_000_000_000,
     reason="basement joins",
 )

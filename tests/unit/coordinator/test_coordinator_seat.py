@@ -1,4 +1,4 @@
-"""The tie-breaker keeps its word, whatever is asked, in any order, with restarts between."""
+"""The coordinator's seat keeps its word, whatever is asked, in any order, with restarts between."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from support.memory_store import MemoryStore
 from unit.coordinator.world import RUN, World, hash_of, round_report
 
 from atoll.coordinator.rounds import coordinator_seat
+from atoll.coordinator.state.snapshot import seats_after
 from atoll.coordinator.store.records import Delete, Vote
 from atoll.core.errors import AtollError, Banned, InvalidRequest
 from atoll.core.identity import Identity
 from atoll.core.manifest import manifest_hash
-from atoll.core.quorum import Ballot, Electorate, LastVote, Undecided, must_adopt
+from atoll.core.quorum import COORDINATOR, Ballot, Electorate, LastVote, must_propose
 from atoll.core.round_id import RoundId
+from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
@@ -28,39 +30,36 @@ ASKED = st.tuples(BALLOTS, st.sampled_from([b"", b"one", b"two", b"three"]))
 def test_no_vote_below_a_promise_and_no_two_in_one_attempt(asked: list[tuple[Ballot, bytes]]) -> None:
     store = MemoryStore()
     promised, voted = Ballot(0, 0), {}  # what was told, kept beside the machine
-    for ballot, payload in asked:
+    for ballot, proposal in asked:
         known = next(iter(store.load().votes), None)  # a restart before every call
         answer = (
-            coordinator_seat.cast_vote(known, RUN, 5, ballot, payload)
-            if payload
+            coordinator_seat.cast_vote(known, RUN, 5, ballot, proposal)
+            if proposal
             else coordinator_seat.promise(known, RUN, 5, ballot)
         )
         if not answer.granted:
-            assert ballot < promised or voted[ballot] != payload
+            assert ballot < promised or voted[ballot] != proposal
             assert answer.reason
             continue
         assert ballot >= promised
         promised = ballot
-        assert voted.setdefault(ballot, payload) == payload if payload else True
+        assert voted.setdefault(ballot, proposal) == proposal if proposal else True
         assert answer.vote is not None
         store.apply([answer.vote])
         newest = max(voted, default=None)
-        told = (Ballot(answer.vote.voted_plan, answer.vote.voted_attempt), answer.vote.payload)
+        told = (Ballot(answer.vote.voted_plan, answer.vote.voted_attempt), answer.vote.proposal)
         assert told == ((newest, voted[newest]) if newest else (Ballot(0, 0), b""))
 
 
-MEMBERS = ("a", "b", "c", "d")
-TIE_BREAKER = "coordinator"
-STEPS = st.lists(
-    st.tuples(st.integers(0, 3), st.booleans(), st.sampled_from([*MEMBERS, TIE_BREAKER])), min_size=10, max_size=60
-)
+SEATS = ("a", "b", "c", "d", COORDINATOR)
+STEPS = st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.sampled_from(SEATS)), min_size=10, max_size=60)
 
 
 @settings(max_examples=400)
 @given(STEPS)
 def test_with_the_coordinator_no_two_results_are_ever_committed(steps: list[tuple[int, bool, str]]) -> None:
     """Four openers at once; every step one of them gets a promise or a vote from somebody, in any order."""
-    electorate = Electorate(frozenset(MEMBERS))
+    electorate = Electorate(frozenset(SEATS))
     kept: dict[str, Vote] = {}
     promises: dict[int, dict[str, LastVote | None]] = {number: {} for number in range(4)}
     chosen: dict[int, bytes] = {}
@@ -72,31 +71,20 @@ def test_with_the_coordinator_no_two_results_are_ever_committed(steps: list[tupl
             if answer.granted and answer.vote is not None:
                 kept[name] = answer.vote
                 promises[number][name] = last(answer.vote)
-        elif voting and (number in chosen or choose(electorate, number, promises[number], chosen)):
+        elif voting and (number in chosen or electorate.decides(promises[number])):
+            earlier = must_propose(electorate, promises[number])
+            chosen.setdefault(number, earlier.proposal if earlier else b"result %d" % number)
             answer = coordinator_seat.cast_vote(kept.get(name), RUN, 1, ballot, chosen[number])
             if answer.granted and answer.vote is not None:
                 kept[name] = answer.vote
                 voters[number].add(name)
-    committed = {chosen[number] for number, by in voters.items() if electorate.decides(by, TIE_BREAKER in by)}
-    event(f"{sum(electorate.decides(by, TIE_BREAKER in by) for by in voters.values())} attempts committed")
+    committed = {chosen[number] for number, by in voters.items() if electorate.decides(by)}
+    event(f"{sum(electorate.decides(by) for by in voters.values())} attempts committed")
     assert len(committed) <= 1
 
 
-def choose(electorate: Electorate, number: int, promised: dict[str, LastVote | None], chosen: dict[int, bytes]) -> bool:
-    """What this opener puts to the vote, once it has enough promises."""
-    members = {name: vote for name, vote in promised.items() if name != TIE_BREAKER}
-    asked = TIE_BREAKER in promised
-    if not electorate.decides(members.keys(), asked):
-        return False
-    try:
-        chosen[number] = must_adopt(electorate, members, asked, promised.get(TIE_BREAKER)) or b"result %d" % number
-    except Undecided:
-        return False
-    return True
-
-
 def last(vote: Vote) -> LastVote | None:
-    return LastVote(Ballot(vote.voted_plan, vote.voted_attempt), vote.payload) if vote.payload else None
+    return LastVote(Ballot(vote.voted_plan, vote.voted_attempt), vote.proposal) if vote.proposal else None
 
 
 # --- in a run ----------------------------------------------------------------------------------------
@@ -111,17 +99,18 @@ def world() -> World:
 
 def attempt(world: World, *, number: int = 1, plan: int = 1, by: str = "ann") -> RoundId:
     """The first attempt that this node opens."""
-    members = world.state.memory[RUN].token_caps[plan]
-    peer = world.identities[by].peer_id
+    memory, peer = world.state.memory[RUN], world.identities[by].peer_id
+    members = memory.token_caps[plan]
+    openers = [seat for seat in seats_after(memory, number - 1) or members if seat in members]
     tries = (RoundId(RUN, plan, 0, number, count) for count in range(9))
-    return next(item for item in tries if item.opener(members) == peer)
+    return next(item for item in tries if item.opener(openers) == peer)
 
 
-def payload(world: World, round_id: RoundId, *, previous: bytes | None = None) -> bytes:
+def proposal(world: World, round_id: RoundId, *, previous: bytes | None = None) -> bytes:
     before = world.state.memory[RUN].committed.get(round_id.number - 1)
     previous = previous or (before.manifest_hash if before else b"x" * 32)
     manifest = manifest_pb2.Manifest(round=round_id.to_proto(), previous_hash=previous)
-    return manifest.SerializeToString(deterministic=True)
+    return dp.Proposal(payload=manifest.SerializeToString(deterministic=True)).SerializeToString(deterministic=True)
 
 
 def ask(world: World, round_id: RoundId, text: bytes = b"", *, by: str = "ann") -> coordinator_seat.VoteReply:
@@ -136,34 +125,38 @@ def both(world: World) -> list[Identity]:
 
 
 def first_round(world: World, plan: int = 1) -> mb.RoundReport:
-    genesis = world.state.memory[RUN].committed[0].manifest_hash
-    return round_report(1, genesis, both(world), plan_version=plan)
+    return round_report(1, hash_at_genesis(world), both(world), plan_version=plan)
+
+
+def hash_at_genesis(world: World) -> bytes:
+    return world.state.memory[RUN].committed[0].manifest_hash
 
 
 def test_a_vote_is_remembered_over_a_restart(world: World) -> None:
     mine, theirs = sorted([attempt(world), attempt(world, by="bob")], key=lambda item: item.ballot)
     openers = {attempt(world): "ann", attempt(world, by="bob"): "bob"}
-    text = payload(world, mine)
+    text = proposal(world, mine)
     assert ask(world, mine, by=openers[mine]).granted
     assert ask(world, mine, text, by=openers[mine]).granted
     world.restart()
     later = ask(world, theirs, by=openers[theirs])
     assert later.granted
     assert later.vote is not None
-    assert (later.vote.payload, later.vote.voted_attempt) == (text, mine.attempt)
+    assert (later.vote.proposal, later.vote.voted_attempt) == (text, mine.attempt)
     world.restart()
     assert not ask(world, mine, text, by=openers[mine]).granted
     assert ask(world, theirs, text, by=openers[theirs]).granted
-    assert world.kinds().count("round.tie-broken") == 2
+    assert world.kinds().count("round.voted") == 2
 
 
 def test_asking_again_gets_the_same_answer_and_no_second_event(world: World) -> None:
     mine = attempt(world)
-    text = payload(world, mine)
+    text = proposal(world, mine)
     assert ask(world, mine, text) == ask(world, mine, text)
-    assert world.kinds().count("round.tie-broken") == 1
-    other = manifest_pb2.Manifest.FromString(text)
-    other.committed_tokens = 1
+    assert world.kinds().count("round.voted") == 1
+    manifest = manifest_pb2.Manifest.FromString(dp.Proposal.FromString(text).payload)
+    manifest.committed_tokens = 1
+    other = dp.Proposal(payload=manifest.SerializeToString())
     refused = ask(world, mine, other.SerializeToString())
     assert not refused.granted
     assert "another result" in refused.reason
@@ -210,14 +203,15 @@ def test_vote_requests_of_the_wrong_sender_are_refused(world: World) -> None:
         ask(world, mine)
 
 
-@pytest.mark.parametrize("spoil", ["number", "attempt", "previous", "rubbish", "size"])
-def test_invalid_payloads_get_no_vote(world: World, spoil: str) -> None:
+@pytest.mark.parametrize("spoil", ["number", "attempt", "previous", "rubbish", "no-manifest", "size"])
+def test_invalid_proposals_get_no_vote(world: World, spoil: str) -> None:
     mine = attempt(world)
     text = {
-        "number": payload(world, replace(mine, number=2)),
-        "attempt": payload(world, replace(mine, attempt=mine.attempt + 1)),
-        "previous": payload(world, mine, previous=b"y" * 32),
+        "number": proposal(world, replace(mine, number=2)),
+        "attempt": proposal(world, replace(mine, attempt=mine.attempt + 1)),
+        "previous": proposal(world, mine, previous=b"y" * 32),
         "rubbish": b"\xff" * 40,
+        "no-manifest": dp.Proposal(payload=b"\xff" * 40).SerializeToString(),
         "size": b"\0" * (coordinator_seat.MAX_PAYLOAD_BYTES + 1),
     }[spoil]
     with pytest.raises(InvalidRequest):
@@ -239,6 +233,27 @@ def test_attempts_cannot_be_used_up(world: World) -> None:
     with pytest.raises(InvalidRequest, match="must be at most"):
         ask(world, replace(attempt(world), attempt=2**32 - 1))
     assert ask(world, attempt(world)).granted
+
+
+def test_where_the_coordinator_has_no_seat_it_promises_nothing() -> None:
+    world = World()
+    world.train("ann", "bob", "cid")
+    with pytest.raises(InvalidRequest, match="no seat"):
+        ask(world, attempt(world))
+    assert world.state.memory[RUN].votes == {}
+
+
+def test_a_member_without_a_seat_opens_nothing() -> None:
+    world = World()
+    everyone = world.train("ann", "bob", "cid", "dan")
+    first = round_report(1, hash_at_genesis(world), everyone, seats=both(world))
+    world.say("ann", rounds=[first])
+    for count in range(4):
+        with pytest.raises(InvalidRequest, match="not the opener"):
+            ask(world, RoundId(RUN, 1, 0, 2, count), by="cid")
+    opener = attempt(world, number=2)
+    assert opener.attempt == 0  # ann has the first seat
+    assert ask(world, opener).granted
 
 
 # --- after a restore -----------------------------------------------------------------------------------

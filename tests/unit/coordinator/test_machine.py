@@ -20,6 +20,7 @@ from atoll.coordinator.store.records import Event, Run
 from atoll.core.errors import AtollError, InvalidRequest, InvalidTransition
 from atoll.core.identity import Identity
 from atoll.core.plan import Plan
+from atoll.core.round_id import RoundId
 from atoll.v1 import membership_pb2 as mb
 
 NAMES = ("ann", "bob", "cid")
@@ -146,16 +147,23 @@ class Swarm(RuleBasedStateMachine):
         if commits:
             before = run.committed_tokens
             report = round_report(
-                number, tip, identities, plan_version=plan.version, committed_before=before, attempt=attempt
+                number,
+                tip,
+                identities,
+                plan_version=plan.version,
+                committed_before=before,
+                attempt=attempt,
+                epoch=plan.base.since_version,
             )
         decides = electorate_after(memory, run.head_round)
         if not commits:
-            opener = self.world.opener_of(report)
-            if not self.may_speak(opener):
+            peer = self.world.opener(RoundId.from_proto(report.round))
+            if not peer or not self.may_speak(self.world.name_of(peer)):
                 return
+            opener = self.world.name_of(peer)
         self.world.say(opener, rounds=[report, report])
         if commits:
-            enough = decides is not None and decides.decides(set(plan.members))
+            enough = decides is not None and decides.decides(plan.members)
             assert self.world.run.head_round == (number if enough else number - 1)
 
     @rule(name=st.sampled_from(NAMES))

@@ -20,7 +20,7 @@ from unit.coordinator.world import (
 )
 
 from atoll.coordinator.live import attendance
-from atoll.coordinator.rounds import reports, tie_break_votes
+from atoll.coordinator.rounds import coordinator_seat, reports
 from atoll.coordinator.runs import admission, checkpoints
 from atoll.coordinator.state import snapshot
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE, STORED_ROWS_RATE, Allowance, Rate
@@ -28,6 +28,7 @@ from atoll.coordinator.store.records import Event, PlanRow, Round, WaitingRound
 from atoll.core import manifest as manifests
 from atoll.core.errors import InvalidRequest, NotFound, PeerMisbehaved, SignatureInvalid
 from atoll.core.identity import Identity
+from atoll.core.quorum import MAX_SEATS
 from atoll.core.round_id import RoundId
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
@@ -179,7 +180,9 @@ def test_an_attempt_that_committed_is_not_abandoned_afterwards(world: World) -> 
 def test_attempts_of_a_round_long_over_are_not_kept(world: World) -> None:
     world.state = replace(world.state, runs={RUN: replace(world.run, head_round=1000)})
     commits = world.state.memory[RUN].committed
-    memory = replace(world.state.memory[RUN], committed={**commits, 1000: snapshot.Commit(b"h" * 32)})
+    memory = replace(
+        world.state.memory[RUN], committed={**commits, 1000: snapshot.Commit(b"h" * 32, seats=world.plans[-1].members)}
+    )
     world.state = replace(world.state, memory={RUN: memory})
     for number, kind in ((700, "round.rejected"), (900, "round.abandoned"), (1001, "round.abandoned")):
         report = abandoned_report(number)
@@ -278,16 +281,20 @@ def last_message(world: World) -> str:
     return [record.message for record in world.records if isinstance(record, Event)][-1]
 
 
-@pytest.mark.parametrize("spoil", ["payload", "tie-break", "other-key"])
+@pytest.mark.parametrize("spoil", ["payload", "signature", "other-key", "more-votes-than-seats"])
 def test_a_report_is_no_place_to_store_things(world: World, spoil: str) -> None:
     report = round_report(7, b"x" * 32, [world.identities["eve"]])
     if spoil == "payload":
         text = report.manifest.payload + b"\xa2\x06\x80\x80\x80\x01" + bytes(2 << 20)  # an unknown field of 2 MiB
         report.manifest.CopyFrom(commit(text, [world.identities["eve"]]))
+    elif spoil == "signature":
+        report.manifest.signatures[0].signature = b"z" * 100_000
+    elif spoil == "other-key":
+        report.manifest.CopyFrom(commit(report.manifest.payload, [Identity.generate()]))
     else:
-        key = world.operator.public_key if spoil == "tie-break" else b"k" * 32
-        report.manifest.tie_break.public_key = key
-        report.manifest.tie_break.signature = b"z" * (64 if spoil == "other-key" else 100_000)
+        report.manifest.CopyFrom(
+            commit(report.manifest.payload, [world.enrol(f"node-{n}") for n in range(MAX_SEATS + 1)])
+        )
     world.say("eve", rounds=[report])
     assert world.kinds()[-1] == "round.rejected"
     assert world.state.memory[RUN].waiting_rounds == {}
@@ -371,25 +378,33 @@ def test_old_plans_are_deleted_except_those_that_set_a_base(world: World, monkey
 # --- attempts --------------------------------------------------------------------------------------------
 
 
-def test_one_opener_cannot_use_up_the_attempts_of_a_round(world: World) -> None:
-    members = world.state.memory[RUN].token_caps[1]
+@pytest.fixture
+def four() -> World:
+    """The coordinator has a seat, as the number of members is even."""
+    made = World()
+    made.train("ann", "bob", "dan", "eve")
+    return made
+
+
+def test_one_opener_cannot_use_up_the_attempts_of_a_round(four: World) -> None:
+    world = four
     dan, ann = (world.identities[name].peer_id for name in ("dan", "ann"))
 
     def next_of(peer: str, attempt: int) -> RoundId:
         tries = (RoundId(RUN, 1, 0, 1, count) for count in range(attempt, attempt + 9))
-        return next(item for item in tries if item.opener(members) == peer)
+        return next(item for item in tries if world.opener(item) == peer)
 
     def ask(peer: str, round_id: RoundId) -> bool:
         try:
-            answer = world.take(tie_break_votes.answer_vote_request(world.state, world.now, peer, round_id, b""))
+            answer = world.take(coordinator_seat.answer_vote_request(world.state, world.now, peer, round_id, b""))
         except InvalidRequest:
             return False
-        assert isinstance(answer, tie_break_votes.VoteReply)
+        assert isinstance(answer, coordinator_seat.VoteReply)
         return answer.granted
 
     top = 0
     for _ in range(60):  # a minute of asking for as much as it gets
-        jump = tie_break_votes.MAX_ATTEMPT
+        jump = coordinator_seat.MAX_ATTEMPT
         while jump > 0:
             wanted = next_of(dan, top + jump)
             if ask(dan, wanted):
@@ -397,20 +412,20 @@ def test_one_opener_cannot_use_up_the_attempts_of_a_round(world: World) -> None:
             else:
                 jump //= 2
         world.wait(1)
-    assert top < tie_break_votes.MAX_FIRST_ATTEMPT + 1000 + 200
+    assert top < coordinator_seat.MAX_FIRST_ATTEMPT + 1000 + 200
     assert ask(ann, next_of(ann, top + 1))  # the others go on from there
     assert ask(ann, next_of(ann, top + 500))
 
 
-def test_a_first_vote_request_may_have_a_late_attempt(world: World) -> None:
+def test_a_first_vote_request_may_have_a_late_attempt(four: World) -> None:
+    world = four
     eve = world.identities["eve"].peer_id
-    members = world.state.memory[RUN].token_caps[1]
-    tries = (RoundId(RUN, 1, 0, 1, count) for count in range(tie_break_votes.MAX_FIRST_ATTEMPT + 10, 10**6))
-    far = next(item for item in tries if item.opener(members) == eve)
+    tries = (RoundId(RUN, 1, 0, 1, count) for count in range(coordinator_seat.MAX_FIRST_ATTEMPT + 10, 10**6))
+    far = next(item for item in tries if world.opener(item) == eve)
     with pytest.raises(InvalidRequest, match="too far"):
-        tie_break_votes.answer_vote_request(world.state, world.now, eve, far, b"")
+        coordinator_seat.answer_vote_request(world.state, world.now, eve, far, b"")
     world.wait(20)
-    assert tie_break_votes.answer_vote_request(world.state, world.now, eve, far, b"").result.granted
+    assert coordinator_seat.answer_vote_request(world.state, world.now, eve, far, b"").result.granted
 
 
 # --- lists -----------------------------------------------------------------------------------------------

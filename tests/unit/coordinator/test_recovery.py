@@ -11,6 +11,7 @@ from atoll.coordinator.runs import recovery
 from atoll.coordinator.services import views
 from atoll.coordinator.store.records import Round, Vote
 from atoll.core.errors import InvalidRequest, InvalidTransition
+from atoll.core.quorum import COORDINATOR
 from atoll.v1 import membership_pb2 as mb
 
 ALL = ("ann", "bob", "cid", "dan", "eve")
@@ -35,6 +36,7 @@ def go_on(world: World, *names: str, plan: int = 1) -> mb.RoundReport:
         [world.identities[name] for name in names],
         plan_version=plan,
         committed_before=run.committed_tokens,
+        epoch=world.plans[-1].base.since_version,
     )
     for name in names:
         world.heads[name] = (report.round.number, hash_of(report))
@@ -67,7 +69,8 @@ def test_after_a_recovery_the_remaining_nodes_decide(world: World) -> None:
     plan, (ann, bob) = world.plans[-1], (world.identities["ann"], world.identities["bob"])
     assert plan.base.manifest_hash == hash_at(world, 3)
     assert (plan.base.round, plan.base.since_version) == (3, plan.version)
-    assert set(plan.base.voters) == set(plan.members) == {ann.peer_id, bob.peer_id}
+    assert plan.base.seats == (*plan.members, COORDINATOR)
+    assert set(plan.members) == {ann.peer_id, bob.peer_id}
     assert (world.run.head_round, world.run.committed_tokens) == (3, 7500)
     go_on(world, "ann", "bob", plan=plan.version)
     assert (world.run.head_round, world.run.committed_tokens) == (4, 8500)
@@ -216,7 +219,7 @@ def test_a_swarm_that_restarts_as_a_whole_recovers_by_itself(world: World) -> No
     world.wait(2)
     assert world.kinds().count("run.recovered") == 1
     assert (world.run.head_round, world.plans[-1].base.manifest_hash) == (2, hash_at(world, 2))
-    assert len(world.plans[-1].base.voters) == 5
+    assert world.plans[-1].base.seats == world.plans[-1].members
 
 
 def test_no_recovery_starts_while_a_voter_is_disconnected(world: World) -> None:

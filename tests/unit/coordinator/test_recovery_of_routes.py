@@ -8,6 +8,7 @@ from unit.coordinator.world import RUN, hash_of, round_report
 
 from atoll.coordinator.runs import admission, recovery
 from atoll.core.errors import InvalidRequest, InvalidTransition
+from atoll.core.quorum import COORDINATOR
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
@@ -37,6 +38,7 @@ def go_on(world: RoutedWorld) -> None:
         committed_before=run.committed_tokens,
         layers=LAYERS,
         fragments=2,
+        epoch=world.plan.base.since_version,
     )
     for name in STAGES:
         world.heads[name] = (report.round.number, hash_of(report))
@@ -80,7 +82,7 @@ def test_after_a_power_cut_the_newest_complete_round_is_recovered(pair: RoutedWo
     pair.wait(3)
     assert pair.plan.base.round == 8
     assert pair.plan.base.manifest_hash == hash_at(pair, 8)
-    assert set(pair.plan.base.voters) == set(pair.plan.members)
+    assert pair.plan.base.seats == (*pair.plan.members, COORDINATOR)
     assert pair.spans() == before
     assert pair.run.head_round == 8
     (told,) = pair.told("run.recovered")

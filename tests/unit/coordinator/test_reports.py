@@ -14,7 +14,6 @@ from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT, MAX_ROUNDS_AHEAD
 from atoll.coordinator.runs import recovery
 from atoll.coordinator.store.records import Evaluation, Event, Round
 from atoll.core.identity import Identity
-from atoll.core.manifest import sign_tie_break
 from atoll.core.quorum import Ballot
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
@@ -59,6 +58,7 @@ def test_an_unchanged_set_of_present_members_is_shared(world: World) -> None:
         committed = world.state.memory[RUN].committed
         assert committed[1].present == {member.peer_id for member in members(world)}
         assert len({id(committed[number].present) for number in range(1, 4)}) == 1
+        assert len({id(committed[number].seats) for number in range(1, 4)}) == 1
         world.restart()
 
 
@@ -159,6 +159,27 @@ def twice_the_same(world: World) -> mb.RoundReport:
     return round_report(1, genesis_hash(world), [ann, ann])
 
 
+def of_another_epoch(world: World) -> mb.RoundReport:
+    return round_report(1, genesis_hash(world), members(world), epoch=2)
+
+
+def with_a_seat_for_nobody(world: World) -> mb.RoundReport:
+    report = round_report(1, genesis_hash(world), members(world))
+    manifest = manifest_pb2.Manifest.FromString(report.manifest.payload)
+    manifest.seats.append(2)
+    report.manifest.CopyFrom(commit(manifest.SerializeToString(), members(world)))
+    return report
+
+
+def without_seats(world: World) -> mb.RoundReport:
+    report = round_report(1, genesis_hash(world), members(world))
+    manifest = manifest_pb2.Manifest.FromString(report.manifest.payload)
+    manifest.ClearField("seats")
+    manifest.ClearField("coordinator_seat")
+    report.manifest.CopyFrom(commit(manifest.SerializeToString(), members(world)))
+    return report
+
+
 def rubbish(world: World) -> mb.RoundReport:
     name = pb.RoundId(run_id=RUN, plan_version=1, number=1)
     return mb.RoundReport(
@@ -196,6 +217,9 @@ def huge(world: World) -> mb.RoundReport:
         broken_chain,
         invented_tokens,
         twice_the_same,
+        of_another_epoch,
+        with_a_seat_for_nobody,
+        without_seats,
         rubbish,
         endless,
         huge,
@@ -266,7 +290,7 @@ def test_a_majority_commits_without_absent_members(five: World) -> None:
     assert head_and_last_event(five) == (1, "round.committed")
 
 
-def test_present_members_decide_the_next_round(five: World) -> None:
+def test_members_with_seats_decide_the_next_round(five: World) -> None:
     first = round_report(1, genesis_hash(five), named(five, "ann", "bob", "cid"))
     five.say("ann", rounds=[first])
     three = named(five, "cid", "dan", "eve")  # a majority of all, but one of those three who decide
@@ -277,17 +301,42 @@ def test_present_members_decide_the_next_round(five: World) -> None:
     assert head_and_last_event(five) == (2, "round.committed")
 
 
-def test_half_of_those_who_decide_need_the_coordinators_vote(world: World) -> None:
-    ann = world.identities["ann"]
-    report = round_report(1, genesis_hash(world), [ann])
-    world.say("ann", rounds=[report])
-    assert head_and_last_event(world) == (0, "round.rejected")
-    ballot = Ballot(1, 0)
-    for forger in (ann, world.operator):
-        report.manifest.tie_break.CopyFrom(sign_tie_break(forger, report.manifest.payload, ballot))
-        world.say("ann", rounds=[report])
-    assert head_and_last_event(world) == (1, "round.committed")
-    assert world.kinds().count("round.rejected") == 2
+def test_present_members_without_seats_decide_nothing(five: World) -> None:
+    everyone = named(five, "ann", "bob", "cid", "dan", "eve")
+    first = round_report(1, genesis_hash(five), everyone, seats=named(five, "cid", "bob", "ann"))
+    five.say("ann", rounds=[first])
+    for signers, expected in ((("cid", "dan", "eve"), (1, "round.rejected")), (("ann", "bob"), (2, "round.committed"))):
+        voters = named(five, *signers)
+        five.say("cid", rounds=[round_report(2, hash_of(first), everyone, committed_before=2500, signers=voters)])
+        assert head_and_last_event(five) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "voters"),
+    [(("ann", "bob"), ("ann",)), (("ann", "bob", "cid", "dan"), ("ann", "dan"))],
+)
+def test_half_of_an_even_number_of_members_and_the_coordinators_vote_are_a_majority(
+    names: tuple[str, ...], voters: tuple[str, ...]
+) -> None:
+    world = World()
+    world.train(*names)
+    stranger = world.enrol("zoe")
+    half = named(world, *voters)
+    for signers, expected in (
+        (half, (0, "round.rejected")),
+        ([*half, stranger], (0, "round.rejected")),
+        ([world.operator], (0, "round.rejected")),
+        ([*half, world.operator], (1, "round.committed")),
+    ):
+        world.say("ann", rounds=[round_report(1, genesis_hash(world), named(world, *names), signers=signers)])
+        assert head_and_last_event(world) == expected
+
+
+def test_the_operators_vote_does_not_count_where_the_coordinator_has_no_seat(five: World) -> None:
+    everyone, two = named(five, "ann", "bob", "cid", "dan", "eve"), named(five, "ann", "bob")
+    for more, expected in (([five.operator], (0, "round.rejected")), (named(five, "eve"), (1, "round.committed"))):
+        five.say("ann", rounds=[round_report(1, genesis_hash(five), everyone, signers=[*two, *more])])
+        assert head_and_last_event(five) == expected
 
 
 def test_a_result_may_be_committed_by_a_later_attempt_under_a_newer_plan(five: World) -> None:

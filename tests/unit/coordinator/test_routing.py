@@ -14,6 +14,7 @@ from atoll.coordinator.planner.question import Answer, Preferences
 from atoll.coordinator.runs import admission, machine, recovery
 from atoll.coordinator.services.plan_views import plan_fields
 from atoll.core.errors import InvalidTransition, PeerMisbehaved
+from atoll.core.quorum import COORDINATOR
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
@@ -489,4 +490,4 @@ def test_a_recovery_keeps_the_routes_and_sets_a_base(pair: RoutedWorld) -> None:
     pair.take(recovery.recover(pair.state, pair.now, RUN, force=True))
     assert pair.spans() == before
     assert pair.plan.base.since_version == pair.plan.version == 2
-    assert set(pair.plan.base.voters) == set(pair.plan.members)
+    assert pair.plan.base.seats == (*pair.plan.members, COORDINATOR)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from support.memory_store import MemoryStore
 
 from atoll.coordinator.runs import admission, lifecycle, machine
-from atoll.coordinator.state.snapshot import Draft, Policy, State, Step, StepTime
+from atoll.coordinator.state.snapshot import Draft, Policy, State, Step, StepTime, seats_after
 from atoll.coordinator.store.records import Change, Event, Node, Run, Token
 from atoll.core import protocol
 from atoll.core.fragments import fragment_of_round
 from atoll.core.identity import Identity
 from atoll.core.manifest import manifest_hash, sign_vote
 from atoll.core.plan import Plan
-from atoll.core.quorum import Ballot
+from atoll.core.quorum import COORDINATOR, Ballot, next_seats
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import parse_run_spec
 from atoll.core.tokens import hash_secret
@@ -100,11 +100,17 @@ def round_report(
     gone: tuple[Identity, ...] = (),
     ballot: Ballot | None = None,
     fragments: int = 1,
+    epoch: int = 1,
+    seats: list[Identity] | None = None,
 ) -> mb.RoundReport:
     """A committed round of `members`, as its opener reports it.
 
-    `gone` were not there any more when it was settled; `ballot` is the attempt that committed it, if a later one.
+    `gone` were not there any more when it was settled; all others have `seats` unless given. `ballot` is the attempt
+    that committed it, if a later one.
     """
+    peers = [member.peer_id for member in members]
+    ranked = [member.peer_id for member in (seats or members) if member not in gone]
+    deciding = next_seats((), ranked, ranked) if ranked else ()
     fragment, counted = fragment_of_round(number, fragments), tokens_each // fragments
     name = pb.RoundId(run_id=run_id, plan_version=plan_version, number=number, attempt=attempt, fragment=fragment)
     manifest = manifest_pb2.Manifest(
@@ -120,6 +126,9 @@ def round_report(
         layers=layer_states(layers, number % 200),
         committed_tokens=committed_before + counted * len(members),
         fragments=fragments,
+        seats=[peers.index(peer) for peer in deciding if peer != COORDINATOR],
+        coordinator_seat=COORDINATOR in deciding,
+        epoch=epoch,
     )
     voters = [member for member in members if member not in gone] if signers is None else signers
     committed = commit(manifest.SerializeToString(), voters, ballot)
@@ -281,8 +290,14 @@ class World:
 
     def opener_of(self, report: mb.RoundReport) -> str:
         """Whose attempt it was."""
-        members = self.state.memory[RUN].token_caps[report.round.plan_version]
-        return self.name_of(RoundId.from_proto(report.round).opener(members))
+        return self.name_of(self.opener(RoundId.from_proto(report.round)))
+
+    def opener(self, round_id: RoundId) -> str:
+        """The peer that may open this attempt; where the round before is unknown, so any member may, one of them."""
+        memory = self.state.memory[RUN]
+        members = memory.token_caps[round_id.plan_version]
+        seats = seats_after(memory, round_id.number - 1)
+        return round_id.opener([peer for peer in (members if seats is None else seats) if peer in members])
 
     def hang_up(self, name: str) -> None:
         """The stream ends."""
