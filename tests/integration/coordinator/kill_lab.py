@@ -34,6 +34,7 @@ from atoll.core.tokens import JoinToken, parse_join_token
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import admin_pb2_grpc, manifest_pb2
 from atoll.v1 import common_pb2 as pb
+from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import membership_pb2 as mb
 
 SERVE = [sys.executable, "-c", "from atoll.coordinator.cli.serve import main; main()"]
@@ -227,7 +228,7 @@ class Victim:
             self.attempt += 1
             name = RoundId(RUN, 1, 0, number, self.attempt)
             await self._promise(name)
-            await self._vote(name, self._payload(name))
+            await self._vote(name, self._proposal(name))
 
     async def _promise(self, name: RoundId) -> mb.VoteResponse:
         answer = cast("mb.VoteResponse", await self._call("promise", lambda: self._ask(name, b"")))
@@ -236,23 +237,23 @@ class Victim:
         self._check_accepted(name.number, answer)
         return answer
 
-    async def _vote(self, name: RoundId, payload: bytes) -> None:
-        self.ledger.maybe[name.number, name.ballot] = payload
-        answer = cast("mb.VoteResponse", await self._call("vote", lambda: self._ask(name, payload)))
+    async def _vote(self, name: RoundId, proposal: bytes) -> None:
+        self.ledger.maybe[name.number, name.ballot] = proposal
+        answer = cast("mb.VoteResponse", await self._call("vote", lambda: self._ask(name, proposal)))
         assert answer.granted
         assert answer.vote.signature
-        self.ledger.voted[name.number, name.ballot] = payload
+        self.ledger.voted[name.number, name.ballot] = proposal
 
-    async def _ask(self, name: RoundId, payload: bytes) -> mb.VoteResponse:
+    async def _ask(self, name: RoundId, proposal: bytes) -> mb.VoteResponse:
         peers = [node.identity.peer_id for node in self.nodes]
         opener = next(node for node in self.nodes if node.identity.peer_id == name.opener(peers))
         async with opener.channel() as channel:
             stub = opener.stub_on(channel)
-            return await stub.Vote(mb.VoteRequest(round=name.to_proto(), payload=payload), timeout=SECONDS)
+            return await stub.Vote(mb.VoteRequest(round=name.to_proto(), proposal=proposal), timeout=SECONDS)
 
-    def _payload(self, name: RoundId) -> bytes:
+    def _proposal(self, name: RoundId) -> bytes:
         manifest = manifest_pb2.Manifest(round=name.to_proto(), committed_tokens=self.rng.randrange(10**9))
-        return manifest.SerializeToString()
+        return dp.Proposal(payload=manifest.SerializeToString()).SerializeToString()
 
     # --- the ledger against the coordinator ----------------------------------------------------------
 
@@ -307,11 +308,11 @@ class Victim:
         promised = self.ledger.promised[number]
         below = RoundId(RUN, 1, 0, number, promised.attempt - 1)
         assert not (await self._ask(below, b"")).granted, "a promise was broken"
-        assert not (await self._ask(below, self._payload(below))).granted
+        assert not (await self._ask(below, self._proposal(below))).granted
         last = max((ballot for item, ballot in self.ledger.voted if item == number), default=None)
         if last is not None and last >= promised:
             other = RoundId(RUN, 1, 0, number, last.attempt)
-            assert not (await self._ask(other, self._payload(other))).granted, "two votes in one attempt"
+            assert not (await self._ask(other, self._proposal(other))).granted, "two votes in one attempt"
         self.attempt += 1
         await self._promise(RoundId(RUN, 1, 0, number, self.attempt))
 
@@ -324,4 +325,4 @@ class Victim:
             return
         told = Ballot(answer.accepted_ballot.plan_version, answer.accepted_ballot.attempt)
         assert last is None or told >= last, "an older vote is told"
-        assert answer.accepted_payload == self.ledger.maybe[number, told], "a vote for something nobody asked for"
+        assert answer.accepted_proposal == self.ledger.maybe[number, told], "a vote for something nobody asked for"

@@ -41,7 +41,7 @@ async def test_the_operator_recovers_a_run_that_lost_its_majority(tmp_path: Path
             lambda response: response.HasField("plan") and plan_in(response, home).base.round == 2
         )
         base = plan_in(told, home).base
-        assert (base.manifest_hash, base.voters) == (hashes[1], (nodes[0].identity.peer_id,))
+        assert (base.manifest_hash, base.seats) == (hashes[1], (nodes[0].identity.peer_id,))
         await close(nodes[:1])
 
 

@@ -20,7 +20,7 @@ from atoll.core.errors import Unreachable
 from atoll.core.fragments import split_into_fragments
 from atoll.core.frames import FrameKind
 from atoll.core.identity import Identity
-from atoll.core.manifest import Head
+from atoll.core.manifest import Head, verify_vote
 from atoll.core.plan import Base, Plan
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
@@ -44,11 +44,12 @@ from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
 TIMEOUT = timedelta(seconds=60)
+OPERATOR = Identity.generate()
 DEADLINES = timedelta(seconds=180)  # of an attempt whose opener is cut off in the middle of it, and of the next
 
 
-async def no_coordinator(round_id, payload) -> rt.TieBreak:
-    return rt.TieBreak(round_id, payload, False, None, None, "there is none")
+async def no_coordinator(round_id, proposal) -> rt.CoordinatorVote:
+    return rt.CoordinatorVote(round_id, proposal, False, None, None, "there is none")
 
 
 def fresh_votes(directory) -> VoteStore:
@@ -83,7 +84,7 @@ class Member:
         manifests = ManifestStore(self.directory / "manifests", self.spec.run.name)
         self.engine = AveragingEngine(
             identity=self.identity,
-            operator_key=b"",
+            operator_key=OPERATOR.public_key,
             spec=self.spec,
             policies=policies(self.spec, self.trainer.facts.layer_offsets),
             trainer=self.trainer,
@@ -105,7 +106,7 @@ class Member:
                 plan_shared=lambda _: None,
             ),
         )
-        StateServer(self.network, self.spec.run.name, manifests, self._current, self.engine.staged)
+        StateServer(self.network, self.spec.run.name, manifests, self._current)
         self.links = RoundLinks(self.network, self.engine.receive, self.engine.lost)
         self.running = asyncio.create_task(self.engine.run(self.links))
 
@@ -157,7 +158,7 @@ async def members(tmp_path, count, fault, codec="int4", round_tokens=2000, fragm
         last = len(made[0].state.offsets) - 2
         peers = sorted(member.identity.peer_id for member in made)
         base = make_plan(peers, routes=[[(peer, 0, last)] for peer in peers])
-        plan = Plan("reef", 1, base.assignments, base.routes, Base(head.hash, base.members))
+        plan = Plan("reef", 1, base.assignments, base.routes, Base(head.hash, base.base.seats))
         for member in made:
             ranges = plan.assignment(member.identity.peer_id).data_ranges
             await member.begin(head, plan, ranges)
@@ -220,11 +221,11 @@ async def test_a_vote_is_on_disk_before_it_is_sent(tmp_path):
     async def watch(passage):
         if passage.protocol == ROUND and passage.sender in stores:
             message = dp.RoundMessage.FromString(passage.frame.header)
-            if message.HasField("digest"):
+            if message.HasField("vote"):
                 record = stores[passage.sender].load()
                 assert record is not None
                 assert record.voted is not None
-                assert record.voted.payload == message.digest.payload
+                verify_vote(record.voted.payload, record.voted.ballot, message.vote.signature, passage.sender)
                 recorded.setdefault(passage.sender, []).append(record.number)
         return passage.frame
 

@@ -43,12 +43,13 @@ ADAPTED = (0, 0, 1000, 2000, 3000, 4000, 4000)  # nothing is trained of embeddin
 CUTS = (((0, 5),), ((0, 2), (3, 5)), ((0, 0), (1, 3), (4, 5)))  # three routes: their stages' layers
 FRAGMENTS = 4  # between the cuts at 1, 3 and 4
 TIMEOUT = 60.0
+OPERATOR = Identity.generate()
 
 pytestmark = pytest.mark.timeout(120)
 
 
-async def nobody_to_ask(round_id, payload) -> rt.TieBreak:
-    return rt.TieBreak(round_id, payload, False, None, None, "there is none")
+async def nobody_to_ask(round_id, proposal) -> rt.CoordinatorVote:
+    return rt.CoordinatorVote(round_id, proposal, False, None, None, "there is none")
 
 
 class Stage:
@@ -69,7 +70,7 @@ class Stage:
         votes.begin()
         self.engine = AveragingEngine(
             identity=self.identity,
-            operator_key=b"",
+            operator_key=OPERATOR.public_key,
             spec=spec,
             policies=policies(spec, OFFSETS),
             trainer=self.trainer,
@@ -96,7 +97,6 @@ class Stage:
             "reef",
             manifests,
             lambda: None if self.engine.moving else (self.engine.head, self.state),
-            self.engine.staged,
         )
         self.links = RoundLinks(self.network, self.engine.receive, self.engine.lost)
         self.running = asyncio.create_task(self.engine.run(self.links))
@@ -142,7 +142,7 @@ async def swarm(tmp_path, passages, fault=None):
     named = [[(identity.peer_id, first, last) for identity, first, last in route] for route in routes]
     members = sorted(peer for route in named for peer, _, _ in route)
     made = make_plan(members, routes=named)
-    plan = Plan("reef", 1, made.assignments, made.routes, Base(head.hash, tuple(members)))
+    plan = Plan("reef", 1, made.assignments, made.routes, Base(head.hash, made.base.seats))
     async with AsyncExitStack() as stack:
         for stage in stages:
             await stage.begin(spec, head, plan)
@@ -192,7 +192,7 @@ async def test_a_stage_without_anything_trained_finds_the_head(tmp_path, monkeyp
     async with swarm(tmp_path, set()) as (stages, plan, _):
         await asyncio.gather(*(stage.reach(FRAGMENTS) for stage in stages))
         nothing = AnchorState(torch.zeros(0), ADAPTED, range(1))
-        fetched = await catch_up(stages[3].network, plan, nothing, None, operator_key=b"")
+        fetched = await catch_up(stages[3].network, plan, nothing, None, operator_key=OPERATOR.public_key)
         assert fetched is not None
         assert fetched.head.round >= 1
         assert fetched.anchor_E.numel() == 0
@@ -221,7 +221,7 @@ async def test_a_stage_that_comes_back_fetches_its_own_layers_and_no_others(tmp_
         async with asyncio.timeout(TIMEOUT):
             while fetched is None:
                 try:
-                    fetched = await catch_up(middle.network, plan, newcomer, None, operator_key=b"")
+                    fetched = await catch_up(middle.network, plan, newcomer, None, operator_key=OPERATOR.public_key)
                 except Unreachable:  # rounds race here as they never do between machines: nodes, too, ask again
                     await asyncio.sleep(0.1)
         states = fetched.head.manifest.layers[1:4]
