@@ -10,14 +10,15 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 from support.machine_plans import POLICY, layers_after, state_of
+from support.machine_votes import FakeVoteSigner
 from support.machine_world import World
 from support.memory_network import MemoryHub
 from support.mutation import CASES, Mutator, cases, seeds
 from support.virtual_time import run_virtually
 
-from atoll.core import protocol
 from atoll.core.errors import AtollError
 from atoll.core.frames import Frame, FrameKind
+from atoll.core.quorum import COORDINATOR
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.member_streams import PROTOCOL, RoundLinks
 from atoll.v1 import common_pb2 as pb
@@ -80,7 +81,7 @@ def test_every_kind_of_message_is_lied_about() -> None:
         world.network.drop = liar
         world.run(12)
         kinds |= liar.kinds
-    assert kinds >= {"report", "open", "ready", "start", "parts", "settle", "digest", "commit"}
+    assert kinds >= {"report", "open", "ready", "start", "parts", "settle", "digest", "propose", "vote", "commit"}
 
 
 def words() -> list[dp.RoundMessage]:
@@ -140,10 +141,15 @@ def test_whatever_frames_come_on_a_round_stream(examples: int) -> None:
     write()
 
 
+def first_opener(world: World) -> str:
+    machine = world.nodes[world.peers[0]].machine
+    return machine.round_id.opener(machine.plan.openers(machine.head))
+
+
 def world_with_a_lying_opener(lie: dict[str, dp.RoundMessage]) -> World:
     """Three members; the one that opens first says other things, by kind, than it should."""
     world = World(3, seed=1)
-    opener = world.nodes[world.peers[0]].machine.round_id.opener(world.peers)
+    opener = first_opener(world)
 
     def change(sender: str, to: str, message: dp.RoundMessage) -> bool:
         kind = str(message.WhichOneof("body"))
@@ -165,22 +171,25 @@ def world_with_a_lying_opener(lie: dict[str, dp.RoundMessage]) -> World:
 
 
 @pytest.mark.parametrize("present", [(), ("p0",), ("p1",), ("p2",)])
-def test_an_opener_cannot_settle_the_others_out_of_the_electorate(present: tuple[str, ...]) -> None:
+def test_an_opener_cannot_settle_the_others_out_of_their_seats(present: tuple[str, ...]) -> None:
     world = world_with_a_lying_opener({"settle": dp.RoundMessage(settle=dp.Settle(present=present))})
     world.run(30)
     assert world.rounds() > 2
-    assert all(2 * len(head.electorate.members) > 3 for head in world.committed.values())
+    assert all(2 * len(head.present) > 3 for head in world.committed.values())
+    assert all(set(head.seats) - {COORDINATOR} == head.present for head in world.committed.values())
 
 
+@pytest.mark.parametrize("instead_of", ["start", "propose"])
 @pytest.mark.parametrize("payload", [b"\xff", b""])
-def test_an_opener_that_has_others_adopt_nonsense_is_given_up(payload: bytes) -> None:
-    world = world_with_a_lying_opener({"start": dp.RoundMessage(adopt=dp.Adopt(payload=payload))})
+def test_an_opener_that_proposes_nonsense_is_given_up(payload: bytes, instead_of: str) -> None:
+    nonsense = dp.Propose(proposal=dp.Proposal(payload=payload))
+    world = world_with_a_lying_opener({instead_of: dp.RoundMessage(propose=nonsense)})
     world.run(30)
     assert world.rounds() > 2
 
 
-@pytest.mark.parametrize("seed", [4, 6, 7, 10])  # where the follower's vote arrives first
-def test_two_that_were_told_different_starts_ask_the_coordinator_which_result_counts(seed: int) -> None:
+@pytest.mark.parametrize("seed", [4, 6, 7, 10])
+def test_two_that_were_told_different_starts_commit_one_result(seed: int) -> None:
     world, once = World(2, seed=seed), []
 
     def change(sender: str, to: str, message: dp.RoundMessage) -> bool:
@@ -199,30 +208,30 @@ def test_two_that_were_told_different_starts_ask_the_coordinator_which_result_co
     assert world.rounds() > 2
 
 
-def test_an_opener_cannot_have_others_adopt_a_result_that_it_made_up() -> None:
-    world = World(3, seed=1)
-    opener = world.nodes[world.peers[0]].machine.round_id.opener(world.peers)
-    made_up = b"m" * 32
+@pytest.mark.parametrize("attested_by", [(), ("the opener",), ("the opener", "a stranger")])
+def test_an_opener_cannot_have_others_vote_for_a_result_that_it_made_up(attested_by: tuple[str, ...]) -> None:
+    world = World(5, seed=1)
+    opener, made_up, told = first_opener(world), b"m" * 32, []
     world.nodes[opener].staged.add(made_up)
 
     def change(sender: str, to: str, message: dp.RoundMessage) -> bool:
-        if message.WhichOneof("body") != "start" or sender != opener or message.start.round.number != 1:
+        if message.WhichOneof("body") != "propose" or sender != opener or message.propose.round.number != 1:
             return False
-        manifest = manifest_pb2.Manifest(
-            protocol=protocol.ours(),
-            round=message.start.round,
-            previous_hash=world.nodes[to].machine.head.hash,
-            contributions=[manifest_pb2.Contribution(peer_id=opener, present=True)],
-            layers=layers_after(POLICY, world.nodes[to].machine.head, made_up),
-            committed_tokens=10**9,
-            fragments=1,
-        )
-        adopt = dp.Adopt(
-            round=message.start.round, payload=manifest.SerializeToString(), holders=[opener], deadline_ms=4_000
-        )
-        world.at(0.02, world.feed, to, rt.Received(opener, dp.RoundMessage(adopt=adopt)))
+        manifest = manifest_pb2.Manifest.FromString(message.propose.proposal.payload)
+        del manifest.layers[:]
+        manifest.layers.extend(layers_after(POLICY, world.nodes[to].machine.head, made_up))
+        proposal = dp.Proposal(payload=manifest.SerializeToString(deterministic=True))
+        for name in attested_by:
+            word = FakeVoteSigner(opener if name == "the opener" else name).attest(proposal.payload)
+            proposal.attestations.append(word)
+        lie = dp.RoundMessage()
+        lie.CopyFrom(message)
+        lie.propose.proposal.CopyFrom(proposal)
+        told.append(to)
+        world.at(0.02, world.feed, to, rt.Received(opener, lie))
         return True
 
     world.network.drop = change
     world.run(10)
+    assert told
     assert made_up not in {state_of(payload) for payload in world.ledger.votes.values()}

@@ -100,7 +100,7 @@ async def test_a_node_in_want_trains_on_and_recovers(tmp_path, monkeypatch):
                 assert newest_checkpoint(tmp_path).round == known
                 since = [head for number, head in swarm.chain("bob").items() if number > began + 1]
                 assert any(ann in {item.peer_id for item in head.manifest.contributions} for head in since)
-                assert not any(ann in head.electorate.members for head in since)
+                assert not any(ann in head.present for head in since)
             await writes_again(swarm, tmp_path, known)
 
             with read_only(tmp_path / "ann"):
