@@ -55,7 +55,7 @@ def test_a_hello_must_be_the_callers_own_and_of_our_major(gate: Gate, clock: Man
     hello = make_gate(PEER, clock).hello()
     with pytest.raises(CertificateInvalid, match="sent the membership certificate of"):
         gate.admit(Identity.generate().peer_id, hello)
-    hello.protocol.major = 2
+    hello.protocol.major += 1
     with pytest.raises(ProtocolMismatch, match="newer than ours"):
         gate.admit(PEER.peer_id, hello)
     assert not gate.is_admitted(PEER.peer_id)
