@@ -9,7 +9,7 @@ from atoll.core.manifest import Head
 from atoll.core.quorum import Ballot, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.rounds.machine import RoundMachine
-from atoll.node.rounds.types import Counted, Phase
+from atoll.node.rounds.types import Counted
 from atoll.v1 import dataplane_pb2 as dp
 
 BLANK = VoteRecord(0, b"", Ballot(0, 0))  # of a node that got its identity just now
@@ -67,7 +67,8 @@ class Node:
     starts: dict[RoundId, dp.Start] = field(default_factory=dict)
     staged: set[bytes] = field(default_factory=set)  # digests of states that it holds beside its head
     backlog: list[tuple[Callable[..., None], tuple]] = field(default_factory=list)  # what came while it was frozen
-    busy_since: float | None = None
+    busy_in: RoundId | None = None
+    busy_since: float = 0.0
 
     @property
     def alive(self) -> bool:
@@ -75,12 +76,12 @@ class Node:
         return self.up and not self.frozen
 
     def busy_for(self, now: float) -> float:
-        """Seconds since its machine was idle; every attempt ends by its deadlines."""
-        if self.machine.phase is Phase.IDLE:
-            self.busy_since = None
-            return 0.0
-        self.busy_since = now if self.busy_since is None else self.busy_since
-        return now - self.busy_since
+        """Seconds that its machine is in one attempt; every attempt ends by its deadlines."""
+        following = self.machine._attendance.following
+        attempt = None if following is None else following.round_id
+        if attempt != self.busy_in:
+            self.busy_in, self.busy_since = attempt, now
+        return 0.0 if attempt is None else now - self.busy_since
 
     def settle(self, counted: Counted) -> None:
         """A round was committed that holds the snapshot, or perhaps one before it: then all progress is dropped."""

@@ -1,9 +1,9 @@
 """Timeouts that are learned from observed durations instead of configured. Pure.
 
 A timeout is a floor plus the median of the last durations plus k times their median absolute deviation (MAD), with at
-least twice the median in place of the last two terms. A ceiling bounds it. Until there are enough observations it is
-what another node gave this phase, else the ceiling. Median and MAD are robust against single slow rounds. A timeout that is too long costs some
-seconds once; one that is too short costs a live member its vote in the next round.
+least twice the median in place of the last two terms. A ceiling bounds it. Until there are enough observations, it is
+what another node gave this phase, or the ceiling. Median and MAD are robust against single slow rounds. A timeout that
+is too long costs some seconds once; one that is too short costs a live member its vote in the next round.
 
 A missed timeout doubles the next one, as a lost segment doubles TCP's timer (RFC 6298 §5.5). Without that, a link that
 became slow would fail again and again. If the round went on without the peers that missed it, the timeout doubles once

@@ -190,7 +190,7 @@ def strip_unknown_manifest_fields(committed: manifest_pb2.CommittedManifest) -> 
 def require_quorum(head: Head, electorate: Electorate, operator_key: bytes) -> None:
     """Raise `SignatureInvalid` unless the votes on `head` commit it. `electorate` decides its round."""
     votes = head.signers
-    if peer_id_of(operator_key) in votes:
+    if operator_key and peer_id_of(operator_key) in votes:
         votes |= {COORDINATOR}
     if not electorate.decides(votes):
         count = len(electorate.members & votes)

@@ -19,7 +19,7 @@ def exchanging(world: World) -> Callable[[], bool]:
     """Whether the replicas are in an exchange of the route's cut, and the route's driver leads it."""
 
     def there() -> bool:
-        following = [world.nodes[peer].machine._following for peer in REPLICAS]
+        following = [world.nodes[peer].machine._attendance.following for peer in REPLICAS]
         return all(it is not None and it.phase is rt.Phase.EXCHANGING and it.opener == ROUTE[0] for it in following)
 
     return there
@@ -88,7 +88,7 @@ def test_a_vote_that_decided_nothing_does_not_stand_in_the_way_of_the_only_holde
         return kind == "commit" or (kind == "settle" and to != "p0") or (kind == "digest" and sender == "p0")
 
     def voted() -> bool:
-        following = one.machine._following
+        following = one.machine._attendance.following
         waits = following is not None and following.phase is rt.Phase.AWAITING_COMMIT
         return waits and following.opener == "p2" and not following.is_witness
 

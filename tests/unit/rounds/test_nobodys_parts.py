@@ -57,7 +57,7 @@ def test_exchanges_in_which_nobody_had_the_time_for_any_part_get_more(monkeypatc
         return (b"",) * parts_total(start), (), ()
 
     def timeout_seconds() -> float:
-        paces = [node.machine._paces_by_fragment[0] for node in world.nodes.values()]
+        paces = [node.machine._at.paces_by_fragment[0] for node in world.nodes.values()]
         return sum(it.exchange(CODECS["int4"].number).timeout_seconds for it in paces)
 
     before, failed = timeout_seconds(), len(world.reports)

@@ -79,7 +79,7 @@ def dies_as_opener(world: Swarm, opener: str, standby: str) -> None:
     """Kill it while who stands by exchanges in the attempt that it opened."""
 
     def exchanging() -> bool:
-        following = world.nodes[standby].machine._following
+        following = world.nodes[standby].machine._attendance.following
         return following is not None and following.phase is rt.Phase.EXCHANGING and following.opener == opener
 
     for _ in range(6000):

@@ -11,7 +11,7 @@ from support.machine_world import Violation, World
 from atoll.core.quorum import Ballot, Electorate
 from atoll.node.rounds import opener
 from atoll.node.rounds import types as rt
-from atoll.node.rounds.machine import RoundMachine
+from atoll.node.rounds.attendance import Attendance
 from atoll.node.rounds.promises import Promises
 
 SCHEDULES, BLOCK = 6_000, 500  # a block is a test, so that workers share them
@@ -80,38 +80,38 @@ def no_earlier_result_is_proposed():
 
 def snapshots_are_taken_again():
     """An abandoned exchange gives its snapshot up, though others may commit it."""
-    release = RoundMachine._release
+    release = Attendance._release
 
     def thaw(self, **said):
-        self._snapshot_ledger.exposed = False
+        self._at.ledger.exposed = False
         release(self, **said)
 
-    return patch.object(RoundMachine, "_release", thaw)
+    return patch.object(Attendance, "_release", thaw)
 
 
 def votes_of_all_attempts_add_up():
     """The opener asks, but everyone votes in the first ballot they knew: promises bind nobody."""
-    opened = RoundMachine._opened
+    opened = Attendance.opened
 
     def backwards(self, peer, round_id, message):
-        self._promises.promised = None
-        self.attempt = min(self.attempt, round_id.attempt)
+        self._at.promises.promised = None
+        self._at.attempt = min(self._at.attempt, round_id.attempt)
         opened(self, peer, round_id, message)
 
-    return patch.object(RoundMachine, "_opened", backwards)
+    return patch.object(Attendance, "opened", backwards)
 
 
 def any_snapshot_will_do():
     """After a change of cuts a node brings what it froze of other layers."""
 
     def bring(self, following):
-        frozen = self._snapshot_ledger.of(self._snapshot_ledger._layers)
+        frozen = self._at.ledger.of(self._at.ledger._layers)
         if frozen is None and not following.is_witness:
             following.freeze()
         else:
-            following.promise(frozen or rt.Frozen(following.round_id, 0, 0), leaving=self._leaving)
+            following.promise(frozen or rt.Frozen(following.round_id, 0, 0), leaving=self._at.leaving)
 
-    return patch.object(RoundMachine, "_offer_snapshot", bring)
+    return patch.object(Attendance, "_offer_snapshot", bring)
 
 
 MUTATIONS = [

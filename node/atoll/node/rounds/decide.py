@@ -128,7 +128,7 @@ def check_settle(start: dp.Start, settle: dp.Settle, *, holds_parts: bool) -> No
     if not present or present != [peer for peer in members if peer in set(present)] or not partial <= set(members):
         raise PeerMisbehaved("Settle names nobody, or members that Start does not, or in another order")
     check_verdicts(start, settle.verdicts)
-    if settle.parts_zeroed >= parts_total(start):
+    if 0 < parts_total(start) <= settle.parts_zeroed:  # a fragment of which nothing is trained has no parts
         raise PeerMisbehaved("Settle gives up every part")
     if not holds_parts:
         return

@@ -1,0 +1,147 @@
+"""Where a member stands: its head and plan, what it promised at that head, and what it wants done. Pure.
+
+The round machine and its parts share one `Standing`. What belongs to the head begins anew with `move`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from atoll.core.manifest import Head
+from atoll.core.plan import Plan
+from atoll.core.quorum import COORDINATOR, VoteRecord
+from atoll.core.round_id import RoundId
+from atoll.node.rounds import types as rt
+from atoll.node.rounds.follower import Follower
+from atoll.node.rounds.opener import COORDINATOR_SECONDS, Opener
+from atoll.node.rounds.promises import Promises
+from atoll.node.rounds.round_trigger import RoundTrigger
+from atoll.node.rounds.snapshot_ledger import SnapshotLedger
+from atoll.node.rounds.stage_deadlines import StageDeadlines
+from atoll.v1 import dataplane_pb2 as dp
+
+
+class Standing:
+    """`actions` and `inbox` (to ourselves) are emptied by the machine, in order."""
+
+    def __init__(
+        self,
+        me: str,
+        policy_of: rt.PolicyOf,
+        head: Head,
+        plan: Plan,
+        now: float,
+        record: VoteRecord | None,
+        known: Head | None,
+    ) -> None:
+        self.me = me
+        self.policy = policy_of(plan)
+        self.head = head
+        self.plan = plan
+        self.attempt = 0  # the next one
+        self.known = known or head  # the newest that this node ever saw committed
+        self.now = now
+        self.leaving = False
+        self.promises = Promises(record, head, plan)
+        self.trigger = RoundTrigger(me, self.policy, head, plan, now)
+        self.ledger = SnapshotLedger()
+        self.paces_by_fragment = StageDeadlines.of(self.policy)
+        self.actions: list[rt.Action] = []
+        self.inbox: deque[rt.Received] = deque()
+        self._policy_of = policy_of
+        self.move(head)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has all its tokens: no more rounds open."""
+        return self.head.committed_tokens >= self.policy.stop_tokens
+
+    @property
+    def round_id(self) -> RoundId:
+        """The attempt that would open next."""
+        number = self.head.round + 1
+        fragment = self.policy.fragment_of(number).index
+        return RoundId(self.policy.run_id, self.plan.version, fragment, number, self.attempt)
+
+    @property
+    def openers(self) -> tuple[str, ...]:
+        """Who may open the next round, in their order."""
+        return self.plan.openers(self.head)
+
+    @property
+    def other_openers(self) -> list[str]:
+        return [peer for peer in self.openers if peer != self.me]
+
+    @property
+    def lagging(self) -> bool:
+        """Whether a newer round than our head is known to be committed: we wait for its state, or for a recovery."""
+        return self.head.round < self.known.round and self.plan.accepts(self.known)
+
+    @property
+    def void(self) -> bool:
+        """Whether a recovery made our head void: we take part in nothing until we fetched another."""
+        return not self.plan.accepts(self.head)
+
+    @property
+    def paces(self) -> StageDeadlines:
+        """Of the next round's fragment."""
+        return self.paces_by_fragment[self.policy.fragment_of(self.head.round + 1).index]
+
+    @property
+    def coordinator_seconds(self) -> float:
+        """What the opener may need to hear the coordinator, where that has a seat."""
+        return COORDINATOR_SECONDS if COORDINATOR in self.plan.seats(self.head) else 1.0
+
+    def move(self, head: Head) -> None:
+        """Begin at `head`: nothing frozen, nothing voted but what is on disk."""
+        self.head = head
+        if head.round > self.known.round or not self.plan.accepts(self.known):
+            self.known = head
+        self.ledger = SnapshotLedger()
+        self.trigger.move(head, self.plan, self.now)
+        self.promises.recall(head, self.plan)
+        self.attempt = self.promises.next_attempt(self.plan)
+
+    def adopt(self, plan: Plan) -> None:
+        """Go on under a newer plan."""
+        before, self.plan = self.plan, plan
+        fragments, self.policy = self.policy.fragments, self._policy_of(plan)
+        if self.policy.fragments != fragments:
+            self.paces_by_fragment = StageDeadlines.of(self.policy)
+        if plan.base != before.base:  # what was voted for on the old history does not count
+            self.promises.recall(self.head, plan)
+        self.trigger.begin(self.head, plan, self.now, self.policy)
+        self.attempt = self.promises.next_attempt(plan)
+        self.check_history()
+
+    def check_history(self) -> None:
+        """Look for another head, if a recovery made ours void."""
+        if not self.plan.accepts(self.head):
+            self.behind(f"plan {self.plan.version} goes on from round {self.plan.base.round}, on another history")
+
+    def behind(self, reason: str) -> None:
+        """Others are ahead."""
+        self.actions.append(rt.CatchUp(reason))
+
+    def decline(self, peer: str, round_id: RoundId, reason: str) -> None:
+        """Tell the opener that we cannot take part in its attempt, and in which one we could."""
+        decline = dp.Decline(
+            round=round_id.to_proto(), reason=reason[:500], plan_version=self.plan.version, attempt=self.attempt
+        )
+        self.send(peer, dp.RoundMessage(decline=decline))
+
+    def send(self, peer: str, message: dp.RoundMessage) -> None:
+        """Send a message, to ourselves too."""
+        if peer == self.me:
+            self.inbox.append(rt.Received(peer, message))
+        else:
+            self.actions.append(rt.Send(peer, message))
+
+    def carry_out(self, attempt: Opener | Follower) -> None:
+        """Do what an attempt wants done."""
+        out, attempt.out = attempt.out, []
+        for item in out:
+            if isinstance(item, tuple):
+                self.send(*item)
+            else:
+                self.actions.append(item)
