@@ -11,6 +11,7 @@ from support.small_state import state_of
 
 from atoll.core.disk import OS_DISK
 from atoll.core.errors import DataDirUnusable
+from atoll.core.manifest import Head
 from atoll.node.state.manifests import ManifestStore
 
 
@@ -26,6 +27,22 @@ def test_what_was_appended_is_held(tmp_path):
     assert store.get(2) == state_of(2).head.committed
     assert store.get(3) is None
     assert ManifestStore(tmp_path, "lagoon").newest() is None  # another run's
+
+
+def test_consecutive_rounds_are_read_up_to_a_missing_one_and_to_a_size(tmp_path):
+    store = open_store(tmp_path)
+    for number in (1, 2, 3, 5):
+        store.append(state_of(number).head)
+    size = state_of(1).head.committed.ByteSize()
+
+    def rounds(first, count, most_bytes):
+        return [Head(committed).round for committed in store.consecutive(first, count, most_bytes)]
+
+    assert rounds(1, 9, 1 << 20) == [1, 2, 3]
+    assert rounds(2, 1, 1 << 20) == [2]
+    assert rounds(4, 9, 1 << 20) == []
+    assert rounds(1, 9, 2 * size + 8) == [1, 2]
+    assert rounds(1, 9, 1) == [1]  # the first one is sent whatever its size
 
 
 @pytest.mark.parametrize("kind", ["killed", "nothing unsynced survives", *range(4)])

@@ -58,6 +58,21 @@ class ManifestStore:
         head = self._read_valid(self._path(number))
         return head.committed if head is not None else None
 
+    def consecutive(self, first: int, count: int, most_bytes: int) -> list[manifest_pb2.CommittedManifest]:
+        """Read the manifests of at most `count` rounds from `first`, up to the first missing one.
+
+        They have at most `most_bytes` together, unless the first one alone has more. Raises `DataDirUnusable`.
+        """
+        found: list[manifest_pb2.CommittedManifest] = []
+        size = 0
+        for number in range(first, first + count):
+            committed = self.get(number)
+            size += committed.ByteSize() if committed is not None else 0
+            if committed is None or (found and size > most_bytes):
+                break
+            found.append(committed)
+        return found
+
     def newest(self) -> Head | None:
         """Read the undamaged manifest of the highest round. Raises `DataDirUnusable`."""
         for path in sorted(self._entries(_NAME), key=_round_of, reverse=True):
