@@ -22,7 +22,6 @@ from atoll.coordinator.store.records import (
     Run,
     Token,
     Vote,
-    WaitingRound,
 )
 from atoll.coordinator.store.store import Contents, Store
 from atoll.core.errors import AlreadyRunning
@@ -49,7 +48,6 @@ class MemoryStore(Store):
             last_event_id=events[-1].event_id if events else 0,
             votes=self._rows(Vote),
             checkpoints=self._rows(Checkpoint),
-            waiting=self._rows(WaitingRound),
             plan_figures=self._rows(PlanFigures),
         )
 

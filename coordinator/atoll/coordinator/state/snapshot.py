@@ -27,7 +27,6 @@ from atoll.coordinator.store.records import (
     Run,
     Token,
     Vote,
-    WaitingRound,
 )
 from atoll.core.membership import EMPTY_DENY_LIST, DenyList
 from atoll.core.plan import Base, Plan
@@ -116,6 +115,18 @@ class Commit:
     screened: int = 0  # contributors that screening excluded from more than half of all parts
     parts_zeroed: int = 0
     attempt: AttemptKey | None = None  # the attempt that committed
+    reported: bool = True  # by its opener; else learned from a manifest
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """Question to nodes for committed rounds that the coordinator lacks (`rounds/learner.py`)."""
+
+    first: int  # the first round asked for
+    since: float  # monotonic, of the question; if nobody is asked, since when nothing changed
+    peer_id: str = ""  # the node that is asked; empty: nobody
+    failed: frozenset[str] = frozenset()  # nodes that did not answer it, or answered wrongly
+    agreed: Mapping[str, bytes] | None = None  # by peer id: manifest hash of round `first`; None: not after a gap
 
 
 @dataclass(frozen=True)
@@ -165,8 +176,7 @@ class RunMemory:
     cut_counts: Mapping[int, int] = field(default_factory=dict)  # plan version → number of cuts between its spans
     abandoned_attempts: frozenset[AttemptKey] = frozenset()  # those whose rows are kept
     committed: Mapping[int, Commit] = field(default_factory=dict)  # by round number, without void rounds
-    waiting_rounds: Mapping[tuple[int, str], WaitingRound] = field(default_factory=dict)  # by round number and reporter
-    waiting_since: float | None = None  # monotonic; None after the gap was logged
+    inquiry: Inquiry | None = None  # present while a connected node has a newer round
     head_known_since: float = 0.0  # monotonic, since when the newest round is known
     raise_allowances: Mapping[str, Allowance] = field(default_factory=dict)  # by opener, for raising attempts
     plan_joins: Mapping[str, PlanJoins] = field(default_factory=dict)  # by peer id
@@ -264,6 +274,7 @@ def commit_from_row(row: Round, before: Commit | None) -> Commit:
         screened=len(row.screened),
         parts_zeroed=row.parts_zeroed,
         attempt=attempt_key(row),
+        reported=row.seconds > 0,
     )
 
 
@@ -331,22 +342,6 @@ class Draft:
             kept -= {oldest}
             self._records.append(Delete(Round, (run_id, *oldest)))
         self.remember(run_id, abandoned_attempts=kept)
-
-    def set_waiting(self, row: WaitingRound) -> None:
-        """Store a round until the rounds around it are known, durably."""
-        memory = self.state.memory[row.run_id]
-        since = self.now.monotonic if memory.waiting_since is None else memory.waiting_since
-        waiting = {**memory.waiting_rounds, (row.number, row.peer_id): row}
-        self.remember(row.run_id, waiting_rounds=waiting, waiting_since=since)
-        self._records.append(row)
-
-    def forget_waiting(self, run_id: str, keys: list[tuple[int, str]]) -> None:
-        """Delete waiting rounds that are judged, or obsolete."""
-        if keys:
-            memory = self.state.memory[run_id]
-            remaining = {key: row for key, row in memory.waiting_rounds.items() if key not in keys}
-            self.remember(run_id, waiting_rounds=remaining, waiting_since=self.now.monotonic if remaining else None)
-            self._records += [Delete(WaitingRound, (run_id, *key)) for key in keys]
 
     def set_checkpoints(self, peer_id: str, held: tuple[Checkpoint, ...]) -> None:
         """Replace all checkpoints of a node, the newest first."""
@@ -416,12 +411,12 @@ class Draft:
         self.state = replace(self.state, **changes)
 
 
-def charge_row(draft: Draft, peer_id: str, cost: float = 1.0) -> bool:
-    """Charge `cost` rows to this peer's allowance; False if it is used up. A peer without live state is not charged."""
+def charge_row(draft: Draft, peer_id: str) -> bool:
+    """Charge a row to this peer's allowance; False if it is used up. A peer without live state is not charged."""
     live = draft.state.live.get(peer_id)
     if live is None:
         return True
-    remaining = live.row_allowance.spend(STORED_ROWS_RATE, draft.now.monotonic, cost)
+    remaining = live.row_allowance.spend(STORED_ROWS_RATE, draft.now.monotonic)
     if remaining is not None:
         draft.set_live(peer_id, replace(live, row_allowance=remaining))
     return remaining is not None

@@ -111,7 +111,10 @@ class PlanFigures:
 
 @dataclass(frozen=True)
 class Round:
-    """Outcome of one attempt at one round, as its opener reported it, one field a column."""
+    """Outcome of one attempt at one round, one field a column.
+
+    Its opener reports it. A committed round that was learned from another node's manifest has `seconds` 0.
+    """
 
     KEY: ClassVar[tuple[str, ...]] = ("run_id", "number", "plan_version", "fragment", "attempt")
 
@@ -138,19 +141,6 @@ class Round:
     partial: int = 0  # contributors missing from some sums
     screened: tuple[str, ...] = ()  # peer ids that screening excluded from more than half of all parts
     codec: str = ""  # of its exchange
-
-
-@dataclass(frozen=True)
-class WaitingRound:
-    """A report of a committed round that waits, because the round before it is unknown."""
-
-    KEY: ClassVar[tuple[str, ...]] = ("run_id", "number", "peer_id")
-
-    run_id: str
-    number: int
-    peer_id: str  # the reporter
-    report: bytes  # RoundReport; the signatures on its manifest are verified
-    told_ms: int
 
 
 @dataclass(frozen=True)
@@ -230,9 +220,7 @@ class Event:
     message: str
 
 
-Record = (
-    Token | Node | Run | PlanRow | PlanFigures | Round | WaitingRound | Vote | Checkpoint | Evaluation | DenyRow | Event
-)
+Record = Token | Node | Run | PlanRow | PlanFigures | Round | Vote | Checkpoint | Evaluation | DenyRow | Event
 RECORDS: tuple[type[Record], ...] = (
     Token,
     Node,
@@ -240,7 +228,6 @@ RECORDS: tuple[type[Record], ...] = (
     PlanRow,
     PlanFigures,
     Round,
-    WaitingRound,
     Vote,
     Checkpoint,
     Evaluation,

@@ -48,7 +48,6 @@ from atoll.coordinator.store.records import (
     Run,
     Token,
     Vote,
-    WaitingRound,
 )
 from atoll.coordinator.store.store import Contents, Store
 from atoll.coordinator.store.tables import TABLES
@@ -114,7 +113,6 @@ class SqlStore(Store):
                 last_event_id=connection.scalar(select(func.max(TABLES[Event].c.event_id))) or 0,
                 votes=_all(connection, Vote, _select(Vote)),
                 checkpoints=_all(connection, Checkpoint, _select(Checkpoint)),
-                waiting=_all(connection, WaitingRound, _select(WaitingRound)),
                 plan_figures=_all(connection, PlanFigures, _select(PlanFigures)),
             )
 

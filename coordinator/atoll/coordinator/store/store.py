@@ -24,7 +24,6 @@ from atoll.coordinator.store.records import (
     Run,
     Token,
     Vote,
-    WaitingRound,
 )
 
 
@@ -41,7 +40,6 @@ class Contents:
     last_event_id: int  # 0: none yet
     votes: tuple[Vote, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
-    waiting: tuple[WaitingRound, ...] = ()
     plan_figures: tuple[PlanFigures, ...] = ()
 
 
