@@ -94,7 +94,11 @@ class Daemon:
             timedelta(seconds=config.checkpoint_interval_seconds),
             clock,
         )
-        self._manifests = ManifestStore(self._run_dir / "manifests", self._spec.run.name)
+        self._manifests = ManifestStore(
+            self._run_dir / "manifests",
+            self._spec.run.name,
+            checkpointed=lambda: [item.round for item in self._checkpoints.held()],
+        )
         self._manifest_answers = ManifestAnswers(self._manifests, lambda: self._link.send_heartbeat_now())
         self._coordinator_deny_list_older = False
         self._uploads = CheckpointUploads(self._send_checkpoint)
