@@ -8,7 +8,11 @@ from collections.abc import Callable
 import pytest
 from unit.coordinator.world import RUN, World, abandoned_report, commit, genesis_report, hash_of, round_report
 
+from atoll.coordinator.rounds import reports
 from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT
+from atoll.coordinator.services import views
+from atoll.coordinator.state import snapshot
+from atoll.coordinator.store import retention
 from atoll.coordinator.store.records import Evaluation, Event, Round
 from atoll.core.identity import Identity
 from atoll.core.manifest import sign_tie_break
@@ -506,3 +510,34 @@ def test_genesis_signed_by_someone_else_is_refused() -> None:
     world.wait(0.4)
     world.say("ann", mb.NODE_STATE_READY, genesis=genesis_report(Identity.generate()))
     assert world.kinds()[-1] == "genesis.rejected"
+
+
+# --- long runs ---------------------------------------------------------------------------------------
+
+
+def test_a_long_run_keeps_a_bounded_part_in_memory_and_the_same_after_a_restart(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "KEPT_COMMITS", 8)
+    monkeypatch.setattr(snapshot, "KEPT_COMMITS", 8)
+    monkeypatch.setattr(reports, "THIN_EVERY", 4)
+    previous, tokens, first = genesis_hash(world), 0, None
+    for number in range(1, 41):
+        report = round_report(number, previous, members(world), committed_before=tokens)
+        world.say("ann", rounds=[report])
+        if number == 3:
+            info = mb.CheckpointInfo(round=3, manifest_hash=hash_of(report), bytes=1)
+            world.say("bob", checkpoints_changed=True, checkpoints=[info])
+        previous, tokens, first = hash_of(report), tokens + 1000, first or report
+    assert first is not None
+    for _ in range(2):
+        assert sorted(world.state.memory[RUN].committed) == [0, 3, *range(33, 41)]
+        assert (views.run_view(world.state, world.run).rounds_committed, world.run.committed_tokens) == (40, 40_000)
+        world.restart()
+        for name in ("ann", "bob"):
+            world.connect(name, mb.NODE_STATE_TRAINING)
+    before = len(world.records)
+    world.say("ann", rounds=[first], evaluations=[mb.EvaluationReport(round=2, loss=3.0)])
+    kinds = [type(record) for record in world.records[before:]]
+    assert Round not in kinds  # forgotten, and not taken for news
+    assert world.run.head_round == 40

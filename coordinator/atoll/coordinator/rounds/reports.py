@@ -24,6 +24,7 @@ from atoll.coordinator.state import run_states
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE, STORED_ROWS_RATE
 from atoll.coordinator.state.snapshot import Commit, Draft, RunMemory, attempt_key, charge_row, commit_from_row
 from atoll.coordinator.store.records import Evaluation, Round, Run
+from atoll.coordinator.store.retention import THIN_EVERY
 from atoll.core.data_position import DataPosition
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.manifest import (
@@ -145,10 +146,11 @@ def commit_round(
     if not held_by_majority:
         check_votes(head, memory, draft.state.operator_key)
     verify_votes(head)
-    _commit(draft, row)
+    append_round(draft, row)
 
 
-def _commit(draft: Draft, row: Round) -> None:
+def append_round(draft: Draft, row: Round) -> None:
+    """Append a checked round to the log, move the head, and finish the run when its tokens are reached."""
     run_id, number = row.run_id, row.number
     memory = draft.state.memory[run_id]
     known = memory.committed.get(number)
@@ -165,9 +167,12 @@ def _commit(draft: Draft, row: Round) -> None:
     )
     run = draft.state.runs[run_id]
     if is_new and number >= run.head_round:  # equal: a base that was known only by its hash
-        draft.put(replace(run, head_round=number, committed_tokens=row.committed_tokens))
+        zeroed = run.parts_zeroed + row.parts_zeroed
+        draft.put(replace(run, head_round=number, committed_tokens=row.committed_tokens, parts_zeroed=zeroed))
         draft.remember(run_id, head_known_since=draft.now.monotonic)
         draft.forget_votes(run_id, [decided for decided in memory.votes if decided <= number])
+        if number // THIN_EVERY > run.head_round // THIN_EVERY:
+            draft.compact(run_id)
         run_states.finish_if_due(draft, run_id)
 
 

@@ -8,6 +8,7 @@ key has to sign. Nothing here does I/O.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -25,9 +26,11 @@ from atoll.coordinator.store.records import (
     PlanRow,
     Round,
     Run,
+    Thin,
     Token,
     Vote,
 )
+from atoll.coordinator.store.retention import KEPT_COMMITS
 from atoll.core.membership import EMPTY_DENY_LIST, DenyList
 from atoll.core.plan import Base, Plan
 from atoll.core.quorum import Electorate
@@ -175,7 +178,7 @@ class RunMemory:
     token_caps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)  # plan version → member → tokens a round
     cut_counts: Mapping[int, int] = field(default_factory=dict)  # plan version → number of cuts between its spans
     abandoned_attempts: frozenset[AttemptKey] = frozenset()  # those whose rows are kept
-    committed: Mapping[int, Commit] = field(default_factory=dict)  # by round number, without void rounds
+    committed: Mapping[int, Commit] = field(default_factory=dict)  # newest rounds by number; no void ones (`compact`)
     inquiry: Inquiry | None = None  # present while a connected node has a newer round
     head_known_since: float = 0.0  # monotonic, since when the newest round is known
     raise_allowances: Mapping[str, Allowance] = field(default_factory=dict)  # by opener, for raising attempts
@@ -261,7 +264,7 @@ def attempt_key(row: Round) -> AttemptKey:
 
 def commit_from_row(row: Round, before: Commit | None) -> Commit:
     """The `Commit` of a committed row. Shares the set of present members with `before` if they are equal."""
-    present = frozenset(row.present)
+    present = frozenset(map(sys.intern, row.present))
     return Commit(
         manifest_hash=row.manifest_hash,
         plan_version=row.made_under,
@@ -342,6 +345,16 @@ class Draft:
             kept -= {oldest}
             self._records.append(Delete(Round, (run_id, *oldest)))
         self.remember(run_id, abandoned_attempts=kept)
+
+    def compact(self, run_id: str) -> None:
+        """Forget old rounds, here and in the store. Genesis, the base and rounds of checkpoints stay."""
+        run, memory = self.state.runs[run_id], self.state.memory[run_id]
+        kept = {0, *(base.round for base in memory.bases)}
+        kept |= {item.round for held in self.state.checkpoints.values() for item in held if item.run_id == run_id}
+        oldest = run.head_round - KEPT_COMMITS
+        committed = {number: commit for number, commit in memory.committed.items() if number > oldest or number in kept}
+        self.remember(run_id, committed=committed)
+        self._records.append(Thin(run_id, run.head_round))
 
     def set_checkpoints(self, peer_id: str, held: tuple[Checkpoint, ...]) -> None:
         """Replace all checkpoints of a node, the newest first."""

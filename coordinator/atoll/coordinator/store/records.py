@@ -75,7 +75,8 @@ class Run:
     loss_round: int = 0  # of the newest evaluation
     loss: float = 0.0  # nats per token; 0: none yet
     plan_floor: int = 0  # after a restore: higher plans up to this version may have been issued
-    rounds_opened: int = 0  # all attempts ever reported; rows of old abandoned ones are deleted
+    rounds_opened: int = 0  # all attempts that are known or must have been; rows of old ones are deleted
+    parts_zeroed: int = 0  # in all known rounds
 
 
 @dataclass(frozen=True)
@@ -244,4 +245,12 @@ class Delete:
     key: tuple[str | int, ...]
 
 
-Change = Record | Delete
+@dataclass(frozen=True)
+class Thin:
+    """Order to delete old rounds and losses of a run, and old manifests in rounds that stay (`retention.py`)."""
+
+    run_id: str
+    head_round: int
+
+
+Change = Record | Delete | Thin

@@ -14,7 +14,19 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, Select, create_engine, event, func, inspect, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    Select,
+    Table,
+    create_engine,
+    event,
+    exists,
+    func,
+    inspect,
+    select,
+)
 from sqlalchemy.exc import (
     ArgumentError,
     DBAPIError,
@@ -25,7 +37,7 @@ from sqlalchemy.exc import (
 )
 
 from atoll.coordinator.database_url import printable
-from atoll.coordinator.store import migrations
+from atoll.coordinator.store import migrations, retention
 from atoll.coordinator.store.database_lock import (
     DatabaseLock,
     already_owned,
@@ -46,6 +58,7 @@ from atoll.coordinator.store.records import (
     Record,
     Round,
     Run,
+    Thin,
     Token,
     Vote,
 )
@@ -108,7 +121,7 @@ class SqlStore(Store):
                 nodes=_all(connection, Node, _select(Node)),
                 runs=_all(connection, Run, _select(Run)),
                 plans=_all(connection, PlanRow, _select(PlanRow)),
-                rounds=_all(connection, Round, _select_rounds()),
+                rounds=_all(connection, Round, _select_rounds().where(_is_loaded())),
                 deny=denied[0] if denied else None,
                 last_event_id=connection.scalar(select(func.max(TABLES[Event].c.event_id))) or 0,
                 votes=_all(connection, Vote, _select(Vote)),
@@ -125,6 +138,8 @@ class SqlStore(Store):
             for change in changes:
                 if isinstance(change, Delete):
                     _delete(connection, change)
+                elif isinstance(change, Thin):
+                    _thin(connection, change)
                 elif isinstance(change, Event):
                     _append(connection, change)
                 else:
@@ -261,6 +276,30 @@ def _select_rounds() -> Select[Any]:
     table = TABLES[Round]
     columns = [column for column in table.c if column.name != "manifest"]
     return select(*columns).order_by(*(table.c[name] for name in Round.KEY))
+
+
+def _is_loaded() -> ColumnElement[bool]:
+    """Condition on rounds that the machine needs: abandoned attempts, the newest rounds, and those of checkpoints."""
+    rounds, runs = TABLES[Round], TABLES[Run]
+    head = select(runs.c.head_round).where(runs.c.run_id == rounds.c.run_id).scalar_subquery()
+    return ~rounds.c.committed | (rounds.c.number > head - retention.KEPT_COMMITS) | _has_checkpoint(rounds, "number")
+
+
+def _has_checkpoint(table: Table, column: str) -> ColumnElement[bool]:
+    held = TABLES[Checkpoint]
+    return exists().where(held.c.run_id == table.c.run_id, held.c.round == table.c[column])
+
+
+def _thin(connection: Connection, change: Thin) -> None:
+    rounds, losses = TABLES[Round], TABLES[Evaluation]
+    ours = (rounds.c.run_id == change.run_id) & rounds.c.committed
+    old = ours & (rounds.c.number <= change.head_round - retention.KEPT_MANIFESTS)
+    connection.execute(rounds.update().where(old, func.length(rounds.c.manifest) > 0).values(manifest=b""))
+    for table, column, where in ((rounds, "number", ours), (losses, "round", losses.c.run_id == change.run_id)):
+        for newest, bucket in retention.thinning(change.head_round):
+            old = where & (table.c[column] <= newest)
+            kept = select(func.max(table.c[column])).where(old).group_by(table.c[column] // bucket)
+            connection.execute(table.delete().where(old, table.c[column].not_in(kept), ~_has_checkpoint(table, column)))
 
 
 def _all(connection: Connection, record: type[_R], wanted: Select[Any]) -> tuple[_R, ...]:

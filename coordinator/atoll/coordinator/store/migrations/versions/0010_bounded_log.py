@@ -1,4 +1,7 @@
-"""Rounds do not wait for others any more: the coordinator asks nodes for those that it lacks."""
+"""Rounds do not wait for others any more, because the coordinator asks nodes for those that it lacks.
+
+Old rounds are deleted, so their zeroed parts are counted in the run.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,15 @@ depends_on = None
 
 def upgrade() -> None:
     op.drop_table("waiting_rounds")
+    op.add_column("runs", sa.Column("parts_zeroed", sa.BigInteger, nullable=False, server_default="0"))
+    op.execute(
+        "UPDATE runs SET parts_zeroed = COALESCE("
+        "(SELECT SUM(rounds.parts_zeroed) FROM rounds WHERE rounds.run_id = runs.run_id AND rounds.committed), 0)"
+    )
 
 
 def downgrade() -> None:
+    op.drop_column("runs", "parts_zeroed")
     op.create_table(
         "waiting_rounds",
         sa.Column("run_id", sa.Text, primary_key=True),
