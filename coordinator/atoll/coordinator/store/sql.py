@@ -20,6 +20,8 @@ from sqlalchemy import (
     Engine,
     Select,
     Table,
+    Update,
+    bindparam,
     create_engine,
     event,
     exists,
@@ -73,6 +75,11 @@ _ACCESS_DENIED_TEXTS = (
     "no password supplied",
 )  # PostgreSQL errors that a retry does not cure
 _BUSY_SECONDS = 10
+_KEY_PREFIX = "key_"
+_UPDATES: dict[type[Record], Update] = {  # built once: to build one takes longer than to execute it
+    record: table.update().where(*(table.c[name] == bindparam(_KEY_PREFIX + name) for name in record.KEY))
+    for record, table in TABLES.items()
+}
 
 
 class SqlStore(Store):
@@ -308,18 +315,17 @@ def _all(connection: Connection, record: type[_R], wanted: Select[Any]) -> tuple
 
 def _upsert(connection: Connection, row: Record) -> None:
     """Update or insert, in SQL that every database supports."""
-    table = TABLES[type(row)]
     values = {item.name: getattr(row, item.name) for item in fields(row)}
-    same = [table.c[name] == values[name] for name in row.KEY]
-    if connection.execute(table.update().where(*same).values(**values)).rowcount == 0:
-        connection.execute(table.insert().values(**values))
+    keys = {_KEY_PREFIX + name: values[name] for name in row.KEY}
+    if connection.execute(_UPDATES[type(row)], {**values, **keys}).rowcount == 0:
+        connection.execute(TABLES[type(row)].insert(), values)
 
 
 def _append(connection: Connection, event: Event) -> None:
     """Insert an event. A number in use means that another coordinator wrote it."""
     values = {item.name: getattr(event, item.name) for item in fields(event)}
     try:
-        connection.execute(TABLES[Event].insert().values(**values))
+        connection.execute(TABLES[Event].insert(), values)
     except IntegrityError as error:
         raise already_owned("") from error
 
