@@ -274,6 +274,21 @@ def test_rounds_that_no_node_holds_any_more_are_skipped(number: int, known: int)
     assert world.run.head_round == number + 3
 
 
+def test_slow_nodes_are_no_reason_to_skip_rounds() -> None:
+    world = trained()
+    told = history(world, 3)
+    hold(world, told, *ALL)
+    asked = set()
+    for _ in range(200):
+        world.wait(1)  # nobody answers in time
+        inquiry = world.state.memory[RUN].inquiry
+        assert inquiry is not None
+        asked.add((world.asked_node, inquiry.first))
+    assert asked - {("", 1)} == {(name, 1) for name in ALL}
+    catch_up(world, told, 40)
+    assert (numbers(world), gap_events(world)) == ([1, 2, 3], [])
+
+
 @pytest.mark.parametrize("holders", [("ann",), ("ann", "bob")])
 def test_a_round_that_half_of_the_nodes_hold_is_not_taken(holders: tuple[str, ...]) -> None:
     world = trained()

@@ -6,8 +6,8 @@ coordinator asks one node with a newer head for the manifests of the next rounds
 must have the votes of the electorate after the one before. If that node delivers nothing that counts, the next node is
 asked.
 
-Nodes delete old manifests. If nobody delivers the next one, the coordinator may skip rounds. It takes a later round if
-a strict majority of the plan's members hold the same manifest of it.
+Nodes delete old manifests. So the coordinator may skip rounds once a strict majority of the plan's members answered,
+and nobody delivers the next one. It takes a later round if a strict majority of them hold the same manifest of it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ask_for_missing_rounds(draft: Draft, run_id: str) -> None:
     elif inquiry is None:
         draft.remember(run_id, inquiry=Inquiry(first, now))
     elif inquiry.agreed is None and inquiry.first != first:  # the round was reported meanwhile
-        draft.remember(run_id, inquiry=replace(inquiry, first=first, since=now, peer_id=""))
+        draft.remember(run_id, inquiry=_after(inquiry, first, now))
     elif inquiry.peer_id:
         if inquiry.peer_id not in ahead or now - inquiry.since >= ANSWER_SECONDS:
             _ask_next(draft, run_id, _without(inquiry, inquiry.peer_id))
@@ -63,12 +63,16 @@ def take_answer(draft: Draft, peer_id: str, run_id: str, answer: mb.ManifestAnsw
         return
     error = _learn(draft, peer_id, run_id, answer.manifests[:MAX_BATCH])
     first = _first_missing(draft.state, run_id)
-    if error is not None or first == inquiry.first:
+    if first == inquiry.first:
+        _ask_next(draft, run_id, _without(replace(inquiry, unable=inquiry.unable | {peer_id}), peer_id))
+        return
+    inquiry = _after(inquiry, first, draft.now.monotonic)
+    if error is not None:
         _ask_next(draft, run_id, _without(inquiry, peer_id))
     elif _nodes_ahead(draft.state, run_id).get(peer_id, 0) > first:
-        _ask(draft, run_id, replace(inquiry, first=first), peer_id)
+        _ask(draft, run_id, inquiry, peer_id)
     else:  # its newest round at most is missing: the opener reports that one
-        draft.remember(run_id, inquiry=replace(inquiry, first=first, since=draft.now.monotonic, peer_id=""))
+        draft.remember(run_id, inquiry=inquiry)
 
 
 def _first_missing(state: State, run_id: str) -> int:
@@ -95,6 +99,11 @@ def _nodes_ahead(state: State, run_id: str) -> Mapping[str, int]:
     }
 
 
+def _after(inquiry: Inquiry, first: int, now: float) -> Inquiry:
+    """The inquiry once round `first` is the next one; nodes that failed before are not asked first."""
+    return Inquiry(first, now, failed=inquiry.failed)
+
+
 def _without(inquiry: Inquiry, peer_id: str) -> Inquiry:
     return replace(inquiry, failed=inquiry.failed | {peer_id})
 
@@ -108,7 +117,7 @@ def _ask_next(draft: Draft, run_id: str, inquiry: Inquiry) -> None:
     unasked = [(number, peer) for peer, number in ahead.items() if peer not in inquiry.failed]
     if unasked:
         _ask(draft, run_id, inquiry, min(unasked)[1])
-    elif inquiry.agreed is None and (later := _later_round(draft.state, run_id)) is not None:
+    elif inquiry.agreed is None and (later := _later_round(draft.state, run_id, inquiry.unable)) is not None:
         _ask_next(draft, run_id, Inquiry(later[0], inquiry.since, agreed=later[1]))
     else:
         failed = frozenset(_nodes_ahead(draft.state, run_id))
@@ -167,9 +176,14 @@ def _members(state: State, run_id: str) -> tuple[str, ...]:
     return plan.members if plan is not None else ()
 
 
-def _later_round(state: State, run_id: str) -> tuple[int, Mapping[str, bytes]] | None:
-    """The newest round that more than half of the plan's members have reached, and its hash on those that are there."""
+def _later_round(state: State, run_id: str, unable: frozenset[str]) -> tuple[int, Mapping[str, bytes]] | None:
+    """The newest round that more than half of the plan's members have reached, and its hash on those that are there.
+
+    None unless more than half are `unable` to send the next round: a slow network is no reason to skip rounds.
+    """
     ahead, members = _nodes_ahead(state, run_id), _members(state, run_id)
+    if 2 * len(unable.intersection(members)) <= len(members):
+        return None
     heads = sorted((ahead[peer] for peer in members if peer in ahead), reverse=True)
     if 2 * len(heads) <= len(members):
         return None

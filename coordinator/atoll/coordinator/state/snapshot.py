@@ -128,7 +128,8 @@ class Inquiry:
     first: int  # the first round asked for
     since: float  # monotonic, of the question; if nobody is asked, since when nothing changed
     peer_id: str = ""  # the node that is asked; empty: nobody
-    failed: frozenset[str] = frozenset()  # nodes that did not answer it, or answered wrongly
+    failed: frozenset[str] = frozenset()  # nodes that were asked in vain
+    unable: frozenset[str] = frozenset()  # those of them that answered, and have no such round
     agreed: Mapping[str, bytes] | None = None  # by peer id: manifest hash of round `first`; None: not after a gap
 
 
