@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
+from atoll.coordinator.store import retention
 from atoll.coordinator.store.records import (
     RECORDS,
     Change,
@@ -20,9 +21,9 @@ from atoll.coordinator.store.records import (
     Record,
     Round,
     Run,
+    Thin,
     Token,
     Vote,
-    WaitingRound,
 )
 from atoll.coordinator.store.store import Contents, Store
 from atoll.core.errors import AlreadyRunning
@@ -44,12 +45,11 @@ class MemoryStore(Store):
             nodes=self._rows(Node),
             runs=self._rows(Run),
             plans=self._rows(PlanRow),
-            rounds=tuple(replace(row, manifest=b"") for row in self._rows(Round)),
+            rounds=tuple(replace(row, manifest=b"") for row in self._rows(Round) if self._is_loaded(row)),
             deny=denied[-1] if denied else None,
             last_event_id=events[-1].event_id if events else 0,
             votes=self._rows(Vote),
             checkpoints=self._rows(Checkpoint),
-            waiting=self._rows(WaitingRound),
             plan_figures=self._rows(PlanFigures),
         )
 
@@ -60,6 +60,8 @@ class MemoryStore(Store):
         for change in changes:
             if isinstance(change, Delete):
                 self._tables[change.record].pop(change.key, None)
+            elif isinstance(change, Thin):
+                self._thin(change)
             else:
                 self._tables[type(change)][tuple(getattr(change, name) for name in change.KEY)] = change
 
@@ -84,6 +86,28 @@ class MemoryStore(Store):
 
     def close(self) -> None:
         return
+
+    def _is_loaded(self, row: Round) -> bool:
+        heads = {run.run_id: run.head_round for run in self._rows(Run)}
+        newest = row.run_id in heads and row.number > heads[row.run_id] - retention.KEPT_COMMITS
+        return not row.committed or newest or self._has_checkpoint(row.run_id, row.number)
+
+    def _has_checkpoint(self, run_id: str, number: int) -> bool:
+        return any((row.run_id, row.round) == (run_id, number) for row in self._rows(Checkpoint))
+
+    def _thin(self, change: Thin) -> None:
+        rounds = {key: row for key, row in self._tables[Round].items() if isinstance(row, Round) and row.committed}
+        for key, row in rounds.items():
+            if row.run_id == change.run_id and row.number <= change.head_round - retention.KEPT_MANIFESTS:
+                self._tables[Round][key] = replace(row, manifest=b"")
+        for table, keys in ((Round, rounds), (Evaluation, self._tables[Evaluation])):
+            numbers = {key: int(str(key[1])) for key in keys if key[0] == change.run_id}
+            for newest, bucket in retention.thinning(change.head_round):
+                old = {key: number for key, number in numbers.items() if number <= newest}
+                kept = {number // bucket: number for number in sorted(old.values())}.values()
+                for key, number in old.items():
+                    if number not in kept and not self._has_checkpoint(change.run_id, number):
+                        del self._tables[table][key], numbers[key]
 
     def _rows(self, table: type[_R]) -> tuple[_R, ...]:
         rows = self._tables[cast("type[Record]", table)]

@@ -29,6 +29,7 @@ from atoll.node.control.coordinator_link import CoordinatorLink
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.directives import Directives
 from atoll.node.control.local_api import LocalApi
+from atoll.node.control.manifest_answers import ManifestAnswers
 from atoll.node.direct.direct_path import DirectConfig
 from atoll.node.limits.enforcer import LimitEnforcer, LimitTargets, not_training
 from atoll.node.run.address_book import AddressBook
@@ -93,6 +94,12 @@ class Daemon:
             timedelta(seconds=config.checkpoint_interval_seconds),
             clock,
         )
+        self._manifests = ManifestStore(
+            self._run_dir / "manifests",
+            self._spec.run.name,
+            checkpointed=lambda: [item.round for item in self._checkpoints.held()],
+        )
+        self._manifest_answers = ManifestAnswers(self._manifests, lambda: self._link.send_heartbeat_now())
         self._coordinator_deny_list_older = False
         self._uploads = CheckpointUploads(self._send_checkpoint)
         self._leaving = asyncio.Event()
@@ -108,6 +115,7 @@ class Daemon:
             config=lambda: self._limit_enforcer.config,
             clock_ahead_seconds=lambda: self._link.clock_offset.ahead_seconds,
             newer_deny_list=self._deny_list_for_coordinator,
+            manifest_answer=self._manifest_answers.take,
         )
         self._link = CoordinatorLink(
             credentials,
@@ -153,6 +161,7 @@ class Daemon:
 
     async def _close(self) -> None:
         await self._uploads.close()
+        await self._manifest_answers.close()
         await self._limit_enforcer.close()
         if self._session is not None:
             await self._save_state(self._session)
@@ -241,7 +250,7 @@ class Daemon:
                 network=host,
                 directives=self._directives,
                 link=self._link,
-                manifests=ManifestStore(self._run_dir / "manifests", self._spec.run.name),
+                manifests=self._manifests,
                 votes=VoteStore(self._run_dir),
                 checkpoints=self._checkpoints,
                 operator_key=self._credentials.operator_key,
@@ -357,6 +366,8 @@ class Daemon:
     def _on_heartbeat_response(self, response: mb.HeartbeatResponse) -> None:
         self._directives.apply_heartbeat(response)
         self._uploads.take(response.uploads)
+        if response.HasField("manifests"):
+            self._manifest_answers.ask(response.manifests)
 
     async def _send_checkpoint(self, order: mb.UploadOrder) -> None:
         await self._link.upload(order, self._checkpoints.store.path(order.round))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -104,6 +105,25 @@ async def test_reports_are_durable_when_acknowledged_and_resending_is_harmless(t
         assert [item.loss for item in run.evaluations] == [4.25]
         rounds = (await home.admin.ListRounds(admin.ListRoundsRequest(), timeout=SECONDS)).rounds
         assert [(item.round.number, item.committed, item.members) for item in rounds] == [(1, True, 2), (2, False, 0)]
+
+
+async def test_rounds_that_no_opener_reported_are_asked_for_on_the_stream(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob", stop_tokens=2000) as (_, nodes):
+        identities, bob = [node.identity for node in nodes], nodes[1]
+        first = round_report(1, hash_of(genesis_report(nodes[0].identity)), identities)
+        second = round_report(2, hash_of(first), identities, committed_before=1000)
+        bob.head = (2, hash_of(second))
+        asked = asyncio.create_task(bob.hear(lambda response: response.HasField("manifests")))
+        while not asked.done():
+            await bob.say()
+            await asyncio.sleep(0.1)
+        question = asked.result()
+        assert (question.manifests.first, question.known_round) == (1, 0)
+        answer = mb.ManifestAnswer(first=1, manifests=[first.manifest, second.manifest])
+        await bob.say(manifests=answer)
+        told = await bob.hear(lambda response: response.known_round == 2)
+        assert told.run_state == mb.RUN_STATE_FINISHED
+        assert sum(response.HasField("manifests") for response in bob.heard) == 1
 
 
 async def test_the_run_finishes_when_its_tokens_are_committed(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.node.control.coordinator_link import MAX_REPORT_BYTES, MAX_REPORTS, ReportQueue
+from atoll.node.control.coordinator_link import MAX_KEPT, MAX_KEPT_ROUNDS, MAX_REPORT_BYTES, MAX_REPORTS, ReportQueue
+from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
 
@@ -40,3 +41,44 @@ def test_reports_after_a_long_absence_are_sent_in_bounded_batches():
     huge = mb.RoundReport(reason="x" * (2 * MAX_REPORT_BYTES))
     outgoing.pending = [huge, huge]
     assert outgoing.take(sequence + 1) == [huge]
+
+
+def round_report(number):
+    return mb.RoundReport(round=pb.RoundId(number=number))
+
+
+def test_reports_that_the_coordinator_cannot_place_yet_are_sent_again():
+    outgoing = ReportQueue()
+    loss, third, seventh = mb.EvaluationReport(round=3), round_report(3), round_report(7)
+    for report in (third, loss, seventh):
+        outgoing.add(report)
+    outgoing.take(1)
+    outgoing.acknowledged(1, known_round=1)
+    assert outgoing.pending == []
+    outgoing.acknowledged(1, known_round=2)
+    assert outgoing.take(2) == [third]
+    outgoing.acknowledged(2, known_round=3)
+    assert outgoing.take(3) == [loss]
+    outgoing.acknowledged(3, known_round=40)
+    assert outgoing.take(4) == [seventh]
+    outgoing.acknowledged(4, known_round=40)
+    assert (outgoing.pending, outgoing.sent, outgoing.early) == ([], {}, [])
+
+
+def test_a_coordinator_that_does_not_say_what_it_knows_gets_each_report_once():
+    outgoing = ReportQueue()
+    outgoing.add(round_report(9))
+    outgoing.take(1)
+    outgoing.acknowledged(1)
+    assert (outgoing.pending, outgoing.early) == ([], [])
+
+
+def test_a_long_absence_of_the_coordinator_fills_no_memory():
+    outgoing = ReportQueue()
+    for number in range(MAX_KEPT + 500):
+        outgoing.add(mb.EvaluationReport(round=number))
+        outgoing.add(round_report(number))
+    kept = [report for report in outgoing.pending if isinstance(report, mb.RoundReport)]
+    assert len(outgoing.pending) <= MAX_KEPT
+    assert [report.round.number for report in kept] == list(range(MAX_KEPT + 500 - MAX_KEPT_ROUNDS, MAX_KEPT + 500))
+    assert outgoing.pending[-2].round == MAX_KEPT + 499

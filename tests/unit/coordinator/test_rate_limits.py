@@ -20,11 +20,11 @@ from unit.coordinator.world import (
 )
 
 from atoll.coordinator.live import attendance
-from atoll.coordinator.rounds import coordinator_seat, reports
+from atoll.coordinator.rounds import coordinator_seat
 from atoll.coordinator.runs import admission, checkpoints
 from atoll.coordinator.state import snapshot
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE, STORED_ROWS_RATE, Allowance, Rate
-from atoll.coordinator.store.records import Event, PlanRow, Round, WaitingRound
+from atoll.coordinator.store.records import Event, PlanRow, Round
 from atoll.core import manifest as manifests
 from atoll.core.errors import InvalidRequest, NotFound, PeerMisbehaved, SignatureInvalid
 from atoll.core.identity import Identity
@@ -75,15 +75,13 @@ def stored(world: World) -> MemoryStore:
 
 def test_one_signature_many_times_is_refused_unread(world: World, verified: list[bytes]) -> None:
     eve = world.identities["eve"]
-    reports = []
-    for number in range(2, 12):
-        report = round_report(number, b"x" * 32, [eve])
-        report.manifest.signatures.extend([report.manifest.signatures[0]] * 4000)
-        reports.append(report)
-    world.say("eve", rounds=reports)
+    genesis = world.state.memory[RUN].committed[0].manifest_hash
+    report = round_report(1, genesis, [eve])
+    report.manifest.signatures.extend([report.manifest.signatures[0]] * 4000)
+    world.say("eve", rounds=[report] * 10)
     assert world.kinds()[-1] == "round.rejected"
     assert verified == []
-    report = round_report(2, b"x" * 32, [eve])
+    report = round_report(1, genesis, [eve])
     report.manifest.signatures.append(report.manifest.signatures[0])
     world.say("eve", rounds=[report])
     assert verified == []
@@ -91,17 +89,19 @@ def test_one_signature_many_times_is_refused_unread(world: World, verified: list
 
 def test_signatures_of_strangers_are_refused_unread(world: World, verified: list[bytes]) -> None:
     signers = [world.identities["eve"], Identity.generate()]
-    world.say("eve", rounds=[round_report(2, b"x" * 32, [world.identities["eve"]], signers=signers)])
+    genesis = world.state.memory[RUN].committed[0].manifest_hash
+    world.say("eve", rounds=[round_report(1, genesis, [world.identities["eve"]], signers=signers)])
     assert world.kinds()[-1] == "round.rejected"
     assert verified == []
 
 
 def test_impossible_reports_are_rejected_before_signatures_are_verified(world: World, verified: list[bytes]) -> None:
     everyone = [world.identities[name] for name in ALL]
+    genesis = world.state.memory[RUN].committed[0].manifest_hash
     for report in (
-        round_report(2, b"x" * 32, everyone, committed_before=10**12),
+        round_report(1, genesis, everyone, committed_before=10**12),
         round_report(1, b"x" * 32, everyone),
-        round_report(2, b"x" * 32, everyone, layers=2),
+        round_report(1, genesis, everyone, layers=2),
         round_report(1, hash_of(genesis_report(everyone[0])), everyone[:1]),  # too few votes
     ):
         world.say("eve", rounds=[report])
@@ -195,9 +195,9 @@ def test_a_flood_of_reports_costs_a_bounded_number_of_rows(world: World) -> None
     told = own_attempts(world, "eve")
     for start in range(0, 750, 250):
         world.say("eve", rounds=told[start : start + 250])
-    losses = [mb.EvaluationReport(round=9, loss=1.0)] * 256
+    losses = [mb.EvaluationReport(round=0, loss=-1.0)] * 256
     for _ in range(4):
-        world.say("eve", rounds=[abandoned_report(9)] * 256, evaluations=losses)
+        world.say("eve", rounds=[abandoned_report(1, attempt=10**6 + 1)] * 256, evaluations=losses)
     kinds = Counter(type(record) for record in world.records[before:])
     assert kinds[Round] == STORED_ROWS_RATE.burst - 1  # one was its connecting
     assert kinds[Event] == STORED_ROWS_RATE.burst - 1 + REFUSED_REPORTS_RATE.burst
@@ -283,7 +283,7 @@ def last_message(world: World) -> str:
 
 @pytest.mark.parametrize("spoil", ["payload", "signature", "other-key", "more-votes-than-seats"])
 def test_a_report_is_no_place_to_store_things(world: World, spoil: str) -> None:
-    report = round_report(7, b"x" * 32, [world.identities["eve"]])
+    report = round_report(1, world.state.memory[RUN].committed[0].manifest_hash, [world.identities["eve"]])
     if spoil == "payload":
         text = report.manifest.payload + b"\xa2\x06\x80\x80\x80\x01" + bytes(2 << 20)  # an unknown field of 2 MiB
         report.manifest.CopyFrom(commit(text, [world.identities["eve"]]))
@@ -297,19 +297,7 @@ def test_a_report_is_no_place_to_store_things(world: World, spoil: str) -> None:
         )
     world.say("eve", rounds=[report])
     assert world.kinds()[-1] == "round.rejected"
-    assert world.state.memory[RUN].waiting_rounds == {}
-
-
-def test_large_rows_cost_more(world: World) -> None:
-    eve = world.identities["eve"]
-    for number in range(2, 30):
-        text = round_report(number, b"x" * 32, [eve]).manifest.payload + b"\xa2\x06\x80\x80\x40" + bytes(1 << 20)
-        report = round_report(number, b"x" * 32, [eve])
-        report.manifest.CopyFrom(commit(text, [eve]))
-        world.say("eve", rounds=[report])
-    waiting = world.state.memory[RUN].waiting_rounds
-    assert sum(len(row.report) for row in waiting.values()) <= reports.MAX_WAITING_BYTES
-    assert len([row for row in world.records if isinstance(row, WaitingRound)]) < STORED_ROWS_RATE.burst / 16
+    assert not any(isinstance(record, Round) for record in world.records)
 
 
 def test_an_allowance_comes_back_with_time() -> None:

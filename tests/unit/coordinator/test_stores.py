@@ -14,10 +14,12 @@ from sqlalchemy import create_engine
 from support.memory_store import MemoryStore
 from support.postgres import Postgres, missing, postgres
 
+from atoll.coordinator.store import migrations, retention
 from atoll.coordinator.store.copying import copy_rows
 from atoll.coordinator.store.database_lock import OWNER_TABLE
 from atoll.coordinator.store.records import (
     RECORDS,
+    Change,
     Checkpoint,
     Delete,
     DenyRow,
@@ -28,9 +30,9 @@ from atoll.coordinator.store.records import (
     PlanRow,
     Round,
     Run,
+    Thin,
     Token,
     Vote,
-    WaitingRound,
 )
 from atoll.coordinator.store.sql import SqlStore
 from atoll.coordinator.store.store import Contents, Store
@@ -58,8 +60,7 @@ DENY = DenyRow(1, b"list")
 EVENT = Event(1, 10, "run.created", "reef", "reef", "run reef created · 3 ±")
 VOTE = Vote("reef", 8, 3, 2**32 - 1, 3, 2, b"\0payload")
 HELD = Checkpoint("p1", 7, "reef", b"hash", 2**40, 13, 2**50)
-WAITS = WaitingRound("reef", 9, "p1", b"\0report", 14)
-ALL = (TOKEN, NODE, RUN, PLAN, FIGURES, ROUND, WAITS, VOTE, HELD, LOSS, DENY, EVENT)
+ALL = (TOKEN, NODE, RUN, PLAN, FIGURES, ROUND, VOTE, HELD, LOSS, DENY, EVENT)
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +106,7 @@ def test_an_empty_store_is_empty(store: Store) -> None:
 def test_applied_rows_are_loaded_field_by_field(store: Store) -> None:
     store.apply(ALL)
     kept = replace(ROUND, manifest=b"")
-    assert store.load() == Contents(
-        (TOKEN,), (NODE,), (RUN,), (PLAN,), (kept,), DENY, 1, (VOTE,), (HELD,), (WAITS,), (FIGURES,)
-    )
+    assert store.load() == Contents((TOKEN,), (NODE,), (RUN,), (PLAN,), (kept,), DENY, 1, (VOTE,), (HELD,), (FIGURES,))
     assert store.plan_figures("reef") == (FIGURES,)
     assert store.plan_figures("another") == ()
     assert store.events(0, 10) == (EVENT,)
@@ -142,6 +141,53 @@ def test_logs_are_ordered_and_cut(store: Store) -> None:
     assert store.newest_rounds("other", 10) == ()
     store.apply([replace(LOSS, round=number) for number in (12, 2)])
     assert [loss.round for loss in store.evaluations("reef")] == [2, 12]
+
+
+def thin_in_steps(store: Store, rounds: int, step: int) -> None:
+    for number in range(1, rounds + 1):
+        changes: list[Change] = [replace(RUN, head_round=number), replace(ROUND, number=number)]
+        changes += [replace(LOSS, round=number)] if number % 3 == 2 else []
+        store.apply([*changes, Thin("reef", number)] if number % step == 0 else changes)
+
+
+def test_a_long_log_is_complete_at_its_end_and_thinner_the_older_it_is(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "FULL_ROUNDS", 8)
+    monkeypatch.setattr(retention, "KEPT_MANIFESTS", 4)
+    store.apply([replace(RUN, run_id="other"), replace(ROUND, run_id="other")])
+    store.apply([replace(HELD, round=number) for number in (9, 10)])
+    thin_in_steps(store, 80, 4)
+    numbers = [row.number for row in store.rounds("reef", 0, 1000)]
+    assert numbers == [9, 10, *range(15, 48, 8), *range(51, 64, 4), *range(65, 72, 2), *range(72, 81)]
+    losses = [row.round for row in store.evaluations("reef")]
+    assert losses[-3:] == [74, 77, 80]
+    assert all(number % 3 == 2 for number in losses)
+    assert len(losses) < 20
+    assert len(store.rounds("other", 0, 10)) == 1
+
+
+def test_thinning_rarely_leaves_what_thinning_often_leaves(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "FULL_ROUNDS", 8)
+    thin_in_steps(store, 96, 96)
+    often = MemoryStore()
+    thin_in_steps(often, 96, 1)
+    assert [row.number for row in store.rounds("reef", 0, 1000)] == [
+        row.number for row in often.rounds("reef", 0, 1000)
+    ]
+
+
+def test_only_the_newest_rounds_and_those_of_checkpoints_are_loaded(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "KEPT_COMMITS", 3)
+    abandoned = replace(ROUND, number=2, attempt=1, committed=False)
+    store.apply([abandoned, HELD, replace(HELD, round=8, run_id="other")])
+    thin_in_steps(store, 20, 50)
+    assert [(row.number, row.committed) for row in store.load().rounds] == [
+        *[(2, False), (7, True)],
+        *[(number, True) for number in (18, 19, 20)],
+    ]
 
 
 def test_the_newest_deny_list_is_loaded(store: Store) -> None:
@@ -279,6 +325,29 @@ def test_the_migrations_make_exactly_the_tables_of_the_records(url: str) -> None
         assert compare_metadata(MigrationContext.configure(connection, opts=ours), METADATA) == []
     engine.dispose()
     assert len(METADATA.tables) == len(RECORDS)
+
+
+def test_a_database_of_the_release_before_opens_with_its_rows(url: str) -> None:
+    engine = create_engine(url)
+    migrations.upgrade(engine, "0009")
+    with engine.begin() as connection:
+        connection.exec_driver_sql("INSERT INTO waiting_rounds VALUES ('reef', 9, 'p1', '', 14)")
+        connection.exec_driver_sql("INSERT INTO deny_lists VALUES (3, '')")
+        connection.exec_driver_sql(
+            "INSERT INTO runs VALUES ('reef', '', 'TRAINING', 1, '', '', '', 1, 2, 3, 0, 0, 0, 9)"
+        )
+        for number, zeroed in ((1, 2), (2, 5)):
+            connection.exec_driver_sql(
+                f"INSERT INTO rounds VALUES ('reef', {number}, 1, 0, 0, true, '', '', 1, 1, 1, 1, 1, 1, {zeroed}, "
+                "'', '', '', 1, '', 0, '', '')"
+            )
+    engine.dispose()
+    store = SqlStore(url)
+    deny = store.load().deny
+    assert deny is not None
+    assert deny.number == 3
+    assert [run.parts_zeroed for run in store.load().runs] == [7]
+    store.close()
 
 
 def test_a_file_that_is_no_database_is_reported_and_left_alone(tmp_path: Path) -> None:

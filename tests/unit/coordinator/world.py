@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from support.memory_store import MemoryStore
 
+from atoll.coordinator.rounds import learner
 from atoll.coordinator.runs import admission, lifecycle, machine
 from atoll.coordinator.state.snapshot import Draft, Policy, State, Step, StepTime, seats_after
 from atoll.coordinator.store.records import Change, Event, Node, Run, Token
@@ -287,6 +290,22 @@ class World:
         told = {"profile": self.profiles.get(name), **request}
         message = mb.HeartbeatRequest(status=status, **told)  # type: ignore[arg-type]
         self.take(machine.heartbeat(self.state, self.now, peer, self.sessions[peer], message))
+
+    @property
+    def asked_node(self) -> str:
+        """The name of the node that is asked for rounds; empty: nobody."""
+        inquiry = self.state.memory[RUN].inquiry
+        return self.name_of(inquiry.peer_id) if inquiry is not None and inquiry.peer_id else ""
+
+    def send_asked(self, told: Mapping[int, mb.RoundReport]) -> list[int]:
+        """The node that is asked sends those of `told` that follow each other, as it does from disk; their numbers."""
+        inquiry = self.state.memory[RUN].inquiry
+        assert inquiry is not None
+        most = learner.MAX_BATCH if inquiry.agreed is None else 1
+        numbers = list(itertools.takewhile(told.__contains__, range(inquiry.first, inquiry.first + most)))
+        manifests = [told[number].manifest for number in numbers]
+        self.say(self.asked_node, manifests=mb.ManifestAnswer(first=inquiry.first, manifests=manifests))
+        return numbers
 
     def opener_of(self, report: mb.RoundReport) -> str:
         """Whose attempt it was."""

@@ -11,6 +11,8 @@ from support.small_state import state_of
 
 from atoll.core.disk import OS_DISK
 from atoll.core.errors import DataDirUnusable
+from atoll.core.manifest import Head
+from atoll.node.state import manifests
 from atoll.node.state.manifests import ManifestStore
 
 
@@ -26,6 +28,76 @@ def test_what_was_appended_is_held(tmp_path):
     assert store.get(2) == state_of(2).head.committed
     assert store.get(3) is None
     assert ManifestStore(tmp_path, "lagoon").newest() is None  # another run's
+
+
+def test_consecutive_rounds_are_read_up_to_a_missing_one_and_to_a_size(tmp_path):
+    store = open_store(tmp_path)
+    for number in (1, 2, 3, 5):
+        store.append(state_of(number).head)
+    size = state_of(1).head.committed.ByteSize()
+
+    def rounds(first, count, most_bytes):
+        return [Head(committed).round for committed in store.consecutive(first, count, most_bytes)]
+
+    assert rounds(1, 9, 1 << 20) == [1, 2, 3]
+    assert rounds(2, 1, 1 << 20) == [2]
+    assert rounds(4, 9, 1 << 20) == []
+    assert rounds(1, 9, 2 * size + 8) == [1, 2]
+    assert rounds(1, 9, 1) == [1]  # the first one is sent whatever its size
+
+
+def kept(directory):
+    return sorted(int(path.name.partition(".")[0]) for path in directory.iterdir())
+
+
+def test_only_the_newest_rounds_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifests, "KEPT_MANIFESTS", 5)
+    store = open_store(tmp_path)
+    for number in range(1, 9):
+        store.append(state_of(number).head)
+    assert kept(tmp_path) == [4, 5, 6, 7, 8]
+    store.append(state_of(3).head)  # an older one, as of a checkpoint, removes nothing
+    assert kept(tmp_path) == [3, 4, 5, 6, 7, 8]
+    store = open_store(tmp_path)
+    store.append(state_of(100).head)  # after a long absence
+    assert kept(tmp_path) == [100]
+
+
+def test_a_directory_full_of_old_rounds_is_emptied_a_few_at_a_time(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    for number in range(1, 41):
+        store.append(state_of(number).head)
+    monkeypatch.setattr(manifests, "KEPT_MANIFESTS", 5)
+    store, left = open_store(tmp_path), []
+    for number in range(41, 45):
+        store.append(state_of(number).head)
+        left.append(len(kept(tmp_path)))
+    assert left == [25, 10, 5, 5]
+
+
+def test_manifests_that_a_checkpoint_needs_stay_as_long_as_it_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifests, "KEPT_MANIFESTS", 3)
+    checkpoints = [4]
+    store = ManifestStore(tmp_path, "reef", checkpointed=lambda: checkpoints)
+    for number in range(1, 10):
+        store.append(state_of(number).head)
+    assert kept(tmp_path) == [3, 4, 7, 8, 9]  # 3 names the electorate of 4
+    checkpoints[:] = [9]
+    store.append(state_of(10).head)
+    assert kept(tmp_path) == [8, 9, 10]
+
+
+def test_a_disk_that_removes_nothing_still_takes_new_rounds(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifests, "KEPT_MANIFESTS", 3)
+
+    class Stuck(type(OS_DISK)):
+        def unlink(self, path):
+            raise OSError(errno.EIO, "no")
+
+    store = open_store(tmp_path, Stuck())
+    for number in range(1, 9):
+        store.append(state_of(number).head)
+    assert store.newest().round == 8
 
 
 @pytest.mark.parametrize("kind", ["killed", "nothing unsynced survives", *range(4)])

@@ -1,8 +1,9 @@
 """Reports of rounds, losses and genesis: checked here, then stored once however often they arrive. Pure.
 
-A node resends a report until it is acknowledged, so receiving it twice must be harmless. A report that is provably
-wrong is logged as an event and dropped: it must neither end the node's heartbeats nor be sent again. A round whose
-predecessor is unknown waits, durably, until the rounds around it are known.
+A node resends a report until the coordinator knows its round, so receiving it twice must be harmless. A report that is
+provably wrong is logged as an event and dropped: it must neither end the node's heartbeats nor be sent again. Rounds
+are stored in their order. A report of a round whose predecessor is unknown is ignored: `learner.py` asks nodes for the
+rounds between, and the node sends its report again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from atoll.coordinator.rounds.round_checks import (
     check_layer_table,
     check_layers,
     check_reported_head,
-    is_decided,
+    check_votes,
     report_key,
     row_from_report,
 )
@@ -22,7 +23,8 @@ from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import run_states
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE, STORED_ROWS_RATE
 from atoll.coordinator.state.snapshot import Commit, Draft, RunMemory, attempt_key, charge_row, commit_from_row
-from atoll.coordinator.store.records import Evaluation, Round, Run, WaitingRound
+from atoll.coordinator.store.records import Evaluation, Round, Run
+from atoll.coordinator.store.retention import THIN_EVERY
 from atoll.core.data_position import DataPosition
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.manifest import (
@@ -36,39 +38,37 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import membership_pb2 as mb
 
 MAX_LOSS = 1e6
-MAX_WAITING = 256  # waiting rounds of one node
-MAX_WAITING_BYTES = 4 << 20  # of one node's waiting rounds together
-GAP_SECONDS = 60.0  # rounds wait this long before the event log says so
 DROPPED_SECONDS = 10.0  # dropped reports of this period share one event
 _MAX_NAMED_NODES = 5  # in one event
-_ROW_BYTES = 64 << 10  # each further 64 KiB of a row costs as much as a row
 
 
 def apply_round_report(draft: Draft, peer_id: str, run_id: str, report: mb.RoundReport) -> None:
     """Store how a round ended, move the head, and finish the run when its tokens are reached."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    if _is_known_report(memory, peer_id, report):
+    if report.round.number > run.head_round + 1 or _is_known_report(run, memory, peer_id, report):
         return
     try:
         row = row_from_report(draft.state, draft.now.unix_ms, peer_id, run, report)
         if row.committed:
-            _judge_committed(draft, run, row, report)
+            commit_round(draft, peer_id, row, report)
         elif _charge_row(draft, peer_id):
             _log_round(draft, row)
             draft.add_abandoned(run_id, attempt_key(row))
             message = f"round {row.number} was abandoned: {row.reason}"
             draft.event("round.abandoned", run_id, str(row.number), message)
     except AtollError as error:
-        _reject(draft, run_id, peer_id, "round", error)
+        reject(draft, run_id, peer_id, "round", error)
 
 
 def apply_evaluation_report(draft: Draft, peer_id: str, run_id: str, report: mb.EvaluationReport) -> None:
     """Store a validation loss. A round may be evaluated twice; the later report replaces the earlier."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    if report.round > run.head_round:
+        return  # the node sends it again once the round is known
     try:
         tokens = _check_evaluation(peer_id, memory, report)
     except AtollError as error:
-        _reject(draft, run_id, peer_id, "evaluation", error)
+        reject(draft, run_id, peer_id, "evaluation", error)
         return
     if (run.loss and report.round <= run.loss_round) and not _charge_row(draft, peer_id):
         return
@@ -91,7 +91,7 @@ def apply_genesis_report(draft: Draft, peer_id: str, run_id: str, report: mb.Gen
         _check_genesis(run, peer_id, report)
     except AtollError as error:
         draft.remember(run_id, failed_genesis_writers=memory.failed_genesis_writers | {peer_id})
-        _reject(draft, run_id, peer_id, "genesis", error)
+        reject(draft, run_id, peer_id, "genesis", error)
         return
     report.layers.DiscardUnknownFields()
     table, manifest = (
@@ -103,22 +103,6 @@ def apply_genesis_report(draft: Draft, peer_id: str, run_id: str, report: mb.Gen
     draft.remember(run_id, committed={**memory.committed, 0: genesis}, head_known_since=draft.now.monotonic)
     draft.event("run.genesis-written", run_id, peer_id, f"genesis has {len(report.layers.layers)} layers")
     plan_upkeep.issue_first_plan(draft, run_id)
-
-
-def warn_of_round_gap(draft: Draft, run_id: str) -> None:
-    """Log an event, once, when rounds wait for others that no node reports."""
-    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    if memory.waiting_since is None or draft.now.monotonic - memory.waiting_since < GAP_SECONDS:
-        return
-    draft.remember(run_id, waiting_since=None)
-    newest = max(number for number, _ in memory.waiting_rounds)
-    if newest > run.head_round:
-        message = (
-            f"rounds up to {newest} were reported, but not those right after {run.head_round}, and too few members "
-            "that decide those voted for later ones: `atollctl run recover --force` continues from the state that "
-            "most nodes hold"
-        )
-        draft.event("run.gap", run_id, str(newest), message)
 
 
 def log_dropped_reports(draft: Draft) -> None:
@@ -135,105 +119,61 @@ def log_dropped_reports(draft: Draft) -> None:
 # --- rounds that committed ---------------------------------------------------------------------------
 
 
-def _is_known_report(memory: RunMemory, peer_id: str, report: mb.RoundReport) -> bool:
-    """True if exactly this outcome is stored, or waits, already."""
+def _is_known_report(run: Run, memory: RunMemory, peer_id: str, report: mb.RoundReport) -> bool:
+    """True if this outcome is stored already, or if the round is older than those in memory."""
     known, key = memory.committed.get(report.round.number), report_key(report)
     if not report.committed:
         return key in memory.abandoned_attempts or (known is not None and known.attempt == key)
-    is_reported = known is not None and known.committed_tokens is not None
-    if known is not None and is_reported and known.manifest_hash == manifest_hash(report.manifest.payload):
-        return True
-    waiting = memory.waiting_rounds.get((report.round.number, peer_id))
-    return waiting is not None and _report_of(waiting).manifest.payload == report.manifest.payload
+    if known is None:
+        return report.round.number <= run.head_round
+    if known.manifest_hash != manifest_hash(report.manifest.payload):
+        return False
+    completes = not known.reported and (known.opener, known.attempt) == (peer_id, key)
+    return known.committed_tokens is not None and not completes
 
 
-def _judge_committed(draft: Draft, run: Run, row: Round, report: mb.RoundReport) -> None:
-    """Commit the round, or store it as waiting. Raises what is wrong with it; verifies signatures last."""
-    if draft.state.live[row.opener].refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) is None:
+def commit_round(
+    draft: Draft, sender: str, row: Round, report: mb.RoundReport, *, held_by_majority: bool = False
+) -> None:
+    """Commit the round of a report by `sender`. Raises what is wrong with it; verifies signatures last.
+
+    Its votes must be a quorum of its electorate, unless a majority of the plan's members hold it.
+    """
+    if draft.state.live[sender].refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) is None:
         raise PeerMisbehaved("this node has no allowance left for rejected reports")
-    head, row = check_reported_head(draft.state, run, row, report)
-    decided = is_decided(head, draft.state.memory[run.run_id], draft.state.operator_key)
+    memory = draft.state.memory[row.run_id]
+    head, row = check_reported_head(draft.state, draft.state.runs[row.run_id], row, report)
+    if not held_by_majority:
+        check_votes(head, memory, draft.state.operator_key)
     verify_votes(head)
-    if decided:
-        _commit(draft, row)
-        _judge_waiting_rounds(draft, run.run_id, row.number)
-        return
-    kept = mb.RoundReport(round=report.round, committed=True, manifest=head.committed, seconds=row.seconds)
-    kept.wire_bytes = row.wire_bytes
-    kept.DiscardUnknownFields()
-    text = kept.SerializeToString()
-    if _charge_row(draft, row.opener, 1 + len(text) / _ROW_BYTES):
-        _store_waiting(draft, WaitingRound(run.run_id, row.number, row.opener, text, draft.now.unix_ms))
+    append_round(draft, row)
 
 
-def _commit(draft: Draft, row: Round) -> None:
+def append_round(draft: Draft, row: Round) -> None:
+    """Append a checked round to the log, move the head, and finish the run when its tokens are reached."""
     run_id, number = row.run_id, row.number
     memory = draft.state.memory[run_id]
-    _log_round(draft, row)
+    known = memory.committed.get(number)
+    is_new = known is None or known.committed_tokens is None  # else its opener reports a round that was learned
+    if is_new:
+        _log_round(draft, row)
+        draft.event("round.committed", run_id, str(number), _committed_sentence(draft, row))
+    else:
+        draft.log(row)
     draft.remember(
         run_id,
         committed={**memory.committed, number: commit_from_row(row, memory.committed.get(number - 1))},
         abandoned_attempts=memory.abandoned_attempts - {attempt_key(row)},
     )
-    draft.event("round.committed", run_id, str(number), _committed_sentence(draft, row))
     run = draft.state.runs[run_id]
-    if number >= run.head_round:  # equal: a base that was known only by its hash
-        draft.put(replace(run, head_round=number, committed_tokens=row.committed_tokens))
+    if is_new and number >= run.head_round:  # equal: a base that was known only by its hash
+        zeroed = run.parts_zeroed + row.parts_zeroed
+        draft.put(replace(run, head_round=number, committed_tokens=row.committed_tokens, parts_zeroed=zeroed))
         draft.remember(run_id, head_known_since=draft.now.monotonic)
         draft.forget_votes(run_id, [decided for decided in memory.votes if decided <= number])
+        if number // THIN_EVERY > run.head_round // THIN_EVERY:
+            draft.compact(run_id)
         run_states.finish_if_due(draft, run_id)
-
-
-def _store_waiting(draft: Draft, row: WaitingRound) -> None:
-    """Store a waiting round. If the node has too many, its lowest ones are deleted."""
-    memory = draft.state.memory[row.run_id]
-    own = {key: other for key, other in memory.waiting_rounds.items() if key[1] == row.peer_id and key[0] != row.number}
-    size = len(row.report) + sum(len(other.report) for other in own.values())
-    dropped: list[tuple[int, str]] = []
-    for key in sorted(own):
-        if size <= MAX_WAITING_BYTES and len(own) - len(dropped) < MAX_WAITING:
-            break
-        size -= len(own[key].report)
-        dropped.append(key)
-    draft.forget_waiting(row.run_id, dropped)
-    draft.set_waiting(row)
-
-
-def _judge_waiting_rounds(draft: Draft, run_id: str, number: int) -> None:
-    """Commit waiting rounds that a newly known round decides."""
-    known = [number]
-    while known:
-        number = known.pop()
-        waiting = draft.state.memory[run_id].waiting_rounds
-        draft.forget_waiting(run_id, [key for key in waiting if key[0] == number])
-        above = min((key[0] for key in waiting if key[0] > number), default=number)
-        for key in sorted(waiting):
-            if key[0] in {number - 1, number + 1, above} - {number} and _commit_if_decided(draft, waiting[key]):
-                known.append(key[0])
-
-
-def _commit_if_decided(draft: Draft, waiting: WaitingRound) -> bool:
-    """Commit a waiting round if it is decided now; delete it if it proves wrong."""
-    run_id, report = waiting.run_id, _report_of(waiting)
-    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    key = (waiting.number, waiting.peer_id)
-    if key not in memory.waiting_rounds or waiting.number in memory.committed:
-        return False
-    try:
-        row = row_from_report(draft.state, waiting.told_ms, waiting.peer_id, run, report)
-        head, row = check_reported_head(draft.state, run, row, report)
-        if not is_decided(head, memory, draft.state.operator_key):
-            return False
-    except AtollError as error:
-        draft.forget_waiting(run_id, [key])
-        _reject(draft, run_id, waiting.peer_id, "round", error)
-        return False
-    _commit(draft, row)
-    return True
-
-
-def _report_of(waiting: WaitingRound) -> mb.RoundReport:
-    return mb.RoundReport.FromString(waiting.report)
 
 
 def _log_round(draft: Draft, row: Round) -> None:
@@ -255,22 +195,24 @@ def _committed_sentence(draft: Draft, row: Round) -> str:
         f"screening excluded {', '.join(screened)}{more} from most sums" if screened else "",
     ]
     by = "one node" if row.members == 1 else f"{row.members} nodes"
-    summary = f"round {row.number} committed by {by}: {row.tokens} tokens in {row.seconds:.1f} s"
+    lasted = f" in {row.seconds:.1f} s" if row.seconds else ", learned later"
+    summary = f"round {row.number} committed by {by}: {row.tokens} tokens{lasted}"
     return "; ".join([summary, *(note for note in notes if note)])
 
 
 # --- allowances --------------------------------------------------------------------------------------
 
 
-def _charge_row(draft: Draft, peer_id: str, cost: float = 1.0) -> bool:
+def _charge_row(draft: Draft, peer_id: str) -> bool:
     """Charge one row to this node's limit; False, and counted as dropped, if the limit is reached."""
-    if charge_row(draft, peer_id, cost):
+    if charge_row(draft, peer_id):
         return True
     _drop(draft, peer_id)
     return False
 
 
-def _reject(draft: Draft, run_id: str, peer_id: str, kind: str, error: AtollError) -> None:
+def reject(draft: Draft, run_id: str, peer_id: str, kind: str, error: AtollError) -> None:
+    """Log an event that a report of this node was rejected, within the node's allowance for such events."""
     live = draft.state.live.get(peer_id)
     remaining = live.refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) if live else None
     if live is None or remaining is None:

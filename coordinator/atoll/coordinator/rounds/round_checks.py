@@ -1,14 +1,8 @@
 """Checks of reported rounds. Pure; cheap checks come first, signatures last.
 
 A manifest names its contributors, so the members whose votes make it valid must be known from elsewhere: the manifest
-before it names them. Openers report in any order after an outage, and a round may be lost with the opener that never
-reported it. A round whose predecessor is unknown here is accepted
-
-- if the known round after it follows it, by hash; or
-- if a strict majority of the electorate of the newest known round before it voted for it, and a strict majority of
-  the present plan did so, too: no minority of either can mislead the coordinator.
-
-Otherwise it waits until the gap is filled (`reports.py`).
+before it names them. So rounds are taken one after the other (`reports.py`), and missing ones are asked for
+(`learner.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +14,7 @@ from functools import lru_cache
 
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state.snapshot import (
+    KEPT_PLANS,
     AttemptKey,
     RunMemory,
     State,
@@ -29,11 +24,11 @@ from atoll.coordinator.state.snapshot import (
     seats_after,
 )
 from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, Round, Run
-from atoll.core.errors import PeerMisbehaved
+from atoll.core.errors import PeerMisbehaved, SignatureInvalid
 from atoll.core.fragments import fragment_count, fragment_of_round
 from atoll.core.identity import peer_id_of
 from atoll.core.manifest import Head, parse_head, require_quorum, strip_unknown_manifest_fields
-from atoll.core.quorum import MAX_SEATS, Electorate
+from atoll.core.quorum import MAX_SEATS
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import counted_tokens, require_valid_verdicts, screened_out
 from atoll.v1 import common_pb2 as pb
@@ -41,7 +36,7 @@ from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
 MAX_LAYERS = 4096
-MAX_ROUNDS_AHEAD = 10_000  # from the head to a committed round that is reported before those between
+MAX_ROUNDS_AHEAD = 10_000  # from the newest known round to one that asks for the tie-break
 MAX_ATTEMPT = 10**6  # enough for weeks without a majority
 MAX_PAYLOAD_BYTES = 2 << 20  # enough for thousands of members and layers
 ABANDONED_WINDOW_ROUNDS = 256  # older abandoned attempts are not stored
@@ -54,18 +49,22 @@ def report_key(report: mb.RoundReport) -> AttemptKey:
 
 
 def row_from_report(state: State, unix_ms: int, peer_id: str, run: Run, report: mb.RoundReport) -> Round:
-    """The row of an attempt as its opener reports it; the manifest is not read yet. Raises `PeerMisbehaved`."""
+    """The row of an attempt as its opener reports it; the manifest is not read yet. Raises `PeerMisbehaved`.
+
+    `peer_id` is empty for an attempt under a forgotten plan: its opener is unknown.
+    """
     named, memory = report.round, state.memory[run.run_id]
-    if named.run_id != run.run_id or peer_id not in memory.token_caps.get(named.plan_version, {}):
+    members = (
+        {"": 0} if is_forgotten(run, memory, named.plan_version) else memory.token_caps.get(named.plan_version, {})
+    )
+    if named.run_id != run.run_id or peer_id not in members:
         raise PeerMisbehaved(f"this node was not a member of round {named.number} under plan {named.plan_version}")
-    # The opener of an abandoned round knows the round before it, or is about to report that one.
-    ahead = MAX_ROUNDS_AHEAD if report.committed else 2
-    if not 1 <= named.number <= run.head_round + ahead:
-        raise PeerMisbehaved(f"round {named.number} is too far from round {run.head_round}, the newest known")
+    if not 1 <= named.number <= MAX_INTEGER:
+        raise PeerMisbehaved(f"the number of a round is {named.number}; must be 1 to {MAX_INTEGER}")
     if named.attempt > MAX_ATTEMPT:
         raise PeerMisbehaved(f"attempt of round {named.number} is {named.attempt}; must be at most {MAX_ATTEMPT}")
     fragment = fragment_of_round(named.number, fragments_of(run, memory, named.plan_version))
-    if named.fragment != fragment:
+    if peer_id and named.fragment != fragment:
         raise PeerMisbehaved(f"fragment of round {named.number} is {named.fragment}; must be {fragment}")
     if not math.isfinite(report.seconds):
         raise PeerMisbehaved(f"seconds of round {named.number} is {report.seconds}; must be finite")
@@ -111,9 +110,10 @@ def check_reported_head(state: State, run: Run, row: Round, report: mb.RoundRepo
     if not head.signers <= state.nodes.keys() | {peer_id_of(state.operator_key)}:
         raise PeerMisbehaved(f"round {row.number} is signed by a peer that was never enrolled")
     check_layers(head.manifest, layer_count(run.layers))
-    if head.manifest.fragments != fragments_of(run, memory, made.plan_version):
+    forgotten = is_forgotten(run, memory, made.plan_version)
+    if not forgotten and head.manifest.fragments != fragments_of(run, memory, made.plan_version):
         raise PeerMisbehaved(f"round {head.round} has {head.manifest.fragments} fragments; its plan has another number")
-    tokens = _contributed_tokens(head, memory.token_caps.get(made.plan_version, {}))
+    tokens = _contributed_tokens(head, None if forgotten else memory.token_caps.get(made.plan_version, {}))
     _check_history(head, run, memory, tokens)
     contributions = head.manifest.contributions
     return head, replace(
@@ -142,6 +142,12 @@ def _codec_name(codec: pb.Codec) -> str:
         return str(codec)
 
 
+def is_forgotten(run: Run, memory: RunMemory, plan_version: int) -> bool:
+    """True for a plan that was issued between a backup and its restore, or long ago: its content is not known here."""
+    newest_forgotten = max(run.plan_floor, run.plan_version - KEPT_PLANS)
+    return plan_version not in memory.token_caps and 0 < plan_version <= newest_forgotten
+
+
 def fragments_of(run: Run, memory: RunMemory, plan_version: int) -> int:
     """Number of fragments of the run under that plan."""
     return fragment_count(memory.spec.sync.fragments, layer_count(run.layers), memory.cut_counts.get(plan_version, 0))
@@ -153,21 +159,17 @@ def layer_count(table: bytes) -> int:
     return len(plan_pb2.LayerTable.FromString(table).layers)
 
 
-def is_decided(head: Head, memory: RunMemory, operator_key: bytes) -> bool:
-    """True if the electorate voted for the round; False while the electorate is unknown. Verifies no signature.
+def check_votes(head: Head, memory: RunMemory, operator_key: bytes) -> None:
+    """Raise `SignatureInvalid` unless the electorate after the round before voted for it. Verifies no signature.
 
-    Raises `SignatureInvalid` if the round before it is known and the votes are too few.
+    The votes on a round that is known by its hash were counted before (`check_reported_head` compares the hashes).
     """
-    known, after = memory.committed.get(head.round), memory.committed.get(head.round + 1)
-    if known is not None or (after is not None and after.previous_hash == head.hash):
-        return True  # known by its hash: `check_reported_head` compared them
+    if head.round in memory.committed:
+        return
     electorate = electorate_after(memory, head.round - 1)
-    if electorate is not None:
-        require_quorum(head, electorate, operator_key)
-        return True
-    newest = electorate_after(memory, max(number for number in memory.committed if number < head.round))
-    planned = Electorate(frozenset(memory.plan.members if memory.plan else ()))
-    return newest is not None and newest.decides(head.signers) and planned.decides(head.signers)
+    if electorate is None:
+        raise SignatureInvalid(f"round {head.round} cannot be checked: round {head.round - 1} is not known")
+    require_quorum(head, electorate, operator_key)
 
 
 def check_layer_table(table: plan_pb2.LayerTable, model_hash: str) -> None:
@@ -218,10 +220,15 @@ def _check_abandoned(run: Run, memory: RunMemory, peer_id: str, report: mb.Round
         raise PeerMisbehaved(f"this node is not the opener of attempt {named.attempt} at round {named.number}")
 
 
-def _contributed_tokens(head: Head, caps: Mapping[str, int]) -> int:
-    """Tokens of a round, after checking that its plan's members contributed, each once and within its cap."""
+def _contributed_tokens(head: Head, caps: Mapping[str, int] | None) -> int:
+    """Tokens of a round, after checking that its plan's members contributed, each once and within its cap.
+
+    `caps` is None if the plan is forgotten: then the votes alone vouch for members and tokens.
+    """
     contributions = head.manifest.contributions
     names = {item.peer_id for item in contributions}
+    if caps is None:
+        caps = {item.peer_id: item.weight for item in contributions}
     if not head.present or not head.seats or len(names) != len(contributions) or not names <= caps.keys():
         raise PeerMisbehaved(f"round {head.round} has contributors outside its plan, or one contributor twice")
     require_valid_verdicts(head.manifest.verdicts, [item.weight for item in contributions], head.manifest.parts_total)
@@ -232,34 +239,17 @@ def _contributed_tokens(head: Head, caps: Mapping[str, int]) -> int:
 
 
 def _check_history(head: Head, run: Run, memory: RunMemory, tokens: int) -> None:
-    """Raise `PeerMisbehaved` unless hashes, plan version and token total fit the known rounds around this one."""
+    """Raise `PeerMisbehaved` unless hash, plan version and token total fit the known round before this one."""
     number, plan_version = head.round, head.manifest.round.plan_version
-    before, after = memory.committed.get(number - 1), memory.committed.get(number + 1)
+    before, is_new = memory.committed.get(number - 1), number > run.head_round
     if before is not None and head.manifest.previous_hash != before.manifest_hash:
         raise PeerMisbehaved(f"round {number} does not follow the known round {number - 1}")
-    if after is not None and after.previous_hash not in (b"", head.hash):  # empty: a base that no node reported
-        raise PeerMisbehaved(f"the known round {number + 1} does not follow round {number}")
-    newest = memory.committed[run.head_round].plan_version
-    if (plan_version < newest) if number > run.head_round else (plan_version > newest > 0):
+    if is_new and plan_version < (newest := memory.committed[run.head_round].plan_version):
         raise PeerMisbehaved(f"round {number} is under plan {plan_version}, round {run.head_round} under {newest}")
-    least, most = _total_tokens(number, run, memory, tokens)
-    most = min(most, MAX_INTEGER)
-    if not least <= head.committed_tokens <= most:
+    exact = before is not None and before.committed_tokens is not None
+    least = tokens + (before.committed_tokens or 0 if before is not None else run.committed_tokens if is_new else 0)
+    most = least if exact else MAX_INTEGER
+    if not least <= head.committed_tokens <= min(most, MAX_INTEGER):
         raise PeerMisbehaved(
             f"committed_tokens of round {number} is {head.committed_tokens}; must be {least} to {most}"
         )
-
-
-def _total_tokens(number: int, run: Run, memory: RunMemory, tokens: int) -> tuple[int, int]:
-    """Least and most tokens that the run can have committed up to round `number`, which added `tokens`."""
-    before = memory.committed.get(number - 1)
-    if before is not None:
-        total = before.committed_tokens
-        return (tokens, MAX_INTEGER) if total is None else (total + tokens, total + tokens)
-    if number <= run.head_round:
-        known_total = number < run.head_round and memory.committed[run.head_round].committed_tokens is not None
-        return tokens, run.committed_tokens if known_total else MAX_INTEGER
-    unknown = number - 1 - run.head_round  # each of these can have added at most what the plans allow
-    most = unknown * max(sum(caps.values()) for caps in memory.token_caps.values())
-    known = memory.committed[run.head_round].committed_tokens
-    return run.committed_tokens + tokens, (MAX_INTEGER if known is None else known + tokens + most)

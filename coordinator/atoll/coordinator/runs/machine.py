@@ -15,7 +15,7 @@ from typing import Any
 from atoll.coordinator.live import hand_over, plan_pace, planner_answer
 from atoll.coordinator.live.attendance import ELIGIBLE_STATES, corpus_expected
 from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs, memory_figures
-from atoll.coordinator.rounds import reports
+from atoll.coordinator.rounds import learner, reports
 from atoll.coordinator.rounds.round_checks import check_layer_table, layer_count
 from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
 from atoll.coordinator.sanitize import MAX_SENTENCE_CHARACTERS, clean, sanitized_message
@@ -197,7 +197,7 @@ def tick_run(state: State, now: StepTime, policy: Policy, run_id: str) -> Step[N
     """Apply what time changes in one run. Each run has its own step, so that no run can hold up another."""
     draft = Draft(state, now)
     _end_streams_with_other_corpus(draft, run_id)
-    reports.warn_of_round_gap(draft, run_id)
+    learner.ask_for_missing_rounds(draft, run_id)
     hand_over.release_drained(draft, run_id, policy)
     lifecycle.advance(draft, run_id, policy)
     if draft.state.runs[run_id].state == "TRAINING":
@@ -235,8 +235,6 @@ def _rebuild_run_memory(run_id: str, contents: Contents, plans: tuple[Plan, ...]
         token_caps={plan.version: token_caps_of(plan) for plan in own},
         cut_counts={plan.version: len(plan.cuts) for plan in own},
         abandoned_attempts=frozenset(attempt_key(row) for row in rounds if not row.committed),
-        waiting_rounds={(row.number, row.peer_id): row for row in contents.waiting if row.run_id == run_id},
-        waiting_since=now.monotonic if any(row.run_id == run_id for row in contents.waiting) else None,
         head_known_since=now.monotonic,
         committed=committed,
         votes={vote.number: vote for vote in contents.votes if vote.run_id == run_id},
@@ -322,6 +320,8 @@ def _take_reports(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> Non
         reports.apply_round_report(draft, node.peer_id, node.run_id, item)
     for evaluation in request.evaluations:
         reports.apply_evaluation_report(draft, node.peer_id, node.run_id, evaluation)
+    if request.HasField("manifests"):
+        learner.take_answer(draft, node.peer_id, node.run_id, request.manifests)
     if request.HasField("genesis"):
         reports.apply_genesis_report(draft, node.peer_id, node.run_id, request.genesis)
 

@@ -26,10 +26,9 @@ from atoll.coordinator.live.plan_issue import (
 )
 from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.rounds import coordinator_seat
-from atoll.coordinator.rounds.round_checks import MAX_ROUNDS_AHEAD
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.snapshot import Commit, Draft, Policy, RunMemory, State, Step, StepTime, electorate_after
-from atoll.coordinator.store.records import SHA256_BYTES, Run
+from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, Run
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Base
 from atoll.core.quorum import COORDINATOR
@@ -104,19 +103,16 @@ def newest_held_state(state: State, run: Run) -> RecoveryPoint | None:
     )
     found = (RecoveryPoint(number, count, digest) for (number, digest), count in holders.items())
     most = len(eligible_nodes(state, run.run_id)) / 2
-    return max((item for item in found if _is_in_valid_history(run, memory, item, most)), default=None)
+    return max((item for item in found if _is_in_valid_history(memory, item, most)), default=None)
 
 
-def _is_in_valid_history(run: Run, memory: RunMemory, point: RecoveryPoint, most: float) -> bool:
+def _is_in_valid_history(memory: RunMemory, point: RecoveryPoint, most: float) -> bool:
     """True if a state belongs to the valid history: known here, or reported by more than `most` nodes."""
     commit = memory.committed.get(point.round)
     if commit is not None:
         return commit.manifest_hash == point.manifest_hash
     known_base = memory.bases[-1].round if memory.bases else 0
-    possible = (
-        known_base < point.round <= run.head_round + MAX_ROUNDS_AHEAD
-        and point.manifest_hash not in memory.void_manifest_hashes
-    )
+    possible = known_base < point.round <= MAX_INTEGER and point.manifest_hash not in memory.void_manifest_hashes
     return possible and point.holders > most
 
 
@@ -190,7 +186,7 @@ def _newest_complete_round(state: State, run: Run, below: int | None = None) -> 
         for (number, digest), holdings in held.items()
         if (below is None or number < below) and _covers(count, [span for _, span in holdings])
     )
-    return max((item for item in whole if _is_in_valid_history(run, memory, item, len(eligible) / 2)), default=None)
+    return max((item for item in whole if _is_in_valid_history(memory, item, len(eligible) / 2)), default=None)
 
 
 def _covers(count: int, spans: list[range]) -> bool:
@@ -214,9 +210,9 @@ def _recover_from(draft: Draft, run_id: str, point: RecoveryPoint, why: str) -> 
         committed=kept,
         void_manifest_hashes=memory.void_manifest_hashes | {commit.manifest_hash for commit in void.values()},
         recoverable_since=None,
+        inquiry=None,
     )
     draft.forget_votes(run_id, list(memory.votes))
-    draft.forget_waiting(run_id, list(memory.waiting_rounds))
     tokens = max(
         commit.committed_tokens or 0 for commit in kept.values()
     )  # a lower bound where the round's count is unknown

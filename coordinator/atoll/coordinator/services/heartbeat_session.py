@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.live import attendance
+from atoll.coordinator.rounds import learner
 from atoll.coordinator.runs import admission, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
@@ -41,6 +42,7 @@ class HeartbeatSession:
             range(0),
             "",
         )  # run state, order, layers to prepare, notice
+        self._asked = (-1, 0.0)  # first round and time of the last question for manifests
         self._ordered_uploads: set[bytes] = set()  # tickets of uploads ordered on this stream
 
     async def receive_requests(self, requests: AsyncIterator[mb.HeartbeatRequest], changed: asyncio.Event) -> None:
@@ -78,6 +80,8 @@ class HeartbeatSession:
             order=views.order_for(state, node),
             notice=attendance.corpus_notice(state, node),
         )
+        if run.genesis:
+            response.known_round = run.head_round
         layers = prefetch.layers_to_fetch(state, self._peer_id)
         if layers:
             response.prepare.first, response.prepare.last = layers.start, layers.stop - 1
@@ -87,6 +91,7 @@ class HeartbeatSession:
         has_news |= self._add_deny_list(response)
         has_news |= self._add_seeds(response, node)
         has_news |= self._add_uploads(response)
+        has_news |= self._add_question(response, node)
         if not (has_news or self._acknowledgement_due):
             return None
         self._last_sent = current
@@ -122,6 +127,16 @@ class HeartbeatSession:
             return False
         response.seeds.extend(seeds)
         self._seeds = seeds
+        return True
+
+    def _add_question(self, response: mb.HeartbeatResponse, node: Node) -> bool:
+        """Ask for the rounds that the coordinator lacks, if it is this node's turn."""
+        inquiry = self._controller.state.memory[node.run_id].inquiry
+        if inquiry is None or inquiry.peer_id != self._peer_id or (inquiry.first, inquiry.since) == self._asked:
+            return False
+        response.manifests.first = inquiry.first
+        response.manifests.count = learner.MAX_BATCH if inquiry.agreed is None else 1
+        self._asked = (inquiry.first, inquiry.since)
         return True
 
     def _add_uploads(self, response: mb.HeartbeatResponse) -> bool:

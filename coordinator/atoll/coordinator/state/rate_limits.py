@@ -30,7 +30,7 @@ class Allowance:
         return Allowance(used, now) if used <= rate.burst else None
 
 
-# Rows that no other member vouches for: abandoned attempts, waiting rounds, repeated losses.
+# Rows that no other member vouches for: abandoned attempts, repeated losses.
 STORED_ROWS_RATE = Rate(256, 1.0)
 REFUSED_REPORTS_RATE = Rate(32, 0.2)  # rejected reports; each is an event
 MEMORY_CHANGES_RATE = Rate(8, 1 / 60)  # changes of the reported memory; each may start a planner search

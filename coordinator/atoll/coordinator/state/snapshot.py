@@ -8,6 +8,7 @@ key has to sign. Nothing here does I/O.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -25,10 +26,11 @@ from atoll.coordinator.store.records import (
     PlanRow,
     Round,
     Run,
+    Thin,
     Token,
     Vote,
-    WaitingRound,
 )
+from atoll.coordinator.store.retention import KEPT_COMMITS
 from atoll.core.membership import EMPTY_DENY_LIST, DenyList
 from atoll.core.plan import Base, Plan
 from atoll.core.quorum import Electorate
@@ -117,6 +119,19 @@ class Commit:
     screened: int = 0  # contributors that screening excluded from more than half of all parts
     parts_zeroed: int = 0
     attempt: AttemptKey | None = None  # the attempt that committed
+    reported: bool = True  # by its opener; else learned from a manifest
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """Question to nodes for committed rounds that the coordinator lacks (`rounds/learner.py`)."""
+
+    first: int  # the first round asked for
+    since: float  # monotonic, of the question; if nobody is asked, since when nothing changed
+    peer_id: str = ""  # the node that is asked; empty: nobody
+    failed: frozenset[str] = frozenset()  # nodes that were asked in vain
+    unable: frozenset[str] = frozenset()  # those of them that answered, and have no such round
+    agreed: Mapping[str, bytes] | None = None  # by peer id: manifest hash of round `first`; None: not after a gap
 
 
 @dataclass(frozen=True)
@@ -165,9 +180,8 @@ class RunMemory:
     token_caps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)  # plan version → member → tokens a round
     cut_counts: Mapping[int, int] = field(default_factory=dict)  # plan version → number of cuts between its spans
     abandoned_attempts: frozenset[AttemptKey] = frozenset()  # those whose rows are kept
-    committed: Mapping[int, Commit] = field(default_factory=dict)  # by round number, without void rounds
-    waiting_rounds: Mapping[tuple[int, str], WaitingRound] = field(default_factory=dict)  # by round number and reporter
-    waiting_since: float | None = None  # monotonic; None after the gap was logged
+    committed: Mapping[int, Commit] = field(default_factory=dict)  # newest rounds by number; no void ones (`compact`)
+    inquiry: Inquiry | None = None  # present while a connected node has a newer round
     head_known_since: float = 0.0  # monotonic, since when the newest round is known
     raise_allowances: Mapping[str, Allowance] = field(default_factory=dict)  # by opener, for raising attempts
     plan_joins: Mapping[str, PlanJoins] = field(default_factory=dict)  # by peer id
@@ -252,7 +266,7 @@ def attempt_key(row: Round) -> AttemptKey:
 
 def commit_from_row(row: Round, before: Commit | None) -> Commit:
     """The `Commit` of a committed row. Shares present members and seats with `before` if they are equal."""
-    present = frozenset(row.present)
+    present = frozenset(map(sys.intern, row.present))
     return Commit(
         manifest_hash=row.manifest_hash,
         plan_version=row.made_under,
@@ -266,6 +280,7 @@ def commit_from_row(row: Round, before: Commit | None) -> Commit:
         screened=len(row.screened),
         parts_zeroed=row.parts_zeroed,
         attempt=attempt_key(row),
+        reported=row.seconds > 0,
     )
 
 
@@ -345,21 +360,15 @@ class Draft:
             self._records.append(Delete(Round, (run_id, *oldest)))
         self.remember(run_id, abandoned_attempts=kept)
 
-    def set_waiting(self, row: WaitingRound) -> None:
-        """Store a round until the rounds around it are known, durably."""
-        memory = self.state.memory[row.run_id]
-        since = self.now.monotonic if memory.waiting_since is None else memory.waiting_since
-        waiting = {**memory.waiting_rounds, (row.number, row.peer_id): row}
-        self.remember(row.run_id, waiting_rounds=waiting, waiting_since=since)
-        self._records.append(row)
-
-    def forget_waiting(self, run_id: str, keys: list[tuple[int, str]]) -> None:
-        """Delete waiting rounds that are judged, or obsolete."""
-        if keys:
-            memory = self.state.memory[run_id]
-            remaining = {key: row for key, row in memory.waiting_rounds.items() if key not in keys}
-            self.remember(run_id, waiting_rounds=remaining, waiting_since=self.now.monotonic if remaining else None)
-            self._records += [Delete(WaitingRound, (run_id, *key)) for key in keys]
+    def compact(self, run_id: str) -> None:
+        """Forget old rounds, here and in the store. Genesis, the base and rounds of checkpoints stay."""
+        run, memory = self.state.runs[run_id], self.state.memory[run_id]
+        kept = {0, *(base.round for base in memory.bases)}
+        kept |= {item.round for held in self.state.checkpoints.values() for item in held if item.run_id == run_id}
+        oldest = run.head_round - KEPT_COMMITS
+        committed = {number: commit for number, commit in memory.committed.items() if number > oldest or number in kept}
+        self.remember(run_id, committed=committed)
+        self._records.append(Thin(run_id, run.head_round))
 
     def set_checkpoints(self, peer_id: str, held: tuple[Checkpoint, ...]) -> None:
         """Replace all checkpoints of a node, the newest first."""
@@ -429,12 +438,12 @@ class Draft:
         self.state = replace(self.state, **changes)
 
 
-def charge_row(draft: Draft, peer_id: str, cost: float = 1.0) -> bool:
-    """Charge `cost` rows to this peer's allowance; False if it is used up. A peer without live state is not charged."""
+def charge_row(draft: Draft, peer_id: str) -> bool:
+    """Charge a row to this peer's allowance; False if it is used up. A peer without live state is not charged."""
     live = draft.state.live.get(peer_id)
     if live is None:
         return True
-    remaining = live.row_allowance.spend(STORED_ROWS_RATE, draft.now.monotonic, cost)
+    remaining = live.row_allowance.spend(STORED_ROWS_RATE, draft.now.monotonic)
     if remaining is not None:
         draft.set_live(peer_id, replace(live, row_allowance=remaining))
     return remaining is not None

@@ -75,7 +75,8 @@ class Run:
     loss_round: int = 0  # of the newest evaluation
     loss: float = 0.0  # nats per token; 0: none yet
     plan_floor: int = 0  # after a restore: higher plans up to this version may have been issued
-    rounds_opened: int = 0  # all attempts ever reported; rows of old abandoned ones are deleted
+    rounds_opened: int = 0  # all attempts that are known or must have been; rows of old ones are deleted
+    parts_zeroed: int = 0  # in all known rounds
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,10 @@ class PlanFigures:
 
 @dataclass(frozen=True)
 class Round:
-    """Outcome of one attempt at one round, as its opener reported it, one field a column."""
+    """Outcome of one attempt at one round, one field a column.
+
+    Its opener reports it. A committed round that was learned from another node's manifest has `seconds` 0.
+    """
 
     KEY: ClassVar[tuple[str, ...]] = ("run_id", "number", "plan_version", "fragment", "attempt")
 
@@ -139,19 +143,6 @@ class Round:
     screened: tuple[str, ...] = ()  # peer ids that screening excluded from more than half of all parts
     codec: str = ""  # of its exchange
     seats: tuple[str, ...] = ()  # that decide the next round, in the order of opening
-
-
-@dataclass(frozen=True)
-class WaitingRound:
-    """A report of a committed round that waits, because the round before it is unknown."""
-
-    KEY: ClassVar[tuple[str, ...]] = ("run_id", "number", "peer_id")
-
-    run_id: str
-    number: int
-    peer_id: str  # the reporter
-    report: bytes  # RoundReport; the signatures on its manifest are verified
-    told_ms: int
 
 
 @dataclass(frozen=True)
@@ -231,9 +222,7 @@ class Event:
     message: str
 
 
-Record = (
-    Token | Node | Run | PlanRow | PlanFigures | Round | WaitingRound | Vote | Checkpoint | Evaluation | DenyRow | Event
-)
+Record = Token | Node | Run | PlanRow | PlanFigures | Round | Vote | Checkpoint | Evaluation | DenyRow | Event
 RECORDS: tuple[type[Record], ...] = (
     Token,
     Node,
@@ -241,7 +230,6 @@ RECORDS: tuple[type[Record], ...] = (
     PlanRow,
     PlanFigures,
     Round,
-    WaitingRound,
     Vote,
     Checkpoint,
     Evaluation,
@@ -258,4 +246,12 @@ class Delete:
     key: tuple[str | int, ...]
 
 
-Change = Record | Delete
+@dataclass(frozen=True)
+class Thin:
+    """Order to delete old rounds and losses of a run, and old manifests in rounds that stay (`retention.py`)."""
+
+    run_id: str
+    head_round: int
+
+
+Change = Record | Delete | Thin

@@ -14,7 +14,21 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, Select, create_engine, event, func, inspect, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    Select,
+    Table,
+    Update,
+    bindparam,
+    create_engine,
+    event,
+    exists,
+    func,
+    inspect,
+    select,
+)
 from sqlalchemy.exc import (
     ArgumentError,
     DBAPIError,
@@ -25,7 +39,7 @@ from sqlalchemy.exc import (
 )
 
 from atoll.coordinator.database_url import printable
-from atoll.coordinator.store import migrations
+from atoll.coordinator.store import migrations, retention
 from atoll.coordinator.store.database_lock import (
     DatabaseLock,
     already_owned,
@@ -46,9 +60,9 @@ from atoll.coordinator.store.records import (
     Record,
     Round,
     Run,
+    Thin,
     Token,
     Vote,
-    WaitingRound,
 )
 from atoll.coordinator.store.store import Contents, Store
 from atoll.coordinator.store.tables import TABLES
@@ -61,6 +75,11 @@ _ACCESS_DENIED_TEXTS = (
     "no password supplied",
 )  # PostgreSQL errors that a retry does not cure
 _BUSY_SECONDS = 10
+_KEY_PREFIX = "key_"
+_UPDATES: dict[type[Record], Update] = {  # built once: to build one takes longer than to execute it
+    record: table.update().where(*(table.c[name] == bindparam(_KEY_PREFIX + name) for name in record.KEY))
+    for record, table in TABLES.items()
+}
 
 
 class SqlStore(Store):
@@ -109,12 +128,11 @@ class SqlStore(Store):
                 nodes=_all(connection, Node, _select(Node)),
                 runs=_all(connection, Run, _select(Run)),
                 plans=_all(connection, PlanRow, _select(PlanRow)),
-                rounds=_all(connection, Round, _select_rounds()),
+                rounds=_all(connection, Round, _select_rounds().where(_is_loaded())),
                 deny=denied[0] if denied else None,
                 last_event_id=connection.scalar(select(func.max(TABLES[Event].c.event_id))) or 0,
                 votes=_all(connection, Vote, _select(Vote)),
                 checkpoints=_all(connection, Checkpoint, _select(Checkpoint)),
-                waiting=_all(connection, WaitingRound, _select(WaitingRound)),
                 plan_figures=_all(connection, PlanFigures, _select(PlanFigures)),
             )
 
@@ -127,6 +145,8 @@ class SqlStore(Store):
             for change in changes:
                 if isinstance(change, Delete):
                     _delete(connection, change)
+                elif isinstance(change, Thin):
+                    _thin(connection, change)
                 elif isinstance(change, Event):
                     _append(connection, change)
                 else:
@@ -265,24 +285,47 @@ def _select_rounds() -> Select[Any]:
     return select(*columns).order_by(*(table.c[name] for name in Round.KEY))
 
 
+def _is_loaded() -> ColumnElement[bool]:
+    """Condition on rounds that the machine needs: abandoned attempts, the newest rounds, and those of checkpoints."""
+    rounds, runs = TABLES[Round], TABLES[Run]
+    head = select(runs.c.head_round).where(runs.c.run_id == rounds.c.run_id).scalar_subquery()
+    return ~rounds.c.committed | (rounds.c.number > head - retention.KEPT_COMMITS) | _has_checkpoint(rounds, "number")
+
+
+def _has_checkpoint(table: Table, column: str) -> ColumnElement[bool]:
+    held = TABLES[Checkpoint]
+    return exists().where(held.c.run_id == table.c.run_id, held.c.round == table.c[column])
+
+
+def _thin(connection: Connection, change: Thin) -> None:
+    rounds, losses = TABLES[Round], TABLES[Evaluation]
+    ours = (rounds.c.run_id == change.run_id) & rounds.c.committed
+    old = ours & (rounds.c.number <= change.head_round - retention.KEPT_MANIFESTS)
+    connection.execute(rounds.update().where(old, func.length(rounds.c.manifest) > 0).values(manifest=b""))
+    for table, column, where in ((rounds, "number", ours), (losses, "round", losses.c.run_id == change.run_id)):
+        for newest, bucket in retention.thinning(change.head_round):
+            old = where & (table.c[column] <= newest)
+            kept = select(func.max(table.c[column])).where(old).group_by(table.c[column] // bucket)
+            connection.execute(table.delete().where(old, table.c[column].not_in(kept), ~_has_checkpoint(table, column)))
+
+
 def _all(connection: Connection, record: type[_R], wanted: Select[Any]) -> tuple[_R, ...]:
     return tuple(record(**row) for row in connection.execute(wanted).mappings())
 
 
 def _upsert(connection: Connection, row: Record) -> None:
     """Update or insert, in SQL that every database supports."""
-    table = TABLES[type(row)]
     values = {item.name: getattr(row, item.name) for item in fields(row)}
-    same = [table.c[name] == values[name] for name in row.KEY]
-    if connection.execute(table.update().where(*same).values(**values)).rowcount == 0:
-        connection.execute(table.insert().values(**values))
+    keys = {_KEY_PREFIX + name: values[name] for name in row.KEY}
+    if connection.execute(_UPDATES[type(row)], {**values, **keys}).rowcount == 0:
+        connection.execute(TABLES[type(row)].insert(), values)
 
 
 def _append(connection: Connection, event: Event) -> None:
     """Insert an event. A number in use means that another coordinator wrote it."""
     values = {item.name: getattr(event, item.name) for item in fields(event)}
     try:
-        connection.execute(TABLES[Event].insert().values(**values))
+        connection.execute(TABLES[Event].insert(), values)
     except IntegrityError as error:
         raise already_owned("") from error
 

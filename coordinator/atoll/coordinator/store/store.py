@@ -24,13 +24,15 @@ from atoll.coordinator.store.records import (
     Run,
     Token,
     Vote,
-    WaitingRound,
 )
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Rows that the state machine needs at start. `rounds` come without their manifests."""
+    """Rows that the state machine needs at start.
+
+    `rounds` are abandoned attempts, the newest `retention.KEPT_COMMITS`, and those of checkpoints, without manifests.
+    """
 
     tokens: tuple[Token, ...]
     nodes: tuple[Node, ...]
@@ -41,7 +43,6 @@ class Contents:
     last_event_id: int  # 0: none yet
     votes: tuple[Vote, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
-    waiting: tuple[WaitingRound, ...] = ()
     plan_figures: tuple[PlanFigures, ...] = ()
 
 
@@ -54,7 +55,9 @@ class Store(ABC):
 
     @abstractmethod
     def apply(self, changes: Sequence[Change]) -> None:
-        """Insert or replace each row by its key, or delete it. MUST refuse an event whose number is taken.
+        """Insert or replace each row by its key, delete it, or thin a run's log.
+
+        MUST refuse an event whose number is taken.
 
         MUST be atomic: all rows or none. MUST have reached the disk when it returns. MUST apply changes of one key in
         order, so that the last wins. Raises `StateError`, among them `AlreadyRunning` if another coordinator has
@@ -78,7 +81,7 @@ class Store(ABC):
 
     @abstractmethod
     def evaluations(self, run_id: str) -> tuple[Evaluation, ...]:
-        """All evaluations of a run. MUST be ordered by round."""
+        """All evaluations of a run that are left. MUST be ordered by round."""
 
     @abstractmethod
     def plan(self, run_id: str, version: int) -> PlanRow | None:

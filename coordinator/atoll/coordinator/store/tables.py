@@ -21,7 +21,6 @@ from atoll.coordinator.store.records import (
     Run,
     Token,
     Vote,
-    WaitingRound,
 )
 
 
@@ -46,7 +45,6 @@ _NAMES: dict[type[Record], str] = {
     PlanRow: "plans",
     PlanFigures: "plan_figures",
     Round: "rounds",
-    WaitingRound: "waiting_rounds",
     Vote: "votes",
     Checkpoint: "checkpoints",
     Evaluation: "evaluations",

@@ -73,11 +73,10 @@ def _runs(state: State) -> Iterator[Metric]:
     ready = GaugeMetricFamily("atoll_run_nodes_ready", "Nodes that train or could", labels=["run"])
     for run_id, run in sorted(state.runs.items()):
         memory = state.memory[run_id]
-        committed = len(memory.committed.keys() - {0})
         head.add_metric([run_id], run.head_round)
         tokens.add_metric([run_id], run.committed_tokens)
-        rounds.add_metric([run_id, "committed"], committed)
-        rounds.add_metric([run_id, "abandoned"], max(0, run.rounds_opened - committed))
+        rounds.add_metric([run_id, "committed"], run.head_round)
+        rounds.add_metric([run_id, "abandoned"], max(0, run.rounds_opened - run.head_round))
         newest = memory.committed.get(run.head_round) if run.head_round else None
         if newest is not None:
             kinds = {
@@ -88,7 +87,7 @@ def _runs(state: State) -> Iterator[Metric]:
             }
             for kind, number in kinds.items():
                 members.add_metric([run_id, kind], number)
-        zeroed.add_metric([run_id], sum(commit.parts_zeroed for commit in memory.committed.values()))
+        zeroed.add_metric([run_id], run.parts_zeroed)
         plan.add_metric([run_id], run.plan_version)
         ready.add_metric([run_id], ready_count(state, run_id))
         if run.loss:

@@ -1,7 +1,9 @@
 """Link to the coordinator: sends heartbeats, receives plans and orders, renews the certificate in time.
 
 The link may be down for hours; training goes on. Reports are kept until the coordinator acknowledges that they are
-durable, and sent again after a break. So no report is lost, and none is counted twice (reports are idempotent).
+durable, and sent again after a break. None is counted twice (reports are idempotent). The coordinator ignores reports
+of rounds that it cannot place yet; they are kept until it knows the rounds before. A node keeps a bounded number of
+reports. The coordinator learns older rounds from manifests on disk (`manifest_answers.py`).
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ CALL_TIMEOUT = timedelta(seconds=10)
 VOTE_TIMEOUT = timedelta(seconds=8)
 MAX_REPORTS = 200  # in one heartbeat
 MAX_REPORT_BYTES = 1 << 20  # in one heartbeat
+MAX_KEPT = 4096  # reports that wait for the coordinator; the oldest are dropped
+MAX_KEPT_ROUNDS = 256  # of these, reports of rounds, which are large
 _ANSWER_TIMEOUT = timedelta(seconds=30)  # the coordinator answers every heartbeat
 _CLOCK_WARNING_SECONDS = 5.0  # a larger offset is logged; it stops nothing
 _BACKOFF = (timedelta(milliseconds=500), timedelta(seconds=15))  # first and longest pause between attempts
@@ -47,12 +51,30 @@ if TYPE_CHECKING:  # generic only in its type stubs
 _log = log.get("coordinator")
 
 
+Report = mb.RoundReport | mb.EvaluationReport
+
+
 @dataclass
 class ReportQueue:
-    """Reports that are not durable yet: `pending` ones, and `sent` ones by the heartbeat that carried them."""
+    """Reports that are not durable yet.
 
-    pending: list[mb.RoundReport | mb.EvaluationReport] = field(default_factory=list)
-    sent: dict[int, list[mb.RoundReport | mb.EvaluationReport]] = field(default_factory=dict)
+    They are `pending`, or `sent` by the heartbeat that carried them, or `early`: sent before the coordinator knew the
+    round before.
+    """
+
+    pending: list[Report] = field(default_factory=list)
+    sent: dict[int, list[Report]] = field(default_factory=dict)
+    early: list[Report] = field(default_factory=list)
+
+    def add(self, report: Report) -> None:
+        """Queue a report. Drops the oldest ones beyond the limits."""
+        self.pending.append(report)
+        waiting = [*self.early, *self.pending]
+        rounds = [item for item in waiting if isinstance(item, mb.RoundReport)]
+        if len(waiting) > MAX_KEPT or len(rounds) > MAX_KEPT_ROUNDS:
+            oldest = rounds[0] if len(rounds) > MAX_KEPT_ROUNDS else waiting[0]
+            self.early = [item for item in self.early if item is not oldest]
+            self.pending = [item for item in self.pending if item is not oldest]
 
     def take(self, sequence: int) -> list[mb.RoundReport | mb.EvaluationReport]:
         """Move the oldest pending reports to heartbeat `sequence`, as many as one heartbeat may carry."""
@@ -67,15 +89,29 @@ class ReportQueue:
             self.sent[sequence] = batch
         return batch
 
-    def acknowledged(self, sequence: int) -> None:
-        """Forget the reports up to that heartbeat: they are durable."""
+    def acknowledged(self, sequence: int, known_round: int | None = None) -> None:
+        """Forget the reports up to that heartbeat: they are durable. Keep those that the coordinator ignored.
+
+        `known_round` is the newest round that it knows; None if it does not say.
+        """
         for number in [number for number in self.sent if number <= sequence]:
-            del self.sent[number]
+            self.early += [item for item in self.sent.pop(number) if _is_early(item, known_round)]
+        self.pending += [item for item in self.early if not _is_early(item, known_round)]
+        self.early = [item for item in self.early if _is_early(item, known_round)]
 
     def requeue_unacknowledged(self) -> None:
         """Make all unacknowledged reports pending again, oldest first, after the link broke."""
         self.pending = [report for number in sorted(self.sent) for report in self.sent[number]] + self.pending
         self.sent = {}
+
+
+def _is_early(report: Report, known_round: int | None) -> bool:
+    """Whether the coordinator ignores this report, because it does not know the round before."""
+    if known_round is None:
+        return False
+    if isinstance(report, mb.RoundReport):
+        return report.round.number > known_round + 1
+    return report.round > known_round
 
 
 class CoordinatorLink:
@@ -106,9 +142,9 @@ class CoordinatorLink:
         self._sequence = 0
         self._heartbeat_due = asyncio.Event()
 
-    def report(self, report: mb.RoundReport | mb.EvaluationReport) -> None:
+    def report(self, report: Report) -> None:
         """Queue a report and send it as soon as the coordinator can be reached."""
-        self._reports.pending.append(report)
+        self._reports.add(report)
         self._heartbeat_due.set()
 
     def send_heartbeat_now(self) -> None:
@@ -200,7 +236,8 @@ class CoordinatorLink:
         if self._unreachable_logged:
             _log.info("coordinator answers again")
         self.connected, self._unreachable_logged = True, False
-        self._reports.acknowledged(response.acknowledged_sequence)
+        known_round = response.known_round if response.HasField("known_round") else None
+        self._reports.acknowledged(response.acknowledged_sequence, known_round)
         self._compare_clocks(response)
         self._on_response(response)
         return True

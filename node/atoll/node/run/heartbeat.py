@@ -35,8 +35,12 @@ class HeartbeatBuilder:
         config: Callable[[], NodeConfig],
         clock_ahead_seconds: Callable[[], float | None],
         newer_deny_list: Callable[[], pb.Signed | None],
+        manifest_answer: Callable[[], mb.ManifestAnswer | None],
     ) -> None:
-        """`config` returns the limits in force; `newer_deny_list` one that the coordinator lacks, if any."""
+        """`config` returns the limits in force; `newer_deny_list` one that the coordinator lacks, if any.
+
+        `manifest_answer` returns an answer to the coordinator's question for rounds, once.
+        """
         self.host: SwarmHost | None = None  # set once the node has joined the swarm
         self.prober: PathProber | None = None
         self._status = status
@@ -45,6 +49,7 @@ class HeartbeatBuilder:
         self._config = config
         self._clock_ahead_seconds = clock_ahead_seconds
         self._newer_deny_list = newer_deny_list
+        self._manifest_answer = manifest_answer
         self._checkpoints_sent: tuple[mb.CheckpointInfo, ...] = ()
         self._layers_sent = False
         self._paths_sent_monotonic = float("-inf")
@@ -73,6 +78,9 @@ class HeartbeatBuilder:
         deny_list = self._newer_deny_list()
         if deny_list is not None:
             request.deny_list.CopyFrom(deny_list)
+        manifests = self._manifest_answer()
+        if manifests is not None:
+            request.manifests.CopyFrom(manifests)
         checkpoints = self._checkpoints.held()
         if first or checkpoints is not self._checkpoints_sent:
             self._checkpoints_sent = checkpoints

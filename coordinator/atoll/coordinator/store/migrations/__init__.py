@@ -18,14 +18,14 @@ class UnknownRevision(Exception):
     """The database has a revision that this release does not know."""
 
 
-def upgrade(engine: Engine) -> None:
-    """Migrate the schema to the newest revision. Raises `UnknownRevision` and SQLAlchemy's errors."""
+def upgrade(engine: Engine, revision: str = "head") -> None:
+    """Migrate the schema to the newest revision, or to another. Raises `UnknownRevision` and SQLAlchemy's errors."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     with engine.begin() as connection:
         config.attributes["connection"] = connection
         try:
-            command.upgrade(config, "head")
+            command.upgrade(config, revision)
         except CommandError as error:
             raise UnknownRevision(str(error)) from error

@@ -1,0 +1,23 @@
+"""What stays of a long run: all of the newest rounds, and of older ones fewer and fewer. Pure.
+
+The newest `FULL_ROUNDS` rounds and their losses are complete. Of those up to twice as old every second one stays, of
+those up to four times as old every fourth, and so on. So a run of 100,000 rounds keeps about 23,000 rows, and one of a
+million about 37,000. Rounds of checkpoints on nodes stay: an operator may pull these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+FULL_ROUNDS = 8192
+KEPT_MANIFESTS = 1024  # rows of older rounds have figures only; nodes have the manifests of 4,096
+KEPT_COMMITS = 1024  # newest rounds that the machine has in memory
+THIN_EVERY = 256  # rounds
+
+
+def thinning(head_round: int) -> Iterator[tuple[int, int]]:
+    """Pairs (round, bucket): up to that round, the newest of every `bucket` consecutive numbers stays."""
+    age, bucket = FULL_ROUNDS, 2
+    while age < head_round:
+        yield head_round - age, bucket
+        age, bucket = 2 * age, 2 * bucket
