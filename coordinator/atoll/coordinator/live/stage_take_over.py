@@ -81,8 +81,7 @@ def _promote_standbys(draft: Draft, run_id: str, attendance: Attendance) -> bool
     names = {peer: state.nodes[peer].name for peer in (*successors, *successors.values())}
     reason = "; ".join(f"{names[standby]} takes the place of {names[stage]}" for stage, standby in successors.items())
     standbys = remaining_standbys(state, run_id, routes, attendance.plannable)
-    issue_with_standbys(draft, run_id, routes, standbys, reason)
-    return True
+    return issue_with_standbys(draft, run_id, routes, standbys, reason)
 
 
 def _extend_neighbours(draft: Draft, run_id: str, attendance: Attendance) -> bool:
@@ -96,16 +95,17 @@ def _extend_neighbours(draft: Draft, run_id: str, attendance: Attendance) -> boo
     unconfirmed = [
         pair.holder for pair in taken if not _is_gone(state, plan, pair.stage, attendance, now, ignoring=pair.holder)
     ]
+    names = [(state.nodes[pair.holder].name, state.nodes[pair.stage].name) for pair in taken]
+    reason = "; ".join(sorted(f"{holder} takes over the layers of {stage} beside its own" for holder, stage in names))
+    standbys = remaining_standbys(state, run_id, routes, attendance.plannable)
+    if not issue_route_plan(draft, run_id, routes, reason, PlanNotes(left_out=memory.left_out), standbys=standbys):
+        return False
     draft.remember(
         run_id,
         copy_fetches={peer: it for peer, it in memory.copy_fetches.items() if peer not in extended},
         unconfirmed_takeovers={**memory.unconfirmed_takeovers, **dict.fromkeys(unconfirmed, now)},
         no_question_before=now + _SETTLE_SECONDS,
     )
-    names = [(state.nodes[pair.holder].name, state.nodes[pair.stage].name) for pair in taken]
-    reason = "; ".join(sorted(f"{holder} takes over the layers of {stage} beside its own" for holder, stage in names))
-    standbys = remaining_standbys(state, run_id, routes, attendance.plannable)
-    issue_route_plan(draft, run_id, routes, reason, PlanNotes(left_out=memory.left_out), standbys=standbys)
     return True
 
 

@@ -202,6 +202,8 @@ class RunMemory:
     claim_doubts: Mapping[str, str] = field(default_factory=dict)  # by peer id: how its claims differ from measurements
     corrections: Mapping[str, float] = field(default_factory=dict)  # by peer id: see `Measured.learned`
     no_plan_reason: str = ""  # why no plan is possible now
+    undecidable_reason: str = ""  # why no plan may be issued now: too few voters are left
+    undecidable_at: float = 0.0  # monotonic, when a plan was last refused for that
     figures: PlanFigures | None = None  # of the newest plan
     sampled_at: float | None = None  # when its speed was last sampled
     predicted_version: int = 0  # version of the last plan whose prediction was requested
@@ -392,7 +394,13 @@ class Draft:
             if all(version != base.since_version for base in bases):
                 self._records += [Delete(table, (plan.run_id, version)) for table in (PlanRow, PlanFigures)]
         self.remember(
-            plan.run_id, plan=plan, token_caps=caps, cut_counts=cuts, bases=bases, changed_since=None, preparation=None
+            plan.run_id,
+            plan=plan,
+            token_caps=caps,
+            cut_counts=cuts,
+            bases=bases,
+            changed_since=None,
+            preparation=None,
         )
         self._plans.append(plan)
         self.set_figures(figures)
