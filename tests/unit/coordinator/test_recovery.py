@@ -11,6 +11,7 @@ from atoll.coordinator.runs import recovery
 from atoll.coordinator.services import views
 from atoll.coordinator.store.records import Round, Vote
 from atoll.core.errors import InvalidRequest, InvalidTransition
+from atoll.core.identity import Identity
 from atoll.v1 import membership_pb2 as mb
 
 ALL = ("ann", "bob", "cid", "dan", "eve")
@@ -26,8 +27,10 @@ def world() -> World:
     return made
 
 
-def go_on(world: World, *names: str, plan: int = 1) -> mb.RoundReport:
-    """One more round by these nodes, which hold it then."""
+def go_on(
+    world: World, *names: str, plan: int = 1, signers: list[Identity] | None = None, fragments: int = 1
+) -> mb.RoundReport:
+    """One more round by these nodes, which hold it then; `signers` voted for it, if not they."""
     run, commits = world.run, world.state.memory[RUN].committed
     report = round_report(
         run.head_round + 1,
@@ -35,6 +38,8 @@ def go_on(world: World, *names: str, plan: int = 1) -> mb.RoundReport:
         [world.identities[name] for name in names],
         plan_version=plan,
         committed_before=run.committed_tokens,
+        signers=signers,
+        fragments=fragments,
     )
     for name in names:
         world.heads[name] = (report.round.number, hash_of(report))

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from atoll.coordinator.live import plan_issue, quorum_guard
+from atoll.coordinator.live import plan_issue, plan_spacing, quorum_guard
 from atoll.coordinator.live.attendance import Attendance, live_of, recent_joins
 from atoll.coordinator.live.pinning import pinned_span
 from atoll.coordinator.live.plan_issue import PlanNotes, issue_route_plan
@@ -122,7 +122,8 @@ def update_standbys(draft: Draft, run_id: str, policy: Policy, attendance: Atten
     longest = max(waited.values(), default=0.0)
     enough = waited and (len(waited) == len(pending) or longest >= policy.standby_seconds + _BATCH_WAIT_SECONDS)
     staying = {peer: span for peer, span in standing.items() if wanted.get(peer) == span}
-    if enough or staying.keys() != standing.keys():
+    due = enough or staying.keys() != standing.keys()
+    if due and plan_spacing.may_issue(state, run_id, policy, attendance, now):
         after = staying | {peer: pending.pop(peer).span for peer in sorted(waited)}
         if issue_with_standbys(draft, run_id, routes_of(plan), after, _change_text(state, standing, after)):
             draft.remember(run_id, standby_fetches=pending)

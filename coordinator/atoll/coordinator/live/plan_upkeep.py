@@ -1,7 +1,7 @@
 """Upkeep of a run's plan: issues the next plan when the nodes have changed. Pure.
 
 All eligible nodes are in the plan. When that set changes and stays changed for the debounce time, the next plan is
-issued. An empty plan is never issued: nodes keep the last
+issued, as soon as the last one is old enough (`plan_spacing.py`). An empty plan is never issued: nodes keep the last
 one. Where a node cannot hold all layers, `replan_trigger` asks the planner instead.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from atoll.coordinator.live import quorum_guard, replan_trigger
+from atoll.coordinator.live import plan_spacing, quorum_guard, replan_trigger
 from atoll.coordinator.live.attendance import Attendance, attendance_of, eligible_nodes, membership_change
 from atoll.coordinator.live.plan_issue import RESHARE_REASON, issue_replica_plan, reduce_rates, reported_links
 from atoll.coordinator.live.planner_question import may_follow_newer_plan
@@ -62,8 +62,10 @@ def _update_replicas(draft: Draft, run_id: str, policy: Policy, attendance: Atte
     why, reason, debounce_seconds = change
     if memory.changed_since is None or memory.changed_why != why:
         draft.remember(run_id, changed_since=now, changed_why=why)
-    elif now - memory.changed_since >= debounce_seconds and issue_replica_plan(
-        draft, run_id, attendance.members, reason
+    elif (
+        now - memory.changed_since >= debounce_seconds
+        and plan_spacing.may_issue(draft.state, run_id, policy, attendance, now)
+        and issue_replica_plan(draft, run_id, attendance.members, reason)
     ):
         draft.remember(run_id, question=None, answered_question=None, left_out={}, no_plan_reason="")
 
