@@ -83,6 +83,7 @@ class LiveNode:
     counted_as_lost: bool = False
     connected_at: float = 0.0  # monotonic, when its stream was opened
     unfit_since: float | None = None  # monotonic, since when its state is not eligible for training
+    unfit_round: int = 0  # the newest committed round at that time
     status: mb.NodeStatus = field(default_factory=mb.NodeStatus)
     profile: mb.NodeProfile = field(default_factory=mb.NodeProfile)
     paths: Mapping[str, PathMeasurement] = field(default_factory=dict)  # to other members, by peer id
