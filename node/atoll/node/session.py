@@ -183,11 +183,17 @@ class TrainingSession:
             await self._unless_trainer_dies(trainer, self._context.directives.until(self._has_work))
             if self._status.must_write_genesis:
                 await self._write_genesis(trainer)
-            if self._needs_reload(trainer) and not self._status.pause_reason:
+            if self._needs_reload(trainer) and not self._status.rests:
                 self._reloading = True  # the node is still in the plan, or will be in the next one
                 return
-            if self._status.in_plan and not self._status.pause_reason:
+            if self._follows_plan(trainer):
                 await self._follow_plan(trainer)
+
+    def _follows_plan(self, trainer: Trainer) -> bool:
+        """Report whether this node takes part in rounds; while it rests, only to vote, with the layers that it has."""
+        if self._status.rests:
+            return self._status.only_votes and not self._needs_reload(trainer)
+        return self._status.in_plan
 
     async def _follow_plan(self, trainer: Trainer) -> None:
         """Synchronise with the other members, then train in rounds until finished or no longer in the plan."""
@@ -238,9 +244,15 @@ class TrainingSession:
             await trainer.discard()
 
     async def _follow_directives(self, trainer: Trainer, engine: AveragingEngine) -> None:
-        """Pass on plans, pauses and resumes, until a plan leaves this node out or gives it other layers."""
+        """Pass on plans, pauses and resumes, until a plan leaves this node out or gives it other layers.
+
+        A node that begins to rest stops to train at once and asks for a last round, which counts what it trained and
+        does not name it in the next electorate. Until a plan leaves it out, it still votes. The engine's word that it
+        leaves cannot be taken back, so a node that trains again gets another engine.
+        """
         context = self._context
         training: bool | None = None
+        resting = False
         followed = engine.plan.version
         while self._status.in_plan and not self._needs_reload(trainer):
             plan = self._status.adopt_plan()
@@ -252,12 +264,17 @@ class TrainingSession:
                 followed = plan.version
                 if training is not None:
                     self._status.enter_following(plan, training=training)
+            if self._status.rests and not resting:
+                resting = True
+                engine.leave()
+            elif resting and not self._status.rests:
+                break
             wanted = self._status.may_train
             if wanted is not training:
                 await (trainer.train() if wanted else trainer.pause())
                 training = wanted
                 self._status.enter_following(plan, training=wanted)
-            await context.directives.until(partial(self._status.changed_since, plan.version, wanted))
+            await context.directives.until(partial(self._status.changed_since, plan.version, wanted, resting))
         if self._status.in_plan:
             self._status.adopt_plan()  # a plan that gives this node other layers counts as received, too
         await engine.rest(ROUND_END_TIMEOUT)
@@ -308,11 +325,13 @@ class TrainingSession:
         """Report whether a waiting session must act: report another state, write genesis, load layers or train."""
         if self._status.must_write_genesis or self._status.waiting_is_outdated():
             return True
-        loads = self._trainer is not None and self._needs_reload(self._trainer)
-        return (self._status.in_plan or loads) and not self._status.pause_reason
+        if self._trainer is None:
+            return self._status.in_plan and not self._status.rests
+        return self._follows_plan(self._trainer) or (self._needs_reload(self._trainer) and not self._status.rests)
 
     async def _synchronise(self, plan: Plan) -> Head:
-        self._context.status.enter(mb.NODE_STATE_CATCHING_UP, "fetching anchor and momentum")
+        if not self._status.rests:
+            self._context.status.enter(mb.NODE_STATE_CATCHING_UP, "fetching anchor and momentum")
         return await self._local_state.synchronise(plan)
 
     # --- orders from the owner -------------------------------------------------------------------------
@@ -320,7 +339,8 @@ class TrainingSession:
     def pause(self, reason: str) -> None:
         """Pause training for the owner or a limit; `reason` is for people.
 
-        Progress since the last round is lost if a plan goes on without this node.
+        The node asks for a last round. Progress since the last one is lost if none commits before a plan goes on
+        without this node, or if training resumes before.
         """
         self._status.pause(reason)
         self._context.directives.wake()
