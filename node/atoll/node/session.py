@@ -48,6 +48,7 @@ ROUND_END_TIMEOUT = timedelta(seconds=30)  # for a round under way to end before
 FINISH_TIMEOUT = timedelta(minutes=10)  # for writing the last checkpoint
 _EARLY_STREAM_TIMEOUT = timedelta(seconds=15)
 _RETRY = timedelta(seconds=1)
+_LOST_TIMEOUT = timedelta(seconds=5)  # a member whose connection broke counts as gone after this long
 _TRAINER_RESTARTS = 5  # in a row, without a committed round in between
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ class TrainingSession:
         self._preload: TrainerPreload | None = context.preload
         self._trainer: Trainer | None = None
         self._engine: AveragingEngine | None = None
+        self._lost_at: dict[str, float] = {}  # peer id → monotonic, when its connection broke; until it is heard again
         self._status = SessionStatus(context)
         self._trainer_config = context.trainer_config
         self._first_evaluation: mb.EvaluationReport | None = None
@@ -360,7 +362,7 @@ class TrainingSession:
     async def next_round(self, timeout: timedelta) -> bool:
         """Wait for this node's last rounds, one of every fragment, so that leaving loses no progress.
 
-        Returns False if no round came. Does not wait if the plan's members can no longer commit a round.
+        Returns False if no round came. Does not wait if the members that are left can no longer commit a round.
         """
         start = self._context.status.head_round
         engine = self._engine
@@ -372,14 +374,24 @@ class TrainingSession:
             return self._context.status.head_round >= start + rounds
 
         def over() -> bool:
-            plan = self._context.directives.plan
-            stuck = plan is not None and not plan.can_decide(engine.head)
-            return moved(engine.turns) or self.finished.is_set() or stuck
+            return moved(engine.turns) or self.finished.is_set() or not self._can_decide(engine.head)
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout.total_seconds()):
-                await self._context.directives.until(over)
+                while not over():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_RETRY.total_seconds()):
+                            await self._context.directives.until(over)
         return moved(1)
+
+    def _can_decide(self, head: Head) -> bool:
+        """Report whether members of the plan can commit a round; those that were lost a while ago do not count."""
+        plan, now = self._context.directives.plan, self._context.clock.monotonic()
+        if plan is None:
+            return True
+        gone = {peer for peer, at in self._lost_at.items() if now - at >= _LOST_TIMEOUT.total_seconds()}
+        left = tuple(item for item in plan.assignments if item.peer_id not in gone)
+        return replace(plan, assignments=left).can_decide(head)
 
     async def generate(self, prompt: str, tokens: int) -> str:
         """Generate text from the committed anchor. Raises `InvalidTransition` before there is one.
@@ -414,10 +426,12 @@ class TrainingSession:
     # --- callbacks of rounds ---------------------------------------------------------------------------
 
     async def _receive(self, peer: str, message: dp.RoundMessage) -> None:
+        self._lost_at.pop(peer, None)
         if self._engine is not None:
             await self._engine.receive(peer, message)
 
     async def _on_peer_lost(self, peer: str) -> None:
+        self._lost_at.setdefault(peer, self._context.clock.monotonic())
         if self._engine is not None:
             await self._engine.lost(peer)
 
