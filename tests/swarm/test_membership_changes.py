@@ -12,9 +12,20 @@ from support.process_swarm import GONE, READY, process_swarm, processes_of
 
 from atoll.node.control.local_client import call
 from atoll.node.state.manifests import ManifestStore
+from atoll.v1 import manifest_pb2
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 MANY = 10**9
+
+
+def tokens_in_last_round(data_dir: Path, peer: str) -> int:
+    """Tokens of a member in the round after which the others decide without it."""
+    kept = ManifestStore(data_dir / "runs/reef/manifests", "reef")
+    newest = kept.newest()
+    assert newest is not None
+    rounds = [manifest_pb2.Manifest.FromString(kept.get(number).payload) for number in range(1, newest.round + 1)]
+    own = [item for made in rounds for item in made.contributions if item.peer_id == peer]
+    return next(item.tokens for item in own if not item.present)
 
 
 async def test_join_late_pause_resume_drain_and_ban(tmp_path):
@@ -33,6 +44,7 @@ async def test_join_late_pause_resume_drain_and_ban(tmp_path):
         call(tmp_path / "bob", "pause")
         await swarm.reach("bob", "paused")
         await swarm.until(lambda: swarm.status("ann")["members"] == 2, "no plan without bob", READY)
+        assert tokens_in_last_round(tmp_path / "bob", swarm.status("bob")["peer_id"]) > 0
         held = swarm.status("bob")["steps"]
         await swarm.rounds("ann", 2)
         assert swarm.status("bob")["steps"] == held

@@ -44,6 +44,7 @@ class CoordinatorConfig(BaseModel):
     silence_seconds: Seconds = 15.0
     lost_after_seconds: Seconds = 20.0
     plan_debounce_seconds: Seconds = 1.0
+    plan_interval_seconds: Seconds = 10.0  # between two plans, unless waiting would stop the run
     plan_search_seconds: Seconds = 2.0  # if not every node can hold the model
     plan_goal: Literal["time", "price"] = "time"  # tokens per second, or tokens per price
     plan_hysteresis: Annotated[float, Field(ge=0, le=10)] = (
@@ -85,6 +86,7 @@ class CoordinatorConfig(BaseModel):
             silence_seconds=self.silence_seconds,
             lost_after_seconds=self.lost_after_seconds,
             debounce_seconds=self.plan_debounce_seconds,
+            plan_interval_seconds=self.plan_interval_seconds,
             solve_seconds=self.plan_search_seconds,
             genesis_seconds=self.genesis_seconds,
             recover_seconds=self.recover_seconds,

@@ -48,6 +48,7 @@ ROUND_END_TIMEOUT = timedelta(seconds=30)  # for a round under way to end before
 FINISH_TIMEOUT = timedelta(minutes=10)  # for writing the last checkpoint
 _EARLY_STREAM_TIMEOUT = timedelta(seconds=15)
 _RETRY = timedelta(seconds=1)
+_LOST_TIMEOUT = timedelta(seconds=5)  # a member whose connection broke counts as gone after this long
 _TRAINER_RESTARTS = 5  # in a row, without a committed round in between
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ class TrainingSession:
         self._preload: TrainerPreload | None = context.preload
         self._trainer: Trainer | None = None
         self._engine: AveragingEngine | None = None
+        self._lost_at: dict[str, float] = {}  # peer id → monotonic, when its connection broke; until it is heard again
         self._status = SessionStatus(context)
         self._trainer_config = context.trainer_config
         self._first_evaluation: mb.EvaluationReport | None = None
@@ -183,11 +185,17 @@ class TrainingSession:
             await self._unless_trainer_dies(trainer, self._context.directives.until(self._has_work))
             if self._status.must_write_genesis:
                 await self._write_genesis(trainer)
-            if self._needs_reload(trainer) and not self._status.pause_reason:
+            if self._needs_reload(trainer) and not self._status.rests:
                 self._reloading = True  # the node is still in the plan, or will be in the next one
                 return
-            if self._status.in_plan and not self._status.pause_reason:
+            if self._follows_plan(trainer):
                 await self._follow_plan(trainer)
+
+    def _follows_plan(self, trainer: Trainer) -> bool:
+        """Report whether this node takes part in rounds; while it rests, only to vote, with the layers that it has."""
+        if self._status.rests:
+            return self._status.only_votes and not self._needs_reload(trainer)
+        return self._status.in_plan
 
     async def _follow_plan(self, trainer: Trainer) -> None:
         """Synchronise with the other members, then train in rounds until finished or no longer in the plan."""
@@ -238,9 +246,15 @@ class TrainingSession:
             await trainer.discard()
 
     async def _follow_directives(self, trainer: Trainer, engine: AveragingEngine) -> None:
-        """Pass on plans, pauses and resumes, until a plan leaves this node out or gives it other layers."""
+        """Pass on plans, pauses and resumes, until a plan leaves this node out or gives it other layers.
+
+        A node that begins to rest stops to train at once and asks for a last round, which counts what it trained and
+        does not name it in the next electorate. Until a plan leaves it out, it still votes. The engine's word that it
+        leaves cannot be taken back, so a node that trains again gets another engine.
+        """
         context = self._context
         training: bool | None = None
+        resting = False
         followed = engine.plan.version
         while self._status.in_plan and not self._needs_reload(trainer):
             plan = self._status.adopt_plan()
@@ -252,12 +266,17 @@ class TrainingSession:
                 followed = plan.version
                 if training is not None:
                     self._status.enter_following(plan, training=training)
+            if self._status.rests and not resting:
+                resting = True
+                engine.leave()
+            elif resting and not self._status.rests:
+                break
             wanted = self._status.may_train
             if wanted is not training:
                 await (trainer.train() if wanted else trainer.pause())
                 training = wanted
                 self._status.enter_following(plan, training=wanted)
-            await context.directives.until(partial(self._status.changed_since, plan.version, wanted))
+            await context.directives.until(partial(self._status.changed_since, plan.version, wanted, resting))
         if self._status.in_plan:
             self._status.adopt_plan()  # a plan that gives this node other layers counts as received, too
         await engine.rest(ROUND_END_TIMEOUT)
@@ -308,11 +327,13 @@ class TrainingSession:
         """Report whether a waiting session must act: report another state, write genesis, load layers or train."""
         if self._status.must_write_genesis or self._status.waiting_is_outdated():
             return True
-        loads = self._trainer is not None and self._needs_reload(self._trainer)
-        return (self._status.in_plan or loads) and not self._status.pause_reason
+        if self._trainer is None:
+            return self._status.in_plan and not self._status.rests
+        return self._follows_plan(self._trainer) or (self._needs_reload(self._trainer) and not self._status.rests)
 
     async def _synchronise(self, plan: Plan) -> Head:
-        self._context.status.enter(mb.NODE_STATE_CATCHING_UP, "fetching anchor and momentum")
+        if not self._status.rests:
+            self._context.status.enter(mb.NODE_STATE_CATCHING_UP, "fetching anchor and momentum")
         return await self._local_state.synchronise(plan)
 
     # --- orders from the owner -------------------------------------------------------------------------
@@ -320,7 +341,8 @@ class TrainingSession:
     def pause(self, reason: str) -> None:
         """Pause training for the owner or a limit; `reason` is for people.
 
-        Progress since the last round is lost if a plan goes on without this node.
+        The node asks for a last round. Progress since the last one is lost if none commits before a plan goes on
+        without this node, or if training resumes before.
         """
         self._status.pause(reason)
         self._context.directives.wake()
@@ -340,7 +362,7 @@ class TrainingSession:
     async def next_round(self, timeout: timedelta) -> bool:
         """Wait for this node's last rounds, one of every fragment, so that leaving loses no progress.
 
-        Returns False if no round came. Does not wait if the plan's members can no longer commit a round.
+        Returns False if no round came. Does not wait if the members that are left can no longer commit a round.
         """
         start = self._context.status.head_round
         engine = self._engine
@@ -352,14 +374,24 @@ class TrainingSession:
             return self._context.status.head_round >= start + rounds
 
         def over() -> bool:
-            plan = self._context.directives.plan
-            stuck = plan is not None and not plan.can_decide(engine.head)
-            return moved(engine.turns) or self.finished.is_set() or stuck
+            return moved(engine.turns) or self.finished.is_set() or not self._can_decide(engine.head)
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout.total_seconds()):
-                await self._context.directives.until(over)
+                while not over():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_RETRY.total_seconds()):
+                            await self._context.directives.until(over)
         return moved(1)
+
+    def _can_decide(self, head: Head) -> bool:
+        """Report whether members of the plan can commit a round; those that were lost a while ago do not count."""
+        plan, now = self._context.directives.plan, self._context.clock.monotonic()
+        if plan is None:
+            return True
+        gone = {peer for peer, at in self._lost_at.items() if now - at >= _LOST_TIMEOUT.total_seconds()}
+        left = tuple(item for item in plan.assignments if item.peer_id not in gone)
+        return replace(plan, assignments=left).can_decide(head)
 
     async def generate(self, prompt: str, tokens: int) -> str:
         """Generate text from the committed anchor. Raises `InvalidTransition` before there is one.
@@ -394,10 +426,12 @@ class TrainingSession:
     # --- callbacks of rounds ---------------------------------------------------------------------------
 
     async def _receive(self, peer: str, message: dp.RoundMessage) -> None:
+        self._lost_at.pop(peer, None)
         if self._engine is not None:
             await self._engine.receive(peer, message)
 
     async def _on_peer_lost(self, peer: str) -> None:
+        self._lost_at.setdefault(peer, self._context.clock.monotonic())
         if self._engine is not None:
             await self._engine.lost(peer)
 

@@ -64,7 +64,12 @@ class Coordinator:
 async def coordinator(data_dir: Path, **settings: object) -> AsyncIterator[Coordinator]:
     """Start one on `data_dir`; leave to stop it. Starting again on the same directory is a restart."""
     ports = {"listen": "127.0.0.1", "enrol_port": 0, "member_port": 0, "http_port": 0}
-    quick = {"lost_after_seconds": 1.0, "plan_debounce_seconds": 0.1, "drain_seconds": 2.0}
+    quick = {
+        "lost_after_seconds": 1.0,
+        "plan_debounce_seconds": 0.1,
+        "plan_interval_seconds": 0.1,
+        "drain_seconds": 2.0,
+    }
     patient = {"silence_seconds": 120.0}  # nodes here speak when a test says so
     config = CoordinatorConfig.model_validate({"data_dir": data_dir, **ports, **quick, **patient, **settings})
     clock = SystemClock()

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from integration.coordinator.lab import SECONDS, Coordinator, Node, coordinator
 from integration.coordinator.test_membership import begin, close, plan_in
+from support.eventually import eventually
 from typer.testing import CliRunner
-from unit.coordinator.world import genesis_report, hash_of, round_report
+from unit.coordinator.world import RUN, genesis_report, hash_of, round_report
 
 from atoll.coordinator.cli import main
 from atoll.v1 import admin_pb2 as admin
@@ -33,7 +34,9 @@ async def test_the_operator_recovers_a_run_that_lost_its_majority(tmp_path: Path
         hashes = await two_rounds(home, nodes)
         for gone in nodes[1:]:
             await gone.close()
-        await nodes[0].plan(2)
+        await eventually(
+            lambda: home.controller.state.memory[RUN].undecidable_reason
+        )  # they are lost: no plan can decide
         command = ["run", "recover", "--yes", "--credentials", str(home.data_dir / "admin")]
         result = await asyncio.wait_for(asyncio.to_thread(CliRunner().invoke, main.app, command), SECONDS)
         assert result.exit_code == 0, result.output

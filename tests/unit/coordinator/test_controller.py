@@ -90,7 +90,10 @@ async def test_bans_and_plans_are_signed_stored_and_restored() -> None:
 async def test_a_plan_that_is_due_is_sealed_for_members() -> None:
     world, operator = World(), Identity.generate()
     world.train("ann", "bob")
-    controller = Controller(MemoryStore(), operator, ManualClock(), Policy(debounce_seconds=0.0))
+    prompt = Policy(debounce_seconds=0.0, plan_interval_seconds=0.0)
+    clock = ManualClock()
+    clock.advance(world.now.monotonic)
+    controller = Controller(MemoryStore(), operator, clock, prompt)
     controller.state = world.state
     peer = world.identities["bob"].peer_id
     await controller.do(lambda state, now: admission.leave(state, now, peer, ""))

@@ -73,7 +73,7 @@ def test_with_the_coordinator_no_two_results_are_ever_committed(steps: list[tupl
                 promises[number][name] = last(answer.vote)
         elif voting and (number in chosen or electorate.decides(promises[number])):
             earlier = must_propose(electorate, promises[number])
-            chosen.setdefault(number, earlier.proposal if earlier else b"result %d" % number)
+            chosen.setdefault(number, earlier.proposal if earlier else result(number))
             answer = coordinator_seat.cast_vote(kept.get(name), RUN, 1, ballot, chosen[number])
             if answer.granted and answer.vote is not None:
                 kept[name] = answer.vote
@@ -81,6 +81,10 @@ def test_with_the_coordinator_no_two_results_are_ever_committed(steps: list[tupl
     committed = {chosen[number] for number, by in voters.items() if electorate.decides(by)}
     event(f"{sum(electorate.decides(by) for by in voters.values())} attempts committed")
     assert len(committed) <= 1
+
+
+def result(number: int) -> bytes:
+    return dp.Proposal(payload=b"result %d" % number).SerializeToString()
 
 
 def last(vote: Vote) -> LastVote | None:

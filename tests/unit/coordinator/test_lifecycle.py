@@ -324,7 +324,7 @@ def test_until_a_round_commits_who_stays_keeps_its_samples_and_newcomers_get_the
     world.join("cid")
     world.wait(2)
     gone = world.name_of(world.plans[0].members[0])
-    world.say(gone, mb.NODE_STATE_PAUSED)
+    world.say(gone, mb.NODE_STATE_FAILED)
     world.wait(2)
     world.join("dan")
     world.wait(2)
@@ -347,9 +347,7 @@ def test_once_a_round_has_committed_plans_leave_the_samples_to_manifests() -> No
     assert all(item.data_ranges == () for item in world.plans[-1].assignments)
 
 
-@pytest.mark.parametrize(
-    "state", [mb.NODE_STATE_PAUSED, mb.NODE_STATE_DRAINING, mb.NODE_STATE_FAILED, mb.NODE_STATE_JOINING]
-)
+@pytest.mark.parametrize("state", [mb.NODE_STATE_DRAINING, mb.NODE_STATE_FAILED, mb.NODE_STATE_JOINING])
 def test_a_node_that_cannot_train_leaves_the_plan(state: mb.NodeState) -> None:
     world = World()
     world.train("ann", "bob")

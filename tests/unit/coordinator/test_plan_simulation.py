@@ -23,6 +23,7 @@ from atoll.coordinator.live.attendance import attendance_of
 from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.runs import admission
+from atoll.coordinator.state import deciding
 from atoll.coordinator.state.snapshot import Step
 from atoll.core.errors import PlanInputInvalid
 from atoll.core.identity import Identity
@@ -73,7 +74,12 @@ class StormyWorld(RoutedWorld):
         placed = [part.peer_id for route in routes for part in route]
         assert Counter([*placed, *plan.standbys]) == Counter(plan.members)
         stages = {range(part.first, part.last + 1) for route in routes if len(route) > 1 for part in route}
-        standing = [plan.span(peer) for peer in plan.standbys]
+        electorate = deciding.next_electorate(step.state, RUN)
+        assert electorate is not None
+        assert deciding.decides(step.state, RUN, electorate, plan.members)
+        decided = deciding.decides(step.state, RUN, electorate, plan.stages)
+        voters = set() if decided else electorate.members & set(plan.standbys)  # some may stay only to vote
+        standing = [plan.span(peer) for peer in plan.standbys if peer not in voters]
         assert set(standing) <= stages
         assert len(set(standing)) == len(standing)
         drivers = {route[0].peer_id for route in routes}
@@ -83,7 +89,8 @@ class StormyWorld(RoutedWorld):
             node, live = step.state.nodes[item.peer_id], step.state.live[item.peer_id]
             assert bool(item.data_ranges) == (item.peer_id in drivers)
             assert model().fits(live.profile, item.first_layer, item.last_layer), (self.name_of(item.peer_id), item)
-            assert node.pin in ("", f"{item.first_layer}-{item.last_layer}")
+            pinned_elsewhere = node.pin not in ("", f"{item.first_layer}-{item.last_layer}")
+            assert not pinned_elsewhere or item.peer_id in plan.standbys  # it only votes, with the layers that it has
             assert not any((node.banned, node.left, live.counted_as_lost))
         if before:
             self.count(before, plan)
@@ -202,9 +209,13 @@ def check_settled(storm: Storm) -> None:
     """Everybody in the plan is there and can, or the run says what is missing."""
     world = storm.world
     state, memory = world.state, world.state.memory[RUN]
-    gone = [peer for peer in world.plan.members if not state.live[peer].connected or state.nodes[peer].draining]
+    electorate = deciding.next_electorate(state, RUN)
+    assert electorate is not None
+    voters = {peer for peer in electorate.members if deciding.can_vote(state, peer)} & set(world.plan.standbys)
+    members = [peer for peer in world.plan.members if peer not in voters]
+    gone = [peer for peer in members if not state.live[peer].connected or state.nodes[peer].draining]
     nobody = not attendance_of(state, RUN, world.now.monotonic).members
-    assert bool(memory.no_plan_reason) or nobody or not gone
+    assert bool(memory.no_plan_reason or memory.undecidable_reason) or nobody or not gone
     assert not memory.no_plan_reason or memory.no_plan_reason.startswith(
         ("needs ", "no route covers", "no machine may hold")
     )

@@ -331,7 +331,7 @@ def test_old_events_and_attempts_go_and_are_still_counted(world: World, monkeypa
 
 def flap(world: World, times: int) -> None:
     for turn in range(times):
-        world.say("eve", mb.NODE_STATE_READY if turn % 2 else mb.NODE_STATE_PAUSED)
+        world.say("eve", mb.NODE_STATE_READY if turn % 2 else mb.NODE_STATE_FAILED)
         world.wait(1.4)
 
 
@@ -344,7 +344,7 @@ def test_a_node_that_joins_and_leaves_repeatedly_causes_few_plans(world: World) 
     assert "eve" in world.members()  # it is let in again
     world.wait(attendance.JOINS_FORGOTTEN_SECONDS)
     for _ in range(2):  # and its past is forgotten
-        world.say("eve", mb.NODE_STATE_PAUSED)
+        world.say("eve", mb.NODE_STATE_FAILED)
         world.wait(2)
         world.say("eve", mb.NODE_STATE_READY)
         world.wait(2)

@@ -11,6 +11,7 @@ from atoll.coordinator.runs import recovery
 from atoll.coordinator.services import views
 from atoll.coordinator.store.records import Round, Vote
 from atoll.core.errors import InvalidRequest, InvalidTransition
+from atoll.core.identity import Identity
 from atoll.core.quorum import COORDINATOR
 from atoll.v1 import membership_pb2 as mb
 
@@ -27,8 +28,10 @@ def world() -> World:
     return made
 
 
-def go_on(world: World, *names: str, plan: int = 1) -> mb.RoundReport:
-    """One more round by these nodes, which hold it then."""
+def go_on(
+    world: World, *names: str, plan: int = 1, signers: list[Identity] | None = None, fragments: int = 1
+) -> mb.RoundReport:
+    """One more round by these nodes, which hold it then; `signers` voted for it, if not they."""
     run, commits = world.run, world.state.memory[RUN].committed
     report = round_report(
         run.head_round + 1,
@@ -37,6 +40,8 @@ def go_on(world: World, *names: str, plan: int = 1) -> mb.RoundReport:
         plan_version=plan,
         committed_before=run.committed_tokens,
         epoch=world.plans[-1].base.since_version,
+        signers=signers,
+        fragments=fragments,
     )
     for name in names:
         world.heads[name] = (report.round.number, hash_of(report))

@@ -236,7 +236,7 @@ def test_reports_of_rounds_far_ahead_cost_nothing(world: World, number: int, com
 
 
 def test_a_member_that_once_was_alone_cannot_go_on_alone(world: World) -> None:
-    world.say("ann", mb.NODE_STATE_PAUSED)
+    world.say("ann", mb.NODE_STATE_FAILED)
     world.wait(2)
     world.say("ann", mb.NODE_STATE_READY)
     world.wait(2)

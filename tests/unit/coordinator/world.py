@@ -30,6 +30,7 @@ CORPUS = "ab" * 32
 LAYERS = ("embedding", "block.0", "head")
 SECRET = "5" * 48
 ELIGIBLE_STATES = mb.NODE_STATE_READY
+PROMPT = Policy(plan_interval_seconds=0.0)  # for tests that are not about the time between two plans
 
 
 def spec_toml(
@@ -160,7 +161,7 @@ def hash_of(report: mb.RoundReport | mb.GenesisReport) -> bytes:
 class World:
     """Drives the machine as the server does, and keeps everything it said."""
 
-    policy: Policy = field(default_factory=Policy)
+    policy: Policy = field(default_factory=lambda: PROMPT)
     operator: Identity = field(default_factory=Identity.generate)
     state: State = field(default_factory=State)
     now: StepTime = field(default_factory=lambda: StepTime(1_700_000_000_000, 100.0))

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from atoll.coordinator.sanitize import enum_word
+from atoll.coordinator.state import deciding
 from atoll.coordinator.state.snapshot import LiveNode, PlanJoins, RunMemory, State
 from atoll.coordinator.store.records import Node
+from atoll.core.fragments import fragment_count
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
 STAGE_LOADING_TIMEOUT_SECONDS = 45.0  # for a restarted stage to load its layers, or to report a state
 DRAIN_SECONDS = 45.0  # longer than a draining node waits for its last round
+REST_SECONDS = 60.0  # at least, for the last round of a node that rests
 REJOIN_DELAYS_SECONDS = (0.0, 0.0, 2.0, 8.0, 30.0)  # before a node may join the plan again, by its recent joins
 JOINS_FORGOTTEN_SECONDS = 600.0
 ELIGIBLE_STATES = (mb.NODE_STATE_READY, mb.NODE_STATE_CATCHING_UP, mb.NODE_STATE_TRAINING)
@@ -35,7 +38,7 @@ class Attendance:
 
     eligible: tuple[str, ...]
     awaited: tuple[str, ...]  # in the plan, and expected back
-    finishing: tuple[str, ...]  # in the plan, and draining; a new plan should not use them
+    finishing: tuple[str, ...]  # in the plan until their last round: draining or resting; no new plan should use them
 
     @cached_property
     def members(self) -> tuple[str, ...]:
@@ -72,7 +75,9 @@ def attendance_of(state: State, run_id: str, now: float) -> Attendance:
         if should_train(node)
         and (_may_return(state, node.peer_id, now) or _is_loading_stage(state, memory.plan, node.peer_id, now))
     ]
-    finishing = [node.peer_id for node in rest if _finishing(state, node, now)]
+    electorate = deciding.next_electorate(state, run_id)
+    voters = electorate.members if electorate is not None else frozenset()
+    finishing = [node.peer_id for node in rest if _finishing(state, node, now) or _is_resting(state, node, voters, now)]
     return Attendance(tuple(sorted(eligible)), tuple(awaited), tuple(finishing))
 
 
@@ -227,6 +232,24 @@ def _finishing(state: State, node: Node, now: float) -> bool:
     in_time = live.drain_since is not None and now - live.drain_since < DRAIN_SECONDS
     in_time |= live.handing_over
     return in_time and (not live.connected or live.status.state in ELIGIBLE_STATES)
+
+
+def _is_resting(state: State, node: Node, voters: frozenset[str], now: float) -> bool:
+    """True for a paused replica until its last rounds, one of each fragment, or until the time for them is over.
+
+    `voters` decide the next round; its last round does not name it among them. A paused stage of a longer route holds
+    the whole route up: it is replaced at once, and `quorum_guard` keeps its vote.
+    """
+    live, memory = state.live.get(node.peer_id), state.memory[node.run_id]
+    plan = memory.plan
+    if live is None or live.counted_as_lost or live.status.state != mb.NODE_STATE_PAUSED or live.unfit_since is None:
+        return False
+    if plan is None or not plan.is_replica(node.peer_id) or not should_train(node):
+        return False
+    if now - live.unfit_since >= max(REST_SECONDS, 2 * memory.spec.sync.round_max_seconds.total_seconds()):
+        return False
+    turns = fragment_count(memory.spec.sync.fragments, plan.layers, len(plan.cuts))
+    return state.runs[node.run_id].head_round < live.unfit_round + turns or node.peer_id in voters
 
 
 def _is_loading_stage(state: State, plan: Plan | None, peer_id: str, now: float) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from atoll.coordinator.live import plan_issue
+from atoll.coordinator.live import plan_issue, plan_spacing, quorum_guard
 from atoll.coordinator.live.attendance import Attendance, live_of, recent_joins
 from atoll.coordinator.live.pinning import pinned_span
 from atoll.coordinator.live.plan_issue import PlanNotes, issue_route_plan
@@ -106,9 +106,11 @@ def update_standbys(draft: Draft, run_id: str, policy: Policy, attendance: Atten
     """Choose nodes that fetch spans, and issue a plan with them as members once they have their layers."""
     state, memory, now = draft.state, draft.state.memory[run_id], draft.now.monotonic
     plan = memory.plan
-    if plan is None:
+    if plan is None or memory.no_plan_reason:  # then a stage may be gone, and members keep the plan that they have
         return
-    wanted, standing = _wanted_standbys(state, run_id, plan, attendance, now), standby_spans(plan)
+    wanted = _wanted_standbys(state, run_id, plan, attendance, now)
+    voters = _only_voters(state, plan, wanted)
+    standing = {peer: span for peer, span in standby_spans(plan).items() if peer not in voters}
     new = {peer: span for peer, span in wanted.items() if standing.get(peer) != span}
     pending = _pending_fetches(draft, run_id, policy, new, memory.standby_fetches)
     waited = {
@@ -120,10 +122,11 @@ def update_standbys(draft: Draft, run_id: str, policy: Policy, attendance: Atten
     longest = max(waited.values(), default=0.0)
     enough = waited and (len(waited) == len(pending) or longest >= policy.standby_seconds + _BATCH_WAIT_SECONDS)
     staying = {peer: span for peer, span in standing.items() if wanted.get(peer) == span}
-    if enough or staying.keys() != standing.keys():
+    due = enough or staying.keys() != standing.keys()
+    if due and plan_spacing.may_issue(state, run_id, policy, attendance, now):
         after = staying | {peer: pending.pop(peer).span for peer in sorted(waited)}
-        draft.remember(run_id, standby_fetches=pending)
-        issue_with_standbys(draft, run_id, routes_of(plan), after, _change_text(state, standing, after))
+        if issue_with_standbys(draft, run_id, routes_of(plan), after, _change_text(state, standing, after)):
+            draft.remember(run_id, standby_fetches=pending)
     elif pending != memory.standby_fetches:
         draft.remember(run_id, standby_fetches=pending)
 
@@ -196,14 +199,26 @@ def _standby_delay_seconds(memory: RunMemory, peer: str, policy: Policy, now: fl
 
 def issue_with_standbys(
     draft: Draft, run_id: str, routes: Sequence[Route], standbys: Mapping[str, range], reason: str
-) -> None:
-    """Issue a plan with other standbys or other holders: the predicted pace of the present plan still counts."""
+) -> bool:
+    """Issue a plan with other standbys or other holders: the predicted pace of the present plan still counts.
+
+    False: nobody could decide under it, so there is no plan.
+    """
     memory = draft.state.memory[run_id]
     predicted = memory.figures.predicted_tokens_per_second if memory.figures else 0.0
     notes = PlanNotes(predicted, 0.0, memory.left_out)
-    issue_route_plan(draft, run_id, routes, reason, notes, standbys=standbys)
+    if not issue_route_plan(draft, run_id, routes, reason, notes, standbys=standbys):
+        return False
     left_out = {peer: why for peer, why in memory.left_out.items() if peer not in standbys}
     draft.remember(run_id, left_out=left_out)
+    return True
+
+
+def _only_voters(state: State, plan: Plan, wanted: Mapping[str, range]) -> Collection[str]:
+    """Peer ids that stay members only because nobody could decide the next round without their votes."""
+    members = (*plan.stages, *(peer for peer, span in wanted.items() if plan.span(peer) == span))
+    spans = {peer: plan.span(peer) for peer in members}
+    return quorum_guard.voters_to_keep(state, plan.run_id, spans)
 
 
 def _change_text(state: State, before: Mapping[str, range], after: Mapping[str, range]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from atoll.coordinator.live import planner_answer, planner_question, replan_trigger
+from atoll.coordinator.live import planner_answer, planner_question, quorum_guard, replan_trigger
 from atoll.coordinator.live.attendance import attendance_of, membership_change
 from atoll.coordinator.live.plan_issue import issue_replica_plan
 from atoll.coordinator.planner.question import Answer, NamedRoute, Question
@@ -33,16 +34,35 @@ def operator_question(state: State, now: StepTime, run_id: str, policy: Policy) 
 
 
 def apply(state: State, now: StepTime, run_id: str, question: Question, answer: Answer) -> Step[Plan | None]:
-    """Issue the plan of the answer and return it; None where the present plan stays."""
+    """Issue the plan of the answer and return it; None where the present plan stays.
+
+    Raises `InvalidTransition` where nobody could decide a round under it.
+    """
     if not question.given_routes:
-        return planner_answer.accept_answer(state, now, run_id, question, answer, ordered=True)
+        step = planner_answer.accept_answer(state, now, run_id, question, answer, ordered=True)
+        if step.result is None:
+            _require_decidable(step.state, run_id)
+        return step
     draft = Draft(state, now)
     plan = state.memory[run_id].plan
     attendance = attendance_of(state, run_id, now.monotonic)
-    if plan is None or not attendance.members or attendance.members == plan.members:
+    if plan is None or not attendance.members or _is_present_plan(state, plan, attendance.members):
         return draft.done(None)
     if state.runs[run_id].state != "TRAINING" or replan_trigger.needs_routes(state, run_id, attendance):
         return draft.done(None)  # changed since the question
     reason = f"{membership_change(state, plan.members, attendance.members)}; ordered by the operator"
-    issue_replica_plan(draft, run_id, attendance.members, reason)
+    if not issue_replica_plan(draft, run_id, attendance.members, reason):
+        _require_decidable(draft.state, run_id)
     return draft.done(draft.state.memory[run_id].plan)
+
+
+def _is_present_plan(state: State, plan: Plan, members: Sequence[str]) -> bool:
+    """True where a plan of these replicas, and of the voters that it must keep, would be the present one."""
+    voters = quorum_guard.voters_to_keep(state, plan.run_id, dict.fromkeys(members, range(plan.layers)))
+    return plan.stages == set(members) and set(plan.standbys) == voters.keys()
+
+
+def _require_decidable(state: State, run_id: str) -> None:
+    reason = state.memory[run_id].undecidable_reason
+    if reason:
+        raise InvalidTransition(f"the plan was not issued: {reason}", "see `atollctl node list`")

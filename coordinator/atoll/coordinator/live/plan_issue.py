@@ -1,6 +1,7 @@
 """Issues a plan: sets its version, reduce shares, former members and figures, and writes the event. Pure.
 
-`issue_replica_plan` is for runs in which every node holds all layers, `issue_route_plan` for pipelines.
+`issue_replica_plan` is for runs in which every node holds all layers, `issue_route_plan` for pipelines. Both issue no
+plan under which nobody could decide the next round (`quorum_guard.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from atoll.coordinator.live.attendance import count_join
+from atoll.coordinator.live.quorum_guard import keep_voters
 from atoll.coordinator.planner.plan_builder import Route, RoutePart, build_plan
 from atoll.coordinator.planner.question import STATE_BYTES_PER_PARAMETER
 from atoll.coordinator.planner.reduce_shares import (
@@ -49,15 +51,22 @@ def next_version(run: Run) -> int:
 
 def issue_replica_plan(
     draft: Draft, run_id: str, members: Sequence[str], reason: str, base: Base | None = None
-) -> None:
-    """Issue the next plan, in which each of these peer ids holds all layers; `base`: a new base, if any."""
+) -> bool:
+    """Issue the next plan, in which each of these peer ids holds all layers; `base`: a new base, if any.
+
+    False: it could not decide the next round, so there is no plan (`quorum_guard.py`).
+    """
     run, before = draft.state.runs[run_id], draft.state.memory[run_id].plan
     spans = dict.fromkeys(members, range(len(layer_weights(run))))
+    voters = keep_voters(draft, run_id, spans, base)
+    if voters is None:
+        return False
     shares = best_shares(reported_links(draft.state, members))
     rates = {peer: reduce_rate(share, len(members)) for peer, share in shares.items()}
     routes = [(RoutePart(peer, span.start, span.stop - 1),) for peer, span in spans.items()]
     notes = PlanNotes(moved_bytes=_fetched_bytes(run, before, spans))
-    _issue(draft, run_id, routes, {}, rates, reason, notes, base or _base(draft.state, run_id, members))
+    _issue(draft, run_id, routes, voters, rates, reason, notes, base or _base(draft.state, run_id, members))
+    return True
 
 
 def issue_route_plan(
@@ -69,12 +78,20 @@ def issue_route_plan(
     base: Base | None = None,
     *,
     standbys: Mapping[str, range],
-) -> None:
-    """Issue the next plan, with these routes (at least one) and these standbys (layers by peer id)."""
+) -> bool:
+    """Issue the next plan, with these routes (at least one) and these standbys (layers by peer id).
+
+    False: it could not decide the next round, so there is no plan (`quorum_guard.py`).
+    """
     run = draft.state.runs[run_id]
     spans = {part.peer_id: range(part.first, part.last + 1) for route in routes for part in route}
+    voters = keep_voters(draft, run_id, {**spans, **standbys}, base)
+    if voters is None:
+        return False
     rates = span_rates(reported_links(draft.state, spans), spans, layer_weights(run))
+    standbys = {**standbys, **voters}
     _issue(draft, run_id, routes, standbys, rates, reason, notes, base or _base(draft.state, run_id, spans))
+    return True
 
 
 def reported_links(state: State, members: Iterable[str]) -> dict[str, NodeLink]:

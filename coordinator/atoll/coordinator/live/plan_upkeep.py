@@ -1,15 +1,15 @@
 """Upkeep of a run's plan: issues the next plan when the nodes have changed. Pure.
 
 All eligible nodes are in the plan. When that set changes and stays changed for the debounce time, the next plan is
-issued. An empty plan is never issued: nodes keep the last one. Where a node cannot hold all layers, `replan_trigger`
-asks the planner instead.
+issued, as soon as the last one is old enough (`plan_spacing.py`). An empty plan is never issued: nodes keep the last
+one. Where a node cannot hold all layers, `replan_trigger` asks the planner instead.
 """
 
 from __future__ import annotations
 
 import math
 
-from atoll.coordinator.live import replan_trigger
+from atoll.coordinator.live import plan_spacing, quorum_guard, replan_trigger
 from atoll.coordinator.live.attendance import Attendance, attendance_of, eligible_nodes, membership_change
 from atoll.coordinator.live.plan_issue import RESHARE_REASON, issue_replica_plan, reduce_rates, reported_links
 from atoll.coordinator.live.planner_question import may_follow_newer_plan
@@ -28,8 +28,8 @@ def issue_first_plan(draft: Draft, run_id: str) -> None:
     ready = sorted({*filter(None, [state.memory[run_id].genesis_writer]), *eligible_nodes(state, run_id)})
     if ready:
         draft.remember(run_id, question=None, no_plan_reason="")
-        issue_replica_plan(draft, run_id, ready, "the run starts")
-        if state.runs[run_id].state == "GENESIS":
+        issued = issue_replica_plan(draft, run_id, ready, "the run starts")
+        if issued and state.runs[run_id].state == "GENESIS":
             transition_run(draft, run_id, "TRAINING", f"training starts with {len(ready)} nodes")
 
 
@@ -39,6 +39,7 @@ def update_plan(draft: Draft, run_id: str, policy: Policy) -> None:
     if now < memory.no_plan_before:
         return
     attendance = attendance_of(draft.state, run_id, now)
+    quorum_guard.forget_old_reason(draft, run_id)
     if replan_trigger.needs_routes(draft.state, run_id, attendance):
         replan_trigger.update_routes(draft, run_id, policy, attendance)
     elif memory.plan is None:
@@ -61,18 +62,23 @@ def _update_replicas(draft: Draft, run_id: str, policy: Policy, attendance: Atte
     why, reason, debounce_seconds = change
     if memory.changed_since is None or memory.changed_why != why:
         draft.remember(run_id, changed_since=now, changed_why=why)
-    elif now - memory.changed_since >= debounce_seconds:
+    elif (
+        now - memory.changed_since >= debounce_seconds
+        and plan_spacing.may_issue(draft.state, run_id, policy, attendance, now)
+        and issue_replica_plan(draft, run_id, attendance.members, reason)
+    ):
         draft.remember(run_id, question=None, answered_question=None, left_out={}, no_plan_reason="")
-        issue_replica_plan(draft, run_id, attendance.members, reason)
 
 
 def _replica_change(
     state: State, policy: Policy, members: tuple[str, ...], plan: Plan
 ) -> tuple[ReplanReason, str, float] | None:
     """Why a new replica plan is due (for `changed_why`, and for people), and its debounce seconds; None: it is not."""
-    stale = members != plan.members or may_follow_newer_plan(state, plan.run_id) or _has_pipelines(plan)
-    if stale:
-        reason = membership_change(state, plan.members, members) or _same_members(plan)
+    spans = dict.fromkeys(members, range(plan.layers))
+    voters = tuple(sorted(quorum_guard.voters_to_keep(state, plan.run_id, spans)))
+    others = members != tuple(sorted(plan.stages)) or voters != plan.standbys
+    if others or may_follow_newer_plan(state, plan.run_id) or _has_pipelines(plan):
+        reason = _change_text(state, plan, members, voters) or _same_members(plan)
         return ReplanReason.MEMBERS, reason, policy.debounce_seconds
     speedup = reshare_speedup(reported_links(state, members), reduce_rates(plan))
     if speedup <= MIN_RESHARE_SPEEDUP:
@@ -80,6 +86,16 @@ def _replica_change(
     if math.isinf(speedup):
         return ReplanReason.REACH, RESHARE_REASON, policy.debounce_seconds
     return ReplanReason.LINKS, RESHARE_REASON, policy.reshare_after_seconds
+
+
+def _change_text(state: State, plan: Plan, members: tuple[str, ...], voters: tuple[str, ...]) -> str:
+    """Describe who joins and who leaves, and who is kept only to vote."""
+    names = ", ".join(sorted(state.nodes[peer].name for peer in voters))
+    kept = f"{names} only {'votes' if len(voters) == 1 else 'vote'}: without them nobody could decide" if voters else ""
+    returned = [state.nodes[peer].name for peer in members if peer in plan.standbys]
+    again = f"{', '.join(returned)} trains again" if returned else ""
+    change = membership_change(state, plan.members, (*members, *voters))
+    return "; ".join(filter(None, (change, again, kept)))
 
 
 def _has_pipelines(plan: Plan) -> bool:

@@ -1,10 +1,10 @@
 """Handling of the planner's answers: an answer is dropped, prepared, or issued as the next plan. Pure.
 
 A plan that moves layers is *prepared* first: nodes fetch their layers while the present plan continues
-(`state/prefetch.py`). Nodes without a place are told why. Findings about nodes' figures are recorded: a claim that
-differs from measurements is reported once and shown while it lasts; the correction of a node's layer times is kept,
-because a trainer that starts with other layers has no measured time for a while, and its node must not count as fast as
-it claims meanwhile.
+(`state/prefetch.py`). A plan under which nobody could decide waits as a preparation, too (`quorum_guard.py`). Nodes
+without a place are told why. Findings about nodes' figures are recorded: a claim that differs from measurements is
+reported once and shown while it lasts; the correction of a node's layer times is kept, because a trainer that starts
+with other layers has no measured time for a while, and its node must not count as fast as it claims meanwhile.
 """
 
 from __future__ import annotations
@@ -51,8 +51,11 @@ def accept_answer(
         return draft.done(None)
     if set(answer.routes) == set(question.current) and not planner_question.may_follow_newer_plan(state, run_id):
         _report_left_out(draft, run_id, _left_out(state, attendance, question, answer, now.monotonic))
-    elif ordered or not _prepare(draft, run_id, question, answer, attendance):
+    elif ordered:
         _issue(draft, run_id, question, answer)
+    elif not _prepare(draft, run_id, question, answer, attendance) and not _issue(draft, run_id, question, answer):
+        waiting = Preparation(question, answer, {}, now.monotonic)  # for voters to return
+        draft.remember(run_id, preparation=waiting)
     plan = draft.state.memory[run_id].plan
     return draft.done(plan if plan is not memory.plan else None)
 
@@ -169,8 +172,11 @@ def _layers(span: range) -> str:
     return f"{span.start}-{span.stop - 1}" if len(span) > 1 else str(span.start)
 
 
-def _issue(draft: Draft, run_id: str, question: Question, answer: Answer) -> None:
-    """Issue a plan with the routes of the answer. Its names are those of the question: nodes may be renamed since."""
+def _issue(draft: Draft, run_id: str, question: Question, answer: Answer) -> bool:
+    """Issue a plan with the routes of the answer. Its names are those of the question: nodes may be renamed since.
+
+    False: nobody could decide under it, so there is no plan.
+    """
     state, now, plan = draft.state, draft.now.monotonic, draft.state.memory[run_id].plan
     attendance, peers = attendance_of(state, run_id, now), question.peer_by_name()
     left_out = _left_out(state, attendance, question, answer, now)
@@ -182,10 +188,12 @@ def _issue(draft: Draft, run_id: str, question: Question, answer: Answer) -> Non
     changed = membership_change(state, plan.members, members) if plan else ""
     notes = PlanNotes(answer.tokens_per_second, math.fsum(answer.fetched_bytes.values()), left_out)
     reason = "; ".join(filter(None, (changed, answer.reason)))
-    issue_route_plan(draft, run_id, routes, reason, notes, standbys=standing)
+    if not issue_route_plan(draft, run_id, routes, reason, notes, standbys=standing):
+        return False
     if state.runs[run_id].state == "GENESIS":
         transition_run(draft, run_id, "TRAINING", f"training starts with {len(members)} nodes")
     _report_left_out(draft, run_id, left_out)
+    return True
 
 
 def _left_out(state: State, attendance: Attendance, question: Question, answer: Answer, now: float) -> dict[str, str]:

@@ -5,7 +5,8 @@ state machine only records a *question* (`RunMemory.question`). The controller h
 answer (`planner_answer.accept_answer`). An answer is dropped, and the question asked again, if a node that it uses
 left, shrank or was pinned meanwhile; nodes that joined meanwhile wait for the next question. There is one question, or
 one preparation of a plan, at a time. A lost stage whose layers another node holds is replaced at once, without the
-planner (`stage_take_over.py`).
+planner (`stage_take_over.py`). The planner is asked when the next plan is due (`plan_spacing.py`), so that it sees all
+changes since the last one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ import math
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from atoll.coordinator.live import backup_spans, plan_issue, planner_answer, planner_question, stage_take_over
+from atoll.coordinator.live import (
+    backup_spans,
+    plan_issue,
+    plan_spacing,
+    planner_answer,
+    planner_question,
+    stage_take_over,
+)
 from atoll.coordinator.live.attendance import Attendance, live_of
 from atoll.coordinator.live.pinning import pinned_span
 from atoll.coordinator.live.span_fit import span_memory_of
@@ -53,7 +61,7 @@ def needs_routes(state: State, run_id: str, attendance: Attendance) -> bool:
 
 def update_routes(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) -> None:
     """Ask the planner when its inputs differ from the last question's and stay so for the debounce time."""
-    if stage_take_over.take_over(draft, run_id, attendance):
+    if stage_take_over.take_over(draft, run_id, policy, attendance):
         return
     backup_spans.drop_unusable_copies(draft, run_id)
     memory, now = draft.state.memory[run_id], draft.now.monotonic
@@ -77,7 +85,9 @@ def update_routes(draft: Draft, run_id: str, policy: Policy, attendance: Attenda
         return
     elif memory.changed_since is None or memory.changed_why != why:
         draft.remember(run_id, changed_since=now, changed_why=why)
-    elif now - memory.changed_since < _debounce_seconds(why, policy):
+    elif now - memory.changed_since < _debounce_seconds(why, policy) or not plan_spacing.may_issue(
+        draft.state, run_id, policy, attendance, now
+    ):
         return
     elif why is ReplanReason.LINKS:
         _reissue_with_new_shares(draft, run_id)

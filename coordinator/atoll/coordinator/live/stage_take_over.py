@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from atoll.coordinator.live import plan_spacing
 from atoll.coordinator.live.attendance import Attendance, live_of
 from atoll.coordinator.live.backup_spans import (
     NeighbourPair,
@@ -28,7 +29,7 @@ from atoll.coordinator.live.backup_spans import (
 from atoll.coordinator.live.plan_issue import PlanNotes, issue_route_plan
 from atoll.coordinator.planner.plan_builder import Route, routes_of
 from atoll.coordinator.state import prefetch
-from atoll.coordinator.state.snapshot import Draft, State
+from atoll.coordinator.state.snapshot import Draft, Policy, State
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
@@ -38,9 +39,13 @@ _SETTLE_SECONDS = 20.0  # for a shortened route to train again before the planne
 _SERVING_STATES = (mb.NODE_STATE_READY, mb.NODE_STATE_TRAINING)
 
 
-def take_over(draft: Draft, run_id: str, attendance: Attendance) -> bool:
-    """Issue a plan that gives spans of stages that are gone to their backups. False: there is nothing to give."""
-    return _promote_standbys(draft, run_id, attendance) or _extend_neighbours(draft, run_id, attendance)
+def take_over(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) -> bool:
+    """Issue a plan that gives spans of stages that are gone to their backups.
+
+    False: there is nothing to give, or other routes train and the last plan is too young (`plan_spacing.py`).
+    """
+    promoted = _promote_standbys(draft, run_id, policy, attendance)
+    return promoted or _extend_neighbours(draft, run_id, policy, attendance)
 
 
 def is_set_aside_copy_needed(state: State, run_id: str, attendance: Attendance, now: float) -> bool:
@@ -57,7 +62,7 @@ def is_set_aside_copy_needed(state: State, run_id: str, attendance: Attendance, 
     )
 
 
-def _promote_standbys(draft: Draft, run_id: str, attendance: Attendance) -> bool:
+def _promote_standbys(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) -> bool:
     state, plan, now = draft.state, draft.state.memory[run_id].plan, draft.now.monotonic
     if plan is None or not plan.standbys:
         return False
@@ -72,7 +77,7 @@ def _promote_standbys(draft: Draft, run_id: str, attendance: Attendance) -> bool
         if standby is not None and _can_be_replaced(state, plan, part.peer_id, attendance, now):
             del free[standby]
             successors[part.peer_id] = standby
-    if not successors:
+    if not successors or not plan_spacing.may_issue(state, run_id, policy, attendance, now, gone=successors):
         return False
     routes = [
         tuple(replace(part, peer_id=successors.get(part.peer_id, part.peer_id)) for part in route)
@@ -81,31 +86,33 @@ def _promote_standbys(draft: Draft, run_id: str, attendance: Attendance) -> bool
     names = {peer: state.nodes[peer].name for peer in (*successors, *successors.values())}
     reason = "; ".join(f"{names[standby]} takes the place of {names[stage]}" for stage, standby in successors.items())
     standbys = remaining_standbys(state, run_id, routes, attendance.plannable)
-    issue_with_standbys(draft, run_id, routes, standbys, reason)
-    return True
+    return issue_with_standbys(draft, run_id, routes, standbys, reason)
 
 
-def _extend_neighbours(draft: Draft, run_id: str, attendance: Attendance) -> bool:
+def _extend_neighbours(draft: Draft, run_id: str, policy: Policy, attendance: Attendance) -> bool:
     state, memory, now = draft.state, draft.state.memory[run_id], draft.now.monotonic
     plan = memory.plan
     taken = _take_overs(state, plan, attendance, now) if plan is not None else []
     if plan is None or not taken:
         return False
     extended, gone = {pair.holder: pair.joint_span for pair in taken}, {pair.stage for pair in taken}
+    if not plan_spacing.may_issue(state, run_id, policy, attendance, now, gone=gone):
+        return False
     routes = [_shortened(route, extended, gone) for route in routes_of(plan)]
     unconfirmed = [
         pair.holder for pair in taken if not _is_gone(state, plan, pair.stage, attendance, now, ignoring=pair.holder)
     ]
+    names = [(state.nodes[pair.holder].name, state.nodes[pair.stage].name) for pair in taken]
+    reason = "; ".join(sorted(f"{holder} takes over the layers of {stage} beside its own" for holder, stage in names))
+    standbys = remaining_standbys(state, run_id, routes, attendance.plannable)
+    if not issue_route_plan(draft, run_id, routes, reason, PlanNotes(left_out=memory.left_out), standbys=standbys):
+        return False
     draft.remember(
         run_id,
         copy_fetches={peer: it for peer, it in memory.copy_fetches.items() if peer not in extended},
         unconfirmed_takeovers={**memory.unconfirmed_takeovers, **dict.fromkeys(unconfirmed, now)},
         no_question_before=now + _SETTLE_SECONDS,
     )
-    names = [(state.nodes[pair.holder].name, state.nodes[pair.stage].name) for pair in taken]
-    reason = "; ".join(sorted(f"{holder} takes over the layers of {stage} beside its own" for holder, stage in names))
-    standbys = remaining_standbys(state, run_id, routes, attendance.plannable)
-    issue_route_plan(draft, run_id, routes, reason, PlanNotes(left_out=memory.left_out), standbys=standbys)
     return True
 
 

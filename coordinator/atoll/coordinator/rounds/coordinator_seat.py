@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT, MAX_PAYLOAD_BYTES, MAX_ROUNDS_AHEAD, fragments_of
 from atoll.coordinator.state import lookup
+from atoll.coordinator.state.deciding import abstains
 from atoll.coordinator.state.rate_limits import ATTEMPT_RAISES_RATE, Allowance
 from atoll.coordinator.state.snapshot import Draft, RunMemory, State, Step, StepTime, is_void, seats_after
 from atoll.coordinator.store.records import Run, Vote
@@ -91,13 +92,6 @@ def answer_vote_request(
             message = f"the coordinator's seat voted in round {round_id} for {node.name}"
             draft.event("round.voted", run.run_id, str(round_id.number), message)
     return draft.done(given)
-
-
-def abstains(run: Run, memory: RunMemory) -> bool:
-    """True after a restore, until a round of a newer plan has committed: forgotten votes may still matter."""
-    since_restore = max((commit.plan_version for commit in memory.committed.values()), default=0)
-    recovered = memory.bases[-1].since_version if memory.bases else 0
-    return max(since_restore, recovered) <= run.plan_floor and run.plan_floor > 0
 
 
 def _refusal(run: Run, memory: RunMemory, number: int) -> str:

@@ -103,6 +103,7 @@ def connect(state: State, now: StepTime, peer_id: str) -> Step[int]:
             fresh,
             handing_over=old.handing_over,
             unfit_since=old.unfit_since,
+            unfit_round=old.unfit_round,
             profile=old.profile,  # until a new report, so that a short break causes no new plan
             row_allowance=old.row_allowance,
             refusal_allowance=old.refusal_allowance,
@@ -138,6 +139,7 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
         last_message_at=now.monotonic,
         status=status,
         unfit_since=_unfit_since(live, status.state, now.monotonic),
+        unfit_round=live.unfit_round if live.unfit_since is not None else state.runs[node.run_id].head_round,
         **_accepted_profile(live, request, now.monotonic),
         paths=peer_paths.merge_reported_paths(live.paths, request.paths, state.nodes, now.monotonic)
         if request.paths

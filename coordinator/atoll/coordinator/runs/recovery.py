@@ -25,8 +25,7 @@ from atoll.coordinator.live.plan_issue import (
     next_version,
 )
 from atoll.coordinator.planner.plan_builder import routes_of
-from atoll.coordinator.rounds import coordinator_seat
-from atoll.coordinator.state import lookup
+from atoll.coordinator.state import deciding, lookup
 from atoll.coordinator.state.snapshot import Commit, Draft, Policy, RunMemory, State, Step, StepTime, electorate_after
 from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, Run
 from atoll.core.errors import InvalidTransition
@@ -65,7 +64,7 @@ def recover(state: State, now: StepTime, run_id: str, *, force: bool = False) ->
             "start the nodes that still have their data directories, or create a new run",
         )
     electorate = electorate_after(memory, run.head_round)
-    voters = eligible if coordinator_seat.abstains(run, memory) else [*eligible, COORDINATOR]
+    voters = eligible if deciding.abstains(run, memory) else [*eligible, COORDINATOR]
     decidable = electorate is not None and electorate.decides(voters) and point.round >= run.head_round
     if electorate is not None and decidable and not force:
         raise InvalidTransition(

@@ -37,7 +37,7 @@ def plan_view(state: State, signed: pb.Signed, figures: PlanFigures | None, wish
             admin.LeftOutNode(peer_id=peer, name=_name(state, peer), reason=reason)
             for peer, reason in sorted(left_out.items(), key=lambda item: _name(state, item[0]))
         ],
-        missing=memory.no_plan_reason if newest else "",
+        missing=(memory.no_plan_reason or memory.undecidable_reason) if newest else "",
         figures=figures_view(figures) if figures else None,
         wishes=admin.PlanWishes(**asdict(wishes)),
     )

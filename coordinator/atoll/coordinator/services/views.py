@@ -89,7 +89,7 @@ def run_view(state: State, run: Run, evaluations: tuple[Evaluation, ...] = ()) -
             mb.EvaluationReport(round=item.round, loss=item.loss, committed_tokens=item.committed_tokens)
             for item in evaluations
         ],
-        missing=memory.no_plan_reason,
+        missing=memory.no_plan_reason or memory.undecidable_reason,
         uncounted=uncounted(state, run.run_id),
     )
 

@@ -59,6 +59,7 @@ class Policy:
     silence_seconds: float = 15.0  # a stream without a heartbeat for this long is ended
     lost_after_seconds: float = 20.0  # a node without a stream for this long leaves the plan
     debounce_seconds: float = 1.0  # changes this close together make one plan
+    plan_interval_seconds: float = 10.0  # between two plans, unless waiting would stop the run
     reshare_after_seconds: float = 60.0  # other shares of reducing must have been better for this long
     replan_seconds: float = 120.0  # routes are replanned after this long, because links and speeds drift
     solve_seconds: float = 2.0  # search time of the planner
@@ -84,6 +85,7 @@ class LiveNode:
     counted_as_lost: bool = False
     connected_at: float = 0.0  # monotonic, when its stream was opened
     unfit_since: float | None = None  # monotonic, since when its state is not eligible for training
+    unfit_round: int = 0  # the newest committed round at that time
     status: mb.NodeStatus = field(default_factory=mb.NodeStatus)
     profile: mb.NodeProfile = field(default_factory=mb.NodeProfile)
     paths: Mapping[str, PathMeasurement] = field(default_factory=dict)  # to other members, by peer id
@@ -217,6 +219,9 @@ class RunMemory:
     claim_doubts: Mapping[str, str] = field(default_factory=dict)  # by peer id: how its claims differ from measurements
     corrections: Mapping[str, float] = field(default_factory=dict)  # by peer id: see `Measured.learned`
     no_plan_reason: str = ""  # why no plan is possible now
+    undecidable_reason: str = ""  # why no plan may be issued now: too few voters are left
+    undecidable_at: float = 0.0  # monotonic, when a plan was last refused for that
+    plan_issued_at: float | None = None  # monotonic, of the newest plan; None: before this process started
     figures: PlanFigures | None = None  # of the newest plan
     sampled_at: float | None = None  # when its speed was last sampled
     predicted_version: int = 0  # version of the last plan whose prediction was requested
@@ -414,7 +419,14 @@ class Draft:
             if all(version != base.since_version for base in bases):
                 self._records += [Delete(table, (plan.run_id, version)) for table in (PlanRow, PlanFigures)]
         self.remember(
-            plan.run_id, plan=plan, token_caps=caps, cut_counts=cuts, bases=bases, changed_since=None, preparation=None
+            plan.run_id,
+            plan=plan,
+            plan_issued_at=self.now.monotonic,
+            token_caps=caps,
+            cut_counts=cuts,
+            bases=bases,
+            changed_since=None,
+            preparation=None,
         )
         self._plans.append(plan)
         self.set_figures(figures)

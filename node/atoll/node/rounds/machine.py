@@ -25,9 +25,9 @@ from atoll.core.plan import Plan
 from atoll.core.quorum import VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.rounds import types as rt
-from atoll.node.rounds.answers import Answers
 from atoll.node.rounds.attendance import Attendance
 from atoll.node.rounds.decide import check_payload, is_witness
+from atoll.node.rounds.member_answers import MemberAnswers
 from atoll.node.rounds.opener import Opener
 from atoll.node.rounds.standing import Standing
 from atoll.v1 import dataplane_pb2 as dp
@@ -258,7 +258,7 @@ class RoundMachine:
         )
         if attempt is None:
             return
-        answers = Answers(
+        answers = MemberAnswers(
             replace(self._at.round_id, attempt=attempt),
             self._at.plan,
             self._at.plan.electorate(self._at.head),

@@ -17,11 +17,11 @@ from atoll.core.learned_deadline import LearnedDeadline
 from atoll.core.quorum import COORDINATOR, must_propose
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import strip_unknown_verdict_fields
-from atoll.node.rounds.answers import Answers, Stage
 from atoll.node.rounds.decide import (
     build_start,
     is_attested,
 )
+from atoll.node.rounds.member_answers import MemberAnswers, Stage
 from atoll.node.rounds.settlement import settle
 from atoll.node.rounds.stage_deadlines import StageDeadlines
 from atoll.node.rounds.types import (
@@ -42,7 +42,7 @@ _LEAST_GRACE, _GRACE = 0.5, 0.25  # for standbys when all others answered: secon
 class Opener:
     """Leads one attempt. Feed `collect`, `coordinator_answered` and `tick`, and carry out what is in `out`."""
 
-    answers: Answers
+    answers: MemberAnswers
     paces: StageDeadlines
     now: float
     unix_ms: int = 0  # dates a Start

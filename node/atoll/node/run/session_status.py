@@ -23,6 +23,17 @@ class SessionStatus:
         return not self.pause_reason and self._context.directives.run_state != mb.RUN_STATE_PAUSED
 
     @property
+    def rests(self) -> bool:
+        """The owner or a limit has paused training: this node leaves the plan after a last round."""
+        return bool(self.pause_reason)
+
+    @property
+    def only_votes(self) -> bool:
+        """The plan keeps this node as a voter while it rests: without its vote nobody could decide the next round."""
+        plan = self._context.directives.plan
+        return self.rests and plan is not None and self._context.identity.peer_id in plan.standbys
+
+    @property
     def in_plan(self) -> bool:
         """The newest plan has a place for this node."""
         plan = self._context.directives.plan
@@ -41,10 +52,11 @@ class SessionStatus:
         status.genesis_report = None  # a plan proves that the coordinator has it
         return plan
 
-    def changed_since(self, plan_version: int, training: bool) -> bool:
-        """Report whether the plan has changed or left this node out, or whether training must start or stop."""
+    def changed_since(self, plan_version: int, training: bool, resting: bool) -> bool:
+        """Report whether the plan has changed or left this node out, or whether training or a rest starts or ends."""
         plan = self._context.directives.plan
-        return not self.in_plan or plan is None or (plan.version, self.may_train) != (plan_version, training)
+        now = (plan.version, self.may_train, self.rests) if plan is not None else None
+        return not self.in_plan or now != (plan_version, training, resting)
 
     def pause(self, reason: str) -> None:
         """Pause for `reason`; an existing pause shows the new reason."""

@@ -36,7 +36,7 @@ class Stage(Enum):
 
 
 @dataclass
-class Answers:
+class MemberAnswers:
     """Of the members of one attempt, until it ends."""
 
     round_id: RoundId
