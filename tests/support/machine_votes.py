@@ -68,7 +68,9 @@ class Acceptor:
             return CoordinatorVote(round_id, proposal, False, None, None, "the coordinator cannot be reached")
         number, ballot = round_id.number, round_id.ballot
         before = self.voted.get(number)
-        if ballot.plan_version < self.since_version or ballot < self.promised.get(number, ballot):
+        promised = self.promised.get(number)
+        late = promised is not None and (ballot < promised or (ballot == promised and not proposal))
+        if ballot.plan_version < self.since_version or late:
             return CoordinatorVote(round_id, proposal, False, before, None, "promised otherwise")
         self.promised[number] = ballot
         if not proposal:

@@ -5,7 +5,7 @@ transaction; in both cases the archive holds an SQLite file. `restore` makes a c
 
 A restored coordinator does not know what happened after the backup, so it must not rely on its record of what it
 signed. Plans and deny-lists continue above any number that may have been issued. It abstains from votes until that is
-safe (`rounds/tie_break_votes.py`). All tokens are revoked, because their uses may have been spent since.
+safe (`rounds/coordinator_seat.py`). All tokens are revoked, because their uses may have been spent since.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ class Assignment:
     data_ranges: tuple[SampleRange, ...]
     max_round_tokens: int
     max_reduce_bytes_per_second: int
-    seat_rank: int = 0  # a free seat goes to the lowest
 
 
 @dataclass(frozen=True)
@@ -139,11 +138,9 @@ class Plan:
         return self.electorate(head).decides((*self.members, COORDINATOR))
 
     @cached_property
-    def by_seat_rank(self) -> tuple[str, ...]:
-        """Members in the order in which they get free seats: by rank, uplink, and peer id."""
-        ordered = sorted(
-            self.assignments, key=lambda item: (item.seat_rank, -item.max_reduce_bytes_per_second, item.peer_id)
-        )
+    def by_uplink(self) -> tuple[str, ...]:
+        """Members in the order in which they get free seats: by their share of reducing, then by peer id."""
+        ordered = sorted(self.assignments, key=lambda item: (-item.max_reduce_bytes_per_second, item.peer_id))
         return tuple(item.peer_id for item in ordered)
 
     def assignment(self, peer_id: str) -> Assignment | None:
@@ -167,7 +164,6 @@ class Plan:
                     data_ranges=[pb.SampleRange(start=start, end=end) for start, end in item.data_ranges],
                     max_round_tokens=item.max_round_tokens,
                     max_reduce_bytes_per_second=item.max_reduce_bytes_per_second,
-                    seat_rank=item.seat_rank,
                 )
                 for item in self.assignments
             ],
@@ -201,7 +197,6 @@ class Plan:
                     data_ranges=tuple((piece.start, piece.end) for piece in item.data_ranges),
                     max_round_tokens=item.max_round_tokens,
                     max_reduce_bytes_per_second=item.max_reduce_bytes_per_second,
-                    seat_rank=item.seat_rank,
                 )
                 for item in message.assignments
             ),

@@ -15,7 +15,7 @@ from atoll.coordinator.state.snapshot import seats_after
 from atoll.coordinator.store.records import Delete, Vote
 from atoll.core.errors import AtollError, Banned, InvalidRequest
 from atoll.core.identity import Identity
-from atoll.core.manifest import manifest_hash
+from atoll.core.manifest import manifest_hash, sign_attestation
 from atoll.core.quorum import COORDINATOR, Ballot, Electorate, LastVote, must_propose
 from atoll.core.round_id import RoundId
 from atoll.v1 import dataplane_pb2 as dp
@@ -38,10 +38,10 @@ def test_no_vote_below_a_promise_and_no_two_in_one_attempt(asked: list[tuple[Bal
             else coordinator_seat.promise(known, RUN, 5, ballot)
         )
         if not answer.granted:
-            assert ballot < promised or voted[ballot] != proposal
+            assert ballot < promised or (not proposal and ballot == promised) or voted[ballot] != proposal
             assert answer.reason
             continue
-        assert ballot >= promised
+        assert ballot > promised or (proposal and ballot == promised)
         promised = ballot
         assert voted.setdefault(ballot, proposal) == proposal if proposal else True
         assert answer.vote is not None
@@ -113,8 +113,15 @@ def attempt(world: World, *, number: int = 1, plan: int = 1, by: str = "ann") ->
 def proposal(world: World, round_id: RoundId, *, previous: bytes | None = None) -> bytes:
     before = world.state.memory[RUN].committed.get(round_id.number - 1)
     previous = previous or (before.manifest_hash if before else b"x" * 32)
-    manifest = manifest_pb2.Manifest(round=round_id.to_proto(), previous_hash=previous)
-    return dp.Proposal(payload=manifest.SerializeToString(deterministic=True)).SerializeToString(deterministic=True)
+    members = [manifest_pb2.Contribution(peer_id=node.peer_id, weight=100, present=True) for node in both(world)]
+    manifest = manifest_pb2.Manifest(round=round_id.to_proto(), previous_hash=previous, epoch=1, contributions=members)
+    return attested(manifest, both(world)[:1])
+
+
+def attested(manifest: manifest_pb2.Manifest, by: list[Identity]) -> bytes:
+    payload = manifest.SerializeToString(deterministic=True)
+    words = [sign_attestation(identity, payload) for identity in by]
+    return dp.Proposal(payload=payload, attestations=words).SerializeToString(deterministic=True)
 
 
 def ask(world: World, round_id: RoundId, text: bytes = b"", *, by: str = "ann") -> coordinator_seat.VoteReply:
@@ -160,8 +167,7 @@ def test_asking_again_gets_the_same_answer_and_no_second_event(world: World) -> 
     assert world.kinds().count("round.voted") == 1
     manifest = manifest_pb2.Manifest.FromString(dp.Proposal.FromString(text).payload)
     manifest.committed_tokens = 1
-    other = dp.Proposal(payload=manifest.SerializeToString())
-    refused = ask(world, mine, other.SerializeToString())
+    refused = ask(world, mine, attested(manifest, both(world)))
     assert not refused.granted
     assert "another result" in refused.reason
 
@@ -207,10 +213,47 @@ def test_vote_requests_of_the_wrong_sender_are_refused(world: World) -> None:
         ask(world, mine)
 
 
-@pytest.mark.parametrize("spoil", ["number", "attempt", "previous", "rubbish", "no-manifest", "size"])
+def test_a_promise_is_given_once_so_that_no_attempt_is_opened_twice(world: World) -> None:
+    """An opener that restarted without a record of its attempt must not propose another result in it."""
+    mine = attempt(world)
+    assert ask(world, mine).granted
+    world.restart()
+    assert not ask(world, mine).granted
+    assert ask(world, mine, proposal(world, mine)).granted
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        "number",
+        "attempt",
+        "previous",
+        "rubbish",
+        "no-manifest",
+        "size",
+        "nobody",
+        "stranger",
+        "alone",
+        "epoch",
+        "forged",
+    ],
+)
 def test_invalid_proposals_get_no_vote(world: World, spoil: str) -> None:
     mine = attempt(world)
+    good = manifest_pb2.Manifest.FromString(dp.Proposal.FromString(proposal(world, mine)).payload)
+    alone, old = manifest_pb2.Manifest(), manifest_pb2.Manifest()
+    for other in (alone, old):
+        other.CopyFrom(good)
+    del alone.contributions[:]
+    old.epoch = 0
+    forged = dp.Proposal.FromString(proposal(world, mine))
+    forged.attestations[0].signature = bytes(64)
     text = {
+        "nobody": attested(good, []),
+        "stranger": attested(good, [Identity.generate()]),
+        "alone": attested(alone, both(world)[:1]),
+        "epoch": attested(old, both(world)),
+        "forged": forged.SerializeToString(),
         "number": proposal(world, replace(mine, number=2)),
         "attempt": proposal(world, replace(mine, attempt=mine.attempt + 1)),
         "previous": proposal(world, mine, previous=b"y" * 32),
@@ -228,7 +271,8 @@ def test_votes_are_kept_for_a_bounded_number_of_rounds(world: World) -> None:
     for number in far:
         assert ask(world, attempt(world, number=number)).granted
     assert not ask(world, attempt(world, number=2000)).granted
-    assert ask(world, attempt(world, number=far[0])).granted
+    again = attempt(world, number=far[0])
+    assert ask(world, replace(again, attempt=again.attempt + len(both(world)))).granted
     for number in range(1, coordinator_seat.MAX_UNREPORTED_ROUNDS + 1):  # the next rounds are not crowded out
         assert ask(world, attempt(world, number=number)).granted
 
@@ -277,8 +321,6 @@ def test_a_restored_coordinator_abstains_until_a_round_of_a_plan_since_has_commi
     assert world.plans[-1].version == 1001
     third = round_report(3, hash_of(late), both(world), plan_version=1001, committed_before=2000)
     world.say("ann", rounds=[third])
-    assert ask(world, attempt(world, number=4, plan=1001)).granted
-    world.restart()
     assert ask(world, attempt(world, number=4, plan=1001)).granted
     assert manifest_hash(third.manifest.payload) == world.state.memory[RUN].committed[3].manifest_hash
 

@@ -77,20 +77,15 @@ def test_a_plan_without_a_majority_of_the_seats_decides_nothing(members: tuple[I
     assert not plan_of(CLEO, DAN).can_decide(half)
 
 
-def test_free_seats_go_by_rank_then_uplink_then_name() -> None:
+def test_free_seats_go_by_uplink_then_name() -> None:
     plan = plan_of(ANN, BOB, CLEO, DAN)
-    ranks = {ANN: (1, 9), BOB: (0, 2), CLEO: (0, 3), DAN: (1, 9)}
-    given = {identity.peer_id: how for identity, how in ranks.items()}
-    assignments = tuple(
-        replace(item, seat_rank=given[item.peer_id][0], max_reduce_bytes_per_second=given[item.peer_id][1])
-        for item in plan.assignments
-    )
-    assert replace(plan, assignments=assignments).by_seat_rank == (*names(CLEO, BOB), *sorted(names(ANN, DAN)))
+    given = {ANN.peer_id: 2, BOB.peer_id: 3, CLEO.peer_id: 9, DAN.peer_id: 2}
+    assignments = tuple(replace(item, max_reduce_bytes_per_second=given[item.peer_id]) for item in plan.assignments)
+    assert replace(plan, assignments=assignments).by_uplink == (*names(CLEO, BOB), *sorted(names(ANN, DAN)))
 
 
-def test_a_signed_plan_keeps_seats_and_ranks() -> None:
+def test_a_signed_plan_keeps_seats() -> None:
     plan = recovered_to_first()
-    plan = replace(plan, assignments=tuple(replace(item, seat_rank=2) for item in plan.assignments))
     read = verify_plan(sign_plan(OPERATOR, plan), OPERATOR.public_key, "r")
     assert read.base == plan.base
     assert read.assignments == plan.assignments

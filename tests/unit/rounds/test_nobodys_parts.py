@@ -34,7 +34,7 @@ def test_a_round_of_which_nobody_has_any_part_spends_nothing(size: int, monkeypa
     waiting = world.nodes["p1"].machine
 
     def sums() -> bool:
-        following = waiting._following
+        following = waiting._attendance.following
         return following is not None and following.phase is rt.Phase.EXCHANGING and following.opener != "p0"
 
     assert world.run(60, until=lambda: world.rounds() >= 1)

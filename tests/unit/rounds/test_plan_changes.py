@@ -12,7 +12,7 @@ from support.machine_world import World
 
 from atoll.core.manifest import Head
 from atoll.core.round_id import RoundId
-from atoll.node.rounds.machine import RoundMachine
+from atoll.node.rounds.attendance import Attendance
 
 CHANGES = 50  # of one world
 WORLDS = 20
@@ -124,11 +124,11 @@ def test_no_round_has_members_of_two_versions(monkeypatch: pytest.MonkeyPatch, r
 
 
 def test_who_would_follow_an_older_plan_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = RoundMachine._refusal
+    refusal = Attendance._refusal
 
-    def lenient(machine: RoundMachine, peer: str, round_id: RoundId) -> str:
-        return "" if round_id.plan_version < machine.plan.version else refusal(machine, peer, round_id)
+    def lenient(attendance: Attendance, peer: str, round_id: RoundId) -> str:
+        return "" if round_id.plan_version < attendance._at.plan.version else refusal(attendance, peer, round_id)
 
-    monkeypatch.setattr(RoundMachine, "_refusal", lenient)
+    monkeypatch.setattr(Attendance, "_refusal", lenient)
     with pytest.raises(AssertionError, match="under another plan"):
         any(not live(seed, monkeypatch) for seed in range(WORLDS))

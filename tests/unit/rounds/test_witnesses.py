@@ -1,5 +1,6 @@
 """Members that do not hold a round's layers: they bring nothing, and decide with the others when holders attest."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ from support.machine_world import World
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.fragments import split_into_fragments
-from atoll.core.manifest import Head, changed_layers
+from atoll.core.manifest import Head, changed_layers, manifest_hash
 from atoll.core.quorum import Ballot, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.codecs import CODECS
@@ -42,10 +43,11 @@ def started() -> dp.Start:
     return build_start(CUT, PLAN, NUMBER, ready, codec=CODECS["int4"], unix_ms=0, exchange_seconds=5)
 
 
-def result() -> bytes:
+def result(present: Sequence[str] = PEERS, digest: bytes = b"a" * 32) -> bytes:
     start = started()
-    settle = dp.Settle(present=[item.peer_id for item in start.contributions], digests=[b"d" * 32] * parts_total(start))
-    return manifest_payload(CUT, PLAN, GENESIS, start, settle, layers_after(CUT, GENESIS, b"a" * 32))
+    there = [item.peer_id for item in start.contributions if item.peer_id in present]
+    settle = dp.Settle(present=there, digests=[b"d" * 32] * parts_total(start))
+    return manifest_payload(CUT, PLAN, GENESIS, start, settle, layers_after(CUT, GENESIS, digest))
 
 
 def test_only_holders_bring_and_reduce_and_only_drivers_get_data():
@@ -98,7 +100,7 @@ def test_a_result_of_an_older_plan_may_be_cut_otherwise():
         check_payload(policies(POLICY)(later), later, GENESIS, scattered.SerializeToString(deterministic=True))
 
 
-def test_a_result_wants_the_word_of_half_of_the_holders_that_are_present():
+def test_a_result_wants_the_word_of_half_of_the_holders_that_took_part():
     assert not is_witness(PLAN, WHOLE, result())
     assert not is_witness(PLAN, FRONT, result())
     assert is_witness(PLAN, BACK, result())
@@ -112,11 +114,18 @@ def test_a_result_wants_the_word_of_half_of_the_holders_that_are_present():
     payload = manifest.SerializeToString()
     assert not is_attested(many, payload, {"a"})
     assert is_attested(many, payload, {"a", "c"})
-    manifest.contributions[1].present = manifest.contributions[2].present = False  # they went while it was made
-    assert is_attested(many, manifest.SerializeToString(), {"a"})
+    manifest.contributions[1].present = manifest.contributions[2].present = False  # who leaves is asked, too
+    assert not is_attested(many, manifest.SerializeToString(), {"a"})
+    older = manifest_pb2.Manifest.FromString(payload)
+    older.round.plan_version = 0  # who held what then is not known here
+    for item in older.contributions[:3]:
+        item.weight = 10
+    assert not is_attested(many, older.SerializeToString(), {"a"})
+    assert is_attested(many, older.SerializeToString(), {"a", "d"})
+    assert not is_attested(many, older.SerializeToString(), {"a", "x"})
 
 
-def waiting_witness() -> tuple[RoundMachine, str]:
+def waiting_witness(present: Sequence[str] = PEERS) -> tuple[RoundMachine, str]:
     """BACK, which waits for the Commit, and the opener."""
     machine = RoundMachine(
         BACK, policies(POLICY), FakeVoteSigner(BACK), GENESIS, PLAN, 0.0, VoteRecord(0, b"", Ballot(0, 0))
@@ -128,7 +137,7 @@ def waiting_witness() -> tuple[RoundMachine, str]:
     machine.step(rt.Received(opener, dp.RoundMessage(start=start)), 0.2)
     settle = dp.Settle(
         round=NUMBER.to_proto(),
-        present=[item.peer_id for item in start.contributions],
+        present=[item.peer_id for item in start.contributions if item.peer_id in present],
         as_reported=True,
         deadline_ms=4000,
     )
@@ -151,6 +160,133 @@ def test_a_witness_with_a_seat_freezes_nothing_and_votes_for_what_a_holder_attes
     assert [pledge.record.voted.payload for pledge in pledges if pledge.record.voted] == [result()]
     assert [pledge.message.WhichOneof("body") for pledge in pledges] == ["vote"]
     assert machine.phase is rt.Phase.AWAITING_COMMIT
+
+
+def votes_of(actions: list[rt.Action]) -> list[rt.Pledge]:
+    return [action for action in actions if isinstance(action, rt.Pledge) and action.message.HasField("vote")]
+
+
+def test_a_seat_votes_once_in_an_attempt_whatever_is_proposed():
+    machine, opener = waiting_witness()
+    assert votes_of(machine.step(rt.Received(opener, propose(WHOLE)), 0.4))
+    assert votes_of(machine.step(rt.Received(opener, propose(WHOLE)), 0.5))  # the same again
+    other = propose(FRONT, payload=result(digest=b"b" * 32))
+    assert not votes_of(machine.step(rt.Received(opener, other), 0.6))
+
+
+def test_a_seat_that_told_what_it_has_does_not_vote_itself_away():
+    without = [WHOLE, FRONT]
+    machine, opener = waiting_witness(without)
+    message = propose(WHOLE, payload=result(without))
+    assert not votes_of(machine.step(rt.Received(opener, message), 0.4))
+    assert machine.phase is rt.Phase.AWAITING_COMMIT  # the others may decide so
+
+
+@pytest.mark.parametrize("what", ["weights", "an attempt without us", "a seat taken", "of no majority"])
+def test_nobody_makes_up_what_an_earlier_attempt_came_to(what):
+    """Attempt 0 was abandoned, and the opener of attempt 1 says that it may be committed."""
+    machine, first = waiting_witness()
+    abandon = dp.RoundMessage(abandon=dp.Abandon(round=NUMBER.to_proto()))
+    machine.step(rt.Received(first, abandon), 0.4)
+    later = replace(NUMBER, attempt=1)
+    opener = later.opener(PLAN.openers(GENESIS))
+    opened = dp.Open(round=later.to_proto(), head_hash=GENESIS.hash, deadline_ms=4000)
+    machine.step(rt.Received(opener, dp.RoundMessage(open=opened)), 9.0)
+    assert machine.phase is rt.Phase.READY
+    manifest = manifest_pb2.Manifest.FromString(result())
+    place = {item.peer_id: item for item in manifest.contributions}
+    if what == "weights":
+        place[WHOLE].weight = place[WHOLE].tokens = 50
+        place[WHOLE].tokens //= 2
+        manifest.committed_tokens = sum(item.tokens for item in manifest.contributions)
+    elif what == "an attempt without us":
+        manifest.round.attempt = 1
+        later = replace(NUMBER, attempt=2)
+    elif what == "a seat taken":
+        del manifest.seats[1:]
+    else:
+        alone = place[WHOLE].SerializeToString()
+        del manifest.contributions[:], manifest.seats[:]
+        manifest.contributions.add().MergeFromString(alone)
+        manifest.seats.append(0)
+        manifest.committed_tokens = manifest.contributions[0].tokens
+    message = propose(WHOLE, FRONT, payload=manifest.SerializeToString(deterministic=True))
+    message.propose.round.attempt = 1
+    assert not votes_of(machine.step(rt.Received(opener, message), 9.1))
+    honest = waiting_witness()[0]
+    honest.step(rt.Received(first, abandon), 0.4)
+    honest.step(rt.Received(opener, dp.RoundMessage(open=opened)), 9.0)
+    message = propose(WHOLE, FRONT)
+    message.propose.round.attempt = 1
+    assert votes_of(honest.step(rt.Received(opener, message), 9.1))
+
+
+@pytest.mark.parametrize(
+    ("routes", "leaving"),
+    [
+        ([[("p0", 0, 1), ("p1", 2, 2)]], ["p0"]),
+        ([[("p0", 0, 1), ("p1", 2, 2)]], ["p0", "p1"]),
+        ([[("p0", 0, 1), ("p1", 2, 2)], [("p2", 0, 1), ("p3", 2, 2)]], ["p0", "p2"]),
+    ],
+)
+def test_rounds_go_on_though_all_holders_of_some_layers_want_to_leave(routes, leaving):
+    world = World(2 * len(routes), seed=3, routes=routes)
+    assert world.run(60, until=lambda: world.rounds() >= 4)
+    for peer in leaving:
+        world.feed(peer, rt.Leave())
+    before = world.rounds()
+    assert world.run(60, until=lambda: world.rounds() >= before + 8)
+
+
+def test_rounds_go_on_though_the_only_holder_of_some_layers_cannot_write():
+    world = World(2, seed=3, routes=[[("p0", 0, 1), ("p1", 2, 2)]])
+    assert world.run(60, until=lambda: world.rounds() >= 4)
+    world.fill_disk("p0")
+    before = world.rounds()
+    assert world.run(60, until=lambda: world.rounds() >= before + 8)
+
+
+@pytest.mark.parametrize(("size", "dead"), [(2, 0), (3, 1), (4, 1), (5, 2)])
+def test_a_member_that_makes_up_an_earlier_vote_of_its_own_binds_nobody(size, dead):
+    """It says that it voted for a result of an older plan, in which it was alone, and that it holds that."""
+    world = World(size, seed=1)
+    world.run(20)
+    for peer in world.peers[size - dead :]:
+        world.kill(peer)
+    liar, signer, lies = "p1", FakeVoteSigner("p1"), []
+
+    def lie(sender: str, to: str, message: dp.RoundMessage) -> bool:
+        if sender != liar or to == liar or message.WhichOneof("body") != "ready":
+            return False
+        node = world.nodes[to].machine
+        if message.ready.round.number != node.head.round + 1:
+            return False
+        made = RoundId("r", 1, 0, node.head.round + 1, 0)
+        ready = {liar: dp.Ready(tokens=10_000, samples=4)}
+        start = build_start(node.policy, node.plan, made, ready, codec=CODECS["int4"], unix_ms=0, exchange_seconds=5)
+        settle = dp.Settle(present=[liar], digests=[b"d" * 32] * parts_total(start))
+        layers = layers_after(node.policy, node.head, b"EVIL" * 8)
+        manifest = manifest_pb2.Manifest.FromString(
+            manifest_payload(node.policy, node.plan, node.head, start, settle, layers)
+        )
+        for plan_version in (0, 1):
+            manifest.round.plan_version = plan_version
+            payload = manifest.SerializeToString(deterministic=True)
+            ballot = RoundId("r", plan_version, 0, made.number, 0)
+            proposal = dp.Proposal(payload=payload, attestations=[signer.attest(payload)])
+            forged = dp.RoundMessage.FromString(message.SerializeToString())
+            forged.ready.accepted.CopyFrom(
+                dp.Accepted(ballot=ballot.to_proto(), signature=signer.vote(payload, ballot.ballot), proposal=proposal)
+            )
+            forged.ready.holds.append(manifest_hash(payload))
+            lies.append(payload)
+            world.at(0.001, world.feed, to, rt.Received(liar, forged))
+        return True
+
+    world.network.drop = lie
+    world.run(60)
+    assert lies
+    assert not any(head.committed.payload in lies for head in world.committed.values())
 
 
 @pytest.mark.parametrize("words", ["none of a holder", "one holder twice", "forged", "of another result"])

@@ -18,11 +18,12 @@ from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT, MAX_PAYLOAD_BYTES
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.deciding import abstains
 from atoll.coordinator.state.rate_limits import ATTEMPT_RAISES_RATE, Allowance
-from atoll.coordinator.state.snapshot import Draft, RunMemory, State, Step, StepTime, is_void, seats_after
+from atoll.coordinator.state.snapshot import Draft, RunMemory, State, Step, StepTime, epoch_of, is_void, seats_after
 from atoll.coordinator.store.records import Run, Vote
-from atoll.core.errors import InvalidRequest
+from atoll.core.errors import InvalidRequest, SignatureInvalid
 from atoll.core.fragments import fragment_of_round
-from atoll.core.quorum import COORDINATOR, Ballot
+from atoll.core.manifest import verify_attestation
+from atoll.core.quorum import COORDINATOR, Ballot, Electorate
 from atoll.core.round_id import RoundId
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -42,24 +43,27 @@ class VoteReply:
 
 
 def promise(known: Vote | None, run_id: str, number: int, ballot: Ballot) -> VoteReply:
-    """Promise not to vote in attempts before `ballot`, unless a later one was promised already."""
-    if known is not None and ballot < _promised(known):
+    """Promise not to vote in attempts before `ballot`, once: an opener that restarted must not open it again."""
+    if known is not None and ballot <= _promised(known):
         return VoteReply(False, known, _later_promise_text(known))
-    if known is None:
-        return VoteReply(True, Vote(run_id, number, *ballot))
-    return VoteReply(True, replace(known, promised_plan=ballot.plan_version, promised_attempt=ballot.attempt))
+    return VoteReply(True, _with_promise(known, run_id, number, ballot))
 
 
 def cast_vote(known: Vote | None, run_id: str, number: int, ballot: Ballot, proposal: bytes) -> VoteReply:
     """Vote for `proposal` in `ballot`, unless a later attempt was promised or another proposal has the vote."""
-    promised = promise(known, run_id, number, ballot)
-    if not promised.granted or promised.vote is None:
-        return promised
-    vote = promised.vote
+    if known is not None and ballot < _promised(known):
+        return VoteReply(False, known, _later_promise_text(known))
+    vote = _with_promise(known, run_id, number, ballot)
     if vote.proposal and Ballot(vote.voted_plan, vote.voted_attempt) == ballot and vote.proposal != proposal:
         return VoteReply(False, known, "the coordinator voted for another result in this attempt")
     voted = replace(vote, voted_plan=ballot.plan_version, voted_attempt=ballot.attempt, proposal=proposal)
     return VoteReply(True, voted)
+
+
+def _with_promise(known: Vote | None, run_id: str, number: int, ballot: Ballot) -> Vote:
+    if known is None:
+        return Vote(run_id, number, *ballot)
+    return replace(known, promised_plan=ballot.plan_version, promised_attempt=ballot.attempt)
 
 
 def answer_vote_request(
@@ -160,7 +164,8 @@ def _check_proposal(memory: RunMemory, round_id: RoundId, proposal: bytes) -> No
     if len(proposal) > MAX_PAYLOAD_BYTES:
         raise InvalidRequest(f"the proposal has {len(proposal)} bytes; must be at most {MAX_PAYLOAD_BYTES}")
     try:
-        manifest = manifest_pb2.Manifest.FromString(dp.Proposal.FromString(proposal).payload)
+        parsed = dp.Proposal.FromString(proposal)
+        manifest = manifest_pb2.Manifest.FromString(parsed.payload)
     except DecodeError as error:
         raise InvalidRequest("the proposal does not have a manifest") from error
     made = RoundId.from_proto(manifest.round)
@@ -174,6 +179,24 @@ def _check_proposal(memory: RunMemory, round_id: RoundId, proposal: bytes) -> No
     before = memory.committed.get(round_id.number - 1)
     if before is not None and manifest.previous_hash != before.manifest_hash:
         raise InvalidRequest(f"the manifest does not follow the known round {round_id.number - 1}")
+    if manifest.epoch != epoch_of(memory.bases, round_id.number):
+        raise InvalidRequest("the manifest is of another epoch")
+    names, seats = {item.peer_id for item in manifest.contributions}, seats_after(memory, round_id.number - 1)
+    if seats is not None and not Electorate(frozenset(seats)).decides({COORDINATOR, *names}):
+        raise InvalidRequest("the manifest is of an attempt without a majority of the seats")
+    _check_attestations(parsed, manifest, names)
+
+
+def _check_attestations(proposal: dp.Proposal, manifest: manifest_pb2.Manifest, names: set[str]) -> None:
+    """Raise `InvalidRequest` unless as many members attest as half of those that brought something."""
+    if len(proposal.attestations) > len(names):
+        raise InvalidRequest("the proposal has more attestations than contributions")
+    try:
+        said = {verify_attestation(proposal.payload, attestation) for attestation in proposal.attestations}
+    except SignatureInvalid as error:
+        raise InvalidRequest(f"the proposal has a wrong attestation: {error}") from error
+    if not said or not said <= names or 2 * len(said) < sum(item.weight > 0 for item in manifest.contributions):
+        raise InvalidRequest("too few members attest to the proposal")
 
 
 def _promised(vote: Vote) -> Ballot:

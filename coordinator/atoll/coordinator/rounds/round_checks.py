@@ -36,7 +36,7 @@ from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
 MAX_LAYERS = 4096
-MAX_ROUNDS_AHEAD = 10_000  # from the newest known round to one that asks for the tie-break
+MAX_ROUNDS_AHEAD = 10_000  # from the newest known round to one that asks for the coordinator's vote
 MAX_ATTEMPT = 10**6  # enough for weeks without a majority
 MAX_PAYLOAD_BYTES = 2 << 20  # enough for thousands of members and layers
 ABANDONED_WINDOW_ROUNDS = 256  # older abandoned attempts are not stored

@@ -189,7 +189,7 @@ class CoordinatorLink:
             _log.warning("leave_not_sent", reason=str(error))
 
     async def vote(self, request: mb.VoteRequest) -> mb.VoteResponse:
-        """Ask the coordinator to break a tie. Raises the error that it answers, or `Unreachable`."""
+        """Ask the coordinator for a promise or a vote. Raises the error that it answers, or `Unreachable`."""
         async with self._channel() as channel:
             stub = membership_pb2_grpc.MembershipServiceStub(channel)
             try:

@@ -101,9 +101,20 @@ class Attendance:
         self._at.paces.ready.suggest(seconds)
         patience = self._at.coordinator_seconds
         until = self._at.now + 2 * seconds + patience
-        head, plan, policy, promises = self._at.head, self._at.plan, self._at.policy, self._at.promises
+        at, signer = self._at, self._signer
         self.following = Follower(
-            self._at.me, peer, round_id, plan, head, policy, self._at.paces, self._signer, promises, patience, until
+            at.me,
+            peer,
+            round_id,
+            at.plan,
+            at.head,
+            at.policy,
+            at.paces,
+            signer,
+            at.promises,
+            at.earlier,
+            patience,
+            until,
         )
         self._offer_snapshot(self.following)
         self._at.carry_out(self.following)

@@ -16,7 +16,7 @@ from atoll.core.errors import AtollError, PeerMisbehaved, ProtocolMismatch
 from atoll.core.fragments import fragment_of_round
 from atoll.core.manifest import MAX_MEMBERS, Head, changed_layers
 from atoll.core.plan import Plan
-from atoll.core.quorum import COORDINATOR, next_seats
+from atoll.core.quorum import COORDINATOR, MAX_SEATS, next_seats
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import counted_tokens, require_valid_verdicts, strip_unknown_verdict_fields
 from atoll.node.exchange.codecs import BY_NUMBER, CODECS, Codec
@@ -160,8 +160,10 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
         raise PeerMisbehaved("a result to vote for is of another round")
     if manifest.previous_hash != head.hash or named.plan_version > plan.version or not plan.accepts(head):
         raise PeerMisbehaved("a result to vote for builds on another history")
-    if manifest.epoch != plan.base.since_version:
+    if manifest.epoch != plan.base.since_version or named.plan_version < plan.base.since_version:
         raise PeerMisbehaved("a result to vote for was made void by a recovery")
+    if not plan.electorate(head).decides({COORDINATOR, *(item.peer_id for item in made)}):
+        raise PeerMisbehaved("a result to vote for is of an attempt without a majority of the seats")
     ours = named.plan_version == plan.version
     fragment = policy.fragment_of(head.round + 1)
     turn = fragment.index if ours else fragment_of_round(named.number, manifest.fragments or 1)
@@ -216,23 +218,25 @@ def is_witness(plan: Plan, me: str, payload: bytes) -> bool:
 
 
 def is_attested(plan: Plan, payload: bytes, said: Set[str]) -> bool:
-    """Whether a result may be proposed: at least half of the members that hold its layers attest to it.
+    """Whether a result may be proposed: at least half of the members that took part and hold its layers attest to it.
 
-    Those count that were present at its end. Half, because most layers have two holders, and one of them may be gone.
-    Of a result of an earlier plan we do not know who held what: there one who was present must attest, and whoever
-    voted for it under that plan has seen half.
+    Also those that leave count, because somebody must hold the layers of a last round. Half, because most layers have
+    two holders, and one of them may be gone. Of a result of an earlier plan we do not know who held what: there it is
+    as many as half of those that brought something, who all are holders.
     """
     manifest = manifest_pb2.Manifest.FromString(payload)
-    present = {item.peer_id for item in manifest.contributions if item.present}
+    made = manifest.contributions
     if manifest.round.plan_version != plan.version:
-        return bool(present & said)
-    holders = plan.holders(changed_layers(manifest)) & present
+        brought = sum(item.weight > 0 for item in made)
+        return bool(said) and said <= {item.peer_id for item in made} and 2 * len(said) >= brought
+    holders = plan.holders(changed_layers(manifest)) & {item.peer_id for item in made}
     return bool(holders & said) and 2 * len(holders & said) >= len(holders)
 
 
 def check_attested(plan: Plan, signer: VoteSigner, proposal: dp.Proposal) -> None:
     """Raise `PeerMisbehaved` unless enough holders attest to the proposed result."""
-    if len(proposal.attestations) > MAX_MEMBERS:
+    made = manifest_pb2.Manifest.FromString(proposal.payload).contributions
+    if len(proposal.attestations) > min(len(made), MAX_MEMBERS):
         raise PeerMisbehaved(f"a proposal shows {len(proposal.attestations)} attestations")
     try:
         said = {signer.attested_by(proposal.payload, attestation) for attestation in proposal.attestations}
@@ -248,15 +252,18 @@ def seats_after(plan: Plan, head: Head, round_id: RoundId, present: Set[str]) ->
     Members that stay keep their seats. So the same one opens rounds for as long as it can.
     """
     opener = round_id.opener(plan.openers(head))
-    return next_seats([opener, *plan.seats(head)], present, plan.by_seat_rank)
+    return next_seats([opener, *plan.seats(head)], present, plan.by_uplink)
 
 
 def _check_seats(plan: Plan, head: Head, payload: bytes, *, ours: bool) -> None:
     """Raise `PeerMisbehaved` unless the manifest gives the next round to those who have a right to it."""
     after = Head(manifest_pb2.CommittedManifest(payload=payload))
     seats, present = after.seats, after.present
-    if not set(seats) - {COORDINATOR} <= present or len(set(seats)) != len(seats) or len(seats) % 2 == 0:
-        raise PeerMisbehaved("a result to vote for gives seats to absent members, twice, or an even number of them")
+    members = set(seats) - {COORDINATOR}
+    if not members <= present or len(set(seats)) != len(seats) or len(seats) % 2 == 0 or len(members) > MAX_SEATS:
+        raise PeerMisbehaved("a result to vote for gives seats to absent members, twice, or a wrong number of them")
+    if not set(plan.seats(head)) & present <= members:
+        raise PeerMisbehaved("a result to vote for takes a seat from a member that was present")
     if ours and seats != seats_after(plan, head, RoundId.from_proto(after.manifest.round), present):
         raise PeerMisbehaved("a result to vote for gives the seats to others than are due")
 

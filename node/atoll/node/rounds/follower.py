@@ -24,6 +24,7 @@ from atoll.node.rounds.decide import (
     is_witness,
     manifest_payload,
 )
+from atoll.node.rounds.earlier_attempts import EarlierAttempts
 from atoll.node.rounds.promises import Promises
 from atoll.node.rounds.stage_deadlines import StageDeadlines
 from atoll.node.rounds.types import (
@@ -57,6 +58,7 @@ class Follower:
     paces: StageDeadlines
     signer: VoteSigner
     promises: Promises
+    earlier: EarlierAttempts
     coordinator_seconds: float  # what the opener may need to hear the coordinator
     deadline: float
     phase: Phase = Phase.FREEZING
@@ -112,6 +114,7 @@ class Follower:
             leaving=leaving,
         )
         self.phase = Phase.READY
+        self.earlier.promised(self.round_id)
         self._promise(dp.RoundMessage(ready=self._ready))
 
     def abstain(self) -> None:
@@ -130,6 +133,7 @@ class Follower:
         check_start(self.policy, self.plan, self.round_id, self._ready, self.me, message)
         seconds = min(message.deadline_ms / 1000, self.paces.exchange_ceiling)
         self._start = message
+        self.earlier.took_part(self.round_id, message.contributions)
         self.paces.exchange(message.codec).suggest(seconds)
         self.deadline = now + seconds + _SETTLE_FLOORS * self.paces.result.floor_seconds
         if self.is_witness:
@@ -207,7 +211,9 @@ class Follower:
 
         Who computed another result than this attempt is said to have does not vote for it.
         """
-        payload = message.proposal.payload
+        payload, ballot, voted = message.proposal.payload, self.round_id.ballot, self.promises.voted
+        if self.phase is Phase.FREEZING or (voted is not None and voted.ballot == ballot and voted.payload != payload):
+            raise PeerMisbehaved("a second proposal in one attempt, or one before our promise")
         check_payload(self.policy, self.plan, self.head, payload)
         check_attested(self.plan, self.signer, message.proposal)
         manifest = manifest_pb2.Manifest.FromString(payload)
@@ -216,17 +222,37 @@ class Follower:
                 raise PeerMisbehaved("a proposal names another result than this attempt can have")
             if self._payload not in (b"", payload):
                 raise PeerMisbehaved("a proposal names another result than we computed")
+        else:
+            self._check_earlier(manifest, payload)
         seconds = min(message.deadline_ms / 1000, self.paces.exchange_ceiling)
         self.paces.vote.suggest(seconds)
         self.deadline = max(self.deadline, now + seconds + self.coordinator_seconds)
-        if not self.votes:
+        if not self.votes or self._is_left_out(manifest):
             return
-        ballot = self.round_id.ballot
         vote = dp.Vote(round=self.round_id.to_proto(), signature=self.signer.vote(payload, ballot))
         proposal = message.proposal.SerializeToString(deterministic=True)
         self.out.append(Pledge(self.promises.pledge(ballot, proposal), self.opener, dp.RoundMessage(vote=vote)))
         if self.phase is Phase.READY:  # of an earlier attempt: there is nothing else to do
             self.phase = Phase.AWAITING_COMMIT
+
+    def _check_earlier(self, manifest: manifest_pb2.Manifest, payload: bytes) -> None:
+        """Raise `PeerMisbehaved` where we know better what an earlier attempt came to."""
+        made = RoundId.from_proto(manifest.round)
+        if self.earlier.contradicts(self.me, made, manifest.contributions):
+            raise PeerMisbehaved("a proposal names members, or weights, that an earlier attempt did not have")
+        for held in self.promises.held:
+            if held != payload and RoundId.from_proto(manifest_pb2.Manifest.FromString(held).round) == made:
+                raise PeerMisbehaved("a proposal names another result of an earlier attempt than we computed")
+
+    def _is_left_out(self, manifest: manifest_pb2.Manifest) -> bool:
+        """Whether this attempt would take our seat though we told what we have, and do not leave: that gets no vote.
+
+        Of an earlier attempt we do: our word may have come too late then, and the result may be committed.
+        """
+        told = self._settle is not None and self.phase in (Phase.STAGING, Phase.AWAITING_COMMIT)
+        if not told or self._ready is None or self._ready.leaving:
+            return False
+        return any(item.peer_id == self.me and not item.present for item in manifest.contributions)
 
     def _promise(self, message: dp.RoundMessage) -> None:
         """Send what binds a seat once it is on disk; without one, too, as only who can write may get one."""

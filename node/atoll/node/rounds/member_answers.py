@@ -60,13 +60,18 @@ class MemberAnswers:
 
     def take_ready(self, peer: str, ready: dp.Ready) -> bool:
         """Count an answer; an earlier vote in it must be proven, because it may bind this attempt. False: declined."""
-        if ready.HasField("accepted"):
+        if peer in self.ready:
+            return True  # the first answer counts
+        if ready.HasField("accepted") and peer in self.electorate.members:
             accepted = ready.accepted
             ballot = Ballot(accepted.ballot.plan_version, accepted.ballot.attempt)
             try:
                 if ballot >= self.round_id.ballot:
                     raise PeerMisbehaved("a vote in an attempt that was not opened yet")
                 check_payload(self.policy, self.plan, self.head, accepted.proposal.payload)
+                made = RoundId.from_proto(manifest_pb2.Manifest.FromString(accepted.proposal.payload).round)
+                if ballot < made.ballot:
+                    raise PeerMisbehaved("a vote in an attempt before the result was made")
                 check_attested(self.plan, self.signer, accepted.proposal)
                 self.signer.check_vote(accepted.proposal.payload, ballot, accepted.signature, peer)
             except AtollError as error:

@@ -126,6 +126,9 @@ class Opener:
             if answer.proposal or self.stage is Stage.READY:
                 self._push_on()  # perhaps it goes without
         elif not answer.proposal:
+            if answer.voted is not None and answer.voted.ballot >= self.round_id.ballot:
+                self._abandon("the coordinator voted in a later attempt")
+                return
             self.answers.coordinator = (answer.voted,)
             if self.stage is Stage.READY:
                 self._begin()

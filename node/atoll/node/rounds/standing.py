@@ -12,6 +12,7 @@ from atoll.core.plan import Plan
 from atoll.core.quorum import COORDINATOR, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.rounds import types as rt
+from atoll.node.rounds.earlier_attempts import EarlierAttempts
 from atoll.node.rounds.follower import Follower
 from atoll.node.rounds.opener import COORDINATOR_SECONDS, Opener
 from atoll.node.rounds.promises import Promises
@@ -45,6 +46,7 @@ class Standing:
         self.promises = Promises(record, head, plan)
         self.trigger = RoundTrigger(me, self.policy, head, plan, now)
         self.ledger = SnapshotLedger()
+        self.earlier = EarlierAttempts(None)
         self.paces_by_fragment = StageDeadlines.of(self.policy)
         self.actions: list[rt.Action] = []
         self.inbox: deque[rt.Received] = deque()
@@ -100,6 +102,7 @@ class Standing:
         self.ledger = SnapshotLedger()
         self.trigger.move(head, self.plan, self.now)
         self.promises.recall(head, self.plan)
+        self.earlier = EarlierAttempts(self.promises.promised)
         self.attempt = self.promises.next_attempt(self.plan)
 
     def adopt(self, plan: Plan) -> None:

@@ -95,7 +95,7 @@ async def _committed(survey: _HeadSurvey, plan: Plan, offers: dict[str, Head], o
     """The offers whose votes commit them, given the round before.
 
     A member is responsible for the votes that it sends: a valid manifest with too few votes is rejected for that member
-    only. When no member has the round before, a majority of the manifest's own present members must have voted.
+    only. When no member has the round before, a majority of the manifest's own seats must have voted.
     """
     committed: dict[str, Head] = {}
     for head in _distinct(offers):

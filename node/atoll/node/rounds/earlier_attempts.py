@@ -1,0 +1,49 @@
+"""In which attempts at the next round this life took part, and with whom, so that nobody can make up a result. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from atoll.core.quorum import Ballot
+from atoll.core.round_id import RoundId
+from atoll.v1 import manifest_pb2
+
+_KEPT = 16  # attempts
+
+_Brought = tuple[tuple[str, int, int], ...]  # peer id, weight, samples; empty: we did not hear
+
+
+class EarlierAttempts:
+    """At one head. `born`: the newest attempt that an earlier life may have promised; None: there was none."""
+
+    def __init__(self, born: Ballot | None) -> None:
+        self._born = born
+        self._brought: dict[RoundId, _Brought] = {}
+        self._forgotten: Ballot | None = None
+
+    def promised(self, round_id: RoundId) -> None:
+        """We answered its Open."""
+        self._keep(round_id, ())
+
+    def took_part(self, round_id: RoundId, contributions: Iterable[manifest_pb2.Contribution]) -> None:
+        """We follow its Start."""
+        self._keep(round_id, _brought(contributions))
+
+    def _keep(self, round_id: RoundId, brought: _Brought) -> None:
+        self._brought[round_id] = brought
+        if len(self._brought) > _KEPT:
+            oldest = next(iter(self._brought))
+            del self._brought[oldest]
+            self._forgotten = max(self._forgotten or oldest.ballot, oldest.ballot)
+
+    def contradicts(self, me: str, round_id: RoundId, contributions: Iterable[manifest_pb2.Contribution]) -> bool:
+        """Whether that attempt cannot have had these contributions, for all that we remember."""
+        brought = _brought(contributions)
+        if round_id in self._brought:
+            return self._brought[round_id] not in ((), brought)
+        unknown = any(bound is not None and round_id.ballot <= bound for bound in (self._born, self._forgotten))
+        return not unknown and any(peer == me for peer, _, _ in brought)
+
+
+def _brought(contributions: Iterable[manifest_pb2.Contribution]) -> _Brought:
+    return tuple((item.peer_id, item.weight, item.samples) for item in contributions)
