@@ -222,13 +222,13 @@ def is_attested(plan: Plan, payload: bytes, said: Set[str]) -> bool:
 
     Also those that leave count, because somebody must hold the layers of a last round. Half, because most layers have
     two holders, and one of them may be gone. Of a result of an earlier plan we do not know who held what: there it is
-    as many as half of those that brought something, who all are holders.
+    as many as half of those that had trained something, who all are holders.
     """
     manifest = manifest_pb2.Manifest.FromString(payload)
     made = manifest.contributions
     if manifest.round.plan_version != plan.version:
-        brought = sum(item.weight > 0 for item in made)
-        return bool(said) and said <= {item.peer_id for item in made} and 2 * len(said) >= brought
+        inputs = sum(item.weight > 0 for item in made)
+        return bool(said) and said <= {item.peer_id for item in made} and 2 * len(said) >= inputs
     holders = plan.holders(changed_layers(manifest)) & {item.peer_id for item in made}
     return bool(holders & said) and 2 * len(holders & said) >= len(holders)
 

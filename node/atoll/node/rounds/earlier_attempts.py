@@ -10,7 +10,7 @@ from atoll.v1 import manifest_pb2
 
 _KEPT = 16  # attempts
 
-_Brought = tuple[tuple[str, int, int], ...]  # peer id, weight, samples; empty: we did not hear
+_Inputs = tuple[tuple[str, int, int], ...]  # peer id, weight, samples; empty: we did not hear
 
 
 class EarlierAttempts:
@@ -18,7 +18,7 @@ class EarlierAttempts:
 
     def __init__(self, born: Ballot | None) -> None:
         self._born = born
-        self._brought: dict[RoundId, _Brought] = {}
+        self._inputs: dict[RoundId, _Inputs] = {}
         self._forgotten: Ballot | None = None
 
     def promised(self, round_id: RoundId) -> None:
@@ -27,23 +27,23 @@ class EarlierAttempts:
 
     def took_part(self, round_id: RoundId, contributions: Iterable[manifest_pb2.Contribution]) -> None:
         """We follow its Start."""
-        self._keep(round_id, _brought(contributions))
+        self._keep(round_id, _inputs(contributions))
 
-    def _keep(self, round_id: RoundId, brought: _Brought) -> None:
-        self._brought[round_id] = brought
-        if len(self._brought) > _KEPT:
-            oldest = next(iter(self._brought))
-            del self._brought[oldest]
+    def _keep(self, round_id: RoundId, inputs: _Inputs) -> None:
+        self._inputs[round_id] = inputs
+        if len(self._inputs) > _KEPT:
+            oldest = next(iter(self._inputs))
+            del self._inputs[oldest]
             self._forgotten = max(self._forgotten or oldest.ballot, oldest.ballot)
 
     def contradicts(self, me: str, round_id: RoundId, contributions: Iterable[manifest_pb2.Contribution]) -> bool:
         """Whether that attempt cannot have had these contributions, for all that we remember."""
-        brought = _brought(contributions)
-        if round_id in self._brought:
-            return self._brought[round_id] not in ((), brought)
+        inputs = _inputs(contributions)
+        if round_id in self._inputs:
+            return self._inputs[round_id] not in ((), inputs)
         unknown = any(bound is not None and round_id.ballot <= bound for bound in (self._born, self._forgotten))
-        return not unknown and any(peer == me for peer, _, _ in brought)
+        return not unknown and any(peer == me for peer, _, _ in inputs)
 
 
-def _brought(contributions: Iterable[manifest_pb2.Contribution]) -> _Brought:
+def _inputs(contributions: Iterable[manifest_pb2.Contribution]) -> _Inputs:
     return tuple((item.peer_id, item.weight, item.samples) for item in contributions)
