@@ -1,6 +1,10 @@
 """Faults that last: a majority of the seats is left, and rounds go on without the rest."""
 
+from dataclasses import replace
+from datetime import timedelta
+
 import pytest
+from support.machine_plans import POLICY
 from support.machine_world import World
 
 QUIET_SECONDS = 200.0  # many times what a round takes
@@ -44,3 +48,18 @@ def test_the_same_member_opens_rounds_for_as_long_as_it_lives():
     world.run(40)
     assert len(world.committed) > 10
     assert len(set(openers)) == 1
+
+
+def test_a_straggler_in_every_round_costs_its_own_part_and_not_the_round():
+    """Of 32 members one or two are late in each exchange: nobody waits for them as long as an exchange may take."""
+    world = World(32, seed=1, policy=replace(POLICY, exchange_timeout=timedelta(seconds=600)))
+    world.exchange_seconds = lambda start: 500.0 if world.rng.random() < 0.04 else world.rng.uniform(2.0, 2.5)
+    given = []
+    world.network.drop = lambda sender, to, message: (
+        message.HasField("start") and given.append(message.start.deadline_ms)
+    )
+    assert world.run(6000, until=lambda: world.rounds() >= 12)
+    assert given[-1] < 30_000
+    began, before = world.now, world.rounds()
+    assert world.run(6000, until=lambda: world.rounds() >= before + 8)
+    assert (world.now - began) / 8 < 30

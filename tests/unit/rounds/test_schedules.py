@@ -14,7 +14,7 @@ from atoll.node.rounds import types as rt
 from atoll.node.rounds.attendance import Attendance
 from atoll.node.rounds.promises import Promises
 
-SCHEDULES, BLOCK = 6_000, 500  # a block is a test, so that workers share them
+SCHEDULES, BLOCK = 10_000, 500  # a block is a test, so that workers share them
 
 
 @pytest.mark.parametrize("first", range(0, SCHEDULES, BLOCK))

@@ -321,7 +321,8 @@ class RoundMachine:
 
     def _declined(self, opener: Opener, peer: str, decline: dp.Decline) -> None:
         if decline.plan_version == self._at.plan.version:
-            self._at.trigger.declined(self._at.attempt, decline.attempt)
+            if peer in self._at.openers:  # the attempts that others could follow do not matter
+                self._at.trigger.declined(self._at.attempt, decline.attempt)
             return
         newer = decline.plan_version > self._at.plan.version
         if newer and opener.may_give_way_to(peer) and self._at.trigger.awaits_newer_plan(peer):
@@ -332,7 +333,8 @@ class RoundMachine:
             return
         if round_id.plan_version < self._at.plan.version:
             self._at.actions.append(rt.SharePlan(peer))
-        if round_id.plan_version == self._at.plan.version and self.phase is rt.Phase.IDLE and self._opener is None:
+        waits = self.phase is rt.Phase.IDLE and self._opener is None and peer in self._at.openers
+        if waits and round_id.plan_version == self._at.plan.version:
             self._at.attempt = self._at.trigger.reach(self._at.attempt, round_id.attempt, self._at.now)
         self._at.trigger.hear(peer, report, self._at.now)
         if self._is_between_rounds:

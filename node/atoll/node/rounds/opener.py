@@ -10,6 +10,7 @@ machine takes it from there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -35,6 +36,7 @@ from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
 COORDINATOR_SECONDS = 10.0  # for its answer
+_NEARLY_ALL = 0.9  # of those who are asked
 _LEAST_GRACE, _GRACE = 0.5, 0.25  # for standbys when all others answered: seconds, and of what the stage took
 
 
@@ -54,6 +56,7 @@ class Opener:
     deadline: float = 0.0
     _opened: float = 0.0
     _stage_began: float = 0.0
+    _arrived: list[float] = field(default_factory=list)  # seconds of each answer since the stage began
     _mends: bool = False  # somebody makes its state anew
     _asked: set[bytes] = field(default_factory=set)  # of the coordinator; empty bytes: a promise
     _asking: bool = False  # its answer is awaited
@@ -85,6 +88,7 @@ class Opener:
             case "ready", Stage.READY:
                 self._take_ready(peer, message.ready)
             case "parts", Stage.PARTS if peer in answers.members:
+                self._note_arrival(peer in answers.parts)
                 answers.take_parts(peer, message.parts)
                 self._answered()
             case "digest", Stage.RESULTS if peer in answers.members:
@@ -209,8 +213,13 @@ class Opener:
     def _take_ready(self, peer: str, ready: dp.Ready) -> None:
         new = peer not in self.answers.ready
         if self.answers.take_ready(peer, ready) and new:
+            self._note_arrival()
             self.paces.answers.observe(peer, self.now - self._opened)
         self._answered()
+
+    def _note_arrival(self, known: bool = False) -> None:
+        if not known:
+            self._arrived.append(self.now - self._stage_began)
 
     def _start_exchange(self) -> None:
         began = self.enough_since if self.enough_since is not None else self.now
@@ -278,15 +287,19 @@ class Opener:
         self._tell(set(self.answers.members) - agreeing, dp.RoundMessage(settle=whole))
 
     def _learn(self, *, far: bool = True, failed: bool = False) -> None:
-        """How long this stage took. `far`: those who answered did not lack time themselves."""
-        took = self.now - self._stage_began
-        pace = {Stage.READY: self.paces.ready, Stage.VOTES: self.paces.vote}.get(self.stage, self._result)
+        """How long this stage took for nearly all. `far`: those who answered did not lack time themselves.
+
+        One of ten may be late without making the next deadline longer, so a straggler costs its own part.
+        """
+        pace = self.paces.ready if self.stage is Stage.READY else self._result
         if self.stage is Stage.PARTS and self.answers.start is not None:
             pace = self.paces.exchange(self.answers.start.codec)
-        if self.answers.awaited(self.stage) - self.answers.standbys or not far:
-            pace.observe_miss(took, failed=failed)
+        late = self.answers.awaited(self.stage) - self.answers.standbys
+        nearly_all = math.ceil(_NEARLY_ALL * (len(self._arrived) + len(late)))
+        if far and not failed and 0 < nearly_all <= len(self._arrived):
+            pace.observe(self._arrived[nearly_all - 1])
         else:
-            pace.observe(took)
+            pace.observe_miss(self.now - self._stage_began, failed=failed)
 
     def _propose_result(self, *, final: bool) -> None:
         """Propose once most holders agree, or of those that answered more than on any other result."""
@@ -298,7 +311,7 @@ class Opener:
             there = self.answers.holding & self.answers.parts.keys()
             most = 2 * len(there & said.keys()) > len(there) or ((final or not waiting) and not divided)
             if most and is_attested(self.answers.plan, payload, said.keys()):
-                self._learn()
+                self._result.observe(self.now - self._stage_began)  # the quickest majority is enough
                 self._propose(dp.Proposal(payload=payload, attestations=[said[peer] for peer in sorted(said)]))
                 return
         if final or not waiting:
@@ -375,6 +388,7 @@ class Opener:
 
     def _enter(self, stage: Stage, seconds: float) -> None:
         self.stage, self._stage_began, self.deadline = stage, self.now, self.now + seconds
+        self._arrived = []
 
     def _tell(self, peers: Iterable[str], message: dp.RoundMessage) -> None:
         self.out.extend((peer, message) for peer in sorted(peers))

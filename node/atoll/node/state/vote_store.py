@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from base64 import b64decode, b64encode
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class VoteStore:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / _FILE
+        self._writing = threading.Lock()  # an engine that was cancelled may still write its last record
 
     def begin(self) -> None:
         """Save the empty record of a node with a new identity, which cannot have voted yet."""
@@ -42,12 +44,14 @@ class VoteStore:
             else {"ballot": list(voted.ballot), "proposal": b64encode(voted.proposal).decode()},
         }
         body = json.dumps(plain, indent=1).encode()
-        write_atomic(self._path, body + b"\n" + hashlib.sha256(body).hexdigest().encode())
+        with self._writing:
+            write_atomic(self._path, body + b"\n" + hashlib.sha256(body).hexdigest().encode())
 
     def load(self) -> VoteRecord | None:
         """Read the record. None when it is missing or damaged: the node then abstains until it took part in a round."""
         try:
-            body, _, checksum = self._path.read_bytes().rpartition(b"\n")
+            with self._writing:
+                body, _, checksum = self._path.read_bytes().rpartition(b"\n")
             if hashlib.sha256(body).hexdigest().encode() != checksum:
                 raise ValueError("the file does not match its checksum")
             plain = json.loads(body)
