@@ -13,6 +13,7 @@ from support.certificates import certificate_of
 from support.mutation import CASES, Mutator, cases, on_wire, seeds
 from support.virtual_time import run_virtually
 
+from atoll.core import protocol
 from atoll.core.clock import ManualClock
 from atoll.core.errors import AtollError
 from atoll.core.frames import PREFIX, Frame, FrameKind, unpack_prefix
@@ -67,7 +68,9 @@ def is_honest(data: bytes) -> bool:
         card = pb.Membership.FromString(hello.membership.payload)
     except Exception:
         return False
-    return card.peer_id == PEER.peer_id and hello.protocol.major == 1 and certificate_holds(hello.membership)
+    return (
+        card.peer_id == PEER.peer_id and hello.protocol.major == protocol.MAJOR and certificate_holds(hello.membership)
+    )
 
 
 def certificate_holds(sealed: pb.Signed) -> bool:

@@ -11,7 +11,7 @@ from integration.coordinator.test_membership import close, training
 from unit.coordinator.world import genesis_report, hash_of, round_report
 
 from atoll.core.identity import peer_id_of
-from atoll.core.manifest import sign_vote, verify_vote
+from atoll.core.manifest import sign_attestation, sign_vote, verify_vote
 from atoll.core.round_id import RoundId
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import dataplane_pb2 as dp
@@ -36,7 +36,8 @@ async def test_one_of_two_commits_with_the_coordinators_vote_that_survives_a_res
         genesis = hash_of(genesis_report(ann.identity))
         report = round_report(1, genesis, [ann.identity], attempt=mine.attempt)
         payload = report.manifest.payload
-        proposal = dp.Proposal(payload=payload).SerializeToString()
+        words = [sign_attestation(ann.identity, payload)]
+        proposal = dp.Proposal(payload=payload, attestations=words).SerializeToString()
         assert (await ask(ann, mine)).granted
         answer = await ask(ann, mine, proposal)
         assert answer.granted
