@@ -97,7 +97,7 @@ async def test_who_is_left_behind_does_not_wait_for_a_round_that_cannot_come(tmp
         await swarm.rounds("cleo", 2)
         await asyncio.gather(*(kill(swarm, name) for name in ("ann", "bob")))
         run = (await swarm.json("run", "show", "reef"))["run"]
-        while "no quorum" not in run.get("missing", ""):  # there is no plan without the dead: nobody could decide
+        while "no majority" not in run.get("missing", ""):  # there is no plan without the dead: nobody could decide
             await asyncio.sleep(0.5)
             run = (await swarm.json("run", "show", "reef"))["run"]
         assert await ends(swarm, "cleo", [signal.SIGTERM], 15) == 0

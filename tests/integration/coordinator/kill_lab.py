@@ -27,6 +27,7 @@ from integration.coordinator.lab import SECONDS, Coordinator, Node, admin_channe
 from unit.coordinator.world import RUN, genesis_report, hash_of, round_report, spec_toml
 
 from atoll.core.identity import Identity
+from atoll.core.manifest import sign_attestation
 from atoll.core.membership import DenyList, MembershipVerifier
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
@@ -252,8 +253,13 @@ class Victim:
             return await stub.Vote(mb.VoteRequest(round=name.to_proto(), proposal=proposal), timeout=SECONDS)
 
     def _proposal(self, name: RoundId) -> bytes:
-        manifest = manifest_pb2.Manifest(round=name.to_proto(), committed_tokens=self.rng.randrange(10**9))
-        return dp.Proposal(payload=manifest.SerializeToString()).SerializeToString()
+        made = [manifest_pb2.Contribution(peer_id=node.identity.peer_id) for node in self.nodes]
+        manifest = manifest_pb2.Manifest(
+            round=name.to_proto(), committed_tokens=self.rng.randrange(10**9), epoch=1, contributions=made
+        )
+        payload = manifest.SerializeToString()
+        word = sign_attestation(self.nodes[0].identity, payload)
+        return dp.Proposal(payload=payload, attestations=[word]).SerializeToString()
 
     # --- the ledger against the coordinator ----------------------------------------------------------
 
