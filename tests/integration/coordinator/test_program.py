@@ -64,9 +64,12 @@ class Systemd:
         self._socket.close()
 
 
-def _few_files() -> None:
-    """As many as a login usually gets."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+# As many files as a login usually gets. Not a `preexec_fn`: a fork beside threads of gRPC may hang before it is called.
+FEW_FILES = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 @contextmanager
@@ -76,11 +79,10 @@ def program(data_dir: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[s
     systemd = Systemd(tmp_path / f"notify{number}")
     environment = {**os.environ, "NOTIFY_SOCKET": str(systemd.path), "WATCHDOG_USEC": "200000"}
     process = subprocess.Popen(
-        [*SERVE, "serve", "--data-dir", str(data_dir), *FREE_PORTS],
+        [sys.executable, "-c", FEW_FILES, *SERVE, "serve", "--data-dir", str(data_dir), *FREE_PORTS],
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
-        preexec_fn=_few_files,
     )
     try:
         assert systemd.ready.wait(DEADLINE_SECONDS), "the coordinator never was ready"
