@@ -71,6 +71,7 @@ class Follower:
     _start: dp.Start | None = None
     _settle: dp.Settle | None = None
     _payload: bytes = b""  # of the result that was computed here
+    _proposal: dp.Proposal | None = None  # the one of this attempt
 
     @property
     def fragment(self) -> Fragment:
@@ -205,14 +206,19 @@ class Follower:
         self.phase = Phase.AWAITING_COMMIT
         digest = dp.Digest(round=self.round_id.to_proto(), payload=payload, attestation=self.signer.attest(payload))
         self.out.append((self.opener, dp.RoundMessage(digest=digest)))
+        if self._proposal is not None and self._proposal.payload == payload:
+            self._vote(self._proposal)  # it came before
 
     def propose(self, message: dp.Propose, now: float) -> None:
         """Vote for the proposed result, if it can be this attempt's, or an earlier one's, and enough attest to it.
 
-        Who computed another result than this attempt is said to have does not vote for it.
+        A holder votes for this attempt's result once it holds that, too, so most results are safe with many. Where it
+        computes another result it does not vote.
         """
         payload, ballot, voted = message.proposal.payload, self.round_id.ballot, self.promises.voted
-        if self.phase is Phase.FREEZING or (voted is not None and voted.ballot == ballot and voted.payload != payload):
+        second = self._proposal is not None and self._proposal.payload != payload
+        second |= voted is not None and voted.ballot == ballot and voted.payload != payload
+        if self.phase is Phase.FREEZING or second:
             raise PeerMisbehaved("a second proposal in one attempt, or one before our promise")
         check_payload(self.policy, self.plan, self.head, payload)
         check_attested(self.plan, self.signer, message.proposal)
@@ -227,13 +233,21 @@ class Follower:
         seconds = min(message.deadline_ms / 1000, self.paces.exchange_ceiling)
         self.paces.vote.suggest(seconds)
         self.deadline = max(self.deadline, now + seconds + self.coordinator_seconds)
-        if not self.votes or self._is_left_out(manifest):
-            return
-        vote = dp.Vote(round=self.round_id.to_proto(), signature=self.signer.vote(payload, ballot))
-        proposal = message.proposal.SerializeToString(deterministic=True)
-        self.out.append(Pledge(self.promises.pledge(ballot, proposal), self.opener, dp.RoundMessage(vote=vote)))
+        earlier = manifest.round != self.round_id.to_proto()
+        self._proposal = message.proposal
+        if earlier or self.is_witness or self._payload:
+            self._vote(message.proposal)
         if self.phase is Phase.READY:  # of an earlier attempt: there is nothing else to do
             self.phase = Phase.AWAITING_COMMIT
+
+    def _vote(self, proposal: dp.Proposal) -> None:
+        manifest = manifest_pb2.Manifest.FromString(proposal.payload)
+        if not self.votes or (manifest.round == self.round_id.to_proto() and self._is_left_out(manifest)):
+            return
+        ballot = self.round_id.ballot
+        vote = dp.Vote(round=self.round_id.to_proto(), signature=self.signer.vote(proposal.payload, ballot))
+        record = self.promises.pledge(ballot, proposal.SerializeToString(deterministic=True))
+        self.out.append(Pledge(record, self.opener, dp.RoundMessage(vote=vote)))
 
     def _check_earlier(self, manifest: manifest_pb2.Manifest, payload: bytes) -> None:
         """Raise `PeerMisbehaved` where we know better what an earlier attempt came to."""

@@ -30,7 +30,7 @@ class StageDeadlines:
         timeouts = (policy.ready_timeout, policy.exchange_timeout, policy.decision_timeout)
         ready, exchange, decision = (timeout.total_seconds() for timeout in timeouts)
         all_ready, answers, turns = LearnedDeadline(_FLOOR, ready), ResponseTimes(), len(policy.fragments)
-        vote = LearnedDeadline(_FLOOR, ready)
+        vote = LearnedDeadline(_FLOOR, decision)
         return tuple(
             cls(
                 all_ready,
