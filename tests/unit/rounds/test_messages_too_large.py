@@ -45,3 +45,18 @@ def test_an_attempt_whose_message_is_too_large_ends_with_that_reason_and_later_o
     assert any("too large" in report.reason for report in failed)
     world.max_message_bytes = MAX_HEADER_BYTES
     assert world.run(120, until=lambda: world.rounds() >= before + 2)
+
+
+def test_settle_has_digests_only_for_members_that_reported_others():
+    world = World(5, seed=1)
+    sizes: dict[bool, list[int]] = {True: [], False: []}  # as reported → digests
+
+    def watch(sender: str, to: str, message: dp.RoundMessage) -> bool:
+        if message.WhichOneof("body") == "settle":
+            sizes[message.settle.as_reported].append(len(message.settle.digests))
+        return False
+
+    world.network.drop = watch
+    assert world.run(60, until=lambda: world.rounds() >= 5)
+    assert sizes[True]
+    assert not any(sizes[True])

@@ -165,7 +165,8 @@ class Follower:
         if self._settle is None:
             assert self._start is not None
             check_settle(self._start, message, holds_parts=not (message.as_reported or self.is_witness))
-            self._settle = message
+            self._settle = dp.Settle()
+            self._settle.CopyFrom(message)  # an opener that follows itself sends the same message to others
             if self.phase is Phase.AWAITING_SETTLE:
                 self._complete(now)
 
