@@ -137,10 +137,10 @@ def _base(state: State, run_id: str, members: Iterable[str]) -> Base:
     if plan is not None:
         return plan.base
     genesis = manifest_pb2.CommittedManifest.FromString(state.runs[run_id].genesis)
-    return Base(manifest_hash(genesis.payload), first_seats(state, run_id, members))
+    return Base(manifest_hash(genesis.payload), first_seats(members))
 
 
-def first_seats(state: State, run_id: str, members: Iterable[str]) -> tuple[str, ...]:
+def first_seats(members: Iterable[str]) -> tuple[str, ...]:
     """The seats that decide the first round after a base."""
     present = sorted(members)
     return next_seats((), present, present)

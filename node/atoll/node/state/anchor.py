@@ -30,10 +30,6 @@ class Staged:
     momentum_E: Tensor
     layers: tuple[manifest_pb2.LayerState, ...]  # of the whole model, as they are after the commit
 
-    def vector(self, kind: Kind) -> Tensor:
-        """The fragment's anchor or momentum."""
-        return self.anchor_E if kind == "anchor" else self.momentum_E
-
 
 @dataclass(frozen=True)
 class FetchedState:
