@@ -108,7 +108,7 @@ class PartRange(_message.Message):
     def __init__(self, reducer: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("round", "contributions", "partition", "codec", "elements", "part_elements", "deadline_ms", "unix_ms")
+    __slots__ = ("round", "contributions", "partition", "codec", "elements", "part_elements", "deadline_ms", "unix_ms", "not_reducing")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,7 @@ class Start(_message.Message):
     PART_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    NOT_REDUCING_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     contributions: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Contribution]
     partition: _containers.RepeatedCompositeFieldContainer[PartRange]
@@ -125,19 +126,22 @@ class Start(_message.Message):
     part_elements: int
     deadline_ms: int
     unix_ms: int
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., contributions: _Optional[_Iterable[_Union[_manifest_pb2.Contribution, _Mapping]]] = ..., partition: _Optional[_Iterable[_Union[PartRange, _Mapping]]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., elements: _Optional[int] = ..., part_elements: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., unix_ms: _Optional[int] = ...) -> None: ...
+    not_reducing: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., contributions: _Optional[_Iterable[_Union[_manifest_pb2.Contribution, _Mapping]]] = ..., partition: _Optional[_Iterable[_Union[PartRange, _Mapping]]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., elements: _Optional[int] = ..., part_elements: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., unix_ms: _Optional[int] = ..., not_reducing: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Parts(_message.Message):
-    __slots__ = ("round", "digests", "partial", "verdicts")
+    __slots__ = ("round", "digests", "partial", "verdicts", "nonce")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     digests: _containers.RepeatedScalarFieldContainer[bytes]
     partial: _containers.RepeatedScalarFieldContainer[str]
     verdicts: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Verdict]
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., digests: _Optional[_Iterable[bytes]] = ..., partial: _Optional[_Iterable[str]] = ..., verdicts: _Optional[_Iterable[_Union[_manifest_pb2.Verdict, _Mapping]]] = ...) -> None: ...
+    nonce: bytes
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., digests: _Optional[_Iterable[bytes]] = ..., partial: _Optional[_Iterable[str]] = ..., verdicts: _Optional[_Iterable[_Union[_manifest_pb2.Verdict, _Mapping]]] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class PartHolders(_message.Message):
     __slots__ = ("part", "members")
@@ -148,7 +152,7 @@ class PartHolders(_message.Message):
     def __init__(self, part: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Settle(_message.Message):
-    __slots__ = ("round", "present", "partial", "digests", "whole", "repairs", "deadline_ms", "verdicts", "as_reported", "parts_zeroed")
+    __slots__ = ("round", "present", "partial", "digests", "whole", "repairs", "deadline_ms", "verdicts", "as_reported", "parts_zeroed", "nonces")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +163,7 @@ class Settle(_message.Message):
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
     AS_REPORTED_FIELD_NUMBER: _ClassVar[int]
     PARTS_ZEROED_FIELD_NUMBER: _ClassVar[int]
+    NONCES_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     present: _containers.RepeatedScalarFieldContainer[str]
     partial: _containers.RepeatedScalarFieldContainer[str]
@@ -169,7 +174,8 @@ class Settle(_message.Message):
     verdicts: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Verdict]
     as_reported: bool
     parts_zeroed: int
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., present: _Optional[_Iterable[str]] = ..., partial: _Optional[_Iterable[str]] = ..., digests: _Optional[_Iterable[bytes]] = ..., whole: _Optional[_Iterable[int]] = ..., repairs: _Optional[_Iterable[_Union[PartHolders, _Mapping]]] = ..., deadline_ms: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[_manifest_pb2.Verdict, _Mapping]]] = ..., as_reported: _Optional[bool] = ..., parts_zeroed: _Optional[int] = ...) -> None: ...
+    nonces: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., present: _Optional[_Iterable[str]] = ..., partial: _Optional[_Iterable[str]] = ..., digests: _Optional[_Iterable[bytes]] = ..., whole: _Optional[_Iterable[int]] = ..., repairs: _Optional[_Iterable[_Union[PartHolders, _Mapping]]] = ..., deadline_ms: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[_manifest_pb2.Verdict, _Mapping]]] = ..., as_reported: _Optional[bool] = ..., parts_zeroed: _Optional[int] = ..., nonces: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Digest(_message.Message):
     __slots__ = ("round", "payload", "attestation")
@@ -246,22 +252,26 @@ class RoundMessage(_message.Message):
     def __init__(self, report: _Optional[_Union[TokenReport, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., parts: _Optional[_Union[Parts, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., propose: _Optional[_Union[Propose, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ...) -> None: ...
 
 class ExchangeHeader(_message.Message):
-    __slots__ = ("round", "repair")
+    __slots__ = ("round", "repair", "audit_seed")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REPAIR_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_SEED_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     repair: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., repair: _Optional[_Iterable[int]] = ...) -> None: ...
+    audit_seed: bytes
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., repair: _Optional[_Iterable[int]] = ..., audit_seed: _Optional[bytes] = ...) -> None: ...
 
 class PartHeader(_message.Message):
-    __slots__ = ("index", "elements", "codec")
+    __slots__ = ("index", "elements", "codec", "factors")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ELEMENTS_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    FACTORS_FIELD_NUMBER: _ClassVar[int]
     index: int
     elements: int
     codec: _common_pb2.Codec
-    def __init__(self, index: _Optional[int] = ..., elements: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ...) -> None: ...
+    factors: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, index: _Optional[int] = ..., elements: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., factors: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class StateRequest(_message.Message):
     __slots__ = ("run_id", "manifest_round", "head_manifest", "anchor", "momentum")

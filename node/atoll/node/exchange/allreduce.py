@@ -18,7 +18,7 @@ node's own sums already dropped the same member, which then has probably stopped
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,13 +33,14 @@ from atoll.core import log
 from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned, Unreachable, first_error
 from atoll.core.frames import FrameKind
 from atoll.core.round_id import RoundId
+from atoll.node.exchange.auditor import Auditor, Dispute
 from atoll.node.exchange.averaged_parts import Average, AverageSink
 from atoll.node.exchange.codecs import is_finite
 from atoll.node.exchange.partition import ReducerShare
 from atoll.node.exchange.peer_deadlines import next_frame
 from atoll.node.exchange.reducer import Reducer
 from atoll.node.exchange.repair import PROTOCOL, RepairClient, RepairServer, SourcesOfPart
-from atoll.node.exchange.screening import Screen
+from atoll.node.exchange.screening import Screen, largest_norm
 from atoll.node.exchange.weighted_sum import token_weight
 from atoll.node.system.background_tasks import BackgroundTasks
 from atoll.node.wire.peer_slots import PeerSlots
@@ -52,6 +53,7 @@ __all__ = ["PROTOCOL", "Exchange", "ExchangeResult", "ExchangeServer"]
 _MAX_EARLY_STREAMS_PER_PEER = 4  # for rounds that this node has not started
 _REDUCER_TIMEOUT_STALLS = 2.5  # in units of `stall`
 _RECONNECT_INTERVAL = timedelta(seconds=1)
+_CODEC_GROWTH = 2.0  # decoded values have at most so many times the norm of the encoded ones
 _REPAIR_TURNS = 4  # holders that a repair has time to try one after another
 
 _log = log.get("exchange")
@@ -98,7 +100,7 @@ class Exchange:
         self._timeout = timeout
         self._stall = stall
         self._weights = {item.peer_id: item.weight for item in start.contributions}  # tokens, in the order of the sum
-        self._average = Average(start, sink, executor)
+        self._average = Average(start, sink, executor, _norm_limit(start, screen))
         self._reducer: Reducer | None = None
         for share in self._average.reducer_shares:
             if share.reducer == self._me:
@@ -106,6 +108,17 @@ class Exchange:
                     self._me, self._weights, share, contribution_E, self._average, stall, screen=screen, weigh=weigh
                 )
         self._repair_server = RepairServer(self._average)
+        self._auditor = Auditor(
+            self.round_id,
+            network,
+            self._average,
+            self._weights,
+            lambda: self._contribution_E,
+            self._track_stream,
+            self._fault,
+            screen=screen,
+            weigh=weigh,
+        )
         self._connected: set[str] = set()  # members that opened a stream to this node as a reducer
         self._serving: set[asyncio.Task[None]] = set()
         self._closing = BackgroundTasks()
@@ -164,9 +177,20 @@ class Exchange:
         await repairer.fetch(wanted, sources, timeout)
         return True
 
+    async def audit(self, seed: bytes, asked: Collection[str], timeout: timedelta) -> tuple[Dispute, ...]:
+        """After `repair`: check the averages of other reducers against what `asked`, the contributors, say they sent.
+
+        `timeout`: for their answers; a member that gives none counts as unknown. See audit.py.
+        """
+        return await self._auditor.run(seed, asked, timeout)
+
     def drop_sink(self) -> None:
-        """Stop passing the average to the sink; still serves members that lack parts."""
+        """Stop passing the average to the sink; still serves members that lack parts.
+
+        The contribution may change from now on, so no more sketches of it are given.
+        """
         self._average.drop_sink()
+        self._auditor.close()
 
     def end(self) -> None:
         """End the exchange: stop serving members and free the encoded bytes."""
@@ -200,6 +224,12 @@ class Exchange:
         if stream.peer_id not in self._weights:
             raise self._misbehaved(stream.peer_id, f"peer {stream.peer_id} has no part in round {self.round_id}")
         await self._serve_until_end(stream, self._repair_server.answer(stream, indices))
+
+    async def serve_audit(self, stream: Stream, seed: bytes) -> None:
+        """Send a member the sketches of this node's contribution. Raises `PeerMisbehaved`, `RoundAbandoned`."""
+        if stream.peer_id not in self._weights:
+            raise self._misbehaved(stream.peer_id, f"peer {stream.peer_id} has no part in round {self.round_id}")
+        await self._serve_until_end(stream, self._auditor.answer(stream, seed))
 
     async def _serve_until_end(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` on `stream` until it finishes or the exchange ends."""
@@ -256,7 +286,8 @@ class Exchange:
         await stream.send(FrameKind.MESSAGE, header.SerializeToString())
         for part in share.parts if self._weights[self._me] else ():
             body = await self._average.compute(self._average.codec.encode, self._contribution_E[part.start : part.end])
-            await stream.send(FrameKind.PART, self._average.header(share.first + part.index, part.index), body)
+            header_bytes = self._average.header(share.first + part.index, part.index, averaged=False)
+            await stream.send(FrameKind.PART, header_bytes, body)
 
     async def _receive_averages(self, stream: Stream, share: ReducerShare) -> None:
         for part in share.parts:
@@ -264,9 +295,9 @@ class Exchange:
                 stream, self._stall * _REDUCER_TIMEOUT_STALLS, lambda: self._is_silent(share.reducer)
             )
             index = share.first + part.index
-            self._average.check(frame, index, share.reducer, number_in_stream=part.index)
+            factors = self._average.check(frame, index, share.reducer, number_in_stream=part.index)
             if frame.body:  # empty: the part has no average
-                await self._average.put(index, frame.body)
+                await self._average.put(index, frame.body, factors=factors)
 
     def _reducer_lost(self, share: ReducerShare, error: AtollError) -> None:
         _log.info("reducer dropped", peer=share.reducer, reason=str(error))
@@ -299,6 +330,14 @@ class Exchange:
     def _misbehaved(self, peer: str, reason: str) -> PeerMisbehaved:
         self._fault(peer, reason)
         return PeerMisbehaved(reason)
+
+
+def _norm_limit(start: dp.Start, screen: Screen | None) -> Callable[[int], float] | None:
+    """The largest norm of an average of so many elements: that of its largest contribution, and what a codec adds."""
+    if screen is None:
+        return None
+    most_tokens = max(item.weight for item in start.contributions)
+    return lambda elements: _CODEC_GROWTH * largest_norm(most_tokens, elements, screen)
 
 
 def _crashed(error: BaseException) -> Unreachable:
@@ -335,10 +374,14 @@ class ExchangeServer:
         except DecodeError as error:
             raise PeerMisbehaved("an averaging stream must begin with an ExchangeHeader") from error
         round_id = RoundId.from_proto(header.round)
-        if header.repair:
+        if header.repair or header.audit_seed:
             if round_id not in self._exchanges:
-                raise RoundAbandoned(f"round {round_id} is not kept on this node, so it has no parts to send")
-            await self._exchanges[round_id].serve_repair(stream, header.repair)
+                raise RoundAbandoned(f"round {round_id} is not kept on this node, so it has nothing of it to send")
+            exchange = self._exchanges[round_id]
+            if header.audit_seed:
+                await exchange.serve_audit(stream, header.audit_seed)
+            else:
+                await exchange.serve_repair(stream, header.repair)
         else:
             await (await self._wait_for_exchange(stream.peer_id, round_id)).serve(stream)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from typing import TypeVar, TypeVarTuple, Unpack
@@ -23,7 +24,7 @@ from atoll.node.exchange.codecs import BY_NUMBER, PIECE_ELEMENTS, Codec
 from atoll.node.exchange.partition import Part, ReduceRange, reducer_shares
 from atoll.v1 import dataplane_pb2 as dp
 
-_MAX_HEADER_BYTES = 64  # a `PartHeader` has 16
+_MAX_HEADER_BYTES = 64  # a `PartHeader` has 16, and 8 for each factor
 
 AverageSink = Callable[[int, Tensor], object]
 """Receives the index of a first element and the fp32 values from there on; the caller reuses their memory afterwards.
@@ -38,15 +39,25 @@ Arguments = TypeVarTuple("Arguments")
 class Average:
     """The parts of one round's average, by index in the order of the vector."""
 
-    def __init__(self, start: dp.Start, sink: AverageSink, executor: Executor) -> None:
+    def __init__(
+        self,
+        start: dp.Start,
+        sink: AverageSink,
+        executor: Executor,
+        norm_limit: Callable[[int], float] | None = None,
+    ) -> None:
+        """`norm_limit`: the largest norm that an average of so many elements can have; None: any."""
         ranges = [ReduceRange(piece.reducer, piece.start, piece.end) for piece in start.partition]
         self.codec: Codec = BY_NUMBER[start.codec]
         self.reducer_shares = reducer_shares(ranges, start.part_elements)
         self._parts = [part for share in self.reducer_shares for part in share.parts]
         self._sink = sink
         self._executor = executor
+        self._norm_limit = norm_limit
+        self._weights = [item.weight for item in start.contributions]
         self._bodies: list[Buffer | None] = [None] * len(self._parts)
         self._digests = [b""] * len(self._parts)
+        self._factors: dict[int, tuple[float, ...]] = {}  # of parts that do not hold every contribution in full
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -60,18 +71,57 @@ class Average:
         """A part's encoded bytes; None if this node lacks them."""
         return self._bodies[index]
 
-    def header(self, index: int, number_in_stream: int | None = None) -> bytes:
-        """The serialised `PartHeader` of a part; `number_in_stream` replaces its index in the vector."""
-        elements = self._parts[index].elements
-        number = index if number_in_stream is None else number_in_stream
-        return dp.PartHeader(index=number, elements=elements, codec=self.codec.number).SerializeToString()
+    def part(self, index: int) -> Part:
+        """Where a part lies in the vector."""
+        return self._parts[index]
 
-    def check(self, frame: Frame, index: int, peer: str, number_in_stream: int | None = None) -> None:
-        """Check that a frame is the part that is due, before its body is used. Raises `PartInvalid`."""
-        if len(frame.header) > _MAX_HEADER_BYTES:  # the header stays in memory with the body
+    @property
+    def longest_part(self) -> int:
+        """The elements of the longest part."""
+        return max((part.elements for part in self._parts), default=0)
+
+    def factors(self, index: int) -> tuple[float, ...]:
+        """What the reducer says of each contribution's factor in a sum; empty: all that have a weight count in full."""
+        return self._factors.get(index, ())
+
+    def set_factors(self, index: int, factors: Sequence[float]) -> None:
+        """Keep the factors of a part that was summed here."""
+        if any(factor != (weight > 0) for factor, weight in zip(factors, self._weights, strict=True)):
+            self._factors[index] = tuple(factors)
+
+    def decode_pieces(self, index: int, take: Callable[[int, Tensor], object]) -> bool:
+        """Decode a part piece by piece; False if this node lacks it. `take` gets the first element within the part."""
+        body, elements = self._bodies[index], self._parts[index].elements
+        if body is None:
+            return False
+        checked, values_C = self.codec.open(body, elements), torch.empty(min(PIECE_ELEMENTS, elements))
+        for first in range(0, elements, PIECE_ELEMENTS):
+            piece_C = values_C[: elements - first]
+            checked.decode_into(first, piece_C)
+            take(first, piece_C)
+        return True
+
+    def header(self, index: int, number_in_stream: int | None = None, *, averaged: bool = True) -> bytes:
+        """The serialised `PartHeader` of a part; `number_in_stream` replaces its index in the vector.
+
+        `averaged`: with the factors of the sum, which a contribution does not have.
+        """
+        return dp.PartHeader(
+            index=index if number_in_stream is None else number_in_stream,
+            elements=self._parts[index].elements,
+            codec=self.codec.number,
+            factors=self.factors(index) if averaged else (),
+        ).SerializeToString()
+
+    def check(self, frame: Frame, index: int, peer: str, number_in_stream: int | None = None) -> tuple[float, ...]:
+        """Check that a frame is the part that is due, before its body is used; returns the factors of its sum.
+
+        Raises `PartInvalid`.
+        """
+        most = _MAX_HEADER_BYTES + 8 * len(self._weights)
+        if len(frame.header) > most:  # the header stays in memory with the body
             raise PartInvalid(
-                f"peer {peer} sent a part with a header of {len(frame.header)} bytes; at most {_MAX_HEADER_BYTES} "
-                "are allowed"
+                f"peer {peer} sent a part with a header of {len(frame.header)} bytes; at most {most} are allowed"
             )
         if frame.kind is not FrameKind.PART:
             raise PartInvalid(f"peer {peer} sent a {frame.kind.name} frame where a PART was due")
@@ -85,6 +135,13 @@ class Average:
                 f"peer {peer} sent part {header.index} with {header.elements} elements in codec {header.codec}; "
                 f"part {due[0]} with {due[1]} elements in codec {due[2]} was due"
             )
+        factors = tuple(header.factors)
+        pairs = zip(factors, self._weights, strict=len(factors) == len(self._weights))
+        if len(factors) not in (0, len(self._weights)) or not all(
+            0 <= factor <= (weight > 0) for factor, weight in pairs
+        ):
+            raise PartInvalid(f"peer {peer} sent {len(factors)} factors of a sum, or one that is not between 0 and 1")
+        return factors
 
     async def compute_part(self, index: int, work: Callable[[], tuple[Buffer, T]]) -> T:
         """Compute a part's encoded bytes with `work` in the executor and store them; returns its second result.
@@ -94,14 +151,22 @@ class Average:
 
         def work_and_apply() -> tuple[Buffer, bytes, T]:
             body, rest = work()
-            return *self._apply(self._parts[index], body, None), rest
+            return *self._apply(self._parts[index], body), rest
 
         self._bodies[index], self._digests[index], rest = await self.compute(work_and_apply)
         return rest
 
-    async def put(self, index: int, body: Buffer, digest: bytes | None = None) -> None:
-        """Store a part's encoded bytes. Raises `PartInvalid` if they do not decode or do not match `digest`."""
-        self._bodies[index], self._digests[index] = await self.compute(self._apply, self._parts[index], body, digest)
+    async def put(self, index: int, body: Buffer, digest: bytes | None = None, factors: tuple[float, ...] = ()) -> None:
+        """Store a part's encoded bytes, and the factors that its reducer tells.
+
+        Raises `PartInvalid` if they do not decode, do not match `digest`, or are larger than an average can be.
+        """
+        limit = math.inf if self._norm_limit is None else self._norm_limit(self._parts[index].elements)
+        stored = await self.compute(self._apply, self._parts[index], body, digest, limit)
+        self._bodies[index], self._digests[index] = stored
+        self._factors.pop(index, None)
+        if factors:
+            self._factors[index] = factors
 
     async def zero(self, indices: Collection[int]) -> None:
         """Replace these parts by a zero update."""
@@ -129,16 +194,23 @@ class Average:
                     await asyncio.wait([future])
             raise
 
-    def _apply(self, part: Part, body: Buffer, digest: bytes | None) -> tuple[Buffer, bytes]:
+    def _apply(
+        self, part: Part, body: Buffer, digest: bytes | None = None, norm_limit: float = math.inf
+    ) -> tuple[Buffer, bytes]:
         found = hashlib.sha256(body).digest()
         if digest is not None and found != digest:
             raise PartInvalid("the bytes of a part do not match the agreed digest")
         checked = self.codec.open(body, part.elements)
         sink, values_C = self._sink, torch.empty(min(PIECE_ELEMENTS, part.elements))
+        norms = []
         for first in range(0, part.elements, PIECE_ELEMENTS):
             piece_C = values_C[: part.elements - first]
             checked.decode_into(first, piece_C)
+            if norm_limit < math.inf:
+                norms.append(float(torch.linalg.vector_norm(piece_C)))
             sink(part.start + first, piece_C)
+        if math.hypot(*norms) > norm_limit:  # the sink takes the part anew, or a zero update, before it is used
+            raise PartInvalid(f"an average has the norm {math.hypot(*norms):.3g}; {norm_limit:.3g} is possible")
         return body, found
 
     def _clear(self, cleared: list[Part]) -> None:

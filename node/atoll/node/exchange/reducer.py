@@ -248,6 +248,7 @@ class Reducer:
         try:
             index = self._share.first + part.index
             factors = await self._average.compute_part(index, lambda: self._encode_mean(part.elements, values))
+            self._average.set_factors(index, [factors.get(peer, 0.0) for peer in self._weights])
             self.partial |= self._queues.keys() - values.keys()
             self._left_out.update(self._places[peer] for peer, factor in factors.items() if factor == 0)
             self._scaled.update(self._places[peer] for peer, factor in factors.items() if 0 < factor < 1)

@@ -125,16 +125,16 @@ class RepairClient:
             await stream.send(FrameKind.MESSAGE, header.SerializeToString())
             for index in indices:
                 frame = await next_frame(stream, self._frame_timeout)
-                self._average.check(frame, index, peer)
+                factors = self._average.check(frame, index, peer)
                 if frame.body:
-                    await self._put(peer, index, frame.body)
+                    await self._put(peer, index, frame.body, factors)
                 else:
                     self._last_failure = f"peer {peer} does not have it"
                     self._sources[index].remove(peer)
 
-    async def _put(self, peer: str, index: int, body: bytes | memoryview) -> None:
+    async def _put(self, peer: str, index: int, body: bytes | memoryview, factors: tuple[float, ...]) -> None:
         try:
-            await self._average.put(index, body, self._wanted[index])
+            await self._average.put(index, body, self._wanted[index], factors)
         except PartInvalid as error:
             raise PartInvalid(f"peer {peer} sent wrong bytes for part {index}: {error}") from error
         del self._wanted[index]

@@ -110,6 +110,30 @@ def factors_from_products(
     return tuple(_rounded(factor) for factor in factors_n.tolist())
 
 
+def largest_norm(tokens: int, elements: int, screen: Screen) -> float:
+    """The largest norm that the optimiser can reach with so many tokens, with the room that screening leaves."""
+    return MAX_NORM_RATIO * screen.max_change_per_token * math.sqrt(elements) * tokens
+
+
+def usual_norm_bound(norms: Sequence[float], tokens: Sequence[int], own_tokens: int) -> float:
+    """The largest norm that screening lets in, of a contribution with `own_tokens` whose norm is not known.
+
+    `norms` and `tokens` are of all others. Infinite if fewer than two of them are nonzero, because two contributions
+    are not compared. Whatever the unknown norm is, the usual norm is at most that of the next higher place.
+    """
+    nonzero = [(norm, count) for norm, count in zip(norms, tokens, strict=True) if norm > 0]
+    if len(nonzero) < MIN_CONTRIBUTIONS - 1:
+        return math.inf
+    smallest, usual, largest = NORM_EXPONENTS
+    counts, place = sorted(count for _, count in nonzero), min(len(nonzero) - 1, (len(nonzero) + 1) // 2)
+    bounds: list[float] = []
+    for middle in {own_tokens, counts[place], counts[(len(counts) - 1) // 2]}:  # the median is one of these
+        norm = sorted(norm / (count / middle) ** usual for norm, count in nonzero)[place]
+        relative = own_tokens / middle
+        bounds.append(float(MAX_NORM_RATIO * norm * max(relative**smallest, relative**largest)))
+    return max(bounds)
+
+
 def _limits(norms_n: Tensor, tokens_n: Tensor, elements: int, max_change_per_token: float) -> Tensor:
     """The largest norm allowed for each contribution."""
     limits_n = MAX_NORM_RATIO * max_change_per_token * math.sqrt(elements) * tokens_n

@@ -21,7 +21,7 @@ from atoll.core.round_id import RoundId
 from atoll.core.verdicts import counted_tokens, require_valid_verdicts, strip_unknown_verdict_fields
 from atoll.node.exchange.codecs import BY_NUMBER, CODECS, Codec
 from atoll.node.exchange.partition import MIN_PART_ELEMENTS, ReduceRange, part_elements, partition
-from atoll.node.rounds.settlement import MAX_HOLDERS
+from atoll.node.rounds.settlement import MAX_HOLDERS, NONCE_BYTES
 from atoll.node.rounds.types import RoundPolicy, VoteSigner
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -38,16 +38,20 @@ def build_start(
     codec: Codec,
     unix_ms: int,
     exchange_seconds: float,
+    poor_reducers: Set[str] = frozenset(),
 ) -> dp.Start:
     """What the opener sends to all: who answered, weights frozen at min(tokens, cap), the partition by the plan's caps.
 
+    `poor_reducers` shall sum nothing. At least half of the holders do.
     Who does not hold the fragment brings nothing and reduces nothing: it is a witness, which only decides. Tokens count
     towards the run up to the same cap, so that no single claim can end it.
     """
     members = round_id.order(ready)
     fragment = policy.fragment_of(round_id.number)
     holders = plan.holders(fragment.layers)
-    ranges = _ranges(fragment.elements, plan, members, holders)
+    reducers = [peer for peer in members if peer in holders]
+    kept_out = [peer for peer in reducers if peer in poor_reducers][: len(reducers) // 2]
+    ranges = _ranges(fragment.elements, plan, [peer for peer in reducers if peer not in kept_out])
     contributions = [
         manifest_pb2.Contribution(
             peer_id=peer,
@@ -68,6 +72,7 @@ def build_start(
         part_elements=part_elements(ranges, codec.encoded_bytes, policy.part_elements),
         deadline_ms=int(exchange_seconds * 1000),
         unix_ms=unix_ms,
+        not_reducing=[place for place, peer in enumerate(members) if peer in kept_out],
     )
 
 
@@ -91,7 +96,11 @@ def check_start(policy: RoundPolicy, plan: Plan, round_id: RoundId, mine: dp.Rea
         raise PeerMisbehaved("Start of a round to which nobody contributes")
     if not _may_use(policy, start.codec):
         raise PeerMisbehaved("Start names another codec than the run spec")
-    ranges = _ranges(fragment.elements, plan, members, holders)
+    reducers = [peer for peer in members if peer in holders]
+    kept_out = {members[place] for place in start.not_reducing if place < len(members)}
+    if len(kept_out) != len(start.not_reducing) or not kept_out <= set(reducers) or 2 * len(kept_out) > len(reducers):
+        raise PeerMisbehaved("Start keeps more than half of the holders from reducing, or members that hold nothing")
+    ranges = _ranges(fragment.elements, plan, [peer for peer in reducers if peer not in kept_out])
     if start.elements != fragment.elements or list(start.partition) != _to_proto(ranges):
         raise PeerMisbehaved("Start cuts the vector otherwise than the plan's caps do")
     if start.part_elements != part_elements(ranges, BY_NUMBER[start.codec].encoded_bytes, policy.part_elements):
@@ -128,6 +137,8 @@ def check_settle(start: dp.Start, settle: dp.Settle, *, holds_parts: bool) -> No
     if not present or present != [peer for peer in members if peer in set(present)] or not partial <= set(members):
         raise PeerMisbehaved("Settle names nobody, or members that Start does not, or in another order")
     check_verdicts(start, settle.verdicts)
+    if len(settle.nonces) > len(members) or any(len(nonce) not in (0, NONCE_BYTES) for nonce in settle.nonces):
+        raise PeerMisbehaved("Settle has more nonces than members, or one of a wrong size")
     if 0 < parts_total(start) <= settle.parts_zeroed:  # a fragment of which nothing is trained has no parts
         raise PeerMisbehaved("Settle gives up every part")
     if not holds_parts:
@@ -363,9 +374,8 @@ def _cap(plan: Plan, peer: str) -> int:
     return assignment.max_round_tokens if assignment else 0
 
 
-def _ranges(elements: int, plan: Plan, members: tuple[str, ...], holders: Set[str]) -> tuple[ReduceRange, ...]:
+def _ranges(elements: int, plan: Plan, reducers: Sequence[str]) -> tuple[ReduceRange, ...]:
     bandwidth = {item.peer_id: item.max_reduce_bytes_per_second for item in plan.assignments}
-    reducers = [peer for peer in members if peer in holders]
     if not reducers:
         raise PeerMisbehaved("nobody who takes part holds the round's layers")
     return partition(elements, reducers, bandwidth)

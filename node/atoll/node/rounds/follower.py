@@ -68,6 +68,7 @@ class Follower:
     _ready: dp.Ready | None = None
     _parts: tuple[bytes, ...] = ()  # what we reported to hold
     _verdicts: tuple[manifest_pb2.Verdict, ...] = ()  # what we reported of our sums
+    _nonce: bytes = b""  # what we told with it
     _start: dp.Start | None = None
     _settle: dp.Settle | None = None
     _payload: bytes = b""  # of the result that was computed here
@@ -152,9 +153,13 @@ class Follower:
         self.phase = Phase.AWAITING_SETTLE
         if len(self._start.partition) > 1:
             self.paces.codec.end(now, complete=all(event.digests))
-        self._parts, self._verdicts = event.digests, event.verdicts
+        self._parts, self._verdicts, self._nonce = event.digests, event.verdicts, event.nonce
         parts = dp.Parts(
-            round=self.round_id.to_proto(), digests=event.digests, partial=event.partial, verdicts=event.verdicts
+            round=self.round_id.to_proto(),
+            digests=event.digests,
+            partial=event.partial,
+            verdicts=event.verdicts,
+            nonce=event.nonce,
         )
         self.out.append((self.opener, dp.RoundMessage(parts=parts)))
         if self._settle is not None:
@@ -192,6 +197,9 @@ class Follower:
         )
         if ours != self._verdicts and (ours or self.me in self._settle.present):
             raise PeerMisbehaved("Settle does not repeat the verdicts that we reported")
+        nonce = b"".join(self._settle.nonces[place : place + 1])
+        if nonce != self._nonce and (nonce or self.me in self._settle.present):
+            raise PeerMisbehaved("Settle does not repeat the nonce that we reported")
         self.phase = Phase.STAGING
         self.out.append(Complete(self.round_id, self._settle, seconds))
 

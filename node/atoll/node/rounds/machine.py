@@ -159,7 +159,8 @@ class RoundMachine:
                 self._attendance.exchange_done(event)
             case rt.Staged(round_id, layers):
                 self._attendance.staged(round_id, layers)
-            case rt.Failed(round_id, reason):
+            case rt.Failed(round_id, reason, disputes):
+                self._at.suspicions.note(disputes, round_id.number)
                 if self._attendance.follows(round_id):
                     self._attendance.give_up(reason)
             case rt.PledgeFailed(message):
@@ -266,6 +267,8 @@ class RoundMachine:
             self._at.head,
             self._at.policy,
             self._signer,
+            liars=self._at.suspicions.liars(self._at.round_id.number) - {self._at.me},
+            poor_reducers=self._at.suspicions.poor_reducers(self._at.round_id.number),
         )
         self._opener = Opener(
             answers,

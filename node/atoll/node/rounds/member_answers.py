@@ -19,7 +19,7 @@ from atoll.node.rounds.decide import (
     manifest_payload,
     parts_total,
 )
-from atoll.node.rounds.settlement import check_report
+from atoll.node.rounds.settlement import NONCE_BYTES, check_report
 from atoll.node.rounds.types import RoundPolicy, VoteSigner
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
@@ -46,6 +46,8 @@ class MemberAnswers:
     head: Head
     policy: RoundPolicy
     signer: VoteSigner
+    liars: frozenset[str] = frozenset()  # take no part
+    poor_reducers: frozenset[str] = frozenset()  # sum nothing
     ready: dict[str, dp.Ready] = field(default_factory=dict)
     start: dp.Start | None = None
     parts: dict[str, dp.Parts] = field(default_factory=dict)
@@ -62,6 +64,9 @@ class MemberAnswers:
         """Count an answer; an earlier vote in it must be proven, because it may bind this attempt. False: declined."""
         if peer in self.ready:
             return True  # the first answer counts
+        if peer in self.liars:
+            self.declined[peer] = "its word contradicted several reducers"
+            return False
         if ready.HasField("accepted") and peer in self.electorate.members:
             accepted = ready.accepted
             ballot = Ballot(accepted.ballot.plan_version, accepted.ballot.attempt)
@@ -85,6 +90,8 @@ class MemberAnswers:
         assert self.start is not None
         try:
             check_report(peer, report, parts_total(self.start) if peer in self.holding else 0)
+            if len(report.nonce) not in (0, NONCE_BYTES):
+                raise PeerMisbehaved(f"{peer} reports a nonce of {len(report.nonce)} bytes")
             check_verdicts(self.start, report.verdicts, said_by=peer)
             check_partial(self.start, report.partial, said_by=peer)
         except PeerMisbehaved as error:

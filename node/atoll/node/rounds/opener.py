@@ -233,6 +233,7 @@ class Opener:
             codec=codec,
             unix_ms=self.unix_ms,
             exchange_seconds=seconds,
+            poor_reducers=self.answers.poor_reducers,
         )
         self._enter(Stage.PARTS, seconds + self.paces.result.floor_seconds)
         self._tell(self.answers.ready, dp.RoundMessage(start=self.answers.start))
@@ -269,6 +270,7 @@ class Opener:
             ),
             as_reported=True,
             parts_zeroed=sum(not digest for digest in digests),
+            nonces=[self.answers.parts[peer].nonce if peer in there else b"" for peer in self.answers.members],
         )
         whole = dp.Settle()
         whole.CopyFrom(as_reported)

@@ -20,6 +20,7 @@ from atoll.core.errors import PeerMisbehaved
 from atoll.v1 import dataplane_pb2 as dp
 
 DIGEST_BYTES = 32
+NONCE_BYTES = 16
 MAX_HOLDERS = 3  # named for one part
 _MAX_SOURCES = 8  # members that one part is asked from
 

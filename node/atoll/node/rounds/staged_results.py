@@ -7,6 +7,7 @@ which is kept for as long as the machine holds its payload: a commit may come la
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,8 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from atoll.core.errors import RoundAbandoned
+from atoll.core import log
+from atoll.core.errors import AtollError, RoundAbandoned
 from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head
 from atoll.core.round_id import RoundId
@@ -26,7 +28,7 @@ from atoll.node.exchange.arithmetic_check import require_equal_bits
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.outer_schedule import outer_schedule
-from atoll.node.rounds.settlement import RepairSources
+from atoll.node.rounds.settlement import NONCE_BYTES, RepairSources
 from atoll.node.state.anchor import AnchorState, OuterStepBuilder, Staged
 from atoll.node.system.background_tasks import BackgroundTasks
 from atoll.node.wire.transport import Network
@@ -34,8 +36,11 @@ from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
 _STALL = 0.25  # of an exchange's time without a due frame: then a peer is given up for it
+_AUDIT = 0.5  # of the time for a result: for answers of contributors
 _MOST_THREADS = 8
 _ENDING_SECONDS = 5.0  # it was cancelled
+
+_log = log.get("rounds")
 
 
 @dataclass
@@ -140,7 +145,8 @@ class RoundResults:
         except RoundAbandoned as error:  # our own update is of no use
             self._post_event(rt.Failed(exchange.round_id, str(error)))
             return
-        self._post_event(rt.ExchangeDone(exchange.round_id, held.digests, held.partial, held.verdicts))
+        nonce = os.urandom(NONCE_BYTES)  # not before all averages that this node gets are fixed
+        self._post_event(rt.ExchangeDone(exchange.round_id, held.digests, held.partial, held.verdicts, nonce))
         running = self._running
         if all(held.digests) and running is not None and running.exchange is exchange:
             running.making = self._background.begin(self._make(running))
@@ -162,12 +168,36 @@ class RoundResults:
         except RoundAbandoned as error:
             self._post_event(rt.Failed(round_id, str(error)))
             return
-        if running.making is not None and not changed:
-            await asyncio.wait([running.making])
-        staged = running.made if running.made is not None and not changed else await self._finish(running)
-        if self._running is running:
+        staged, sums_fit = await asyncio.gather(self._result(running, changed), self._audit(running, settle, seconds))
+        if self._running is running and sums_fit:
             self._keep(staged)
             self._post_event(rt.Staged(round_id, staged.layers))
+
+    async def _result(self, running: _Running, changed: bool) -> Staged:
+        """The state of the settled average; `changed`: it is not the average that `making` began with."""
+        if running.making is not None and not changed:
+            await asyncio.wait([running.making])
+        return running.made if running.made is not None and not changed else await self._finish(running)
+
+    async def _audit(self, running: _Running, settle: dp.Settle, seconds: float) -> bool:
+        """Whether the settled averages can be the sums of what members say that they sent; else the attempt fails."""
+        exchange = running.exchange
+        seed = hashlib.sha256(str(exchange.round_id).encode() + b"".join([*settle.digests, *settle.nonces])).digest()
+        told = zip(running.start.contributions, settle.nonces, strict=False)
+        asked = [item.peer_id for item, nonce in told if nonce]
+        try:
+            disputes = await exchange.audit(seed, asked, timedelta(seconds=seconds * _AUDIT))
+        except AtollError as error:  # the exchange ended here
+            self._post_event(rt.Failed(exchange.round_id, str(error)))
+            return False
+        for dispute in disputes:
+            _log.error(
+                "sums are wrong", reducer=dispute.reducer, contributor=dispute.contributor, reason=dispute.reason
+            )
+        if disputes:
+            named = "; ".join(f"reducer {it.reducer}: {it.reason}" for it in disputes)
+            self._post_event(rt.Failed(exchange.round_id, f"the audit failed: {named}", disputes))
+        return not disputes
 
     def _keep(self, staged: Staged) -> None:
         """Beside those that the machine still holds: it says what may be committed yet."""

@@ -19,6 +19,7 @@ from atoll.node.rounds.promises import Promises
 from atoll.node.rounds.round_trigger import RoundTrigger
 from atoll.node.rounds.snapshot_ledger import SnapshotLedger
 from atoll.node.rounds.stage_deadlines import StageDeadlines
+from atoll.node.rounds.suspicions import Suspicions
 from atoll.v1 import dataplane_pb2 as dp
 
 
@@ -46,6 +47,7 @@ class Standing:
         self.promises = Promises(record, head, plan)
         self.trigger = RoundTrigger(me, self.policy, head, plan, now)
         self.ledger = SnapshotLedger()
+        self.suspicions = Suspicions()
         self.earlier = EarlierAttempts(None)
         self.paces_by_fragment = StageDeadlines.of(self.policy)
         self.actions: list[rt.Action] = []

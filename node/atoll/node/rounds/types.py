@@ -13,6 +13,7 @@ from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, Electorate, LastVote, VoteRecord
 from atoll.core.round_id import RoundId
+from atoll.node.exchange.auditor import Dispute
 from atoll.node.exchange.screening import Screen
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
@@ -142,13 +143,14 @@ class Frozen:
 class ExchangeDone:
     """The exchange is over here: digests of the averaged parts (empty: missing), and who is only in some sums.
 
-    `verdicts` are ours as a reducer, ordered by contributor.
+    `verdicts` are ours as a reducer, ordered by contributor. `nonce` is random, and told with them.
     """
 
     round_id: RoundId
     digests: tuple[bytes, ...]
     partial: tuple[str, ...]
     verdicts: tuple[manifest_pb2.Verdict, ...]
+    nonce: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -161,10 +163,11 @@ class Staged:
 
 @dataclass(frozen=True)
 class Failed:
-    """Freezing, repairing or staging failed here."""
+    """Freezing, repairing or staging failed here, or the audit found averages that are not the sums."""
 
     round_id: RoundId
     reason: str
+    disputes: tuple[Dispute, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,197 @@
+"""One member's audit of a round's averages: give sketches of its own contribution, ask for those of others, and judge.
+
+audit.py has the rules. The audit begins when all averages are fixed, so it also covers parts that were repaired.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from atoll.core import log
+from atoll.core.errors import AtollError, PartInvalid, PeerMisbehaved, RoundAbandoned
+from atoll.core.frames import FrameKind
+from atoll.core.round_id import RoundId
+from atoll.node.exchange.audit import AuditedPart, Evidence, draw_parts, judge
+from atoll.node.exchange.averaged_parts import Average
+from atoll.node.exchange.codecs import is_finite
+from atoll.node.exchange.peer_deadlines import next_frame
+from atoll.node.exchange.repair import PROTOCOL
+from atoll.node.exchange.screening import Screen
+from atoll.node.exchange.sketch import BUCKETS, SKETCH_BYTES, Sketcher
+from atoll.node.wire.transport import Network, Stream
+from atoll.v1 import dataplane_pb2 as dp
+
+SEED_BYTES = 32
+_MAX_REQUESTS = 2  # of one member, in one exchange
+
+TrackStream = Callable[[Stream], AbstractContextManager[None]]
+
+_log = log.get("audit")
+
+
+@dataclass(frozen=True)
+class Dispute:
+    """Averages of a reducer that do not match what contributors say that they sent."""
+
+    reducer: str
+    contributor: str | None  # the one whose word alone contradicts the reducer: one of the two lies
+    reason: str
+
+
+class Auditor:
+    """The audit of one exchange."""
+
+    def __init__(
+        self,
+        round_id: RoundId,
+        network: Network,
+        average: Average,
+        tokens: Mapping[str, int],
+        contribution: Callable[[], Tensor],
+        track_stream: TrackStream,
+        fault: Callable[[str, str], None],
+        *,
+        screen: Screen | None,
+        weigh: Callable[[int], int],
+    ) -> None:
+        """`tokens`: of each contribution, in the order of the sum. `contribution`: this node's own, fp32 [E]."""
+        self._round_id = round_id
+        self._network = network
+        self._average = average
+        self._tokens = tokens
+        self._contribution = contribution
+        self._track_stream = track_stream
+        self._fault = fault
+        self._screen = screen
+        self._weigh = weigh
+        self._me = network.peer_id
+        self._requests: Counter[str] = Counter()
+        self._sketched: dict[bytes, dict[int, Tensor]] = {}  # by seed: this node's own sketches
+        self._closed = False
+
+    def close(self) -> None:
+        """The contribution is about to change: sketches of it are refused from now on."""
+        self._closed = True
+
+    # --- what others ask ---------------------------------------------------------------------------
+
+    async def answer(self, stream: Stream, seed: bytes) -> None:
+        """Send the sketches of this node's contribution. Raises `PeerMisbehaved`, `RoundAbandoned`."""
+        self._requests[stream.peer_id] += 1
+        if self._requests[stream.peer_id] > _MAX_REQUESTS or len(seed) != SEED_BYTES:
+            raise PeerMisbehaved(
+                f"peer {stream.peer_id} asked {self._requests[stream.peer_id]} times for sketches, with a seed of "
+                f"{len(seed)} bytes; allowed are {_MAX_REQUESTS} times, with {SEED_BYTES} bytes"
+            )
+        sketches = await self._own_sketches(seed)
+        body = torch.stack(list(sketches.values())).numpy().tobytes() if sketches else b""
+        await stream.send(FrameKind.PART, b"", body)
+
+    async def _own_sketches(self, seed: bytes) -> dict[int, Tensor]:
+        """Sketches of this node's contribution to the drawn parts, without those that it reduces itself."""
+        if seed not in self._sketched:
+            indices = self._due(self._me, draw_parts(seed, self._average.reducer_shares))
+            sketches = await self._average.compute(self._sketch_contribution, seed, indices)
+            self._sketched = {**dict(list(self._sketched.items())[-1:]), seed: sketches}
+        return self._sketched[seed]
+
+    def _sketch_contribution(self, seed: bytes, indices: Sequence[int]) -> dict[int, Tensor]:
+        sketcher, values_E = self._sketcher(seed), self._contribution()
+        if self._closed:
+            raise RoundAbandoned(f"round {self._round_id} has ended on this node, so it has no sketches to send")
+        sketches = {}
+        for index in indices:
+            part = self._average.part(index)
+            sketches[index] = sketcher.of(values_E[part.start : part.end])
+        if self._closed:  # it changed meanwhile
+            raise RoundAbandoned(f"round {self._round_id} ended on this node while it made sketches")
+        return sketches
+
+    def _due(self, contributor: str, drawn: Mapping[str, Sequence[int]]) -> list[int]:
+        """Parts of which a contributor sends sketches: the drawn ones that others reduce, if it contributes."""
+        if not self._tokens[contributor]:
+            return []
+        return [index for reducer, indices in drawn.items() if reducer != contributor for index in indices]
+
+    def _sketcher(self, seed: bytes) -> Sketcher:
+        return Sketcher(seed, self._average.longest_part)
+
+    # --- what this node asks -----------------------------------------------------------------------
+
+    async def run(self, seed: bytes, asked: Collection[str], timeout: timedelta) -> tuple[Dispute, ...]:
+        """Audit the averages of all other reducers, as they are held here now, from what `asked` say they sent."""
+        drawn = draw_parts(seed, self._average.reducer_shares)
+        places = {peer: place for place, peer in enumerate(self._tokens)}
+        averages = asyncio.create_task(self._average.compute(self._sketch_averages, seed, drawn))
+        answers = await asyncio.gather(*(self._sketches_of(peer, seed, drawn, timeout) for peer in asked))
+        parts = await averages
+        evidence = Evidence(
+            sketches={places[peer]: it for peer, it in zip(asked, answers, strict=True) if it},
+            tokens=list(self._tokens.values()),
+            weights=[self._weigh(count) for count in self._tokens.values()],
+            codec=self._average.codec.name,
+            screen=self._screen,
+        )
+        return await self._average.compute(self._judge, parts, evidence)
+
+    def _judge(self, parts: Mapping[str, Sequence[AuditedPart]], evidence: Evidence) -> tuple[Dispute, ...]:
+        peers = list(self._tokens)
+        disputes = []
+        for reducer, audited in parts.items():
+            own = evidence.without(peers.index(reducer))  # nobody but itself got its own contribution to its share
+            finding = judge(audited, own)
+            if finding is not None:
+                contributor = None if finding.witness is None else peers[finding.witness]
+                disputes.append(Dispute(reducer, contributor, finding.reason))
+        return tuple(disputes)
+
+    def _sketch_averages(self, seed: bytes, drawn: Mapping[str, Sequence[int]]) -> dict[str, list[AuditedPart]]:
+        sketcher, everyone = self._sketcher(seed), [float(count > 0) for count in self._tokens.values()]
+        audited: dict[str, list[AuditedPart]] = {}
+        for reducer, indices in drawn.items():
+            for index in indices if reducer != self._me else ():
+                running = sketcher.begin()
+                if self._average.decode_pieces(index, running.add):
+                    factors = self._average.factors(index) or everyone
+                    elements = self._average.part(index).elements
+                    audited.setdefault(reducer, []).append(AuditedPart(index, elements, running.finish(), factors))
+        return audited
+
+    async def _sketches_of(
+        self, peer: str, seed: bytes, drawn: Mapping[str, Sequence[int]], timeout: timedelta
+    ) -> dict[int, Tensor]:
+        """Sketches of a member's contribution; none if it does not answer, or answers what is none."""
+        due = self._due(peer, drawn)
+        if not due:
+            return {}
+        if peer == self._me:
+            return await self._own_sketches(seed)
+        try:
+            async with asyncio.timeout(timeout.total_seconds()):
+                return await self._request(peer, seed, due, timeout)
+        except PeerMisbehaved as error:
+            self._fault(peer, str(error))
+        except (TimeoutError, AtollError) as error:
+            _log.info("no sketches", peer=peer, reason=str(error) or "no answer in time")
+        return {}
+
+    async def _request(self, peer: str, seed: bytes, due: Sequence[int], timeout: timedelta) -> dict[int, Tensor]:
+        stream = await self._network.open(peer, PROTOCOL, timeout)
+        with self._track_stream(stream):
+            header = dp.ExchangeHeader(round=self._round_id.to_proto(), audit_seed=seed)
+            await stream.send(FrameKind.MESSAGE, header.SerializeToString())
+            frame = await next_frame(stream, timeout)
+        if frame.kind is not FrameKind.PART or len(frame.body) != SKETCH_BYTES * len(due):
+            raise PartInvalid(f"peer {peer} sent {len(frame.body)} bytes for {len(due)} sketches")
+        sketches_nB = torch.frombuffer(bytearray(frame.body), dtype=torch.float32).view(-1, BUCKETS)
+        if not is_finite(sketches_nB.view(-1)):
+            raise PartInvalid(f"peer {peer} sent sketches with NaN or infinite values")
+        return dict(zip(due, sketches_nB, strict=True))
