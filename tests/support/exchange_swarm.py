@@ -15,6 +15,7 @@ from support.virtual_time import Inline
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.allreduce import Exchange, ExchangeResult, ExchangeServer
+from atoll.node.exchange.auditor import Dispute
 from atoll.node.exchange.averaged_parts import Average, AverageSink
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.partition import Part, partition
@@ -136,6 +137,11 @@ class Swarm:
             return (*settled.holders.get(part, ()), *settled.whole)
 
         await asyncio.gather(*(self.exchanges[peer].repair(settled.digests, sources, timeout) for peer in present))
+
+    async def audit(self, present: Sequence[str], seed: bytes = bytes(32)) -> dict[str, tuple[Dispute, ...]]:
+        """What each member that is present finds, after `settle_and_repair`."""
+        found = [self.exchanges[peer].audit(seed, present, STALL) for peer in present]
+        return dict(zip(present, await asyncio.gather(*found), strict=True))
 
     def assert_true(self, present: Sequence[str]) -> list[frozenset[str]]:
         """Those present hold the same bits, and each part is what its reducer gets from some of the contributors, all

@@ -94,6 +94,7 @@ class Exchange:
         """
         self.round_id = RoundId.from_proto(start.round)
         self.faults: dict[str, str] = {}  # peer → a sentence
+        self.refused_reducers: dict[str, str] = {}  # reducer → what was wrong with its averages
         self._me = network.peer_id
         self._network = network
         self._contribution_E = contribution_E  # fp32 [E], read only
@@ -302,6 +303,7 @@ class Exchange:
     def _reducer_lost(self, share: ReducerShare, error: AtollError) -> None:
         _log.info("reducer dropped", peer=share.reducer, reason=str(error))
         if isinstance(error, PeerMisbehaved):
+            self.refused_reducers[share.reducer] = str(error)
             self._fault(share.reducer, str(error))
 
     def _is_silent(self, peer: str) -> bool:

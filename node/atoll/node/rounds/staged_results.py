@@ -25,6 +25,7 @@ from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.allreduce import Exchange, ExchangeServer
 from atoll.node.exchange.arithmetic_check import require_equal_bits
+from atoll.node.exchange.auditor import Dispute
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.outer_schedule import outer_schedule
@@ -166,7 +167,9 @@ class RoundResults:
             sources = RepairSources(running.start, settle)
             changed = await running.exchange.repair(tuple(settle.digests), sources, timedelta(seconds=seconds))
         except RoundAbandoned as error:
-            self._post_event(rt.Failed(round_id, str(error)))
+            refused = running.exchange.refused_reducers.items()  # nobody else may have their parts
+            disputes = tuple(Dispute(reducer, None, reason) for reducer, reason in refused)
+            self._post_event(rt.Failed(round_id, str(error), disputes))
             return
         staged, sums_fit = await asyncio.gather(self._result(running, changed), self._audit(running, settle, seconds))
         if self._running is running and sums_fit:

@@ -1,0 +1,171 @@
+"""Audits of averages: lies that move the model are found, honest members are never accused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.lying_members import LIES, Lie, noise_like
+from torch import Tensor
+
+from atoll.node.exchange.audit import AuditedPart, Evidence, Finding, draw_parts, judge
+from atoll.node.exchange.codecs import CODECS
+from atoll.node.exchange.partition import ReduceRange, reducer_shares
+from atoll.node.exchange.screening import Screen
+from atoll.node.exchange.sketch import Sketcher
+from atoll.node.exchange.weighted_sum import screening_factors, tensor_source, weighted_mean
+
+ELEMENTS = 16_384
+SCREEN = Screen(max_change_per_token=1e-3)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What contributors sent to one reducer, which is at place 0, for some parts."""
+
+    tokens: tuple[int, ...]
+    codec: str = "int4"
+    common: float = 0.5  # of the square of each norm
+    heavy: float = 0.0  # how much rows differ in size
+    sparse: float = 0.0  # share of rows that a member did not see
+    parts: int = 2
+    seed: int = 0
+
+    def contributions(self, part: int) -> list[Tensor]:
+        rng = torch.Generator().manual_seed(1000 * self.seed + part)
+        rows = -(-ELEMENTS // 128)
+        common_E, scale = torch.randn(ELEMENTS, generator=rng), torch.exp(self.heavy * torch.randn(rows, generator=rng))
+        scale_E = scale.repeat_interleave(128)[:ELEMENTS]
+        made = []
+        for tokens in self.tokens:
+            own_E = torch.randn(ELEMENTS, generator=rng)
+            seen_E = (torch.rand(rows, generator=rng) >= self.sparse).float().repeat_interleave(128)[:ELEMENTS]
+            size = 1e-4 * tokens**0.75
+            mixed_E = math.sqrt(self.common) * common_E + math.sqrt(1 - self.common) * own_E
+            made.append(size * scale_E * seen_E * mixed_E)
+        return made
+
+    def evidence(self, lie: Lie | None = None) -> tuple[list[AuditedPart], Evidence]:
+        """The parts as an honest reducer, or a liar, averages them; and what the others' sketches say."""
+        codec, sketcher = CODECS[self.codec], Sketcher(self.seed.to_bytes(32, "big"), ELEMENTS)
+        sketches: dict[int, dict[int, Tensor]] = {place: {} for place in range(1, len(self.tokens))}
+        parts = []
+        for index in range(self.parts):
+            sent = self.contributions(index)
+            received = [sent[0]] + [codec.decode(codec.encode(one_E), ELEMENTS) for one_E in sent[1:]]
+            factors = screening_factors([tensor_source(it) for it in received], self.tokens, ELEMENTS, SCREEN)
+            mean_E = weighted_mean(received, self.tokens, factors)
+            average_E = codec.decode(codec.encode(mean_E), ELEMENTS)
+            if lie is not None:
+                average_E = codec.decode(codec.encode(lie(average_E)), ELEMENTS)
+            parts.append(AuditedPart(index, ELEMENTS, sketcher.of(average_E), factors))
+            for place in sketches:
+                sketches[place][index] = sketcher.of(sent[place])
+        return parts, Evidence(sketches, self.tokens, self.tokens, self.codec, SCREEN)
+
+    def judged(self, lie: Lie | None = None) -> Finding | None:
+        return judge(*self.evidence(lie))
+
+
+@st.composite
+def honest_sums(draw: st.DrawFn) -> Sums:
+    """2 to 9 members, the fastest up to sixteen times as fast as the slowest, alike or not, in any codec."""
+    return Sums(
+        tokens=tuple(draw(st.lists(st.integers(100, 1600), min_size=2, max_size=9))),
+        codec=draw(st.sampled_from(sorted(CODECS))),
+        common=draw(st.sampled_from([0.0, 0.02, 0.3, 0.6, 0.95])),
+        heavy=draw(st.sampled_from([0.0, 1.0, 3.0])),
+        sparse=draw(st.sampled_from([0.0, 0.5, 0.95])),
+        parts=draw(st.integers(1, 3)),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(honest_sums())
+def test_an_honest_reducer_is_never_accused(sums: Sums) -> None:
+    assert sums.judged() is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(honest_sums(), st.data())
+def test_silent_contributors_make_nobody_a_liar(sums: Sums, data: st.DataObject) -> None:
+    parts, evidence = sums.evidence()
+    for place in data.draw(st.sets(st.sampled_from(range(1, len(sums.tokens))))):
+        evidence = evidence.without(place)
+    assert judge(parts, evidence) is None
+
+
+@pytest.mark.parametrize("members", [3, 4, 8, 16])
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_that_moves_the_model_is_found(lie: str, codec: str, members: int) -> None:
+    for seed in range(5):
+        sums = Sums((1000,) * members, codec, common=0.1 if seed % 2 else 0.6, seed=seed)
+        assert sums.judged(LIES[lie]) is not None
+
+
+@pytest.mark.parametrize("members", [4, 8, 16])
+@pytest.mark.parametrize("lie", [name for name in LIES if name != "zeros"])
+def test_int2_hides_smaller_lies_only(lie: str, members: int) -> None:
+    for seed in range(5):
+        assert Sums((1000,) * members, "int2", common=0.3, seed=seed).judged(LIES[lie]) is not None
+
+
+@pytest.mark.parametrize("members", [4, 8, 16])
+def test_noise_of_the_same_size_is_found_where_the_codec_has_less(members: int) -> None:
+    for seed in range(5):
+        assert Sums((1000,) * members, "int8", seed=seed).judged(noise_like) is not None
+
+
+def test_a_reducer_that_lies_in_one_part_of_those_drawn_is_found() -> None:
+    parts, evidence = Sums((1000,) * 8, parts=4).evidence()
+    lies, _ = Sums((1000,) * 8, parts=4).evidence(LIES["ten times"])
+    assert judge([*parts[:3], lies[3]], evidence) is not None
+
+
+@pytest.mark.parametrize("change", [lambda it: -9 * it, lambda it: 1e30 * it, torch.zeros_like])
+def test_a_contributor_that_tells_other_sketches_than_it_sent_is_in_the_dispute(
+    change: Callable[[Tensor], Tensor],
+) -> None:
+    """Its word contradicts an honest reducer. Without it everything fits, so the finding names both."""
+    parts, evidence = Sums((1000,) * 6, "fp32").evidence()
+    false = {index: change(sketch) for index, sketch in evidence.sketches[3].items()}
+    told = Evidence({**evidence.sketches, 3: false}, evidence.tokens, evidence.weights, "fp32", SCREEN)
+    finding = judge(parts, told)
+    assert finding is None or finding.witness == 3
+    assert finding is not None or change is torch.zeros_like  # that is within what its own part may hide
+
+
+def test_a_reducer_cannot_say_that_nobody_is_in_a_sum() -> None:
+    parts, evidence = Sums((1000,) * 4).evidence()
+    empty = [AuditedPart(it.index, it.elements, it.average, (0.0,) * 4) for it in parts]
+    assert judge(empty, evidence) is not None
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.binary(min_size=32, max_size=32), st.lists(st.integers(0, 300), min_size=1, max_size=12))
+def test_every_reducer_has_parts_drawn_and_nobody_many(seed: bytes, lengths: list[int]) -> None:
+    start, ranges = 0, []
+    for place, length in enumerate(lengths):
+        ranges.append(ReduceRange(str(place), start, start + 128 * length))
+        start += 128 * length
+    shares = reducer_shares(ranges, 128)
+    drawn = draw_parts(seed, shares)
+    assert drawn.keys() == {share.reducer for share in shares}
+    for share in shares:
+        indices = drawn[share.reducer]
+        assert set(indices) <= {share.first + part.index for part in share.parts}
+        assert min(2, len(share.parts)) <= len(indices) <= max(2, math.ceil(len(share.parts) / 16))
+
+
+def test_another_seed_draws_other_parts() -> None:
+    shares = reducer_shares([ReduceRange("a", 0, 128 * 200)], 128)
+    drawn = [draw_parts(bytes([number]) * 32, shares)["a"] for number in range(50)]
+    assert len(set(drawn)) == 50
+    assert len({index for indices in drawn for index in indices}) > 150
