@@ -19,6 +19,7 @@ from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.allreduce import PROTOCOL
+from atoll.node.exchange.audit import draw_parts
 from atoll.node.exchange.auditor import Dispute
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.weighted_sum import weighted_mean
@@ -192,18 +193,24 @@ TOO_LARGE = {"1e38", "100 more"}
 WEIGHTS = {"a": 3, "b": 3, "c": 2, "d": 3, "e": 3}
 
 
-async def audited(codec: str = "int8", fault: Fault | None = None) -> tuple[Swarm, dict[str, tuple[Dispute, ...]]]:
-    """An exchange of five that agree, as training does, with what everybody's audit of it finds."""
+async def agreeing(codec: str, fault: Fault | None = None) -> Swarm:
+    """Five members that agree, as training does."""
     swarm = Swarm(WEIGHTS, codec, fault=fault, screening=True)
     common_E = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(99))
     for peer, own_E in swarm.vectors.items():
         swarm.vectors[peer] = common_E + 0.5 * own_E
+    return swarm
+
+
+async def audited(codec: str = "int8", fault: Fault | None = None) -> tuple[Swarm, dict[str, tuple[Dispute, ...]]]:
+    """Their exchange, with what everybody's audit of it finds."""
+    swarm = await agreeing(codec, fault)
     await swarm.run()
     await swarm.settle_and_repair(list(WEIGHTS))
     return swarm, await swarm.audit(list(WEIGHTS))
 
 
-@pytest.mark.parametrize("lie", LIES.keys() - TOO_LARGE)
+@pytest.mark.parametrize("lie", sorted(LIES.keys() - TOO_LARGE))
 def test_a_reducer_that_sends_the_same_lie_to_all_is_found_by_all_others(
     lie: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +226,7 @@ def test_a_reducer_that_sends_the_same_lie_to_all_is_found_by_all_others(
     run_virtually(scene())
 
 
-@pytest.mark.parametrize("lie", TOO_LARGE)
+@pytest.mark.parametrize("lie", sorted(TOO_LARGE))
 def test_an_average_that_no_optimiser_can_reach_is_refused_when_it_arrives(
     lie: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +241,34 @@ def test_an_average_that_no_optimiser_can_reach_is_refused_when_it_arrives(
         await swarm.close()
 
     run_virtually(scene())
+
+
+def test_an_opener_that_settles_on_bytes_of_its_own_is_not_believed_and_frames_nobody() -> None:
+    """The opener e says that a part of b is what only e holds. All others fetch that, and refuse the result."""
+
+    async def scene() -> None:
+        swarm = await agreeing("fp32")
+        await swarm.run()
+        index = swarm.parts_of("b")[0]
+        elements = swarm.layout.part(index).elements
+        forged = CODECS["fp32"].encode(torch.full((elements,), 3.0))
+        await swarm.exchanges["e"]._average.put(index, forged)
+        digests = [*swarm.held["a"].digests]
+        digests[index] = swarm.exchanges["e"]._average.digest(index)
+        honest = sorted(WEIGHTS.keys() - {"e"})
+        for peer in honest:
+            await swarm.exchanges[peer].repair(digests, lambda part: ("e",), TIMEOUT)
+        seeds = [bytes([number]) * 32 for number in range(2)]  # that draw this part
+        found = await swarm.audit(honest, next(seed for seed in seeds if index in drawn_by(swarm, seed)))
+        assert all(it.reducer is None for peer in honest if peer != "b" for it in found[peer])
+        assert all(found[peer] for peer in honest if peer != "b")
+        await swarm.close()
+
+    run_virtually(scene())
+
+
+def drawn_by(swarm: Swarm, seed: bytes) -> list[int]:
+    return [index for indices in draw_parts(seed, swarm.layout.reducer_shares).values() for index in indices]
 
 
 def test_honest_members_find_nothing() -> None:

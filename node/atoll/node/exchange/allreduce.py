@@ -108,12 +108,14 @@ class Exchange:
                 self._reducer = Reducer(
                     self._me, self._weights, share, contribution_E, self._average, stall, screen=screen, weigh=weigh
                 )
+        self._from_reducers: dict[int, bytes] = {}  # part → digest of what its reducer itself sent
         self._repair_server = RepairServer(self._average)
         self._auditor = Auditor(
             self.round_id,
             network,
             self._average,
             self._weights,
+            self._from_reducers,
             lambda: self._contribution_E,
             self._track_stream,
             self._fault,
@@ -299,6 +301,7 @@ class Exchange:
             factors = self._average.check(frame, index, share.reducer, number_in_stream=part.index)
             if frame.body:  # empty: the part has no average
                 await self._average.put(index, frame.body, factors=factors)
+                self._from_reducers[index] = self._average.digest(index)
 
     def _reducer_lost(self, share: ReducerShare, error: AtollError) -> None:
         _log.info("reducer dropped", peer=share.reducer, reason=str(error))

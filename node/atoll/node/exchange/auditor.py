@@ -39,9 +39,9 @@ _log = log.get("audit")
 
 @dataclass(frozen=True)
 class Dispute:
-    """Averages of a reducer that do not match what contributors say that they sent."""
+    """Averages that do not match what contributors say that they sent."""
 
-    reducer: str
+    reducer: str | None  # None: it sent other bytes to this node, or none, so somebody else may have made them up
     contributor: str | None  # the one whose word alone contradicts the reducer: one of the two lies
     reason: str
 
@@ -55,6 +55,7 @@ class Auditor:
         network: Network,
         average: Average,
         tokens: Mapping[str, int],
+        from_reducers: Mapping[int, bytes],
         contribution: Callable[[], Tensor],
         track_stream: TrackStream,
         fault: Callable[[str, str], None],
@@ -62,11 +63,17 @@ class Auditor:
         screen: Screen | None,
         weigh: Callable[[int], int],
     ) -> None:
-        """`tokens`: of each contribution, in the order of the sum. `contribution`: this node's own, fp32 [E]."""
+        """Prepare the audit of `average`.
+
+        - `tokens`: of each contribution, in the order of the sum.
+        - `from_reducers`: part → digest of what its reducer itself sent to this node.
+        - `contribution`: this node's own, fp32 [E].
+        """
         self._round_id = round_id
         self._network = network
         self._average = average
         self._tokens = tokens
+        self._from_reducers = from_reducers
         self._contribution = contribution
         self._track_stream = track_stream
         self._fault = fault
@@ -150,7 +157,8 @@ class Auditor:
             finding = judge(audited, own)
             if finding is not None:
                 contributor = None if finding.witness is None else peers[finding.witness]
-                disputes.append(Dispute(reducer, contributor, finding.reason))
+                sent = all(self._from_reducers.get(it.index) == self._average.digest(it.index) for it in audited)
+                disputes.append(Dispute(reducer if sent else None, contributor, finding.reason))
         return tuple(disputes)
 
     def _sketch_averages(self, seed: bytes, drawn: Mapping[str, Sequence[int]]) -> dict[str, list[AuditedPart]]:

@@ -67,6 +67,10 @@ class Average:
         """SHA-256 of each part's encoded bytes; empty for a missing part."""
         return tuple(self._digests)
 
+    def digest(self, index: int) -> bytes:
+        """SHA-256 of a part's encoded bytes; empty if this node lacks them."""
+        return self._digests[index]
+
     def body(self, index: int) -> Buffer | None:
         """A part's encoded bytes; None if this node lacks them."""
         return self._bodies[index]

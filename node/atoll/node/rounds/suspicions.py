@@ -29,6 +29,8 @@ class Suspicions:
     def note(self, disputes: Iterable[Dispute], round_number: int) -> None:
         """Remember what an audit found."""
         for dispute in disputes:
+            if dispute.reducer is None:
+                continue
             pair = (dispute.reducer, dispute.contributor)
             self._rounds.pop(pair, None)
             self._rounds[pair] = round_number
