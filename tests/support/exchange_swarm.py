@@ -140,7 +140,11 @@ class Swarm:
 
     async def audit(self, present: Sequence[str], seed: bytes = bytes(32)) -> dict[str, tuple[Dispute, ...]]:
         """What each member that is present finds, after `settle_and_repair`."""
-        found = [self.exchanges[peer].audit(seed, present, STALL) for peer in present]
+        told = dp.Settle(
+            partial=sorted({name for peer in present for name in self.held[peer].partial}),
+            verdicts=[verdict for peer in present for verdict in self.held[peer].verdicts],
+        )
+        found = [self.exchanges[peer].audit(seed, present, told, STALL) for peer in present]
         return dict(zip(present, await asyncio.gather(*found), strict=True))
 
     def assert_true(self, present: Sequence[str]) -> list[frozenset[str]]:

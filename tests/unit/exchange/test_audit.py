@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from support.lying_members import LIES, Lie, noise_like
 from torch import Tensor
 
-from atoll.node.exchange.audit import AuditedPart, Evidence, Finding, draw_parts, judge
+from atoll.node.exchange.audit import (
+    AuditedPart,
+    Evidence,
+    Finding,
+    Verdicts,
+    contradicted_verdicts,
+    draw_parts,
+    judge,
+)
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.partition import ReduceRange, reducer_shares
 from atoll.node.exchange.screening import Screen
@@ -146,6 +154,22 @@ def test_a_reducer_cannot_say_that_nobody_is_in_a_sum() -> None:
     parts, evidence = Sums((1000,) * 4).evidence()
     empty = [AuditedPart(it.index, it.elements, it.average, (0.0,) * 4) for it in parts]
     assert judge(empty, evidence) is not None
+
+
+def factors_of(*rows: tuple[float, ...]) -> list[AuditedPart]:
+    return [AuditedPart(index, 1, torch.zeros(1), row) for index, row in enumerate(rows)]
+
+
+def test_factors_have_to_fit_the_verdicts_that_the_manifest_will_hold() -> None:
+    weights = (5, 5, 5, 0, 5)
+    told = Verdicts(left_out={1: 1}, scaled={2: 2}, partial=frozenset({4}))
+    honest = factors_of((1, 0, 1, 0, 1), (1, 1, 0.5, 0, 0), (1, 1, 0.5, 0, 1))
+    assert contradicted_verdicts(honest, weights, told) == ""
+    assert "missing" in contradicted_verdicts(factors_of((1, 0, 1, 0, 1), (1, 0, 1, 0, 1)), weights, told)
+    assert "missing" in contradicted_verdicts(factors_of((0, 1, 1, 0, 1)), weights, told)
+    assert "scaled" in contradicted_verdicts(factors_of((1, 0.9, 1, 0, 1)), weights, told)
+    everyone = Verdicts(dict.fromkeys(range(5), 9), {}, frozenset())
+    assert "leaves out 2 of 4" in contradicted_verdicts(factors_of((1, 0, 0, 0, 1)), weights, everyone)
 
 
 @settings(max_examples=50, deadline=None)

@@ -33,6 +33,7 @@ from atoll.core import log
 from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned, Unreachable, first_error
 from atoll.core.frames import FrameKind
 from atoll.core.round_id import RoundId
+from atoll.node.exchange.audit import Verdicts
 from atoll.node.exchange.auditor import Auditor, Dispute
 from atoll.node.exchange.averaged_parts import Average, AverageSink
 from atoll.node.exchange.codecs import is_finite
@@ -180,12 +181,25 @@ class Exchange:
         await repairer.fetch(wanted, sources, timeout)
         return True
 
-    async def audit(self, seed: bytes, asked: Collection[str], timeout: timedelta) -> tuple[Dispute, ...]:
+    async def audit(
+        self, seed: bytes, asked: Collection[str], settle: dp.Settle, timeout: timedelta
+    ) -> tuple[Dispute, ...]:
         """After `repair`: check the averages of other reducers against what `asked`, the contributors, say they sent.
 
         `timeout`: for their answers; a member that gives none counts as unknown. See audit.py.
         """
-        return await self._auditor.run(seed, asked, timeout)
+        places = {peer: place for place, peer in enumerate(self._weights)}
+        partial = frozenset(places[peer] for peer in settle.partial)
+        verdicts = {
+            share.reducer: Verdicts(
+                {it.contributor: it.parts_left_out for it in settle.verdicts if it.reducer == places[share.reducer]},
+                {it.contributor: it.parts_scaled for it in settle.verdicts if it.reducer == places[share.reducer]},
+                partial,
+            )
+            for share in self._average.reducer_shares
+            if share.reducer in asked  # else its verdicts came too late for Settle
+        }
+        return await self._auditor.run(seed, asked, verdicts, timeout)
 
     def drop_sink(self) -> None:
         """Stop passing the average to the sink; still serves members that lack parts.

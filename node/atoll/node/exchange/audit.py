@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -107,6 +107,32 @@ class Finding:
 
     reason: str
     witness: int | None  # place of the one contributor whose word alone contradicts the reducer; None: several do
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """What the round's manifest will say of one reducer's sums, by place of the contribution."""
+
+    left_out: Mapping[int, int]  # number of parts
+    scaled: Mapping[int, int]  # likewise
+    partial: Set[int]  # contributors that are missing in some sums, of this reducer or another
+
+
+def contradicted_verdicts(parts: Sequence[AuditedPart], weights: Sequence[int], verdicts: Verdicts) -> str:
+    """Why a reducer's factors do not fit its verdicts; empty if they do."""
+    contributors = [place for place, weight in enumerate(weights) if weight > 0]
+    for part in parts:
+        out = [place for place in contributors if part.factors[place] == 0 and place not in verdicts.partial]
+        if 2 * len(out) >= len(contributors):
+            return f"part {part.index} leaves out {len(out)} of {len(contributors)} contributions"
+    for place in contributors:
+        factors = [part.factors[place] for part in parts]
+        left_out, scaled = factors.count(0), sum(0 < factor < 1 for factor in factors)
+        if place not in verdicts.partial and left_out > verdicts.left_out.get(place, 0):
+            return f"contribution {place} is missing in {left_out} of its sums; its verdicts do not say so"
+        if scaled > verdicts.scaled.get(place, 0):
+            return f"contribution {place} is scaled down in {scaled} of its sums; its verdicts do not say so"
+    return ""
 
 
 def judge(parts: Sequence[AuditedPart], evidence: Evidence) -> Finding | None:

@@ -19,7 +19,15 @@ from atoll.core import log
 from atoll.core.errors import AtollError, PartInvalid, PeerMisbehaved, RoundAbandoned
 from atoll.core.frames import FrameKind
 from atoll.core.round_id import RoundId
-from atoll.node.exchange.audit import AuditedPart, Evidence, draw_parts, judge
+from atoll.node.exchange.audit import (
+    AuditedPart,
+    Evidence,
+    Finding,
+    Verdicts,
+    contradicted_verdicts,
+    draw_parts,
+    judge,
+)
 from atoll.node.exchange.averaged_parts import Average
 from atoll.node.exchange.codecs import is_finite
 from atoll.node.exchange.peer_deadlines import next_frame
@@ -133,8 +141,13 @@ class Auditor:
 
     # --- what this node asks -----------------------------------------------------------------------
 
-    async def run(self, seed: bytes, asked: Collection[str], timeout: timedelta) -> tuple[Dispute, ...]:
-        """Audit the averages of all other reducers, as they are held here now, from what `asked` say they sent."""
+    async def run(
+        self, seed: bytes, asked: Collection[str], verdicts: Mapping[str, Verdicts], timeout: timedelta
+    ) -> tuple[Dispute, ...]:
+        """Audit the averages of all other reducers, as they are held here now, from what `asked` say they sent.
+
+        `verdicts`: of each reducer whose verdicts are known.
+        """
         drawn = draw_parts(seed, self._average.reducer_shares)
         places = {peer: place for place, peer in enumerate(self._tokens)}
         averages = asyncio.create_task(self._average.compute(self._sketch_averages, seed, drawn))
@@ -147,14 +160,18 @@ class Auditor:
             codec=self._average.codec.name,
             screen=self._screen,
         )
-        return await self._average.compute(self._judge, parts, evidence)
+        return await self._average.compute(self._judge, parts, evidence, verdicts)
 
-    def _judge(self, parts: Mapping[str, Sequence[AuditedPart]], evidence: Evidence) -> tuple[Dispute, ...]:
+    def _judge(
+        self, parts: Mapping[str, Sequence[AuditedPart]], evidence: Evidence, verdicts: Mapping[str, Verdicts]
+    ) -> tuple[Dispute, ...]:
         peers = list(self._tokens)
         disputes = []
         for reducer, audited in parts.items():
             own = evidence.without(peers.index(reducer))  # nobody but itself got its own contribution to its share
-            finding = judge(audited, own)
+            told = verdicts.get(reducer)
+            said = contradicted_verdicts(audited, evidence.weights, told) if told is not None else ""
+            finding = Finding(said, None) if said else judge(audited, own)
             if finding is not None:
                 contributor = None if finding.witness is None else peers[finding.witness]
                 sent = all(self._from_reducers.get(it.index) == self._average.digest(it.index) for it in audited)

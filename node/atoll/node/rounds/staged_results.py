@@ -189,7 +189,7 @@ class RoundResults:
         told = zip(running.start.contributions, settle.nonces, strict=False)
         asked = [item.peer_id for item, nonce in told if nonce]
         try:
-            disputes = await exchange.audit(seed, asked, timedelta(seconds=seconds * _AUDIT))
+            disputes = await exchange.audit(seed, asked, settle, timedelta(seconds=seconds * _AUDIT))
         except AtollError as error:  # the exchange ended here
             self._post_event(rt.Failed(exchange.round_id, str(error)))
             return False
