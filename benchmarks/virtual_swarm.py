@@ -23,7 +23,7 @@ from atoll.core.errors import PartInvalid
 from atoll.core.fragments import fragment_of_round, split_into_fragments
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import CODECS, is_finite
-from atoll.node.exchange.partition import part_elements, partition, reducer_shares
+from atoll.node.exchange.partition import Part, ReducerShare, part_elements, partition, reducer_shares
 from atoll.node.exchange.screening import factors_from_products, inner_products
 from atoll.node.exchange.weighted_sum import WEIGHTINGS, weighted_mean
 from atoll.node.rounds.outer_schedule import due_tokens, outer_schedule
@@ -321,7 +321,18 @@ class VirtualSwarm:
                 pulls = [pull(weights[peer]) for peer in counted]
                 mean_E = weighted_mean(list(counted.values()), pulls, [factors[peer] for peer in counted])
                 average_E[part.start : part.end] = codec.decode(codec.encode(mean_E), part.elements)
+                self._summed(share, part, gradients, [factors.get(peer, 0.0) for peer in self.members], average_E)
         return RoundAverage(average_E, left_out, sum(len(share.parts) for share in cut))
+
+    def _summed(
+        self,
+        share: ReducerShare,
+        part: Part,
+        gradients: Mapping[str, Tensor],
+        factors: Sequence[float],
+        average_E: Tensor,
+    ) -> None:
+        """A part of `average_E` is made; `factors` are of all members."""
 
     def _judge(self, values: Mapping[str, Tensor], weights: Mapping[str, int]) -> Mapping[str, float]:
         if not self._config.screening:

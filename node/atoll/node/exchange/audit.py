@@ -13,7 +13,7 @@ are known:
   drawn parts of a reducer together.
 
 A reducer that lies can so do what a lying contributor could do in its share, and no more. The bounds below leave room
-for the errors of sketches: 1.6 in size and seven standard deviations in direction. An honest reducer is
+for the errors of sketches: 1.6 in size and six standard deviations in direction. An honest reducer is
 accused with a probability below 10⁻⁹ for each part (a sketch's square norm is dominated by χ²₁₂₈ if the vector is not
 concentrated in few elements, and exact if it is).
 """
@@ -32,11 +32,12 @@ from atoll.node.exchange.partition import ReducerShare
 from atoll.node.exchange.screening import Screen, largest_norm, usual_norm_bound
 from atoll.node.exchange.sketch import BUCKETS
 
-MAX_AUDITED_PARTS = 512  # of one round
-_AUDITED_SHARE = 16  # one of so many parts of a reducer is drawn
+MAX_AUDITED_PARTS = 1024  # of one round
+_AUDITED_SHARE = 8  # one of so many parts of a reducer is drawn
 _MIN_AUDITED = 2  # parts of a reducer
 _SIZE_SLACK = 1.6  # χ²₁₂₈ exceeds 128 · 1.6² with a probability below 10⁻¹²
-_SIGMAS = 7.0
+_ERROR_SLACK = 1.5  # rounding errors may be larger than is usual, and those of contributions than the average's
+_SIGMAS = 6.0
 _LEAST_COSINE = 0.1  # an honest contribution may point against the others by so much
 _MAX_UNKNOWN = 0.5  # of the weight; direction is not judged above it
 
@@ -68,6 +69,7 @@ class AuditedPart:
     elements: int
     average: Tensor  # the sketch of the decoded average, [128]
     factors: Sequence[float]  # of each contribution, in the order of the sum; 0: not in the sum
+    usual_error: float = math.inf  # the norm of the average's rounding errors, as its scales tell it
 
 
 def draw_parts(seed: bytes, shares: Iterable[ReducerShare]) -> dict[str, tuple[int, ...]]:
@@ -156,7 +158,8 @@ def _contradiction(parts: Sequence[AuditedPart], evidence: Evidence) -> str:
         if not sums.shares:
             return f"part {part.index} has an average to which nobody contributed"
         rounding = 2 * noise.absolute * math.sqrt(part.elements)
-        coding = noise.relative * (sums.norm + sums.hidden + sums.spread) + rounding
+        relative = min(noise.relative, _ERROR_SLACK * part.usual_error / max(sums.average, 1e-30))
+        coding = relative * (sums.norm + sums.hidden + sums.spread) + rounding
         allowed = _SIZE_SLACK * (sums.hidden + coding)
         if not sums.rest <= allowed:  # also if it is not finite
             return (
@@ -164,7 +167,7 @@ def _contradiction(parts: Sequence[AuditedPart], evidence: Evidence) -> str:
                 f"{allowed:.2g} can be explained"
             )
         if sums.unknown_share <= _MAX_UNKNOWN and sums.several_known:
-            opposed = noise.shrinking * sums.norm + _LEAST_COSINE * sums.usual + noise.relative * sums.spread + rounding
+            opposed = noise.shrinking * sums.norm + _LEAST_COSINE * (sums.usual + sums.spread) + rounding
             direction.add(sums, opposed)
     return direction.contradiction()
 
@@ -185,6 +188,7 @@ class _Sums:
             self.sum_B += self.shares[place] * part.factors[place] * sketch
         self.rest_B = part.average.double() - self.sum_B  # A − T
         self.norm, self.rest = float(self.sum_B.norm()), float(self.rest_B.norm())
+        self.average = float(part.average.double().norm())
         self.several_known = sum(norm > 0 for norm in norms) >= 2
         unknown = [place for place in counted if place not in given]
         known_tokens = [evidence.tokens[place] for place in known]

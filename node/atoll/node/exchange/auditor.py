@@ -183,11 +183,12 @@ class Auditor:
         audited: dict[str, list[AuditedPart]] = {}
         for reducer, indices in drawn.items():
             for index in indices if reducer != self._me else ():
-                running = sketcher.begin()
-                if self._average.decode_pieces(index, running.add):
+                checked, running = self._average.open(index), sketcher.begin()
+                if checked is not None:
+                    checked.decode_pieces(running.add)
                     factors = self._average.factors(index) or everyone
-                    elements = self._average.part(index).elements
-                    audited.setdefault(reducer, []).append(AuditedPart(index, elements, running.finish(), factors))
+                    part = AuditedPart(index, checked.elements, running.finish(), factors, checked.usual_error())
+                    audited.setdefault(reducer, []).append(part)
         return audited
 
     async def _sketches_of(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from atoll.core.errors import PartInvalid
 from atoll.core.frames import Buffer, Frame, FrameKind
-from atoll.node.exchange.codecs import BY_NUMBER, PIECE_ELEMENTS, Codec
+from atoll.node.exchange.codecs import BY_NUMBER, CheckedPart, Codec
 from atoll.node.exchange.partition import Part, ReduceRange, reducer_shares
 from atoll.v1 import dataplane_pb2 as dp
 
@@ -93,17 +93,10 @@ class Average:
         if any(factor != (weight > 0) for factor, weight in zip(factors, self._weights, strict=True)):
             self._factors[index] = tuple(factors)
 
-    def decode_pieces(self, index: int, take: Callable[[int, Tensor], object]) -> bool:
-        """Decode a part piece by piece; False if this node lacks it. `take` gets the first element within the part."""
-        body, elements = self._bodies[index], self._parts[index].elements
-        if body is None:
-            return False
-        checked, values_C = self.codec.open(body, elements), torch.empty(min(PIECE_ELEMENTS, elements))
-        for first in range(0, elements, PIECE_ELEMENTS):
-            piece_C = values_C[: elements - first]
-            checked.decode_into(first, piece_C)
-            take(first, piece_C)
-        return True
+    def open(self, index: int) -> CheckedPart | None:
+        """A part, to be decoded; None if this node lacks it."""
+        body = self._bodies[index]
+        return None if body is None else self.codec.open(body, self._parts[index].elements)
 
     def header(self, index: int, number_in_stream: int | None = None, *, averaged: bool = True) -> bytes:
         """The serialised `PartHeader` of a part; `number_in_stream` replaces its index in the vector.
@@ -204,15 +197,14 @@ class Average:
         found = hashlib.sha256(body).digest()
         if digest is not None and found != digest:
             raise PartInvalid("the bytes of a part do not match the agreed digest")
-        checked = self.codec.open(body, part.elements)
-        sink, values_C = self._sink, torch.empty(min(PIECE_ELEMENTS, part.elements))
-        norms = []
-        for first in range(0, part.elements, PIECE_ELEMENTS):
-            piece_C = values_C[: part.elements - first]
-            checked.decode_into(first, piece_C)
+        sink, norms = self._sink, [0.0]
+
+        def take(first: int, values_C: Tensor) -> None:
             if norm_limit < math.inf:
-                norms.append(float(torch.linalg.vector_norm(piece_C)))
-            sink(part.start + first, piece_C)
+                norms.append(float(torch.linalg.vector_norm(values_C)))
+            sink(part.start + first, values_C)
+
+        self.codec.open(body, part.elements).decode_pieces(take)
         if math.hypot(*norms) > norm_limit:  # the sink takes the part anew, or a zero update, before it is used
             raise PartInvalid(f"an average has the norm {math.hypot(*norms):.3g}; {norm_limit:.3g} is possible")
         return body, found

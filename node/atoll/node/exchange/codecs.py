@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -94,6 +95,9 @@ class Codec(ABC):
     def _is_finite(self, part: CheckedPart) -> bool:
         """Whether all values of a part of the right size are finite."""
 
+    def _usual_error(self, fields: Fields) -> float:
+        return math.inf
+
 
 class PartEncoder:
     """Encodes a part piece by piece. A piece has at most `PIECE_ELEMENTS` and begins at a multiple of them."""
@@ -126,6 +130,18 @@ class CheckedPart:
     def decode_into(self, first: int, values_C: Tensor) -> None:
         """Decode values from element `first` on into fp32 [C], C ≤ `PIECE_ELEMENTS`. `first` must begin a block."""
         self.codec._decode_range(self.fields, first, values_C)
+
+    def decode_pieces(self, take: Callable[[int, Tensor], object]) -> None:
+        """Decode all values in pieces. `take` gets each piece's first element and its values, in reused memory."""
+        values_C = torch.empty(min(PIECE_ELEMENTS, self.elements))
+        for first in range(0, self.elements, PIECE_ELEMENTS):
+            piece_C = values_C[: self.elements - first]
+            self.decode_into(first, piece_C)
+            take(first, piece_C)
+
+    def usual_error(self) -> float:
+        """The norm that rounding errors of a part with these scales usually have; infinite if scales do not tell."""
+        return self.codec._usual_error(self.fields)
 
 
 def is_finite(values_E: Tensor) -> bool:
@@ -254,7 +270,14 @@ def _quantise(values: Tensor, levels: int, scales: Tensor) -> tuple[Tensor, bool
     return torch.div(values, divisor.unsqueeze(1), out=whole).round_().clamp_(-levels, levels), finite
 
 
-class _Int8(_Blockwise):
+class _Uniform(_Blockwise):
+    """Equal steps of one scale: errors are spread evenly over one step."""
+
+    def _usual_error(self, fields: Fields) -> float:
+        return float(torch.linalg.vector_norm(fields[0].to(torch.float32))) * math.sqrt(BLOCK_ELEMENTS / 12)
+
+
+class _Int8(_Uniform):
     _code_bytes = BLOCK_ELEMENTS
     _largest = 128.0
 
@@ -267,7 +290,7 @@ class _Int8(_Blockwise):
         values.copy_(packed.view(torch.int8))
 
 
-class _Int4(_Blockwise):
+class _Int4(_Uniform):
     _code_bytes = BLOCK_ELEMENTS // 2
     _largest = 8.0
 
