@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from atoll.core.verdicts import partial_contributions
 from atoll.lab.corpus import write_python_corpus
 from atoll.lab.wan.network import wan_network
 from atoll.lab.wan.topology import SEED, Topology, load_topology
@@ -71,7 +72,7 @@ async def measure(topology: Topology, place: Path, corpus: Path, minutes: float)
             await swarm.local.close()
         late = network.counters().late
     absent = Counter(name for item in chain.values() for name in absent_members(item.head.manifest, swarm.peers))
-    partial = sum(it.partial for item in chain.values() for it in item.head.manifest.contributions)
+    partial = sum(len(partial_contributions(item.head.manifest)) for item in chain.values())
     times = [item.when for _, item in sorted(chain.items())]
     return {
         "rounds": len(chain),

@@ -81,14 +81,14 @@ class SizedSwarm(World):
         key = str(round_id)
         if key not in self.lacking:
             self.lacking[key] = set(self._drawn.sample(self.peers, max(1, int(LACKING * len(self.peers)))))
-        digests, partial, verdicts = self._exchanges.parts(round_id, node.peer, start)
+        digests, verdicts = self._exchanges.parts(round_id, node.peer, start)
         if node.peer in self.lacking[key]:
             digests = tuple(
                 digest if reducer == node.peer else b""
                 for digest, reducer in zip(digests, reducers_of(start), strict=True)
             )
         node.parts[round_id], node.starts[round_id] = digests, start
-        self.feed(node.peer, rt.ExchangeDone(round_id, digests, partial, verdicts))
+        self.feed(node.peer, rt.ExchangeDone(round_id, digests, verdicts))
 
 
 def reducers_of(start: dp.Start) -> Iterator[str]:

@@ -36,7 +36,8 @@ from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.exchange.codecs import BY_NUMBER
 from atoll.node.rounds import types as rt
-from atoll.node.rounds.engine import AveragingEngine, RoundCallbacks, RoundCounters
+from atoll.node.rounds.callbacks import RoundCallbacks, RoundCounters
+from atoll.node.rounds.engine import AveragingEngine
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.rounds.policy import policies
 from atoll.node.start import use_huge_pages

@@ -141,7 +141,6 @@ class Swarm:
     async def audit(self, present: Sequence[str], seed: bytes = bytes(32)) -> dict[str, tuple[Dispute, ...]]:
         """What each member that is present finds, after `settle_and_repair`."""
         told = dp.Settle(
-            partial=sorted({name for peer in present for name in self.held[peer].partial}),
             verdicts=[verdict for peer in present for verdict in self.held[peer].verdicts],
         )
         found = [self.exchanges[peer].audit(seed, present, told, STALL) for peer in present]

@@ -27,11 +27,10 @@ class Exchanges:
 
     def parts(
         self, round_id: RoundId, peer: str, start: dp.Start
-    ) -> tuple[tuple[bytes, ...], tuple[str, ...], tuple[manifest_pb2.Verdict, ...]]:
-        """What `peer` has at its end: a digest for each part, empty for a missing one; who is only in some sums; and
-        whom it left out of all its sums, which is nobody most of the time."""
+    ) -> tuple[tuple[bytes, ...], tuple[manifest_pb2.Verdict, ...]]:
+        """What `peer` has at its end: a digest for each part, empty for a missing one; and who is missing in its sums,
+        or was left out of all of them, which is nobody most of the time."""
         digests: list[bytes] = []
-        partial: set[str] = set()
         verdicts: list[manifest_pb2.Verdict] = []
         for index, piece in enumerate(start.partition):
             count = -(-(piece.end - piece.start) // start.part_elements)
@@ -41,16 +40,17 @@ class Exchanges:
                 continue
             digest, who = summed
             digests += [hashlib.sha256(digest + bytes([part])).digest() for part in range(count)]
-            if piece.reducer == peer and count:
-                partial |= {item.peer_id for item in start.contributions if item.weight} - who
-                odd = _odd(round_id, start)
-                if odd in who and digest[0] < _AGREE:
-                    places = [item.peer_id for item in start.contributions]
-                    verdict = manifest_pb2.Verdict(
-                        reducer=places.index(peer), contributor=places.index(odd), parts_left_out=count
-                    )
-                    verdicts.append(verdict)
-        return tuple(digests), tuple(sorted(partial)), tuple(verdicts)
+            odd, places = _odd(round_id, start), [item.peer_id for item in start.contributions]
+            if piece.reducer == peer and count and peer in places:
+                for place, item in enumerate(start.contributions):
+                    verdict = manifest_pb2.Verdict(reducer=places.index(peer), contributor=place)
+                    if item.weight and item.peer_id not in who:
+                        verdict.parts_missing = count
+                        verdicts.append(verdict)
+                    elif item.peer_id == odd and digest[0] < _AGREE:
+                        verdict.parts_left_out = count
+                        verdicts.append(verdict)
+        return tuple(digests), tuple(verdicts)
 
     def _sum(
         self, round_id: RoundId, peer: str, start: dp.Start, index: int, reducer: str

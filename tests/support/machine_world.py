@@ -309,9 +309,9 @@ class World(VirtualClock):
         self._later(min(seconds, self.exchange_seconds(start)), node, self._end_exchange, round_id, start)
 
     def _end_exchange(self, node: Node, round_id: RoundId, start: dp.Start) -> None:
-        digests, partial, verdicts = self._exchanges.parts(round_id, node.peer, start)
+        digests, verdicts = self._exchanges.parts(round_id, node.peer, start)
         node.parts[round_id], node.starts[round_id] = digests, start
-        self.feed(node.peer, rt.ExchangeDone(round_id, digests, partial, verdicts))
+        self.feed(node.peer, rt.ExchangeDone(round_id, digests, verdicts))
 
     def _complete(self, node: Node, round_id: RoundId, settle: dp.Settle) -> None:
         if round_id not in node.parts:

@@ -12,7 +12,7 @@ Each has a context of its own, so none can stand for the other.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -127,6 +127,15 @@ def verify_attestation(payload: bytes, attestation: pb.Signed) -> str:
     """Return the peer id that attests to this result. Raises `SignatureInvalid`."""
     verify(ATTESTATION_CONTEXT, payload, attestation.signature, attestation.public_key)
     return peer_id_of(attestation.public_key)
+
+
+def half_attest(contributions: Iterable[manifest_pb2.Contribution], said: Set[str]) -> bool:
+    """Return whether as many attest as half of those that had trained something, and no stranger does.
+
+    The rule for results of which it is not known who holds their layers: whoever contributes holds them.
+    """
+    inputs = sum(item.weight > 0 for item in contributions)
+    return bool(said) and said <= {item.peer_id for item in contributions} and 2 * len(said) >= inputs
 
 
 def parse_and_verify_head(committed: manifest_pb2.CommittedManifest, run_id: str) -> Head:

@@ -1,4 +1,4 @@
-"""Screening verdicts: what a reducer's screening did to a contribution, as manifests record it. Pure.
+"""Verdicts: what a reducer's sums hold of a contribution, as manifests record it. Pure.
 
 A verdict names reducer and contributor by their indices among the contributions, so that the verdicts of a large
 round fit into a frame.
@@ -20,7 +20,7 @@ def require_valid_verdicts(
     parts_total: int,
     parts_of: Callable[[int], int] | None = None,
 ) -> None:
-    """Raise `PeerMisbehaved` for verdicts that screening cannot produce.
+    """Raise `PeerMisbehaved` for verdicts that no exchange can end with.
 
     `weights` are the contributions' weights, in order. `parts_of` returns the number of parts of the reducer with an
     index; None if that is not known.
@@ -38,7 +38,7 @@ def require_valid_verdicts(
     for verdict in verdicts:
         parts = parts_total if parts_of is None else parts_of(verdict.reducer)
         left_out[verdict.reducer] += verdict.parts_left_out
-        counted = verdict.parts_left_out + verdict.parts_scaled
+        counted = verdict.parts_left_out + verdict.parts_scaled + verdict.parts_missing
         judged[verdict.contributor] += counted
         if not 0 < counted <= parts:
             raise PeerMisbehaved(f"a verdict counts {counted} parts; it must count 1 to {parts}")
@@ -60,6 +60,7 @@ def strip_unknown_verdict_fields(verdicts: Iterable[manifest_pb2.Verdict]) -> li
             contributor=it.contributor,
             parts_left_out=it.parts_left_out,
             parts_scaled=it.parts_scaled,
+            parts_missing=it.parts_missing,
         )
         for it in verdicts
     ]
@@ -73,14 +74,23 @@ def screened_out(manifest: manifest_pb2.Manifest) -> frozenset[int]:
     return frozenset(place for place, parts in left_out.items() if 2 * parts > manifest.parts_total)
 
 
+def partial_contributions(manifest: manifest_pb2.Manifest) -> frozenset[int]:
+    """Return the indices of contributions that are missing from some sums, because they did not arrive."""
+    return frozenset(verdict.contributor for verdict in manifest.verdicts if verdict.parts_missing)
+
+
 def counted_tokens(manifest: manifest_pb2.Manifest) -> list[int]:
     """Return the tokens that count for each contribution: its weight divided by the number of fragments.
 
-    A contribution counts 0 if it is partial (its node left during the exchange) or screened out. Every fragment sums
-    a token once, so each counts its share of the token.
+    A contribution counts 0 if more than half of all parts lack it, because it did not arrive or was left out. So one
+    reducer alone takes nobody's tokens, unless it sums half of the vector. Every fragment sums a token once, so each
+    counts its share of the token.
     """
-    out, fragments = screened_out(manifest), max(1, manifest.fragments)
+    lacking: Counter[int] = Counter()
+    for verdict in manifest.verdicts:
+        lacking[verdict.contributor] += verdict.parts_left_out + verdict.parts_missing
+    fragments = max(1, manifest.fragments)
     return [
-        0 if item.partial or place in out else item.weight // fragments
+        0 if 2 * lacking[place] > manifest.parts_total else item.weight // fragments
         for place, item in enumerate(manifest.contributions)
     ]

@@ -130,18 +130,16 @@ class Start(_message.Message):
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., contributions: _Optional[_Iterable[_Union[_manifest_pb2.Contribution, _Mapping]]] = ..., partition: _Optional[_Iterable[_Union[PartRange, _Mapping]]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., elements: _Optional[int] = ..., part_elements: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., unix_ms: _Optional[int] = ..., not_reducing: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Parts(_message.Message):
-    __slots__ = ("round", "digests", "partial", "verdicts", "nonce")
+    __slots__ = ("round", "digests", "verdicts", "nonce")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    PARTIAL_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     digests: _containers.RepeatedScalarFieldContainer[bytes]
-    partial: _containers.RepeatedScalarFieldContainer[str]
     verdicts: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Verdict]
     nonce: bytes
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., digests: _Optional[_Iterable[bytes]] = ..., partial: _Optional[_Iterable[str]] = ..., verdicts: _Optional[_Iterable[_Union[_manifest_pb2.Verdict, _Mapping]]] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., digests: _Optional[_Iterable[bytes]] = ..., verdicts: _Optional[_Iterable[_Union[_manifest_pb2.Verdict, _Mapping]]] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class PartHolders(_message.Message):
     __slots__ = ("part", "members")
@@ -152,10 +150,9 @@ class PartHolders(_message.Message):
     def __init__(self, part: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Settle(_message.Message):
-    __slots__ = ("round", "present", "partial", "digests", "whole", "repairs", "deadline_ms", "verdicts", "as_reported", "parts_zeroed", "nonces")
+    __slots__ = ("round", "present", "digests", "whole", "repairs", "deadline_ms", "verdicts", "as_reported", "parts_zeroed", "nonces")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
-    PARTIAL_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     REPAIRS_FIELD_NUMBER: _ClassVar[int]
@@ -166,7 +163,6 @@ class Settle(_message.Message):
     NONCES_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     present: _containers.RepeatedScalarFieldContainer[str]
-    partial: _containers.RepeatedScalarFieldContainer[str]
     digests: _containers.RepeatedScalarFieldContainer[bytes]
     whole: _containers.RepeatedScalarFieldContainer[int]
     repairs: _containers.RepeatedCompositeFieldContainer[PartHolders]
@@ -175,7 +171,7 @@ class Settle(_message.Message):
     as_reported: bool
     parts_zeroed: int
     nonces: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., present: _Optional[_Iterable[str]] = ..., partial: _Optional[_Iterable[str]] = ..., digests: _Optional[_Iterable[bytes]] = ..., whole: _Optional[_Iterable[int]] = ..., repairs: _Optional[_Iterable[_Union[PartHolders, _Mapping]]] = ..., deadline_ms: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[_manifest_pb2.Verdict, _Mapping]]] = ..., as_reported: _Optional[bool] = ..., parts_zeroed: _Optional[int] = ..., nonces: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., present: _Optional[_Iterable[str]] = ..., digests: _Optional[_Iterable[bytes]] = ..., whole: _Optional[_Iterable[int]] = ..., repairs: _Optional[_Iterable[_Union[PartHolders, _Mapping]]] = ..., deadline_ms: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[_manifest_pb2.Verdict, _Mapping]]] = ..., as_reported: _Optional[bool] = ..., parts_zeroed: _Optional[int] = ..., nonces: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Digest(_message.Message):
     __slots__ = ("round", "payload", "attestation")

@@ -20,32 +20,32 @@ class LayerState(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., round: _Optional[int] = ..., anchor_digest: _Optional[bytes] = ..., momentum_digest: _Optional[bytes] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("peer_id", "tokens", "weight", "samples", "present", "partial")
+    __slots__ = ("peer_id", "tokens", "weight", "samples", "present")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
-    PARTIAL_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     tokens: int
     weight: int
     samples: int
     present: bool
-    partial: bool
-    def __init__(self, peer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., weight: _Optional[int] = ..., samples: _Optional[int] = ..., present: _Optional[bool] = ..., partial: _Optional[bool] = ...) -> None: ...
+    def __init__(self, peer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., weight: _Optional[int] = ..., samples: _Optional[int] = ..., present: _Optional[bool] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("reducer", "contributor", "parts_left_out", "parts_scaled")
+    __slots__ = ("reducer", "contributor", "parts_left_out", "parts_scaled", "parts_missing")
     REDUCER_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTOR_FIELD_NUMBER: _ClassVar[int]
     PARTS_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     PARTS_SCALED_FIELD_NUMBER: _ClassVar[int]
+    PARTS_MISSING_FIELD_NUMBER: _ClassVar[int]
     reducer: int
     contributor: int
     parts_left_out: int
     parts_scaled: int
-    def __init__(self, reducer: _Optional[int] = ..., contributor: _Optional[int] = ..., parts_left_out: _Optional[int] = ..., parts_scaled: _Optional[int] = ...) -> None: ...
+    parts_missing: int
+    def __init__(self, reducer: _Optional[int] = ..., contributor: _Optional[int] = ..., parts_left_out: _Optional[int] = ..., parts_scaled: _Optional[int] = ..., parts_missing: _Optional[int] = ...) -> None: ...
 
 class DataHolding(_message.Message):
     __slots__ = ("peer_id", "ranges")

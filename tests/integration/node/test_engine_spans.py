@@ -22,9 +22,10 @@ from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
 from atoll.node.exchange.allreduce import ExchangeServer
-from atoll.node.rounds import engine as engine_module
+from atoll.node.rounds import lookout
 from atoll.node.rounds import types as rt
-from atoll.node.rounds.engine import AveragingEngine, RoundCallbacks, RoundCounters
+from atoll.node.rounds.callbacks import RoundCallbacks, RoundCounters
+from atoll.node.rounds.engine import AveragingEngine
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.rounds.policy import policies
 from atoll.node.rounds.snapshot_ledger import CountedShare
@@ -268,7 +269,7 @@ async def test_a_round_without_the_votes_that_decide_it_says_nothing_of_our_prog
     async def tells(network, peer, run_id, number):
         return told.get(peer, forged)
 
-    monkeypatch.setattr(engine_module, "fetch_manifest", tells)
+    monkeypatch.setattr(lookout, "fetch_manifest", tells)
     assert await engine._share_after(before, head) == CountedShare(rt.Counted.UNKNOWN)
     told[honest] = after
     monkeypatch.setattr(engine._machine, "counted", lambda manifest: manifest)
@@ -277,7 +278,7 @@ async def test_a_round_without_the_votes_that_decide_it_says_nothing_of_our_prog
 
 async def test_the_head_itself_says_what_it_holds_of_our_progress_where_it_is_the_next(left_behind, monkeypatch):
     engine, before, after, _ = left_behind
-    monkeypatch.setattr(engine_module, "fetch_manifest", None)  # nobody is asked
+    monkeypatch.setattr(lookout, "fetch_manifest", None)  # nobody is asked
     monkeypatch.setattr(engine._machine, "counted", lambda manifest: manifest)
     share = await engine._share_after(before, after)
     assert share.counted == after.manifest

@@ -151,6 +151,7 @@ class Swarm(RuleBasedStateMachine):
                 tip,
                 identities,
                 plan_version=plan.version,
+                tokens_each=min(500, *(item.max_round_tokens for item in plan.assignments)),
                 committed_before=before,
                 attempt=attempt,
                 epoch=plan.base.since_version,

@@ -344,11 +344,13 @@ def test_votes_of_an_attempt_do_not_count_in_another(five: World) -> None:
     assert head_and_last_event(five) == (0, "round.rejected")
 
 
-def test_contributions_missing_from_some_sums_do_not_count(five: World) -> None:
+def test_contributions_missing_from_most_sums_do_not_count(five: World) -> None:
     report = round_report(1, genesis_hash(five), named(five, "ann", "bob", "cid"), gone=tuple(named(five, "cid")))
     manifest = manifest_pb2.Manifest.FromString(report.manifest.payload)
     for tokens, verdict in ((500, "round.rejected"), (0, "round.committed")):
-        manifest.contributions[2].partial = True
+        del manifest.verdicts[:]
+        manifest.parts_total = 10
+        manifest.verdicts.add(reducer=0, contributor=2, parts_missing=6)
         manifest.contributions[2].tokens = tokens
         manifest.committed_tokens = 1000 + tokens
         voters = named(five, "ann", "bob", "dan")

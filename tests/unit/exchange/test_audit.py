@@ -17,7 +17,6 @@ from atoll.node.exchange.audit import (
     AuditedPart,
     Evidence,
     Finding,
-    Verdicts,
     contradicted_verdicts,
     draw_parts,
     judge,
@@ -27,6 +26,7 @@ from atoll.node.exchange.partition import ReduceRange, reducer_shares
 from atoll.node.exchange.screening import Screen
 from atoll.node.exchange.sketch import Sketcher
 from atoll.node.exchange.weighted_sum import screening_factors, tensor_source, weighted_mean
+from atoll.v1.manifest_pb2 import Verdict
 
 ELEMENTS = 16_384
 SCREEN = Screen(max_change_per_token=1e-3)
@@ -163,14 +163,19 @@ def factors_of(*rows: tuple[float, ...]) -> list[AuditedPart]:
 
 def test_factors_have_to_fit_the_verdicts_that_the_manifest_will_hold() -> None:
     weights = (5, 5, 5, 0, 5)
-    told = Verdicts(left_out={1: 1}, scaled={2: 2}, partial=frozenset({4}))
+    told = {
+        1: Verdict(contributor=1, parts_left_out=1),
+        2: Verdict(contributor=2, parts_scaled=2),
+        4: Verdict(contributor=4, parts_missing=1),
+    }
     honest = factors_of((1, 0, 1, 0, 1), (1, 1, 0.5, 0, 0), (1, 1, 0.5, 0, 1))
     assert contradicted_verdicts(honest, weights, told) == ""
-    assert "missing" in contradicted_verdicts(factors_of((1, 0, 1, 0, 1), (1, 0, 1, 0, 1)), weights, told)
-    assert "missing" in contradicted_verdicts(factors_of((0, 1, 1, 0, 1)), weights, told)
-    assert "scaled" in contradicted_verdicts(factors_of((1, 0.9, 1, 0, 1)), weights, told)
-    everyone = Verdicts(dict.fromkeys(range(5), 9), {}, frozenset())
-    assert "leaves out 2 of 4" in contradicted_verdicts(factors_of((1, 0, 0, 0, 1)), weights, everyone)
+    assert "contribution 1" in contradicted_verdicts(factors_of((1, 0, 1, 0, 1), (1, 0, 1, 0, 1)), weights, told)
+    assert "contribution 0" in contradicted_verdicts(factors_of((0, 1, 1, 0, 1)), weights, told)
+    assert "scale it down" in contradicted_verdicts(factors_of((1, 0.9, 1, 0, 1)), weights, told)
+    everyone = {place: Verdict(contributor=place, parts_missing=9) for place in range(5)}
+    assert contradicted_verdicts(factors_of((1, 0, 0, 0, 1)), weights, everyone) == ""
+    assert "holds 1 of 4" in contradicted_verdicts(factors_of((1, 0, 0, 0, 0)), weights, everyone)
 
 
 @settings(max_examples=50, deadline=None)

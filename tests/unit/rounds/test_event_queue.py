@@ -16,7 +16,8 @@ from atoll.core.frames import FrameKind
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.rounds import types as rt
-from atoll.node.rounds.engine import AveragingEngine, RoundCallbacks, RoundCounters
+from atoll.node.rounds.callbacks import RoundCallbacks, RoundCounters
+from atoll.node.rounds.engine import AveragingEngine
 from atoll.node.rounds.event_queue import PLACES, EventQueue
 from atoll.node.rounds.member_streams import PROTOCOL, RoundLinks
 from atoll.node.rounds.policy import policies

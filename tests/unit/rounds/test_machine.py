@@ -386,7 +386,6 @@ def test_the_run_stops_at_its_tokens():
     [
         lambda start: start.contributions[0].__setattr__("weight", 10**9),
         lambda start: start.contributions[0].__setattr__("tokens", 10**12),
-        lambda start: start.contributions[0].__setattr__("partial", True),
         lambda start: start.partition[0].__setattr__("end", start.partition[0].end + 128),
         lambda start: start.__setattr__("codec", 1),
         lambda start: start.__setattr__("elements", 10),
@@ -483,7 +482,7 @@ KINDS = {
     "open": lambda r, n: dp.Open(round=r, head_hash=b"x", deadline_ms=n % 2**32),
     "ready": lambda r, n: dp.Ready(round=r, tokens=n, samples=n, voter=True, accepted=dp.Accepted(ballot=r)),
     "start": lambda r, n: dp.Start(round=r, elements=n, part_elements=n % 1000, deadline_ms=n % 2**32),
-    "parts": lambda r, n: dp.Parts(round=r, digests=[b"x" * (n % 40)] * (n % 9), partial=["q"]),
+    "parts": lambda r, n: dp.Parts(round=r, digests=[b"x" * (n % 40)] * (n % 9), nonce=b"q" * (n % 40)),
     "settle": lambda r, n: dp.Settle(round=r, present=["p0"], digests=[b""] * (n % 9), deadline_ms=n % 2**32),
     "propose": lambda r, n: dp.Propose(round=r, proposal=dp.Proposal(payload=b"\xff" * (n % 7)), deadline_ms=n % 2**32),
     "vote": lambda r, n: dp.Vote(round=r),

@@ -9,10 +9,12 @@ from support.machine_world import World
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.round_id import RoundId
+from atoll.core.verdicts import screened_out
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.rounds import types as rt
-from atoll.node.rounds.decide import build_start, check_partial
+from atoll.node.rounds.decide import build_start, check_verdicts
 from atoll.v1 import dataplane_pb2 as dp
+from atoll.v1 import manifest_pb2
 
 PEERS = ["p0", "p1", "p2", "p3"]
 ROUTES = [[(peer, 0, POLICY.layers - 1)] for peer in PEERS[:3]]  # p3 stands by: it holds all and sums nothing
@@ -25,17 +27,29 @@ def started() -> dp.Start:
     return build_start(POLICY, plan, NUMBER, ready, codec=CODECS["int4"], unix_ms=0, exchange_seconds=5)
 
 
+def missing(reducer: int, contributor: int, parts: int = 1) -> manifest_pb2.Verdict:
+    return manifest_pb2.Verdict(reducer=reducer, contributor=contributor, parts_missing=parts)
+
+
+def place(start: dp.Start, peer: str) -> int:
+    return [item.peer_id for item in start.contributions].index(peer)
+
+
 @pytest.mark.parametrize(
-    ("said_by", "partial"), [("p3", ["p0"]), ("p9", ["p0"]), ("p0", ["p0"]), ("p0", ["p3"]), ("p0", ["p9"])]
+    ("said_by", "reducer", "contributor"),
+    [("p3", "p3", "p0"), ("p0", "p0", "p0"), ("p0", "p0", "p3"), ("p0", "p1", "p2")],
+    ids=["it sums nothing", "itself", "it contributes nothing", "another's sums"],
 )
-def test_who_cannot_miss_somebody_in_its_sums_is_not_heard(said_by: str, partial: list[str]) -> None:
-    with pytest.raises(PeerMisbehaved, match=said_by):
-        check_partial(started(), partial, said_by)
+def test_who_cannot_miss_somebody_in_its_sums_is_not_heard(said_by: str, reducer: str, contributor: str) -> None:
+    start = started()
+    with pytest.raises(PeerMisbehaved):
+        check_verdicts(start, [missing(place(start, reducer), place(start, contributor))], said_by)
 
 
-@pytest.mark.parametrize(("said_by", "partial"), [("p0", ["p1", "p2"]), ("p0", []), ("p3", [])])
-def test_a_reducer_may_miss_anybody_who_contributes(said_by: str, partial: list[str]) -> None:
-    check_partial(started(), partial, said_by)
+def test_a_reducer_may_miss_anybody_who_contributes() -> None:
+    start = started()
+    others = sorted(place(start, peer) for peer in ("p1", "p2"))
+    check_verdicts(start, [missing(place(start, "p0"), other) for other in others], "p0")
 
 
 class Listening(World):
@@ -48,8 +62,13 @@ class Listening(World):
         self.network.drop = self._lie
 
     def _lie(self, sender: str, to: str, message: dp.RoundMessage) -> bool:
+        if message.WhichOneof("body") == "start":
+            self.start = message.start
         if sender == self.liar and message.WhichOneof("body") == "parts":
-            message.parts.partial[:] = 2 * [peer for peer in PEERS[:3] if peer != sender]
+            parts = sum(piece.reducer == sender for piece in self.start.partition)
+            others = sorted(place(self.start, peer) for peer in PEERS[:3] if peer != sender)
+            del message.parts.verdicts[:]
+            message.parts.verdicts.extend(missing(place(self.start, sender), it, max(1, parts)) for it in others)
         return False
 
     def _perform(self, node: Node, action: rt.Action) -> None:
@@ -59,8 +78,12 @@ class Listening(World):
 
     def lost(self) -> set[str]:
         """Whose tokens did not count in some round."""
-        contributions = [item for head in self.committed.values() for item in head.manifest.contributions]
-        return {item.peer_id for item in contributions if item.partial}
+        return {
+            item.peer_id
+            for head in self.committed.values()
+            for place, item in enumerate(head.manifest.contributions)
+            if item.weight and not item.tokens and place not in screened_out(head.manifest)
+        }
 
 
 def test_who_sums_nothing_takes_nobodys_tokens() -> None:
@@ -70,8 +93,8 @@ def test_who_sums_nothing_takes_nobodys_tokens() -> None:
     assert not w.missed
 
 
-def test_a_reducer_that_misses_others_is_believed_and_named() -> None:
+def test_a_reducer_that_misses_others_in_its_share_is_named_and_takes_nobodys_tokens() -> None:
     w = Listening("p1")
     assert w.run(300, until=lambda: w.rounds() >= 8)
-    assert w.lost() == {"p0", "p2"}
-    assert {(it.reducer, it.contributors) for it in w.missed} == {("p1", ("p0", "p2"))}
+    assert not w.lost()
+    assert {(it.reducer, frozenset(it.contributors)) for it in w.missed} == {("p1", frozenset({"p0", "p2"}))}

@@ -53,8 +53,8 @@ def test_exchanges_in_which_nobody_had_the_time_for_any_part_get_more(monkeypatc
     world = World(3, seed=1)
     assert world.run(200, until=lambda: world.rounds() >= 12)
 
-    def nothing(_round: RoundId, _peer: str, start: dp.Start) -> tuple[tuple[bytes, ...], tuple[()], tuple[()]]:
-        return (b"",) * parts_total(start), (), ()
+    def nothing(_round: RoundId, _peer: str, start: dp.Start) -> tuple[tuple[bytes, ...], tuple[()]]:
+        return (b"",) * parts_total(start), ()
 
     def timeout_seconds() -> float:
         paces = [node.machine._at.paces_by_fragment[0] for node in world.nodes.values()]

@@ -20,7 +20,6 @@ from atoll.v1 import manifest_pb2
 @dataclass(frozen=True)
 class Report:
     digests: tuple[bytes, ...]
-    partial: tuple[str, ...] = ()
 
 
 def digest(byte: int) -> bytes:
@@ -33,8 +32,7 @@ def swarms(draw: st.DrawFn) -> dict[str, Report]:
     total = draw(st.integers(0, 6))
     digests = st.sampled_from([b"", digest(1), digest(2), digest(3)])
     lists = st.lists(digests, min_size=total, max_size=total).map(tuple)
-    names = st.lists(st.sampled_from("abcdefgh"), max_size=3).map(tuple)
-    return {peer: Report(draw(lists), draw(names)) for peer in members}
+    return {peer: Report(draw(lists)) for peer in members}
 
 
 def sources(settled: Settlement, order: list[str], part: int) -> tuple[str, ...]:
@@ -72,7 +70,6 @@ def test_every_present_member_can_become_equal_and_nothing_held_is_zeroed(report
         assert len(set(asked)) >= min(MAX_HOLDERS, len(givers)) or not in_need  # so that one may die
         lacking |= bool(in_need) or not digest
     assert settled.is_complete is not lacking
-    assert settled.partial == tuple(sorted({name for report in reports.values() for name in report.partial}))
 
 
 @pytest.mark.parametrize("lacking", ["nobody", "one member", "every member another part", "every member most parts"])
@@ -116,13 +113,13 @@ def test_most_members_win_and_ties_go_to_the_lowest_digest() -> None:
 
 
 def test_who_is_not_present_is_not_asked() -> None:
-    reports = {"a": Report((b"",)), "b": Report((digest(1),), ("z",))}
-    assert settle(reports, ["a"]) == Settlement((b"",), ("a",), {}, (), is_complete=False)
+    reports = {"a": Report((b"",)), "b": Report((digest(1),))}
+    assert settle(reports, ["a"]) == Settlement((b"",), ("a",), {}, is_complete=False)
 
 
 def test_messages_are_reports() -> None:
-    reports = {"a": dp.Parts(digests=[digest(1)], partial=["b"]), "b": dp.Parts(digests=[b""])}
-    assert settle(reports, ["a", "b"]) == Settlement((digest(1),), ("a",), {}, ("b",), is_complete=False)
+    reports = {"a": dp.Parts(digests=[digest(1)]), "b": dp.Parts(digests=[b""])}
+    assert settle(reports, ["a", "b"]) == Settlement((digest(1),), ("a",), {}, is_complete=False)
 
 
 @pytest.mark.parametrize("digests", [(), (digest(1),) * 3, (b"", b"x"), (b"", b"x" * 33)])

@@ -22,7 +22,7 @@ from atoll.coordinator.state.snapshot import Draft, RunMemory, State, Step, Step
 from atoll.coordinator.store.records import Run, Vote
 from atoll.core.errors import InvalidRequest, SignatureInvalid
 from atoll.core.fragments import fragment_of_round
-from atoll.core.manifest import verify_attestation
+from atoll.core.manifest import half_attest, verify_attestation
 from atoll.core.quorum import COORDINATOR, Ballot, Electorate
 from atoll.core.round_id import RoundId
 from atoll.v1 import dataplane_pb2 as dp
@@ -184,18 +184,18 @@ def _check_proposal(memory: RunMemory, round_id: RoundId, proposal: bytes) -> No
     names, seats = {item.peer_id for item in manifest.contributions}, seats_after(memory, round_id.number - 1)
     if seats is not None and not Electorate(frozenset(seats)).decides({COORDINATOR, *names}):
         raise InvalidRequest("the manifest is of an attempt without a majority of the seats")
-    _check_attestations(parsed, manifest, names)
+    _check_attestations(parsed, manifest)
 
 
-def _check_attestations(proposal: dp.Proposal, manifest: manifest_pb2.Manifest, names: set[str]) -> None:
+def _check_attestations(proposal: dp.Proposal, manifest: manifest_pb2.Manifest) -> None:
     """Raise `InvalidRequest` unless as many members attest as half of those that brought something."""
-    if len(proposal.attestations) > len(names):
+    if len(proposal.attestations) > len(manifest.contributions):
         raise InvalidRequest("the proposal has more attestations than contributions")
     try:
         said = {verify_attestation(proposal.payload, attestation) for attestation in proposal.attestations}
     except SignatureInvalid as error:
         raise InvalidRequest(f"the proposal has a wrong attestation: {error}") from error
-    if not said or not said <= names or 2 * len(said) < sum(item.weight > 0 for item in manifest.contributions):
+    if not half_attest(manifest.contributions, said):
         raise InvalidRequest("too few members attest to the proposal")
 
 

@@ -30,7 +30,7 @@ from atoll.core.identity import peer_id_of
 from atoll.core.manifest import Head, parse_head, require_quorum, strip_unknown_manifest_fields
 from atoll.core.quorum import MAX_SEATS
 from atoll.core.round_id import RoundId
-from atoll.core.verdicts import counted_tokens, require_valid_verdicts, screened_out
+from atoll.core.verdicts import counted_tokens, partial_contributions, require_valid_verdicts, screened_out
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -128,7 +128,7 @@ def check_reported_head(state: State, run: Run, row: Round, report: mb.RoundRepo
         made_under=made.plan_version,
         present=tuple(sorted(head.present)),
         seats=head.seats,
-        partial=sum(item.partial for item in contributions),
+        partial=len(partial_contributions(head.manifest)),
         screened=tuple(sorted(contributions[place].peer_id for place in screened_out(head.manifest))),
         codec=_codec_name(head.manifest.codec),
     )

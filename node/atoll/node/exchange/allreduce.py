@@ -33,7 +33,6 @@ from atoll.core import log
 from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned, Unreachable, first_error
 from atoll.core.frames import FrameKind
 from atoll.core.round_id import RoundId
-from atoll.node.exchange.audit import Verdicts
 from atoll.node.exchange.auditor import Auditor, Dispute
 from atoll.node.exchange.averaged_parts import Average, AverageSink
 from atoll.node.exchange.codecs import is_finite
@@ -66,7 +65,7 @@ class ExchangeResult:
 
     digests: tuple[bytes, ...]  # SHA-256 of each part's encoded bytes, in the order of the vector; empty: missing
     partial: tuple[str, ...]  # contributors missing from one of this node's sums, sorted
-    verdicts: tuple[manifest_pb2.Verdict, ...]  # of screening in this node's sums, ordered by contributor
+    verdicts: tuple[manifest_pb2.Verdict, ...]  # of this node's sums, ordered by contributor
     faults: Mapping[str, str]  # peer → the rule that it broke
 
 
@@ -159,9 +158,9 @@ class Exchange:
                 self._reducer.close()
             self._run_finished = True
             self._forget_contribution()
-        reducer = self._reducer
-        partial, verdicts = (tuple(sorted(reducer.partial)), reducer.verdicts) if reducer is not None else ((), ())
-        return ExchangeResult(self._average.digests, partial, verdicts, dict(self.faults))
+        verdicts, peers = self._reducer.verdicts if self._reducer is not None else (), list(self._weights)
+        partial = sorted(peers[verdict.contributor] for verdict in verdicts if verdict.parts_missing)
+        return ExchangeResult(self._average.digests, tuple(partial), verdicts, dict(self.faults))
 
     async def repair(self, digests: Sequence[bytes], sources: SourcesOfPart, timeout: timedelta) -> bool:
         """After `run`: make the average what was settled; empty digests become a zero update.
@@ -189,13 +188,8 @@ class Exchange:
         `timeout`: for their answers; a member that gives none counts as unknown. See audit.py.
         """
         places = {peer: place for place, peer in enumerate(self._weights)}
-        partial = frozenset(places[peer] for peer in settle.partial)
         verdicts = {
-            share.reducer: Verdicts(
-                {it.contributor: it.parts_left_out for it in settle.verdicts if it.reducer == places[share.reducer]},
-                {it.contributor: it.parts_scaled for it in settle.verdicts if it.reducer == places[share.reducer]},
-                partial,
-            )
+            share.reducer: {it.contributor: it for it in settle.verdicts if it.reducer == places[share.reducer]}
             for share in self._average.reducer_shares
             if share.reducer in asked  # else its verdicts came too late for Settle
         }

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,6 +31,7 @@ from torch import Tensor
 from atoll.node.exchange.partition import ReducerShare
 from atoll.node.exchange.screening import Screen, largest_norm, usual_norm_bound
 from atoll.node.exchange.sketch import BUCKETS
+from atoll.v1 import manifest_pb2
 
 MAX_AUDITED_PARTS = 1024  # of one round
 _AUDITED_SHARE = 8  # one of so many parts of a reducer is drawn
@@ -40,6 +41,9 @@ _ERROR_SLACK = 1.5  # rounding errors may be larger than is usual, and those of 
 _SIGMAS = 6.0
 _LEAST_COSINE = 0.1  # an honest contribution may point against the others by so much
 _MAX_UNKNOWN = 0.5  # of the weight; direction is not judged above it
+
+
+_NO_VERDICT = manifest_pb2.Verdict()
 
 
 @dataclass(frozen=True)
@@ -111,29 +115,26 @@ class Finding:
     witness: int | None  # place of the one contributor whose word alone contradicts the reducer; None: several do
 
 
-@dataclass(frozen=True)
-class Verdicts:
-    """What the round's manifest will say of one reducer's sums, by place of the contribution."""
-
-    left_out: Mapping[int, int]  # number of parts
-    scaled: Mapping[int, int]  # likewise
-    partial: Set[int]  # contributors that are missing in some sums, of this reducer or another
+Verdicts = Mapping[int, manifest_pb2.Verdict]
+"""What the round's manifest will say of one reducer's sums, by place of the contribution."""
 
 
 def contradicted_verdicts(parts: Sequence[AuditedPart], weights: Sequence[int], verdicts: Verdicts) -> str:
     """Why a reducer's factors do not fit its verdicts; empty if they do."""
     contributors = [place for place, weight in enumerate(weights) if weight > 0]
     for part in parts:
-        out = [place for place in contributors if part.factors[place] == 0 and place not in verdicts.partial]
-        if 2 * len(out) >= len(contributors):
-            return f"part {part.index} leaves out {len(out)} of {len(contributors)} contributions"
+        held = sum(part.factors[place] > 0 for place in contributors)
+        if 2 * held < len(contributors):
+            return f"the sum of part {part.index} holds {held} of {len(contributors)} contributions"
     for place in contributors:
         factors = [part.factors[place] for part in parts]
-        left_out, scaled = factors.count(0), sum(0 < factor < 1 for factor in factors)
-        if place not in verdicts.partial and left_out > verdicts.left_out.get(place, 0):
-            return f"contribution {place} is missing in {left_out} of its sums; its verdicts do not say so"
-        if scaled > verdicts.scaled.get(place, 0):
-            return f"contribution {place} is scaled down in {scaled} of its sums; its verdicts do not say so"
+        lacking, scaled = factors.count(0), sum(0 < factor < 1 for factor in factors)
+        verdict = verdicts.get(place, _NO_VERDICT)
+        if lacking > verdict.parts_left_out + verdict.parts_missing or scaled > verdict.parts_scaled:
+            return (
+                f"{lacking} of its sums lack contribution {place}, and {scaled} scale it down; its verdicts say "
+                f"{verdict.parts_left_out + verdict.parts_missing} and {verdict.parts_scaled}"
+            )
     return ""
 
 
@@ -180,8 +181,9 @@ class _Sums:
         counted = [place for place, factor in enumerate(part.factors) if factor > 0 and weights[place] > 0]
         total = sum(weights[place] for place in counted)
         known = [place for place in counted if part.index in evidence.sketches.get(place, ())]
-        given = {place: evidence.sketches[place][part.index].double() for place in known}
-        norms = [float(sketch.norm()) for sketch in given.values()]
+        told = {place: it[part.index].double() for place, it in evidence.sketches.items() if part.index in it}
+        given = {place: told[place] for place in known}
+        norms = [float(sketch.norm()) for sketch in told.values()]  # of those that are not in the sum, too
         self.shares = {place: weights[place] / total for place in counted}
         self.sum_B = torch.zeros(BUCKETS, dtype=torch.float64)  # T
         for place, sketch in given.items():
@@ -189,9 +191,9 @@ class _Sums:
         self.rest_B = part.average.double() - self.sum_B  # A − T
         self.norm, self.rest = float(self.sum_B.norm()), float(self.rest_B.norm())
         self.average = float(part.average.double().norm())
-        self.several_known = sum(norm > 0 for norm in norms) >= 2
+        self.several_known = sum(bool(sketch.any()) for sketch in given.values()) >= 2
         unknown = [place for place in counted if place not in given]
-        known_tokens = [evidence.tokens[place] for place in known]
+        known_tokens = [evidence.tokens[place] for place in told]
         bounds = {
             place: _norm_bound(norms, known_tokens, evidence.tokens[place], part.elements, evidence.screen)
             for place in unknown
@@ -200,7 +202,7 @@ class _Sums:
         self.usual = self.unknown_share * max(norms, default=0.0)
         self.hidden = sum(self.shares[place] * bound for place, bound in bounds.items())  # may be in the sum, unseen
         scaled = {place: self.shares[place] * part.factors[place] for place in known}
-        self.spread = math.hypot(*(scaled[place] * norm for place, norm in zip(known, norms, strict=True)))
+        self.spread = math.hypot(*(scaled[place] * float(given[place].norm()) for place in known))
 
 
 class _Direction:

@@ -104,7 +104,6 @@ class Reducer:
         - `weigh`: the weight of a contribution with so many tokens.
         - `screen`: how to screen contributions; None: not at all.
         """
-        self.partial: set[str] = set()  # contributors missing from at least one sum
         self.given_up: set[str] = set()  # contributors dropped before they sent all parts
         self._me = me
         self._weights = weights
@@ -117,6 +116,7 @@ class Reducer:
         self._places = {peer: place for place, peer in enumerate(weights)}
         self._left_out: Counter[int] = Counter()  # contributor's place → number of parts
         self._scaled: Counter[int] = Counter()  # likewise
+        self._missing: Counter[int] = Counter()  # likewise
         count = len(share.parts)
         self._queues = {
             peer: ContributorQueue(peer, count) for peer, weight in weights.items() if weight and peer != me
@@ -125,16 +125,17 @@ class Reducer:
 
     @property
     def verdicts(self) -> tuple[manifest_pb2.Verdict, ...]:
-        """The verdicts of screening so far, ordered by contributor."""
-        screened = sorted(self._left_out.keys() | self._scaled.keys())
+        """What the sums so far hold of contributions that are not in all of them in full, ordered by contributor."""
+        judged = sorted(self._left_out.keys() | self._scaled.keys() | self._missing.keys())
         return tuple(
             manifest_pb2.Verdict(
                 reducer=self._places[self._me],
                 contributor=place,
                 parts_left_out=self._left_out[place],
                 parts_scaled=self._scaled[place],
+                parts_missing=self._missing[place],
             )
-            for place in screened
+            for place in judged
         )
 
     async def run(self, timeout: timedelta) -> None:
@@ -242,14 +243,13 @@ class Reducer:
                     self._drop(queue, "it is the slowest contributor and the others wait for it")
 
     async def _average_part(self, part: Part, values: Mapping[str, PieceSource]) -> None:
+        self._missing.update(self._places[peer] for peer in self._queues.keys() - values.keys())
         if not values:
-            self.partial |= self._queues.keys()
             return
         try:
             index = self._share.first + part.index
             factors = await self._average.compute_part(index, lambda: self._encode_mean(part.elements, values))
             self._average.set_factors(index, [factors.get(peer, 0.0) for peer in self._weights])
-            self.partial |= self._queues.keys() - values.keys()
             self._left_out.update(self._places[peer] for peer, factor in factors.items() if factor == 0)
             self._scaled.update(self._places[peer] for peer, factor in factors.items() if 0 < factor < 1)
         except PartInvalid as error:

@@ -14,7 +14,7 @@ from atoll.core import protocol
 from atoll.core.data_position import DataPosition, advance, first_lease_samples
 from atoll.core.errors import AtollError, PeerMisbehaved, ProtocolMismatch
 from atoll.core.fragments import fragment_of_round
-from atoll.core.manifest import MAX_MEMBERS, Head, changed_layers
+from atoll.core.manifest import MAX_MEMBERS, Head, changed_layers, half_attest
 from atoll.core.plan import Plan
 from atoll.core.quorum import COORDINATOR, MAX_SEATS, next_seats
 from atoll.core.round_id import RoundId
@@ -88,7 +88,7 @@ def check_start(policy: RoundPolicy, plan: Plan, round_id: RoundId, mine: dp.Rea
         counted = item.weight // len(policy.fragments)
         if item.tokens != counted or item.weight > cap or item.samples > samples:
             raise PeerMisbehaved(f"Start gives {item.peer_id} more than the plan allows")
-        if item.present or item.partial:
+        if item.present:
             raise PeerMisbehaved("Start says how the round ended before it began")
         if item.peer_id == me and (item.weight, item.samples) != (min(mine.tokens, cap), mine.samples):
             raise PeerMisbehaved("Start does not repeat what we reported")
@@ -118,23 +118,17 @@ def check_verdicts(start: dp.Start, verdicts: Sequence[manifest_pb2.Verdict], sa
     members = [item.peer_id for item in start.contributions]
     if said_by is not None and any(members[it.reducer : it.reducer + 1] != [said_by] for it in verdicts):
         raise PeerMisbehaved("a verdict is not its sender's")
+    if any(it.parts_missing and it.reducer == it.contributor for it in verdicts):
+        raise PeerMisbehaved("a reducer misses its own contribution")
     weights = [item.weight for item in start.contributions]
     require_valid_verdicts(verdicts, weights, parts_total(start), lambda place: parts.get(members[place], 0))
-
-
-def check_partial(start: dp.Start, partial: Sequence[str], said_by: str) -> None:
-    """Raise `PeerMisbehaved` unless `said_by` sums parts, and each of `partial` is somebody else who contributes."""
-    if partial and not any(it.reducer == said_by and _parts_in(it, start.part_elements) for it in start.partition):
-        raise PeerMisbehaved(f"{said_by} says who is missing in its sums, and sums nothing")
-    if not set(partial) <= {item.peer_id for item in start.contributions if item.weight} - {said_by}:
-        raise PeerMisbehaved(f"{said_by} misses somebody in its sums who is not due there")
 
 
 def check_settle(start: dp.Start, settle: dp.Settle, *, holds_parts: bool) -> None:
     """Raise `PeerMisbehaved` unless `settle` can be the end of this exchange; for a witness it names no parts."""
     members = [item.peer_id for item in start.contributions]
-    present, partial = list(settle.present), set(settle.partial)
-    if not present or present != [peer for peer in members if peer in set(present)] or not partial <= set(members):
+    present = list(settle.present)
+    if not present or present != [peer for peer in members if peer in set(present)]:
         raise PeerMisbehaved("Settle names nobody, or members that Start does not, or in another order")
     check_verdicts(start, settle.verdicts)
     if len(settle.nonces) > len(members) or any(len(nonce) not in (0, NONCE_BYTES) for nonce in settle.nonces):
@@ -232,14 +226,12 @@ def is_attested(plan: Plan, payload: bytes, said: Set[str]) -> bool:
     """Whether a result may be proposed: at least half of the members that took part and hold its layers attest to it.
 
     Also those that leave count, because somebody must hold the layers of a last round. Half, because most layers have
-    two holders, and one of them may be gone. Of a result of an earlier plan we do not know who held what: there it is
-    as many as half of those that had trained something, who all are holders.
+    two holders, and one of them may be gone. Of a result of an earlier plan we do not know who held what.
     """
     manifest = manifest_pb2.Manifest.FromString(payload)
     made = manifest.contributions
     if manifest.round.plan_version != plan.version:
-        inputs = sum(item.weight > 0 for item in made)
-        return bool(said) and said <= {item.peer_id for item in made} and 2 * len(said) >= inputs
+        return half_attest(made, said)
     holders = plan.holders(changed_layers(manifest)) & {item.peer_id for item in made}
     return bool(holders & said) and 2 * len(holders & said) >= len(holders)
 
@@ -289,9 +281,9 @@ def manifest_payload(
 ) -> bytes:
     """The bytes that every member votes for: equal on all that computed the same digests.
 
-    What is only in some sums, or left out of most of them, is spent, its samples too, but its tokens do not count.
+    What most sums lack is spent, its samples too, but its tokens do not count.
     """
-    present, partial = set(settle.present), set(settle.partial)
+    present = set(settle.present)
     seats = seats_after(plan, head, RoundId.from_proto(start.round), present)
     place = {item.peer_id: index for index, item in enumerate(start.contributions)}
     contributions = [
@@ -300,7 +292,6 @@ def manifest_payload(
             weight=item.weight,
             samples=item.samples,
             present=item.peer_id in present,
-            partial=item.peer_id in partial,
         )
         for item in start.contributions
     ]

@@ -11,12 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from datetime import timedelta
 
 from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
-from atoll.core.errors import AtollError, ChildDied, MessageTooLarge, first_error
+from atoll.core.errors import AtollError, MessageTooLarge, first_error
 from atoll.core.fragments import Fragment
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head
@@ -25,8 +24,11 @@ from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.rounds import types as rt
+from atoll.node.rounds.callbacks import RoundCallbacks, RoundCounters
 from atoll.node.rounds.decide import is_witness, position_at
+from atoll.node.rounds.evaluation import Evaluation
 from atoll.node.rounds.event_queue import EventQueue
+from atoll.node.rounds.lookout import Lookout
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.rounds.outer_schedule import is_stale
@@ -35,14 +37,12 @@ from atoll.node.rounds.snapshot_ledger import CountedShare
 from atoll.node.rounds.staged_results import RoundResults
 from atoll.node.rounds.token_account import TokenAccount
 from atoll.node.state.anchor import AnchorState
-from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
-from atoll.node.state.heads import is_valid_successor
+from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.vote_store import VoteStore
 from atoll.node.system.background_tasks import BackgroundTasks
 from atoll.node.trainer.trainer import Trainer
 from atoll.node.wire.transport import Network
-from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -50,38 +50,9 @@ from atoll.v1 import membership_pb2 as mb
 _TICK_SECONDS = 0.05
 _LOOK_AHEAD_SECONDS = 30.0  # at least, and two maximal rounds, without a commit
 _CATCH_UP_PAUSE = 1.0  # seconds, after one that failed
-_LOOK_TIMEOUT = timedelta(seconds=90)  # a long history may have to be followed
 _PLAN_AGAIN_SECONDS = 5.0  # to a member that still reports an older one
-_LOOK_PAUSE_SECONDS = 1.0
-_EVALUATION = timedelta(seconds=10)  # over a route, until all its stages stand at the same round
-_LAST_EVALUATION = timedelta(seconds=60)
-_EVALUATE_AGAIN_SECONDS = 0.5
 
 _log = log.get("rounds")
-
-
-@dataclass
-class RoundCounters:
-    """What the rounds of this process cost."""
-
-    joined: int = 0  # exchanges started
-    committed: int = 0
-    witnessed: int = 0  # committed by the holders of layers that are not held here
-    abandoned: int = 0
-    left_out: int = 0  # committed rounds in which screening left our update out of some sums
-    bytes_fp32: int = 0  # what the joined exchanges would have sent in fp32
-
-
-@dataclass(frozen=True)
-class RoundCallbacks:
-    """Whom the engine tells. Called in the event loop; must not block."""
-
-    committed: Callable[[Head], None]
-    report: Callable[[mb.RoundReport], None]
-    evaluated: Callable[[mb.EvaluationReport], None]
-    ask_coordinator: Callable[[RoundId, bytes], Awaitable[rt.CoordinatorVote]]
-    plan_newer_than: Callable[[int], pb.Signed | None]  # the sealed plan, if ours is newer than that version
-    plan_shared: Callable[[pb.Signed], None]  # by a member: verify and take it
 
 
 class AveragingEngine:
@@ -134,16 +105,18 @@ class AveragingEngine:
         self._background = BackgroundTasks()
         self._results = RoundResults(spec, self._machine, state, network, exchanges, self._background, self._events.put)
         self._token_account = TokenAccount(trainer.status.tokens, head.round)
+        self._lookout = Lookout(network, operator_key, clock, self._background, self._begin_catch_up)
+        self._evaluation = Evaluation(
+            self._me, trainer, clock, self._background, lambda: self.head, callbacks.evaluated
+        )
         self._catching_up = False
         self._plans_sent: dict[str, float] = {}  # peer → when it was told our plan
         self._accounted = (
             b"",
             CountedShare(rt.Counted.UNKNOWN),
         )  # the head before the last commit; what that holds of ours
-        self._looking = False
         self._unsent: dp.RoundMessage | None = None  # the last message that was too large
         self._head_is_new = False  # what it leaves of our progress shall be reported at once
-        self._last_look = clock.monotonic()
         self.moving = False  # the state is changing; it must not be served
         self.finished = asyncio.Event()
 
@@ -236,8 +209,7 @@ class AveragingEngine:
         )
         self._step(rt.Progress(tokens, status.step_seconds, tokens_since_snapshot))
         self._step(rt.Tick())
-        quiet = self._clock.monotonic() - self._last_look
-        if quiet >= max(_LOOK_AHEAD_SECONDS, 2 * self._machine.policy.round_max.total_seconds()):
+        if self._lookout.quiet_seconds >= max(_LOOK_AHEAD_SECONDS, 2 * self._machine.policy.round_max.total_seconds()):
             self._look("nothing was committed for long")
 
     def _step(self, event: rt.Event) -> None:
@@ -397,43 +369,13 @@ class AveragingEngine:
         await self._end_turn(head, opened_here)
 
     async def _end_turn(self, head: Head, opened_here: bool) -> None:
-        """Every layer had its round: one member evaluates. And perhaps it was the run's last."""
+        """Perhaps every layer had its round now, or it was the run's last round."""
         over = self._machine.finished and head is self._machine.head
-        last_of_turn = head.manifest.round.fragment == head.manifest.fragments - 1
-        if (last_of_turn or over) and self._evaluates(head, opened_here):
-            if self._state.is_whole:
-                await self._evaluate(head)
-            elif over:
-                await self._evaluate_route(head, _LAST_EVALUATION)
-            else:
-                self._background.begin(self._evaluate_route(head, _EVALUATION))
+        await self._evaluation.end_turn(
+            head, self._machine.plan, opened_here=opened_here, holds_all=self._state.is_whole, last=over
+        )
         if over:
             self.finished.set()
-
-    def _evaluates(self, head: Head, opened_here: bool) -> bool:
-        """Whether it is for us: the opener where all hold the model, else a member that does, or a route's driver."""
-        plan = self._machine.plan
-        if not plan.cuts:
-            return opened_here
-        there = RoundId.from_proto(head.manifest.round).order(sorted(head.present))
-        whole = [peer for peer in there if plan.is_replica(peer)]
-        able = whole or [peer for peer in there if peer in plan.drivers]
-        return able[:1] == [self._me]
-
-    async def _evaluate_route(self, head: Head, patience: timedelta) -> None:
-        """Stages hear of a round at different times, and a newer one ends it: then the next turn's has to do."""
-        deadline = self._clock.monotonic() + patience.total_seconds()
-        while self.head is head:
-            try:
-                await self._evaluate(head)
-                return
-            except ChildDied:
-                raise
-            except AtollError as error:
-                if self._clock.monotonic() >= deadline:
-                    _log.info("not evaluated", round=head.round, reason=str(error))
-                    return
-            await asyncio.sleep(_EVALUATE_AGAIN_SECONDS)
 
     def _look_at_verdicts(self, manifest: manifest_pb2.Manifest) -> None:
         """The owner of a node whose update others do not take should hear of it: its hardware may compute wrongly."""
@@ -462,14 +404,8 @@ class AveragingEngine:
             changing.result()
             self.head = head
             self.moving = False
-            self._last_look = self._clock.monotonic()
+            self._lookout.head_moved()
             self._callbacks.committed(head)
-
-    async def _evaluate(self, head: Head) -> None:
-        loss = await self._trainer.evaluate()
-        self._callbacks.evaluated(
-            mb.EvaluationReport(round=head.round, loss=loss, committed_tokens=head.committed_tokens)
-        )
 
     # --- beside --------------------------------------------------------------------------------------
 
@@ -491,25 +427,8 @@ class AveragingEngine:
             self._orders.put_nowait(self._trainer.discard)
 
     def _look(self, reason: str) -> None:
-        """Somebody says that others are ahead. Ask them, beside the rounds: it may not be true."""
-        if not self._looking and not self._catching_up:
-            self._looking = True
-            self._background.begin(self._look_ahead(reason))
-
-    async def _look_ahead(self, reason: str) -> None:
-        self._last_look = self._clock.monotonic()
-        try:
-            async with asyncio.timeout(_LOOK_TIMEOUT.total_seconds()):
-                plan = self._machine.plan
-                ahead = await newest_round(self._network, plan, self.head, operator_key=self._operator_key)
-            if ahead > self.head.round or not plan.accepts(self.head):
-                self._begin_catch_up(reason)
-            else:
-                await asyncio.sleep(_LOOK_PAUSE_SECONDS)  # before the next such claim is looked at
-        except (TimeoutError, AtollError) as error:
-            _log.info("could not look ahead", reason=str(error))
-        finally:
-            self._looking = False
+        if not self._catching_up:
+            self._lookout.look(reason, self._machine.plan, self.head)
 
     def _begin_catch_up(self, reason: str, share: CountedShare | None = None) -> None:
         """Fetch the head that the others agree on. `share` is of the round after ours, where that is known."""
@@ -549,28 +468,13 @@ class AveragingEngine:
 
         The machine may have committed that round itself since we began to catch up, and forgotten what it brought.
         """
-        after = head if head.round == before.round + 1 else await self._round_after(before)
+        after = head if head.round == before.round + 1 else await self._lookout.round_after(self._machine.plan, before)
         previous_hash, share = self._accounted
         if previous_hash == before.hash:
             return share
         if after is None or after.manifest.previous_hash != before.hash:
             return CountedShare(rt.Counted.UNKNOWN)
         return CountedShare.of(self._me, after.manifest, self._machine.counted(after.manifest))
-
-    async def _round_after(self, before: Head) -> Head | None:
-        """With the votes that decided it, from any member that has it."""
-        plan = self._machine.plan
-
-        async def one(peer: str) -> Head | None:
-            try:
-                after = await fetch_manifest(self._network, peer, self._spec.run.name, before.round + 1)
-            except AtollError:
-                return None
-            return after if is_valid_successor(plan, self._operator_key, before, after) else None
-
-        others = [peer for peer in plan.members if peer != self._me]
-        answers = await asyncio.gather(*map(one, others))
-        return next((after for after in answers if after is not None), None)
 
     async def _keep_progress(self, before: Head, head: Head, share: CountedShare) -> None:
         """What was trained and not counted enters the next round, on the new anchor, unless it is stale."""

@@ -157,7 +157,6 @@ class Follower:
         parts = dp.Parts(
             round=self.round_id.to_proto(),
             digests=event.digests,
-            partial=event.partial,
             verdicts=event.verdicts,
             nonce=event.nonce,
         )

@@ -13,7 +13,6 @@ from atoll.core.quorum import COORDINATOR, Ballot, Electorate, LastVote
 from atoll.core.round_id import RoundId
 from atoll.node.rounds.decide import (
     check_attested,
-    check_partial,
     check_payload,
     check_verdicts,
     manifest_payload,
@@ -93,7 +92,6 @@ class MemberAnswers:
             if len(report.nonce) not in (0, NONCE_BYTES):
                 raise PeerMisbehaved(f"{peer} reports a nonce of {len(report.nonce)} bytes")
             check_verdicts(self.start, report.verdicts, said_by=peer)
-            check_partial(self.start, report.partial, said_by=peer)
         except PeerMisbehaved as error:
             self.declined[peer] = str(error)
         else:

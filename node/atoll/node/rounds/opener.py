@@ -252,7 +252,13 @@ class Opener:
             self._abandon("nobody has any part of the average")
             return
         told = [
-            ContributorsMissing(self.round_id, peer, tuple(sorted(set(self.answers.parts[peer].partial))))
+            ContributorsMissing(
+                self.round_id,
+                peer,
+                tuple(
+                    self.answers.members[it.contributor] for it in self.answers.parts[peer].verdicts if it.parts_missing
+                ),
+            )
             for peer in summed
         ]
         self.out += [missed for missed in told if missed.contributors]
@@ -263,7 +269,6 @@ class Opener:
         as_reported = dp.Settle(
             round=self.round_id.to_proto(),
             present=[peer for peer in there if not self.answers.ready[peer].leaving] or there,
-            partial=settled.partial,
             deadline_ms=int(seconds * 1000),
             verdicts=strip_unknown_verdict_fields(
                 verdict for peer in there for verdict in self.answers.parts[peer].verdicts

@@ -33,11 +33,6 @@ class PartsReport(Protocol):
         """SHA-256 of every part's encoded bytes, in the order of the vector; empty: missing."""
         ...
 
-    @property
-    def partial(self) -> Sequence[str]:
-        """Contributors that are only in some of this member's sums."""
-        ...
-
 
 @dataclass(frozen=True)
 class Settlement:
@@ -46,7 +41,6 @@ class Settlement:
     digests: tuple[bytes, ...]  # of every part, the one that most members have, of several the lowest; empty: nobody
     whole: tuple[str, ...]  # members that hold every part as settled
     holders: Mapping[int, tuple[str, ...]]  # part that a member lacks → up to three holders, where few are whole
-    partial: tuple[str, ...]  # contributors that are missing in some sums
     is_complete: bool  # every member holds every part as settled, and there is no part that nobody holds
 
 
@@ -77,8 +71,7 @@ def settle(reports: Mapping[str, PartsReport], order: Sequence[str]) -> Settleme
             if digest and len(having) < len(others) and having:
                 first = index % len(having)  # so that members share the work of giving
                 holders[index] = tuple((having[first:] + having[:first])[:MAX_HOLDERS])
-    partial = tuple(sorted({name for peer in order for name in reports[peer].partial}))
-    return Settlement(digests, whole, holders, partial, len(whole) == len(order) and all(digests))
+    return Settlement(digests, whole, holders, len(whole) == len(order) and all(digests))
 
 
 class RepairSources:

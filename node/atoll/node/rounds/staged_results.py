@@ -147,7 +147,7 @@ class RoundResults:
             self._post_event(rt.Failed(exchange.round_id, str(error)))
             return
         nonce = os.urandom(NONCE_BYTES)  # not before all averages that this node gets are fixed
-        self._post_event(rt.ExchangeDone(exchange.round_id, held.digests, held.partial, held.verdicts, nonce))
+        self._post_event(rt.ExchangeDone(exchange.round_id, held.digests, held.verdicts, nonce))
         running = self._running
         if all(held.digests) and running is not None and running.exchange is exchange:
             running.making = self._background.begin(self._make(running))

@@ -141,14 +141,13 @@ class Frozen:
 
 @dataclass(frozen=True)
 class ExchangeDone:
-    """The exchange is over here: digests of the averaged parts (empty: missing), and who is only in some sums.
+    """The exchange is over here: digests of the averaged parts (empty: missing).
 
     `verdicts` are ours as a reducer, ordered by contributor. `nonce` is random, and told with them.
     """
 
     round_id: RoundId
     digests: tuple[bytes, ...]
-    partial: tuple[str, ...]
     verdicts: tuple[manifest_pb2.Verdict, ...]
     nonce: bytes = b""
 

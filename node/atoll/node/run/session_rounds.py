@@ -13,7 +13,8 @@ from atoll.core.round_id import RoundId
 from atoll.node.control.coordinator_link import CoordinatorLink
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.rounds import types as rt
-from atoll.node.rounds.engine import AveragingEngine, RoundCallbacks
+from atoll.node.rounds.callbacks import RoundCallbacks
+from atoll.node.rounds.engine import AveragingEngine
 from atoll.node.rounds.policy import policies
 from atoll.node.run.node_context import NodeContext
 from atoll.node.state.anchor import AnchorState

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from atoll.node.rounds.engine import RoundCounters
+from atoll.node.rounds.callbacks import RoundCounters
 from atoll.node.run.local_state import LocalState
 from atoll.node.run.route_membership import RouteMembership
 from atoll.node.trainer.messages import Loading, TrainerStatus

@@ -1,0 +1,36 @@
+"""Whom rounds tell of what happens, and what they count."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from atoll.core.manifest import Head
+from atoll.core.round_id import RoundId
+from atoll.node.rounds import types as rt
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import membership_pb2 as mb
+
+
+@dataclass
+class RoundCounters:
+    """What the rounds of this process cost."""
+
+    joined: int = 0  # exchanges started
+    committed: int = 0
+    witnessed: int = 0  # committed by the holders of layers that are not held here
+    abandoned: int = 0
+    left_out: int = 0  # committed rounds in which screening left our update out of some sums
+    bytes_fp32: int = 0  # what the joined exchanges would have sent in fp32
+
+
+@dataclass(frozen=True)
+class RoundCallbacks:
+    """Whom the engine tells. Called in the event loop; must not block."""
+
+    committed: Callable[[Head], None]
+    report: Callable[[mb.RoundReport], None]
+    evaluated: Callable[[mb.EvaluationReport], None]
+    ask_coordinator: Callable[[RoundId, bytes], Awaitable[rt.CoordinatorVote]]
+    plan_newer_than: Callable[[int], pb.Signed | None]  # the sealed plan, if ours is newer than that version
+    plan_shared: Callable[[pb.Signed], None]  # by a member: verify and take it

@@ -1,0 +1,86 @@
+"""Looks whether other members are ahead of this node, beside its rounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import timedelta
+
+from atoll.core import log
+from atoll.core.clock import Clock
+from atoll.core.errors import AtollError
+from atoll.core.manifest import Head
+from atoll.core.plan import Plan
+from atoll.node.state.catchup import fetch_manifest, newest_round
+from atoll.node.state.heads import is_valid_successor
+from atoll.node.system.background_tasks import BackgroundTasks
+from atoll.node.wire.transport import Network
+
+_TIMEOUT = timedelta(seconds=90)  # a long history may have to be followed
+_PAUSE_SECONDS = 1.0
+
+_log = log.get("rounds")
+
+
+class Lookout:
+    """Asks other members for their heads, one time after another."""
+
+    def __init__(
+        self,
+        network: Network,
+        operator_key: bytes,
+        clock: Clock,
+        background: BackgroundTasks,
+        behind: Callable[[str], None],
+    ) -> None:
+        """`behind` is told why this node has to catch up."""
+        self._network = network
+        self._operator_key = operator_key
+        self._clock = clock
+        self._background = background
+        self._behind = behind
+        self._looking = False
+        self._looked_at = clock.monotonic()
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Seconds since the last look, or the last change of the head."""
+        return self._clock.monotonic() - self._looked_at
+
+    def head_moved(self) -> None:
+        """This node has another head: there is no need to look for a while."""
+        self._looked_at = self._clock.monotonic()
+
+    def look(self, reason: str, plan: Plan, head: Head) -> None:
+        """A member says that others are ahead. Ask them: it may not be true."""
+        if not self._looking:
+            self._looking = True
+            self._background.begin(self._look(reason, plan, head))
+
+    async def _look(self, reason: str, plan: Plan, head: Head) -> None:
+        self.head_moved()
+        try:
+            async with asyncio.timeout(_TIMEOUT.total_seconds()):
+                ahead = await newest_round(self._network, plan, head, operator_key=self._operator_key)
+            if ahead > head.round or not plan.accepts(head):
+                self._behind(reason)
+            else:
+                await asyncio.sleep(_PAUSE_SECONDS)  # before the next such claim is looked at
+        except (TimeoutError, AtollError) as error:
+            _log.info("could not look ahead", reason=str(error))
+        finally:
+            self._looking = False
+
+    async def round_after(self, plan: Plan, before: Head) -> Head | None:
+        """The round after `before` with the votes that decided it, from any member that has it."""
+
+        async def one(peer: str) -> Head | None:
+            try:
+                after = await fetch_manifest(self._network, peer, plan.run_id, before.round + 1)
+            except AtollError:
+                return None
+            return after if is_valid_successor(plan, self._operator_key, before, after) else None
+
+        others = [peer for peer in plan.members if peer != self._network.peer_id]
+        answers = await asyncio.gather(*map(one, others))
+        return next((after for after in answers if after is not None), None)
