@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 
+from support.machine_exchange import nonce_of
 from support.machine_node import Node
 from support.machine_plans import POLICY
 from support.machine_world import World
@@ -88,7 +89,7 @@ class SizedSwarm(World):
                 for digest, reducer in zip(digests, reducers_of(start), strict=True)
             )
         node.parts[round_id], node.starts[round_id] = digests, start
-        self.feed(node.peer, rt.ExchangeDone(round_id, digests, verdicts))
+        self.feed(node.peer, rt.ExchangeDone(round_id, digests, verdicts, nonce_of(round_id, node.peer)))
 
 
 def reducers_of(start: dp.Start) -> Iterator[str]:

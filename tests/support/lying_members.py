@@ -52,6 +52,6 @@ def is_sketches(protocol: str, frame: Frame) -> bool:
 
 
 def turned_sketches(frame: Frame) -> Frame:
-    """Sketches of what was not sent."""
+    """Sketches of what was not sent, of a size that might have been."""
     values = torch.frombuffer(bytearray(frame.body), dtype=torch.float32)
-    return Frame(frame.kind, frame.header, (-9 * values).numpy().tobytes())
+    return Frame(frame.kind, frame.header, (-3 * values).numpy().tobytes())

@@ -80,6 +80,11 @@ def _odd(round_id: RoundId, start: dp.Start) -> str:
     return contributors[drawn[1] % len(contributors)] if screened else ""
 
 
+def nonce_of(round_id: RoundId, peer: str) -> bytes:
+    """What a holder tells with its parts."""
+    return hashlib.sha256(f"{round_id.key}/{peer}".encode()).digest()[:16]
+
+
 def outer_step(round_id: RoundId, digests: tuple[bytes, ...]) -> bytes:
     """The digest of the state that follows from these parts."""
     return hashlib.sha256(round_id.key.encode() + b"".join(digests)).digest()

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from support.machine_clock import VirtualClock
-from support.machine_exchange import Exchanges, outer_step
+from support.machine_exchange import Exchanges, nonce_of, outer_step
 from support.machine_invariants import InvariantChecker, Violation
 from support.machine_network import Network
 from support.machine_node import Disk, Node, Snapshot
@@ -311,7 +311,7 @@ class World(VirtualClock):
     def _end_exchange(self, node: Node, round_id: RoundId, start: dp.Start) -> None:
         digests, verdicts = self._exchanges.parts(round_id, node.peer, start)
         node.parts[round_id], node.starts[round_id] = digests, start
-        self.feed(node.peer, rt.ExchangeDone(round_id, digests, verdicts))
+        self.feed(node.peer, rt.ExchangeDone(round_id, digests, verdicts, nonce_of(round_id, node.peer)))
 
     def _complete(self, node: Node, round_id: RoundId, settle: dp.Settle) -> None:
         if round_id not in node.parts:

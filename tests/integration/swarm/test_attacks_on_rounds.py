@@ -236,7 +236,7 @@ def test_an_average_that_no_optimiser_can_reach_is_refused_when_it_arrives(
         swarm = Swarm(WEIGHTS, "fp32", screening=True)
         await swarm.run()
         for peer in WEIGHTS.keys() - {"b"}:
-            assert list(swarm.held[peer].faults) == list(swarm.exchanges[peer].refused_reducers) == ["b"]
+            assert list(swarm.held[peer].faults) == ["b"]
             assert not any(swarm.held[peer].digests[index] for index in swarm.parts_of("b"))
         await swarm.close()
 
@@ -283,29 +283,29 @@ def test_honest_members_find_nothing() -> None:
 def test_a_contributor_whose_sketches_are_false_is_named_beside_every_reducer() -> None:
     async def turned(passage: FrameInTransit) -> Frame:
         frame = passage.frame
-        lies = passage.sender == "c" and is_sketches(passage.protocol, frame)
+        lies = passage.sender == "e" and is_sketches(passage.protocol, frame)
         return turned_sketches(frame) if lies else frame
 
     async def scene() -> None:
         swarm, found = await audited(fault=turned)
-        for peer in WEIGHTS.keys() - {"c"}:
-            others = WEIGHTS.keys() - {peer, "c"}
-            assert {(it.reducer, it.contributor) for it in found[peer]} == {(other, "c") for other in others}
+        for peer in WEIGHTS.keys() - {"e"}:
+            others = WEIGHTS.keys() - {peer, "e"}
+            assert {(it.reducer, it.contributor) for it in found[peer]} == {(other, "e") for other in others}
         await swarm.close()
 
     run_virtually(scene())
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "named"),
     [
-        lambda frame: Frame(frame.kind, frame.header, bytes(frame.body)[:-4]),
-        lambda frame: Frame(frame.kind, frame.header, b"\xff" * len(frame.body)),
-        lambda frame: None,
+        (lambda frame: Frame(frame.kind, frame.header, bytes(frame.body)[:-4]), True),
+        (lambda frame: Frame(frame.kind, frame.header, b"\xff" * len(frame.body)), True),
+        (lambda frame: None, False),
     ],
     ids=["a size that is not due", "NaN", "silence"],
 )
-def test_sketches_that_are_none_are_as_good_as_silence(change: Callable[[Frame], Frame | None]) -> None:
+def test_sketches_that_are_none_are_as_good_as_silence(change: Callable[[Frame], Frame | None], named: bool) -> None:
     async def broken(passage: FrameInTransit) -> Frame | None:
         frame = passage.frame
         lies = passage.sender == "c" and is_sketches(passage.protocol, frame)
@@ -315,6 +315,7 @@ def test_sketches_that_are_none_are_as_good_as_silence(change: Callable[[Frame],
         swarm, found = await audited(fault=broken)
         assert set(found.values()) == {()}
         swarm.assert_nobody_blamed_but("c")
+        assert all(("c" in swarm.exchanges[peer].faults) is named for peer in WEIGHTS.keys() - {"c"})
         await swarm.close()
 
     run_virtually(scene())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -37,6 +37,10 @@ OFFSETS = (0, ELEMENTS // 2, ELEMENTS)
 WHOLE = Fragment(0, 0, 2, 0, ELEMENTS)
 PATIENCE = 30.0
 START = start_message(dict.fromkeys(PEERS, 1), "fp32")
+
+
+def settled(digests: Sequence[bytes]) -> dp.Settle:
+    return dp.Settle(present=PEERS, digests=digests, nonces=[bytes(16)] * len(PEERS))
 
 
 def genesis(state: AnchorState) -> Head:
@@ -112,7 +116,7 @@ async def test_the_state_is_made_once_and_before_the_word_that_settles_it(finish
     digests = await trio.average()
     await eventually(lambda: len(finishes) == len(PEERS))
     for peer in PEERS:
-        trio.results[peer].complete(ROUND, dp.Settle(digests=digests), PATIENCE)
+        trio.results[peer].complete(ROUND, settled(digests), PATIENCE)
     staged = [await trio.next(peer, rt.Staged) for peer in PEERS]
     mean_E = sum(trio.vectors[peer] * (1 / 3) for peer in PEERS)
     assert all(it.layers == trio.layers_of(mean_E) for it in staged)
@@ -124,9 +128,9 @@ async def test_what_was_settled_otherwise_is_the_state(finishes: list[OuterStepB
     trio = Trio()
     digests = await trio.average()
     await eventually(lambda: len(finishes) == len(PEERS))
-    settled = [b"", *digests[1:]]
+    mended = [b"", *digests[1:]]
     for peer in PEERS:
-        trio.results[peer].complete(ROUND, dp.Settle(digests=settled), PATIENCE)
+        trio.results[peer].complete(ROUND, settled(mended), PATIENCE)
     staged = [await trio.next(peer, rt.Staged) for peer in PEERS]
     mean_E = sum(trio.vectors[peer] * (1 / 3) for peer in PEERS)
     mean_E[:PART] = 0.0
@@ -147,8 +151,8 @@ async def test_a_word_that_comes_while_the_state_is_made_waits_for_that_or_makes
     monkeypatch.setattr(OuterStepBuilder, "finish", held_up)
     trio = Trio()
     digests = await trio.average()
-    trio.results["a"].complete(ROUND, dp.Settle(digests=digests), PATIENCE)
-    trio.results["b"].complete(ROUND, dp.Settle(digests=[b"", *digests[1:]]), PATIENCE)
+    trio.results["a"].complete(ROUND, settled(digests), PATIENCE)
+    trio.results["b"].complete(ROUND, settled([b"", *digests[1:]]), PATIENCE)
     await asyncio.sleep(0.05)
     assert trio.told["a"].empty()
     assert trio.told["b"].empty()
@@ -174,7 +178,7 @@ async def test_a_state_that_could_not_be_made_before_the_word_is_made_after_it(m
     trio = Trio()
     digests = await trio.average()
     await eventually(lambda: len(failed) == len(PEERS))
-    trio.results["a"].complete(ROUND, dp.Settle(digests=digests), PATIENCE)
+    trio.results["a"].complete(ROUND, settled(digests), PATIENCE)
     mean_E = sum(trio.vectors[peer] * (1 / 3) for peer in PEERS)
     assert (await trio.next("a", rt.Staged)).layers == trio.layers_of(mean_E)
     await trio.close()

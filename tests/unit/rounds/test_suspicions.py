@@ -74,17 +74,17 @@ def start_without(poor: frozenset[str]) -> tuple[dp.Start, dict[str, dp.Ready]]:
 
 
 @given(st.sets(st.sampled_from(PEERS)))
-def test_at_least_half_of_the_holders_reduce_and_all_members_accept_that(poor: set[str]) -> None:
+def test_a_quarter_of_the_holders_is_kept_from_reducing_at_most_and_all_members_accept_that(poor: set[str]) -> None:
     start, ready = start_without(frozenset(poor))
     reducing = {piece.reducer for piece in start.partition}
-    assert 2 * len(reducing) >= len(PEERS)
-    assert len(reducing & poor) == max(0, len(poor) - len(PEERS) // 2)
+    assert len(reducing) >= len(PEERS) - 1
+    assert len(reducing & poor) == max(0, len(poor) - 1)
     assert start.partition[-1].end == start.elements
     for peer in PEERS:
         check_start(POLICY, make_plan(PEERS), NUMBER, ready[peer], peer, start)
 
 
-@pytest.mark.parametrize("places", [[0, 1, 2], [7], [1, 1]])
+@pytest.mark.parametrize("places", [[0, 1], [7], [1, 1]])
 def test_a_start_that_keeps_too_many_from_reducing_is_refused(places: list[int]) -> None:
     start, ready = start_without(frozenset())
     del start.not_reducing[:]

@@ -140,6 +140,7 @@ def waiting_witness(present: Sequence[str] = PEERS) -> tuple[RoundMachine, str]:
         present=[item.peer_id for item in start.contributions if item.peer_id in present],
         as_reported=True,
         deadline_ms=4000,
+        nonces=[bytes(16) if it.weight and it.peer_id != opener else b"" for it in start.contributions],
     )
     machine.step(rt.Received(opener, dp.RoundMessage(settle=settle)), 0.3)
     assert machine.phase is rt.Phase.AWAITING_COMMIT

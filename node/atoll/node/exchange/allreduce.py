@@ -94,7 +94,6 @@ class Exchange:
         """
         self.round_id = RoundId.from_proto(start.round)
         self.faults: dict[str, str] = {}  # peer → a sentence
-        self.refused_reducers: dict[str, str] = {}  # reducer → what was wrong with its averages
         self._me = network.peer_id
         self._network = network
         self._contribution_E = contribution_E  # fp32 [E], read only
@@ -198,7 +197,7 @@ class Exchange:
     def drop_sink(self) -> None:
         """Stop passing the average to the sink; still serves members that lack parts.
 
-        The contribution may change from now on, so no more sketches of it are given.
+        The contribution may change from now on, so no more sketches are made of it.
         """
         self._average.drop_sink()
         self._auditor.close()
@@ -314,7 +313,6 @@ class Exchange:
     def _reducer_lost(self, share: ReducerShare, error: AtollError) -> None:
         _log.info("reducer dropped", peer=share.reducer, reason=str(error))
         if isinstance(error, PeerMisbehaved):
-            self.refused_reducers[share.reducer] = str(error)
             self._fault(share.reducer, str(error))
 
     def _is_silent(self, peer: str) -> bool:

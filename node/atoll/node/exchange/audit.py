@@ -39,6 +39,9 @@ _MIN_AUDITED = 2  # parts of a reducer
 _SIZE_SLACK = 1.6  # χ²₁₂₈ exceeds 128 · 1.6² with a probability below 10⁻¹²
 _ERROR_SLACK = 1.5  # rounding errors may be larger than is usual, and those of contributions than the average's
 _SIGMAS = 6.0
+_CHANCE_SIGMAS = 4.0  # unrelated vectors have a cosine of so many 1/√E at most
+_LEAST_SCALED = 0.3  # a contribution that is scaled down has the largest norm that is let in, or nearly
+_TINY = 1e-30
 _LEAST_COSINE = 0.1  # an honest contribution may point against the others by so much
 _MAX_UNKNOWN = 0.5  # of the weight; direction is not judged above it
 
@@ -60,8 +63,8 @@ CODEC_NOISE = {
     "bf16": CodecNoise(0.01),
     "fp16": CodecNoise(0.01, absolute=6e-8),
     "int8": CodecNoise(0.03),
-    "int4": CodecNoise(0.3),
-    "int2": CodecNoise(0.6, shrinking=0.25),
+    "int4": CodecNoise(0.5),
+    "int2": CodecNoise(0.95, shrinking=0.9),  # of blocks with few large values, little is left
 }
 
 
@@ -112,7 +115,7 @@ class Finding:
     """Averages of a reducer do not match what contributors say that they sent."""
 
     reason: str
-    witness: int | None  # place of the one contributor whose word alone contradicts the reducer; None: several do
+    witness: int | None  # place of the contributor without whose word they match best; None: no one word explains it
 
 
 Verdicts = Mapping[int, manifest_pb2.Verdict]
@@ -142,48 +145,72 @@ def judge(parts: Sequence[AuditedPart], evidence: Evidence) -> Finding | None:
     """Whether these averages of one reducer cannot be what it says they are.
 
     A contributor may lie, too: about what it sent. If the averages fit as soon as one contributor's word is not
-    believed, either of the two lies.
+    believed, that contributor or the reducer lies.
     """
-    reason = _contradiction(parts, evidence)
-    if not reason:
+    found = _examine(parts, evidence)
+    if not found.reason:
         return None
-    alone = [place for place in evidence.sketches if not _contradiction(parts, evidence.without(place))]
-    return Finding(reason, alone[0] if len(alone) == 1 else None)
+    without = {place: _examine(parts, evidence.without(place)) for place in evidence.sketches}
+    explained = [place for place, other in without.items() if not other.reason]
+    return Finding(found.reason, min(explained, key=lambda place: without[place].excess, default=None))
 
 
-def _contradiction(parts: Sequence[AuditedPart], evidence: Evidence) -> str:
-    """Why the averages cannot be the sums; empty if they can."""
-    noise, direction = CODEC_NOISE[evidence.codec], _Direction()
+@dataclass(frozen=True)
+class _Examination:
+    reason: str  # why the averages cannot be the sums; empty if they can
+    excess: float  # the largest ratio of a difference to what is allowed
+
+
+def _examine(parts: Sequence[AuditedPart], evidence: Evidence) -> _Examination:
+    direction, excess = _Direction(), 0.0
     for part in parts:
         sums = _Sums(part, evidence)
         if not sums.shares:
-            return f"part {part.index} has an average to which nobody contributed"
-        rounding = 2 * noise.absolute * math.sqrt(part.elements)
-        relative = min(noise.relative, _ERROR_SLACK * part.usual_error / max(sums.average, 1e-30))
-        coding = relative * (sums.norm + sums.hidden + sums.spread) + rounding
-        allowed = _SIZE_SLACK * (sums.hidden + coding)
-        if not sums.rest <= allowed:  # also if it is not finite
-            return (
-                f"the average of part {part.index} differs by {sums.rest:.2g} from what was sent; "
-                f"{allowed:.2g} can be explained"
+            return _Examination(f"part {part.index} has an average to which nobody contributed", math.inf)
+        if sums.strange_factor is not None:
+            return _Examination(
+                f"part {part.index} scales contribution {sums.strange_factor} to almost nothing", math.inf
             )
+        rounding = _Rounding(part, sums, CODEC_NOISE[evidence.codec])
+        allowed = _SIZE_SLACK * (sums.hidden + rounding.norm)
+        if not sums.rest <= allowed:  # also if it is not finite
+            told = f"{sums.rest:.2g} from what was sent; {allowed:.2g} can be explained"
+            return _Examination(f"the average of part {part.index} differs by {told}", math.inf)
+        excess = max(excess, sums.rest / allowed if allowed > 0 else 0.0)
         if sums.unknown_share <= _MAX_UNKNOWN and sums.several_known:
-            opposed = noise.shrinking * sums.norm + _LEAST_COSINE * (sums.usual + sums.spread) + rounding
-            direction.add(sums, opposed)
-    return direction.contradiction()
+            cosine = _LEAST_COSINE + _CHANCE_SIGMAS / math.sqrt(part.elements)
+            direction.add(sums, cosine * (sums.usual + sums.spread) + rounding.against)
+    reason = direction.contradiction()
+    return _Examination(reason, math.inf if reason else excess)
+
+
+class _Rounding:
+    """What the codec may have done to an average and to the contributions in it."""
+
+    def __init__(self, part: AuditedPart, sums: _Sums, noise: CodecNoise) -> None:
+        relative = min(noise.relative, _ERROR_SLACK * part.usual_error / max(sums.average, _TINY))
+        absolute = 2 * noise.absolute * math.sqrt(part.elements)
+        self.norm = relative * (sums.norm + sums.hidden + sums.spread) + absolute
+        self.against = max(noise.shrinking, relative**2) * sums.norm + absolute
 
 
 class _Sums:
     """The sketches of one part, added up."""
 
     def __init__(self, part: AuditedPart, evidence: Evidence) -> None:
+        self._part, self._evidence = part, evidence
         weights = evidence.weights
         counted = [place for place, factor in enumerate(part.factors) if factor > 0 and weights[place] > 0]
         total = sum(weights[place] for place in counted)
-        known = [place for place in counted if part.index in evidence.sketches.get(place, ())]
         told = {place: it[part.index].double() for place, it in evidence.sketches.items() if part.index in it}
+        norms = {place: float(sketch.norm()) for place, sketch in told.items()}  # of those not in the sum, too
+        bounds = {place: _norm_bound(place, norms, part.elements, evidence) for place in counted}
+        known = [  # who tells of more than screening lets in is not believed
+            place
+            for place in counted
+            if place in told and part.factors[place] * norms[place] <= _SIZE_SLACK * bounds[place]
+        ]
         given = {place: told[place] for place in known}
-        norms = [float(sketch.norm()) for sketch in told.values()]  # of those that are not in the sum, too
         self.shares = {place: weights[place] / total for place in counted}
         self.sum_B = torch.zeros(BUCKETS, dtype=torch.float64)  # T
         for place, sketch in given.items():
@@ -193,16 +220,24 @@ class _Sums:
         self.average = float(part.average.double().norm())
         self.several_known = sum(bool(sketch.any()) for sketch in given.values()) >= 2
         unknown = [place for place in counted if place not in given]
-        known_tokens = [evidence.tokens[place] for place in told]
-        bounds = {
-            place: _norm_bound(norms, known_tokens, evidence.tokens[place], part.elements, evidence.screen)
-            for place in unknown
-        }
         self.unknown_share = sum(self.shares[place] for place in unknown)
-        self.usual = self.unknown_share * max(norms, default=0.0)
-        self.hidden = sum(self.shares[place] * bound for place, bound in bounds.items())  # may be in the sum, unseen
-        scaled = {place: self.shares[place] * part.factors[place] for place in known}
-        self.spread = math.hypot(*(scaled[place] * float(given[place].norm()) for place in known))
+        self.usual = self.unknown_share * max(norms.values(), default=0.0)
+        self.hidden = sum(self.shares[place] * bounds[place] for place in unknown)  # may be in the sum, unseen
+        scaled = {place: part.factors[place] * norms[place] for place in known}
+        self.spread = math.hypot(*(self.shares[place] * scaled[place] for place in known))
+        self.strange_factor = next((place for place in known if self._is_strange(place, scaled, norms)), None)
+
+    def _is_strange(self, place: int, scaled: Mapping[int, float], norms: Mapping[int, float]) -> bool:
+        """Whether a contribution was scaled down far below what screening lets in."""
+        part, evidence = self._part, self._evidence
+        if part.factors[place] == 1 or evidence.screen is None:
+            return False
+        least = _norm_bound(place, norms, part.elements, evidence, least=True)
+        contributors = sum(weight > 0 for weight in evidence.weights)
+        minority = 2 * sum(0 < factor < 1 for factor in part.factors) < contributors
+        if not minority:  # so many are scaled by the optimiser's bound only
+            least = largest_norm(evidence.tokens[place], part.elements, evidence.screen)
+        return scaled[place] < _LEAST_SCALED * least
 
 
 class _Direction:
@@ -225,9 +260,15 @@ class _Direction:
 
 
 def _norm_bound(
-    norms: Sequence[float], tokens: Sequence[int], own_tokens: int, elements: int, screen: Screen | None
+    place: int, norms: Mapping[int, float], elements: int, evidence: Evidence, *, least: bool = False
 ) -> float:
-    """The largest norm that screening lets in, of a contribution with `own_tokens` beside those that are known."""
-    if screen is None:
-        return math.inf
-    return min(largest_norm(own_tokens, elements, screen), usual_norm_bound(norms, tokens, own_tokens))
+    """The norm to which screening limits a contribution: the largest that it can be, or the `least`.
+
+    `norms` are those that are known, by place; the reducer's own is not.
+    """
+    if evidence.screen is None:
+        return 0.0 if least else math.inf
+    own, tokens = evidence.tokens[place], [evidence.tokens[it] for it in norms]
+    unknown = [count for it, count in enumerate(evidence.tokens) if count > 0 and it not in norms]
+    usual = usual_norm_bound(list(norms.values()), tokens, unknown, own, least=least)
+    return min(largest_norm(own, elements, evidence.screen), usual)

@@ -49,7 +49,7 @@ _log = log.get("audit")
 class Dispute:
     """Averages that do not match what contributors say that they sent."""
 
-    reducer: str | None  # None: it sent other bytes to this node, or none, so somebody else may have made them up
+    reducer: str | None  # None: it sent other bytes to this node, so somebody else may have made these up
     contributor: str | None  # the one whose word alone contradicts the reducer: one of the two lies
     reason: str
 
@@ -89,11 +89,11 @@ class Auditor:
         self._weigh = weigh
         self._me = network.peer_id
         self._requests: Counter[str] = Counter()
-        self._sketched: dict[bytes, dict[int, Tensor]] = {}  # by seed: this node's own sketches
+        self._sketching: dict[bytes, asyncio.Task[dict[int, Tensor]]] = {}  # by seed: this node's own sketches
         self._closed = False
 
     def close(self) -> None:
-        """The contribution is about to change: sketches of it are refused from now on."""
+        """The contribution is about to change: no more sketches are made of it. Earlier ones are still given."""
         self._closed = True
 
     # --- what others ask ---------------------------------------------------------------------------
@@ -112,11 +112,11 @@ class Auditor:
 
     async def _own_sketches(self, seed: bytes) -> dict[int, Tensor]:
         """Sketches of this node's contribution to the drawn parts, without those that it reduces itself."""
-        if seed not in self._sketched:
+        if seed not in self._sketching:
             indices = self._due(self._me, draw_parts(seed, self._average.reducer_shares))
-            sketches = await self._average.compute(self._sketch_contribution, seed, indices)
-            self._sketched = {**dict(list(self._sketched.items())[-1:]), seed: sketches}
-        return self._sketched[seed]
+            making = asyncio.create_task(self._average.compute(self._sketch_contribution, seed, indices))
+            self._sketching = {**dict(list(self._sketching.items())[-1:]), seed: making}
+        return await asyncio.shield(self._sketching[seed])
 
     def _sketch_contribution(self, seed: bytes, indices: Sequence[int]) -> dict[int, Tensor]:
         sketcher, values_E = self._sketcher(seed), self._contribution()
@@ -150,9 +150,16 @@ class Auditor:
         """
         drawn = draw_parts(seed, self._average.reducer_shares)
         places = {peer: place for place, peer in enumerate(self._tokens)}
-        averages = asyncio.create_task(self._average.compute(self._sketch_averages, seed, drawn))
-        answers = await asyncio.gather(*(self._sketches_of(peer, seed, drawn, timeout) for peer in asked))
-        parts = await averages
+        asking = asyncio.gather(*(self._sketches_of(peer, seed, drawn, timeout) for peer in asked))
+        try:
+            parts = await self._average.compute(self._sketch_averages, seed, drawn)
+            answers = await asking
+        finally:
+            asking.cancel()
+        told = [peer for peer, it in zip(asked, answers, strict=True) if it or not self._due(peer, drawn)]
+        known = sum(self._tokens[peer] for peer in told)
+        if 2 * known < sum(self._tokens.values()):
+            raise RoundAbandoned("too few contributors told what they sent to audit the sums")
         evidence = Evidence(
             sketches={places[peer]: it for peer, it in zip(asked, answers, strict=True) if it},
             tokens=list(self._tokens.values()),
@@ -174,9 +181,14 @@ class Auditor:
             finding = Finding(said, None) if said else judge(audited, own)
             if finding is not None:
                 contributor = None if finding.witness is None else peers[finding.witness]
-                sent = all(self._from_reducers.get(it.index) == self._average.digest(it.index) for it in audited)
+                sent = all(self._is_from_reducer(it.index) for it in audited)
                 disputes.append(Dispute(reducer if sent else None, contributor, finding.reason))
         return tuple(disputes)
+
+    def _is_from_reducer(self, index: int) -> bool:
+        """Whether the reducer did not send this node other bytes than the settled ones."""
+        settled = self._average.digest(index)
+        return self._from_reducers.get(index, settled) == settled
 
     def _sketch_averages(self, seed: bytes, drawn: Mapping[str, Sequence[int]]) -> dict[str, list[AuditedPart]]:
         sketcher, everyone = self._sketcher(seed), [float(count > 0) for count in self._tokens.values()]

@@ -115,23 +115,28 @@ def largest_norm(tokens: int, elements: int, screen: Screen) -> float:
     return MAX_NORM_RATIO * screen.max_change_per_token * math.sqrt(elements) * tokens
 
 
-def usual_norm_bound(norms: Sequence[float], tokens: Sequence[int], own_tokens: int) -> float:
-    """The largest norm that screening lets in, of a contribution with `own_tokens` whose norm is not known.
+def usual_norm_bound(
+    norms: Sequence[float], tokens: Sequence[int], unknown: Sequence[int], own_tokens: int, *, least: bool = False
+) -> float:
+    """The norm to which all contributions limit one with `own_tokens`, if only some norms are known.
 
-    `norms` and `tokens` are of all others. Infinite if fewer than two of them are nonzero, because two contributions
-    are not compared. Whatever the unknown norm is, the usual norm is at most that of the next higher place.
+    - `norms`, `tokens`: of the contributions that are known.
+    - `unknown`: tokens of the others, which may have any norm.
+    - `least`: the smallest that the limit can be; else the largest.
     """
     nonzero = [(norm, count) for norm, count in zip(norms, tokens, strict=True) if norm > 0]
-    if len(nonzero) < MIN_CONTRIBUTIONS - 1:
-        return math.inf
+    total = len(nonzero) + len(unknown)
+    place = total // 2 - (len(unknown) if least else 0)  # the unknown ones are all above the known ones, or below
+    if total < MIN_CONTRIBUTIONS or not 0 <= place < len(nonzero):
+        return 0.0 if least else math.inf
     smallest, usual, largest = NORM_EXPONENTS
-    counts, place = sorted(count for _, count in nonzero), min(len(nonzero) - 1, (len(nonzero) + 1) // 2)
+    counts, first = sorted([*(count for _, count in nonzero), *unknown]), len(nonzero) // 2
     bounds: list[float] = []
-    for middle in {own_tokens, counts[place], counts[(len(counts) - 1) // 2]}:  # the median is one of these
+    for middle in {*counts[first : first + len(unknown) + 1]}:  # the median of those that are not zero is one of these
         norm = sorted(norm / (count / middle) ** usual for norm, count in nonzero)[place]
         relative = own_tokens / middle
         bounds.append(float(MAX_NORM_RATIO * norm * max(relative**smallest, relative**largest)))
-    return max(bounds)
+    return min(bounds) if least else max(bounds)
 
 
 def _limits(norms_n: Tensor, tokens_n: Tensor, elements: int, max_change_per_token: float) -> Tensor:

@@ -42,7 +42,7 @@ def build_start(
 ) -> dp.Start:
     """What the opener sends to all: who answered, weights frozen at min(tokens, cap), the partition by the plan's caps.
 
-    `poor_reducers` shall sum nothing. At least half of the holders do.
+    `poor_reducers` shall sum nothing: a quarter of the holders at most, but one of few.
     Who does not hold the fragment brings nothing and reduces nothing: it is a witness, which only decides. Tokens count
     towards the run up to the same cap, so that no single claim can end it.
     """
@@ -50,7 +50,7 @@ def build_start(
     fragment = policy.fragment_of(round_id.number)
     holders = plan.holders(fragment.layers)
     reducers = [peer for peer in members if peer in holders]
-    kept_out = [peer for peer in reducers if peer in poor_reducers][: len(reducers) // 2]
+    kept_out = [peer for peer in reducers if peer in poor_reducers][: _most_kept_out(reducers)]
     ranges = _ranges(fragment.elements, plan, [peer for peer in reducers if peer not in kept_out])
     contributions = [
         manifest_pb2.Contribution(
@@ -98,8 +98,12 @@ def check_start(policy: RoundPolicy, plan: Plan, round_id: RoundId, mine: dp.Rea
         raise PeerMisbehaved("Start names another codec than the run spec")
     reducers = [peer for peer in members if peer in holders]
     kept_out = {members[place] for place in start.not_reducing if place < len(members)}
-    if len(kept_out) != len(start.not_reducing) or not kept_out <= set(reducers) or 2 * len(kept_out) > len(reducers):
-        raise PeerMisbehaved("Start keeps more than half of the holders from reducing, or members that hold nothing")
+    if (
+        len(kept_out) != len(start.not_reducing)
+        or not kept_out <= set(reducers)
+        or len(kept_out) > _most_kept_out(reducers)
+    ):
+        raise PeerMisbehaved("Start keeps too many holders from reducing, or members that hold nothing")
     ranges = _ranges(fragment.elements, plan, [peer for peer in reducers if peer not in kept_out])
     if start.elements != fragment.elements or list(start.partition) != _to_proto(ranges):
         raise PeerMisbehaved("Start cuts the vector otherwise than the plan's caps do")
@@ -124,6 +128,21 @@ def check_verdicts(start: dp.Start, verdicts: Sequence[manifest_pb2.Verdict], sa
     require_valid_verdicts(verdicts, weights, parts_total(start), lambda place: parts.get(members[place], 0))
 
 
+def check_nonces(start: dp.Start, settle: dp.Settle, opener: str) -> None:
+    """Raise `PeerMisbehaved` unless `settle` has the nonce of each contributor that is present, but for the opener's.
+
+    The opener could choose its own when it knows all others, and with it the parts that audits draw.
+    """
+    if len(settle.nonces) != len(start.contributions) or {*map(len, settle.nonces)} - {0, NONCE_BYTES}:
+        raise PeerMisbehaved("Settle does not have one nonce, or none, for each member")
+    present = set(settle.present)
+    for item, nonce in zip(start.contributions, settle.nonces, strict=True):
+        if item.peer_id == opener and nonce:
+            raise PeerMisbehaved("Settle has a nonce of its opener")
+        if item.peer_id in present - {opener} and item.weight and not nonce:
+            raise PeerMisbehaved(f"Settle leaves out the nonce of {item.peer_id}, which contributed and is present")
+
+
 def check_settle(start: dp.Start, settle: dp.Settle, *, holds_parts: bool) -> None:
     """Raise `PeerMisbehaved` unless `settle` can be the end of this exchange; for a witness it names no parts."""
     members = [item.peer_id for item in start.contributions]
@@ -131,8 +150,6 @@ def check_settle(start: dp.Start, settle: dp.Settle, *, holds_parts: bool) -> No
     if not present or present != [peer for peer in members if peer in set(present)]:
         raise PeerMisbehaved("Settle names nobody, or members that Start does not, or in another order")
     check_verdicts(start, settle.verdicts)
-    if len(settle.nonces) > len(members) or any(len(nonce) not in (0, NONCE_BYTES) for nonce in settle.nonces):
-        raise PeerMisbehaved("Settle has more nonces than members, or one of a wrong size")
     if 0 < parts_total(start) <= settle.parts_zeroed:  # a fragment of which nothing is trained has no parts
         raise PeerMisbehaved("Settle gives up every part")
     if not holds_parts:
@@ -350,6 +367,11 @@ def _with_first_leases(head: Head, plan: Plan, round_samples: int) -> DataPositi
             lease = min(round_samples, first_lease_samples(round_samples, drivers, turns))
             holdings[peer], cursor = ((cursor, cursor + lease),), cursor + lease
     return DataPosition(cursor, data.returned, holdings) if cursor > data.cursor else data
+
+
+def _most_kept_out(reducers: Sequence[str]) -> int:
+    """How many holders an opener may keep from reducing; a liar that opens must not choose who reduces."""
+    return max(len(reducers) // 4, min(1, len(reducers) // 2))
 
 
 def _parts_in(piece: dp.PartRange, elements: int) -> int:

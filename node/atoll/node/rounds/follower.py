@@ -18,6 +18,7 @@ from atoll.core.round_id import RoundId
 from atoll.core.verdicts import strip_unknown_verdict_fields
 from atoll.node.rounds.decide import (
     check_attested,
+    check_nonces,
     check_payload,
     check_settle,
     check_start,
@@ -168,6 +169,7 @@ class Follower:
         """Which parts are the round's; the first word counts. It may come before our own exchange is over."""
         if self._settle is None:
             assert self._start is not None
+            check_nonces(self._start, message, self.opener)
             check_settle(self._start, message, holds_parts=not (message.as_reported or self.is_witness))
             self._settle = dp.Settle()
             self._settle.CopyFrom(message)  # an opener that follows itself sends the same message to others
@@ -197,7 +199,7 @@ class Follower:
         if ours != self._verdicts and (ours or self.me in self._settle.present):
             raise PeerMisbehaved("Settle does not repeat the verdicts that we reported")
         nonce = b"".join(self._settle.nonces[place : place + 1])
-        if nonce != self._nonce and (nonce or self.me in self._settle.present):
+        if self.me != self.opener and nonce != self._nonce and (nonce or self.me in self._settle.present):
             raise PeerMisbehaved("Settle does not repeat the nonce that we reported")
         self.phase = Phase.STAGING
         self.out.append(Complete(self.round_id, self._settle, seconds))

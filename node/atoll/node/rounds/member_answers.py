@@ -89,7 +89,7 @@ class MemberAnswers:
         assert self.start is not None
         try:
             check_report(peer, report, parts_total(self.start) if peer in self.holding else 0)
-            if len(report.nonce) not in (0, NONCE_BYTES):
+            if len(report.nonce) != (NONCE_BYTES if peer in self.holding else 0):
                 raise PeerMisbehaved(f"{peer} reports a nonce of {len(report.nonce)} bytes")
             check_verdicts(self.start, report.verdicts, said_by=peer)
         except PeerMisbehaved as error:

@@ -275,7 +275,7 @@ class Opener:
             ),
             as_reported=True,
             parts_zeroed=sum(not digest for digest in digests),
-            nonces=[self.answers.parts[peer].nonce if peer in there else b"" for peer in self.answers.members],
+            nonces=[self._nonce_of(peer) for peer in self.answers.members],
         )
         whole = dp.Settle()
         whole.CopyFrom(as_reported)
@@ -292,6 +292,11 @@ class Opener:
         agreeing = set(settled.whole) | (set(self.answers.members) - self.answers.holding)
         self._tell(agreeing, dp.RoundMessage(settle=as_reported))
         self._tell(set(self.answers.members) - agreeing, dp.RoundMessage(settle=whole))
+
+    def _nonce_of(self, peer: str) -> bytes:
+        """The nonce that a member told; none of the opener, who could choose it when it knows all others."""
+        parts, opener = self.answers.parts.get(peer), self.round_id.opener(self.answers.plan.openers(self.answers.head))
+        return parts.nonce if parts is not None and peer != opener else b""
 
     def _learn(self, *, far: bool = True, failed: bool = False) -> None:
         """How long this stage took for nearly all. `far`: those who answered did not lack time themselves.

@@ -37,7 +37,7 @@ from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
 _STALL = 0.25  # of an exchange's time without a due frame: then a peer is given up for it
-_AUDIT = 0.5  # of the time for a result: for answers of contributors
+_AUDIT = 0.2  # of the time for a result: for answers of contributors
 _MOST_THREADS = 8
 _ENDING_SECONDS = 5.0  # it was cancelled
 
@@ -167,8 +167,9 @@ class RoundResults:
             sources = RepairSources(running.start, settle)
             changed = await running.exchange.repair(tuple(settle.digests), sources, timedelta(seconds=seconds))
         except RoundAbandoned as error:
-            refused = running.exchange.refused_reducers.items()  # nobody else may have their parts
-            disputes = tuple(Dispute(reducer, None, reason) for reducer, reason in refused)
+            reducers = {piece.reducer for piece in running.start.partition}
+            faults = running.exchange.faults.items()  # nobody else may have the parts of those reducers
+            disputes = tuple(Dispute(peer, None, reason) for peer, reason in faults if peer in reducers)
             self._post_event(rt.Failed(round_id, str(error), disputes))
             return
         staged, sums_fit = await asyncio.gather(self._result(running, changed), self._audit(running, settle, seconds))
@@ -186,8 +187,12 @@ class RoundResults:
         """Whether the settled averages can be the sums of what members say that they sent; else the attempt fails."""
         exchange = running.exchange
         seed = hashlib.sha256(str(exchange.round_id).encode() + b"".join([*settle.digests, *settle.nonces])).digest()
-        told = zip(running.start.contributions, settle.nonces, strict=False)
-        asked = [item.peer_id for item, nonce in told if nonce]
+        present = set(settle.present)
+        asked = [
+            item.peer_id
+            for item, nonce in zip(running.start.contributions, settle.nonces, strict=True)
+            if item.weight and (nonce or item.peer_id in present)
+        ]
         try:
             disputes = await exchange.audit(seed, asked, settle, timedelta(seconds=seconds * _AUDIT))
         except AtollError as error:  # the exchange ended here

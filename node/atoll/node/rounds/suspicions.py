@@ -27,7 +27,7 @@ class Suspicions:
         self._rounds: dict[tuple[str, str | None], int] = {}  # (reducer, contributor) → round of the last dispute
 
     def note(self, disputes: Iterable[Dispute], round_number: int) -> None:
-        """Remember what an audit found."""
+        """Remember what an audit found in one attempt."""
         for dispute in disputes:
             if dispute.reducer is None:
                 continue
