@@ -23,6 +23,7 @@ _UNAUTHENTICATED_OPTIONS = (
     ("grpc.max_connection_age_ms", 5_000),  # ends unfinished calls with their connection
     ("grpc.max_connection_age_grace_ms", 5_000),
 )
+_MEMBER_OPTIONS = (("grpc.max_concurrent_streams", 64),)  # of one connection; a node has a handful
 _OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.so_reuseport", 0),  # else two coordinators could share a port unnoticed
@@ -47,7 +48,7 @@ class GrpcServer:
     ) -> None:
         """Bind the port. Raises `PortInUse`, `ConfigError`."""
         addresses.check_free(host, port, flag)
-        bounds = () if max_calls is None else _UNAUTHENTICATED_OPTIONS
+        bounds = _MEMBER_OPTIONS if max_calls is None else _UNAUTHENTICATED_OPTIONS
         options = (*_OPTIONS, *bounds, ("grpc.max_receive_message_length", max_message_bytes))
         self.server = grpc.aio.server(interceptors=(guard,), options=options, maximum_concurrent_rpcs=max_calls)
         self._health = HealthServicer()

@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from atoll.coordinator import addresses
 from atoll.coordinator.ca import CoordinatorKeys, ServerCertificate, write_admin_credential
+from atoll.coordinator.call_rates import CallRates
 from atoll.coordinator.config import CoordinatorConfig
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.grpc_server import GrpcServer, stop_all
@@ -45,7 +46,7 @@ MAX_ENROLMENT_BYTES = 64 << 10  # callers without a certificate get little
 MAX_ENROLMENT_CALLS = 4096  # under attack most are unfinished; each ends within ten seconds
 MAX_FILES = 1 << 16  # an unauthenticated connection costs 22 kB: 1.4 GB at most
 FEW_FILES = 8192
-MAX_MEMBER_BYTES = 8 << 20  # enough for a heartbeat with many manifests
+MAX_MEMBER_BYTES = 4 << 20  # a heartbeat has at most 1 MiB each of reports and of answers, or one larger manifest
 CREDENTIAL_SECONDS = 3600.0  # between checks of the admin credential
 EXIT_ON_SECOND_SIGNAL = 130
 _log = log.get("server")
@@ -129,7 +130,7 @@ async def running_servers(
 ) -> AsyncIterator[addresses.Endpoints]:
     """Run all servers inside the context; drain them at its end. Set `stopping` first: it ends open streams."""
     registry = CollectorRegistry()
-    guard = AuthInterceptor(rpc_errors(registry))
+    guard = AuthInterceptor(rpc_errors(registry), CallRates(controller.clock))
     registry.register(StateCollector(controller))
     enrol = GrpcServer(
         config.listen,
