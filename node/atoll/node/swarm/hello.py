@@ -41,10 +41,19 @@ OpenSocket = Callable[[str, str, timedelta], Awaitable[tuple[asyncio.StreamReade
 class Introductions:
     """Says hello to peers that this node dials, once for all concurrent callers, and answers incoming hellos."""
 
-    def __init__(self, gate: Gate, open_socket: OpenSocket, traffic: Traffic, clock: Clock) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        open_socket: OpenSocket,
+        traffic: Traffic,
+        clock: Clock,
+        is_on_record: Callable[[str], bool] = lambda _peer_id: False,
+    ) -> None:
+        """`is_on_record` tells whether a verified record names this peer as a member."""
         self.crashes = 0  # answers that raised another exception than `AtollError`
         self._gate = gate
         self._open_socket = open_socket
+        self._is_on_record = is_on_record
         self._traffic = traffic
         self._places = HelloPlaces(clock)
         self._saying: dict[str, asyncio.Task[None]] = {}
@@ -72,7 +81,7 @@ class Introductions:
 
         `address` is the peer's binary multiaddr, as p2pd names it.
         """
-        known = self._gate.is_admitted(peer_id)
+        known = self._gate.is_admitted(peer_id) or self._is_on_record(peer_id)
         place = self._places.take(peer_id, address, known=known, abort=writer.transport.abort)
         if place is None:
             writer.transport.abort()

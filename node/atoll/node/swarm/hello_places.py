@@ -4,7 +4,7 @@ A peer id costs an attacker nothing, so a place that is taken in silence must no
 are short, the newest hello takes the place of an earlier one that has not been admitted: the oldest from the address
 that holds the most. A member's hello arrives within a round trip and is admitted at once, so only silent and wrong
 ones are there to be chosen. A peer that lost its place gets none for a second while they are short. Members that this
-node knows take no place.
+node has admitted, or knows by their address records, take no place.
 """
 
 from __future__ import annotations

@@ -58,7 +58,9 @@ class GatedP2P(P2P):  # type: ignore[misc]
         self.book = AddressBook(clock, dial)
         self._names = NameResolution(dial)
         self.traffic = Traffic(clock)
-        self.introductions = Introductions(gate, self.open_socket, self.traffic, clock)
+        self.introductions = Introductions(
+            gate, self.open_socket, self.traffic, clock, is_on_record=lambda peer: bool(self.book.known(peer))
+        )
         self._clock = clock
         try:
             await self._ping_daemon()
