@@ -24,7 +24,10 @@ _UNAUTHENTICATED_OPTIONS = (
     ("grpc.max_connection_age_ms", 5_000),  # ends unfinished calls with their connection
     ("grpc.max_connection_age_grace_ms", 5_000),
 )
-_MEMBER_OPTIONS = (("grpc.max_concurrent_streams", 64),)  # of one connection; a node has a handful
+_MEMBER_OPTIONS = (
+    ("grpc.max_concurrent_streams", 64),  # of one connection; a node has a handful
+    ("grpc.max_connection_idle_ms", 60_000),  # without a call; a node's heartbeat stream is one
+)
 _OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.so_reuseport", 0),  # else two coordinators could share a port unnoticed

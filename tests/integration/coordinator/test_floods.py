@@ -10,7 +10,9 @@ from pathlib import Path
 import grpc
 import pytest
 from integration.coordinator.lab import SECONDS, Node, coordinator, error_of
+from support.eventually import eventually
 
+from atoll.coordinator import grpc_server
 from atoll.coordinator.state.rate_limits import CALLS_RATE
 from atoll.v1 import membership_pb2 as mb
 
@@ -61,6 +63,21 @@ async def test_more_streams_give_a_member_no_more(tmp_path: Path) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as failure:
                 await call_without_pause()
         assert error_of(failure.value).reason == "Busy"
+
+
+async def test_a_members_connection_without_a_call_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = dict(grpc_server._MEMBER_OPTIONS)
+    assert options["grpc.max_connection_idle_ms"] <= 60_000
+    short = {**options, "grpc.max_connection_idle_ms": 1000}
+    monkeypatch.setattr(grpc_server, "_MEMBER_OPTIONS", tuple(short.items()))
+    async with coordinator(tmp_path / "c") as home:
+        await home.create_run(min_nodes=9)
+        ann, eve = await (await home.node("ann")).connect(), await home.node("eve")
+        async with eve.channel() as channel:
+            await eve.stub_on(channel).Leave(mb.LeaveRequest(), timeout=SECONDS)
+            await eventually(lambda: channel.get_state() is grpc.ChannelConnectivity.IDLE)
+        await ann.acknowledged(await ann.say())  # its stream is a call
+        await ann.close()
 
 
 FLOODS = {
