@@ -11,6 +11,7 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY_LIST, MembershipVerifier, issue_membership
+from atoll.node.direct.dial_policy import DialPolicy
 from atoll.node.direct.direct_path import DirectConfig
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
 from atoll.node.wire.transport import Stream
@@ -52,6 +53,7 @@ async def start_host(
             announce=(),
             seeds=seeds,
             relay_service=relay_service,
+            dial=DialPolicy(loopback=True, local=True),
             direct=direct,
         ),
         identity=identity,

@@ -27,6 +27,7 @@ from atoll.core.errors import AtollError
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY_LIST, MembershipVerifier
 from atoll.core.records import build_address_record, nodes_key
+from atoll.node.direct.dial_policy import DialPolicy
 from atoll.node.swarm.addresses import AddressBook
 from atoll.node.swarm.dht_messages import node_id_bytes
 from atoll.node.swarm.msgpack_scan import MAX_DEPTH
@@ -41,6 +42,7 @@ AUTHORITY = MembershipVerifier(OPERATOR.public_key, "reef")
 KEY = DHTID.generate(source=nodes_key("reef"))
 UNTIL = time.time() + 590  # renewed for every test; a record lives ten minutes at most
 ADDRESSES = ("/ip4/192.0.2.1/tcp/4001",)
+ANY = DialPolicy(loopback=True, local=True)
 
 Serve = Callable[[bytes, PeerID], Awaitable[bytes]]
 
@@ -99,7 +101,11 @@ async def directory() -> tuple[DHTProtocol, Daemon]:
         gate.admit(who.peer_id, Gate(AUTHORITY, CARDS[who.peer_id], who.peer_id, EMPTY_DENY_LIST, clock).hello())
     p2p = Undaemoned()
     p2p._client, p2p.control, p2p.gate, p2p._clock = daemon, daemon, gate, clock  # type: ignore[assignment]
-    p2p.traffic, p2p.introductions, p2p.book = Traffic(clock), Introduced(), AddressBook(clock)  # type: ignore[assignment]
+    p2p.traffic, p2p.introductions, p2p.book = (
+        Traffic(clock),
+        Introduced(),
+        AddressBook(clock, ANY),
+    )  # type: ignore[assignment]
     p2p.peer_id = PeerID.from_base58(OWN.peer_id)
     records = MemberRecords(AUTHORITY, clock)
     node_id = DHTID.from_bytes(node_id_bytes(p2p.peer_id.to_bytes()))

@@ -21,6 +21,7 @@ from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY_LIST, MembershipVerifier
 from atoll.node.direct import dialler
 from atoll.node.direct import protocol as direct
+from atoll.node.direct.dial_policy import DialPolicy
 from atoll.node.direct.dialler import CheckedOffer
 from atoll.node.direct.direct_path import DirectConfig, DirectPath, parse_offer
 from atoll.node.direct.pacer import Pacer
@@ -66,6 +67,7 @@ class Side:
             request_offer=self.request_offer,
             me=self.peer_id,
             pacer=self.pacer,
+            dial=DialPolicy(loopback=True, local=True),
         )
         self.network.handle(direct.PROTOCOL, self.path.serve_offer)
         self.path.listen(config)

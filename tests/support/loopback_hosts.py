@@ -16,6 +16,7 @@ from support.direct_pair import unhurried_dialling
 from atoll.core.clock import SystemClock
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY_LIST, DenyList, MembershipVerifier
+from atoll.node.direct.dial_policy import DialPolicy
 from atoll.node.direct.direct_path import DirectConfig
 from atoll.node.direct.protocol import BULK_PROTOCOLS
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
@@ -24,6 +25,7 @@ from atoll.v1 import common_pb2 as pb
 
 ANY_PORT = ("/ip4/127.0.0.1/tcp/0",)
 DIRECT = DirectConfig(("127.0.0.1",), protocols=BULK_PROTOCOLS | {"/echo/1", "/swallow/1"})
+ON_LOOPBACK = DialPolicy(loopback=True, local=True)
 START = timedelta(seconds=20)
 SOON = timedelta(seconds=10)
 
@@ -61,6 +63,7 @@ class Lab:
         authority: MembershipVerifier | None = None,
         deny: DenyList = EMPTY_DENY_LIST,
         direct: DirectConfig | None = DIRECT,
+        dial: DialPolicy = ON_LOOPBACK,
     ) -> SwarmHost:
         identity = self.identity(name)
         host = await SwarmHost.start(
@@ -71,6 +74,7 @@ class Lab:
                 announce=(),
                 seeds=seeds,
                 relay_service=relay_service,
+                dial=dial,
                 direct=direct,
             ),
             identity=identity,

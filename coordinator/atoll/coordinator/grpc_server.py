@@ -1,8 +1,9 @@
 """One gRPC port with its services: bound, guarded, and for members with the health service.
 
-A connection must finish its TLS handshake within seconds, because each takes a file descriptor and their number is
-limited. The enrolment port has no health service: the health service's `Watch` stays open as long as the caller
-likes. All other connections of callers without a certificate end within seconds, because their one call is short.
+A connection takes a file descriptor and, before it has proved anything, up to 66 kB that the allocator keeps. So their
+number is limited, and each must finish its TLS handshake within seconds. The enrolment port has no health service: the
+health service's `Watch` stays open as long as the caller likes. All other connections of callers without a certificate
+end within seconds, because their one call is short.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ _UNAUTHENTICATED_OPTIONS = (
     ("grpc.max_connection_age_ms", 5_000),  # ends unfinished calls with their connection
     ("grpc.max_connection_age_grace_ms", 5_000),
 )
+_MEMBER_OPTIONS = (
+    ("grpc.max_concurrent_streams", 64),  # of one connection; a node has a handful
+    ("grpc.max_connection_idle_ms", 60_000),  # without a call; a node's heartbeat stream is one
+)
 _OPTIONS = (
-    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.so_reuseport", 0),  # else two coordinators could share a port unnoticed
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),  # nodes behind NAT send pings to keep streams alive
     ("grpc.keepalive_permit_without_calls", 1),
@@ -43,12 +48,17 @@ class GrpcServer:
         guard: AuthInterceptor,
         *,
         max_message_bytes: int,
+        max_connections: int,
         max_calls: int | None = None,  # set on the enrolment port
     ) -> None:
         """Bind the port. Raises `PortInUse`, `ConfigError`."""
         addresses.check_free(host, port, flag)
-        bounds = () if max_calls is None else _UNAUTHENTICATED_OPTIONS
-        options = (*_OPTIONS, *bounds, ("grpc.max_receive_message_length", max_message_bytes))
+        bounds = _MEMBER_OPTIONS if max_calls is None else _UNAUTHENTICATED_OPTIONS
+        limits = (
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_allowed_incoming_connections", max_connections),
+        )
+        options = (*_OPTIONS, *bounds, *limits)
         self.server = grpc.aio.server(interceptors=(guard,), options=options, maximum_concurrent_rpcs=max_calls)
         self._health = HealthServicer()
         if max_calls is None:

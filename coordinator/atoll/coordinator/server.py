@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from atoll.coordinator import addresses
 from atoll.coordinator.ca import CoordinatorKeys, ServerCertificate, write_admin_credential
+from atoll.coordinator.call_rates import CallRates
 from atoll.coordinator.config import CoordinatorConfig
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.grpc_server import GrpcServer, stop_all
@@ -43,9 +44,11 @@ from atoll.v1 import admin_pb2_grpc, enrolment_pb2_grpc, membership_pb2_grpc
 
 MAX_ENROLMENT_BYTES = 64 << 10  # callers without a certificate get little
 MAX_ENROLMENT_CALLS = 4096  # under attack most are unfinished; each ends within ten seconds
-MAX_FILES = 1 << 16  # an unauthenticated connection costs 22 kB: 1.4 GB at most
+MAX_FILES = 1 << 16
+MAX_ENROLMENT_CONNECTIONS = 2048  # each ends within 15 seconds
+MAX_MEMBER_CONNECTIONS = 4096  # a node has one, and another for each vote
 FEW_FILES = 8192
-MAX_MEMBER_BYTES = 8 << 20  # enough for a heartbeat with many manifests
+MAX_MEMBER_BYTES = 4 << 20  # a heartbeat has at most 1 MiB each of reports and of answers, or one larger manifest
 CREDENTIAL_SECONDS = 3600.0  # between checks of the admin credential
 EXIT_ON_SECOND_SIGNAL = 130
 _log = log.get("server")
@@ -128,8 +131,9 @@ async def running_servers(
     config: CoordinatorConfig, controller: Controller, keys: CoordinatorKeys, stopping: asyncio.Event
 ) -> AsyncIterator[addresses.Endpoints]:
     """Run all servers inside the context; drain them at its end. Set `stopping` first: it ends open streams."""
+    descriptors = raise_descriptor_limit(MAX_FILES)  # shared out, so that no port can take all of them
     registry = CollectorRegistry()
-    guard = AuthInterceptor(rpc_errors(registry))
+    guard = AuthInterceptor(rpc_errors(registry), CallRates(controller.clock))
     registry.register(StateCollector(controller))
     enrol = GrpcServer(
         config.listen,
@@ -138,6 +142,7 @@ async def running_servers(
         ServerCertificate(keys.ca, controller.clock).credentials(mutual=False),
         guard,
         max_message_bytes=MAX_ENROLMENT_BYTES,
+        max_connections=min(MAX_ENROLMENT_CONNECTIONS, descriptors // 8),
         max_calls=MAX_ENROLMENT_CALLS,
     )
     member = GrpcServer(
@@ -147,6 +152,7 @@ async def running_servers(
         ServerCertificate(keys.ca, controller.clock).credentials(mutual=True),
         guard,
         max_message_bytes=MAX_MEMBER_BYTES,
+        max_connections=min(MAX_MEMBER_CONNECTIONS, descriptors // 2),
     )
     listener = addresses.bind(config.http_host, config.http_port, "--http-port")
     uploads = CheckpointRelay(controller)

@@ -28,6 +28,7 @@ from typing import Any, get_type_hints
 
 from atoll.core.errors import ConfigError
 from atoll.core.files import write_atomic
+from atoll.node.direct.dial_policy import parse_ranges
 from atoll.node.system.training_policy import TrainingPolicy, parse_hours
 from atoll.node.training.device_names import parse_device_names
 
@@ -67,6 +68,11 @@ class NodeConfig:
     listen: str = _setting("0.0.0.0", "address that peers connect to")  # noqa: S104 - peers must reach us
     port: int = _setting(0, "TCP port for peers; 0 picks a free one", between=(0, 65535))
     announce: str = _setting("", "public address or host name, for a node behind a port forward")
+    dial_ranges: str = _setting(
+        "",
+        "private address ranges of peers that this node may dial, for example 192.168.1.0/24,fd00::/8; it dials "
+        "other private addresses only if its coordinator has one",
+    )
     direct: bool = _setting(True, "send bulk over direct TCP and TLS connections where possible, else over libp2p")
     direct_port: int = _setting(0, "TCP port for direct connections; 0 picks a free one", between=(0, 65535))
     device: str = _setting(
@@ -276,7 +282,11 @@ def _check(typed: Mapping[str, Value | Path], origin: Mapping[str, str]) -> None
                 raise ConfigError(f"{item.name} = {value} in {origin[item.name]} must be between {low:g} and {high:g}")
         if one_of and value is not None and value not in one_of:
             raise ConfigError(f"{item.name} = {value!r} in {origin[item.name]} must be one of: {', '.join(one_of)}")
-    checks: tuple[tuple[str, Callable[[str], object]], ...] = (("hours", parse_hours), ("device", parse_device_names))
+    checks: tuple[tuple[str, Callable[[str], object]], ...] = (
+        ("hours", parse_hours),
+        ("device", parse_device_names),
+        ("dial_ranges", parse_ranges),
+    )
     for key, check in checks:
         try:
             if key in typed:

@@ -33,6 +33,7 @@ from atoll.node.control.manifest_answers import ManifestAnswers
 from atoll.node.direct.direct_path import DirectConfig
 from atoll.node.limits.enforcer import LimitEnforcer, LimitTargets, not_training
 from atoll.node.run.address_book import AddressBook
+from atoll.node.run.dial_scope import dial_policy
 from atoll.node.run.heartbeat import HeartbeatBuilder, bytes_sent
 from atoll.node.run.node_context import NodeContext
 from atoll.node.run.status import LiveStatus
@@ -225,6 +226,7 @@ class Daemon:
                 announce=(_multiaddr(config.announce, port),) if config.announce else (),
                 seeds=self._credentials.seeds,
                 relay_service="seed" in self._membership.roles,
+                dial=await dial_policy(config, self._credentials),
                 seeds_optional=self._directives.plan is not None,  # only the first start must find a seed
                 direct=self._direct_config() if config.direct else None,
             ),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import grpc
 import pytest
 from integration.coordinator.lab import SECONDS, Coordinator, Node, coordinator, error_of
+from support.eventually import eventually
 
+from atoll.coordinator import grpc_server, server
 from atoll.coordinator.services.enrolment import MAX_CONCURRENT_ENROLMENTS
 from atoll.core import certs
 from atoll.core.certs import SERVER_NAME
@@ -161,6 +163,36 @@ async def test_connections_that_say_nothing_are_closed_within_seconds(tmp_path: 
             for reader, writer in silent:
                 await reader.read()  # to its end
                 writer.close()
+
+
+async def test_connections_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8,000 idle ones, churned, used to take half a gigabyte that stayed."""
+    few, many = 16, 80
+    monkeypatch.setattr(server, "MAX_ENROLMENT_CONNECTIONS", few)
+    monkeypatch.setattr(server, "MAX_MEMBER_CONNECTIONS", few)
+    patient = tuple(item for item in grpc_server._OPTIONS if item[0] != "grpc.server_handshake_timeout_ms")
+    monkeypatch.setattr(grpc_server, "_OPTIONS", (*patient, ("grpc.server_handshake_timeout_ms", 600_000)))
+    async with coordinator(tmp_path / "c") as home:
+        await home.create_run()
+        token = await home.token()
+        endpoints = (home.endpoints.enrolment, home.endpoints.local)
+        held = [await hold(endpoint, many) for endpoint in endpoints]
+        for ended in held:
+            await eventually(lambda ended=ended: sum(task.done() for task, _ in ended) >= many - few)  # type: ignore[misc]
+        for task, writer in (one for ended in held for one in ended):
+            writer.transport.abort()
+            await asyncio.gather(task, return_exceptions=True)
+        async with asyncio.timeout(4 * SECONDS):
+            node = Node(home, Identity.generate(), "ann")
+            while node.enrolled.run_id != "reef":  # gRPC notices the ends in its own time
+                with suppress(grpc.aio.AioRpcError):
+                    await node.enrol(token)
+
+
+async def hold(endpoint: str, count: int) -> list[tuple[asyncio.Task[bytes], asyncio.StreamWriter]]:
+    """Silent connections, each with a task that ends when the server closes it."""
+    made = [await asyncio.open_connection(*split_endpoint(endpoint)) for _ in range(count)]
+    return [(asyncio.create_task(reader.read()), writer) for reader, writer in made]
 
 
 async def test_excess_concurrent_enrolments_are_asked_to_retry(tmp_path: Path) -> None:

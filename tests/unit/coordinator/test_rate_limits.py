@@ -19,6 +19,7 @@ from unit.coordinator.world import (
     round_report,
 )
 
+from atoll.coordinator.call_rates import CallRates
 from atoll.coordinator.live import attendance
 from atoll.coordinator.rounds import coordinator_seat
 from atoll.coordinator.runs import admission, checkpoints
@@ -26,7 +27,7 @@ from atoll.coordinator.state import snapshot
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE, STORED_ROWS_RATE, Allowance, Rate
 from atoll.coordinator.store.records import Event, PlanRow, Round
 from atoll.core import manifest as manifests
-from atoll.core.errors import InvalidRequest, NotFound, PeerMisbehaved, SignatureInvalid
+from atoll.core.errors import Busy, InvalidRequest, NotFound, PeerMisbehaved, SignatureInvalid
 from atoll.core.identity import Identity
 from atoll.core.quorum import MAX_SEATS
 from atoll.core.round_id import RoundId
@@ -463,3 +464,63 @@ def test_a_true_manifest_without_its_votes_is_not_passed_on(world: World, votes_
 
 def info(report: mb.RoundReport) -> mb.CheckpointInfo:
     return mb.CheckpointInfo(round=report.round.number, manifest_hash=hash_of(report), bytes=1)
+
+
+# --- calls and messages ------------------------------------------------------------------------------------
+
+
+def test_a_debt_is_paid_with_time() -> None:
+    rate = Rate(10, 2.0)
+    full = Allowance().charge(rate, 100.0, 10)
+    assert full.debt_seconds(rate, 100.0) == 0
+    owing = full.charge(rate, 100.0, 4)
+    assert owing.debt_seconds(rate, 100.0) == 2.0
+    assert owing.debt_seconds(rate, 101.5) == 0.5
+    assert owing.debt_seconds(rate, 102.0) == 0
+    assert not owing.is_full(rate, 106.9)
+    assert owing.is_full(rate, 107.0)
+
+
+def test_a_node_that_returns_with_all_that_it_kept_is_not_slowed_down() -> None:
+    clock = SteppedClock()
+    rates = CallRates(clock)
+    rates.begin_call("ann")
+    for _ in range(256):  # reports of rounds, the most that a node keeps
+        rates.charge("ann", 64 << 10)
+    for _ in range(20):  # evaluations
+        rates.charge("ann", 16 << 10)
+    rates.begin_call("ann")  # it asks for a vote meanwhile
+
+
+def test_a_member_that_sends_too_much_is_refused_until_it_has_paid() -> None:
+    clock = SteppedClock()
+    rates = CallRates(clock)
+    for _ in range(10):
+        rates.charge("eve", 4 << 20)
+    with pytest.raises(Busy, match="this node has sent too much"):
+        rates.begin_call("eve")
+    rates.begin_call("ann")
+    clock.seconds += 60
+    rates.begin_call("eve")
+
+
+def test_allowances_of_members_that_went_away_are_forgotten() -> None:
+    clock = SteppedClock()
+    rates = CallRates(clock)
+    for number in range(10_000):
+        clock.seconds += 0.1
+        rates.begin_call(f"node-{number}")
+        rates.charge("eve", 1 << 20)
+    assert len(rates._allowances) < 2000
+    with pytest.raises(Busy):
+        rates.begin_call("eve")
+
+
+class SteppedClock:
+    seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def unix(self) -> float:
+        return self.seconds

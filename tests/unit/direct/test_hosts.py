@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.node.direct.hosts import hosts_in, may_be_dialled
+from atoll.node.direct.hosts import hosts_in
 
 
 def test_each_host_counts_once_and_relays_do_not() -> None:
@@ -29,21 +28,3 @@ def test_any_text_gives_a_bounded_answer(addresses: list[str], limit: int) -> No
     assert len(found) <= limit
     assert len(set(found)) == len(found)
     assert all(found)
-
-
-@pytest.mark.parametrize("host", ["192.0.2.7", "10.0.0.2", "2001:4860:4860::8888"])
-def test_where_a_peer_can_be(host: str) -> None:
-    assert may_be_dialled(host, loopback=False)
-
-
-@pytest.mark.parametrize(
-    "host",
-    ["127.0.0.1", "::1", "0.0.0.0", "::", "169.254.1.1", "fe80::1", "224.0.0.1", "2130706433", "0x7f.1", "a.example"],
-)
-def test_where_no_peer_is(host: str) -> None:
-    assert not may_be_dialled(host, loopback=False)
-
-
-def test_a_swarm_on_one_machine_dials_that_machine() -> None:
-    assert may_be_dialled("127.0.0.1", loopback=True)
-    assert not may_be_dialled("169.254.1.1", loopback=True)

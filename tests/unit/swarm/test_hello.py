@@ -16,6 +16,7 @@ from atoll.core.frames import Frame, FrameKind
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY_LIST, MembershipVerifier
 from atoll.node.swarm.hello import DIALLED_FIRST_WAIT, Introductions
+from atoll.node.swarm.hello_places import MAX_AT_ONCE
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
 
@@ -76,3 +77,43 @@ def test_the_higher_peer_id_dials_if_the_other_does_not() -> None:
         assert side.dialled_at == [began + DIALLED_FIRST_WAIT.total_seconds()]
 
     run_virtually(scene())
+
+
+def test_a_member_on_record_takes_no_place_from_strangers() -> None:
+    async def scene() -> None:
+        side, other = Side(LOW), Side(HIGH)
+        records = {HIGH.peer_id}
+        side.introductions = Introductions(
+            side.gate,
+            side._dial,  # type: ignore[arg-type]
+            Traffic(ManualClock()),
+            ManualClock(),
+            is_on_record=records.__contains__,
+        )
+        strangers = [asyncio.create_task(be_silent(side, f"stranger-{number}")) for number in range(MAX_AT_ONCE)]
+        await asyncio.sleep(0.1)
+        await side.hear(other)
+        assert side.gate.is_admitted(HIGH.peer_id)
+        await asyncio.sleep(0.1)
+        assert not [task for task in strangers if task.done()]
+        records.clear()
+        side.gate.evict(HIGH.peer_id)
+        await side.hear(other)
+        await asyncio.sleep(0.1)
+        assert [task.done() for task in strangers] == [True] + [False] * (MAX_AT_ONCE - 1)
+        for task in strangers:
+            task.cancel()
+        await asyncio.gather(*strangers, return_exceptions=True)
+
+    run_virtually(scene())
+
+
+async def be_silent(side: Side, peer_id: str) -> None:
+    reader, writer = reader_of(b"", ends=False), RecordingWriter()
+
+    def abort() -> None:
+        writer.closed = True
+        reader.feed_eof()
+
+    writer.abort = abort  # type: ignore[method-assign]
+    await side.introductions.answer(peer_id, reader, writer)  # type: ignore[arg-type]

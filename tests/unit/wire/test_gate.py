@@ -9,7 +9,6 @@ from atoll.core.clock import ManualClock
 from atoll.core.errors import Banned, CertificateInvalid, HelloRequired, ProtocolMismatch
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY_LIST, EXPIRY_GRACE, DenyList, MembershipVerifier
-from atoll.node.swarm.hello import BURST, HELLOS_PER_SECOND, MAX_AT_ONCE, MAX_AT_ONCE_PER_PEER, HelloLimiter
 from atoll.node.wire.gate import Gate
 from atoll.v1 import common_pb2 as pb
 
@@ -92,20 +91,3 @@ def test_only_our_own_certificate_replaces_ours(gate: Gate, clock: ManualClock) 
         with pytest.raises(CertificateInvalid):
             gate.set_membership(wrong)
     assert gate.membership == renewed
-
-
-def test_hellos_of_non_members_are_bounded_at_once_and_per_second(clock: ManualClock) -> None:
-    limit = HelloLimiter(clock)
-    assert [limit.enter("p", known=False) for _ in range(3)] == [True] * MAX_AT_ONCE_PER_PEER + [False]
-    others = [limit.enter(f"p{i}", known=False) for i in range(MAX_AT_ONCE)]
-    assert others.count(True) == MAX_AT_ONCE - MAX_AT_ONCE_PER_PEER
-    limit.leave("p")
-    assert limit.enter("q", known=False)
-    limit.leave("q")
-    served = 0
-    while limit.enter("r", known=False):
-        limit.leave("r")
-        served += 1
-    assert served <= BURST - MAX_AT_ONCE
-    clock.advance(1.5 / HELLOS_PER_SECOND)
-    assert limit.enter("r", known=False)

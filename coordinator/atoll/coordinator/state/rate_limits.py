@@ -26,8 +26,23 @@ class Allowance:
 
     def spend(self, rate: Rate, now: float, cost: float = 1.0) -> Allowance | None:
         """The allowance after `cost` more; None if too little is left."""
-        used = max(0.0, self.used - rate.per_second * max(0.0, now - self.at)) + cost
+        used = self._used_at(rate, now) + cost
         return Allowance(used, now) if used <= rate.burst else None
+
+    def charge(self, rate: Rate, now: float, cost: float) -> Allowance:
+        """The allowance after `cost` more, which may exceed the burst: that is a debt."""
+        return Allowance(self._used_at(rate, now) + cost, now)
+
+    def debt_seconds(self, rate: Rate, now: float) -> float:
+        """Time until the debt is paid; 0 without one."""
+        return max(0.0, self._used_at(rate, now) - rate.burst) / rate.per_second
+
+    def is_full(self, rate: Rate, now: float) -> bool:
+        """True if nothing of the burst is used any more."""
+        return self._used_at(rate, now) == 0
+
+    def _used_at(self, rate: Rate, now: float) -> float:
+        return max(0.0, self.used - rate.per_second * max(0.0, now - self.at))
 
 
 # Rows that no other member vouches for: abandoned attempts, repeated losses.
@@ -35,3 +50,5 @@ STORED_ROWS_RATE = Rate(256, 1.0)
 REFUSED_REPORTS_RATE = Rate(32, 0.2)  # rejected reports; each is an event
 MEMORY_CHANGES_RATE = Rate(8, 1 / 60)  # changes of the reported memory; each may start a planner search
 ATTEMPT_RAISES_RATE = Rate(1000, 1.0)  # attempts by which an opener may raise the coordinator's promise
+CALLS_RATE = Rate(1024, 16.0)  # calls and messages on streams; a node sends one heartbeat a second
+CALL_BYTES = 32 << 10  # of a message that cost as much as one more message

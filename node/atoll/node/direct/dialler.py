@@ -26,7 +26,8 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, DeadlineExceeded, FrameInvalid, Rejected, Unreachable
 from atoll.node.direct import tls
-from atoll.node.direct.hosts import is_ip_address, may_be_dialled
+from atoll.node.direct.dial_policy import DialPolicy
+from atoll.node.direct.hosts import is_ip_address
 from atoll.node.direct.protocol import MAX_HOSTS
 from atoll.node.direct.stream import Connection, DirectStream, RegisterConnection
 from atoll.node.direct.tickets import proof
@@ -69,13 +70,13 @@ class Dialler:
         register: RegisterConnection,
         clock: Clock,
         *,
-        loopback: bool,
+        policy: DialPolicy,
         optimistic: Collection[str],
     ) -> None:
-        """`loopback`: also dial addresses of this machine. `optimistic`: protocols that need not await the accept."""
+        """`policy`: the hosts and ports that may be dialled. `optimistic`: protocols that need not await the accept."""
         self._me = me
         self._optimistic_protocols = optimistic
-        self._loopback = loopback
+        self._policy = policy
         self._closed = False
         self._resolver = ThreadPoolExecutor(_LOOK_UPS, thread_name_prefix="resolve")
         self._request_offer = request_offer
@@ -223,6 +224,8 @@ class Dialler:
     async def _connect(self, peer_id: str, offer: CheckedOffer) -> TlsStreams:
         """Connect to a host that shows the right certificate, IP addresses before names. Raises `Unreachable`."""
         why = "none of them may be dialled"
+        if not self._policy.allows_port(offer.port):
+            raise Unreachable(f"peer {peer_id} offers port {offer.port}, which this node does not dial")
         for look_up in (self._literal, self._resolved):
             addresses = [(host, offer.port) for host in await look_up(offer.hosts)]
             try:
@@ -257,7 +260,7 @@ class Dialler:
         raise last
 
     async def _literal(self, hosts: Iterable[str]) -> list[str]:
-        return [host for host in hosts if may_be_dialled(host, loopback=self._loopback)]
+        return [host for host in hosts if self._policy.allows_host(host)]
 
     async def _resolved(self, hosts: Iterable[str]) -> list[str]:
         """Resolve the names among `hosts` to IP addresses. Names that do not resolve in time are left out."""
@@ -269,7 +272,7 @@ class Dialler:
                     with suppress(OSError, UnicodeError):
                         for *_, address in await loop.run_in_executor(self._resolver, _look_up, name):
                             found.setdefault(str(address[0]))
-        return [host for host in found if may_be_dialled(host, loopback=self._loopback)][:MAX_HOSTS]
+        return [host for host in found if self._policy.allows_host(host)][:MAX_HOSTS]
 
     async def _pinned(self, address: tuple[str, int], certificate_sha256: bytes) -> TlsStreams:
         tls_streams = await dial(address, self._context, DIAL_TIMEOUT)

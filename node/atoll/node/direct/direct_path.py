@@ -12,7 +12,6 @@ the gate closes the connection of a peer that it evicts.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from atoll.core.clock import Clock
 from atoll.core.errors import PeerMisbehaved, PortInUse, Unreachable
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.direct import tls
+from atoll.node.direct.dial_policy import DialPolicy
 from atoll.node.direct.dialler import CheckedOffer, Dialler
 from atoll.node.direct.hosts import hosts_in
 from atoll.node.direct.listener import Listener
@@ -68,8 +68,9 @@ class DirectPath:
         request_offer: Callable[[str, timedelta], Awaitable[CheckedOffer]],
         me: str,
         pacer: Pacer,
+        dial: DialPolicy,
     ) -> None:
-        """`me` is this node's peer id."""
+        """`me` is this node's peer id. `dial`: what it may dial."""
         context, self._certificate_sha256 = tls.listening_context(directory, clock.unix())
         self._protocols = config.protocols
         self._gate = gate
@@ -78,10 +79,7 @@ class DirectPath:
         self._tickets = Tickets(clock, me)
         self._connections: set[Connection] = set()  # dialled and accepted
         self._pacer = pacer
-        loopback = any(ipaddress.ip_address(host).is_loopback for host in config.hosts)
-        self._dialler = Dialler(
-            me, request_offer, self._register, clock, loopback=loopback, optimistic=config.optimistic
-        )
+        self._dialler = Dialler(me, request_offer, self._register, clock, policy=dial, optimistic=config.optimistic)
         self._listener = Listener(context, self._tickets, self._register, serve, config.protocols, max_frame_bytes)
 
     @property

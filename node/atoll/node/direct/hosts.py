@@ -25,13 +25,3 @@ def is_ip_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def may_be_dialled(host: str, *, loopback: bool) -> bool:
-    """Tell whether `host` is an IP address that a peer can have. `loopback`: accept addresses of this machine, too."""
-    if not is_ip_address(host):
-        return False
-    address = ipaddress.ip_address(host)
-    if address.is_multicast or address.is_unspecified or address.is_link_local or address.is_reserved:
-        return False
-    return loopback or not address.is_loopback

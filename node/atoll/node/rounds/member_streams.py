@@ -1,6 +1,7 @@
 """Round messages between members: one stream kept open per peer and direction, messages in order.
 
-A message that cannot be delivered is dropped and counted; every round has deadlines that notice.
+A message that cannot be delivered is dropped and counted; every round has deadlines that notice. A member that sends a
+message with too many entries loses its stream, and nothing is read from it for a while (`message_bounds.py`).
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from datetime import timedelta
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
 from atoll.core import log
 from atoll.core.errors import AtollError, DeadlineExceeded, MessageTooLarge, PeerMisbehaved, Unreachable
 from atoll.core.frames import MAX_HEADER_BYTES, FrameKind
+from atoll.node.rounds.message_bounds import Pauses, parse_round_message
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 
@@ -46,6 +46,7 @@ class RoundLinks:
         self._queues: dict[str, asyncio.Queue[bytes]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.dropped = 0
+        self._pauses = Pauses()
         self._last_message: dp.RoundMessage | None = None
         self._last_payload = b""
         network.handle(PROTOCOL, self._serve)
@@ -80,6 +81,7 @@ class RoundLinks:
 
     async def _serve(self, stream: Stream) -> None:
         while True:
+            await self._sit_out_pause(stream.peer_id)
             try:
                 frame = await stream.receive(_IDLE_TIMEOUT)
             except DeadlineExceeded:
@@ -88,10 +90,17 @@ class RoundLinks:
                 await self._lost(stream.peer_id)
                 return
             try:
-                message = dp.RoundMessage.FromString(frame.header)
-            except DecodeError as error:
-                raise PeerMisbehaved("a round message does not parse") from error
+                message = parse_round_message(frame.header)
+            except PeerMisbehaved:
+                self._pauses.begin(stream.peer_id, asyncio.get_running_loop().time())
+                raise
             await self._receive(stream.peer_id, message)
+
+    async def _sit_out_pause(self, peer: str) -> None:
+        """Return when this member is not paused; other streams of it may make the pause longer meanwhile."""
+        now = asyncio.get_running_loop().time
+        while (seconds := self._pauses.seconds_left(peer, now())) > 0:  # noqa: ASYNC110 - it waits for a time
+            await asyncio.sleep(seconds)
 
     async def _deliver(self, peer: str, queue: asyncio.Queue[bytes]) -> None:
         stream: Stream | None = None

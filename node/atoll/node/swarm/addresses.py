@@ -1,7 +1,8 @@
 """AddressBook: the multiaddrs at which each peer can be dialled.
 
 p2pd cannot find a peer by its id alone, because its own DHT (kad) is off. Addresses come from the configuration
-(seeds), from the coordinator's plan, and from address records in the DHT. When a peer does not answer at its known
+(seeds), from the coordinator's plan, and from address records in the DHT. The book keeps only addresses that this node
+may dial (`direct/dial_policy.py`). When a peer does not answer at its known
 addresses, the book asks its resolver, once for all concurrent callers and at most every two seconds.
 """
 
@@ -11,6 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
+from itertools import islice
 
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
@@ -19,6 +21,8 @@ from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import ConfigError
+from atoll.node.direct.dial_policy import DialPolicy
+from atoll.node.wire.refusals import printable
 
 RESOLVE_INTERVAL = timedelta(seconds=2)
 _resolving: ContextVar[bool] = ContextVar("resolving", default=False)
@@ -26,22 +30,30 @@ _P2P = b"\xa5\x03"  # the multiaddr code of /p2p/, as a varint
 MAX_PEERS = 4096
 MAX_ANNOUNCED_MULTIADDRS = 64  # of this node; the coordinator accepts no more
 
+_MAX_LOGGED = 3  # refused addresses in one line
+
 _log = log.get("addresses")
 
 
 class AddressBook:
     """Multiaddrs by peer id. They are not trusted: the handshake proves the identity of the peer that answers."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, policy: DialPolicy) -> None:
         self._clock = clock
+        self._policy = policy
+        self._logged_refusals: set[str] = set()  # peers
         self._addresses: dict[str, tuple[Multiaddr, ...]] = {}
         self._resolver: Callable[[], Awaitable[None]] | None = None
         self._resolving: asyncio.Task[None] | None = None
         self._resolve_from = 0.0  # monotonic seconds
 
     def learn(self, peer_id: str, multiaddrs: Iterable[str]) -> None:
-        """Replace the addresses of `peer_id`; addresses that do not parse are left out."""
-        parsed = tuple(filter(None, (parse(text, peer_id) for text in multiaddrs)))
+        """Replace the addresses of `peer_id`. Those that do not parse, or may not be dialled, are left out."""
+        named = tuple(islice(multiaddrs, MAX_ANNOUNCED_MULTIADDRS))
+        allowed = tuple(text for text in named if self._policy.allows(text))
+        if len(allowed) < len(named):
+            self._log_refusal(peer_id, [text for text in named if text not in allowed], len(allowed))
+        parsed = tuple(filter(None, (parse(text, peer_id) for text in allowed)))
         if parsed and (peer_id in self._addresses or len(self._addresses) < MAX_PEERS):
             self._addresses[peer_id] = parsed
 
@@ -64,6 +76,13 @@ class AddressBook:
             if self._resolving is not None:
                 await asyncio.shield(self._resolving)
         return self.known(peer_id)
+
+    def _log_refusal(self, peer_id: str, refused: list[str], left: int) -> None:
+        """Log once for each peer. Nodes announce their private addresses, too, so that one is normal."""
+        if peer_id not in self._logged_refusals and len(self._logged_refusals) < MAX_PEERS:
+            self._logged_refusals.add(peer_id)
+            named = [printable(text) for text in refused[:_MAX_LOGGED]]
+            _log.info("addresses not dialled", peer=peer_id, refused=len(refused), left=left, for_example=named)
 
     async def _resolve(self, resolver: Callable[[], Awaitable[None]]) -> None:
         _resolving.set(True)  # for this task and for the tasks that it starts

@@ -3,7 +3,7 @@
 The dialler sends one frame with its `Hello`. The acceptor answers with its own, or with a refusal that says why. Each
 frame has at most 4 KiB, and the whole takes at most five seconds. After a valid exchange the gates of both sides have
 admitted the other peer. An attacker can create any number of peer ids, so the number of hellos at once and per second
-is bounded for all unauthenticated peers together.
+is bounded for all unauthenticated peers together (`hello_places.py`).
 
 Members learn of each other from the same plan at the same moment. If two dial each other at once from their listening
 ports, TCP makes one connection with two initiators and the handshake fails; libp2p then refuses to dial for five
@@ -15,14 +15,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
+from functools import partial
 
 from google.protobuf.message import DecodeError
 
 from atoll.core.clock import Clock
 from atoll.core.errors import FrameInvalid
 from atoll.core.frames import Frame, FrameKind
+from atoll.node.swarm.hello_places import HelloPlaces, Place
 from atoll.node.wire.gate import Gate
-from atoll.node.wire.peer_slots import PeerSlots
 from atoll.node.wire.refusals import run_handler
 from atoll.node.wire.streams import SocketStream
 from atoll.node.wire.traffic import Traffic
@@ -32,48 +33,29 @@ from atoll.v1 import dataplane_pb2 as dp
 PROTOCOL = "/atoll/hello/1"
 MAX_HELLO_BYTES = 4096
 HELLO_TIMEOUT = timedelta(seconds=5)
-MAX_AT_ONCE = 32
-MAX_AT_ONCE_PER_PEER = 2
-HELLOS_PER_SECOND = 50.0
-BURST = 100.0
 DIALLED_FIRST_WAIT = timedelta(seconds=1)  # for the peer to dial this node: a few round trips
 
 OpenSocket = Callable[[str, str, timedelta], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
-class HelloLimiter:
-    """Limits the number of hellos served at once and per second."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._running = PeerSlots[str](MAX_AT_ONCE_PER_PEER)
-        self._tokens = BURST
-        self._filled = clock.monotonic()
-
-    def enter(self, peer_id: str, known: bool) -> bool:
-        """Return True to serve this hello; `leave` must follow. The total limits do not apply to `known` peers."""
-        now = self._clock.monotonic()
-        self._tokens = min(BURST, self._tokens + (now - self._filled) * HELLOS_PER_SECOND)
-        self._filled = now
-        crowded = not known and (len(self._running) >= MAX_AT_ONCE or self._tokens < 1)
-        if crowded or not self._running.try_take(peer_id):
-            return False
-        self._tokens -= 0 if known else 1
-        return True
-
-    def leave(self, peer_id: str) -> None:
-        self._running.release(peer_id)
-
-
 class Introductions:
     """Says hello to peers that this node dials, once for all concurrent callers, and answers incoming hellos."""
 
-    def __init__(self, gate: Gate, open_socket: OpenSocket, traffic: Traffic, clock: Clock) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        open_socket: OpenSocket,
+        traffic: Traffic,
+        clock: Clock,
+        is_on_record: Callable[[str], bool] = lambda _peer_id: False,
+    ) -> None:
+        """`is_on_record` tells whether a verified record names this peer as a member."""
         self.crashes = 0  # answers that raised another exception than `AtollError`
         self._gate = gate
         self._open_socket = open_socket
+        self._is_on_record = is_on_record
         self._traffic = traffic
-        self._limit = HelloLimiter(clock)
+        self._places = HelloPlaces(clock)
         self._saying: dict[str, asyncio.Task[None]] = {}
         self._awaited: dict[str, asyncio.Event] = {}  # peers that may dial us first
 
@@ -92,19 +74,26 @@ class Introductions:
             task.add_done_callback(lambda done: self._said(peer_id, done))
         await asyncio.shield(task)
 
-    async def answer(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one hello; beyond the limits, abort the stream without an answer."""
-        if not self._limit.enter(peer_id, self._gate.is_admitted(peer_id)):
+    async def answer(
+        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: bytes = b""
+    ) -> None:
+        """Serve one hello; beyond the limits, abort the stream without an answer.
+
+        `address` is the peer's binary multiaddr, as p2pd names it.
+        """
+        known = self._gate.is_admitted(peer_id) or self._is_on_record(peer_id)
+        place = self._places.take(peer_id, address, known=known, abort=writer.transport.abort)
+        if place is None:
             writer.transport.abort()
             return
         try:
             stream = self._stream(peer_id, reader, writer)
             async with asyncio.timeout(HELLO_TIMEOUT.total_seconds()):
-                await run_handler(PROTOCOL, stream, self._answer, self._count_crash)
+                await run_handler(PROTOCOL, stream, partial(self._answer, place), self._count_crash)
         except TimeoutError:
             writer.transport.abort()
         finally:
-            self._limit.leave(peer_id)
+            self._places.leave(place)
 
     async def close(self) -> None:
         """Cancel all outgoing hellos."""
@@ -134,8 +123,13 @@ class Introductions:
             if self._awaited.get(peer_id) is event:
                 del self._awaited[peer_id]
 
-    async def _answer(self, stream: Stream) -> None:
-        self._gate.admit(stream.peer_id, _parse_hello(await stream.receive(HELLO_TIMEOUT)))
+    async def _answer(self, place: Place, stream: Stream) -> None:
+        frame = await stream.receive(HELLO_TIMEOUT)
+        if not self._places.may_verify(place):
+            place.abort()
+            return
+        self._gate.admit(stream.peer_id, _parse_hello(frame))
+        self._places.admitted(place)
         if stream.peer_id in self._awaited:
             self._awaited[stream.peer_id].set()
         await stream.send(FrameKind.MESSAGE, self._gate.hello().SerializeToString())

@@ -30,12 +30,13 @@ from atoll.core.identity import Identity
 from atoll.core.membership import DenyList, MembershipVerifier
 from atoll.core.records import MAX_MULTIADDRS, build_address_record, nodes_key
 from atoll.node.direct import protocol as direct
+from atoll.node.direct.dial_policy import DialPolicy
 from atoll.node.direct.dialler import CheckedOffer
 from atoll.node.direct.direct_path import DirectConfig, DirectPath, parse_offer
 from atoll.node.direct.hosts import is_ip_address
 from atoll.node.direct.pacer import Pacer
 from atoll.node.swarm import hello, stripes
-from atoll.node.swarm.addresses import AddressBook, announceable_multiaddrs, readable_seeds
+from atoll.node.swarm.addresses import announceable_multiaddrs, readable_seeds
 from atoll.node.swarm.dht import MemberDirectory
 from atoll.node.swarm.p2p import GatedP2P
 from atoll.node.swarm.p2pd import P2pd, P2pdConfig
@@ -60,6 +61,7 @@ class SwarmConfig:
     announce: tuple[str, ...]  # addresses that peers should dial, if they differ from `listen`
     seeds: tuple[str, ...]  # each ends with /p2p/<peer id>
     relay_service: bool
+    dial: DialPolicy  # which addresses of peers it dials
     seeds_optional: bool = False  # start even if no seed answers yet
     direct: DirectConfig | None = None  # direct connections for bulk data; None disables them
 
@@ -110,13 +112,13 @@ class SwarmHost:
         use_hivemind_log_handler("nowhere")
         gate = Gate(authority, membership, identity.peer_id, deny, clock)
         seeds = tuple(itertools.chain(*readable_seeds(config.seeds).values()))
-        relays = () if config.relay_service else seeds
+        relays = () if config.relay_service else tuple(filter(config.dial.allows, seeds))
         daemon_config = P2pdConfig(
             config.identity_path, config.runtime_dir, config.listen, config.announce, config.relay_service, relays
         )
         p2pd = await P2pd.start(daemon_config, timeout)
         try:
-            p2p = await GatedP2P.attach(p2pd.config, gate, AddressBook(clock), clock)
+            p2p = await GatedP2P.attach(p2pd.config, gate, config.dial, clock)
         except BaseException:
             await p2pd.stop(timedelta(0))
             raise
@@ -277,11 +279,11 @@ class SwarmHost:
         await self._p2p.control.serve_streams(hello.PROTOCOL)
         await self._p2p.control.serve_streams(stripes.PROTOCOL)
         if config.direct is not None:
-            await self._listen_directly(config.direct, config.runtime_dir)
+            await self._listen_directly(config.direct, config.runtime_dir, config.dial)
         self._directory = MemberDirectory(self._p2p, authority, self._clock, config.seeds)
         await self._directory.join(seeds_optional=config.relay_service or config.seeds_optional, timeout=timeout)
 
-    async def _listen_directly(self, config: DirectConfig, directory: Path) -> None:
+    async def _listen_directly(self, config: DirectConfig, directory: Path, dial: DialPolicy) -> None:
         self._direct = DirectPath(
             config,
             directory=directory,
@@ -293,6 +295,7 @@ class SwarmHost:
             request_offer=self._request_offer,
             me=self.peer_id,
             pacer=self._pacer,
+            dial=dial,
         )
         self._direct.listen(config)
         self._acceptor.handle(direct.PROTOCOL, self._direct.serve_offer)

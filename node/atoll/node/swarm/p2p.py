@@ -20,11 +20,13 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from atoll.core.clock import Clock
 from atoll.core.errors import DeadlineExceeded, HelloRequired, NotPermitted, PeerMisbehaved, Unreachable
+from atoll.node.direct.dial_policy import DialPolicy
 from atoll.node.swarm.addresses import AddressBook
 from atoll.node.swarm.dht_messages import check_dht_message
 from atoll.node.swarm.hello import Introductions
+from atoll.node.swarm.name_resolution import NameResolution
 from atoll.node.swarm.p2pd import P2pdConfig
-from atoll.node.swarm.p2pd_control import P2pdControl
+from atoll.node.swarm.p2pd_control import CONTROL_TIMEOUT, P2pdControl
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
 
@@ -44,7 +46,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
     traffic: Traffic
 
     @classmethod
-    async def attach(cls, config: P2pdConfig, gate: Gate, book: AddressBook, clock: Clock) -> GatedP2P:
+    async def attach(cls, config: P2pdConfig, gate: Gate, dial: DialPolicy, clock: Clock) -> GatedP2P:
         """Connect to a running p2pd as `P2P.replicate` does, with our own control client. Raises `Unreachable`."""
         self = cls()
         self._alive = True
@@ -53,9 +55,12 @@ class GatedP2P(P2P):  # type: ignore[misc]
         self._client = await P2pdControl.attach(config.control_socket, config.stream_socket)
         self.control = self._client.control
         self.gate = gate
-        self.book = book
+        self.book = AddressBook(clock, dial)
+        self._names = NameResolution(dial)
         self.traffic = Traffic(clock)
-        self.introductions = Introductions(gate, self.open_socket, self.traffic, clock)
+        self.introductions = Introductions(
+            gate, self.open_socket, self.traffic, clock, is_on_record=lambda peer: bool(self.book.known(peer))
+        )
         self._clock = clock
         try:
             await self._ping_daemon()
@@ -70,6 +75,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
     async def detach(self) -> None:
         """Close the connections to p2pd."""
         await self.introductions.close()
+        self._names.close()
         await self.shutdown()
         await self.control.drain_tasks()
 
@@ -92,18 +98,25 @@ class GatedP2P(P2P):  # type: ignore[misc]
             async with asyncio.timeout(timeout.total_seconds()):
                 try:
                     if dialled:
-                        await self.control.connect(peer, dialled, timeout)
+                        await self._connect(peer, dialled, timeout)
                     return await self.control.open_stream(peer, protocol, timeout)
                 except Unreachable:
                     found = await self.book.find(peer_id)
                     if not found or found == dialled:
                         raise
-                await self.control.connect(peer, found, timeout)
+                await self._connect(peer, found, timeout)
                 return await self.control.open_stream(peer, protocol, timeout)
         except TimeoutError as error:
             raise DeadlineExceeded(f"peer {peer_id} did not answer within {timeout}") from error
         except Unreachable as error:
             raise Unreachable(f"peer {peer_id} does not answer: {error}") from error
+
+    async def _connect(self, peer: PeerID, addresses: tuple[Multiaddr, ...], timeout: timedelta) -> None:
+        """Let p2pd dial a peer at these addresses, names resolved. Raises `Unreachable`, `DeadlineExceeded`."""
+        resolved = await self._names.resolve(peer.to_base58(), addresses)
+        if addresses and not resolved:
+            raise Unreachable("its host names do not resolve to addresses that this node may dial")
+        await self.control.connect(peer, resolved, timeout)
 
     async def _add_protobuf_unary_handler(
         self, handle_name: str, handler: UnaryHandler, input_protobuf_type: type[Message], balanced: bool = False
@@ -152,7 +165,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
             await self.introductions.say_hello(peer_id.to_base58())
         except P2PDaemonError:
             # p2pd could not dial: it may have forgotten the peer's addresses.
-            await self.control.connect(peer_id, await self.book.find(peer_id.to_base58()))
+            await self._connect(peer_id, await self.book.find(peer_id.to_base58()), CONTROL_TIMEOUT)
         return await self.control.call_unary_handler(peer_id, handle_name, request)
 
     def _parse(self, data: bytes, kind: type[Reply], peer_id: str) -> Reply:

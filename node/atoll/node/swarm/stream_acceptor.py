@@ -97,7 +97,7 @@ class StreamAcceptor:
                 await read_pbmsg_safe(reader, info)
             peer_id: str = PeerID(info.peer).to_base58()
             if info.proto == hello.PROTOCOL:
-                await self._introductions.answer(peer_id, reader, writer)
+                await self._introductions.answer(peer_id, reader, writer, info.addr)
             elif info.proto == stripes.PROTOCOL:
                 belongs_here = await self._serve_stripe(peer_id, reader, writer)
             else:
