@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +22,7 @@ from atoll.core.fragments import Fragment
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
+from atoll.core.quorum import MARK_BYTES
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.allreduce import ExchangeServer
@@ -127,6 +129,7 @@ class AveragingEngine:
             clock.monotonic(),
             votes.load(),
             manifests.newest(),
+            draw_mark=lambda: secrets.token_bytes(MARK_BYTES),
         )
         self._events = EventQueue()
         self._orders: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()

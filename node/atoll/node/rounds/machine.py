@@ -17,6 +17,7 @@ no contribution can be counted twice whatever becomes of them (snapshot_ledger.p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from atoll.core.errors import AtollError, PeerMisbehaved
@@ -49,8 +50,10 @@ class RoundMachine:
         now: float,
         record: VoteRecord | None = None,
         known: Head | None = None,
+        *,
+        draw_mark: Callable[[], bytes],
     ) -> None:
-        self._at = Standing(me, policy_of, head, plan, now, record, known)
+        self._at = Standing(me, policy_of, head, plan, now, record, known, draw_mark)
         self._attendance = Attendance(
             self._at,
             signer,
@@ -266,6 +269,7 @@ class RoundMachine:
             self._at.head,
             self._at.policy,
             self._signer,
+            marks=self._at.marks,
         )
         self._opener = Opener(
             answers,
@@ -410,8 +414,6 @@ class RoundMachine:
         opened_here = self._attendance.following is not None and self._attendance.following.opener == self._at.me
         counted = self.counted(head.manifest)
         self._at.actions.append(rt.Install(head, opened_here, counted))
-        if counted is rt.Counted.SNAPSHOT and self._at.me in head.present:
-            self._at.promises.took_part()
         self._at.trigger.serve_leaving()
         self._supersede(f"round {head.round} was committed in another attempt")
         self._move(head)

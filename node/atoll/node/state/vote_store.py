@@ -35,13 +35,15 @@ class VoteStore:
         """Write the record durably. Raises `DataDirUnusable`."""
         voted = record.voted
         plain = {
-            "version": 2,
+            "version": 3,
             "number": record.number,
             "head_hash": record.head_hash.hex(),
             "promised": list(record.promised),
             "voted": None
             if voted is None
             else {"ballot": list(voted.ballot), "proposal": b64encode(voted.proposal).decode()},
+            "marks": [mark.hex() for mark in record.marks],
+            "complete": record.complete,
         }
         body = json.dumps(plain, indent=1).encode()
         with self._writing:
@@ -62,6 +64,8 @@ class VoteStore:
                 promised=Ballot(*map(int, plain["promised"])),
                 voted=voted
                 and LastVote(Ballot(*map(int, voted["ballot"])), b64decode(voted["proposal"], validate=True)),
+                marks=tuple(bytes.fromhex(mark) for mark in plain.get("marks", [])),  # none before version 3
+                complete=bool(plain.get("complete", True)),
             )
         except FileNotFoundError:
             return None
