@@ -5,15 +5,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from support.machine_node import BLANK
 from support.machine_plans import GENESIS, OFFSETS, POLICY, layers_after, make_plan, policies
 from support.machine_votes import FakeVoteSigner
-from support.machine_node import BLANK
 from support.machine_world import World
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.fragments import split_into_fragments
 from atoll.core.manifest import Head, changed_layers, manifest_hash
-from atoll.core.quorum import Ballot, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.rounds import types as rt

@@ -144,6 +144,7 @@ class AveragingEngine:
             CountedShare(rt.Counted.UNKNOWN),
         )  # the head before the last commit; what that holds of ours
         self._looking = False
+        self._abstains = False  # as it was last told
         self._unsent: dp.RoundMessage | None = None  # the last message that was too large
         self._head_is_new = False  # what it leaves of our progress shall be reported at once
         self._last_look = clock.monotonic()
@@ -247,11 +248,23 @@ class AveragingEngine:
         before = self._machine.plan
         for action in self._machine.step(event, self._clock.monotonic(), unix_ms(self._clock)):
             self._perform(action)
+        self._tell_abstention()
         plan = self._machine.plan
         if plan is not before and self._me in plan.drivers:
             moved = self._ranges(self.head, plan) != self._ranges(self.head, before)
             if moved or self._me not in before.drivers:
                 self._orders.put_nowait(self._drive)
+
+    def _tell_abstention(self) -> None:
+        """Say it once: others decide as long as it lasts."""
+        abstains = self._me in self._machine.openers and not self._machine.votes
+        if abstains and not self._abstains:
+            _log.warning(
+                "this seat does not vote until a round counts it: its record of votes is not the newest",
+                cause="the data directory was restored or copied, or its file of votes is lost",
+                round=self._machine.round_id.number,
+            )
+        self._abstains = abstains
 
     async def _drive(self) -> None:
         """This node drives a route, with the layers that it has, on other samples than before, or for the first time.

@@ -32,6 +32,7 @@ class Promises:
         self.answered: Ballot | None = None  # the newest attempt at this head that an earlier life answered
         self.held: dict[bytes, None] = {}  # payloads whose state is staged here, newest last
         self._me = me
+        self._mark = b""
         self._record = record
         self._draw_mark = draw_mark
         self._first_plan = plan.version  # of this life
