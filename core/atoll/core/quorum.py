@@ -86,6 +86,14 @@ def must_propose(electorate: Electorate, promised: Mapping[str, LastVote | None]
     return highest if electorate.decides(silent | agreed) else None
 
 
+class Promised(NamedTuple):
+    """How far a node's promises and votes have come. Within one epoch they are ordered like this."""
+
+    number: int  # of the round
+    ballot: Ballot
+    voted: bool = False  # in that ballot
+
+
 @dataclass(frozen=True)
 class VoteRecord:
     """This node's promise and vote at one round number. It is on disk before a peer hears of it.
@@ -100,3 +108,8 @@ class VoteRecord:
     voted: LastVote | None = None
     marks: tuple[bytes, ...] = ()  # of the last rounds that this node took part in, the newest last
     complete: bool = True  # False: it may have voted at this round before, so it abstains
+
+    @property
+    def newest(self) -> Promised:
+        """What a node has promised and voted for at most, if this is its record."""
+        return Promised(self.number, self.promised, self.voted is not None and self.voted.ballot == self.promised)

@@ -99,6 +99,7 @@ class Daemon:
             self._spec.run.name,
             checkpointed=lambda: [item.round for item in self._checkpoints.held()],
         )
+        self._votes = VoteStore(self._run_dir)
         self._manifest_answers = ManifestAnswers(self._manifests, lambda: self._link.send_heartbeat_now())
         self._coordinator_deny_list_older = False
         self._uploads = CheckpointUploads(self._send_checkpoint)
@@ -116,6 +117,7 @@ class Daemon:
             clock_ahead_seconds=lambda: self._link.clock_offset.ahead_seconds,
             newer_deny_list=self._deny_list_for_coordinator,
             manifest_answer=self._manifest_answers.take,
+            promised=lambda: self._votes.promised,
         )
         self._link = CoordinatorLink(
             credentials,
@@ -256,7 +258,7 @@ class Daemon:
                 directives=self._directives,
                 link=self._link,
                 manifests=self._manifests,
-                votes=VoteStore(self._run_dir),
+                votes=self._votes,
                 checkpoints=self._checkpoints,
                 operator_key=self._credentials.operator_key,
                 status=self._status,

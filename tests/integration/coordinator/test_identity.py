@@ -136,3 +136,23 @@ async def test_two_that_wait_for_one_dead_process_do_not_both_get_its_place(tmp_
         assert len(await events(home, "node.identity-in-use")) == 1
         await loser.close()
         await third.close()
+
+
+async def test_a_process_hears_what_the_one_before_it_promised(tmp_path: Path) -> None:
+    """So it knows when its record of promises is older."""
+    newest = mb.Promise(round=7, plan_version=2, attempt=3)
+    async with coordinator(tmp_path / "c") as home:
+        await home.create_run()
+        node = await (await home.node("ann")).connect(instance=FIRST)
+        await node.acknowledged(await node.say(promised=mb.Promise(round=7, plan_version=2)))
+        await node.acknowledged(await node.say(promised=newest))
+        await node.acknowledged(await node.say())
+        assert not any(response.HasField("promised") for response in node.heard)
+        await node.close()
+        after = await copy_of(node).connect(instance=SECOND, promised=mb.Promise(round=6, plan_version=2))
+        await after.acknowledged(1)
+        assert [response.promised for response in after.heard if response.HasField("promised")] == [newest]
+        again = await copy_of(node).connect(instance=SECOND, promised=mb.Promise(round=8, plan_version=2))
+        assert (await again.hear(lambda response: response.HasField("promised"))).promised == newest
+        await again.close()
+        await after.close()

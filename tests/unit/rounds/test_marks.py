@@ -9,7 +9,7 @@ from support.machine_world import World
 
 from atoll.core.manifest import Head
 from atoll.core.plan import Base
-from atoll.core.quorum import MARKS_KEPT, Ballot, Electorate, VoteRecord
+from atoll.core.quorum import MARKS_KEPT, Ballot, Electorate, Promised, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.rounds.member_answers import MemberAnswers
 from atoll.node.rounds.promises import Promises
@@ -35,9 +35,11 @@ def after(head: Head, epoch: int = 1, **marks: bytes) -> Head:
 class Life:
     """p0, from its start with a record; its marks have its name in them."""
 
-    def __init__(self, name: str, record: VoteRecord | None, head: Head = GENESIS, plan=PLAN) -> None:
+    def __init__(
+        self, name: str, record: VoteRecord | None, head: Head = GENESIS, plan=PLAN, told: Promised | None = None
+    ) -> None:
         numbers = count()
-        self.promises = Promises("p0", record, head, plan, lambda: f"{name}{next(numbers):07}".encode())
+        self.promises = Promises("p0", record, head, plan, lambda: f"{name}{next(numbers):07}".encode(), told)
         self.head, self.record = head, record
 
     @property
@@ -105,6 +107,72 @@ def test_a_round_that_went_on_with_the_former_mark_proves_nothing():
     restored.take_part()
     restored.move(after(head, p0=former))
     assert not restored.votes
+
+
+def test_a_record_of_a_later_round_survives_a_life_at_an_older_state():
+    """A node whose checkpoint and manifests are older than its record takes part, and forgets nothing."""
+    life = Life("a", BLANK)
+    older = life.commit()
+    newest = life.commit()
+    life.record = life.promises.pledge(Ballot(1, 4), dp.Proposal(payload=b"a result").SerializeToString())
+    back = Life("b", life.record, older)
+    assert not back.votes
+    back.take_part()
+    assert back.record is not None
+    assert back.record.voted == life.record.voted
+    back.move(newest)
+    assert (back.votes, back.promises.promised, back.promises.in_doubt) == (True, Ballot(1, 4), b"a result")
+    again = Life("c", back.record, newest)
+    assert (again.votes, again.promises.in_doubt) == (True, b"a result")
+
+
+@pytest.mark.parametrize("record_at", ["the head before", "an attempt before", "before the vote"])
+def test_what_an_earlier_life_told_the_coordinator_shows_a_backup_of_the_round_under_way(record_at):
+    """Its record knows the head's mark, so nothing else shows it."""
+    life = Life("a", BLANK)
+    head = life.commit()
+    backup = life.record
+    life.take_part(attempt=1)
+    if record_at == "an attempt before":
+        backup = life.record
+    life.take_part(attempt=2)
+    if record_at == "before the vote":
+        backup = life.record
+    proposal = dp.Proposal(payload=b"a result").SerializeToString()
+    life.record = life.promises.pledge(Ballot(1, 2), proposal)
+    told = life.record.newest
+    assert Life("b", life.record, head, told=told).votes  # it has all that it told
+    assert Life("b", backup, head).votes  # the coordinator is away: the window that is left
+    restored = Life("c", backup, head, told=told)
+    assert not restored.votes
+    mark = restored.take_part(attempt=3)
+    assert not Life("d", restored.record, head).votes
+    restored.move(after(head, p0=mark))
+    assert restored.votes
+
+
+def test_a_directory_at_an_old_head_does_not_vote_on_rounds_that_its_earlier_life_decided():
+    """All that it reaches may be as old as it is."""
+    life = Life("a", BLANK)
+    head, backup = life.commit(), life.record
+    for _ in range(3):
+        life.commit()
+    told = Promised(5, Ballot(1, 0))
+    restored = Life("b", backup, head, told=told)
+    for _ in range(3):
+        assert not restored.votes
+        restored.commit()
+    assert not restored.votes
+    restored.commit()
+    assert restored.votes  # of that round its earlier life told nothing
+
+
+def test_what_was_told_before_a_recovery_is_void():
+    base = after(GENESIS, p0=b"of p0 ok")
+    recovered = make_plan(PEERS, 2, Base(base.hash, PEERS, base.round, since_version=2))
+    record = VoteRecord(2, base.hash, Ballot(1, 0), marks=(b"of p0 ok",))
+    assert Life("a", record, base, recovered, told=Promised(9, Ballot(1, 5))).votes
+    assert not Life("a", record, base, recovered, told=Promised(2, Ballot(2, 5))).votes
 
 
 def test_a_lost_record_abstains_until_a_round_has_its_mark():

@@ -112,6 +112,8 @@ def connect(state: State, now: StepTime, peer_id: str, instance: bytes = b"") ->
             unfit_since=old.unfit_since,
             unfit_round=old.unfit_round,
             profile=old.profile,  # until a new report, so that a short break causes no new plan
+            promised=old.promised,
+            promised_before=old.promised_before if old.instance == instance else old.promised,
             row_allowance=old.row_allowance,
             refusal_allowance=old.refusal_allowance,
             memory_change_allowance=old.memory_change_allowance,
@@ -145,6 +147,7 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
         live,
         last_message_at=now.monotonic,
         challenge_answered=live.challenge_answered or request.challenge_answer == live.challenge != b"",
+        promised=request.promised.SerializeToString() if request.HasField("promised") else live.promised,
         status=status,
         unfit_since=_unfit_since(live, status.state, now.monotonic),
         unfit_round=live.unfit_round if live.unfit_since is not None else state.runs[node.run_id].head_round,

@@ -33,6 +33,7 @@ class HeartbeatSession:
         self._received_sequence = 0  # of the last request that is durable
         self._received_any = False
         self._acknowledgement_due = False
+        self._responded = False
         self._sent_plan_version = 0  # the plan version that the node has
         self._sent_genesis = False
         self._deny_number = -1
@@ -97,9 +98,12 @@ class HeartbeatSession:
         has_news |= self._add_uploads(response)
         has_news |= self._add_question(response, node)
         has_news |= self._add_challenge(response, live)
+        if not self._responded and live.promised_before:
+            response.promised.ParseFromString(live.promised_before)
         if not (has_news or self._acknowledgement_due):
             return None
         self._last_sent = current
+        self._responded = True
         self._acknowledgement_due = False
         return response
 

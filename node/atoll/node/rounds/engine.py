@@ -22,7 +22,7 @@ from atoll.core.fragments import Fragment
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.core.quorum import MARK_BYTES
+from atoll.core.quorum import MARK_BYTES, Promised
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.allreduce import ExchangeServer
@@ -107,7 +107,9 @@ class AveragingEngine:
         clock: Clock,
         counters: RoundCounters,
         callbacks: RoundCallbacks,
+        told: Promised | None = None,
     ) -> None:
+        """`told`: the newest promise that an earlier process of this node told the coordinator."""
         self.head = head  # what `state` holds
         self._spec = spec
         self._trainer = trainer
@@ -130,6 +132,7 @@ class AveragingEngine:
             votes.load(),
             manifests.newest(),
             draw_mark=lambda: secrets.token_bytes(MARK_BYTES),
+            told=told,
         )
         self._events = EventQueue()
         self._orders: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()

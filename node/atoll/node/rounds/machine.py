@@ -23,7 +23,7 @@ from dataclasses import replace
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.core.quorum import VoteRecord
+from atoll.core.quorum import Promised, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.attendance import Attendance
@@ -52,8 +52,9 @@ class RoundMachine:
         known: Head | None = None,
         *,
         draw_mark: Callable[[], bytes],
+        told: Promised | None = None,
     ) -> None:
-        self._at = Standing(me, policy_of, head, plan, now, record, known, draw_mark)
+        self._at = Standing(me, policy_of, head, plan, now, record, known, draw_mark, told)
         self._attendance = Attendance(
             self._at,
             signer,
@@ -352,8 +353,7 @@ class RoundMachine:
         if one_ahead and kind == "report" and message.report.expected:
             self._at.trigger.expect(peer, round_id, message.report, self._at.now)
             return
-        ours = round_id.plan_version == self._at.plan.version
-        if kind == "open" and ours:
+        if kind == "open" and round_id.plan_version == self._at.plan.version:
             self._attendance.wait_ahead(peer, message)
         self._heard_from_ahead(peer, round_id.number)
 

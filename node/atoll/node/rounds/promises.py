@@ -11,10 +11,11 @@ that makes all earlier votes void. A record of a later round means that we stand
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.core.quorum import MARKS_KEPT, Ballot, LastVote, VoteRecord
+from atoll.core.quorum import MARKS_KEPT, Ballot, LastVote, Promised, VoteRecord
 
 HELD = 2  # results of one head whose state is kept, because they may still be committed
 
@@ -23,9 +24,15 @@ class Promises:
     """The newest record, seen from one head under one plan's base."""
 
     def __init__(
-        self, me: str, record: VoteRecord | None, head: Head, plan: Plan, draw_mark: Callable[[], bytes]
+        self,
+        me: str,
+        record: VoteRecord | None,
+        head: Head,
+        plan: Plan,
+        draw_mark: Callable[[], bytes],
+        told: Promised | None = None,
     ) -> None:
-        """`draw_mark` returns `MARK_BYTES` random bytes."""
+        """`draw_mark` returns `MARK_BYTES` random bytes. An earlier life `told` the coordinator that promise."""
         self.votes = False  # we know all that we ever promised at this head
         self.promised: Ballot | None = None
         self.voted: LastVote | None = None
@@ -35,6 +42,7 @@ class Promises:
         self._mark = b""
         self._record = record
         self._draw_mark = draw_mark
+        self._told = told
         self._first_plan = plan.version  # of this life
         self.recall(head, plan)
 
@@ -59,18 +67,27 @@ class Promises:
         here = record is not None and (record.number, record.head_hash) == (self._number, self._head_hash)
         self.answered = record.promised if record is not None and here else None
         self._mark = record.marks[-1] if record is not None and here and record.marks else b""
-        if plan.base.since_version > self._first_plan and plan.base.manifest_hash == head.hash:
+        if self._has_forgotten(plan):
+            self.votes = False
+        elif plan.base.since_version > self._first_plan and plan.base.manifest_hash == head.hash:
             self.votes = True  # at the base of a recovery that came in this life: all earlier votes are void
         else:
             self.votes = self._may_vote(head, plan)
         if record is not None and here and self.votes and record.promised.plan_version >= plan.base.since_version:
             self.promised, self.voted = record.promised, record.voted
 
+    def _has_forgotten(self, plan: Plan) -> bool:
+        """Whether an earlier life promised more than the record says, at this round or a later one."""
+        told, record = self._told, self._record
+        if told is None or told.number < self._number or told.ballot.plan_version < plan.base.since_version:
+            return False
+        return record is None or told > record.newest
+
     def _may_vote(self, head: Head, plan: Plan) -> bool:
         record, mark = self._record, _mark_of(self._me, head)
         if record is None or (mark and mark not in record.marks and record.number <= self._number):
             return False  # a record of a later round may have forgotten it
-        if not record.complete and not mark:
+        if not record.complete and (not mark or record.head_hash == self._head_hash):
             return False
         void = record.promised.plan_version < plan.base.since_version
         return record.number < self._number or void or record.head_hash == self._head_hash
@@ -87,15 +104,19 @@ class Promises:
     def pledge(self, ballot: Ballot, proposal: bytes | None = None) -> VoteRecord:
         """Promise `ballot`, and with a proposal vote for it there: what must be on disk before anyone hears of it.
 
-        A node that abstains promises nothing. Its record only holds the mark.
+        A node that abstains promises nothing. Its record only gets the mark, and a record of a later round stays.
         """
         if self.votes:
             self.promised = ballot
             if proposal is not None:
                 self.voted = LastVote(ballot, proposal)
-        earlier = tuple(mark for mark in (self._record.marks if self._record else ()) if mark != self.mark)
-        marks = (*earlier, self.mark)[-MARKS_KEPT:]
-        self._record = VoteRecord(self._number, self._head_hash, ballot, self.voted, marks, complete=self.votes)
+        record = self._record
+        marks = tuple(mark for mark in (record.marks if record else ()) if mark != self.mark)
+        marks = (*marks, self.mark)[-MARKS_KEPT:]
+        if record is not None and not self.votes and record.number > self._number:
+            self._record = replace(record, marks=marks)
+        else:
+            self._record = VoteRecord(self._number, self._head_hash, ballot, self.voted, marks, complete=self.votes)
         return self._record
 
     def keep(self, payload: bytes) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.core.quorum import COORDINATOR, VoteRecord
+from atoll.core.quorum import COORDINATOR, Promised, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.earlier_attempts import EarlierAttempts
@@ -36,6 +36,7 @@ class Standing:
         record: VoteRecord | None,
         known: Head | None,
         draw_mark: Callable[[], bytes],
+        told: Promised | None,
     ) -> None:
         self.me = me
         self.policy = policy_of(plan)
@@ -45,7 +46,7 @@ class Standing:
         self.known = known or head  # the newest that this node ever saw committed
         self.now = now
         self.leaving = False
-        self.promises = Promises(me, record, head, plan, draw_mark)
+        self.promises = Promises(me, record, head, plan, draw_mark, told)
         self.marks: dict[str, bytes] = {}  # of others at this head, as they told us when we opened
         self.trigger = RoundTrigger(me, self.policy, head, plan, now)
         self.ledger = SnapshotLedger()
