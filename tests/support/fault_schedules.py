@@ -26,6 +26,7 @@ class Outcome:
 
     rounds: int
     kills: int
+    rollbacks: int
     recovered: str  # why it took an operator to go on; empty: it did not
 
 
@@ -46,7 +47,8 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
     while world.now < TROUBLE_SECONDS:
         world.run(rng.uniform(0.05, 3.0))
         peer = rng.choice(world.peers)
-        match rng.randrange(13):
+        world.back_up(rng.choice(world.peers))
+        match rng.randrange(14):
             case 0 | 1:
                 world.kill(peer)
             case 2 | 3:
@@ -69,6 +71,9 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
                 world.leave(peer)
             case 12:
                 world.fill_disk(peer, full=rng.random() < 0.7)
+            case 13:
+                world.kill(peer)
+                world.roll_back(peer, rng.randrange(3))
             case 9:
                 version += 1
                 members = [other for other in world.peers if rng.random() < 0.8] or [peer]
@@ -122,7 +127,7 @@ def _quiet_period(world: World, version: int, *, cut: bool) -> Outcome:
         assert stuck, f"no progress after peace: {_standing(world)}"
         before = world.recover()
         assert world.run(QUIET_SECONDS, until=agreed), f"no progress after the recovery: {_standing(world)}"
-    return Outcome(world.rounds(), len(world.killed), stuck)
+    return Outcome(world.rounds(), len(world.killed), len(world.rolled_back), stuck)
 
 
 def _standing(world: World) -> str:
@@ -165,6 +170,7 @@ def running_totals(first: int, count: int) -> Iterator[Counter[str]]:
                 totals["schedules"] += 1
                 totals["rounds"] += outcome.rounds
                 totals["kills"] += outcome.kills
+                totals["rollbacks"] += outcome.rollbacks
                 totals[outcome.recovered or "went on by itself"] += 1
             yield totals
 

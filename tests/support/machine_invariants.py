@@ -35,7 +35,9 @@ class InvariantChecker:
         self._counted: dict[tuple[str, int, int], list[Span]] = {}  # by life and layer
 
     def pledge(self, peer: str, record: VoteRecord) -> None:
-        """`peer` promises, and perhaps votes."""
+        """`peer` promises, and perhaps votes; with an incomplete record it does neither."""
+        if not record.complete:
+            return
         key = (peer, record.number)
         if record.promised < self._promises.get(key, record.promised):
             raise Violation(f"{peer} went back on its promise for round {record.number}")

@@ -23,6 +23,7 @@ class Disk:
     known: Head = GENESIS
     checkpoint: Head = GENESIS
     full: bool = False  # nothing new can be written
+    backups: list["Disk"] = field(default_factory=list)  # the newest last
 
     def knows(self, head: Head) -> None:
         """`head` was seen committed."""

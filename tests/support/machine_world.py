@@ -9,6 +9,7 @@ wrong about whether a round holds its snapshot, or hangs in an attempt.
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from support.machine_clock import VirtualClock
 from support.machine_exchange import Exchanges, nonce_of, outer_step
@@ -33,7 +34,7 @@ from atoll.core.fragments import Fragment
 from atoll.core.frames import MAX_HEADER_BYTES
 from atoll.core.manifest import Head, changed_layers
 from atoll.core.plan import Base, Plan
-from atoll.core.quorum import VoteRecord, next_seats
+from atoll.core.quorum import MARK_BYTES, VoteRecord, next_seats
 from atoll.core.round_id import RoundId
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.machine import RoundMachine
@@ -63,6 +64,7 @@ class World(VirtualClock):
         """`first` have the first seats, in this order; `names` replace p0, p1, …; `offsets` are of the layers."""
         super().__init__()
         self.rng = random.Random(seed)
+        self._mark_rng = random.Random(f"marks {seed}")
         self.policy_of = policies(policy, offsets)
         self.make_machine = machine
         self.peers = list(names) or [f"p{i}" for i in range(size)]
@@ -79,6 +81,7 @@ class World(VirtualClock):
         self.reports: list[rt.Report] = []
         self.caught_up: list[tuple[str, str]] = []
         self.killed: list[str] = []
+        self.rolled_back: list[str] = []
         self.ledger = InvariantChecker(self.peers)
         self._exchanges = Exchanges(self._reachable)
         self._made: set[bytes] = set()  # states that somebody computed
@@ -131,6 +134,27 @@ class World(VirtualClock):
         node.incarnation, node.skew = old.incarnation, old.skew
         self.nodes[peer] = node
         self.at(TICK, self._tick, peer, node.incarnation)
+
+    def back_up(self, peer: str) -> None:
+        """A snapshot of its data directory, as of now."""
+        node = self.nodes[peer]
+        node.disk.backups = [*node.disk.backups[-3:], replace(node.disk, backups=[], full=False)]
+
+    def roll_back(self, peer: str, age: int = 0) -> bool:
+        """Start again with a backup; False where nobody can show that it is old (docs/explain/rounds.md).
+
+        That is the window which marks leave: of the round that it took part in last, at least one later is needed.
+        """
+        old = self.nodes[peer]
+        for backup in list(reversed(old.disk.backups))[age:]:
+            reached = self.newest_reachable(peer).round
+            if old.up or (backup.record is not None and reached <= backup.record.number):
+                continue
+            old.disk = replace(backup, backups=old.disk.backups)
+            self.restart(peer)
+            self.rolled_back.append(peer)
+            return True
+        return False
 
     def fill_disk(self, peer: str, *, full: bool = True) -> None:
         """Nothing new can be written, until there is room again."""
@@ -192,6 +216,7 @@ class World(VirtualClock):
             self.now + skew,
             disk.record,
             disk.known,
+            draw_mark=lambda: self._mark_rng.randbytes(MARK_BYTES),
         )
         return Node(peer, machine, disk, skew)
 

@@ -185,6 +185,12 @@ class Banned(Rejected):
     grpc_status = "PERMISSION_DENIED"
 
 
+class IdentityInUse(Rejected):
+    """Another process runs with this node's identity, as after a copy of its data directory."""
+
+    grpc_status = "FAILED_PRECONDITION"
+
+
 class NotPermitted(Rejected):
     """The credential lacks the role that this call needs."""
 

@@ -22,6 +22,8 @@ from atoll.v1 import dataplane_pb2 as dp
 
 COORDINATOR = "coordinator"  # the name of its seat; no peer id looks like that
 MAX_SEATS = 7  # of members
+MARK_BYTES = 8
+MARKS_KEPT = 4  # two are needed: that of the head, and that of the round which comes next
 
 
 class Ballot(NamedTuple):
@@ -84,11 +86,30 @@ def must_propose(electorate: Electorate, promised: Mapping[str, LastVote | None]
     return highest if electorate.decides(silent | agreed) else None
 
 
+class Promised(NamedTuple):
+    """How far a node's promises and votes have come. Within one epoch they are ordered like this."""
+
+    number: int  # of the round
+    ballot: Ballot
+    voted: bool = False  # in that ballot
+
+
 @dataclass(frozen=True)
 class VoteRecord:
-    """This node's promise and vote at one round number. It is on disk before a peer hears of it."""
+    """This node's promise and vote at one round number. It is on disk before a peer hears of it.
+
+    At every head a node draws a random mark, which the next manifest holds for it. So a record that does not know the
+    mark of the head is not the newest one of its node.
+    """
 
     number: int
     head_hash: bytes  # the manifest that the round builds on
     promised: Ballot  # this node does not vote in earlier attempts
     voted: LastVote | None = None
+    marks: tuple[bytes, ...] = ()  # of the last rounds that this node took part in, the newest last
+    complete: bool = True  # False: it may have voted at this round before, so it abstains
+
+    @property
+    def newest(self) -> Promised:
+        """What a node has promised and voted for at most, if this is its record."""
+        return Promised(self.number, self.promised, self.voted is not None and self.voted.ballot == self.promised)

@@ -10,7 +10,7 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -100,6 +100,7 @@ class Daemon:
             self._spec.run.name,
             checkpointed=lambda: [item.round for item in self._checkpoints.held()],
         )
+        self._votes = VoteStore(self._run_dir)
         self._manifest_answers = ManifestAnswers(self._manifests, lambda: self._link.send_heartbeat_now())
         self._coordinator_deny_list_older = False
         self._uploads = CheckpointUploads(self._send_checkpoint)
@@ -117,6 +118,7 @@ class Daemon:
             clock_ahead_seconds=lambda: self._link.clock_offset.ahead_seconds,
             newer_deny_list=self._deny_list_for_coordinator,
             manifest_answer=self._manifest_answers.take,
+            promised=lambda: self._votes.promised,
         )
         self._link = CoordinatorLink(
             credentials,
@@ -153,12 +155,17 @@ class Daemon:
     def _work(self, host: SwarmHost) -> list[Coroutine[Any, Any, None]]:
         """List what runs until the daemon leaves."""
         addresses = AddressBook(host, self._directives, self._identity.peer_id)
-        work = [self._link.run(), self._fail_when_p2pd_ends(host), addresses.publish(), self._watchdog()]
+        work = [self._link.run(), self._fail_when_p2pd_ends(host), self._admitted(addresses.publish), self._watchdog()]
         work.append(self._limit_enforcer.run())
         if self._session is not None:
             prober = self._heartbeats.prober = PathProber(host, self._members, self._clock)
-            work += [self._session.run(), addresses.look_up(), self._leave_when_ordered(), prober.run()]
+            work += [self._admitted(self._session.run), addresses.look_up(), self._leave_when_ordered(), prober.run()]
         return work
+
+    async def _admitted(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Begin once the coordinator answered: if another process has this identity, it refuses this one first."""
+        await self._link.first_answer()
+        await work()
 
     async def _close(self) -> None:
         await self._uploads.close()
@@ -253,7 +260,7 @@ class Daemon:
                 directives=self._directives,
                 link=self._link,
                 manifests=self._manifests,
-                votes=VoteStore(self._run_dir),
+                votes=self._votes,
                 checkpoints=self._checkpoints,
                 operator_key=self._credentials.operator_key,
                 status=self._status,

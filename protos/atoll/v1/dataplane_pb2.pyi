@@ -68,7 +68,7 @@ class Accepted(_message.Message):
     def __init__(self, ballot: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., signature: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("round", "tokens", "samples", "accepted", "voter", "holds", "leaving")
+    __slots__ = ("round", "tokens", "samples", "accepted", "voter", "holds", "leaving", "mark")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class Ready(_message.Message):
     VOTER_FIELD_NUMBER: _ClassVar[int]
     HOLDS_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     tokens: int
     samples: int
@@ -83,7 +84,8 @@ class Ready(_message.Message):
     voter: bool
     holds: _containers.RepeatedScalarFieldContainer[bytes]
     leaving: bool
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., tokens: _Optional[int] = ..., samples: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., voter: _Optional[bool] = ..., holds: _Optional[_Iterable[bytes]] = ..., leaving: _Optional[bool] = ...) -> None: ...
+    mark: bytes
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., tokens: _Optional[int] = ..., samples: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., voter: _Optional[bool] = ..., holds: _Optional[_Iterable[bytes]] = ..., leaving: _Optional[bool] = ..., mark: _Optional[bytes] = ...) -> None: ...
 
 class Decline(_message.Message):
     __slots__ = ("round", "reason", "plan_version", "attempt")

@@ -219,8 +219,20 @@ class GenesisReport(_message.Message):
     manifest: _manifest_pb2.CommittedManifest
     def __init__(self, layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ...) -> None: ...
 
+class Promise(_message.Message):
+    __slots__ = ("round", "plan_version", "attempt", "voted")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    VOTED_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    plan_version: int
+    attempt: int
+    voted: bool
+    def __init__(self, round: _Optional[int] = ..., plan_version: _Optional[int] = ..., attempt: _Optional[int] = ..., voted: _Optional[bool] = ...) -> None: ...
+
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("sequence", "profile", "status", "multiaddrs", "rounds", "evaluations", "genesis", "corpus_digest", "checkpoints", "checkpoints_changed", "paths", "deny_list", "layers", "manifests")
+    __slots__ = ("sequence", "profile", "status", "multiaddrs", "rounds", "evaluations", "genesis", "corpus_digest", "checkpoints", "checkpoints_changed", "paths", "deny_list", "layers", "manifests", "instance", "challenge_answer", "promised")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +247,9 @@ class HeartbeatRequest(_message.Message):
     DENY_LIST_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     MANIFESTS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_ANSWER_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     profile: NodeProfile
     status: NodeStatus
@@ -249,7 +264,10 @@ class HeartbeatRequest(_message.Message):
     deny_list: _common_pb2.Signed
     layers: _plan_pb2.LayerTable
     manifests: ManifestAnswer
-    def __init__(self, sequence: _Optional[int] = ..., profile: _Optional[_Union[NodeProfile, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationReport, _Mapping]]] = ..., genesis: _Optional[_Union[GenesisReport, _Mapping]] = ..., corpus_digest: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., checkpoints_changed: _Optional[bool] = ..., paths: _Optional[_Iterable[_Union[PeerPath, _Mapping]]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., manifests: _Optional[_Union[ManifestAnswer, _Mapping]] = ...) -> None: ...
+    instance: bytes
+    challenge_answer: bytes
+    promised: Promise
+    def __init__(self, sequence: _Optional[int] = ..., profile: _Optional[_Union[NodeProfile, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationReport, _Mapping]]] = ..., genesis: _Optional[_Union[GenesisReport, _Mapping]] = ..., corpus_digest: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., checkpoints_changed: _Optional[bool] = ..., paths: _Optional[_Iterable[_Union[PeerPath, _Mapping]]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., manifests: _Optional[_Union[ManifestAnswer, _Mapping]] = ..., instance: _Optional[bytes] = ..., challenge_answer: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ...) -> None: ...
 
 class ManifestRequest(_message.Message):
     __slots__ = ("first", "count")
@@ -268,7 +286,7 @@ class ManifestAnswer(_message.Message):
     def __init__(self, first: _Optional[int] = ..., manifests: _Optional[_Iterable[_Union[_manifest_pb2.CommittedManifest, _Mapping]]] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("acknowledged_sequence", "run_state", "plan", "layers", "genesis", "deny_list", "order", "seeds", "uploads", "unix_ms", "prepare", "notice", "known_round", "manifests")
+    __slots__ = ("acknowledged_sequence", "run_state", "plan", "layers", "genesis", "deny_list", "order", "seeds", "uploads", "unix_ms", "prepare", "notice", "known_round", "manifests", "challenge", "promised")
     ACKNOWLEDGED_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RUN_STATE_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +301,8 @@ class HeartbeatResponse(_message.Message):
     NOTICE_FIELD_NUMBER: _ClassVar[int]
     KNOWN_ROUND_FIELD_NUMBER: _ClassVar[int]
     MANIFESTS_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_FIELD_NUMBER: _ClassVar[int]
     acknowledged_sequence: int
     run_state: RunState
     plan: _common_pb2.Signed
@@ -297,7 +317,9 @@ class HeartbeatResponse(_message.Message):
     notice: str
     known_round: int
     manifests: ManifestRequest
-    def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ..., uploads: _Optional[_Iterable[_Union[UploadOrder, _Mapping]]] = ..., unix_ms: _Optional[int] = ..., prepare: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., notice: _Optional[str] = ..., known_round: _Optional[int] = ..., manifests: _Optional[_Union[ManifestRequest, _Mapping]] = ...) -> None: ...
+    challenge: bytes
+    promised: Promise
+    def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ..., uploads: _Optional[_Iterable[_Union[UploadOrder, _Mapping]]] = ..., unix_ms: _Optional[int] = ..., prepare: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., notice: _Optional[str] = ..., known_round: _Optional[int] = ..., manifests: _Optional[_Union[ManifestRequest, _Mapping]] = ..., challenge: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ...) -> None: ...
 
 class VoteRequest(_message.Message):
     __slots__ = ("round", "proposal")
@@ -390,10 +412,12 @@ class CheckpointUploadResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "instance")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    instance: bytes
+    def __init__(self, reason: _Optional[str] = ..., instance: _Optional[bytes] = ...) -> None: ...
 
 class LeaveResponse(_message.Message):
     __slots__ = ()

@@ -9,12 +9,14 @@ import time
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
 from atoll.core.clock import SystemClock
-from atoll.core.errors import Unreachable
+from atoll.core.errors import IdentityInUse, Unreachable
+from atoll.core.grpc_errors import status_of, trailing_metadata
 from atoll.core.identity import Identity
 from atoll.node.control.coordinator_link import CoordinatorLink
 from atoll.v1 import membership_pb2 as mb
@@ -110,6 +112,43 @@ async def test_reports_survive_every_broken_stream():
         assert service.streams >= 2
         assert await link.flush(timedelta(seconds=5))
         assert set(service.durable) == set(range(5))
+
+
+class Challenging(membership_pb2_grpc.MembershipServiceServicer):
+    """Another process claims the node's identity; the second stream is refused."""
+
+    def __init__(self):
+        self.requests = []
+
+    async def Heartbeat(self, request_iterator, context):
+        if self.requests:
+            error = IdentityInUse("another process runs with the identity of this node")
+            await context.abort(status_of(error), str(error), trailing_metadata(error))
+        async for request in request_iterator:
+            self.requests.append(request)
+            yield mb.HeartbeatResponse(acknowledged_sequence=request.sequence, challenge=b"live?")
+            if request.challenge_answer:
+                return
+
+
+async def test_a_node_answers_a_challenge_at_once_and_ends_when_it_is_refused(monkeypatch):
+    monkeypatch.setattr("atoll.node.control.coordinator_link.HEARTBEAT_INTERVAL", timedelta(hours=1))
+    service = Challenging()
+    server = grpc.aio.server()
+    membership_pb2_grpc.add_MembershipServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    link = plain_link(f"127.0.0.1:{port}")
+    link.credentials = SimpleNamespace(coordinator="here")
+    try:
+        async with asyncio.timeout(20):
+            with pytest.raises(IdentityInUse):
+                await link.run()
+            await link.first_answer()
+    finally:
+        await server.stop(0)
+    assert [request.challenge_answer for request in service.requests] == [b"", b"live?"]
+    assert [len(instance) for instance in {request.instance for request in service.requests}] == [16]
 
 
 async def starve():

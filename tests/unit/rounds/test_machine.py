@@ -510,7 +510,14 @@ def test_no_sequence_of_messages_from_a_member_breaks_the_machine(noise, moment)
 
 def machine_of_three(record: VoteRecord = BLANK) -> RoundMachine:
     return RoundMachine(
-        "p0", lambda plan: POLICY, FakeVoteSigner("p0"), GENESIS, make_plan(["p0", "p1", "p2"]), 0.0, record
+        "p0",
+        lambda plan: POLICY,
+        FakeVoteSigner("p0"),
+        GENESIS,
+        make_plan(["p0", "p1", "p2"]),
+        0.0,
+        record,
+        draw_mark=lambda: b"ourmark8",
     )
 
 

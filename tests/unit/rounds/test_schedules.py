@@ -9,7 +9,7 @@ from support.fault_schedules import run_all, run_schedule
 from support.machine_world import Violation, World
 
 from atoll.core.quorum import Ballot, Electorate
-from atoll.node.rounds import opener
+from atoll.node.rounds import opener, promises
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.attendance import Attendance
 from atoll.node.rounds.promises import Promises
@@ -23,6 +23,7 @@ def test_thousands_of_schedules_break_nothing(first, record_property):
     record_property("totals", dict(totals))
     assert totals["schedules"] == BLOCK
     assert totals["rounds"] > 2 * BLOCK  # they do make progress
+    assert totals["rollbacks"] > BLOCK / 50
     assert totals["went on by itself"] > 0.7 * BLOCK
 
 
@@ -74,6 +75,11 @@ def promises_are_forgotten():
     return patch.object(Promises, "recall", forgetful)
 
 
+def marks_are_not_looked_at():
+    """A directory that was rolled back votes at once."""
+    return patch.object(promises, "_mark_of", lambda *_: b"")
+
+
 def no_earlier_result_is_proposed():
     return patch.object(opener, "must_propose", lambda *_: None)
 
@@ -119,6 +125,7 @@ MUTATIONS = [
     half_is_enough,
     votes_are_forgotten,
     promises_are_forgotten,
+    marks_are_not_looked_at,
     no_earlier_result_is_proposed,
     a_commit_needs_no_quorum,
     snapshots_are_taken_again,

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from support.machine_node import BLANK
 from support.machine_plans import GENESIS, OFFSETS, POLICY, layers_after, make_plan, policies
 from support.machine_votes import FakeVoteSigner
 from support.machine_world import World
@@ -12,7 +13,6 @@ from support.machine_world import World
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.fragments import split_into_fragments
 from atoll.core.manifest import Head, changed_layers, manifest_hash
-from atoll.core.quorum import Ballot, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.rounds import types as rt
@@ -36,10 +36,11 @@ PEERS = [WHOLE, FRONT, BACK]
 PLAN = make_plan(PEERS, routes=ROUTES)
 CUT = policies(POLICY)(PLAN)  # two fragments: layers 0 and 1, and layer 2
 NUMBER = RoundId("r", 1, 0, 1, 0)
+MARK = b"ourmark8"
 
 
 def started() -> dp.Start:
-    ready = {peer: dp.Ready(tokens=100, samples=4) for peer in PEERS}
+    ready = {peer: dp.Ready(tokens=100, samples=4, mark=MARK) for peer in PEERS}
     return build_start(CUT, PLAN, NUMBER, ready, codec=CODECS["int4"], unix_ms=0, exchange_seconds=5)
 
 
@@ -54,7 +55,7 @@ def test_only_holders_bring_and_reduce_and_only_drivers_get_data():
     start = started()
     assert {item.peer_id: item.weight for item in start.contributions} == {WHOLE: 100, FRONT: 100, BACK: 0}
     assert {piece.reducer for piece in start.partition} == {WHOLE, FRONT}
-    check_start(CUT, PLAN, NUMBER, dp.Ready(), BACK, start)
+    check_start(CUT, PLAN, NUMBER, dp.Ready(mark=MARK), BACK, start)
     place = [item.peer_id for item in start.contributions].index(BACK)
     for name in ("weight", "samples"):
         wrong = dp.Start()
@@ -68,6 +69,20 @@ def test_only_holders_bring_and_reduce_and_only_drivers_get_data():
     assert {item.peer_id for item in manifest.data.holdings} == {WHOLE, FRONT}
     assert manifest.committed_tokens == 2 * 50
     check_payload(CUT, PLAN, GENESIS, result())
+
+
+@pytest.mark.parametrize(("peer", "mark"), [(WHOLE, b"another8"), (WHOLE, b""), (FRONT, b"short"), (FRONT, b"l" * 9)])
+def test_a_start_repeats_our_mark_and_has_no_endless_ones(peer, mark):
+    mine, start = dp.Ready(tokens=100, samples=4, mark=MARK), started()
+    check_start(CUT, PLAN, NUMBER, mine, WHOLE, start)
+    next(item for item in start.contributions if item.peer_id == peer).mark = mark
+    with pytest.raises(PeerMisbehaved, match="mark"):
+        check_start(CUT, PLAN, NUMBER, mine, WHOLE, start)
+    manifest = manifest_pb2.Manifest.FromString(result())
+    assert {item.mark for item in manifest.contributions} == {MARK}
+    manifest.contributions[0].mark = b"long mark"
+    with pytest.raises(PeerMisbehaved, match="mark"):
+        check_payload(CUT, PLAN, GENESIS, manifest.SerializeToString(deterministic=True))
 
 
 def test_a_start_without_a_holder_is_refused():
@@ -128,7 +143,7 @@ def test_a_result_wants_the_word_of_half_of_the_holders_that_took_part():
 def waiting_witness(present: Sequence[str] = PEERS) -> tuple[RoundMachine, str]:
     """BACK, which waits for the Commit, and the opener."""
     machine = RoundMachine(
-        BACK, policies(POLICY), FakeVoteSigner(BACK), GENESIS, PLAN, 0.0, VoteRecord(0, b"", Ballot(0, 0))
+        BACK, policies(POLICY), FakeVoteSigner(BACK), GENESIS, PLAN, 0.0, BLANK, draw_mark=lambda: MARK
     )
     opener = NUMBER.opener(PLAN.openers(GENESIS))
     opened = dp.Open(round=NUMBER.to_proto(), head_hash=GENESIS.hash, deadline_ms=4000)
@@ -183,7 +198,7 @@ def test_a_seat_that_told_what_it_has_does_not_vote_itself_away():
     assert machine.phase is rt.Phase.AWAITING_COMMIT  # the others may decide so
 
 
-@pytest.mark.parametrize("what", ["weights", "an attempt without us", "a seat taken", "of no majority"])
+@pytest.mark.parametrize("what", ["weights", "an attempt without us", "a seat taken", "of no majority", "mark"])
 def test_nobody_makes_up_what_an_earlier_attempt_came_to(what):
     """Attempt 0 was abandoned, and the opener of attempt 1 says that it may be committed."""
     machine, first = waiting_witness()
@@ -203,6 +218,8 @@ def test_nobody_makes_up_what_an_earlier_attempt_came_to(what):
     elif what == "an attempt without us":
         manifest.round.attempt = 1
         later = replace(NUMBER, attempt=2)
+    elif what == "mark":
+        place[BACK].mark = b"another8"
     elif what == "a seat taken":
         del manifest.seats[1:]
     else:
@@ -321,8 +338,8 @@ def test_a_witness_takes_a_committed_round_without_any_state():
         assert brought <= PLAN.holders(changed_layers(head.manifest))
 
 
-def test_who_lost_its_disk_votes_after_a_round_of_its_own_and_not_after_one_of_others():
-    """It may have voted in any round that holds nothing of this life."""
+def test_a_member_that_lost_its_disk_votes_once_a_manifest_holds_its_mark():
+    """As a witness, too: the manifest with the new mark is younger than all that an earlier life voted for."""
     world = World(3, seed=1, routes=ROUTES)
     assert world.run(60, until=lambda: world.rounds() >= 4)
     world.kill(BACK)
@@ -333,13 +350,19 @@ def test_who_lost_its_disk_votes_after_a_round_of_its_own_and_not_after_one_of_o
     def watch(node, head, counted) -> None:
         install(node, head, counted)
         if node.peer == BACK:
-            installed.append((counted is rt.Counted.SNAPSHOT, machine.votes))
+            marks = [item.mark for item in head.manifest.contributions if item.peer_id == BACK]
+            installed.append((marks, machine.votes))
 
+    lost = world.nodes[BACK].machine.head.round
     world._install = watch
-    assert world.run(60, until=lambda: (True, True) in installed)
-    own = [counted for counted, _ in installed].index(True)
-    assert own > 0, "the first round was not one of others"
-    assert not any(votes for _, votes in installed[:own])
+    assert world.run(60, until=lambda: any(votes for _, votes in installed))
+    record = world.nodes[BACK].disk.record
+    assert record is not None
+    *without, (marks, _) = installed
+    assert set(marks) <= set(record.marks)
+    assert marks
+    assert not any(set(marks) & set(record.marks) for marks, _ in without)
+    assert lost
 
 
 def test_a_holder_that_attests_to_a_result_of_its_own_gets_no_vote_for_it():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from atoll.coordinator.live import hand_over
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime, charge_row
+from atoll.coordinator.state.snapshot import Draft, LiveNode, State, Step, StepTime, charge_row
 from atoll.coordinator.store.records import Node, Token
 from atoll.core.errors import (
     AlreadyExists,
@@ -220,16 +220,24 @@ def merge_deny_list(draft: Draft, signed: pb.Signed) -> None:
         draft.event("node.banned", node.run_id if node else "", peer_id, f"{name} was banned before the restore")
 
 
-def leave(state: State, now: StepTime, peer_id: str, reason: str) -> Step[None]:
-    """Record an announced leave. The node may return while its certificate is valid. Raises `CertificateInvalid`."""
+def leave(state: State, now: StepTime, peer_id: str, reason: str, instance: bytes = b"") -> Step[None]:
+    """Record an announced leave. The node may return while its certificate is valid. Raises `CertificateInvalid`.
+
+    A process that does not have the node's stream cannot announce that for the one that has it.
+    """
     node, reason = lookup.caller(state, peer_id), clean(reason, MAX_REASON_CHARACTERS)
     draft = Draft(state, now)
-    if not node.left:
+    if not node.left and not is_of_another_process(state.live.get(peer_id), instance):
         draft.put(replace(node, left=True, draining=False, last_seen_ms=now.unix_ms))
         because = f": {reason}" if reason else ""
         if charge_row(draft, peer_id):
             draft.event("node.left", node.run_id, peer_id, f"{node.name} left{because}")
     return draft.done(None)
+
+
+def is_of_another_process(live: LiveNode | None, instance: bytes) -> bool:
+    """Whether the open stream of a node is of another process than `instance`; one that did not say is none."""
+    return live is not None and live.connected and bool(live.instance and instance) and live.instance != instance
 
 
 def seeds_of(state: State, run_id: str) -> tuple[str, ...]:

@@ -49,6 +49,7 @@ from atoll.v1 import membership_pb2 as mb
 
 MAX_MULTIADDRS = 64  # of one node; later ones are ignored
 MAX_MULTIADDR_CHARACTERS = 256
+MAX_INSTANCE_BYTES = 32
 MAX_REPORTS = 256  # of each kind in one heartbeat
 _CORPUS_DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
 
@@ -85,8 +86,10 @@ def restore(
     return replace(state, live={**live, **{peer: replace(live[peer], handing_over=True) for peer in stages}})
 
 
-def connect(state: State, now: StepTime, peer_id: str) -> Step[int]:
+def connect(state: State, now: StepTime, peer_id: str, instance: bytes = b"") -> Step[int]:
     """Open a heartbeat stream; the result is its session number. An older stream of the peer ends with this.
+
+    `instance` names the process at its other end.
 
     Raises `Banned`, `CertificateInvalid`.
     """
@@ -96,7 +99,11 @@ def connect(state: State, now: StepTime, peer_id: str) -> Step[int]:
     old = state.live.get(peer_id)
     drain_since = old.drain_since if old else now.monotonic
     fresh = LiveNode(
-        session=session, last_message_at=now.monotonic, connected_at=now.monotonic, drain_since=drain_since
+        session=session,
+        last_message_at=now.monotonic,
+        connected_at=now.monotonic,
+        instance=instance,
+        drain_since=drain_since,
     )
     if old is not None:  # a reconnect does not refill the rate limits
         fresh = replace(
@@ -105,6 +112,8 @@ def connect(state: State, now: StepTime, peer_id: str) -> Step[int]:
             unfit_since=old.unfit_since,
             unfit_round=old.unfit_round,
             profile=old.profile,  # until a new report, so that a short break causes no new plan
+            promised=old.promised,
+            promised_before=old.promised_before if old.instance == instance else old.promised,
             row_allowance=old.row_allowance,
             refusal_allowance=old.refusal_allowance,
             memory_change_allowance=old.memory_change_allowance,
@@ -137,6 +146,8 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
     live = replace(
         live,
         last_message_at=now.monotonic,
+        challenge_answered=live.challenge_answered or request.challenge_answer == live.challenge != b"",
+        promised=request.promised.SerializeToString() if request.HasField("promised") else live.promised,
         status=status,
         unfit_since=_unfit_since(live, status.state, now.monotonic),
         unfit_round=live.unfit_round if live.unfit_since is not None else state.runs[node.run_id].head_round,
@@ -267,6 +278,8 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
         raise InvalidRequest(f"a heartbeat may have at most {MAX_REPORTS} round reports and {MAX_REPORTS} evaluations")
     if len(request.checkpoints) > checkpoints.MAX_REPORTED_CHECKPOINTS:
         raise InvalidRequest(f"a heartbeat may report at most {checkpoints.MAX_REPORTED_CHECKPOINTS} checkpoints")
+    if len(request.instance) > MAX_INSTANCE_BYTES or len(request.challenge_answer) > MAX_INSTANCE_BYTES:
+        raise InvalidRequest(f"instance and challenge_answer may have at most {MAX_INSTANCE_BYTES} bytes")
     for address in request.multiaddrs[:MAX_MULTIADDRS]:
         if (
             not 0 < len(address) <= MAX_MULTIADDR_CHARACTERS

@@ -16,6 +16,7 @@ from atoll.coordinator.runs import admission, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.state import prefetch
+from atoll.coordinator.state.snapshot import LiveNode
 from atoll.coordinator.store.records import Node
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -32,6 +33,7 @@ class HeartbeatSession:
         self._received_sequence = 0  # of the last request that is durable
         self._received_any = False
         self._acknowledgement_due = False
+        self._responded = False
         self._sent_plan_version = 0  # the plan version that the node has
         self._sent_genesis = False
         self._deny_number = -1
@@ -43,6 +45,7 @@ class HeartbeatSession:
             "",
         )  # run state, order, layers to prepare, notice
         self._asked = (-1, 0.0)  # first round and time of the last question for manifests
+        self._challenge = b""  # the last one that was sent
         self._ordered_uploads: set[bytes] = set()  # tickets of uploads ordered on this stream
 
     async def receive_requests(self, requests: AsyncIterator[mb.HeartbeatRequest], changed: asyncio.Event) -> None:
@@ -60,6 +63,8 @@ class HeartbeatSession:
                 self._received_sequence = request.sequence
                 self._acknowledgement_due = True
                 changed.set()
+                if request.challenge_answer:
+                    self._controller.notify()  # another process of the node waits for it
         finally:
             changed.set()
 
@@ -69,7 +74,7 @@ class HeartbeatSession:
         Raises what ends the stream (`Banned`, `InvalidTransition`, `CorpusError`).
         """
         state = self._controller.state
-        node, _ = machine.check_session(state, self._peer_id, self._session)
+        node, live = machine.check_session(state, self._peer_id, self._session)
         if not self._received_any:
             return None
         run = state.runs[node.run_id]
@@ -92,9 +97,13 @@ class HeartbeatSession:
         has_news |= self._add_seeds(response, node)
         has_news |= self._add_uploads(response)
         has_news |= self._add_question(response, node)
+        has_news |= self._add_challenge(response, live)
+        if not self._responded and live.promised_before:
+            response.promised.ParseFromString(live.promised_before)
         if not (has_news or self._acknowledgement_due):
             return None
         self._last_sent = current
+        self._responded = True
         self._acknowledgement_due = False
         return response
 
@@ -137,6 +146,13 @@ class HeartbeatSession:
         response.manifests.first = inquiry.first
         response.manifests.count = learner.MAX_BATCH if inquiry.agreed is None else 1
         self._asked = (inquiry.first, inquiry.since)
+        return True
+
+    def _add_challenge(self, response: mb.HeartbeatResponse, live: LiveNode) -> bool:
+        """Another process claims this node's identity: this one shall show that it lives."""
+        if live.challenge == self._challenge:
+            return False
+        response.challenge = self._challenge = live.challenge
         return True
 
     def _add_uploads(self, response: mb.HeartbeatResponse) -> bool:

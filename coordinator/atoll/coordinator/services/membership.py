@@ -8,6 +8,7 @@ the run has news for this node.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,19 +18,22 @@ from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.interceptors import NODE_SUBJECT_PREFIX, caller
 from atoll.coordinator.rounds import coordinator_seat
-from atoll.coordinator.runs import admission, machine
+from atoll.coordinator.runs import admission, identity_claims, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.services.enrolment import membership_of
 from atoll.coordinator.services.heartbeat_session import HeartbeatSession
 from atoll.coordinator.state import lookup
 from atoll.core.certs import csr_public_key
+from atoll.core.errors import IdentityInUse
 from atoll.core.identity import verify
 from atoll.core.manifest import sign_vote
 from atoll.core.round_id import RoundId
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import membership_pb2_grpc
+
+_CHALLENGE_BYTES = 8
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -44,6 +48,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         self._uploads = uploads
         self._keys = keys
         self._stopping = stopping
+        self._patience_seconds = 2 * controller.policy.silence_seconds + 5
 
     async def Renew(  # noqa: N802 - gRPC dictates the names
         self, request: mb.RenewRequest, context: Context
@@ -63,7 +68,9 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
     async def Leave(self, request: mb.LeaveRequest, context: Context) -> mb.LeaveResponse:  # noqa: N802
         """Record that the node leaves; the next plan is made without it."""
         peer_id = caller(context, NODE_SUBJECT_PREFIX)
-        await self._controller.do(lambda state, now: admission.leave(state, now, peer_id, request.reason))
+        await self._controller.do(
+            lambda state, now: admission.leave(state, now, peer_id, request.reason, request.instance)
+        )
         return mb.LeaveResponse()
 
     async def Vote(self, request: mb.VoteRequest, context: Context) -> mb.VoteResponse:  # noqa: N802
@@ -91,11 +98,17 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
     ) -> None:
         """Serve one stream until the node ends it, it becomes silent, or the server stops."""
         peer_id = caller(context, NODE_SUBJECT_PREFIX)
-        session = await self._controller.do(lambda state, now: machine.connect(state, now, peer_id))
+        requests = aiter(request_iterator)
+        async with asyncio.timeout(self._patience_seconds):
+            first = await anext(requests, None)
+            if first is None:
+                return
+            session = await self._open_session(peer_id, first.instance)
         heartbeat_session = HeartbeatSession(self._controller, self._uploads, peer_id, session)
         try:
             with self._controller.change_event() as changed:
-                listening = asyncio.create_task(heartbeat_session.receive_requests(request_iterator, changed))
+                received = heartbeat_session.receive_requests(_all_of(first, requests), changed)
+                listening = asyncio.create_task(received)
                 try:
                     await self._send_responses(heartbeat_session, listening, changed, context)
                 finally:
@@ -104,6 +117,26 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         finally:
             ending = self._controller.do(lambda state, now: machine.disconnect(state, now, peer_id, session))
             await asyncio.shield(ending)
+
+    async def _open_session(self, peer_id: str, instance: bytes) -> int:
+        """Wait until no other process of this node has a stream. Raises `IdentityInUse` if one shows that it lives."""
+        challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+        with self._controller.change_event() as changed:
+            while True:
+                changed.clear()
+                found = await self._controller.do(
+                    lambda state, now: identity_claims.claim(state, now, peer_id, instance, challenge)  # noqa: B023
+                )
+                if found.session:
+                    return found.session
+                if found.refused:
+                    raise IdentityInUse(
+                        "another process runs with the identity of this node: the data directory was copied",
+                        "run only one of them; a second node needs another directory: atoll join --data-dir DIR",
+                    )
+                challenge = found.challenge
+                self._controller.notify()  # the other stream sends the challenge
+                await changed.wait()
 
     async def _send_responses(
         self,
@@ -114,7 +147,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
     ) -> None:
         while not self._stopping.is_set():
             # The tick ends silent streams within silence_seconds. This deadline guards against bugs in the tick.
-            async with asyncio.timeout(2 * self._controller.policy.silence_seconds + 5):
+            async with asyncio.timeout(self._patience_seconds):
                 await changed.wait()
             changed.clear()
             if listening.done():
@@ -123,3 +156,11 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
             response = heartbeat_session.next_response()
             if response is not None:
                 await context.write(response)
+
+
+async def _all_of(
+    first: mb.HeartbeatRequest, others: AsyncIterator[mb.HeartbeatRequest]
+) -> AsyncIterator[mb.HeartbeatRequest]:
+    yield first
+    async for request in others:
+        yield request

@@ -84,6 +84,11 @@ class LiveNode:
     last_message_at: float  # monotonic; the end of the stream if none is open
     counted_as_lost: bool = False
     connected_at: float = 0.0  # monotonic, when its stream was opened
+    instance: bytes = b""  # of the process that has the stream; empty: it did not say
+    challenge: bytes = b""  # that it was given because another process claims the identity (`runs/identity_claims`)
+    challenge_answered: bool = False
+    promised: bytes = b""  # serialised `Promise`, the newest that this process told
+    promised_before: bytes = b""  # likewise, an earlier process of the node
     unfit_since: float | None = None  # monotonic, since when its state is not eligible for training
     unfit_round: int = 0  # the newest committed round at that time
     status: mb.NodeStatus = field(default_factory=mb.NodeStatus)

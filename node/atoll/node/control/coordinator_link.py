@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,7 +23,14 @@ import grpc
 from atoll.core import log
 from atoll.core.certs import LEAF_LIFETIME, SERVER_NAME, new_tls_key_and_csr, not_after
 from atoll.core.clock import Clock
-from atoll.core.errors import Banned, CertificateInvalid, CorpusError, ProtocolMismatch, Unreachable
+from atoll.core.errors import (
+    Banned,
+    CertificateInvalid,
+    CorpusError,
+    IdentityInUse,
+    ProtocolMismatch,
+    Unreachable,
+)
 from atoll.core.grpc_errors import from_rpc_error
 from atoll.core.identity import Identity
 from atoll.core.membership import CERTIFICATE_LIFETIME, RENEW_AT_FRACTION
@@ -40,10 +48,12 @@ MAX_REPORT_BYTES = 1 << 20  # in one heartbeat
 MAX_KEPT = 4096  # reports that wait for the coordinator; the oldest are dropped
 MAX_KEPT_ROUNDS = 256  # of these, reports of rounds, which are large
 _ANSWER_TIMEOUT = timedelta(seconds=30)  # the coordinator answers every heartbeat
+_FIRST_ANSWER_TIMEOUT = timedelta(seconds=5)  # then the node works without the coordinator
 _CLOCK_WARNING_SECONDS = 5.0  # a larger offset is logged; it stops nothing
 _BACKOFF = (timedelta(milliseconds=500), timedelta(seconds=15))  # first and longest pause between attempts
+_INSTANCE_BYTES = 16
 _SPARE_DESCRIPTORS = 16  # a new channel takes about six
-_NOT_RETRIED = (Banned, CorpusError, ProtocolMismatch)  # a retry gets the same answer
+_NOT_RETRIED = (Banned, CorpusError, IdentityInUse, ProtocolMismatch)  # a retry gets the same answer
 
 if TYPE_CHECKING:  # generic only in its type stubs
     Call = grpc.aio.StreamStreamCall[mb.HeartbeatRequest, mb.HeartbeatResponse]
@@ -140,6 +150,9 @@ class CoordinatorLink:
         self._on_renewed = on_renewed
         self._reports = ReportQueue()
         self._sequence = 0
+        self._instance = secrets.token_bytes(_INSTANCE_BYTES)
+        self._challenge = b""  # the last one of this stream
+        self._tried = asyncio.Event()  # the coordinator answered this process, or cannot be reached
         self._heartbeat_due = asyncio.Event()
 
     def report(self, report: Report) -> None:
@@ -175,14 +188,22 @@ class CoordinatorLink:
 
     def _log_unreachable(self, reason: str, backoff: timedelta) -> None:
         self._unreachable_logged = True
+        self._tried.set()
         _log.warning("coordinator out of reach", reason=reason, retry_seconds=backoff.total_seconds())
+
+    async def first_answer(self) -> None:
+        """Wait until the coordinator answered this process or is known to be out of reach, at most a few seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_ANSWER_TIMEOUT.total_seconds()):
+                await self._tried.wait()
 
     async def leave(self, reason: str) -> None:
         """Announce that this node leaves. If that fails, the coordinator notices the missing heartbeats."""
         try:
             async with self._channel() as channel:
                 stub = membership_pb2_grpc.MembershipServiceStub(channel)
-                await stub.Leave(mb.LeaveRequest(reason=reason), timeout=CALL_TIMEOUT.total_seconds())
+                request = mb.LeaveRequest(reason=reason, instance=self._instance)
+                await stub.Leave(request, timeout=CALL_TIMEOUT.total_seconds())
         except grpc.aio.AioRpcError as error:
             _log.warning("leave_not_sent", reason=str(from_rpc_error(error, "the coordinator")))
         except Unreachable as error:
@@ -216,6 +237,7 @@ class CoordinatorLink:
     # --- one connection ------------------------------------------------------------------------------
 
     async def _run_heartbeat_stream(self) -> None:
+        self._challenge = b""
         async with self._channel() as channel:
             call = membership_pb2_grpc.MembershipServiceStub(channel).Heartbeat()  # type: ignore[call-arg]  # written to below
             sending = asyncio.create_task(self._send(call))
@@ -236,9 +258,13 @@ class CoordinatorLink:
         if self._unreachable_logged:
             _log.info("coordinator answers again")
         self.connected, self._unreachable_logged = True, False
+        self._tried.set()
         known_round = response.known_round if response.HasField("known_round") else None
         self._reports.acknowledged(response.acknowledged_sequence, known_round)
         self._compare_clocks(response)
+        if response.challenge:
+            self._challenge = response.challenge
+            self.send_heartbeat_now()
         self._on_response(response)
         return True
 
@@ -257,7 +283,8 @@ class CoordinatorLink:
             self._heartbeat_due.clear()
             self._sequence += 1
             request = self._build_heartbeat(first)
-            request.sequence = self._sequence
+            request.sequence, request.instance = self._sequence, self._instance
+            request.challenge_answer = self._challenge
             for report in self._reports.take(self._sequence):
                 if isinstance(report, mb.RoundReport):
                     request.rounds.append(report)

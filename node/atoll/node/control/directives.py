@@ -17,6 +17,7 @@ from atoll.core.errors import AtollError
 from atoll.core.files import write_atomic
 from atoll.core.membership import DenyList, MembershipVerifier
 from atoll.core.plan import Plan, verify_plan
+from atoll.core.quorum import Ballot, Promised
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
@@ -38,6 +39,7 @@ class Directives:
         self.order = mb.ORDER_UNSPECIFIED
         self.run_state = mb.RUN_STATE_UNSPECIFIED
         self.prepare = range(0)  # layers that the next plan may give this node
+        self.promised_before: Promised | None = None  # the newest that an earlier process told the coordinator
         self.notice = ""  # why the coordinator does not count this node, for people; empty: it does
         self._authority = authority
         self._on_deny_list = on_deny_list
@@ -53,6 +55,9 @@ class Directives:
         if response.HasField("deny_list"):
             signed = response.deny_list
             self._log_if_unverified(lambda: self._on_deny_list(self._authority.verify_deny_list(signed), signed))
+        if response.HasField("promised"):
+            told = response.promised
+            self.promised_before = Promised(told.round, Ballot(told.plan_version, told.attempt), told.voted)
         if response.seeds:
             self._log_if_unverified(lambda: self._on_seeds_changed(tuple(response.seeds)))
         if response.notice and response.notice != self.notice:

@@ -16,7 +16,7 @@ from atoll.core.errors import AtollError, PeerMisbehaved, ProtocolMismatch
 from atoll.core.fragments import fragment_of_round
 from atoll.core.manifest import MAX_MEMBERS, Head, changed_layers, half_attest
 from atoll.core.plan import Plan
-from atoll.core.quorum import COORDINATOR, MAX_SEATS, next_seats
+from atoll.core.quorum import COORDINATOR, MARK_BYTES, MAX_SEATS, next_seats
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import counted_tokens, require_valid_verdicts, strip_unknown_verdict_fields
 from atoll.node.exchange.codecs import BY_NUMBER, CODECS, Codec
@@ -58,9 +58,10 @@ def build_start(
             tokens=min(ready[peer].tokens, _cap(plan, peer)) // len(policy.fragments),
             weight=min(ready[peer].tokens, _cap(plan, peer)),
             samples=min(ready[peer].samples, MAX_SAMPLES),
+            mark=ready[peer].mark,
         )
         if peer in holders
-        else manifest_pb2.Contribution(peer_id=peer)
+        else manifest_pb2.Contribution(peer_id=peer, mark=ready[peer].mark)
         for peer in members
     ]
     return dp.Start(
@@ -92,6 +93,8 @@ def check_start(policy: RoundPolicy, plan: Plan, round_id: RoundId, mine: dp.Rea
             raise PeerMisbehaved("Start says how the round ended before it began")
         if item.peer_id == me and (item.weight, item.samples) != (min(mine.tokens, cap), mine.samples):
             raise PeerMisbehaved("Start does not repeat what we reported")
+        if not is_mark(item.mark) or (item.peer_id == me and item.mark != mine.mark):
+            raise PeerMisbehaved(f"Start has another mark of {item.peer_id} than its own")
     if not any(item.weight for item in start.contributions):
         raise PeerMisbehaved("Start of a round to which nobody contributes")
     if not _may_use(policy, start.codec):
@@ -205,6 +208,8 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
             cap = 0
         if item.weight > cap or item.tokens != counted or item.samples > MAX_SAMPLES:
             raise PeerMisbehaved("a result to vote for counts more than a plan allows")
+        if not is_mark(item.mark):
+            raise PeerMisbehaved("a result to vote for has a mark of a wrong length")
     if len({item.peer_id for item in made}) != len(made) or not any(item.present for item in made):
         raise PeerMisbehaved("a result to vote for has doubled members, or leaves nobody to decide the next round")
     if manifest.committed_tokens != head.committed_tokens + sum(item.tokens for item in made):
@@ -227,6 +232,11 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
     due = _position_after(policy, plan, head, samples)
     if ours and data != due:
         raise PeerMisbehaved("a result to vote for moves the data elsewhere")
+
+
+def is_mark(mark: bytes) -> bool:
+    """Whether a member can have drawn this; empty: it could not store one."""
+    return len(mark) in (0, MARK_BYTES)
 
 
 def is_witness(plan: Plan, me: str, payload: bytes) -> bool:
@@ -309,6 +319,7 @@ def manifest_payload(
             weight=item.weight,
             samples=item.samples,
             present=item.peer_id in present,
+            mark=item.mark,
         )
         for item in start.contributions
     ]

@@ -10,7 +10,7 @@ from atoll.v1 import manifest_pb2
 
 _KEPT = 16  # attempts
 
-_Inputs = tuple[tuple[str, int, int], ...]  # peer id, weight, samples; empty: we did not hear
+_Inputs = tuple[tuple[str, int, int, bytes], ...]  # peer id, weight, samples, mark; empty: we did not hear
 
 
 class EarlierAttempts:
@@ -42,8 +42,8 @@ class EarlierAttempts:
         if round_id in self._inputs:
             return self._inputs[round_id] not in ((), inputs)
         unknown = any(bound is not None and round_id.ballot <= bound for bound in (self._born, self._forgotten))
-        return not unknown and any(peer == me for peer, _, _ in inputs)
+        return not unknown and any(peer == me for peer, *_ in inputs)
 
 
 def _inputs(contributions: Iterable[manifest_pb2.Contribution]) -> _Inputs:
-    return tuple((item.peer_id, item.weight, item.samples) for item in contributions)
+    return tuple((item.peer_id, item.weight, item.samples, item.mark) for item in contributions)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 
@@ -20,6 +21,7 @@ from atoll.core.fragments import Fragment
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
+from atoll.core.quorum import MARK_BYTES, Promised
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.allreduce import ExchangeServer
@@ -76,7 +78,9 @@ class AveragingEngine:
         clock: Clock,
         counters: RoundCounters,
         callbacks: RoundCallbacks,
+        told: Promised | None = None,
     ) -> None:
+        """`told`: the newest promise that an earlier process of this node told the coordinator."""
         self.head = head  # what `state` holds
         self._spec = spec
         self._trainer = trainer
@@ -98,6 +102,8 @@ class AveragingEngine:
             clock.monotonic(),
             votes.load(),
             manifests.newest(),
+            draw_mark=lambda: secrets.token_bytes(MARK_BYTES),
+            told=told,
         )
         self._events = EventQueue()
         self._orders: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
@@ -115,6 +121,7 @@ class AveragingEngine:
             b"",
             CountedShare(rt.Counted.UNKNOWN),
         )  # the head before the last commit; what that holds of ours
+        self._abstains = False  # as it was last told
         self._unsent: dp.RoundMessage | None = None  # the last message that was too large
         self._head_is_new = False  # what it leaves of our progress shall be reported at once
         self.moving = False  # the state is changing; it must not be served
@@ -216,11 +223,23 @@ class AveragingEngine:
         before = self._machine.plan
         for action in self._machine.step(event, self._clock.monotonic(), unix_ms(self._clock)):
             self._perform(action)
+        self._tell_abstention()
         plan = self._machine.plan
         if plan is not before and self._me in plan.drivers:
             moved = self._ranges(self.head, plan) != self._ranges(self.head, before)
             if moved or self._me not in before.drivers:
                 self._orders.put_nowait(self._drive)
+
+    def _tell_abstention(self) -> None:
+        """Say it once: others decide as long as it lasts."""
+        abstains = self._me in self._machine.openers and not self._machine.votes
+        if abstains and not self._abstains:
+            _log.warning(
+                "this seat does not vote until a round counts it: its record of votes is not the newest",
+                cause="the data directory was restored or copied, or its file of votes is lost",
+                round=self._machine.round_id.number,
+            )
+        self._abstains = abstains
 
     async def _drive(self) -> None:
         """This node drives a route, with the layers that it has, on other samples than before, or for the first time.

@@ -115,6 +115,7 @@ class Follower:
                 manifest_hash(held) for held in self.promises.held if not is_witness(self.plan, self.me, held)
             ),
             leaving=leaving,
+            mark=self.promises.mark,
         )
         self.phase = Phase.READY
         self.earlier.promised(self.round_id)
@@ -126,6 +127,7 @@ class Follower:
         ready = dp.Ready()
         ready.CopyFrom(self._ready)
         ready.ClearField("accepted")
+        ready.ClearField("mark")
         ready.voter, ready.leaving = False, True
         self._ready = ready
         self.out.append((self.opener, dp.RoundMessage(ready=ready)))
@@ -280,7 +282,4 @@ class Follower:
 
     def _promise(self, message: dp.RoundMessage) -> None:
         """Send what binds a seat once it is on disk; without one, too, as only who can write may get one."""
-        if self.promises.votes:
-            self.out.append(Pledge(self.promises.pledge(self.round_id.ballot), self.opener, message))
-        else:
-            self.out.append((self.opener, message))
+        self.out.append(Pledge(self.promises.pledge(self.round_id.ballot), self.opener, message))

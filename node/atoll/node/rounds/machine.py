@@ -17,12 +17,13 @@ no contribution can be counted twice whatever becomes of them (snapshot_ledger.p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.core.quorum import VoteRecord
+from atoll.core.quorum import Promised, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.attendance import Attendance
@@ -49,8 +50,11 @@ class RoundMachine:
         now: float,
         record: VoteRecord | None = None,
         known: Head | None = None,
+        *,
+        draw_mark: Callable[[], bytes],
+        told: Promised | None = None,
     ) -> None:
-        self._at = Standing(me, policy_of, head, plan, now, record, known)
+        self._at = Standing(me, policy_of, head, plan, now, record, known, draw_mark, told)
         self._attendance = Attendance(
             self._at,
             signer,
@@ -269,6 +273,7 @@ class RoundMachine:
             self._signer,
             liars=self._at.suspicions.liars(self._at.round_id.number) - {self._at.me},
             poor_reducers=self._at.suspicions.poor_reducers(self._at.round_id.number),
+            marks=self._at.marks,
         )
         self._opener = Opener(
             answers,
@@ -351,8 +356,7 @@ class RoundMachine:
         if one_ahead and kind == "report" and message.report.expected:
             self._at.trigger.expect(peer, round_id, message.report, self._at.now)
             return
-        ours = round_id.plan_version == self._at.plan.version
-        if kind == "open" and ours:
+        if kind == "open" and round_id.plan_version == self._at.plan.version:
             self._attendance.wait_ahead(peer, message)
         self._heard_from_ahead(peer, round_id.number)
 
@@ -413,8 +417,6 @@ class RoundMachine:
         opened_here = self._attendance.following is not None and self._attendance.following.opener == self._at.me
         counted = self.counted(head.manifest)
         self._at.actions.append(rt.Install(head, opened_here, counted))
-        if counted is rt.Counted.SNAPSHOT and self._at.me in head.present:
-            self._at.promises.took_part()
         self._at.trigger.serve_leaving()
         self._supersede(f"round {head.round} was committed in another attempt")
         self._move(head)

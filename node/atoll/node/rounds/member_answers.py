@@ -15,6 +15,7 @@ from atoll.node.rounds.decide import (
     check_attested,
     check_payload,
     check_verdicts,
+    is_mark,
     manifest_payload,
     parts_total,
 )
@@ -56,15 +57,23 @@ class MemberAnswers:
     votes: dict[str, pb.Signed] = field(default_factory=dict)  # for the proposal
     declined: dict[str, str] = field(default_factory=dict)  # peer → why
     coordinator: tuple[LastVote | None] | None = None  # it promised, with its last vote
+    forgetful: set[str] = field(default_factory=set)  # seats that told another mark before
+    marks: dict[str, bytes] = field(default_factory=dict)  # the first that each member told us at this head
 
     # --- what comes in -----------------------------------------------------------------------------
 
     def take_ready(self, peer: str, ready: dp.Ready) -> bool:
-        """Count an answer; an earlier vote in it must be proven, because it may bind this attempt. False: declined."""
+        """Count an answer; an earlier vote in it must be proven, because it may bind this attempt. False: declined.
+
+        A seat that told another mark at this head has forgotten what it promised then, so it does not promise here.
+        """
         if peer in self.ready:
             return True  # the first answer counts
         if peer in self.liars:
             self.declined[peer] = "its word contradicted several reducers"
+            return False
+        if not is_mark(ready.mark):
+            self.declined[peer] = f"its mark has {len(ready.mark)} bytes"
             return False
         if ready.HasField("accepted") and peer in self.electorate.members:
             accepted = ready.accepted
@@ -82,6 +91,8 @@ class MemberAnswers:
                 self.declined[peer] = f"its earlier vote does not count: {error}"
                 return False
         self.ready[peer] = ready
+        if ready.mark and ready.mark != self.marks.setdefault(peer, ready.mark):
+            self.forgetful.add(peer)
         return True
 
     def take_parts(self, peer: str, report: dp.Parts) -> None:
@@ -123,7 +134,7 @@ class MemberAnswers:
     def take_vote(self, peer: str, vote: dp.Vote) -> None:
         """A seat's vote for the proposal; others have none."""
         assert self.proposal is not None
-        if peer in self.votes or peer not in self.electorate.members:
+        if peer in self.votes or peer in self.forgetful or peer not in self.electorate.members:
             return
         try:
             self.signer.check_vote(self.proposal.payload, self.round_id.ballot, vote.signature, peer)
@@ -137,7 +148,7 @@ class MemberAnswers:
     @property
     def promised(self) -> dict[str, LastVote | None]:
         """Seats that will not vote in earlier attempts, with what they voted for last."""
-        seats = self.electorate.members
+        seats = self.electorate.members - self.forgetful
         promised = {peer: _voted(ready) for peer, ready in self.ready.items() if ready.voter and peer in seats}
         return promised if self.coordinator is None else promised | {COORDINATOR: self.coordinator[0]}
 

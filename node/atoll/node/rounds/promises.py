@@ -1,15 +1,21 @@
 """What this node promised, voted for and holds at its head, and whether it can know: an acceptor's memory. Pure.
 
-A node writes its first record when it enrols, and others when it holds a seat. Without any it lost its disk, and
-abstains until a round was committed in which this life took part, or a recovery made all earlier votes void. A record
-of a later round means that we stand at an older state than we once did.
+A node writes its first record when it enrols, and another one in every round that it takes part in. At each head it
+draws a random mark; the record holds it before others hear it, and the next manifest repeats it. A seat takes part in
+the round that gives it the seat. So if its record does not know the mark that the head holds for it, the record is
+lost, or was rolled back, or another process uses the same identity. Then it abstains until it stands at a head whose
+mark it knows: no earlier life can have voted after that. It also votes after a recovery that it lived through, because
+that makes all earlier votes void. A record of a later round means that we stand at an older state than we once did.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.core.quorum import Ballot, LastVote, VoteRecord
+from atoll.core.quorum import MARKS_KEPT, Ballot, LastVote, Promised, VoteRecord
 
 HELD = 2  # results of one head whose state is kept, because they may still be committed
 
@@ -17,14 +23,27 @@ HELD = 2  # results of one head whose state is kept, because they may still be c
 class Promises:
     """The newest record, seen from one head under one plan's base."""
 
-    def __init__(self, record: VoteRecord | None, head: Head, plan: Plan) -> None:
+    def __init__(
+        self,
+        me: str,
+        record: VoteRecord | None,
+        head: Head,
+        plan: Plan,
+        draw_mark: Callable[[], bytes],
+        told: Promised | None = None,
+    ) -> None:
+        """`draw_mark` returns `MARK_BYTES` random bytes. An earlier life `told` the coordinator that promise."""
         self.votes = False  # we know all that we ever promised at this head
         self.promised: Ballot | None = None
         self.voted: LastVote | None = None
+        self.answered: Ballot | None = None  # the newest attempt at this head that an earlier life answered
         self.held: dict[bytes, None] = {}  # payloads whose state is staged here, newest last
+        self._me = me
+        self._mark = b""
         self._record = record
+        self._draw_mark = draw_mark
+        self._told = told
         self._first_plan = plan.version  # of this life
-        self._trusted = False  # without a record: this life took part in a committed round
         self.recall(head, plan)
 
     @property
@@ -32,9 +51,12 @@ class Promises:
         """The payload that we voted for without knowing whether it was committed; empty for none."""
         return self.voted.payload if self.voted is not None else b""
 
-    def took_part(self) -> None:
-        """A round was committed that holds this life's snapshot: no earlier life can have voted after it."""
-        self._trusted = True
+    @property
+    def mark(self) -> bytes:
+        """The mark of this node at this head, drawn when it is first needed."""
+        if not self._mark:
+            self._mark = self._draw_mark()
+        return self._mark
 
     def recall(self, head: Head, plan: Plan) -> None:
         """Stand at `head`, on the history that `plan` goes on from; nothing is held."""
@@ -42,14 +64,33 @@ class Promises:
         self._head_hash, self._number = head.hash, head.round + 1
         self.promised = self.voted = None
         record = self._record
-        if record is None:
-            self.votes = self._trusted or plan.base.since_version > self._first_plan
-        elif record.number < self._number or record.promised.plan_version < plan.base.since_version:
-            self.votes = True
+        here = record is not None and (record.number, record.head_hash) == (self._number, self._head_hash)
+        self.answered = record.promised if record is not None and here else None
+        self._mark = record.marks[-1] if record is not None and here and record.marks else b""
+        if self._has_forgotten(plan):
+            self.votes = False
+        elif plan.base.since_version > self._first_plan and plan.base.manifest_hash == head.hash:
+            self.votes = True  # at the base of a recovery that came in this life: all earlier votes are void
         else:
-            self.votes = (record.number, record.head_hash) == (self._number, self._head_hash)
-            if self.votes:
-                self.promised, self.voted = record.promised, record.voted
+            self.votes = self._may_vote(head, plan)
+        if record is not None and here and self.votes and record.promised.plan_version >= plan.base.since_version:
+            self.promised, self.voted = record.promised, record.voted
+
+    def _has_forgotten(self, plan: Plan) -> bool:
+        """Whether an earlier life promised more than the record says, at this round or a later one."""
+        told, record = self._told, self._record
+        if told is None or told.number < self._number or told.ballot.plan_version < plan.base.since_version:
+            return False
+        return record is None or told > record.newest
+
+    def _may_vote(self, head: Head, plan: Plan) -> bool:
+        record, mark = self._record, _mark_of(self._me, head)
+        if record is None or (mark and mark not in record.marks and record.number <= self._number):
+            return False  # a record of a later round may have forgotten it
+        if not record.complete and (not mark or record.head_hash == self._head_hash):
+            return False
+        void = record.promised.plan_version < plan.base.since_version
+        return record.number < self._number or void or record.head_hash == self._head_hash
 
     def next_attempt(self, plan: Plan) -> int:
         """The first attempt under `plan` that no promise forbids."""
@@ -61,11 +102,21 @@ class Promises:
         return self.promised is not None and ballot <= self.promised
 
     def pledge(self, ballot: Ballot, proposal: bytes | None = None) -> VoteRecord:
-        """Promise `ballot`, and with a proposal vote for it there: what must be on disk before anyone hears of it."""
-        self.promised = ballot
-        if proposal is not None:
-            self.voted = LastVote(ballot, proposal)
-        self._record = VoteRecord(self._number, self._head_hash, ballot, self.voted)
+        """Promise `ballot`, and with a proposal vote for it there: what must be on disk before anyone hears of it.
+
+        A node that abstains promises nothing. Its record only gets the mark, and a record of a later round stays.
+        """
+        if self.votes:
+            self.promised = ballot
+            if proposal is not None:
+                self.voted = LastVote(ballot, proposal)
+        record = self._record
+        marks = tuple(mark for mark in (record.marks if record else ()) if mark != self.mark)
+        marks = (*marks, self.mark)[-MARKS_KEPT:]
+        if record is not None and not self.votes and record.number > self._number:
+            self._record = replace(record, marks=marks)
+        else:
+            self._record = VoteRecord(self._number, self._head_hash, ballot, self.voted, marks, complete=self.votes)
         return self._record
 
     def keep(self, payload: bytes) -> None:
@@ -75,3 +126,8 @@ class Promises:
         for other in list(self.held)[:-HELD]:
             if other != self.in_doubt:
                 del self.held[other]
+
+
+def _mark_of(peer: str, head: Head) -> bytes:
+    """What `head` holds of a member; empty if it did not take part, or could not write a mark down."""
+    return next((item.mark for item in head.manifest.contributions if item.peer_id == peer), b"")

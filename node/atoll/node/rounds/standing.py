@@ -6,10 +6,11 @@ The round machine and its parts share one `Standing`. What belongs to the head b
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.core.quorum import COORDINATOR, VoteRecord
+from atoll.core.quorum import COORDINATOR, Promised, VoteRecord
 from atoll.core.round_id import RoundId
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.earlier_attempts import EarlierAttempts
@@ -35,6 +36,8 @@ class Standing:
         now: float,
         record: VoteRecord | None,
         known: Head | None,
+        draw_mark: Callable[[], bytes],
+        told: Promised | None,
     ) -> None:
         self.me = me
         self.policy = policy_of(plan)
@@ -44,7 +47,8 @@ class Standing:
         self.known = known or head  # the newest that this node ever saw committed
         self.now = now
         self.leaving = False
-        self.promises = Promises(record, head, plan)
+        self.promises = Promises(me, record, head, plan, draw_mark, told)
+        self.marks: dict[str, bytes] = {}  # of others at this head, as they told us when we opened
         self.trigger = RoundTrigger(me, self.policy, head, plan, now)
         self.ledger = SnapshotLedger()
         self.suspicions = Suspicions()
@@ -102,9 +106,10 @@ class Standing:
         if head.round > self.known.round or not self.plan.accepts(self.known):
             self.known = head
         self.ledger = SnapshotLedger()
+        self.marks = {}
         self.trigger.move(head, self.plan, self.now)
         self.promises.recall(head, self.plan)
-        self.earlier = EarlierAttempts(self.promises.promised)
+        self.earlier = EarlierAttempts(self.promises.answered)
         self.attempt = self.promises.next_attempt(self.plan)
 
     def adopt(self, plan: Plan) -> None:

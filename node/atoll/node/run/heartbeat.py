@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from atoll.core.clock import Clock
+from atoll.core.quorum import Promised
 from atoll.node.config import NodeConfig
 from atoll.node.run.status import LiveStatus
 from atoll.node.state.checkpoint_writer import CheckpointWriter
@@ -36,10 +37,12 @@ class HeartbeatBuilder:
         clock_ahead_seconds: Callable[[], float | None],
         newer_deny_list: Callable[[], pb.Signed | None],
         manifest_answer: Callable[[], mb.ManifestAnswer | None],
+        promised: Callable[[], Promised | None],
     ) -> None:
         """`config` returns the limits in force; `newer_deny_list` one that the coordinator lacks, if any.
 
-        `manifest_answer` returns an answer to the coordinator's question for rounds, once.
+        `manifest_answer` returns an answer to the coordinator's question for rounds, once. `promised` returns the
+        newest promise that is on disk.
         """
         self.host: SwarmHost | None = None  # set once the node has joined the swarm
         self.prober: PathProber | None = None
@@ -50,6 +53,7 @@ class HeartbeatBuilder:
         self._clock_ahead_seconds = clock_ahead_seconds
         self._newer_deny_list = newer_deny_list
         self._manifest_answer = manifest_answer
+        self._promised = promised
         self._checkpoints_sent: tuple[mb.CheckpointInfo, ...] = ()
         self._layers_sent = False
         self._paths_sent_monotonic = float("-inf")
@@ -78,6 +82,9 @@ class HeartbeatBuilder:
         deny_list = self._newer_deny_list()
         if deny_list is not None:
             request.deny_list.CopyFrom(deny_list)
+        if (promised := self._promised()) is not None:
+            number, (plan_version, attempt), voted = promised
+            request.promised.CopyFrom(mb.Promise(round=number, plan_version=plan_version, attempt=attempt, voted=voted))
         manifests = self._manifest_answer()
         if manifests is not None:
             request.manifests.CopyFrom(manifests)

@@ -43,6 +43,7 @@ def make_engine(
         state=state,
         manifests=context.manifests,
         votes=context.votes,
+        told=context.directives.promised_before,
         network=context.network,
         exchanges=exchanges,
         head=head,

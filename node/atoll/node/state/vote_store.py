@@ -13,7 +13,7 @@ from pathlib import Path
 
 from atoll.core import log
 from atoll.core.files import write_atomic
-from atoll.core.quorum import Ballot, LastVote, VoteRecord
+from atoll.core.quorum import Ballot, LastVote, Promised, VoteRecord
 
 _FILE = "votes"
 
@@ -25,6 +25,7 @@ class VoteStore:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / _FILE
+        self.promised: Promised | None = None  # the newest that is on disk, as far as it was read or written here
         self._writing = threading.Lock()  # an engine that was cancelled may still write its last record
 
     def begin(self) -> None:
@@ -35,17 +36,20 @@ class VoteStore:
         """Write the record durably. Raises `DataDirUnusable`."""
         voted = record.voted
         plain = {
-            "version": 2,
+            "version": 3,
             "number": record.number,
             "head_hash": record.head_hash.hex(),
             "promised": list(record.promised),
             "voted": None
             if voted is None
             else {"ballot": list(voted.ballot), "proposal": b64encode(voted.proposal).decode()},
+            "marks": [mark.hex() for mark in record.marks],
+            "complete": record.complete,
         }
         body = json.dumps(plain, indent=1).encode()
         with self._writing:
             write_atomic(self._path, body + b"\n" + hashlib.sha256(body).hexdigest().encode())
+            self.promised = record.newest
 
     def load(self) -> VoteRecord | None:
         """Read the record. None when it is missing or damaged: the node then abstains until it took part in a round."""
@@ -62,6 +66,8 @@ class VoteStore:
                 promised=Ballot(*map(int, plain["promised"])),
                 voted=voted
                 and LastVote(Ballot(*map(int, voted["ballot"])), b64decode(voted["proposal"], validate=True)),
+                marks=tuple(bytes.fromhex(mark) for mark in plain.get("marks", [])),  # none before version 3
+                complete=bool(plain.get("complete", True)),
             )
         except FileNotFoundError:
             return None
