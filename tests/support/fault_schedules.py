@@ -42,11 +42,13 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
     world.network.delay = rng.choice([(0.01, 0.05), (0.05, 0.4), (0.01, 1.5)])
     world.crash_probability = rng.choice([0.0, 0.0, 0.003, 0.02])
     world.checkpoint_probability = rng.choice([1.0, 0.5, 0.0])
+    if rng.random() < 0.3:  # of a state that takes as long as several rounds
+        world.fetch_seconds = lambda: world.rng.uniform(1.0, 12.0)
     version = 1
     while world.now < TROUBLE_SECONDS:
         world.run(rng.uniform(0.05, 3.0))
         peer = rng.choice(world.peers)
-        match rng.randrange(13):
+        match rng.randrange(14):
             case 0 | 1:
                 world.kill(peer)
             case 2 | 3:
@@ -59,7 +61,10 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
                 left = rng.sample(world.peers, rng.randrange(size + 1))
                 world.network.part(left, [other for other in world.peers if other not in left])
             case 7:
-                world.network.cut = set()
+                world.network.cut, world.network.deaf = set(), set()
+            case 13:
+                if size > 1:
+                    world.network.deaf |= {tuple(rng.sample(world.peers, 2)) for _ in range(rng.randint(1, size))}
             case 8:
                 world.acceptor.up = not world.acceptor.up
             case 11:

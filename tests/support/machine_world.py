@@ -74,6 +74,7 @@ class World(VirtualClock):
         self.max_message_bytes = MAX_HEADER_BYTES
         self.step_seconds: dict[str, float] = {}  # of an inner step: a snapshot waits for its end
         self.exchange_seconds: Callable[[dp.Start], float] = lambda start: self.rng.uniform(0.2, 1.0)
+        self.fetch_seconds: Callable[[], float] = lambda: self.rng.uniform(0.1, 1.5)  # of a state, in catch-up
         self.checkpoint_probability = 1.0
         self.layers_of: Callable[[str, bytes], bytes] = lambda peer, digest: digest
         self.reports: list[rt.Report] = []
@@ -357,7 +358,7 @@ class World(VirtualClock):
         self.caught_up.append((node.peer, reason))
         if not node.catching_up:
             node.catching_up = True
-            self._later(self.rng.uniform(0.1, 1.5), node, self._catch_up)
+            self._later(self.fetch_seconds(), node, self._catch_up)
 
     def _catch_up(self, node: Node) -> None:
         node.catching_up = False
@@ -384,7 +385,8 @@ class World(VirtualClock):
     # --- what travels ------------------------------------------------------------------------------------------
 
     def _reachable(self, a: str, b: str) -> bool:
-        return self.nodes[b].alive and self.network.connects(a, b)
+        """Whether `a` can fetch something from `b`."""
+        return self.nodes[b].alive and self.network.answers(a, b)
 
     def _send(self, sender: str, to: str, message: dp.RoundMessage) -> None:
         if message.ByteSize() > self.max_message_bytes:
