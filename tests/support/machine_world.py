@@ -128,8 +128,7 @@ class World(VirtualClock):
         # a machine at an older head than the checkpoint would not start: catch-up never goes back
         head = max([self.newest_reachable(peer), kept.checkpoint], key=lambda item: item.round)
         kept.knows(head)  # what is fetched is on disk first
-        node = self._born(peer, kept, head)
-        node.incarnation, node.skew = old.incarnation, old.skew
+        node = self._born(peer, kept, head, before=old)
         self.nodes[peer] = node
         self.at(TICK, self._tick, peer, node.incarnation)
 
@@ -182,8 +181,9 @@ class World(VirtualClock):
 
     # --- a node's shell --------------------------------------------------------------------------------
 
-    def _born(self, peer: str, disk: Disk, head: Head, plan: Plan | None = None) -> Node:
-        skew = self.rng.uniform(-1000, 1000)
+    def _born(self, peer: str, disk: Disk, head: Head, plan: Plan | None = None, *, before: Node | None = None) -> Node:
+        """`before` was its last life: a monotonic clock goes on where it was."""
+        skew = self.rng.uniform(-1000, 1000) if before is None else before.skew
         machine = self.make_machine(
             peer,
             self.policy_of,
@@ -194,7 +194,7 @@ class World(VirtualClock):
             disk.record,
             disk.known,
         )
-        return Node(peer, machine, disk, skew)
+        return Node(peer, machine, disk, skew, 0 if before is None else before.incarnation)
 
     def _tick(self, peer: str, incarnation: int) -> None:
         node = self.nodes[peer]
@@ -424,13 +424,8 @@ class World(VirtualClock):
         """It holds other layers from now on: it fetches those, and its rounds begin anew."""
         head = max([self.newest_reachable(node.peer), node.machine.head], key=lambda item: item.round)
         node.disk.knows(head)
-        again = self._born(node.peer, node.disk, head, plan)
-        again.incarnation, again.skew, again.leaving, again.frozen = (
-            node.incarnation + 1,
-            node.skew,
-            node.leaving,
-            node.frozen,
-        )
+        again = self._born(node.peer, node.disk, head, plan, before=node)
+        again.incarnation, again.leaving, again.frozen = node.incarnation + 1, node.leaving, node.frozen
         again.heard = plan.version
         self.nodes[node.peer] = again
         self.at(TICK, self._tick, node.peer, again.incarnation)
