@@ -64,6 +64,7 @@ def test_what_was_promised_last_forbids_it_and_all_before(made: list[Ballot], as
 
 def test_a_life_after_another_knows_the_vote_at_its_head_and_none_at_others() -> None:
     record = known(Ballot(1, 3), b"result")
+    assert (record.number, record.head_hash) == (1, GENESIS.hash)
     again = Promises(record, GENESIS, PLAN)
     assert (again.votes, again.promised, again.in_doubt) == (True, Ballot(1, 3), b"result")
     assert again.voted is not None
