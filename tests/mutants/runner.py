@@ -153,7 +153,8 @@ class MutantRunner:
 
 
 def _first_failure(items: Sequence[pytest.Item]) -> int:
-    """Run tests up to the first that fails: 1, or 0 if none does."""
+    """Run tests up to the first that fails: 1, or 0 if none does. Nothing is printed of them."""
+    items[0].config.pluginmanager.unregister(name="terminalreporter")
     for item, next_item in zip(items, [*items[1:], None], strict=True):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
         if item.session.testsfailed:

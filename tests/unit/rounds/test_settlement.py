@@ -134,6 +134,18 @@ def test_only_parts_that_somebody_lacks_are_listed() -> None:
     assert (settled.whole, settled.holders) == ((), {0: ("a", "c"), 1: ("b",)})
 
 
+def test_three_holders_of_a_part_are_listed_and_other_ones_for_the_next_part() -> None:
+    both = (digest(1), digest(2))
+    reports = {
+        peer: Report((*both, b"" if peer in "ab" else digest(3), digest(4) if peer in "ab" else b""))
+        for peer in "abcde"
+    }
+    reports["x"] = Report((b"", b"", b"", b""))
+    settled = settle(reports, list(reports))
+    assert settled.whole == ()
+    assert settled.holders == {0: ("a", "b", "c"), 1: ("b", "c", "d"), 2: ("e", "c", "d"), 3: ("b", "a")}
+
+
 def test_each_part_is_asked_from_another_member_first() -> None:
     start = dp.Start(contributions=[manifest_pb2.Contribution(peer_id=peer) for peer in "abcd"])
     sources = RepairSources(start, dp.Settle(whole=[0, 2, 3], repairs=[dp.PartHolders(part=1, members=[1])]))
