@@ -65,7 +65,7 @@ TARGETS = (
     ),
     Target(
         "coordinator/atoll/coordinator/rounds/coordinator_seat.py",
-        ("tests/unit/coordinator/test_seat_rules.py", "tests/unit/coordinator/test_coordinator_seat.py"),
+        tuple(f"tests/unit/coordinator/test_{name}.py" for name in ("seat_rules", "coordinator_seat", "rate_limits")),
     ),
     _rounds("follower", pure=False),
     _rounds("opener", pure=False),
