@@ -123,7 +123,7 @@ def _quiet_period(world: World, version: int, *, cut: bool) -> Outcome:
 
     stuck = ""
     if not world.run(QUIET_SECONDS, until=agreed):
-        stuck = _why_stuck(world)
+        stuck = why_stuck(world)
         assert stuck, f"no progress after peace: {_standing(world)}"
         before = world.recover()
         assert world.run(QUIET_SECONDS, until=agreed), f"no progress after the recovery: {_standing(world)}"
@@ -135,7 +135,7 @@ def _standing(world: World) -> str:
     return f"heads {heads}, last reports {[report.reason for report in world.reports[-3:]]}"
 
 
-def _why_stuck(world: World) -> str:
+def why_stuck(world: World) -> str:
     """Why nothing can go on without an operator; empty when it could."""
     newest = max((node.machine.head for node in world.live()), key=lambda head: head.round)
     if newest.round < max(node.disk.known.round for node in world.nodes.values()):
