@@ -8,7 +8,10 @@ SERVICES := admin enrolment membership
 
 PEERS := $(patsubst benchmarks/peers/%.txt,.make/peers/%/ready,$(wildcard benchmarks/peers/*.txt))
 
-.PHONY: demo test check protos protos-check lock bench peers soak format clean
+# Mutants: fast modules with direct tests, for CI; all that are pure otherwise.
+MUTANTS_IN_CI := quorum promises earlier_attempts snapshot_ledger
+
+.PHONY: demo test check protos protos-check lock bench peers soak mutants mutants-in-ci format clean
 
 demo: $(VENV)/ready  ## a whole swarm on this machine, in about three minutes
 	$(BIN)/atoll demo
@@ -31,6 +34,12 @@ format: $(VENV)/ready
 
 soak: $(VENV)/ready  ## long tests
 	$(BIN)/pytest -m soak
+
+mutants: $(VENV)/ready  ## mutation tests of the modules that decide rounds; MODULES="opener follower" for others
+	PYTHONPATH=tests:. $(BIN)/python -m mutants $(MODULES) $(if $(MODULES),,--write)
+
+mutants-in-ci: $(VENV)/ready  ## a part of them, in about a minute
+	PYTHONPATH=tests:. $(BIN)/python -m mutants --quick $(MUTANTS_IN_CI)
 
 bench: $(VENV)/ready  ## every benchmark, then the acceptance rows that fall short
 	$(BIN)/python -m benchmarks

@@ -70,12 +70,14 @@ class Report:
         """One acceptance row: what was promised, what was measured."""
         self.acceptance.append({"name": name, "target": target, "value": value, "holds": bool(holds)})
 
-    def finish(self, notes: str = "") -> None:
-        """Print the tables and write `results/NAME.json`."""
+    def finish(self, notes: str = "", *, keep: bool = True) -> None:
+        """Print the tables and write `results/NAME.json`, unless it is not to be kept."""
         console = Console(width=140, highlight=False)
         console.print(_table(self.benchmark, self.cells))
         if self.acceptance:
             console.print(_table("acceptance", self.acceptance))
+        if not keep:
+            return
         RESULTS.mkdir(exist_ok=True)
         document = {
             "benchmark": self.benchmark,

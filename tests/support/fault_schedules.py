@@ -43,12 +43,14 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
     world.network.delay = rng.choice([(0.01, 0.05), (0.05, 0.4), (0.01, 1.5)])
     world.crash_probability = rng.choice([0.0, 0.0, 0.003, 0.02])
     world.checkpoint_probability = rng.choice([1.0, 0.5, 0.0])
+    if rng.random() < 0.3:  # of a state that takes as long as several rounds
+        world.fetch_seconds = lambda: world.rng.uniform(1.0, 12.0)
     version = 1
     while world.now < TROUBLE_SECONDS:
         world.run(rng.uniform(0.05, 3.0))
         peer = rng.choice(world.peers)
         world.back_up(rng.choice(world.peers))
-        match rng.randrange(14):
+        match rng.randrange(15):
             case 0 | 1:
                 world.kill(peer)
             case 2 | 3:
@@ -61,7 +63,10 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
                 left = rng.sample(world.peers, rng.randrange(size + 1))
                 world.network.part(left, [other for other in world.peers if other not in left])
             case 7:
-                world.network.cut = set()
+                world.network.cut, world.network.deaf = set(), set()
+            case 13:
+                if size > 1:
+                    world.network.deaf |= {tuple(rng.sample(world.peers, 2)) for _ in range(rng.randint(1, size))}
             case 8:
                 world.acceptor.up = not world.acceptor.up
             case 11:
@@ -71,7 +76,7 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
                 world.leave(peer)
             case 12:
                 world.fill_disk(peer, full=rng.random() < 0.7)
-            case 13:
+            case 14:
                 world.kill(peer)
                 world.roll_back(peer, rng.randrange(3))
             case 9:
@@ -123,7 +128,7 @@ def _quiet_period(world: World, version: int, *, cut: bool) -> Outcome:
 
     stuck = ""
     if not world.run(QUIET_SECONDS, until=agreed):
-        stuck = _why_stuck(world)
+        stuck = why_stuck(world)
         assert stuck, f"no progress after peace: {_standing(world)}"
         before = world.recover()
         assert world.run(QUIET_SECONDS, until=agreed), f"no progress after the recovery: {_standing(world)}"
@@ -135,7 +140,7 @@ def _standing(world: World) -> str:
     return f"heads {heads}, last reports {[report.reason for report in world.reports[-3:]]}"
 
 
-def _why_stuck(world: World) -> str:
+def why_stuck(world: World) -> str:
     """Why nothing can go on without an operator; empty when it could."""
     newest = max((node.machine.head for node in world.live()), key=lambda head: head.round)
     if newest.round < max(node.disk.known.round for node in world.nodes.values()):

@@ -12,6 +12,7 @@ class Network:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self.cut: set[frozenset[str]] = set()  # pairs that cannot talk
+        self.deaf: set[tuple[str, str]] = set()  # what the first of these says does not reach the second
         self.loss = self.duplicate = 0.0  # probabilities, of one message
         self.delay = (0.01, 0.08)  # seconds, at least and at most
         self.drop: Callable[[str, str, dp.RoundMessage], bool] = lambda *_: False
@@ -24,10 +25,15 @@ class Network:
 
     def heal(self) -> None:
         """Nothing is cut off or lost any more."""
-        self.cut, self.loss, self.duplicate = set(), 0.0, 0.0
+        self.cut, self.deaf, self.loss, self.duplicate = set(), set(), 0.0, 0.0
 
-    def connects(self, a: str, b: str) -> bool:
-        return not self.cut or frozenset((a, b)) not in self.cut
+    def connects(self, sender: str, to: str) -> bool:
+        """Whether a message arrives."""
+        return (not self.cut or frozenset((sender, to)) not in self.cut) and (sender, to) not in self.deaf
+
+    def answers(self, a: str, b: str) -> bool:
+        """Whether one can ask and the other answer, as a transfer needs."""
+        return self.connects(a, b) and self.connects(b, a)
 
     def latency(self) -> float:
         return self._rng.uniform(*self.delay)

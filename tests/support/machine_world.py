@@ -76,6 +76,7 @@ class World(VirtualClock):
         self.max_message_bytes = MAX_HEADER_BYTES
         self.step_seconds: dict[str, float] = {}  # of an inner step: a snapshot waits for its end
         self.exchange_seconds: Callable[[dp.Start], float] = lambda start: self.rng.uniform(0.2, 1.0)
+        self.fetch_seconds: Callable[[], float] = lambda: self.rng.uniform(0.1, 1.5)  # of a state, in catch-up
         self.checkpoint_probability = 1.0
         self.layers_of: Callable[[str, bytes], bytes] = lambda peer, digest: digest
         self.reports: list[rt.Report] = []
@@ -130,8 +131,7 @@ class World(VirtualClock):
         # a machine at an older head than the checkpoint would not start: catch-up never goes back
         head = max([self.newest_reachable(peer), kept.checkpoint], key=lambda item: item.round)
         kept.knows(head)  # what is fetched is on disk first
-        node = self._born(peer, kept, head)
-        node.incarnation, node.skew = old.incarnation, old.skew
+        node = self._born(peer, kept, head, before=old)
         self.nodes[peer] = node
         self.at(TICK, self._tick, peer, node.incarnation)
 
@@ -205,8 +205,9 @@ class World(VirtualClock):
 
     # --- a node's shell --------------------------------------------------------------------------------
 
-    def _born(self, peer: str, disk: Disk, head: Head, plan: Plan | None = None) -> Node:
-        skew = self.rng.uniform(-1000, 1000)
+    def _born(self, peer: str, disk: Disk, head: Head, plan: Plan | None = None, *, before: Node | None = None) -> Node:
+        """`before` was its last life: a monotonic clock goes on where it was."""
+        skew = self.rng.uniform(-1000, 1000) if before is None else before.skew
         machine = self.make_machine(
             peer,
             self.policy_of,
@@ -218,7 +219,7 @@ class World(VirtualClock):
             disk.known,
             draw_mark=lambda: self._mark_rng.randbytes(MARK_BYTES),
         )
-        return Node(peer, machine, disk, skew)
+        return Node(peer, machine, disk, skew, 0 if before is None else before.incarnation)
 
     def _tick(self, peer: str, incarnation: int) -> None:
         node = self.nodes[peer]
@@ -382,7 +383,7 @@ class World(VirtualClock):
         self.caught_up.append((node.peer, reason))
         if not node.catching_up:
             node.catching_up = True
-            self._later(self.rng.uniform(0.1, 1.5), node, self._catch_up)
+            self._later(self.fetch_seconds(), node, self._catch_up)
 
     def _catch_up(self, node: Node) -> None:
         node.catching_up = False
@@ -409,7 +410,8 @@ class World(VirtualClock):
     # --- what travels ------------------------------------------------------------------------------------------
 
     def _reachable(self, a: str, b: str) -> bool:
-        return self.nodes[b].alive and self.network.connects(a, b)
+        """Whether `a` can fetch something from `b`."""
+        return self.nodes[b].alive and self.network.answers(a, b)
 
     def _send(self, sender: str, to: str, message: dp.RoundMessage) -> None:
         if message.ByteSize() > self.max_message_bytes:
@@ -447,13 +449,8 @@ class World(VirtualClock):
         """It holds other layers from now on: it fetches those, and its rounds begin anew."""
         head = max([self.newest_reachable(node.peer), node.machine.head], key=lambda item: item.round)
         node.disk.knows(head)
-        again = self._born(node.peer, node.disk, head, plan)
-        again.incarnation, again.skew, again.leaving, again.frozen = (
-            node.incarnation + 1,
-            node.skew,
-            node.leaving,
-            node.frozen,
-        )
+        again = self._born(node.peer, node.disk, head, plan, before=node)
+        again.incarnation, again.leaving, again.frozen = node.incarnation + 1, node.leaving, node.frozen
         again.heard = plan.version
         self.nodes[node.peer] = again
         self.at(TICK, self._tick, node.peer, again.incarnation)

@@ -112,6 +112,50 @@ def test_most_members_win_and_ties_go_to_the_lowest_digest() -> None:
     assert settled.holders == {0: ("a",)}
 
 
+@pytest.mark.parametrize(("whole", "listed"), [(7, {0: ("y",)}), (8, {})])
+def test_other_holders_are_listed_where_fewer_than_eight_hold_everything(
+    whole: int, listed: dict[int, tuple[str, ...]]
+) -> None:
+    reports = {f"w{number}": Report((digest(1), digest(2))) for number in range(whole)}
+    reports |= {"x": Report((b"", b"")), "y": Report((digest(1), b""))}
+    assert settle(reports, list(reports)).holders == listed
+
+
+def test_only_parts_that_somebody_lacks_are_listed() -> None:
+    reports = {
+        "a": Report((digest(1), b"", digest(3))),
+        "b": Report((b"", digest(2), digest(3))),
+        "c": Report((digest(1), b"", digest(3))),
+    }
+    settled = settle(reports, ["a", "b", "c"])
+    assert (settled.whole, settled.holders) == ((), {0: ("a", "c"), 1: ("b",)})
+
+
+def test_three_holders_of_a_part_are_listed_and_other_ones_for_the_next_part() -> None:
+    both = (digest(1), digest(2))
+    reports = {
+        peer: Report((*both, b"" if peer in "ab" else digest(3), digest(4) if peer in "ab" else b""))
+        for peer in "abcde"
+    }
+    reports["x"] = Report((b"", b"", b"", b""))
+    settled = settle(reports, list(reports))
+    assert settled.whole == ()
+    assert settled.holders == {0: ("a", "b", "c"), 1: ("b", "c", "d"), 2: ("e", "c", "d"), 3: ("b", "a")}
+
+
+def test_each_part_is_asked_from_another_member_first() -> None:
+    start = dp.Start(contributions=[manifest_pb2.Contribution(peer_id=peer) for peer in "abcd"])
+    sources = RepairSources(start, dp.Settle(whole=[0, 2, 3], repairs=[dp.PartHolders(part=1, members=[1])]))
+    assert [sources(part) for part in range(4)] == [
+        ("a", "c", "d"),
+        ("b", "c", "d", "a"),
+        ("d", "a", "c"),
+        ("a", "c", "d"),
+    ]
+    nobody_is_whole = RepairSources(start, dp.Settle(repairs=[dp.PartHolders(part=1, members=[1])]))
+    assert [nobody_is_whole(part) for part in range(2)] == [(), ("b",)]
+
+
 def test_who_is_not_present_is_not_asked() -> None:
     reports = {"a": Report((b"",)), "b": Report((digest(1),))}
     assert settle(reports, ["a"]) == Settlement((b"",), ("a",), {}, is_complete=False)
