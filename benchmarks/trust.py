@@ -287,7 +287,7 @@ def _tell(report: Report, outcomes: Mapping[Job, Outcome], costs: Mapping[int, M
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200, help="of each run")
+    parser.add_argument("--rounds", type=int, default=40, help="of each run")
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
     parser.add_argument("--keep", type=Path, help="file of finished runs; a run that stands in it is not made again")
     return parser.parse_args()

@@ -50,7 +50,7 @@ def _rounds(name: str, *tests: str, without: str = "", pure: bool = True) -> Tar
 
 TARGETS = (
     Target("core/atoll/core/quorum.py", ("tests/unit/core/test_quorum.py", SCHEDULES)),
-    _rounds("promises", f"{ROUNDS}/test_promises.py"),
+    _rounds("promises", f"{ROUNDS}/test_promises.py", f"{ROUNDS}/test_marks.py", without="others_go_on"),
     _rounds("earlier_attempts", f"{ROUNDS}/test_earlier_attempts.py"),
     _rounds("settlement", f"{ROUNDS}/test_settlement.py", without="thousand"),
     _rounds("snapshot_ledger", f"{ROUNDS}/test_snapshot_ledger.py"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.machine_votes import FakeVoteSigner
@@ -28,6 +29,7 @@ from atoll.core.quorum import COORDINATOR, Ballot, Electorate, LastVote
 from atoll.core.round_id import RoundId
 from atoll.node.rounds.decide import parts_total
 from atoll.node.rounds.member_answers import MemberAnswers, Stage
+from atoll.node.rounds.settlement import NONCE_BYTES
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -126,6 +128,39 @@ def test_the_first_answer_counts() -> None:
     assert heard.declined == {}
 
 
+def test_who_contradicted_several_reducers_takes_no_part() -> None:
+    heard = replace(answers(), liars=frozenset({SECOND}))
+    assert heard.take_ready(SECOND, dp.Ready(tokens=1, voter=True)) is False
+    assert heard.declined == {SECOND: "its word contradicted several reducers"}
+    assert heard.take_ready(WHOLE, dp.Ready(tokens=1, voter=True)) is True
+    assert list(heard.ready) == list(heard.promised) == [WHOLE]
+
+
+@pytest.mark.parametrize("mark", [b"m" * 7, b"m" * 9])
+def test_a_mark_that_nobody_draws_declines(mark: bytes) -> None:
+    heard = answers()
+    assert heard.take_ready(WHOLE, dp.Ready(voter=True, mark=mark)) is False
+    assert heard.declined == {WHOLE: f"its mark has {len(mark)} bytes"}
+    assert heard.ready == {}
+    assert heard.marks == {}
+
+
+def test_a_seat_that_told_another_mark_before_promises_nothing_and_does_not_vote() -> None:
+    heard = replace(answers(NUMBER), marks={WHOLE: b"the same", SECOND: b"the last"})
+    told = {WHOLE: b"the same", SECOND: b"the next", FRONT: b"firstone", BACK: b""}
+    for peer, mark in told.items():
+        assert heard.take_ready(peer, dp.Ready(voter=True, mark=mark)) is True
+    assert heard.forgetful == {SECOND}
+    assert heard.promised == {WHOLE: None, FRONT: None}
+    assert heard.marks == {WHOLE: b"the same", SECOND: b"the last", FRONT: b"firstone"}
+    heard.proposal = dp.Proposal(payload=RESULT)
+    for peer in (WHOLE, SECOND):
+        heard.take_vote(peer, ballot_of(peer))
+    assert heard.votes == {WHOLE: ballot_of(WHOLE).signature}
+    assert heard.declined == {}
+    assert heard.awaited(Stage.VOTES) == {FRONT}
+
+
 def test_only_seats_that_vote_promise_and_the_coordinator_when_it_said_so() -> None:
     heard = answers(seats=SEATS | {COORDINATOR})
     heard.take_ready(WHOLE, dp.Ready(voter=True))
@@ -151,16 +186,27 @@ def test_the_state_of_an_earlier_result_is_held_if_somebody_says_so() -> None:
 # --- Parts ---------------------------------------------------------------------------------------------------
 
 TOTAL = parts_total(START)
-WHOLE_PARTS = dp.Parts(digests=[b"d" * 32] * TOTAL)
+NONCE = b"n" * NONCE_BYTES
+WHOLE_PARTS = dp.Parts(digests=[b"d" * 32] * TOTAL, nonce=NONCE)
 ORDER = [item.peer_id for item in START.contributions]
 
 
-def verdict_of(peer: str) -> manifest_pb2.Verdict:
-    return manifest_pb2.Verdict(reducer=ORDER.index(peer), contributor=ORDER.index(SECOND), parts_scaled=1)
+def parts_of(nonce: bytes = NONCE, total: int = TOTAL, **fields: Any) -> dp.Parts:
+    return dp.Parts(digests=[b"d" * 32] * total, nonce=nonce, **fields)
+
+
+def verdict_of(peer: str, contributor: str = SECOND, missing: int = 0) -> manifest_pb2.Verdict:
+    scaled = 0 if missing else 1
+    return manifest_pb2.Verdict(
+        reducer=ORDER.index(peer),
+        contributor=ORDER.index(contributor),
+        parts_scaled=scaled,
+        parts_missing=missing,
+    )
 
 
 def test_holders_report_all_parts_and_witnesses_none() -> None:
-    full = dp.Parts(digests=WHOLE_PARTS.digests, partial=[SECOND], verdicts=[verdict_of(WHOLE)])
+    full = parts_of(verdicts=[verdict_of(WHOLE)])
     heard = started(p0=full, p1=dp.Parts())
     assert heard.parts == {WHOLE: full, FRONT: dp.Parts()}
     assert heard.declined == {}
@@ -169,11 +215,15 @@ def test_holders_report_all_parts_and_witnesses_none() -> None:
 @pytest.mark.parametrize(
     ("peer", "report", "why"),
     [
-        (WHOLE, dp.Parts(digests=[b"d" * 32] * (TOTAL - 1)), "p0 reports"),
+        (WHOLE, parts_of(total=TOTAL - 1), "p0 reports"),
         (FRONT, WHOLE_PARTS, "the vector has 0"),
-        (WHOLE, dp.Parts(digests=[b"d" * 32] * TOTAL, verdicts=[verdict_of(SECOND)]), "sender's"),
-        (WHOLE, dp.Parts(digests=[b"d" * 32] * TOTAL, partial=[WHOLE]), "due there"),
-        (FRONT, dp.Parts(partial=[SECOND]), "sums nothing"),
+        (WHOLE, parts_of(verdicts=[verdict_of(SECOND)]), "sender's"),
+        (WHOLE, parts_of(verdicts=[verdict_of(WHOLE, WHOLE, missing=1)]), "its own contribution"),
+        (FRONT, dp.Parts(verdicts=[verdict_of(FRONT, missing=1)]), "must count 1 to 0"),
+        (WHOLE, parts_of(b""), "p0 reports a nonce of 0 bytes"),
+        (WHOLE, parts_of(NONCE[1:]), "p0 reports a nonce of 15 bytes"),
+        (WHOLE, parts_of(NONCE + b"n"), "p0 reports a nonce of 17 bytes"),
+        (FRONT, dp.Parts(nonce=NONCE), "p1 reports a nonce of 16 bytes"),
     ],
 )
 def test_a_report_that_cannot_be_declines(peer: str, report: dp.Parts, why: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from mutants.install import changed
 from support.fault_schedules import run_schedule
 from support.machine_world import Violation
-from unit.rounds import test_member_answers, test_recoveries, test_witnesses
+from unit.rounds import test_marks, test_member_answers, test_recoveries, test_witnesses
 
 ROUNDS = "node/atoll/node/rounds"
 
@@ -33,7 +33,8 @@ def recoveries() -> None:
 
 
 def lost_disks() -> None:
-    test_witnesses.test_who_lost_its_disk_votes_after_a_round_of_its_own_and_not_after_one_of_others()
+    test_marks.test_a_lost_record_abstains_until_a_round_has_its_mark()
+    test_marks.test_a_round_that_went_on_with_the_former_mark_proves_nothing()
 
 
 def made_up_votes() -> None:
@@ -64,12 +65,12 @@ MUTATIONS = [
         id="a void head is installed",
     ),
     pytest.param(
-        f"{ROUNDS}/machine.py",
-        "RoundMachine._install",
-        "if counted is rt.Counted.SNAPSHOT and self._at.me in head.present:",
-        "if True:",
+        f"{ROUNDS}/promises.py",
+        "Promises._may_vote",
+        "mark and mark not in record.marks and record.number <= self._number",
+        "False",
         lost_disks,
-        id="a lost disk is trusted after any round",
+        id="a lost disk is trusted after any round that it took part in",
     ),
     pytest.param(
         f"{ROUNDS}/member_answers.py",

@@ -59,13 +59,18 @@ def test_round_two_is_of_the_second_fragment() -> None:
 
 
 def test_a_result_holds_all_that_the_round_decided() -> None:
-    start, payload = made(HEAD, attempt=4, present=[WHOLE, SECOND, BACK], partial=[SECOND], parts_zeroed=0)
-    order = [item.peer_id for item in start.contributions]
+    order = RoundId("r", 5, 1, 2, 4).order(PEERS)
+    missing = [
+        manifest_pb2.Verdict(reducer=reducer, contributor=order.index(SECOND), parts_missing=1)
+        for reducer in sorted(order.index(peer) for peer in (WHOLE, BACK))
+    ]  # two of three parts
+    start, payload = made(HEAD, attempt=4, present=[WHOLE, SECOND, BACK], verdicts=missing, parts_zeroed=0)
+    assert [item.peer_id for item in start.contributions] == list(order)
     given = {
         WHOLE: manifest_pb2.Contribution(peer_id=WHOLE, weight=101, tokens=50, samples=4, present=True),
         FRONT: manifest_pb2.Contribution(peer_id=FRONT),
         BACK: manifest_pb2.Contribution(peer_id=BACK, present=True),
-        SECOND: manifest_pb2.Contribution(peer_id=SECOND, weight=41, samples=2, present=True, partial=True),
+        SECOND: manifest_pb2.Contribution(peer_id=SECOND, weight=41, samples=2, present=True),
     }
     layers = layers_after(POLICY_CUT, HEAD, b"%032d" % 2)
     manifest = manifest_pb2.Manifest.FromString(payload)
@@ -81,6 +86,7 @@ def test_a_result_holds_all_that_the_round_decided() -> None:
         parts_zeroed=0,
         committed_unix_ms=77,
         committed_tokens=150,
+        verdicts=missing,
         fragments=2,
         seats=[order.index(peer) for peer in (WHOLE, SECOND, BACK)],
         coordinator_seat=False,

@@ -16,13 +16,13 @@ from atoll.node.exchange.codecs import CODECS
 from atoll.node.rounds.decide import (
     MAX_SAMPLES,
     build_start,
-    check_partial,
+    check_nonces,
     check_settle,
     check_start,
     check_verdicts,
     parts_total,
 )
-from atoll.node.rounds.settlement import MAX_HOLDERS
+from atoll.node.rounds.settlement import MAX_HOLDERS, NONCE_BYTES
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
@@ -43,16 +43,25 @@ def plan_of(peers: list[str] = PEERS) -> Plan:
 
 PLAN = plan_of()
 READY = {
-    WHOLE: dp.Ready(tokens=101, samples=4),
-    FRONT: dp.Ready(tokens=CAP + 1, samples=MAX_SAMPLES + 1),
-    BACK: dp.Ready(tokens=70, samples=5),
+    WHOLE: dp.Ready(tokens=101, samples=4, mark=b"of whole"),
+    FRONT: dp.Ready(tokens=CAP + 1, samples=MAX_SAMPLES + 1, mark=b"of front"),
+    BACK: dp.Ready(tokens=70, samples=5, mark=b"of back."),
     SECOND: dp.Ready(tokens=0, samples=0),
 }
 ORDER = NUMBER.order(READY)
 
 
-def started() -> dp.Start:
-    return build_start(POLICY_CUT, PLAN, NUMBER, READY, codec=CODECS["int4"], unix_ms=1234, exchange_seconds=2.5)
+def started(poor_reducers: frozenset[str] = frozenset()) -> dp.Start:
+    return build_start(
+        POLICY_CUT,
+        PLAN,
+        NUMBER,
+        READY,
+        codec=CODECS["int4"],
+        unix_ms=1234,
+        exchange_seconds=2.5,
+        poor_reducers=poor_reducers,
+    )
 
 
 def check(start: dp.Start, me: str = WHOLE) -> None:
@@ -61,9 +70,11 @@ def check(start: dp.Start, me: str = WHOLE) -> None:
 
 def test_a_start_holds_what_was_reported_up_to_the_caps_and_cuts_by_the_shares_of_holders() -> None:
     given = {
-        WHOLE: manifest_pb2.Contribution(peer_id=WHOLE, weight=101, tokens=50, samples=4),
-        FRONT: manifest_pb2.Contribution(peer_id=FRONT, weight=CAP, tokens=CAP // 2, samples=MAX_SAMPLES),
-        BACK: manifest_pb2.Contribution(peer_id=BACK),
+        WHOLE: manifest_pb2.Contribution(peer_id=WHOLE, weight=101, tokens=50, samples=4, mark=b"of whole"),
+        FRONT: manifest_pb2.Contribution(
+            peer_id=FRONT, weight=CAP, tokens=CAP // 2, samples=MAX_SAMPLES, mark=b"of front"
+        ),
+        BACK: manifest_pb2.Contribution(peer_id=BACK, mark=b"of back."),
         SECOND: manifest_pb2.Contribution(peer_id=SECOND),
     }
     reducers = [peer for peer in ORDER if peer != BACK]
@@ -88,8 +99,8 @@ def test_a_start_holds_what_was_reported_up_to_the_caps_and_cuts_by_the_shares_o
 def test_every_member_takes_an_honest_start() -> None:
     check(started(), WHOLE)
     check(started(), SECOND)
-    check_start(POLICY_CUT, PLAN, NUMBER, dp.Ready(), BACK, started())  # what a witness reports
-    mine = dp.Ready(tokens=CAP + 1, samples=MAX_SAMPLES)
+    check_start(POLICY_CUT, PLAN, NUMBER, dp.Ready(mark=b"of back."), BACK, started())  # what a witness reports
+    mine = dp.Ready(tokens=CAP + 1, samples=MAX_SAMPLES, mark=b"of front")
     check_start(POLICY_CUT, PLAN, NUMBER, mine, FRONT, started())
 
 
@@ -110,7 +121,7 @@ def swap(start: dp.Start) -> None:
     start.contributions[1].CopyFrom(first)
 
 
-def on(peer: str, **changes: int | bool | str) -> Callable[[dp.Start], None]:
+def on(peer: str, **changes: int | bool | str | bytes) -> Callable[[dp.Start], None]:
     def change(start: dp.Start) -> None:
         for name, value in changes.items():
             setattr(start.contributions[place(peer)], name, value)
@@ -134,9 +145,17 @@ WRONG_STARTS: list[tuple[str, Callable[[dp.Start], None]]] = [
     ("more than the plan", on(BACK, samples=1)),
     ("more than the plan", on(BACK, tokens=1)),
     ("how the round ended", on(FRONT, present=True)),
-    ("how the round ended", on(FRONT, partial=True)),
     ("what we reported", on(WHOLE, weight=100)),
     ("what we reported", on(WHOLE, samples=3)),
+    ("another mark of p0", on(WHOLE, mark=b"another.")),
+    ("another mark of p0", on(WHOLE, mark=b"")),
+    ("another mark of p1", on(FRONT, mark=b"too long.")),
+    ("another mark of p2", on(BACK, mark=b"short")),
+    ("keeps too many", lambda start: start.not_reducing.extend([place(WHOLE), place(FRONT)])),
+    ("keeps too many", lambda start: start.not_reducing.extend([place(FRONT), place(FRONT)])),
+    ("keeps too many", lambda start: start.not_reducing.append(place(BACK))),
+    ("keeps too many", lambda start: start.not_reducing.append(len(ORDER))),
+    ("cuts the vector", lambda start: start.not_reducing.append(place(FRONT))),
     ("another codec", lambda start: setattr(start, "codec", CODECS["fp32"].number)),
     ("cuts the vector", lambda start: setattr(start, "elements", 511)),
     ("cuts the vector", lambda start: setattr(start.partition[0], "end", 0)),
@@ -162,12 +181,33 @@ def test_a_start_that_leaves_us_out_or_to_which_nobody_brings_anything_is_refuse
         check_start(POLICY_CUT, PLAN, NUMBER, READY[SECOND], SECOND, start)
 
 
+@pytest.mark.parametrize("peer", [WHOLE, FRONT, SECOND])
+def test_a_holder_may_be_kept_from_reducing(peer: str) -> None:
+    start = started(poor_reducers=frozenset({peer, BACK, "stranger"}))
+    assert list(start.not_reducing) == [place(peer)]
+    assert [piece.reducer for piece in start.partition] == [it for it in ORDER if it not in (peer, BACK)]
+    assert start.contributions == started().contributions
+    check(start)
+
+
+def test_of_three_holders_one_is_kept_from_reducing() -> None:
+    start = started(poor_reducers=frozenset(PEERS))
+    assert len(start.not_reducing) == 1
+    check(start)
+
+
 # --- verdicts and sums ---------------------------------------------------------------------------------
 
 
-def verdict(reducer: str, contributor: str, left_out: int = 0, scaled: int = 1) -> manifest_pb2.Verdict:
+def verdict(
+    reducer: str, contributor: str, left_out: int = 0, scaled: int = 1, missing: int = 0
+) -> manifest_pb2.Verdict:
     return manifest_pb2.Verdict(
-        reducer=place(reducer), contributor=place(contributor), parts_left_out=left_out, parts_scaled=scaled
+        reducer=place(reducer),
+        contributor=place(contributor),
+        parts_left_out=left_out,
+        parts_scaled=scaled,
+        parts_missing=missing,
     )
 
 
@@ -189,20 +229,31 @@ def test_a_reducer_judges_its_own_parts() -> None:
         check_verdicts(started(), [verdict(FRONT, SECOND)])
 
 
+def misses(reducer: str, contributor: str, parts: int = 1) -> manifest_pb2.Verdict:
+    return verdict(reducer, contributor, scaled=0, missing=parts)
+
+
 def test_only_who_sums_misses_somebody_else_who_brings_something() -> None:
-    check_partial(started(), [FRONT], WHOLE)
-    check_partial(started(), [], BACK)
-    with pytest.raises(PeerMisbehaved, match="sums nothing"):
-        check_partial(started(), [FRONT], BACK)
-    for missed in (SECOND, WHOLE, "stranger"):
-        with pytest.raises(PeerMisbehaved, match="not due there"):
-            check_partial(started(), [FRONT, missed], WHOLE)
+    check_verdicts(started(), [misses(WHOLE, FRONT)], WHOLE)
+    check_verdicts(started(), [misses(FRONT, WHOLE, 2)], FRONT)
+    with pytest.raises(PeerMisbehaved, match="counts 3 parts; it must count 1 to 2"):
+        check_verdicts(started(), [misses(FRONT, WHOLE, 3)], FRONT)
+    with pytest.raises(PeerMisbehaved, match="must count 1 to 0"):
+        check_verdicts(started(), [misses(BACK, FRONT)], BACK)
+    with pytest.raises(PeerMisbehaved, match="weight 0"):
+        check_verdicts(started(), [misses(WHOLE, SECOND)], WHOLE)
+    with pytest.raises(PeerMisbehaved, match="its own contribution"):
+        check_verdicts(started(), [misses(WHOLE, WHOLE)], WHOLE)
+    with pytest.raises(PeerMisbehaved, match="outside the 4"):
+        check_verdicts(
+            started(), [manifest_pb2.Verdict(reducer=place(WHOLE), contributor=4, parts_missing=1)], WHOLE
+        )
     one = started()
     for piece in one.partition:
         if piece.reducer == SECOND:
             piece.end = piece.start
-    with pytest.raises(PeerMisbehaved, match="sums nothing"):
-        check_partial(one, [FRONT], SECOND)  # its range is empty
+    with pytest.raises(PeerMisbehaved, match="must count 1 to 0"):
+        check_verdicts(one, [misses(SECOND, FRONT)], SECOND)  # its range is empty
 
 
 # --- Settle ------------------------------------------------------------------------------------------------
@@ -211,7 +262,6 @@ def test_only_who_sums_misses_somebody_else_who_brings_something() -> None:
 def settled() -> dp.Settle:
     return dp.Settle(
         present=[peer for peer in ORDER if peer != SECOND],
-        partial=[FRONT],
         digests=[b"d" * 32] * 3 + [b""],
         parts_zeroed=1,
         whole=[0, 3],
@@ -223,7 +273,7 @@ def settled() -> dp.Settle:
 def test_an_honest_settle_is_taken() -> None:
     for holds_parts in (True, False):
         check_settle(started(), settled(), holds_parts=holds_parts)
-    bare = dp.Settle(present=list(ORDER), partial=list(ORDER), parts_zeroed=3)
+    bare = dp.Settle(present=list(ORDER), verdicts=[misses(FRONT, WHOLE, 2)], parts_zeroed=3)
     check_settle(started(), bare, holds_parts=False)
 
 
@@ -248,7 +298,7 @@ WRONG_SETTLES: list[tuple[str, Callable[[dp.Settle], object]]] = [
     ("names nobody", lambda settle: settle.present.append("stranger")),
     ("names nobody", lambda settle: settle.present.reverse()),
     ("names nobody", lambda settle: settle.present.append(settle.present[-1])),
-    ("names nobody", lambda settle: settle.partial.append("stranger")),
+    ("its own contribution", lambda settle: settle.verdicts.append(misses(WHOLE, WHOLE))),
     ("counts 3 parts", lambda settle: setattr(settle.verdicts[0], "parts_scaled", 3)),
     ("every part", lambda settle: setattr(settle, "parts_zeroed", 4)),
     ("every part", lambda settle: setattr(settle, "parts_zeroed", 5)),
@@ -276,3 +326,42 @@ def test_a_settle_that_no_exchange_can_end_with_is_refused(why: str, change: Cal
     if (why, change) in WRONG_PARTS:  # a witness holds none
         check_settle(started(), settle, holds_parts=False)
     assert MAX_HOLDERS == 3
+
+
+# --- nonces ------------------------------------------------------------------------------------------------
+
+NONCE = b"n" * NONCE_BYTES
+
+
+def with_nonces(**changes: bytes) -> dp.Settle:
+    """All are present, and WHOLE opened."""
+    nonces = {WHOLE: b"", FRONT: NONCE, BACK: b"", SECOND: NONCE} | changes
+    return dp.Settle(present=list(ORDER), nonces=[nonces[peer] for peer in ORDER])
+
+
+def test_a_settle_has_the_nonces_of_those_that_contributed() -> None:
+    check_nonces(started(), with_nonces(), WHOLE)
+    check_nonces(started(), with_nonces(p3=b""), WHOLE)  # it contributed nothing
+    absent = with_nonces(p1=b"")
+    absent.present.remove(FRONT)
+    check_nonces(started(), absent, WHOLE)
+
+
+WRONG_NONCES: list[tuple[str, dp.Settle, str]] = [
+    ("leaves out the nonce of p1", with_nonces(p1=b""), WHOLE),
+    ("leaves out the nonce of p0", with_nonces(), BACK),
+    ("a nonce of its opener", with_nonces(p0=NONCE), WHOLE),
+    ("a nonce of its opener", with_nonces(p0=NONCE), FRONT),
+    ("one nonce, or none", with_nonces(p1=NONCE + b"n"), WHOLE),
+    ("one nonce, or none", with_nonces(p1=NONCE[1:]), WHOLE),
+    ("one nonce, or none", with_nonces(p2=b"n"), WHOLE),
+    ("one nonce, or none", dp.Settle(present=ORDER), WHOLE),
+    ("one nonce, or none", dp.Settle(present=ORDER, nonces=[*with_nonces().nonces, b""]), WHOLE),
+    ("one nonce, or none", dp.Settle(present=ORDER, nonces=with_nonces().nonces[:-1]), WHOLE),
+]
+
+
+@pytest.mark.parametrize(("why", "settle", "opener"), WRONG_NONCES, ids=range(len(WRONG_NONCES)))
+def test_a_settle_without_the_nonces_that_are_due_is_refused(why: str, settle: dp.Settle, opener: str) -> None:
+    with pytest.raises(PeerMisbehaved, match=why):
+        check_nonces(started(), settle, opener)
