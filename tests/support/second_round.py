@@ -33,9 +33,9 @@ def plan_of(version: int, routes: Any = ROUTES) -> Plan:
 PLAN = plan_of(5)
 POLICY_CUT = POLICIES(PLAN)
 READY = {
-    WHOLE: dp.Ready(tokens=101, samples=4),
-    FRONT: dp.Ready(tokens=60, samples=3),
-    BACK: dp.Ready(),
+    WHOLE: dp.Ready(tokens=101, samples=4, mark=b"of whole"),
+    FRONT: dp.Ready(tokens=60, samples=3, mark=b"of front"),
+    BACK: dp.Ready(mark=b"of back."),
     SECOND: dp.Ready(tokens=41, samples=2),
 }
 

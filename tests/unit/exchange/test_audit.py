@@ -217,7 +217,7 @@ def test_every_reducer_has_parts_drawn_and_nobody_many(seed: bytes, lengths: lis
     for share in shares:
         indices = drawn[share.reducer]
         assert set(indices) <= {share.first + part.index for part in share.parts}
-        assert min(2, len(share.parts)) <= len(indices) <= max(2, math.ceil(len(share.parts) / 8))
+        assert min(2, len(share.parts)) <= len(indices) <= max(2, math.ceil(len(share.parts) / 16))
 
 
 def test_another_seed_draws_other_parts() -> None:

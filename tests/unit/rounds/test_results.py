@@ -67,9 +67,11 @@ def test_a_result_holds_all_that_the_round_decided() -> None:
     start, payload = made(HEAD, attempt=4, present=[WHOLE, SECOND, BACK], verdicts=missing, parts_zeroed=0)
     assert [item.peer_id for item in start.contributions] == list(order)
     given = {
-        WHOLE: manifest_pb2.Contribution(peer_id=WHOLE, weight=101, tokens=50, samples=4, present=True),
-        FRONT: manifest_pb2.Contribution(peer_id=FRONT),
-        BACK: manifest_pb2.Contribution(peer_id=BACK, present=True),
+        WHOLE: manifest_pb2.Contribution(
+            peer_id=WHOLE, weight=101, tokens=50, samples=4, present=True, mark=b"of whole"
+        ),
+        FRONT: manifest_pb2.Contribution(peer_id=FRONT, mark=b"of front"),
+        BACK: manifest_pb2.Contribution(peer_id=BACK, present=True, mark=b"of back."),
         SECOND: manifest_pb2.Contribution(peer_id=SECOND, weight=41, samples=2, present=True),
     }
     layers = layers_after(POLICY_CUT, HEAD, b"%032d" % 2)
@@ -223,6 +225,8 @@ WRONG: list[tuple[str, Change]] = [
     ("more than a plan allows", of(WHOLE, tokens=49)),
     ("more than a plan allows", of(WHOLE, samples=MAX_SAMPLES + 1)),
     ("more than a plan allows", of(FRONT, weight=1)),
+    ("a mark of a wrong length", of(WHOLE, mark=b"short")),
+    ("a mark of a wrong length", of(FRONT, mark=b"too long.")),
     ("doubled members", double),
     ("nobody to decide", nobody_stays),
     ("tokens wrongly", field("committed_tokens", 169)),
@@ -303,6 +307,8 @@ def test_a_last_part_may_be_shorter_than_the_others() -> None:
 LIMITS: list[Change] = [
     of(WHOLE, weight=CAP, tokens=CAP // 2),
     of(BACK, samples=0),
+    of(WHOLE, mark=b"another."),  # whoever knows another one abstains
+    of(WHOLE, mark=b""),
     field("parts_total", 2 + len(PEERS)),  # each member's range may end within a part
     field("parts_total", 0),
     field("committed_unix_ms", 5),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from support.machine_plans import OFFSETS, POLICY, make_plan
+from support.machine_plans import OFFSETS, POLICY, make_plan, policies
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.fragments import split_into_fragments
@@ -190,10 +190,27 @@ def test_a_holder_may_be_kept_from_reducing(peer: str) -> None:
     check(start)
 
 
-def test_of_three_holders_one_is_kept_from_reducing() -> None:
-    start = started(poor_reducers=frozenset(PEERS))
-    assert len(start.not_reducing) == 1
-    check(start)
+@pytest.mark.parametrize(("holders", "most"), [(1, 0), (2, 1), (3, 1), (4, 1), (7, 1), (8, 2), (13, 3)])
+def test_a_quarter_of_the_holders_may_be_kept_from_reducing_or_one_of_few(holders: int, most: int) -> None:
+    peers = [f"p{number}" for number in range(holders)]
+    plan, number = make_plan(peers), RoundId("r", 1, 0, 1, 0)
+    policy = policies(POLICY)(plan)
+    ready = {peer: dp.Ready(tokens=10, samples=1) for peer in peers}
+    start = build_start(
+        policy,
+        plan,
+        number,
+        ready,
+        codec=CODECS["int4"],
+        unix_ms=0,
+        exchange_seconds=5,
+        poor_reducers=frozenset(peers),
+    )
+    assert list(start.not_reducing) == list(range(most))
+    check_start(policy, plan, number, ready["p0"], "p0", start)
+    start.not_reducing.append(most)
+    with pytest.raises(PeerMisbehaved, match="keeps too many"):
+        check_start(policy, plan, number, ready["p0"], "p0", start)
 
 
 # --- verdicts and sums ---------------------------------------------------------------------------------
@@ -245,9 +262,7 @@ def test_only_who_sums_misses_somebody_else_who_brings_something() -> None:
     with pytest.raises(PeerMisbehaved, match="its own contribution"):
         check_verdicts(started(), [misses(WHOLE, WHOLE)], WHOLE)
     with pytest.raises(PeerMisbehaved, match="outside the 4"):
-        check_verdicts(
-            started(), [manifest_pb2.Verdict(reducer=place(WHOLE), contributor=4, parts_missing=1)], WHOLE
-        )
+        check_verdicts(started(), [manifest_pb2.Verdict(reducer=place(WHOLE), contributor=4, parts_missing=1)], WHOLE)
     one = started()
     for piece in one.partition:
         if piece.reducer == SECOND:

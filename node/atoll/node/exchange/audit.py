@@ -33,8 +33,8 @@ from atoll.node.exchange.screening import Screen, largest_norm, usual_norm_bound
 from atoll.node.exchange.sketch import BUCKETS
 from atoll.v1 import manifest_pb2
 
-MAX_AUDITED_PARTS = 1024  # of one round
-_AUDITED_SHARE = 8  # one of so many parts of a reducer is drawn
+MAX_AUDITED_PARTS = 512  # of one round
+_AUDITED_SHARE = 16  # one of so many parts of a reducer is drawn
 _MIN_AUDITED = 2  # parts of a reducer
 _SIZE_SLACK = 1.6  # χ²₁₂₈ exceeds 128 · 1.6² with a probability below 10⁻¹²
 _ERROR_SLACK = 1.5  # rounding errors may be larger than is usual, and those of contributions than the average's
