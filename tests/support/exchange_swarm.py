@@ -143,7 +143,7 @@ class Swarm:
         told = dp.Settle(
             verdicts=[verdict for peer in present for verdict in self.held[peer].verdicts],
         )
-        found = [self.exchanges[peer].audit(seed, present, told, STALL) for peer in present]
+        found = [self.exchanges[peer].audit(seed, present, told, STALL, TIMEOUT) for peer in present]
         return dict(zip(present, await asyncio.gather(*found), strict=True))
 
     def assert_true(self, present: Sequence[str]) -> list[frozenset[str]]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.eventually import eventually
 from support.exchange_swarm import ELEMENTS, PART, ROUND, start_message
+from support.machine_plans import make_plan
 from support.memory_network import MemoryHub
 from support.process_swarm import MODEL, SPEC
 
@@ -65,7 +66,7 @@ class Trio:
 
     def _results(self, peer: str) -> RoundResults:
         policy = replace(policy_of(self.spec, OFFSETS), screen=None)
-        machine = cast("RoundMachine", SimpleNamespace(held=(), policy=policy))
+        machine = cast("RoundMachine", SimpleNamespace(held=(), policy=policy, plan=make_plan(list(PEERS))))
         network = self.hub.join(peer)
         exchanges = ExchangeServer(network, timedelta(seconds=PATIENCE))
         tell = self.told[peer].put_nowait

@@ -84,6 +84,7 @@ class Exchange:
         *,
         screen: Screen | None,
         weigh: Callable[[int], int] = token_weight,
+        audit_executor: Executor | None = None,
     ) -> None:
         """Prepare the exchange that `start` describes, with this node's `contribution_E`.
 
@@ -91,6 +92,7 @@ class Exchange:
         - `timeout`: for `run`. `stall`: for a contributor's next frame.
         - `screen`: how to screen contributions; None: not at all.
         - `weigh`: the weight of a contribution with so many tokens.
+        - `audit_executor`: for audits; None: that of the exchange.
         """
         self.round_id = RoundId.from_proto(start.round)
         self.faults: dict[str, str] = {}  # peer → a sentence
@@ -116,6 +118,7 @@ class Exchange:
             self._weights,
             self._from_reducers,
             lambda: self._contribution_E,
+            audit_executor or executor,
             self._track_stream,
             self._fault,
             screen=screen,
@@ -180,11 +183,12 @@ class Exchange:
         return True
 
     async def audit(
-        self, seed: bytes, asked: Collection[str], settle: dp.Settle, timeout: timedelta
+        self, seed: bytes, asked: Collection[str], settle: dp.Settle, grace: timedelta, timeout: timedelta
     ) -> tuple[Dispute, ...]:
         """After `repair`: check the averages of other reducers against what `asked`, the contributors, say they sent.
 
-        `timeout`: for their answers; a member that gives none counts as unknown. See audit.py.
+        `grace`: for the answers of all; a member that gives none counts as unknown. `timeout`: for those of half. See
+        audit.py. Raises `RoundAbandoned`.
         """
         places = {peer: place for place, peer in enumerate(self._weights)}
         verdicts = {
@@ -192,7 +196,7 @@ class Exchange:
             for share in self._average.reducer_shares
             if share.reducer in asked  # else its verdicts came too late for Settle
         }
-        return await self._auditor.run(seed, asked, verdicts, timeout)
+        return await self._auditor.run(seed, asked, verdicts, grace, timeout)
 
     def drop_sink(self) -> None:
         """Stop passing the average to the sink; still serves members that lack parts.

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar, TypeVarTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -38,8 +40,11 @@ from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 
 SEED_BYTES = 32
+_LEAST_TIMEOUT = timedelta(seconds=5)  # of a request: a shorter one would end a healthy connection that is slow
 _MAX_REQUESTS = 2  # of one member, in one exchange
 
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 TrackStream = Callable[[Stream], AbstractContextManager[None]]
 
 _log = log.get("audit")
@@ -65,6 +70,7 @@ class Auditor:
         tokens: Mapping[str, int],
         from_reducers: Mapping[int, bytes],
         contribution: Callable[[], Tensor],
+        executor: Executor,
         track_stream: TrackStream,
         fault: Callable[[str, str], None],
         *,
@@ -76,6 +82,7 @@ class Auditor:
         - `tokens`: of each contribution, in the order of the sum.
         - `from_reducers`: part → digest of what its reducer itself sent to this node.
         - `contribution`: this node's own, fp32 [E].
+        - `executor`: for sketches.
         """
         self._round_id = round_id
         self._network = network
@@ -83,6 +90,7 @@ class Auditor:
         self._tokens = tokens
         self._from_reducers = from_reducers
         self._contribution = contribution
+        self._executor = executor
         self._track_stream = track_stream
         self._fault = fault
         self._screen = screen
@@ -113,8 +121,10 @@ class Auditor:
     async def _own_sketches(self, seed: bytes) -> dict[int, Tensor]:
         """Sketches of this node's contribution to the drawn parts, without those that it reduces itself."""
         if seed not in self._sketching:
+            if self._closed:
+                raise RoundAbandoned(f"round {self._round_id} has ended on this node, so it has no sketches to send")
             indices = self._due(self._me, draw_parts(seed, self._average.reducer_shares))
-            making = asyncio.create_task(self._average.compute(self._sketch_contribution, seed, indices))
+            making = asyncio.create_task(self._compute(self._sketch_contribution, seed, indices))
             self._sketching = {**dict(list(self._sketching.items())[-1:]), seed: making}
         return await asyncio.shield(self._sketching[seed])
 
@@ -142,32 +152,71 @@ class Auditor:
     # --- what this node asks -----------------------------------------------------------------------
 
     async def run(
-        self, seed: bytes, asked: Collection[str], verdicts: Mapping[str, Verdicts], timeout: timedelta
+        self,
+        seed: bytes,
+        asked: Collection[str],
+        verdicts: Mapping[str, Verdicts],
+        grace: timedelta,
+        timeout: timedelta,
     ) -> tuple[Dispute, ...]:
         """Audit the averages of all other reducers, as they are held here now, from what `asked` say they sent.
 
-        `verdicts`: of each reducer whose verdicts are known.
+        - `verdicts`: of each reducer whose verdicts are known.
+        - `grace`: for the answers of all. `timeout`: until contributors with half of the tokens answered.
+
+        Raises `RoundAbandoned` if these do not answer.
         """
         drawn = draw_parts(seed, self._average.reducer_shares)
         places = {peer: place for place, peer in enumerate(self._tokens)}
-        asking = asyncio.gather(*(self._sketches_of(peer, seed, drawn, timeout) for peer in asked))
-        try:
-            parts = await self._average.compute(self._sketch_averages, seed, drawn)
-            answers = await asking
-        finally:
-            asking.cancel()
-        told = [peer for peer, it in zip(asked, answers, strict=True) if it or not self._due(peer, drawn)]
-        known = sum(self._tokens[peer] for peer in told)
-        if 2 * known < sum(self._tokens.values()):
-            raise RoundAbandoned("too few contributors told what they sent to audit the sums")
+        asking = {peer: asyncio.create_task(self._sketches_of(peer, seed, drawn, timeout)) for peer in asked}
+        parts = await self._compute(self._sketch_averages, seed, drawn)
+        answers = await self._answers(asking, drawn, self._weight_in_sums(verdicts), grace, timeout)
         evidence = Evidence(
-            sketches={places[peer]: it for peer, it in zip(asked, answers, strict=True) if it},
+            sketches={places[peer]: it for peer, it in answers.items() if it},
             tokens=list(self._tokens.values()),
             weights=[self._weigh(count) for count in self._tokens.values()],
             codec=self._average.codec.name,
             screen=self._screen,
         )
-        return await self._average.compute(self._judge, parts, evidence, verdicts)
+        return await self._compute(self._judge, parts, evidence, verdicts)
+
+    async def _answers(
+        self,
+        asking: Mapping[str, asyncio.Task[dict[int, Tensor]]],
+        drawn: Mapping[str, Sequence[int]],
+        weights: Mapping[str, int],
+        grace: timedelta,
+        timeout: timedelta,
+    ) -> dict[str, dict[int, Tensor]]:
+        """The answers of all within `grace`, or later as soon as they are enough. The rest go on in vain."""
+        loop = asyncio.get_running_loop()
+        began, waiting = loop.time(), set(asking.values())
+        while True:
+            told = {peer: task.result() for peer, task in asking.items() if task.done()}
+            known = sum(weights[peer] for peer, it in told.items() if it or not self._due(peer, drawn))
+            enough = 2 * known >= sum(weights.values())
+            left = began + (grace if enough else timeout).total_seconds() - loop.time()
+            if not waiting or left <= 0:
+                break
+            _, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if not enough:
+            raise RoundAbandoned("too few contributors told what they sent to audit the sums")
+        return told
+
+    def _weight_in_sums(self, verdicts: Mapping[str, Verdicts]) -> dict[str, int]:
+        """The tokens of each contributor; 0 if most sums lack it, as they lack one that died."""
+        lacking: Counter[int] = Counter()
+        for told in verdicts.values():
+            for place, verdict in told.items():
+                lacking[place] += verdict.parts_missing + verdict.parts_left_out
+        return {
+            peer: 0 if 2 * lacking[place] > len(self._average) else tokens
+            for place, (peer, tokens) in enumerate(self._tokens.items())
+        }
+
+    async def _compute(self, work: Callable[[Unpack[Arguments]], T], *arguments: *Arguments) -> T:
+        """Run `work` beside the threads that compute the round's result."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
 
     def _judge(
         self, parts: Mapping[str, Sequence[AuditedPart]], evidence: Evidence, verdicts: Mapping[str, Verdicts]
@@ -213,12 +262,11 @@ class Auditor:
         if peer == self._me:
             return await self._own_sketches(seed)
         try:
-            async with asyncio.timeout(timeout.total_seconds()):
-                return await self._request(peer, seed, due, timeout)
+            return await self._request(peer, seed, due, max(timeout, _LEAST_TIMEOUT))
         except PeerMisbehaved as error:
             self._fault(peer, str(error))
-        except (TimeoutError, AtollError) as error:
-            _log.info("no sketches", peer=peer, reason=str(error) or "no answer in time")
+        except AtollError as error:
+            _log.info("no sketches", peer=peer, reason=str(error))
         return {}
 
     async def _request(self, peer: str, seed: bytes, due: Sequence[int], timeout: timedelta) -> dict[int, Tensor]:

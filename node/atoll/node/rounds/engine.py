@@ -111,7 +111,7 @@ class AveragingEngine:
         self._background = BackgroundTasks()
         self._results = RoundResults(spec, self._machine, state, network, exchanges, self._background, self._events.put)
         self._token_account = TokenAccount(trainer.status.tokens, head.round)
-        self._lookout = Lookout(network, operator_key, clock, self._background, self._begin_catch_up)
+        self._lookout = Lookout(network, operator_key, clock, self._background, lambda: self.head, self._begin_catch_up)
         self._evaluation = Evaluation(
             self._me, trainer, clock, self._background, lambda: self.head, callbacks.evaluated
         )
@@ -447,7 +447,7 @@ class AveragingEngine:
 
     def _look(self, reason: str) -> None:
         if not self._catching_up:
-            self._lookout.look(reason, self._machine.plan, self.head)
+            self._lookout.look(reason, self._machine.plan)
 
     def _begin_catch_up(self, reason: str, share: CountedShare | None = None) -> None:
         """Fetch the head that the others agree on. `share` is of the round after ours, where that is known."""

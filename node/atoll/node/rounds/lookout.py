@@ -31,13 +31,15 @@ class Lookout:
         operator_key: bytes,
         clock: Clock,
         background: BackgroundTasks,
+        current: Callable[[], Head],
         behind: Callable[[str], None],
     ) -> None:
-        """`behind` is told why this node has to catch up."""
+        """`current`: this node's head. `behind` is told why it has to catch up."""
         self._network = network
         self._operator_key = operator_key
         self._clock = clock
         self._background = background
+        self._current = current
         self._behind = behind
         self._looking = False
         self._looked_at = clock.monotonic()
@@ -51,17 +53,18 @@ class Lookout:
         """This node has another head: there is no need to look for a while."""
         self._looked_at = self._clock.monotonic()
 
-    def look(self, reason: str, plan: Plan, head: Head) -> None:
+    def look(self, reason: str, plan: Plan) -> None:
         """A member says that others are ahead. Ask them: it may not be true."""
         if not self._looking:
             self._looking = True
-            self._background.begin(self._look(reason, plan, head))
+            self._background.begin(self._look(reason, plan))
 
-    async def _look(self, reason: str, plan: Plan, head: Head) -> None:
+    async def _look(self, reason: str, plan: Plan) -> None:
         self.head_moved()
         try:
             async with asyncio.timeout(_TIMEOUT.total_seconds()):
-                ahead = await newest_round(self._network, plan, head, operator_key=self._operator_key)
+                ahead = await newest_round(self._network, plan, self._current(), operator_key=self._operator_key)
+            head = self._current()  # it may have moved meanwhile
             if ahead > head.round or not plan.accepts(head):
                 self._behind(reason)
             else:

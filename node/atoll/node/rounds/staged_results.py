@@ -81,6 +81,8 @@ class RoundResults:
             threads(os.cpu_count() or 1), "codec", initializer=torch.set_num_threads, initargs=(1,)
         )
 
+        self._audit_executor = ThreadPoolExecutor(1, "audit", initializer=torch.set_num_threads, initargs=(1,))
+
     async def require_equal_bits(self) -> None:
         """Check the threads that compute rounds, each kind of them. Raises `ArithmeticDiffers`."""
         for executor in (self._executor, None):
@@ -104,6 +106,7 @@ class RoundResults:
             max(policy.stall, timedelta(seconds=seconds * _STALL)),
             screen=policy.screen,
             weigh=policy.weigh,
+            audit_executor=self._audit_executor,
         )
         self.end_exchange()
         if self._served is not None:
@@ -138,7 +141,8 @@ class RoundResults:
         """When everything beside was stopped."""
         if self._served is not None:
             self._exchanges.end(self._served)
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._executor, self._audit_executor):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, exchange: Exchange) -> None:
         try:
@@ -187,14 +191,17 @@ class RoundResults:
         """Whether the settled averages can be the sums of what members say that they sent; else the attempt fails."""
         exchange = running.exchange
         seed = hashlib.sha256(str(exchange.round_id).encode() + b"".join([*settle.digests, *settle.nonces])).digest()
-        present = set(settle.present)
+        opener = exchange.round_id.opener(self._machine.plan.openers(running.before))  # it has no nonce
+        present = {*settle.present, opener}
         asked = [
             item.peer_id
             for item, nonce in zip(running.start.contributions, settle.nonces, strict=True)
             if item.weight and (nonce or item.peer_id in present)
         ]
         try:
-            disputes = await exchange.audit(seed, asked, settle, timedelta(seconds=seconds * _AUDIT))
+            disputes = await exchange.audit(
+                seed, asked, settle, timedelta(seconds=seconds * _AUDIT), timedelta(seconds=seconds)
+            )
         except AtollError as error:  # the exchange ended here
             self._post_event(rt.Failed(exchange.round_id, str(error)))
             return False

@@ -120,6 +120,7 @@ class Standing:
             self.paces_by_fragment = StageDeadlines.of(self.policy)
         if plan.base != before.base:  # what was voted for on the old history does not count
             self.promises.recall(self.head, plan)
+            self.marks = {}  # members that abstained at this head have other marks now
         self.trigger.begin(self.head, plan, self.now, self.policy)
         self.attempt = self.promises.next_attempt(plan)
         self.check_history()
