@@ -12,7 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.quorum import COORDINATOR, MAX_SEATS, Ballot, Electorate, LastVote, must_propose, next_seats
+from atoll.core.quorum import (
+    COORDINATOR,
+    MARK_BYTES,
+    MARKS_KEPT,
+    MAX_SEATS,
+    Ballot,
+    Electorate,
+    LastVote,
+    Promised,
+    VoteRecord,
+    must_propose,
+    next_seats,
+)
 from atoll.v1 import dataplane_pb2 as dp
 
 PEERS = tuple(f"p{number}" for number in range(10))
@@ -186,3 +198,14 @@ def test_exactly_what_may_be_committed_is_proposed_again(size: int) -> None:
                 must[heard] = proposed(seats, attempts, results, promised)
     for heard, result in must.items():
         assert possible[heard] == (set() if result is None else {result}), heard
+
+
+def test_a_record_tells_its_promise_and_whether_it_voted_there() -> None:
+    first, second = Ballot(1, 2), Ballot(1, 3)
+    assert VoteRecord(7, b"head", first).newest == Promised(7, first, voted=False)
+    assert VoteRecord(7, b"head", first, LastVote(first, b"")).newest == Promised(7, first, voted=True)
+    assert VoteRecord(7, b"head", second, LastVote(first, b"")).newest == Promised(7, second, voted=False)
+
+
+def test_marks_are_as_long_as_the_messages_say_and_four_are_kept() -> None:
+    assert (MARK_BYTES, MARKS_KEPT) == (8, 4)
