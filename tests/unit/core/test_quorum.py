@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.core import quorum
 from atoll.core.quorum import (
     COORDINATOR,
-    MARK_BYTES,
-    MARKS_KEPT,
     MAX_SEATS,
     Ballot,
     Electorate,
@@ -208,4 +207,4 @@ def test_a_record_tells_its_promise_and_whether_it_voted_there() -> None:
 
 
 def test_marks_are_as_long_as_the_messages_say_and_four_are_kept() -> None:
-    assert (MARK_BYTES, MARKS_KEPT) == (8, 4)
+    assert (quorum.MARK_BYTES, quorum.MARKS_KEPT) == (8, 4)
