@@ -12,10 +12,9 @@ are known:
 - *Direction.* A − T does not point against T, by more than chance and the codec's shrinking explain. Judged over all
   drawn parts of a reducer together.
 
-A reducer that lies can so do what a lying contributor could do in its share, and no more. The bounds below leave room
-for the errors of sketches: 1.6 in size and six standard deviations in direction. An honest reducer is
-accused with a probability below 10⁻⁹ for each part (a sketch's square norm is dominated by χ²₁₂₈ if the vector is not
-concentrated in few elements, and exact if it is).
+So a reducer that lies can do in its share about what a lying contributor could do. The bounds below leave room for the
+errors of sketches: 1.6 in size and six standard deviations in direction. They assume that a sketch's square norm is
+spread like χ²₁₂₈. docs/adr/0012 lists what passes.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ _LEAST_SCALED = 0.3  # a contribution that is scaled down has the largest norm t
 _TINY = 1e-30
 _LEAST_COSINE = 0.1  # an honest contribution may point against the others by so much
 _MAX_UNKNOWN = 0.5  # of the weight; direction is not judged above it
-
-
 _NO_VERDICT = manifest_pb2.Verdict()
 
 

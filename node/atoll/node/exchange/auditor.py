@@ -169,8 +169,12 @@ class Auditor:
         drawn = draw_parts(seed, self._average.reducer_shares)
         places = {peer: place for place, peer in enumerate(self._tokens)}
         asking = {peer: asyncio.create_task(self._sketches_of(peer, seed, drawn, timeout)) for peer in asked}
-        parts = await self._compute(self._sketch_averages, seed, drawn)
-        answers = await self._answers(asking, drawn, self._weight_in_sums(verdicts), grace, timeout)
+        try:
+            parts = await self._compute(self._sketch_averages, seed, drawn)
+            answers = await self._answers(asking, drawn, self._weight_in_sums(verdicts), grace, timeout)
+        finally:
+            for task in asking.values():
+                task.cancel()
         evidence = Evidence(
             sketches={places[peer]: it for peer, it in answers.items() if it},
             tokens=list(self._tokens.values()),
@@ -188,7 +192,7 @@ class Auditor:
         grace: timedelta,
         timeout: timedelta,
     ) -> dict[str, dict[int, Tensor]]:
-        """The answers of all within `grace`, or later as soon as they are enough. The rest go on in vain."""
+        """The answers of all within `grace`, or later as soon as they are enough."""
         loop = asyncio.get_running_loop()
         began, waiting = loop.time(), set(asking.values())
         while True:

@@ -1,12 +1,12 @@
 """Members that audits found at odds, and what openers conclude from it. Pure.
 
-An audit (exchange/audit.py) proves to a member that a reducer's average is not the sum of what contributors say that
-they sent. Where the word of one contributor alone contradicts the reducer, either of the two lies. So a first dispute
+An audit (exchange/audit.py) shows a member that a reducer's average is not the sum of what contributors say that they
+sent. If the average fits without the word of one contributor, either of the two lies. So a first dispute
 takes the reducing from the reducer: it loses nothing else. A contributor whose word alone contradicts a second reducer
 is the liar, unless both reducers lie: it is left out, and these reducers sum again.
 
-Suspicions are this node's own, and end after some rounds. They bind nobody else: members accept any Start that lets
-at least half of the holders reduce, and audit the sums.
+Suspicions are this node's own, and end after some rounds. They bind nobody else: members accept any Start that keeps
+few holders from reducing, and audit the sums.
 """
 
 from __future__ import annotations
