@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from atoll.node.exchange.partition import ReducerShare
-from atoll.node.exchange.screening import Screen, largest_norm, usual_norm_bound
+from atoll.node.exchange.screening import Screen, UsualNorm, largest_norm
 from atoll.node.exchange.sketch import BUCKETS
 from atoll.v1 import manifest_pb2
 
@@ -201,7 +201,8 @@ class _Sums:
         total = sum(weights[place] for place in counted)
         told = {place: it[part.index].double() for place, it in evidence.sketches.items() if part.index in it}
         norms = {place: float(sketch.norm()) for place, sketch in told.items()}  # of those not in the sum, too
-        bounds = {place: _norm_bound(place, norms, part.elements, evidence) for place in counted}
+        limits = _NormBounds(norms, part.elements, evidence)
+        bounds = {place: limits.of(place) for place in counted}
         known = [  # who tells of more than screening lets in is not believed
             place
             for place in counted
@@ -229,7 +230,7 @@ class _Sums:
         part, evidence = self._part, self._evidence
         if part.factors[place] == 1 or evidence.screen is None:
             return False
-        least = _norm_bound(place, norms, part.elements, evidence, least=True)
+        least = _NormBounds(norms, part.elements, evidence, least=True).of(place)
         contributors = sum(weight > 0 for weight in evidence.weights)
         minority = 2 * sum(0 < factor < 1 for factor in part.factors) < contributors
         if not minority:  # so many are scaled by the optimiser's bound only
@@ -256,16 +257,20 @@ class _Direction:
         return "its averages point against what was sent"
 
 
-def _norm_bound(
-    place: int, norms: Mapping[int, float], elements: int, evidence: Evidence, *, least: bool = False
-) -> float:
-    """The norm to which screening limits a contribution: the largest that it can be, or the `least`.
+class _NormBounds:
+    """The norms to which screening limits contributions to one part: the largest that they can be, or the `least`."""
 
-    `norms` are those that are known, by place; the reducer's own is not.
-    """
-    if evidence.screen is None:
-        return 0.0 if least else math.inf
-    own, tokens = evidence.tokens[place], [evidence.tokens[it] for it in norms]
-    unknown = [count for it, count in enumerate(evidence.tokens) if count > 0 and it not in norms]
-    usual = usual_norm_bound(list(norms.values()), tokens, unknown, own, least=least)
-    return min(largest_norm(own, elements, evidence.screen), usual)
+    def __init__(self, norms: Mapping[int, float], elements: int, evidence: Evidence, *, least: bool = False) -> None:
+        """`norms` are those that are known, by place; the reducer's own is not."""
+        tokens = evidence.tokens
+        unknown = [count for place, count in enumerate(tokens) if count > 0 and place not in norms]
+        self._usual = UsualNorm(list(norms.values()), [tokens[place] for place in norms], unknown, least=least)
+        self._elements, self._evidence = elements, evidence
+        self._unscreened = 0.0 if least else math.inf
+
+    def of(self, place: int) -> float:
+        """The bound for one contribution."""
+        if self._evidence.screen is None:
+            return self._unscreened
+        tokens = self._evidence.tokens[place]
+        return min(largest_norm(tokens, self._elements, self._evidence.screen), self._usual.limit(tokens))

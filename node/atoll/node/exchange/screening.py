@@ -115,28 +115,38 @@ def largest_norm(tokens: int, elements: int, screen: Screen) -> float:
     return MAX_NORM_RATIO * screen.max_change_per_token * math.sqrt(elements) * tokens
 
 
-def usual_norm_bound(
-    norms: Sequence[float], tokens: Sequence[int], unknown: Sequence[int], own_tokens: int, *, least: bool = False
-) -> float:
-    """The norm to which all contributions limit one with `own_tokens`, if only some norms are known.
+class UsualNorm:
+    """The norm to which all contributions limit each of them, if only some norms are known."""
 
-    - `norms`, `tokens`: of the contributions that are known.
-    - `unknown`: tokens of the others, which may have any norm.
-    - `least`: the smallest that the limit can be; else the largest.
-    """
-    nonzero = [(norm, count) for norm, count in zip(norms, tokens, strict=True) if norm > 0]
-    total = len(nonzero) + len(unknown)
-    place = total // 2 - (len(unknown) if least else 0)  # the unknown ones are all above the known ones, or below
-    if total < MIN_CONTRIBUTIONS or not 0 <= place < len(nonzero):
-        return 0.0 if least else math.inf
-    smallest, usual, largest = NORM_EXPONENTS
-    counts, first = sorted([*(count for _, count in nonzero), *unknown]), len(nonzero) // 2
-    bounds: list[float] = []
-    for middle in {*counts[first : first + len(unknown) + 1]}:  # the median of those that are not zero is one of these
-        norm = sorted(norm / (count / middle) ** usual for norm, count in nonzero)[place]
-        relative = own_tokens / middle
-        bounds.append(float(MAX_NORM_RATIO * norm * max(relative**smallest, relative**largest)))
-    return min(bounds) if least else max(bounds)
+    def __init__(
+        self, norms: Sequence[float], tokens: Sequence[int], unknown: Sequence[int], *, least: bool = False
+    ) -> None:
+        """Take what is known.
+
+        - `norms`, `tokens`: of the contributions that are known.
+        - `unknown`: tokens of the others, which may have any norm.
+        - `least`: the smallest that the limits can be; else the largest.
+        """
+        self._choose, self._no_limit = (min, 0.0) if least else (max, math.inf)
+        self._usual: list[tuple[int, float]] = []  # (usual tokens, usual norm), each that may be
+        nonzero = [(norm, count) for norm, count in zip(norms, tokens, strict=True) if norm > 0]
+        total = len(nonzero) + len(unknown)
+        place = total // 2 - (len(unknown) if least else 0)  # the unknown are all above the known, or below
+        if total < MIN_CONTRIBUTIONS or not 0 <= place < len(nonzero):
+            return
+        counts, first = sorted([*(count for _, count in nonzero), *unknown]), len(nonzero) // 2
+        for middle in {*counts[first : first + len(unknown) + 1]}:  # the median of those not zero is one of these
+            norm = sorted(norm / (count / middle) ** NORM_EXPONENTS[1] for norm, count in nonzero)[place]
+            self._usual.append((middle, norm))
+
+    def limit(self, tokens: int) -> float:
+        """The norm to which a contribution with so many tokens is limited."""
+        smallest, _, largest = NORM_EXPONENTS
+        limits = [
+            MAX_NORM_RATIO * norm * max((tokens / middle) ** smallest, (tokens / middle) ** largest)
+            for middle, norm in self._usual
+        ]
+        return float(self._choose(limits, default=self._no_limit))
 
 
 def _limits(norms_n: Tensor, tokens_n: Tensor, elements: int, max_change_per_token: float) -> Tensor:
