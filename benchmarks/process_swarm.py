@@ -177,7 +177,7 @@ async def start(root: Path, names: Sequence[str], corpus: Path, program_hosts: P
 
     `program_hosts` is where they run: this machine as it is, or the hosts of a WAN.
     """
-    toml = _spec_toml(len(names), corpus)
+    toml = spec_of_nodes(len(names), corpus)
     return await start_run(
         root, names, toml, program_hosts or LoopbackHosts(), step_seconds=_PACE_SECONDS, rounds=_WARM_ROUNDS
     )
@@ -208,7 +208,7 @@ async def start_run(
     return swarm
 
 
-def _spec_toml(nodes: int, corpus: Path) -> str:
+def spec_of_nodes(nodes: int, corpus: Path) -> str:
     """The demo's run without an end, at full outer steps soon after the first rounds."""
     tokens = 10**9
     toml = spec_toml(

@@ -57,7 +57,7 @@ async def main() -> None:
         swarm = await start(Path(scratch) / "swarm", node_names(NODES), corpus)
         try:
             for kind in ("SIGSTOP", "SIGKILL"):
-                _tell(report, kind, [await _measure_outage(swarm, rng, kind) for _ in range(options.outages)])
+                _tell(report, kind, [await _measure_outage(swarm, rng, kind) for _ in range(options.strikes)])
         finally:
             await swarm.local.close()
 

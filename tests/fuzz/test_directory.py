@@ -26,7 +26,7 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY_LIST, MembershipVerifier
-from atoll.core.records import build_address_record, nodes_key
+from atoll.core.records import build_address_record, page_key
 from atoll.node.direct.dial_policy import DialPolicy
 from atoll.node.swarm.addresses import AddressBook
 from atoll.node.swarm.dht_messages import node_id_bytes
@@ -37,9 +37,11 @@ from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
 from atoll.v1 import common_pb2 as pb
 
-OPERATOR, OWN, PEER, HONEST = (Identity.generate() for _ in range(4))
+OPERATOR, OWN, PEER = (Identity.generate() for _ in range(3))
+PAGE = page_key("reef", PEER.peer_id)
+HONEST = next(it for it in iter(Identity.generate, None) if page_key("reef", it.peer_id) == PAGE)
 AUTHORITY = MembershipVerifier(OPERATOR.public_key, "reef")
-KEY = DHTID.generate(source=nodes_key("reef"))
+KEY = DHTID.generate(source=PAGE)
 UNTIL = time.time() + 590  # renewed for every test; a record lives ten minutes at most
 ADDRESSES = ("/ip4/192.0.2.1/tcp/4001",)
 ANY = DialPolicy(loopback=True, local=True)

@@ -2,12 +2,15 @@
 
 A record is a `DhtRecord` that its owner signs. It contains the owner's membership certificate, so that any storer can
 check it offline. It also names the key, the owner and the expiry under which it is stored, so that a peer cannot store
-it elsewhere or keep it alive. There is one key per run. The checks depend on the record's own expiry and not on a
-deny-list, because every storer and reader must reach the same result; readers drop banned owners afterwards.
+it elsewhere or keep it alive. A run has 16 keys, its *pages*, and the owner's peer id decides the page: one DHT message
+holds a page of thousands of members, and a search for one member reads its page only. The checks depend on the
+record's own expiry and not on a deny-list, because every storer and reader must reach the same result; readers drop
+banned owners afterwards.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,12 +30,18 @@ MAX_LIFETIME = timedelta(seconds=600)
 MAX_MULTIADDRS = 16
 MAX_MULTIADDR_BYTES = 256
 EXPIRY_TOLERANCE_SECONDS = 1.0
+PAGES = 16
 _CONTEXT = "dht-record"
 
 
-def nodes_key(run_id: str) -> str:
-    """Key under which members publish their addresses."""
-    return f"{run_id}.nodes"
+def page_keys(run_id: str) -> tuple[str, ...]:
+    """All keys under which members of a run publish their addresses."""
+    return tuple(f"{run_id}.nodes.{page}" for page in range(PAGES))
+
+
+def page_key(run_id: str, owner: str) -> str:
+    """The key under which a member publishes its addresses. `owner`: its peer id."""
+    return page_keys(run_id)[hashlib.sha256(owner.encode()).digest()[0] % PAGES]
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ def build_address_record(
         )
     record = records.DhtRecord(
         protocol=protocol.ours(),
-        key=nodes_key(run_id),
+        key=page_key(run_id, identity.peer_id),
         peer_id=identity.peer_id,
         expires_unix_ms=int(expires * 1000),
         membership=membership,
@@ -103,7 +112,7 @@ def _check_location(record: records.DhtRecord, place: RecordLocation) -> None:
 
 def _read_body(record: records.DhtRecord, owner: Member, place: RecordLocation, run_id: str) -> Record:
     kind = record.WhichOneof("body")
-    if place.key == nodes_key(run_id) and kind == "address":
+    if place.key == page_key(run_id, owner.peer_id) and kind == "address":
         multiaddrs = tuple(record.address.multiaddrs)
         if len(multiaddrs) <= MAX_MULTIADDRS and all(len(a.encode()) <= MAX_MULTIADDR_BYTES for a in multiaddrs):
             return Record(owner, place.expires, multiaddrs=multiaddrs)

@@ -24,7 +24,7 @@ from support.loopback_hosts import Lab
 from atoll.core.errors import PeerMisbehaved, Rejected
 from atoll.core.frames import FrameKind, unpack_prefix
 from atoll.core.identity import Identity
-from atoll.core.records import build_address_record, nodes_key
+from atoll.core.records import build_address_record, page_key, page_keys
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.wire.gate import Gate
 from atoll.node.wire.transport import Stream
@@ -122,7 +122,7 @@ async def test_nested_msgpack_is_refused(lab: Lab) -> None:
     victim, attacker = await pair(lab)
     built: dict[str, bytes] = {}
     exec(BOMB.format(levels=200, action="built['bomb'] = value"), {"built": built})
-    key = DHTID.generate(source=nodes_key("reef")).to_bytes()
+    key = DHTID.generate(source=page_keys("reef")[0]).to_bytes()
     for subkey in (b"", MSGPackSerializer.dumps(attacker.peer_id), built["bomb"]):
         request = dht.StoreRequest(
             keys=[key],
@@ -141,7 +141,8 @@ async def test_nested_msgpack_is_refused(lab: Lab) -> None:
 async def test_records_of_others_and_endless_ones_are_stored_by_bare_hivemind_only(lab: Lab) -> None:
     naive, thief = await bare(), await bare()
     first = await DHTNode.create(p2p=naive)
-    key = DHTID.generate(source=nodes_key("reef"))
+    name = page_key("reef", lab.identity("attacker").peer_id)
+    key = DHTID.generate(source=name)
     await thief._client.connect(naive.peer_id, naive._visible_maddrs)
     stub = bare_stub(thief, naive.peer_id)
     theft = dht.StoreRequest(
@@ -152,7 +153,7 @@ async def test_records_of_others_and_endless_ones_are_stored_by_bare_hivemind_on
         in_cache=[False],
     )
     assert (await stub.rpc_store(theft, timeout=30)).store_ok == [True]
-    assert not await first.store(nodes_key("reef"), b"the owner's", time.time() + 60, subkey="owner")
+    assert not await first.store(name, b"the owner's", time.time() + 60, subkey="owner")
     await first.shutdown()
     await naive.shutdown()
     await thief.shutdown()
@@ -167,6 +168,9 @@ async def test_records_of_others_and_endless_ones_are_stored_by_bare_hivemind_on
         return stored
 
     assert await store(victim.peer_id, record, expires) == [False]
+    others = [DHTID.generate(source=page) for page in page_keys("reef") if page != name]
+    peer, values = PeerID.from_base58(victim.peer_id), [MSGPackSerializer.dumps(record)]
+    assert await rpc(attacker).call_store(peer, others[:1], values, expires, subkeys=[attacker.peer_id]) == [False]
     assert await store(attacker.peer_id, record, 1e300) is None
     assert await store(attacker.peer_id, record, expires) == [True]
     assert await victim.lookup_addresses() == {attacker.peer_id: ADDRESSES}
@@ -177,7 +181,7 @@ async def test_a_record_with_a_self_signed_certificate_is_refused(lab: Lab) -> N
     identity, expires = lab.identity("attacker"), time.time() + 60
     certificate = certificate_of(identity, Identity.generate(), time.time())
     record = build_address_record(identity, certificate, "reef", expires, ADDRESSES)
-    key = DHTID.generate(source=nodes_key("reef"))
+    key = DHTID.generate(source=page_key("reef", attacker.peer_id))
     stored = await rpc(attacker).call_store(
         PeerID.from_base58(victim.peer_id),
         [key],
@@ -229,7 +233,7 @@ async def test_one_bad_entry_does_not_hide_the_others(lab: Lab) -> None:
     victim, liar = await pair(lab)
     third = await lab.start("third", seeds=victim.multiaddrs())
     await victim.publish_address(timedelta(minutes=5))
-    key, until = DHTID.generate(source=nodes_key("reef")), time.time() + 60
+    key, until = DHTID.generate(source=page_key("reef", victim.peer_id)), time.time() + 60
     for host in (victim, liar):  # as if both had accepted it
         rpc(host).storage.store_subkey(key, "nobody", MSGPackSerializer.dumps(b"junk"), until)
     assert await third.lookup_addresses() == {victim.peer_id: victim.multiaddrs()}

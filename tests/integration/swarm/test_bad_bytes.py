@@ -22,7 +22,7 @@ from support.mutation import Mutator, on_wire
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.frames import MAX_FRAME_BYTES, PREFIX, Frame, FrameKind
-from atoll.core.records import build_address_record, nodes_key
+from atoll.core.records import build_address_record, page_keys
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
 from atoll.node.exchange.allreduce import ExchangeServer
@@ -50,7 +50,7 @@ ATTACKERS_STREAM = 4 * len(CHUNK)  # what asyncio buffers, out and in, at our en
 STATE_NOW = state_of(1.0)
 HEAD = commit(STATE_NOW, 1, [ANN], after=GENESIS)
 NUMBER = RoundId("r", 1, 0, 1, 0).to_proto()
-KEY = DHTID.generate(source=nodes_key("reef")).to_bytes()
+KEY = DHTID.generate(source=page_keys("reef")[0]).to_bytes()
 
 
 class Node:

@@ -15,7 +15,7 @@ from support.loopback_hosts import Lab
 from atoll.core.clock import SystemClock
 from atoll.core.errors import Unreachable
 from atoll.core.identity import Identity
-from atoll.core.records import build_address_record, nodes_key
+from atoll.core.records import build_address_record
 from atoll.node.direct import dialler as dialling
 from atoll.node.direct.dial_policy import DialPolicy
 from atoll.node.direct.dialler import CheckedOffer, Dialler
@@ -48,7 +48,7 @@ class Service:
 async def publish(host: SwarmHost, addresses: tuple[str, ...]) -> None:
     expires = host._clock.unix() + 300
     record = build_address_record(host._identity, host.gate.membership, host._run_id, expires, addresses)
-    await host._directory.store(nodes_key(host._run_id), record, expires)
+    await host._directory.store(record, expires)
 
 
 @pytest.mark.parametrize(("dial", "reached"), [(PUBLIC_ONLY, False), (ALL, True)])

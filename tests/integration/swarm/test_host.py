@@ -8,11 +8,16 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from hivemind.dht.routing import DHTID
+from hivemind.utils import MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
+from support.certificates import certificate_of
 from support.loopback_hosts import DIRECT, SOON, Lab, echo
 
 from atoll.core.errors import ConfigError, Unreachable
 from atoll.core.frames import FrameKind
+from atoll.core.identity import Identity
+from atoll.core.records import build_address_record, page_key
 
 LIFETIME = timedelta(minutes=5)
 
@@ -83,6 +88,26 @@ async def test_members_that_began_without_a_seed_meet_through_one_that_came_late
         await host.publish_address(LIFETIME)
     for host in (a, b):
         assert await host.lookup_addresses() == {a.peer_id: a.multiaddrs(), b.peer_id: b.multiaddrs()}
+
+
+async def test_thousands_of_members_are_found(lab: Lab) -> None:
+    seed = await lab.start("seed", relay_service=True)
+    addresses = tuple(f"/ip4/192.0.2.{last}/tcp/4001" for last in (1, 2, 3))
+    storage, until = seed._directory._joined_node().protocol.storage, lab.clock.unix() + 300
+    others = [Identity.generate() for _ in range(3000)]
+    for other in others:
+        certificate = certificate_of(other, lab.operator, lab.clock.unix())
+        record = build_address_record(other, certificate, "reef", until, addresses)
+        key = DHTID.generate(source=page_key("reef", other.peer_id))
+        assert storage.store_subkey(key, other.peer_id, MSGPackSerializer.dumps(record), until)
+    node = await lab.start("node", seeds=seed.multiaddrs())
+    await node.publish_address(LIFETIME)
+    everyone = await node.lookup_addresses()
+    assert everyone == {node.peer_id: node.multiaddrs(), **dict.fromkeys((it.peer_id for it in others), addresses)}
+    received, last = node.traffic.received["dht"], others[-1].peer_id
+    assert (await node.lookup_addresses([last]))[last] == addresses
+    assert node.traffic.received["dht"] - received < 3000 * len(record) / 10  # one page of sixteen
+    assert await node._p2p.book.find(last)
 
 
 async def test_a_seed_is_found_at_any_of_its_addresses(lab: Lab) -> None:

@@ -17,7 +17,8 @@ from atoll.core.membership import MembershipVerifier
 from atoll.core.records import (
     RecordLocation,
     build_address_record,
-    nodes_key,
+    page_key,
+    page_keys,
     verify_record,
 )
 
@@ -28,7 +29,7 @@ ADDRESSES = ("/ip4/192.0.2.1/tcp/4001",)
 
 
 certificate = partial(certificate_of, operator=OPERATOR, now=NOW)
-PLACE = RecordLocation(nodes_key("reef"), OWNER.peer_id, NOW + 60)
+PLACE = RecordLocation(page_key("reef", OWNER.peer_id), OWNER.peer_id, NOW + 60)
 GOOD = build_address_record(OWNER, certificate(OWNER), "reef", NOW + 60, ADDRESSES)
 
 
@@ -41,7 +42,8 @@ def test_addresses_round_trip() -> None:
     "place",
     [
         replace(PLACE, subkey=OTHER.peer_id),
-        replace(PLACE, key=nodes_key("other")),
+        replace(PLACE, key=page_key("other", OWNER.peer_id)),
+        *(replace(PLACE, key=key) for key in page_keys("reef") if key != PLACE.key),
         replace(PLACE, expires=NOW + 62),
         replace(PLACE, expires=1e300),
         replace(PLACE, expires=float("inf")),

@@ -15,7 +15,7 @@ ADDRESS_LIFETIME = timedelta(seconds=300)
 ADDRESS_REFRESH = timedelta(seconds=60)
 ADDRESS_RETRY = timedelta(seconds=5)
 ADDRESS_CHECK_INTERVAL = timedelta(seconds=3)  # a node behind NAT learns only later that it needs a relay
-LOOKUP_INTERVAL = timedelta(seconds=2)  # until every member of the plan can be dialled
+FIRST_LOOKUP_INTERVAL = timedelta(seconds=2)  # while a member of the plan has no record; doubles up to the refresh
 
 _log = log.get("daemon")
 
@@ -43,20 +43,23 @@ class AddressBook:
 
     async def look_up(self) -> None:
         """Look up the members of the plan until all can be dialled, and again for each plan, until cancelled."""
-        missing: set[str] = set()
+        missing: set[str] = set()  # of the plan's members: no record of them was found
+        version, pause = 0, FIRST_LOOKUP_INTERVAL
         while True:
             plan = self._directives.plan
             if plan is not None:
+                if plan.version != version:
+                    missing, version, pause = set(), plan.version, FIRST_LOOKUP_INTERVAL
+                asked = missing if pause < ADDRESS_REFRESH else set()
                 try:
-                    known = await self._host.lookup_addresses()
-                    missing = set(plan.members) - set(known) - {self._me}
+                    known = await self._host.lookup_addresses(asked)
+                    missing = (asked or set(plan.members)) - set(known) - {self._me}
                 except AtollError as error:
                     _log.warning("DHT lookup failed", reason=str(error))
-            pause = LOOKUP_INTERVAL if missing or plan is None else ADDRESS_REFRESH
-            version = plan.version if plan else 0
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause.total_seconds()):
+                async with asyncio.timeout((pause if missing else ADDRESS_REFRESH).total_seconds()):
                     await self._until_plan_after(version)
+            pause = min(2 * pause, ADDRESS_REFRESH)
 
     async def _until_address_changes(self) -> None:
         while True:

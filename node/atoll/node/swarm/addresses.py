@@ -2,8 +2,8 @@
 
 p2pd cannot find a peer by its id alone, because its own DHT (kad) is off. Addresses come from the configuration
 (seeds), from the coordinator's plan, and from address records in the DHT. The book keeps only addresses that this node
-may dial (`direct/dial_policy.py`). When a peer does not answer at its known
-addresses, the book asks its resolver, once for all concurrent callers and at most every two seconds.
+may dial (`direct/dial_policy.py`). When a peer does not answer at its known addresses, the book asks its resolver for
+the page of the DHT that has the peer: once for all concurrent callers, and at most every two seconds.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class AddressBook:
         self._policy = policy
         self._logged_refusals: set[str] = set()  # peers
         self._addresses: dict[str, tuple[Multiaddr, ...]] = {}
-        self._resolver: Callable[[], Awaitable[None]] | None = None
-        self._resolving: asyncio.Task[None] | None = None
-        self._resolve_from = 0.0  # monotonic seconds
+        self._resolver: Callable[[str], Awaitable[None]] | None = None
+        self._page_of: Callable[[str], str] = str
+        self._resolving: dict[str, asyncio.Task[None]] = {}  # by page
+        self._resolve_from: dict[str, float] = {}  # page → monotonic seconds
 
     def learn(self, peer_id: str, multiaddrs: Iterable[str]) -> None:
         """Replace the addresses of `peer_id`. Those that do not parse, or may not be dialled, are left out."""
@@ -61,20 +62,23 @@ class AddressBook:
         """Return the stored addresses of `peer_id`."""
         return self._addresses.get(peer_id, ())
 
-    def set_resolver(self, resolver: Callable[[], Awaitable[None]]) -> None:
-        """Use `resolver`, which fills the book through `learn`. While it dials, `find` answers from the book only."""
-        self._resolver = resolver
+    def set_resolver(self, resolver: Callable[[str], Awaitable[None]], page_of: Callable[[str], str]) -> None:
+        """Use `resolver`, which fills the book through `learn`. While it dials, `find` answers from the book only.
+
+        It gets a page; `page_of` tells the page of a peer id, one of a few.
+        """
+        self._resolver, self._page_of = resolver, page_of
 
     async def find(self, peer_id: str) -> tuple[Multiaddr, ...]:
         """Ask the resolver, since stored addresses may be outdated; then return the addresses of `peer_id`."""
         if self._resolver is not None and not _resolving.get():
-            now = self._clock.monotonic()
-            if self._resolving is None and now >= self._resolve_from:
-                self._resolve_from = now + RESOLVE_INTERVAL.total_seconds()
-                self._resolving = asyncio.create_task(self._resolve(self._resolver))
-                self._resolving.add_done_callback(self._resolved)
-            if self._resolving is not None:
-                await asyncio.shield(self._resolving)
+            now, page = self._clock.monotonic(), self._page_of(peer_id)
+            if page not in self._resolving and now >= self._resolve_from.get(page, 0.0):
+                self._resolve_from[page] = now + RESOLVE_INTERVAL.total_seconds()
+                self._resolving[page] = asyncio.create_task(self._resolve(self._resolver, page))
+                self._resolving[page].add_done_callback(lambda _task: self._resolving.pop(page))
+            if page in self._resolving:
+                await asyncio.shield(self._resolving[page])
         return self.known(peer_id)
 
     def _log_refusal(self, peer_id: str, refused: list[str], left: int) -> None:
@@ -84,12 +88,9 @@ class AddressBook:
             named = [printable(text) for text in refused[:_MAX_LOGGED]]
             _log.info("addresses not dialled", peer=peer_id, refused=len(refused), left=left, for_example=named)
 
-    async def _resolve(self, resolver: Callable[[], Awaitable[None]]) -> None:
+    async def _resolve(self, resolver: Callable[[str], Awaitable[None]], page: str) -> None:
         _resolving.set(True)  # for this task and for the tasks that it starts
-        await resolver()
-
-    def _resolved(self, _task: asyncio.Future[None]) -> None:
-        self._resolving = None
+        await resolver(page)
 
 
 def parse(text: str, peer_id: str) -> Multiaddr | None:

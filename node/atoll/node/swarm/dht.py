@@ -1,7 +1,7 @@
 """MemberDirectory: the address records of all members, in hivemind's DHT on the gated P2P and this event loop.
 
 A record is stored at the nodes nearest to its key and at every seed, so that one request to a seed finds the address of
-any member. Lookups verify every record again, because any peer may store records. Nothing is cached: records are few
+any member. Its key is one of a few *pages* (`core/records.py`), because a DHT message holds one page at most. Lookups verify every record again, because any peer may store records. Nothing is cached: records are few
 and short-lived, and readers need fresh ones.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Mapping, Sequence
+import math
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, DeadlineExceeded, Rejected, Unreachable
 from atoll.core.membership import MembershipVerifier
-from atoll.core.records import Record, nodes_key
+from atoll.core.records import Record, page_key
 from atoll.node.swarm.addresses import readable_seeds
 from atoll.node.swarm.dht_messages import node_id_bytes
 from atoll.node.swarm.p2p import GatedP2P
@@ -74,11 +75,12 @@ class MemberDirectory:
                 self._node = await _in_own_task(self._create(answering))
         except TimeoutError as error:
             raise Unreachable(*self._no_seed_answers()) from error
-        self._p2p.book.set_resolver(self._fetch_addresses)
+        self._p2p.book.set_resolver(self._fetch_addresses, lambda peer: page_key(self._authority.run_id, peer))
 
-    async def store(self, name: str, value: bytes, expires: float) -> None:
-        """Publish this node's record under `name` until `expires` (Unix seconds). Raises `Unreachable`."""
+    async def store(self, value: bytes, expires: float) -> None:
+        """Publish this node's record until `expires` (Unix seconds). Raises `Unreachable`."""
         node, own = self._joined_node(), self._p2p.peer_id.to_base58()
+        name = page_key(self._authority.run_id, own)
         try:
             async with asyncio.timeout(STORE_TIMEOUT.total_seconds()):
                 await self._rejoin(node)
@@ -91,18 +93,21 @@ class MemberDirectory:
         if not stored and not any(at_seeds):
             raise Unreachable(f"no member of the DHT stored this node's record {name}")
 
-    async def lookup(self, name: str) -> dict[str, Record]:
-        """Return the verified records under `name` by owner, without banned owners. Raises `DeadlineExceeded`."""
+    async def lookup(self, names: Iterable[str]) -> dict[str, Record]:
+        """Return the verified records under these keys by owner, without banned owners. Raises `DeadlineExceeded`."""
+        wanted = list(names)
         try:
             async with asyncio.timeout(LOOKUP_TIMEOUT.total_seconds()):
                 node = self._joined_node()
                 await self._rejoin(node)
-                found = await _in_own_task(node.get(name, latest=True))
+                found = await _in_own_task(node.get_many(wanted, sufficient_expiration_time=math.inf))
         except TimeoutError as error:
-            raise DeadlineExceeded(f"the DHT did not answer for {name} within {LOOKUP_TIMEOUT}") from error
-        if found is None or not isinstance(found.value, Mapping):
-            return {}
-        return self._verified(name, {subkey: tuple(entry) for subkey, entry in found.value.items()})
+            raise DeadlineExceeded(f"the DHT did not answer for {wanted} within {LOOKUP_TIMEOUT}") from error
+        records: dict[str, Record] = {}
+        for name, page in found.items():
+            if page is not None and isinstance(page.value, Mapping):
+                records |= self._verified(name, {subkey: tuple(entry) for subkey, entry in page.value.items()})
+        return records
 
     async def close(self, timeout: timedelta) -> None:
         """Leave the DHT. Peers are not told; they notice."""
@@ -160,12 +165,12 @@ class MemberDirectory:
         stored = await node.protocol.call_store(PeerID.from_base58(seed), [key], values, expires, subkeys=[own])
         return bool(stored and stored[0])
 
-    async def _fetch_addresses(self) -> None:
-        """Ask each seed once for the addresses of all members. Dials only seeds.
+    async def _fetch_addresses(self, name: str) -> None:
+        """Ask each seed once for the addresses on one page. Dials only seeds.
 
         After the first answer with records, the other seeds get 2 s: one dead seed must not delay every first contact.
         """
-        node, name = self._joined_node(), nodes_key(self._authority.run_id)
+        node = self._joined_node()
         key = DHTID.generate(source=name)
         seeds = [PeerID.from_base58(seed) for seed in self._seeds]
         pending = {asyncio.ensure_future(node.protocol.call_find(seed, [key])) for seed in seeds}

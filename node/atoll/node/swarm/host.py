@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,7 +28,7 @@ from atoll.core.errors import ChildDied, DeadlineExceeded, HelloRequired
 from atoll.core.frames import FrameKind
 from atoll.core.identity import Identity
 from atoll.core.membership import DenyList, MembershipVerifier
-from atoll.core.records import MAX_MULTIADDRS, build_address_record, nodes_key
+from atoll.core.records import MAX_MULTIADDRS, build_address_record, page_key, page_keys
 from atoll.node.direct import protocol as direct
 from atoll.node.direct.dial_policy import DialPolicy
 from atoll.node.direct.dialler import CheckedOffer
@@ -230,7 +230,7 @@ class SwarmHost:
         expires = self._clock.unix() + min(lifetime, MAX_LIFETIME).total_seconds()
         addresses = self.multiaddrs()[:MAX_MULTIADDRS]
         record = build_address_record(self._identity, self.gate.membership, self._run_id, expires, addresses)
-        await self._directory.store(nodes_key(self._run_id), record, expires)
+        await self._directory.store(record, expires)
         self._published = addresses
 
     async def address_changed(self) -> bool:
@@ -239,9 +239,13 @@ class SwarmHost:
         addresses = self.multiaddrs()[:MAX_MULTIADDRS]
         return bool(addresses) and addresses != self._published  # empty: behind NAT, and no relay found yet
 
-    async def lookup_addresses(self) -> dict[str, tuple[str, ...]]:
-        """Look up the published addresses of all members, and put them into the address book."""
-        records = await self._directory.lookup(nodes_key(self._run_id))
+    async def lookup_addresses(self, peers: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
+        """Look up the published addresses of all members, and put them into the address book.
+
+        With `peers`, only the pages of these are read, which have addresses of others, too.
+        """
+        pages = {page_key(self._run_id, peer) for peer in peers} or page_keys(self._run_id)
+        records = await self._directory.lookup(pages)
         for peer_id, record in records.items():
             self.learn_addresses(peer_id, record.multiaddrs)
         return {peer_id: record.multiaddrs for peer_id, record in records.items()}

@@ -18,8 +18,9 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 from hivemind.utils.multiaddr import Multiaddr
 
+from atoll.core import log
 from atoll.core.clock import Clock
-from atoll.core.errors import DeadlineExceeded, HelloRequired, NotPermitted, PeerMisbehaved, Unreachable
+from atoll.core.errors import DeadlineExceeded, HelloRequired, MessageTooLarge, NotPermitted, PeerMisbehaved, Unreachable
 from atoll.node.direct.dial_policy import DialPolicy
 from atoll.node.swarm.addresses import AddressBook
 from atoll.node.swarm.dht_messages import check_dht_message
@@ -31,8 +32,10 @@ from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
 
 UNARY_TIMEOUT = timedelta(seconds=10)
-MAX_UNARY_BYTES = 1024 * 1024  # records of some 800 members; p2pd's own 4 MiB would parse to 100 MiB and more
+MAX_UNARY_BYTES = 1024 * 1024  # four pages of some 340 records each; p2pd's own 4 MiB would parse to 100 MiB and more
 DHT_TRAFFIC = "dht"  # the name under which unary bytes are counted
+
+_log = log.get("dht")
 
 Reply = TypeVar("Reply", bound=Message)
 UnaryHandler = Callable[[Any, P2PContext], Awaitable[Message]]
@@ -131,9 +134,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
                 response = await handler(message, context)
             reply = response.SerializeToString()
             if len(reply) > MAX_UNARY_BYTES:
-                raise PeerMisbehaved(
-                    f"the answer to {handle_name} has {len(reply)} bytes; the cap is {MAX_UNARY_BYTES}"
-                )
+                raise self._too_large("answer", handle_name, len(reply))
             self.traffic.sent[DHT_TRAFFIC] += len(reply)
             return reply
 
@@ -145,7 +146,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
         name: str = peer_id.to_base58()
         request = input.SerializeToString()
         if len(request) > MAX_UNARY_BYTES:
-            raise PeerMisbehaved(f"a request of {handle_name} has {len(request)} bytes; the cap is {MAX_UNARY_BYTES}")
+            raise self._too_large("request", handle_name, len(request))
         try:
             async with asyncio.timeout(UNARY_TIMEOUT.total_seconds()):
                 await self.introductions.ensure_admitted(name)
@@ -167,6 +168,12 @@ class GatedP2P(P2P):  # type: ignore[misc]
             # p2pd could not dial: it may have forgotten the peer's addresses.
             await self._connect(peer_id, await self.book.find(peer_id.to_base58()), CONTROL_TIMEOUT)
         return await self.control.call_unary_handler(peer_id, handle_name, request)
+
+    def _too_large(self, what: str, handle_name: str, size: int) -> MessageTooLarge:
+        """The error of a message that this node cannot send. It is logged, because hivemind tells nobody."""
+        error = MessageTooLarge(f"the {what} of {handle_name} has {size} bytes; the cap is {MAX_UNARY_BYTES}")
+        _log.error("DHT message cannot be sent", reason=str(error))
+        return error
 
     def _parse(self, data: bytes, kind: type[Reply], peer_id: str) -> Reply:
         if len(data) > MAX_UNARY_BYTES:
