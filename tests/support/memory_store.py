@@ -18,6 +18,7 @@ from atoll.coordinator.store.records import (
     Node,
     PlanFigures,
     PlanRow,
+    ProofRow,
     Record,
     Round,
     Run,
@@ -80,6 +81,9 @@ class MemoryStore(Store):
 
     def plan(self, run_id: str, version: int) -> PlanRow | None:
         return cast("PlanRow | None", self._tables[PlanRow].get((run_id, version)))
+
+    def proofs(self, run_id: str) -> tuple[ProofRow, ...]:
+        return tuple(row for row in self._rows(ProofRow) if run_id in ("", row.run_id))
 
     def plan_figures(self, run_id: str) -> tuple[PlanFigures, ...]:
         return tuple(row for row in self._rows(PlanFigures) if row.run_id == run_id)

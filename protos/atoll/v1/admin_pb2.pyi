@@ -9,6 +9,54 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class UnbanNodeRequest(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
+
+class ListProofsRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class ListProofsResponse(_message.Message):
+    __slots__ = ("proofs",)
+    PROOFS_FIELD_NUMBER: _ClassVar[int]
+    proofs: _containers.RepeatedCompositeFieldContainer[ProofView]
+    def __init__(self, proofs: _Optional[_Iterable[_Union[ProofView, _Mapping]]] = ...) -> None: ...
+
+class GetProofRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class ProofView(_message.Message):
+    __slots__ = ("id", "run_id", "culprit", "culprit_name", "kind", "round", "found_unix_ms", "banned", "sentence", "proof")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    CULPRIT_FIELD_NUMBER: _ClassVar[int]
+    CULPRIT_NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    FOUND_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    BANNED_FIELD_NUMBER: _ClassVar[int]
+    SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    run_id: str
+    culprit: str
+    culprit_name: str
+    kind: str
+    round: int
+    found_unix_ms: int
+    banned: bool
+    sentence: str
+    proof: bytes
+    def __init__(self, id: _Optional[str] = ..., run_id: _Optional[str] = ..., culprit: _Optional[str] = ..., culprit_name: _Optional[str] = ..., kind: _Optional[str] = ..., round: _Optional[int] = ..., found_unix_ms: _Optional[int] = ..., banned: _Optional[bool] = ..., sentence: _Optional[str] = ..., proof: _Optional[bytes] = ...) -> None: ...
+
 class RecoverRunRequest(_message.Message):
     __slots__ = ("run_id", "force")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]

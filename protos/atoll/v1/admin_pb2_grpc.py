@@ -70,6 +70,21 @@ class AdminStub:
                 request_serializer=atoll_dot_v1_dot_admin__pb2.BanNodeRequest.SerializeToString,
                 response_deserializer=atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
                 _registered_method=True)
+        self.UnbanNode = channel.unary_unary(
+                '/atoll.v1.Admin/UnbanNode',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.UnbanNodeRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
+                _registered_method=True)
+        self.ListProofs = channel.unary_unary(
+                '/atoll.v1.Admin/ListProofs',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.ListProofsRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.ListProofsResponse.FromString,
+                _registered_method=True)
+        self.GetProof = channel.unary_unary(
+                '/atoll.v1.Admin/GetProof',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.GetProofRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.ProofView.FromString,
+                _registered_method=True)
         self.CreateRun = channel.unary_unary(
                 '/atoll.v1.Admin/CreateRun',
                 request_serializer=atoll_dot_v1_dot_admin__pb2.CreateRunRequest.SerializeToString,
@@ -196,6 +211,27 @@ class AdminServicer:
 
     def BanNode(self, request, context):
         """Adds the peer to the deny-list; cannot be undone by the peer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnbanNode(self, request, context):
+        """Takes the peer off the deny-list; it may come back with its certificate, or with a new token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListProofs(self, request, context):
+        """Proofs against members of one run, or of all, without their bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetProof(self, request, context):
+        """One proof with its bytes. NOT_FOUND when no proof has that id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -343,6 +379,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.BanNode,
                     request_deserializer=atoll_dot_v1_dot_admin__pb2.BanNodeRequest.FromString,
                     response_serializer=atoll_dot_v1_dot_admin__pb2.NodeView.SerializeToString,
+            ),
+            'UnbanNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnbanNode,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.UnbanNodeRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.NodeView.SerializeToString,
+            ),
+            'ListProofs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListProofs,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.ListProofsRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.ListProofsResponse.SerializeToString,
+            ),
+            'GetProof': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetProof,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.GetProofRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.ProofView.SerializeToString,
             ),
             'CreateRun': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateRun,
@@ -614,6 +665,87 @@ class Admin:
             '/atoll.v1.Admin/BanNode',
             atoll_dot_v1_dot_admin__pb2.BanNodeRequest.SerializeToString,
             atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnbanNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/UnbanNode',
+            atoll_dot_v1_dot_admin__pb2.UnbanNodeRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListProofs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/ListProofs',
+            atoll_dot_v1_dot_admin__pb2.ListProofsRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.ListProofsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetProof(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/GetProof',
+            atoll_dot_v1_dot_admin__pb2.GetProofRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.ProofView.FromString,
             options,
             channel_credentials,
             insecure,

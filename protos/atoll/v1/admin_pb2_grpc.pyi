@@ -43,6 +43,12 @@ class AdminStub:
     DrainNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainNodeRequest, _admin_pb2.NodeView]
     BanNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.BanNodeRequest, _admin_pb2.NodeView]
     """Adds the peer to the deny-list; cannot be undone by the peer."""
+    UnbanNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnbanNodeRequest, _admin_pb2.NodeView]
+    """Takes the peer off the deny-list; it may come back with its certificate, or with a new token."""
+    ListProofs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListProofsRequest, _admin_pb2.ListProofsResponse]
+    """Proofs against members of one run, or of all, without their bytes."""
+    GetProof: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetProofRequest, _admin_pb2.ProofView]
+    """One proof with its bytes. NOT_FOUND when no proof has that id."""
     CreateRun: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CreateRunRequest, _admin_pb2.RunView]
     """ALREADY_EXISTS when the name is taken; INVALID_ARGUMENT when the spec is not valid, with every wrong key."""
     StartRun: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RunRequest, _admin_pb2.RunView]
@@ -83,6 +89,12 @@ class AdminAsyncStub(AdminStub):
     DrainNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainNodeRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
     BanNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.BanNodeRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
     """Adds the peer to the deny-list; cannot be undone by the peer."""
+    UnbanNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnbanNodeRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
+    """Takes the peer off the deny-list; it may come back with its certificate, or with a new token."""
+    ListProofs: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListProofsRequest, _admin_pb2.ListProofsResponse]  # type: ignore[assignment]
+    """Proofs against members of one run, or of all, without their bytes."""
+    GetProof: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetProofRequest, _admin_pb2.ProofView]  # type: ignore[assignment]
+    """One proof with its bytes. NOT_FOUND when no proof has that id."""
     CreateRun: _aio.UnaryUnaryMultiCallable[_admin_pb2.CreateRunRequest, _admin_pb2.RunView]  # type: ignore[assignment]
     """ALREADY_EXISTS when the name is taken; INVALID_ARGUMENT when the spec is not valid, with every wrong key."""
     StartRun: _aio.UnaryUnaryMultiCallable[_admin_pb2.RunRequest, _admin_pb2.RunView]  # type: ignore[assignment]
@@ -162,6 +174,30 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.NodeView, _abc.Awaitable[_admin_pb2.NodeView]]:
         """Adds the peer to the deny-list; cannot be undone by the peer."""
+
+    @_abc_1.abstractmethod
+    def UnbanNode(
+        self,
+        request: _admin_pb2.UnbanNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.NodeView, _abc.Awaitable[_admin_pb2.NodeView]]:
+        """Takes the peer off the deny-list; it may come back with its certificate, or with a new token."""
+
+    @_abc_1.abstractmethod
+    def ListProofs(
+        self,
+        request: _admin_pb2.ListProofsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListProofsResponse, _abc.Awaitable[_admin_pb2.ListProofsResponse]]:
+        """Proofs against members of one run, or of all, without their bytes."""
+
+    @_abc_1.abstractmethod
+    def GetProof(
+        self,
+        request: _admin_pb2.GetProofRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ProofView, _abc.Awaitable[_admin_pb2.ProofView]]:
+        """One proof with its bytes. NOT_FOUND when no proof has that id."""
 
     @_abc_1.abstractmethod
     def CreateRun(

@@ -1,4 +1,4 @@
-"""`atollctl node`: list, inspect, drain and ban nodes."""
+"""`atollctl node`: list, inspect, drain, ban and unban nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
-app = typer.Typer(help="Nodes: list, show, drain, ban.", no_args_is_help=True)
+app = typer.Typer(help="Nodes: list, show, drain, ban, unban.", no_args_is_help=True)
 _CLOCK_AGREES_SECONDS = 0.5
 _COLUMNS = [
     Column("name"),
@@ -87,7 +87,7 @@ def ban(
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Refuse a peer everywhere, for good. All members learn it at once.
+    """Refuse a peer everywhere. All members learn it at once.
 
     [bold]Example[/bold]
 
@@ -96,10 +96,23 @@ def ban(
     with connect(credentials) as client:
         view = client.call(client.stub.GetNode, wire.GetNodeRequest(node=node))
         if not yes:
-            print_to_stderr(f"this bans {clean(view.name)} ({clean(view.peer_id)}) for good; it cannot be undone")
+            print_to_stderr(f"this bans {clean(view.name)} ({clean(view.peer_id)}) ; it loses its place at once")
             if not ask_interactively(lambda: typer.confirm("ban it?", err=True)):
                 raise UsageError("nothing was done", "answer yes, or pass --yes")
         view = client.call(client.stub.BanNode, wire.BanNodeRequest(node=view.peer_id, reason=reason))
+    show(output, {"node": message_dict(view)}, _COLUMNS, [_row(view, time.time())])
+
+
+@app.command()
+def unban(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
+    """Take a ban back. The peer may join again.
+
+    [bold]Example[/bold]
+
+      atollctl node unban reef-3
+    """
+    with connect(credentials) as client:
+        view = client.call(client.stub.UnbanNode, wire.UnbanNodeRequest(node=node))
     show(output, {"node": message_dict(view)}, _COLUMNS, [_row(view, time.time())])
 
 

@@ -38,6 +38,7 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import membership_pb2 as mb
 
 MAX_LOSS = 1e6
+RECENT_MANIFESTS = 32  # kept in memory, so that a second result of one of these rounds proves who voted twice
 DROPPED_SECONDS = 10.0  # dropped reports of this period share one event
 _MAX_NAMED_NODES = 5  # in one event
 
@@ -160,8 +161,10 @@ def append_round(draft: Draft, row: Round) -> None:
         draft.event("round.committed", run_id, str(number), _committed_sentence(draft, row))
     else:
         draft.log(row)
+    manifests = {**memory.recent_manifests, number: row.manifest}
     draft.remember(
         run_id,
+        recent_manifests={it: held for it, held in manifests.items() if it > number - RECENT_MANIFESTS},
         committed={**memory.committed, number: commit_from_row(row, memory.committed.get(number - 1))},
         abandoned_attempts=memory.abandoned_attempts - {attempt_key(row)},
     )

@@ -93,7 +93,7 @@ def check_reported_head(state: State, run: Run, row: Round, report: mb.RoundRepo
     Raises `PeerMisbehaved`, `ProtocolMismatch`, `SignatureInvalid`.
     """
     memory = state.memory[run.run_id]
-    _check_size(report.manifest)
+    check_size(report.manifest)
     parse_head(report.manifest, run.run_id, max_signatures=MAX_SEATS)  # before a large message is copied
     head = Head(strip_unknown_manifest_fields(report.manifest))
     made = head.manifest.round
@@ -200,7 +200,8 @@ def check_layers(manifest: manifest_pb2.Manifest, count: int) -> None:
         raise PeerMisbehaved(f"a layer digest in the manifest does not have {SHA256_BYTES} bytes")
 
 
-def _check_size(committed: manifest_pb2.CommittedManifest) -> None:
+def check_size(committed: manifest_pb2.CommittedManifest) -> None:
+    """Raise `PeerMisbehaved` for a manifest that is larger than any can be."""
     if len(committed.payload) > MAX_PAYLOAD_BYTES:
         raise PeerMisbehaved(f"the manifest has {len(committed.payload)} bytes; must be at most {MAX_PAYLOAD_BYTES}")
 

@@ -187,18 +187,36 @@ def drain(state: State, now: StepTime, text: str) -> Step[Node]:
 
 
 def ban(state: State, now: StepTime, text: str, reason: str) -> Step[Node]:
-    """Put a peer on the deny-list, for good. Raises `NotFound`, `Ambiguous`."""
-    node, reason = lookup.node(state, text), clean(reason, MAX_REASON_CHARACTERS)
+    """Put a peer on the deny-list, until `unban`. Raises `NotFound`, `Ambiguous`."""
+    node = lookup.node(state, text)
     draft = Draft(state, now)
+    ban_node(draft, node, clean(reason, MAX_REASON_CHARACTERS))
+    return draft.done(draft.state.nodes[node.peer_id])
+
+
+def ban_node(draft: Draft, node: Node, reason: str) -> None:
+    """Put a node on the deny-list, if it is not there."""
     if not node.banned:
-        node = replace(node, banned=True)
-        draft.put(node)
-        draft.issue_deny(
-            DenyList(max(state.deny.number, state.deny_reserved) + 1, state.deny.peer_ids | {node.peer_id})
-        )
+        draft.put(replace(node, banned=True))
+        _change_deny_list(draft, draft.state.deny.peer_ids | {node.peer_id})
         because = f": {reason}" if reason else ""
         draft.event("node.banned", node.run_id, node.peer_id, f"{node.name} was banned{because}")
-    return draft.done(node)
+
+
+def unban(state: State, now: StepTime, text: str) -> Step[Node]:
+    """Take a peer off the deny-list. Raises `NotFound`, `Ambiguous`."""
+    node = lookup.node(state, text)
+    draft = Draft(state, now)
+    if node.banned:
+        draft.put(replace(node, banned=False))
+        _change_deny_list(draft, state.deny.peer_ids - {node.peer_id})
+        draft.event("node.unbanned", node.run_id, node.peer_id, f"{node.name} is not banned any more")
+    return draft.done(draft.state.nodes[node.peer_id])
+
+
+def _change_deny_list(draft: Draft, peer_ids: frozenset[str]) -> None:
+    number = max(draft.state.deny.number, draft.state.deny_reserved) + 1
+    draft.issue_deny(DenyList(number, peer_ids))
 
 
 def merge_deny_list(draft: Draft, signed: pb.Signed) -> None:

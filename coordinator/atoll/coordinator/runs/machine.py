@@ -17,7 +17,7 @@ from atoll.coordinator.live.attendance import ELIGIBLE_STATES, corpus_expected
 from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs, memory_figures
 from atoll.coordinator.rounds import learner, reports
 from atoll.coordinator.rounds.round_checks import check_layer_table, layer_count
-from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
+from atoll.coordinator.runs import admission, checkpoints, forks, lifecycle, recovery
 from atoll.coordinator.sanitize import MAX_SENTENCE_CHARACTERS, clean, sanitized_message
 from atoll.coordinator.state import availability, lookup, peer_paths
 from atoll.coordinator.state.rate_limits import MEMORY_CHANGES_RATE
@@ -211,6 +211,7 @@ def tick_run(state: State, now: StepTime, policy: Policy, run_id: str) -> Step[N
     draft = Draft(state, now)
     _end_streams_with_other_corpus(draft, run_id)
     learner.ask_for_missing_rounds(draft, run_id)
+    forks.look_for_forks(draft, run_id)
     hand_over.release_drained(draft, run_id, policy)
     lifecycle.advance(draft, run_id, policy)
     if draft.state.runs[run_id].state == "TRAINING":
@@ -337,6 +338,7 @@ def _take_reports(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> Non
         reports.apply_evaluation_report(draft, node.peer_id, node.run_id, evaluation)
     if request.HasField("manifests"):
         learner.take_answer(draft, node.peer_id, node.run_id, request.manifests)
+        forks.take_answer(draft, node.peer_id, node.run_id, request.manifests)
     if request.HasField("genesis"):
         reports.apply_genesis_report(draft, node.peer_id, node.run_id, request.genesis)
 

@@ -57,7 +57,7 @@ def recover(state: State, now: StepTime, run_id: str, *, force: bool = False) ->
             "start it first: `atollctl run start`",
         )
     eligible = eligible_nodes(state, run.run_id)
-    point = _choose_recovery_point(state, run)
+    point = choose_recovery_point(state, run)
     if point is None:
         raise InvalidTransition(
             f"no connected nodes hold a complete state of run {run.run_id!r}",
@@ -73,7 +73,7 @@ def recover(state: State, now: StepTime, run_id: str, *, force: bool = False) ->
             "see how rounds end in `atollctl run rounds`; if a lost result blocks them, recover with --force",
         )
     draft = Draft(state, now)
-    _recover_from(draft, run.run_id, point, "the operator recovered the run")
+    recover_from(draft, run.run_id, point, "the operator recovered the run")
     return draft.done(draft.state.runs[run.run_id])
 
 
@@ -90,7 +90,7 @@ def recover_if_lost(draft: Draft, run_id: str, policy: Policy) -> None:
     elif memory.recoverable_since is None:
         draft.remember(run_id, recoverable_since=now)
     elif now - memory.recoverable_since >= timeout:
-        _recover_from(draft, run_id, point, "all holders lost the newest state")
+        recover_from(draft, run_id, point, "all holders lost the newest state")
 
 
 def newest_held_state(state: State, run: Run) -> RecoveryPoint | None:
@@ -126,7 +126,7 @@ def _point_if_all_are_behind(state: State, run_id: str) -> RecoveryPoint | None:
         return None
     if any(state.live[peer].status.head_round >= run.head_round for peer in eligible):
         return None
-    return _choose_recovery_point(state, run)
+    return choose_recovery_point(state, run)
 
 
 def _point_if_layers_are_lost(state: State, run_id: str) -> RecoveryPoint | None:
@@ -155,7 +155,7 @@ def _may_return(state: State, peer: str) -> bool:
     return not (node.banned or node.left)
 
 
-def _choose_recovery_point(state: State, run: Run) -> RecoveryPoint | None:
+def choose_recovery_point(state: State, run: Run) -> RecoveryPoint | None:
     """The newest state of which all layers are left."""
     memory = state.memory[run.run_id]
     cut = memory.plan is not None and len(memory.plan.routes) < len(memory.plan.stages)
@@ -198,7 +198,8 @@ def _covers(count: int, spans: list[range]) -> bool:
     return end >= count
 
 
-def _recover_from(draft: Draft, run_id: str, point: RecoveryPoint, why: str) -> None:
+def recover_from(draft: Draft, run_id: str, point: RecoveryPoint, why: str) -> None:
+    """Make `point` the base of the run: later rounds, and all that contradicts it, are void."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     eligible = eligible_nodes(draft.state, run_id)
     void = {number: commit for number, commit in memory.committed.items() if number > point.round}
@@ -208,6 +209,7 @@ def _recover_from(draft: Draft, run_id: str, point: RecoveryPoint, why: str) -> 
         run_id,
         committed=kept,
         void_manifest_hashes=memory.void_manifest_hashes | {commit.manifest_hash for commit in void.values()},
+        recent_manifests={number: it for number, it in memory.recent_manifests.items() if number <= point.round},
         recoverable_since=None,
         inquiry=None,
     )

@@ -102,6 +102,28 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             await self._controller.do(lambda state, now: admission.ban(state, now, request.node, request.reason))
         )
 
+    async def UnbanNode(self, request: wire.UnbanNodeRequest, context: Context) -> wire.NodeView:
+        """Take a node's peer id off the deny-list."""
+        return self._node(await self._controller.do(lambda state, now: admission.unban(state, now, request.node)))
+
+    async def ListProofs(self, request: wire.ListProofsRequest, context: Context) -> wire.ListProofsResponse:
+        """Proofs against members of one run, or of all."""
+        state = self._controller.state
+        run_id = lookup.run(state, request.run_id).run_id if request.run_id else ""
+        rows = await self._controller.read(lambda store: store.proofs(run_id))
+        return wire.ListProofsResponse(proofs=[views.proof_view(self._controller.state, row) for row in rows])
+
+    async def GetProof(self, request: wire.GetProofRequest, context: Context) -> wire.ProofView:
+        """A proof by its id, or a unique prefix of it, with its bytes."""
+        rows = await self._controller.read(lambda store: store.proofs(""))
+        found = [row for row in rows if request.id and row.proof_id.startswith(request.id)]
+        if len(found) != 1:
+            which = f"{len(found)} proofs begin with" if found else "no proof begins with"
+            raise NotFound(f"{which} {request.id!r}", "see `atollctl trust list`")
+        view = views.proof_view(self._controller.state, found[0])
+        view.proof = found[0].proof
+        return view
+
     # --- runs --------------------------------------------------------------------------------------
 
     async def CreateRun(self, request: wire.CreateRunRequest, context: Context) -> wire.RunView:

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.live import attendance
 from atoll.coordinator.rounds import learner
-from atoll.coordinator.runs import admission, machine
+from atoll.coordinator.runs import admission, forks, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.state import prefetch
-from atoll.coordinator.state.snapshot import LiveNode
+from atoll.coordinator.state.snapshot import ForkInquiry, Inquiry, LiveNode
 from atoll.coordinator.store.records import Node
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -44,7 +44,7 @@ class HeartbeatSession:
             range(0),
             "",
         )  # run state, order, layers to prepare, notice
-        self._asked = (-1, 0.0)  # first round and time of the last question for manifests
+        self._asked: list[tuple[type, int, float]] = []  # the last questions for manifests: kind, first round, time
         self._challenge = b""  # the last one that was sent
         self._ordered_uploads: set[bytes] = set()  # tickets of uploads ordered on this stream
 
@@ -139,13 +139,22 @@ class HeartbeatSession:
         return True
 
     def _add_question(self, response: mb.HeartbeatResponse, node: Node) -> bool:
-        """Ask for the rounds that the coordinator lacks, if it is this node's turn."""
-        inquiry = self._controller.state.memory[node.run_id].inquiry
-        if inquiry is None or inquiry.peer_id != self._peer_id or (inquiry.first, inquiry.since) == self._asked:
+        """Ask for rounds that the coordinator lacks, or that this node has otherwise, if it is its turn."""
+        memory = self._controller.state.memory[node.run_id]
+        missing, contradicting = memory.inquiry, memory.fork_inquiry
+        return (
+            (missing is not None
+            and self._ask(response, missing, learner.MAX_BATCH if missing.agreed is None else 1))
+            or (contradicting is not None
+            and self._ask(response, contradicting, forks.BATCH))
+        )
+
+    def _ask(self, response: mb.HeartbeatResponse, inquiry: Inquiry | ForkInquiry, count: int) -> bool:
+        question = (type(inquiry), inquiry.first, inquiry.since)
+        if inquiry.peer_id != self._peer_id or question in self._asked:
             return False
-        response.manifests.first = inquiry.first
-        response.manifests.count = learner.MAX_BATCH if inquiry.agreed is None else 1
-        self._asked = (inquiry.first, inquiry.since)
+        response.manifests.first, response.manifests.count = inquiry.first, count
+        self._asked = [*self._asked[-1:], question]  # at most one of each kind is open
         return True
 
     def _add_challenge(self, response: mb.HeartbeatResponse, live: LiveNode) -> bool:

@@ -15,7 +15,7 @@ from atoll.coordinator.services.plan_views import plan_fields
 from atoll.coordinator.state.availability import availability, failures_per_hour
 from atoll.coordinator.state.peer_paths import recent_paths
 from atoll.coordinator.state.snapshot import State, is_void
-from atoll.coordinator.store.records import Checkpoint, Evaluation, Event, Node, Round, Run, Token
+from atoll.coordinator.store.records import Checkpoint, Evaluation, Event, Node, ProofRow, Round, Run, Token
 from atoll.core.membership import ROLES
 from atoll.core.round_id import RoundId
 from atoll.v1 import admin_pb2 as admin
@@ -131,6 +131,22 @@ def vote_answer(round_id: RoundId, given: VoteReply) -> mb.VoteResponse:
             response.accepted_ballot.CopyFrom(voted.to_proto())
             response.accepted_proposal = given.vote.proposal
     return response
+
+
+def proof_view(state: State, row: ProofRow) -> admin.ProofView:
+    """A proof against a member, without its bytes."""
+    node = state.nodes.get(row.culprit)
+    return admin.ProofView(
+        id=row.proof_id,
+        run_id=row.run_id,
+        culprit=row.culprit,
+        culprit_name=node.name if node else "",
+        kind=row.kind,
+        round=row.round,
+        found_unix_ms=row.found_ms,
+        banned=node is not None and node.banned,
+        sentence=row.sentence,
+    )
 
 
 def checkpoint_view(state: State, item: Checkpoint) -> admin.CheckpointView:

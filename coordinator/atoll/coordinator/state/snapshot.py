@@ -24,6 +24,7 @@ from atoll.coordinator.store.records import (
     Node,
     PlanFigures,
     PlanRow,
+    ProofRow,
     Round,
     Run,
     Thin,
@@ -142,6 +143,15 @@ class Inquiry:
 
 
 @dataclass(frozen=True)
+class ForkInquiry:
+    """Question to a node whose head contradicts the log, for the rounds up to that head (`runs/forks.py`)."""
+
+    peer_id: str
+    first: int  # the first round asked for
+    since: float  # monotonic, of the question
+
+
+@dataclass(frozen=True)
 class PlanJoins:
     """Number of recent times that a node joined a run's plan."""
 
@@ -189,6 +199,11 @@ class RunMemory:
     abandoned_attempts: frozenset[AttemptKey] = frozenset()  # those whose rows are kept
     committed: Mapping[int, Commit] = field(default_factory=dict)  # newest rounds by number; no void ones (`compact`)
     inquiry: Inquiry | None = None  # present while a connected node has a newer round
+    recent_manifests: Mapping[int, bytes] = field(default_factory=dict)  # CommittedManifest by number, newest rounds
+    fork_inquiry: ForkInquiry | None = None
+    contradictions: Mapping[str, tuple[bytes, float]] = field(
+        default_factory=dict
+    )  # by peer id: the head that it was asked about, and when
     head_known_since: float = 0.0  # monotonic, since when the newest round is known
     raise_allowances: Mapping[str, Allowance] = field(default_factory=dict)  # by opener, for raising attempts
     plan_joins: Mapping[str, PlanJoins] = field(default_factory=dict)  # by peer id
@@ -345,7 +360,7 @@ class Draft:
                 self._set("runs", row.run_id, row)
         self._records.append(row)
 
-    def log(self, row: Round | Evaluation) -> None:
+    def log(self, row: Round | Evaluation | ProofRow) -> None:
         """Append a durable row to a log that is not held in memory."""
         self._records.append(row)
 

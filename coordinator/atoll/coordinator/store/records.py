@@ -222,7 +222,25 @@ class Event:
     message: str
 
 
-Record = Token | Node | Run | PlanRow | PlanFigures | Round | Vote | Checkpoint | Evaluation | DenyRow | Event
+@dataclass(frozen=True)
+class ProofRow:
+    """A proof that a member broke a rule (`core/proofs.py`); one for each member and run bounds their number."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("run_id", "culprit")
+
+    run_id: str
+    culprit: str  # peer id
+    proof_id: str
+    kind: str
+    round: int
+    found_ms: int
+    sentence: str  # what it shows
+    proof: bytes  # serialised Proof
+
+
+Record = (
+    Token | Node | Run | PlanRow | PlanFigures | Round | Vote | Checkpoint | Evaluation | DenyRow | Event | ProofRow
+)
 RECORDS: tuple[type[Record], ...] = (
     Token,
     Node,
@@ -235,6 +253,7 @@ RECORDS: tuple[type[Record], ...] = (
     Evaluation,
     DenyRow,
     Event,
+    ProofRow,
 )
 
 

@@ -57,6 +57,7 @@ from atoll.coordinator.store.records import (
     Node,
     PlanFigures,
     PlanRow,
+    ProofRow,
     Record,
     Round,
     Run,
@@ -184,6 +185,11 @@ class SqlStore(Store):
     def plan_figures(self, run_id: str) -> tuple[PlanFigures, ...]:
         with self._reading() as connection:
             return _all(connection, PlanFigures, _select(PlanFigures).where(TABLES[PlanFigures].c.run_id == run_id))
+
+    def proofs(self, run_id: str) -> tuple[ProofRow, ...]:
+        wanted = _select(ProofRow)
+        with self._reading() as connection:
+            return _all(connection, ProofRow, wanted.where(TABLES[ProofRow].c.run_id == run_id) if run_id else wanted)
 
     def close(self) -> None:
         if self._lock is not None:

@@ -20,6 +20,7 @@ from atoll.coordinator.store.records import (
     Node,
     PlanFigures,
     PlanRow,
+    ProofRow,
     Round,
     Run,
     Token,
@@ -90,6 +91,10 @@ class Store(ABC):
     @abstractmethod
     def plan_figures(self, run_id: str) -> tuple[PlanFigures, ...]:
         """Figures of all plans of a run. MUST be ordered by version."""
+
+    @abstractmethod
+    def proofs(self, run_id: str) -> tuple[ProofRow, ...]:
+        """All proofs against members of a run; empty: of any run. MUST be ordered by run and peer."""
 
     @abstractmethod
     def close(self) -> None:

@@ -16,6 +16,7 @@ from atoll.coordinator.store.records import (
     Node,
     PlanFigures,
     PlanRow,
+    ProofRow,
     Record,
     Round,
     Run,
@@ -50,6 +51,7 @@ _NAMES: dict[type[Record], str] = {
     Evaluation: "evaluations",
     DenyRow: "deny_lists",
     Event: "events",
+    ProofRow: "proofs",
 }
 _TYPES: dict[object, type[TypeEngine[Any]]] = {
     str: Text,

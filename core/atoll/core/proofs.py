@@ -1,0 +1,104 @@
+"""Proofs of misbehaviour: evidence that anybody can check, which names one member. No I/O.
+
+So far there is one kind. A seat that votes twice in one ballot can let two results of one round commit, which is a
+*fork* (docs/explain/rounds.md). Both votes carry its signature, so two committed manifests of one round and one ballot
+prove who did it: whoever signed both. A seat that keeps its rules never casts a second vote in a ballot, whatever
+crashes or is restored, because its first one is on disk before it is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from atoll.core import protocol
+from atoll.core.errors import PeerMisbehaved, SignatureInvalid
+from atoll.core.identity import peer_id_of
+from atoll.core.manifest import Head, manifest_hash, verify_vote
+from atoll.core.quorum import Ballot
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import manifest_pb2
+from atoll.v1 import proofs_pb2 as wire
+
+MAX_PROOF_BYTES = 4 << 20  # two manifests of thousands of members and layers
+DOUBLE_VOTE = "double-vote"
+
+
+@dataclass(frozen=True)
+class Breach:
+    """What a verified proof shows."""
+
+    culprit: str  # peer id
+    kind: str
+    run_id: str
+    round: int
+    sentence: str  # for people
+
+
+def double_votes(first: Head, second: Head) -> tuple[bytes, ...]:
+    """Serialised proofs against all who signed both of these committed manifests, if these contradict each other.
+
+    None if they are of different rounds or ballots, or the same. The signatures must have been verified.
+    """
+    same_ballot = (first.round, first.ballot) == (second.round, second.ballot)
+    if not same_ballot or first.hash == second.hash:
+        return ()
+    again = {item.public_key: item.signature for item in second.committed.signatures}
+    return tuple(
+        wire.Proof(
+            protocol=protocol.ours(),
+            double_vote=wire.DoubleVote(
+                public_key=item.public_key,
+                ballot_plan_version=first.ballot.plan_version,
+                ballot_attempt=first.ballot.attempt,
+                first_payload=first.committed.payload,
+                first_signature=item.signature,
+                second_payload=second.committed.payload,
+                second_signature=again[item.public_key],
+            ),
+        ).SerializeToString(deterministic=True)
+        for item in first.committed.signatures
+        if item.public_key in again
+    )
+
+
+def verify_proof(data: bytes) -> Breach:
+    """What a proof shows. Raises `PeerMisbehaved`, `ProtocolMismatch`, `SignatureInvalid` if it shows nothing."""
+    if len(data) > MAX_PROOF_BYTES:
+        raise PeerMisbehaved(f"a proof has at most {MAX_PROOF_BYTES} bytes; this one has {len(data)}")
+    try:
+        proof = wire.Proof.FromString(data)
+    except DecodeError as error:
+        raise PeerMisbehaved("a proof does not parse") from error
+    protocol.check(proof.protocol, "the proof's writer")
+    if proof.WhichOneof("breach") != "double_vote":
+        raise PeerMisbehaved("the proof is of no kind that this release knows")
+    return _verify_double_vote(proof.double_vote)
+
+
+def proof_id(data: bytes) -> str:
+    """Short name of a proof: the first 16 hex digits of its SHA-256."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _verify_double_vote(votes: wire.DoubleVote) -> Breach:
+    culprit, ballot = peer_id_of(votes.public_key), Ballot(votes.ballot_plan_version, votes.ballot_attempt)
+    first, second = votes.first_payload, votes.second_payload
+    for payload, signature in ((first, votes.first_signature), (second, votes.second_signature)):
+        verify_vote(payload, ballot, pb.Signed(public_key=votes.public_key, signature=signature), culprit)
+    try:
+        rounds = [manifest_pb2.Manifest.FromString(payload).round for payload in (first, second)]
+    except DecodeError as error:
+        raise PeerMisbehaved("a proof holds a manifest that does not parse") from error
+    if (rounds[0].run_id, rounds[0].number) != (rounds[1].run_id, rounds[1].number):
+        raise SignatureInvalid("the two votes of the proof are of different rounds, which is allowed")
+    if manifest_hash(first) == manifest_hash(second):
+        raise SignatureInvalid("the two votes of the proof are for one result, which is allowed")
+    named = rounds[0]
+    sentence = (
+        f"it voted for two results of round {named.number} in attempt {ballot.attempt} under plan "
+        f"{ballot.plan_version}: {manifest_hash(first).hex()[:12]}… and {manifest_hash(second).hex()[:12]}…"
+    )
+    return Breach(culprit, DOUBLE_VOTE, named.run_id, named.number, sentence)
