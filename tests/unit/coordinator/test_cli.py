@@ -18,16 +18,30 @@ import pytest
 from typer.testing import CliRunner
 from unit.coordinator.world import spec_toml
 
-from atoll.coordinator.cli import checkpoint, events, main, node, plan, run, token
+from atoll.coordinator.cli import checkpoint, events, main, node, plan, run, token, trust
 from atoll.coordinator.cli.output import Column, show
 from atoll.coordinator.runs import admission
+from atoll.core import protocol
 from atoll.core.cli import run_cli
-from atoll.core.errors import AtollError, ConfigError, NotFound, TokenExpired, Unreachable, UsageError
+from atoll.core.errors import (
+    AlreadyExists,
+    AtollError,
+    ConfigError,
+    InvalidRequest,
+    NotFound,
+    TokenExpired,
+    Unreachable,
+    UsageError,
+)
+from atoll.core.identity import Identity
+from atoll.core.manifest import Head, sign_vote
 from atoll.core.output import Output
+from atoll.core.proofs import double_votes
+from atoll.core.quorum import Ballot
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import common_pb2 as pb
+from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
-from atoll.v1 import plan_pb2
 
 GOLDEN = Path(__file__).parent / "golden"
 NOW = 1_700_000_600.0
@@ -133,6 +147,33 @@ ROUNDS = [
     ),
 ]
 
+CULPRIT = Identity.generate()
+BALLOT = Ballot(3, 0)
+
+
+def committed(fill: int) -> manifest_pb2.CommittedManifest:
+    """One of two results of round 7 for which the culprit voted."""
+    name = pb.RoundId(run_id="reef", plan_version=3, number=7)
+    manifest = manifest_pb2.Manifest(protocol=protocol.ours(), round=name, previous_hash=bytes([fill]) * 32)
+    payload = manifest.SerializeToString()
+    return manifest_pb2.CommittedManifest(
+        payload=payload, signatures=[sign_vote(CULPRIT, payload, BALLOT)], ballot_plan_version=3
+    )
+
+
+(PROOF,) = double_votes(Head(committed(1)), Head(committed(2)))
+PROOF_VIEW = wire.ProofView(
+    id="3f9a0c1d2e4b5a69",
+    run_id="reef",
+    culprit=NODE.peer_id,
+    culprit_name="basement",
+    kind="double-vote",
+    round=7,
+    found_unix_ms=1_700_000_000_000,
+    banned=True,
+    sentence="it voted for two results of round 7 in attempt 0 under plan 3: 0a0b0c0d0e0f… and 1a1b1c1d1e1f…",
+)
+
 ANSWERS = {
     "CreateToken": wire.CreateTokenResponse(token=SECRET, view=TOKEN),
     "ListTokens": wire.ListTokensResponse(tokens=[TOKEN]),
@@ -141,6 +182,9 @@ ANSWERS = {
     "GetNode": NODE,
     "DrainNode": NODE,
     "BanNode": NODE,
+    "UnbanNode": NODE,
+    "ListProofs": wire.ListProofsResponse(proofs=[PROOF_VIEW]),
+    "GetProof": wire.ProofView(**{**{field.name: value for field, value in PROOF_VIEW.ListFields()}, "proof": PROOF}),
     "CreateRun": RUN,
     "StartRun": RUN,
     "PauseRun": RUN,
@@ -227,6 +271,9 @@ COMMANDS = {
     "plan-history": ["plan", "history"],
     "plan-diff": ["plan", "diff", "1", "2"],
     "plan-pin": ["plan", "pin", "basement", "--layers", "0-3"],
+    "node-unban": ["node", "unban", "basement"],
+    "trust-list": ["trust", "list"],
+    "trust-show": ["trust", "show", "3f9a"],
     "plan-unpin": ["plan", "unpin", "basement"],
     "plan-apply": ["plan", "apply", "--dry-run"],
     "checkpoint-list": ["checkpoint", "list"],
@@ -256,7 +303,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
     def connect(_directory: Path | None) -> Iterator[Canned]:
         yield made
 
-    for module in (token, node, run, plan, checkpoint, events):
+    for module in (token, node, run, plan, checkpoint, events, trust):
         monkeypatch.setattr(module, "connect", connect)
     monkeypatch.setattr("time.time", lambda: NOW)
     with monkeypatch.context() as zone:
@@ -346,6 +393,23 @@ def test_ban_asks_first_and_a_no_changes_nothing(canned: Canned) -> None:
     result = CliRunner().invoke(main.app, ["node", "ban", "basement"], input="n\n")
     assert isinstance(result.exception, AtollError)
     assert [method for method, _ in canned.asked] == ["GetNode"]
+
+
+def test_a_proof_is_saved_and_verified_without_a_coordinator(canned: Canned, tmp_path: Path) -> None:
+    path = tmp_path / "basement.proof"
+    saved = CliRunner().invoke(main.app, ["trust", "show", "3f9a", "--save", str(path)])
+    assert (saved.exit_code, path.read_bytes()) == (0, PROOF)
+    again = CliRunner().invoke(main.app, ["trust", "show", "3f9a", "--save", str(path)])
+    assert isinstance(again.exception, AlreadyExists)
+    canned.asked.clear()
+    told = json.loads(CliRunner().invoke(main.app, ["trust", "verify", str(path), "--output", "json"]).stdout)
+    assert (told["breach"]["culprit"], told["breach"]["round"]) == (CULPRIT.peer_id, 7)
+    assert CULPRIT.peer_id in CliRunner().invoke(main.app, ["trust", "verify", str(path)]).stdout
+    path.write_bytes(PROOF[:-1])
+    assert isinstance(CliRunner().invoke(main.app, ["trust", "verify", str(path)]).exception, AtollError)
+    missing = CliRunner().invoke(main.app, ["trust", "verify", str(tmp_path / "none")])
+    assert isinstance(missing.exception, InvalidRequest)
+    assert canned.asked == []
 
 
 @pytest.mark.parametrize(

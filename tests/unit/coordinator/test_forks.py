@@ -1,4 +1,4 @@
-"""Two results of one round: the coordinator finds them, bans who is proved to have voted twice, and ends one of them."""
+"""Two results of one round: the coordinator finds them, bans the member that voted for both, and ends one of them."""
 
 from __future__ import annotations
 

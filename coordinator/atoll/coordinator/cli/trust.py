@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,6 @@ from atoll.coordinator.cli.options import CredentialsOption, RunOption
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show, show_facts
 from atoll.core.errors import AlreadyExists, InvalidRequest
 from atoll.core.output import Output, OutputOption, print_to_stderr
-from atoll.core.proofs import MAX_PROOF_BYTES, Breach, proof_id, verify_proof
 from atoll.v1 import admin_pb2 as wire
 
 app = typer.Typer(help="Proofs that members broke rules: list, show, verify.", no_args_is_help=True)
@@ -95,24 +95,23 @@ def verify(
 
       atollctl trust verify reef-3.proof
     """
+    from atoll.core import proofs  # imports cryptography, which other commands do without
+
     try:
         with file.open("rb") as opened:
-            data = opened.read(MAX_PROOF_BYTES + 1)
+            data = opened.read(proofs.MAX_PROOF_BYTES + 1)
     except OSError as error:
         raise InvalidRequest(f"{file} cannot be read: {error.strerror}") from error
-    breach = verify_proof(data)
-    show_facts(output, {"breach": _breach_dict(data, breach)}, list(_breach_dict(data, breach).items()))
-
-
-def _breach_dict(data: bytes, breach: Breach) -> JsonObject:
-    return {
-        "proof": proof_id(data),
-        "culprit": breach.culprit,
-        "run_id": breach.run_id,
-        "kind": breach.kind,
-        "round": breach.round,
-        "sentence": breach.sentence,
+    breach = proofs.verify_proof(data)
+    document = {"id": proofs.proof_id(data), **asdict(breach)}
+    facts = {
+        "proof": document["id"],
+        "peer id": breach.culprit,
+        "run": breach.run_id,
+        "breach": breach.kind,
+        "what it did": breach.sentence,
     }
+    show_facts(output, {"breach": document}, list(facts.items()))
 
 
 def _document(view: wire.ProofView) -> JsonObject:

@@ -142,12 +142,9 @@ class HeartbeatSession:
         """Ask for rounds that the coordinator lacks, or that this node has otherwise, if it is its turn."""
         memory = self._controller.state.memory[node.run_id]
         missing, contradicting = memory.inquiry, memory.fork_inquiry
-        return (
-            (missing is not None
-            and self._ask(response, missing, learner.MAX_BATCH if missing.agreed is None else 1))
-            or (contradicting is not None
-            and self._ask(response, contradicting, forks.BATCH))
-        )
+        most = learner.MAX_BATCH if missing is None or missing.agreed is None else 1
+        questions = ((missing, most), (contradicting, forks.BATCH))
+        return any(it is not None and self._ask(response, it, count) for it, count in questions)
 
     def _ask(self, response: mb.HeartbeatResponse, inquiry: Inquiry | ForkInquiry, count: int) -> bool:
         question = (type(inquiry), inquiry.first, inquiry.since)

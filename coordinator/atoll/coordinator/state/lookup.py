@@ -65,7 +65,7 @@ def member(state: State, peer_id: str) -> Node:
 
 def banned(peer_id: str) -> Banned:
     """Error for a banned peer."""
-    return Banned(f"peer {peer_id} was banned by the operator")
+    return Banned(f"peer {peer_id} is banned")
 
 
 def _part_of(text: str, peer_id: str) -> bool:

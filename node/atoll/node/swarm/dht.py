@@ -1,8 +1,9 @@
 """MemberDirectory: the address records of all members, in hivemind's DHT on the gated P2P and this event loop.
 
 A record is stored at the nodes nearest to its key and at every seed, so that one request to a seed finds the address of
-any member. Its key is one of a few *pages* (`core/records.py`), because a DHT message holds one page at most. Lookups verify every record again, because any peer may store records. Nothing is cached: records are few
-and short-lived, and readers need fresh ones.
+any member. Its key is one of a few *pages* (`core/records.py`), because one message could not hold all records. Lookups
+verify every record again, because any peer may store records. Nothing is cached: records are few and short-lived, and
+readers need fresh ones.
 """
 
 from __future__ import annotations

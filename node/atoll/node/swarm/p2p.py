@@ -20,7 +20,14 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from atoll.core import log
 from atoll.core.clock import Clock
-from atoll.core.errors import DeadlineExceeded, HelloRequired, MessageTooLarge, NotPermitted, PeerMisbehaved, Unreachable
+from atoll.core.errors import (
+    DeadlineExceeded,
+    HelloRequired,
+    MessageTooLarge,
+    NotPermitted,
+    PeerMisbehaved,
+    Unreachable,
+)
 from atoll.node.direct.dial_policy import DialPolicy
 from atoll.node.swarm.addresses import AddressBook
 from atoll.node.swarm.dht_messages import check_dht_message

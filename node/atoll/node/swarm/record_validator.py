@@ -1,8 +1,8 @@
 """MemberRecords: hivemind's record validator, which checks DHT records with `core/records.py`.
 
-A record is valid under its owner's page of the run only. Its subkey must be the owner's peer id, and its value a msgpack byte string
-that contains a signed `DhtRecord`. Two Ed25519 checks per record take about a millisecond, and a dictionary holds one
-record per member, so a bounded cache remembers accepted records.
+A record is valid under its owner's page of the run only. Its subkey must be the owner's peer id, and its value a
+msgpack byte string that contains a signed `DhtRecord`. Two Ed25519 checks per record take about a millisecond, and
+dictionaries hold one record per member, so a bounded cache remembers accepted records.
 """
 
 from __future__ import annotations
