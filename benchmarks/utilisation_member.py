@@ -231,6 +231,7 @@ class Member:
                 committed=self._moved,
                 report=lambda report: None,
                 evaluated=lambda report: None,
+                audited=lambda report: None,
                 ask_coordinator=_nobody,
                 plan_newer_than=lambda version: None,
                 plan_shared=lambda sealed: None,

@@ -250,14 +250,16 @@ class RoundMessage(_message.Message):
     def __init__(self, report: _Optional[_Union[TokenReport, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., parts: _Optional[_Union[Parts, _Mapping]] = ..., settle: _Optional[_Union[Settle, _Mapping]] = ..., propose: _Optional[_Union[Propose, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ...) -> None: ...
 
 class ExchangeHeader(_message.Message):
-    __slots__ = ("round", "repair", "audit_seed")
+    __slots__ = ("round", "repair", "audit_seed", "contribution")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REPAIR_FIELD_NUMBER: _ClassVar[int]
     AUDIT_SEED_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     round: _common_pb2.RoundId
     repair: _containers.RepeatedScalarFieldContainer[int]
     audit_seed: bytes
-    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., repair: _Optional[_Iterable[int]] = ..., audit_seed: _Optional[bytes] = ...) -> None: ...
+    contribution: bool
+    def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., repair: _Optional[_Iterable[int]] = ..., audit_seed: _Optional[bytes] = ..., contribution: _Optional[bool] = ...) -> None: ...
 
 class PartHeader(_message.Message):
     __slots__ = ("index", "elements", "codec", "factors")

@@ -68,7 +68,7 @@ class DataPosition(_message.Message):
     def __init__(self, cursor: _Optional[int] = ..., returned: _Optional[_Iterable[_Union[_common_pb2.SampleRange, _Mapping]]] = ..., holdings: _Optional[_Iterable[_Union[DataHolding, _Mapping]]] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("protocol", "round", "previous_hash", "contributions", "layers", "codec", "committed_tokens", "data", "parts_total", "parts_zeroed", "corpus_digest", "committed_unix_ms", "verdicts", "fragments", "seats", "coordinator_seat", "epoch")
+    __slots__ = ("protocol", "round", "previous_hash", "contributions", "layers", "codec", "committed_tokens", "data", "parts_total", "parts_zeroed", "corpus_digest", "committed_unix_ms", "verdicts", "fragments", "seats", "coordinator_seat", "audit_seed", "epoch")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class Manifest(_message.Message):
     FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
     SEATS_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_SEAT_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_SEED_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     protocol: _common_pb2.ProtocolVersion
     round: _common_pb2.RoundId
@@ -102,8 +103,9 @@ class Manifest(_message.Message):
     fragments: int
     seats: _containers.RepeatedScalarFieldContainer[int]
     coordinator_seat: bool
+    audit_seed: bytes
     epoch: int
-    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolVersion, _Mapping]] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., previous_hash: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerState, _Mapping]]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., committed_tokens: _Optional[int] = ..., data: _Optional[_Union[DataPosition, _Mapping]] = ..., parts_total: _Optional[int] = ..., parts_zeroed: _Optional[int] = ..., corpus_digest: _Optional[bytes] = ..., committed_unix_ms: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., fragments: _Optional[int] = ..., seats: _Optional[_Iterable[int]] = ..., coordinator_seat: _Optional[bool] = ..., epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolVersion, _Mapping]] = ..., round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., previous_hash: _Optional[bytes] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerState, _Mapping]]] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., committed_tokens: _Optional[int] = ..., data: _Optional[_Union[DataPosition, _Mapping]] = ..., parts_total: _Optional[int] = ..., parts_zeroed: _Optional[int] = ..., corpus_digest: _Optional[bytes] = ..., committed_unix_ms: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., fragments: _Optional[int] = ..., seats: _Optional[_Iterable[int]] = ..., coordinator_seat: _Optional[bool] = ..., audit_seed: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class CommittedManifest(_message.Message):
     __slots__ = ("payload", "signatures", "ballot_plan_version", "ballot_attempt")

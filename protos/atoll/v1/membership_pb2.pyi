@@ -211,6 +211,26 @@ class EvaluationReport(_message.Message):
     committed_tokens: int
     def __init__(self, round: _Optional[int] = ..., loss: _Optional[float] = ..., committed_tokens: _Optional[int] = ...) -> None: ...
 
+class TrainingAudit(_message.Message):
+    __slots__ = ("round", "contributor", "given", "score", "own_gain", "other_gain", "samples", "reason")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTOR_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    OWN_GAIN_FIELD_NUMBER: _ClassVar[int]
+    OTHER_GAIN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    contributor: str
+    given: bool
+    score: float
+    own_gain: float
+    other_gain: float
+    samples: int
+    reason: str
+    def __init__(self, round: _Optional[int] = ..., contributor: _Optional[str] = ..., given: _Optional[bool] = ..., score: _Optional[float] = ..., own_gain: _Optional[float] = ..., other_gain: _Optional[float] = ..., samples: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class GenesisReport(_message.Message):
     __slots__ = ("layers", "manifest")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -232,7 +252,7 @@ class Promise(_message.Message):
     def __init__(self, round: _Optional[int] = ..., plan_version: _Optional[int] = ..., attempt: _Optional[int] = ..., voted: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("sequence", "profile", "status", "multiaddrs", "rounds", "evaluations", "genesis", "corpus_digest", "checkpoints", "checkpoints_changed", "paths", "deny_list", "layers", "manifests", "instance", "challenge_answer", "promised")
+    __slots__ = ("sequence", "profile", "status", "multiaddrs", "rounds", "evaluations", "genesis", "corpus_digest", "checkpoints", "checkpoints_changed", "paths", "deny_list", "layers", "manifests", "instance", "challenge_answer", "promised", "training_audits")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +270,7 @@ class HeartbeatRequest(_message.Message):
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     CHALLENGE_ANSWER_FIELD_NUMBER: _ClassVar[int]
     PROMISED_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_AUDITS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     profile: NodeProfile
     status: NodeStatus
@@ -267,7 +288,8 @@ class HeartbeatRequest(_message.Message):
     instance: bytes
     challenge_answer: bytes
     promised: Promise
-    def __init__(self, sequence: _Optional[int] = ..., profile: _Optional[_Union[NodeProfile, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationReport, _Mapping]]] = ..., genesis: _Optional[_Union[GenesisReport, _Mapping]] = ..., corpus_digest: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., checkpoints_changed: _Optional[bool] = ..., paths: _Optional[_Iterable[_Union[PeerPath, _Mapping]]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., manifests: _Optional[_Union[ManifestAnswer, _Mapping]] = ..., instance: _Optional[bytes] = ..., challenge_answer: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ...) -> None: ...
+    training_audits: _containers.RepeatedCompositeFieldContainer[TrainingAudit]
+    def __init__(self, sequence: _Optional[int] = ..., profile: _Optional[_Union[NodeProfile, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationReport, _Mapping]]] = ..., genesis: _Optional[_Union[GenesisReport, _Mapping]] = ..., corpus_digest: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., checkpoints_changed: _Optional[bool] = ..., paths: _Optional[_Iterable[_Union[PeerPath, _Mapping]]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., manifests: _Optional[_Union[ManifestAnswer, _Mapping]] = ..., instance: _Optional[bytes] = ..., challenge_answer: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ..., training_audits: _Optional[_Iterable[_Union[TrainingAudit, _Mapping]]] = ...) -> None: ...
 
 class ManifestRequest(_message.Message):
     __slots__ = ("first", "count")

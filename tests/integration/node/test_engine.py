@@ -103,6 +103,7 @@ class Member:
                 committed=self.heads.append,
                 report=self.reports.append,
                 evaluated=self.evaluations.append,
+                audited=self.audits.append,
                 ask_coordinator=no_coordinator,
                 plan_newer_than=lambda _: None,
                 plan_shared=lambda _: None,

@@ -88,6 +88,7 @@ class Stage:
                 committed=self.heads.append,
                 report=lambda _: None,
                 evaluated=lambda _: None,
+                audited=lambda _: None,
                 ask_coordinator=nobody_to_ask,
                 plan_newer_than=lambda _: None,
                 plan_shared=lambda _: None,

@@ -61,7 +61,7 @@ if TYPE_CHECKING:  # generic only in its type stubs
 _log = log.get("coordinator")
 
 
-Report = mb.RoundReport | mb.EvaluationReport
+Report = mb.RoundReport | mb.EvaluationReport | mb.TrainingAudit
 
 
 @dataclass
@@ -86,7 +86,7 @@ class ReportQueue:
             self.early = [item for item in self.early if item is not oldest]
             self.pending = [item for item in self.pending if item is not oldest]
 
-    def take(self, sequence: int) -> list[mb.RoundReport | mb.EvaluationReport]:
+    def take(self, sequence: int) -> list[Report]:
         """Move the oldest pending reports to heartbeat `sequence`, as many as one heartbeat may carry."""
         size = count = 0
         for report in self.pending[:MAX_REPORTS]:
@@ -288,6 +288,8 @@ class CoordinatorLink:
             for report in self._reports.take(self._sequence):
                 if isinstance(report, mb.RoundReport):
                     request.rounds.append(report)
+                elif isinstance(report, mb.TrainingAudit):
+                    request.training_audits.append(report)
                 else:
                     request.evaluations.append(report)
             self.clock_offset.heartbeat_sent(self._sequence, self._clock.unix())

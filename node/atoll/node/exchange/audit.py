@@ -35,7 +35,7 @@ from atoll.v1 import manifest_pb2
 MAX_AUDITED_PARTS = 512  # of one round
 _AUDITED_SHARE = 16  # one of so many parts of a reducer is drawn
 _MIN_AUDITED = 2  # parts of a reducer
-_SIZE_SLACK = 1.6  # χ²₁₂₈ exceeds 128 · 1.6² with a probability below 10⁻¹²
+SIZE_SLACK = 1.6  # χ²₁₂₈ exceeds 128 · 1.6² with a probability below 10⁻¹²
 _ERROR_SLACK = 1.5  # rounding errors may be larger than is usual, and those of contributions than the average's
 _SIGMAS = 6.0
 _CHANCE_SIGMAS = 4.0  # unrelated vectors have a cosine of so many 1/√E at most
@@ -169,7 +169,7 @@ def _examine(parts: Sequence[AuditedPart], evidence: Evidence) -> _Examination:
                 f"part {part.index} scales contribution {sums.strange_factor} to almost nothing", math.inf
             )
         rounding = _Rounding(part, sums, CODEC_NOISE[evidence.codec])
-        allowed = _SIZE_SLACK * (sums.hidden + rounding.norm)
+        allowed = SIZE_SLACK * (sums.hidden + rounding.norm)
         if not sums.rest <= allowed:  # also if it is not finite
             told = f"{sums.rest:.2g} from what was sent; {allowed:.2g} can be explained"
             return _Examination(f"the average of part {part.index} differs by {told}", math.inf)
@@ -206,7 +206,7 @@ class _Sums:
         known = [  # who tells of more than screening lets in is not believed
             place
             for place in counted
-            if place in told and part.factors[place] * norms[place] <= _SIZE_SLACK * bounds[place]
+            if place in told and part.factors[place] * norms[place] <= SIZE_SLACK * bounds[place]
         ]
         given = {place: told[place] for place in known}
         self.shares = {place: weights[place] / total for place in counted}

@@ -6,6 +6,7 @@ audit.py has the rules. The audit begins when all averages are fixed, so it also
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
@@ -22,6 +23,8 @@ from atoll.core.errors import AtollError, PartInvalid, PeerMisbehaved, RoundAban
 from atoll.core.frames import FrameKind
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.audit import (
+    CODEC_NOISE,
+    SIZE_SLACK,
     AuditedPart,
     Evidence,
     Finding,
@@ -98,6 +101,8 @@ class Auditor:
         self._me = network.peer_id
         self._requests: Counter[str] = Counter()
         self._sketching: dict[bytes, asyncio.Task[dict[int, Tensor]]] = {}  # by seed: this node's own sketches
+        self._told: dict[str, dict[int, Tensor]] = {}  # sketches that others sent for `_told_seed`
+        self._told_seed = b""
         self._closed = False
 
     def close(self) -> None:
@@ -175,6 +180,7 @@ class Auditor:
         finally:
             for task in asking.values():
                 task.cancel()
+        self._told, self._told_seed = answers, seed
         evidence = Evidence(
             sketches={places[peer]: it for peer, it in answers.items() if it},
             tokens=list(self._tokens.values()),
@@ -183,6 +189,16 @@ class Auditor:
             screen=self._screen,
         )
         return await self._compute(self._judge, parts, evidence, verdicts)
+
+    def check_contribution(self, peer: str, values_E: Tensor) -> None:
+        """Raise `PartInvalid` unless these values, fp32 [E], can be what the sketches of `peer` are of."""
+        sketcher, noise = self._sketcher(self._told_seed), CODEC_NOISE[self._average.codec.name]
+        for index, told_B in self._told.get(peer, {}).items():
+            part = self._average.part(index)
+            found_B = sketcher.of(values_E[part.start : part.end])
+            allowed = SIZE_SLACK * (noise.relative * float(told_B.norm()) + noise.absolute * math.sqrt(part.elements))
+            if float((found_B - told_B).norm()) > allowed:
+                raise PartInvalid(f"peer {peer} sent another contribution than its sketches are of, in part {index}")
 
     async def _answers(
         self,

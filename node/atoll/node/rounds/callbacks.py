@@ -31,6 +31,7 @@ class RoundCallbacks:
     committed: Callable[[Head], None]
     report: Callable[[mb.RoundReport], None]
     evaluated: Callable[[mb.EvaluationReport], None]
+    audited: Callable[[mb.TrainingAudit], None]
     ask_coordinator: Callable[[RoundId, bytes], Awaitable[rt.CoordinatorVote]]
     plan_newer_than: Callable[[int], pb.Signed | None]  # the sealed plan, if ours is newer than that version
     plan_shared: Callable[[pb.Signed], None]  # by a member: verify and take it

@@ -18,6 +18,7 @@ from atoll.core.manifest import MAX_MEMBERS, Head, changed_layers, half_attest
 from atoll.core.plan import Plan
 from atoll.core.quorum import COORDINATOR, MARK_BYTES, MAX_SEATS, next_seats
 from atoll.core.round_id import RoundId
+from atoll.core.training_audits import SEED_BYTES, audit_seed
 from atoll.core.verdicts import counted_tokens, require_valid_verdicts, strip_unknown_verdict_fields
 from atoll.node.exchange.codecs import BY_NUMBER, CODECS, Codec
 from atoll.node.exchange.partition import MIN_PART_ELEMENTS, ReduceRange, part_elements, partition
@@ -210,6 +211,8 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
             raise PeerMisbehaved("a result to vote for counts more than a plan allows")
         if not is_mark(item.mark):
             raise PeerMisbehaved("a result to vote for has a mark of a wrong length")
+    if len(manifest.audit_seed) != SEED_BYTES:
+        raise PeerMisbehaved("a result to vote for has a seed of a wrong length")
     if len({item.peer_id for item in made}) != len(made) or not any(item.present for item in made):
         raise PeerMisbehaved("a result to vote for has doubled members, or leaves nobody to decide the next round")
     if manifest.committed_tokens != head.committed_tokens + sum(item.tokens for item in made):
@@ -339,6 +342,7 @@ def manifest_payload(
         seats=[place[peer] for peer in seats if peer != COORDINATOR],
         coordinator_seat=COORDINATOR in seats,
         epoch=plan.base.since_version,
+        audit_seed=audit_seed(RoundId.from_proto(start.round), settle.nonces),
     )
     counted = counted_tokens(message)
     for item, tokens in zip(message.contributions, counted, strict=True):

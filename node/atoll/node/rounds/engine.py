@@ -38,6 +38,7 @@ from atoll.node.rounds.signatures import IdentityVoteSigner
 from atoll.node.rounds.snapshot_ledger import CountedShare
 from atoll.node.rounds.staged_results import RoundResults
 from atoll.node.rounds.token_account import TokenAccount
+from atoll.node.rounds.training_audits import TrainingAudits
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
@@ -114,6 +115,9 @@ class AveragingEngine:
         self._lookout = Lookout(network, operator_key, clock, self._background, lambda: self.head, self._begin_catch_up)
         self._evaluation = Evaluation(
             self._me, trainer, clock, self._background, lambda: self.head, callbacks.evaluated
+        )
+        self._training_audits = TrainingAudits(
+            self._me, trainer, self._background, self._orders.put_nowait, callbacks.audited
         )
         self._catching_up = False
         self._plans_sent: dict[str, float] = {}  # peer → when it was told our plan
@@ -323,6 +327,7 @@ class AveragingEngine:
         await self._results.ended()
         if not self._machine.is_freezing(round_id):
             return  # given up while other orders were carried out
+        await self._training_audits.stop()
         own = self._state.slice(fragment.start, fragment.end)
         snapshot = await self._trainer.snapshot(own.start, own.stop)
         self._token_account.freeze(snapshot.tokens, self._trainer.status.tokens)
@@ -349,6 +354,7 @@ class AveragingEngine:
         if staged is None or head.manifest.previous_hash != self.head.hash:  # a fragment is only good where it was made
             self._begin_catch_up(f"the state of round {head.round} is not kept here any more", share)
             return
+        before = self.head
         await asyncio.to_thread(self._manifests.try_append, head)
         await self._move(head, self._state.commit, staged)
         self._results.forget()
@@ -357,7 +363,14 @@ class AveragingEngine:
         await self._take_anchor(head, share, (own.start, own.stop))
         _log.info("round committed", round=head.round, tokens=head.committed_tokens)
         self._look_at_verdicts(head.manifest)
+        self._audit_training(head, before)
         await self._end_turn(head, opened_here)
+
+    def _audit_training(self, head: Head, before: Head) -> None:
+        """Only where every contribution is an update of the whole model."""
+        if self._results.served is not None and self._state.is_whole and self.turns == 1:
+            lease = self._machine.policy.round_samples
+            self._training_audits.begin(head, before, self._machine.plan, lease, self._results.served)
 
     async def _take_anchor(self, head: Head, share: CountedShare, moved: tuple[int, int] | None = None) -> None:
         """Go on from `head`, with the progress that is not part of it: with none, where that cannot be told."""

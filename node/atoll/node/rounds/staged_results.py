@@ -75,7 +75,7 @@ class RoundResults:
         self._background, self._post_event = background, post_event
         self._running: _Running | None = None
         self._ending: asyncio.Task[None] | None = None  # the last that was ended
-        self._served: RoundId | None = None  # the exchange whose parts others may ask for
+        self.served: Exchange | None = None  # the one whose parts others may ask for
         self._staged: dict[bytes, Staged] = {}  # by what their layers are; newest last
         self._executor = ThreadPoolExecutor(  # of threads that make no teams of torch's own
             threads(os.cpu_count() or 1), "codec", initializer=torch.set_num_threads, initargs=(1,)
@@ -109,9 +109,9 @@ class RoundResults:
             audit_executor=self._audit_executor,
         )
         self.end_exchange()
-        if self._served is not None:
-            self._exchanges.end(self._served)
-        self._served = exchange.round_id
+        if self.served is not None:
+            self._exchanges.end(self.served.round_id)
+        self.served = exchange
         self._exchanges.begin(exchange)
         self._running = _Running(start, exchange, head, staging, self._background.begin(self._run(exchange)))
 
@@ -139,8 +139,8 @@ class RoundResults:
 
     def close(self) -> None:
         """When everything beside was stopped."""
-        if self._served is not None:
-            self._exchanges.end(self._served)
+        if self.served is not None:
+            self._exchanges.end(self.served.round_id)
         for executor in (self._executor, self._audit_executor):
             executor.shutdown(wait=False, cancel_futures=True)
 

@@ -54,6 +54,7 @@ def make_engine(
             committed=on_head_moved,
             report=context.link.report,
             evaluated=on_evaluation,
+            audited=context.link.report,
             ask_coordinator=partial(ask_coordinator, context.link),
             plan_newer_than=context.directives.plan_newer_than,
             plan_shared=context.directives.accept_plan,

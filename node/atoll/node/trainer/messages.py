@@ -131,6 +131,14 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
+class Audit:
+    """Compare what the update in the pseudo-gradient gains on these samples. The answer is `AuditGains`."""
+
+    own: tuple[int, ...]  # sample numbers
+    other: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Generate:
     """Sample text from the anchor. The answer is `Text`."""
 
@@ -185,7 +193,7 @@ class Stop:
 
 
 ModelOrder = (
-    Load | TakeSnapshot | Apply | Rebase | SetRanges | Discard | Evaluate | Generate | SetLimits
+    Load | TakeSnapshot | Apply | Rebase | SetRanges | Discard | Evaluate | Audit | Generate | SetLimits
 )  # on all ranks
 Order = ModelOrder | Initialise | Train | Pause | EnterRoute | WriteInitial | Probe | RankOrder | Step | Stop
 
@@ -240,6 +248,16 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class AuditGains:
+    """Answer to `Audit`; see `core/training_audits.py`."""
+
+    score: float
+    own: float  # nats per token
+    other: float
+    samples: int
+
+
+@dataclass(frozen=True)
 class Text:
     """Answer to `Generate`."""
 
@@ -247,7 +265,7 @@ class Text:
 
 
 Pushed = Loading | TrainerStatus
-Answer = Ready | Refused | Done | Snapshot | Loss | Text
+Answer = Ready | Refused | Done | Snapshot | Loss | AuditGains | Text
 Message = TrainerConfig | Order | Answer | Pushed
 
 _CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Message)}

@@ -37,6 +37,11 @@ class ModelOrders:
         match order:
             case messages.Evaluate():
                 return messages.Loss(self._whole_model("or the driver of a route evaluates").evaluate(self.anchor_E))
+            case messages.Audit(own, other):
+                check_allowed(self.anchor_loaded, "audit an update before an anchor was loaded")
+                check_allowed(not self._has_snapshot, "audit an update in the place of its own")
+                found = self._whole_model("audits updates").audit(self.anchor_E, self.gradient_E, own, other)
+                return messages.AuditGains(*found)
             case messages.Generate(prompt, tokens, seed):
                 whole = self._whole_model("generates text")
                 return messages.Text(whole.generate(self.anchor_E, prompt.encode(), tokens, seed))

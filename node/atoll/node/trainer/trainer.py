@@ -242,6 +242,18 @@ class Trainer:
         assert isinstance(loss, messages.Loss)
         return loss.value
 
+    async def audit(
+        self, own: Sequence[int], other: Sequence[int], *, timeout: timedelta = ORDER_TIMEOUT
+    ) -> messages.AuditGains:
+        """Measure what the update that the caller wrote to `pseudo_gradient` gains on these samples, between two steps.
+
+        The update is lost. Raises `InvalidTransition` while a snapshot is there, and where the model is on several
+        devices.
+        """
+        found = await self._order(messages.Audit(tuple(own), tuple(other)), timeout)
+        assert isinstance(found, messages.AuditGains)
+        return found
+
     async def generate(self, prompt: str, tokens: int, seed: int = 0, *, timeout: timedelta = ORDER_TIMEOUT) -> str:
         """Sample text from `anchor` between two steps."""
         text = await self._order(messages.Generate(prompt, tokens, seed), timeout)

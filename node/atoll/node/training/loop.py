@@ -8,14 +8,16 @@ Shape suffixes: B batch, T sequence, V vocabulary, E all elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from atoll.core.clock import Clock, SystemClock
+from atoll.core.errors import InvalidTransition
 from atoll.core.run_spec import RunSpec
+from atoll.core.training_audits import Gains, gains
 from atoll.node.model.generate import generate
 from atoll.node.model.run_model import RunModel, allocate_span, initialise_into, run_model
 from atoll.node.model.span import Span
@@ -29,6 +31,7 @@ from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loader import Loader
 from atoll.node.training.progress import Progress
 from atoll.node.training.replica import Replica, StepResult
+from atoll.node.training.sample_order import SampleOrder
 
 PROBE_STEPS = 8
 
@@ -152,6 +155,33 @@ class InnerLoop(Replica):
                     total += loss.double() / times * len(batch_BT)
         return self._mean(total) / len(windows)
 
+    def audit(self, anchor_E: Tensor, update_E: Tensor, own: Sequence[int], other: Sequence[int]) -> Gains:
+        """Compare what an update gains on `own` samples and on `other` ones: anchor against anchor − update.
+
+        Overwrites `update_E`. Raises `InvalidTransition` where the model is on several devices.
+        """
+        if self._group is not None:
+            raise InvalidTransition("a model on several devices cannot audit updates")
+        before = self._sample_losses(anchor_E, (*own, *other))
+        after = self._sample_losses(torch.sub(anchor_E, update_E, out=update_E), (*own, *other))
+        gained = [first - second for first, second in zip(before, after, strict=True)]
+        return gains(gained[: len(own)], gained[len(own) :])
+
+    def _sample_losses(self, flat_E: Tensor, samples: Sequence[int]) -> list[float]:
+        """The loss of each sample with any parameters, nats per token."""
+        order, losses = SampleOrder(self.spec.run.seed, self.corpus.training_samples), list[float]()
+        size = self.spec.optimizer.micro_batch_samples
+        with self._with_parameters(flat_E) as logits_of:
+            for start in range(0, len(samples), size):
+                windows = [order.window(sample) for sample in samples[start : start + size]]
+                tokens_BT = torch.from_numpy(self.corpus.windows(windows)).to(self.device)
+                logits_BTV = logits_of(tokens_BT[:, :-1]).float()
+                losses += [
+                    float(cross_entropy(logits_TV, tokens_T[1:]))
+                    for logits_TV, tokens_T in zip(logits_BTV, tokens_BT, strict=True)
+                ]
+        return losses
+
     def generate(self, flat_E: Tensor, prompt: bytes, tokens: int, seed: int = 0) -> str:
         """Sample `tokens` tokens that follow `prompt`, with any parameters."""
         tokenizer = self.corpus.tokenizer
@@ -221,7 +251,7 @@ class InnerLoop(Replica):
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Compute the mean cross-entropy in nats per token, in fp32 for logits of any dtype."""
-    return nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+    return nn.functional.cross_entropy(logits_BTV.reshape(-1, logits_BTV.shape[-1]).float(), targets_BT.flatten())
 
 
 class _WithParameters:

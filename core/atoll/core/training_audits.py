@@ -1,0 +1,83 @@
+"""Which contribution of a committed round is audited, and by whom. Pure.
+
+Each round one contribution is audited: was it trained on the samples that its sender says it consumed? A model knows
+samples better that it has just been trained on. So if the auditor adds the contribution to the anchor, the loss of
+its sender's samples must fall by more than that of samples that others trained. A copy of somebody else's update, an
+update of earlier rounds, or noise gains as much on the ones as on the others. (The difference of losses on members and
+non-members of a training set is the signal of membership inference: Yeom et al. 2018, arXiv:1709.01604. Here each
+sample is its own control, because its loss is measured with and without the contribution.)
+
+A seed in the manifest draws the contribution. It is a hash of the round and of random numbers that all members but the
+opener told only after the exchange. So nobody knows beforehand who will be audited, and everybody can check it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from statistics import fmean, variance
+from typing import NamedTuple
+
+from atoll.core.round_id import RoundId
+from atoll.v1 import manifest_pb2
+
+SEED_BYTES = 32
+MAX_SAMPLES = 64  # of each kind, in one audit
+MIN_SAMPLES = 4
+MAX_SCORE = 100.0
+
+
+class Drawn(NamedTuple):
+    """Who is audited, by whom, and whose samples serve for comparison. Peer ids."""
+
+    contributor: str
+    auditor: str
+    compared: str  # the auditor itself in a round of two
+
+
+class Gains(NamedTuple):
+    """What an audit measured."""
+
+    score: float  # standard errors by which `own` exceeds `other`
+    own: float  # nats per token, the mean over the contributor's samples
+    other: float
+    samples: int  # of each kind
+
+
+def audit_seed(round_id: RoundId, nonces: Iterable[bytes]) -> bytes:
+    """The seed of a round, from the nonces in `Settle`."""
+    return hashlib.sha256(b"training/" + str(round_id).encode() + b"\0" + b"".join(nonces)).digest()
+
+
+def draw(manifest: manifest_pb2.Manifest) -> Drawn | None:
+    """The audit of a committed round; None if fewer than two members contributed and are still there.
+
+    The contributor is drawn. The auditor is the one that follows it by as many places as the round's number says, so
+    that a member is audited by all others in turn.
+    """
+    there = [item.peer_id for item in manifest.contributions if item.weight and item.samples and item.present]
+    if len(there) < 2 or len(manifest.audit_seed) != SEED_BYTES:
+        return None
+    place, others = int.from_bytes(manifest.audit_seed[:8], "big") % len(there), len(there) - 1
+    step = manifest.round.number % others
+    auditor = there[(place + 1 + step) % len(there)]
+    compared = there[(place + 1 + (step + 1) % others) % len(there)]
+    return Drawn(there[place], auditor, compared)
+
+
+def draw_samples(seed: bytes, samples: Sequence[int]) -> list[int]:
+    """At most `MAX_SAMPLES` of these sample numbers, as the seed draws them."""
+
+    def place(sample: int) -> bytes:
+        return hashlib.sha256(seed + sample.to_bytes(8, "big")).digest()
+
+    return sorted(samples, key=place)[:MAX_SAMPLES]
+
+
+def gains(own: Sequence[float], other: Sequence[float]) -> Gains:
+    """Compare the gains of each sample: Welch's t, which is about normal from some twenty samples on."""
+    spread = math.sqrt(variance(own) / len(own) + variance(other) / len(other))
+    difference = fmean(own) - fmean(other)
+    score = difference / spread if spread > 0 else 0.0
+    return Gains(max(-MAX_SCORE, min(score, MAX_SCORE)), fmean(own), fmean(other), min(len(own), len(other)))

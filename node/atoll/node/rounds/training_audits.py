@@ -1,0 +1,131 @@
+"""Audits of training on one node: give its own contribution to its auditor, or audit another one.
+
+core/training_audits.py says who is drawn and what is measured. An audit uses the memory of this node's own
+pseudo-gradient, which is free from the commit of a round to the next snapshot. What is not done by then is dropped: an
+audit never delays a round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import timedelta
+from itertools import chain, islice
+
+from torch import Tensor
+
+from atoll.core import log
+from atoll.core.data_position import SampleRange
+from atoll.core.errors import AtollError, PeerMisbehaved
+from atoll.core.manifest import Head
+from atoll.core.plan import Plan
+from atoll.core.round_id import RoundId
+from atoll.core.training_audits import MIN_SAMPLES, Drawn, draw, draw_samples
+from atoll.node.exchange.allreduce import Exchange
+from atoll.node.rounds.decide import position_at
+from atoll.node.system.background_tasks import BackgroundTasks
+from atoll.node.trainer.trainer import Trainer
+from atoll.v1 import manifest_pb2
+from atoll.v1 import membership_pb2 as mb
+
+_FRAME_TIMEOUT = timedelta(seconds=30)
+_ATTEMPTS = 4  # the contributor may install the round a little later
+_AGAIN_SECONDS = 1.0
+_MOST_SAMPLES = 2**16  # of which some are drawn
+
+_log = log.get("audit")
+
+
+class TrainingAudits:
+    """The audit that this node has to do with since the last commit."""
+
+    def __init__(
+        self,
+        me: str,
+        trainer: Trainer,
+        background: BackgroundTasks,
+        order: Callable[[Callable[[], Awaitable[None]]], None],
+        report: Callable[[mb.TrainingAudit], None],
+    ) -> None:
+        """`order` queues an order to the trainer. `report` tells the coordinator."""
+        self._me = me
+        self._trainer = trainer
+        self._background = background
+        self._order = order
+        self._report = report
+        self._given: Exchange | None = None
+        self._auditing: asyncio.Task[None] | None = None
+        self._open = object()  # replaced when the memory is needed otherwise
+
+    def begin(self, head: Head, before: Head, plan: Plan, lease: int, exchange: Exchange) -> None:
+        """The round of `exchange` is installed, and built on `before`. `lease`: samples of a first lease."""
+        drawn = draw(head.manifest)
+        if drawn is None or exchange.round_id != RoundId.from_proto(head.manifest.round):
+            return
+        if self._me == drawn.contributor:
+            self._given = exchange
+            exchange.give_contribution_to(drawn.auditor)
+        elif self._me == drawn.auditor:
+            holdings = position_at(before, plan, lease).holdings
+            own, other = (
+                draw_samples(head.manifest.audit_seed, _consumed(head.manifest, peer, holdings.get(peer, ())))
+                for peer in (drawn.contributor, drawn.compared)
+            )
+            if min(len(own), len(other)) >= MIN_SAMPLES:
+                self._auditing = self._background.begin(self._audit(head.round, drawn, exchange, own, other))
+
+    async def stop(self) -> None:
+        """End it: the pseudo-gradient is about to change."""
+        self._open = object()
+        if self._given is not None:
+            self._given.withhold_contribution()
+            self._given = None
+        if self._auditing is not None:
+            self._auditing.cancel()
+            await asyncio.wait([self._auditing])
+            self._auditing = None
+
+    async def _audit(
+        self, round_number: int, drawn: Drawn, exchange: Exchange, own: Sequence[int], other: Sequence[int]
+    ) -> None:
+        update_E, still_open = self._trainer.pseudo_gradient, self._open
+        reason = await self._fetch(drawn.contributor, exchange, update_E)
+        audit = mb.TrainingAudit(round=round_number, contributor=drawn.contributor, given=not reason, reason=reason)
+        if reason:
+            _log.info("contribution not given", peer=drawn.contributor, round=round_number, reason=reason)
+            self._report(audit)
+            return
+
+        async def measure() -> None:
+            if self._open is not still_open:
+                return
+            try:
+                found = await self._trainer.audit(own, other)
+            except AtollError as error:  # it is paused for another model, or on several devices
+                _log.info("contribution not audited", round=round_number, reason=str(error))
+                return
+            audit.score, audit.own_gain, audit.other_gain = found.score, found.own, found.other
+            audit.samples = found.samples
+            self._report(audit)
+
+        self._order(measure)
+
+    async def _fetch(self, peer: str, exchange: Exchange, update_E: Tensor) -> str:
+        """Why the contribution of `peer` could not be fetched; empty if it was."""
+        reason = ""
+        for _ in range(_ATTEMPTS):
+            try:
+                await exchange.fetch_contribution(peer, update_E, _FRAME_TIMEOUT)
+                return ""
+            except PeerMisbehaved as error:
+                return str(error)
+            except AtollError as error:
+                reason = str(error)
+            await asyncio.sleep(_AGAIN_SECONDS)
+        return reason
+
+
+def _consumed(manifest: manifest_pb2.Manifest, peer: str, ranges: Sequence[SampleRange]) -> list[int]:
+    """Sample numbers that a contribution is said to be trained on: the first ones of the member's ranges."""
+    count = next(item.samples for item in manifest.contributions if item.peer_id == peer)
+    return list(islice(chain.from_iterable(range(*held) for held in ranges), min(count, _MOST_SAMPLES)))
