@@ -22,7 +22,7 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
 from atoll.v1 import proofs_pb2 as wire
 
-MAX_PROOF_BYTES = 4 << 20  # two manifests of thousands of members and layers
+MAX_PROOF_BYTES = (4 << 20) + (64 << 10)  # two manifests, each of 2 MiB at most
 DOUBLE_VOTE = "double-vote"
 
 
@@ -40,10 +40,10 @@ class Breach:
 def double_votes(first: Head, second: Head) -> tuple[bytes, ...]:
     """Serialised proofs against all who signed both of these committed manifests, if these contradict each other.
 
-    None if they are of different rounds or ballots, or the same. The signatures must have been verified.
+    There is none if they are of different rounds or ballots, or the same. The signatures must have been verified.
     """
-    same_ballot = (first.round, first.ballot) == (second.round, second.ballot)
-    if not same_ballot or first.hash == second.hash:
+    same_place = (_place(first.manifest), first.ballot) == (_place(second.manifest), second.ballot)
+    if not same_place or first.hash == second.hash:
         return ()
     again = {item.public_key: item.signature for item in second.committed.signatures}
     return tuple(
@@ -83,20 +83,27 @@ def proof_id(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
+def _place(manifest: manifest_pb2.Manifest) -> tuple[object, ...]:
+    """What both results must share: a second run of the same name, or a recovery, may decide a round again."""
+    return manifest.round.run_id, manifest.round.number, manifest.previous_hash, manifest.epoch
+
+
 def _verify_double_vote(votes: wire.DoubleVote) -> Breach:
     culprit, ballot = peer_id_of(votes.public_key), Ballot(votes.ballot_plan_version, votes.ballot_attempt)
     first, second = votes.first_payload, votes.second_payload
     for payload, signature in ((first, votes.first_signature), (second, votes.second_signature)):
         verify_vote(payload, ballot, pb.Signed(public_key=votes.public_key, signature=signature), culprit)
     try:
-        rounds = [manifest_pb2.Manifest.FromString(payload).round for payload in (first, second)]
+        one, other = (manifest_pb2.Manifest.FromString(payload) for payload in (first, second))
     except DecodeError as error:
         raise PeerMisbehaved("a proof holds a manifest that does not parse") from error
-    if (rounds[0].run_id, rounds[0].number) != (rounds[1].run_id, rounds[1].number):
-        raise SignatureInvalid("the two votes of the proof are of different rounds, which is allowed")
+    if _place(one) != _place(other):
+        raise SignatureInvalid("the two votes of the proof are of different rounds or histories, which is allowed")
+    if one.round.number < 1 or not one.previous_hash:
+        raise SignatureInvalid("the two signatures of the proof are of genesis, which nobody votes for")
     if manifest_hash(first) == manifest_hash(second):
         raise SignatureInvalid("the two votes of the proof are for one result, which is allowed")
-    named = rounds[0]
+    named = one.round
     sentence = (
         f"it voted for two results of round {named.number} in attempt {ballot.attempt} under plan "
         f"{ballot.plan_version}: {manifest_hash(first).hex()[:12]}… and {manifest_hash(second).hex()[:12]}…"

@@ -2,8 +2,8 @@
 
 A record is a `DhtRecord` that its owner signs. It contains the owner's membership certificate, so that any storer can
 check it offline. It also names the key, the owner and the expiry under which it is stored, so that a peer cannot store
-it elsewhere or keep it alive. A run has 16 keys, its *pages*, and the owner's peer id decides the page: one DHT message
-holds a page of thousands of members, and a search for one member reads its page only. The checks depend on the
+it elsewhere or keep it alive. A run has 16 keys, its *pages*, and the owner's peer id decides the page: so the records
+of thousands of members fit into messages, and a search for one member reads its page only. The checks depend on the
 record's own expiry and not on a deny-list, because every storer and reader must reach the same result; readers drop
 banned owners afterwards.
 """

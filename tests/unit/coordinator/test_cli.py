@@ -154,7 +154,7 @@ BALLOT = Ballot(3, 0)
 def committed(fill: int) -> manifest_pb2.CommittedManifest:
     """One of two results of round 7 for which the culprit voted."""
     name = pb.RoundId(run_id="reef", plan_version=3, number=7)
-    manifest = manifest_pb2.Manifest(protocol=protocol.ours(), round=name, previous_hash=bytes([fill]) * 32)
+    manifest = manifest_pb2.Manifest(protocol=protocol.ours(), round=name, previous_hash=b"b" * 32, parts_total=fill)
     payload = manifest.SerializeToString()
     return manifest_pb2.CommittedManifest(
         payload=payload, signatures=[sign_vote(CULPRIT, payload, BALLOT)], ballot_plan_version=3

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core import protocol
-from atoll.core.errors import AtollError, PeerMisbehaved, SignatureInvalid
+from atoll.core.errors import AtollError, PeerMisbehaved, ProtocolMismatch, SignatureInvalid
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head, sign_attestation, sign_vote
 from atoll.core.proofs import DOUBLE_VOTE, MAX_PROOF_BYTES, double_votes, proof_id, verify_proof
@@ -19,10 +19,10 @@ ANN, BOB, CID, DAN = (Identity.generate() for _ in range(4))
 BALLOT = Ballot(3, 1)
 
 
-def payload(fill: int, number: int = 7, run_id: str = "reef") -> bytes:
+def payload(fill: int, number: int = 7, run_id: str = "reef", before: bytes = b"b" * 32, epoch: int = 1) -> bytes:
     name = pb.RoundId(run_id=run_id, plan_version=3, number=number)
     return manifest_pb2.Manifest(
-        protocol=protocol.ours(), round=name, previous_hash=bytes([fill]) * 32
+        protocol=protocol.ours(), round=name, previous_hash=before, epoch=epoch, parts_total=fill
     ).SerializeToString()
 
 
@@ -59,8 +59,19 @@ def test_two_results_of_one_ballot_prove_who_voted_for_both() -> None:
         head(payload(2), CID, BOB, ballot=Ballot(4, 1)),
         head(payload(2, number=8), CID, BOB),
         head(payload(2), CID, DAN),
+        head(payload(2, before=b"c" * 32), CID, BOB),
+        head(payload(2, epoch=2), CID, BOB),
     ],
-    ids=["itself", "one result", "a later attempt", "a later plan", "the next round", "nobody in common"],
+    ids=[
+        "itself",
+        "one result",
+        "a later attempt",
+        "a later plan",
+        "the next round",
+        "nobody in common",
+        "another run of the name",
+        "after a recovery",
+    ],
 )
 def test_what_an_honest_seat_may_sign_proves_nothing(other: Head) -> None:
     assert double_votes(ONE, other) == ()
@@ -87,30 +98,42 @@ def test_a_proof_put_together_by_hand_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "false",
+    ("false", "error", "words"),
     [
-        double(payload(1), payload(1)),
-        double(payload(1), payload(2, number=8)),
-        double(payload(1), payload(2, run_id="lagoon")),
-        double(payload(1), payload(2), signer=ANN),
-        double(payload(1), payload(2), ballot_attempt=2),
-        double(payload(1), payload(2), second_signature=sign_attestation(BOB, payload(2)).signature),
-        double(payload(1), payload(2), second_signature=sign_vote(BOB, payload(2), Ballot(3, 2)).signature),
-        double(payload(1), payload(2), public_key=b"short"),
-        double(payload(1), b"\xff\xff"),
-        b"",
-        b"\xff\xff",
-        proofs_pb2.Proof(protocol=protocol.ours()).SerializeToString(),
-        bytes(MAX_PROOF_BYTES + 1),
+        (double(payload(1), payload(1)), SignatureInvalid, "one result"),
+        (double(payload(1), payload(2, number=8)), SignatureInvalid, "different rounds"),
+        (double(payload(1), payload(2, run_id="lagoon")), SignatureInvalid, "different rounds"),
+        (double(payload(1), payload(2, before=b"c" * 32)), SignatureInvalid, "different rounds or histories"),
+        (double(payload(1), payload(2, epoch=2)), SignatureInvalid, "different rounds or histories"),
+        (double(payload(1, 0, before=b""), payload(2, 0, before=b"")), SignatureInvalid, "genesis"),
+        (double(payload(1), payload(2), signer=ANN), SignatureInvalid, "does not verify"),
+        (double(payload(1), payload(2), ballot_attempt=2), SignatureInvalid, "does not verify"),
+        (
+            double(payload(1), payload(2), second_signature=sign_attestation(BOB, payload(2)).signature),
+            SignatureInvalid,
+            "does not verify",
+        ),
+        (
+            double(payload(1), payload(2), second_signature=sign_vote(BOB, payload(2), Ballot(3, 2)).signature),
+            SignatureInvalid,
+            "does not verify",
+        ),
+        (double(payload(1), payload(2), public_key=b"short"), SignatureInvalid, "must have 32"),
+        (double(payload(1), b"\xff\xff"), PeerMisbehaved, "manifest that does not parse"),
+        (b"", ProtocolMismatch, "protocol 0.0"),
+        (b"\xff\xff", PeerMisbehaved, "does not parse"),
+        (proofs_pb2.Proof(protocol=protocol.ours()).SerializeToString(), PeerMisbehaved, "no kind"),
+        (bytes(MAX_PROOF_BYTES + 1), PeerMisbehaved, "at most"),
     ],
-    ids=[
-        "one result", "two rounds", "two runs", "another's key", "another ballot", "an attestation", "two ballots",
-        "no key", "no manifest", "empty", "no proof", "no breach", "too large",
-    ],
-)  # fmt: skip
-def test_nothing_else_convicts_anybody(false: bytes) -> None:
-    with pytest.raises((PeerMisbehaved, SignatureInvalid, AtollError)):
+)
+def test_nothing_else_convicts_anybody(false: bytes, error: type[AtollError], words: str) -> None:
+    with pytest.raises(error, match=words):
         verify_proof(false)
+
+
+def test_the_largest_manifests_fit_into_a_proof() -> None:
+    large = [payload(fill, before=bytes((2 << 20) - 100)) for fill in (1, 2)]
+    assert verify_proof(double(*large)).culprit == BOB.peer_id
 
 
 @given(st.integers(0, len(PROOF) - 1), st.integers(1, 255), st.booleans())

@@ -162,9 +162,10 @@ def append_round(draft: Draft, row: Round) -> None:
     else:
         draft.log(row)
     manifests = {**memory.recent_manifests, number: row.manifest}
+    newest = max(number, draft.state.runs[run_id].head_round)
     draft.remember(
         run_id,
-        recent_manifests={it: held for it, held in manifests.items() if it > number - RECENT_MANIFESTS},
+        recent_manifests={it: held for it, held in manifests.items() if it > newest - RECENT_MANIFESTS},
         committed={**memory.committed, number: commit_from_row(row, memory.committed.get(number - 1))},
         abandoned_attempts=memory.abandoned_attempts - {attempt_key(row)},
     )
@@ -172,7 +173,11 @@ def append_round(draft: Draft, row: Round) -> None:
     if is_new and number >= run.head_round:  # equal: a base that was known only by its hash
         zeroed = run.parts_zeroed + row.parts_zeroed
         draft.put(replace(run, head_round=number, committed_tokens=row.committed_tokens, parts_zeroed=zeroed))
-        draft.remember(run_id, head_known_since=draft.now.monotonic)
+        now = draft.now.monotonic
+        before = memory.committed.get(number - 1)
+        timed = row.seconds > 0 and before is not None and before.reported  # else it may have been known late
+        seconds = now - memory.head_known_since if timed else memory.commit_seconds
+        draft.remember(run_id, head_known_since=now, commit_seconds=seconds)
         draft.forget_votes(run_id, [decided for decided in memory.votes if decided <= number])
         if number // THIN_EVERY > run.head_round // THIN_EVERY:
             draft.compact(run_id)

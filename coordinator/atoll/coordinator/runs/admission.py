@@ -203,10 +203,14 @@ def ban_node(draft: Draft, node: Node, reason: str) -> None:
         draft.event("node.banned", node.run_id, node.peer_id, f"{node.name} was banned{because}")
 
 
-def unban(state: State, now: StepTime, text: str) -> Step[Node]:
-    """Take a peer off the deny-list. Raises `NotFound`, `Ambiguous`."""
-    node = lookup.node(state, text)
+def unban(state: State, now: StepTime, text: str) -> Step[Node | None]:
+    """Take a peer off the deny-list; None if that is all that is known of it. Raises `NotFound`, `Ambiguous`."""
     draft = Draft(state, now)
+    if text in state.deny.peer_ids - state.nodes.keys():  # a restore lost its row
+        _change_deny_list(draft, state.deny.peer_ids - {text})
+        draft.event("node.unbanned", "", text, f"{text} is not banned any more")
+        return draft.done(None)
+    node = lookup.node(state, text)
     if node.banned:
         draft.put(replace(node, banned=False))
         _change_deny_list(draft, state.deny.peer_ids - {node.peer_id})
@@ -229,13 +233,13 @@ def merge_deny_list(draft: Draft, signed: pb.Signed) -> None:
     if shown.number <= known.number:
         return
     number = max(shown.number, draft.state.deny_reserved) + 1
-    draft.issue_deny(DenyList(number, known.peer_ids | shown.peer_ids))
-    for peer_id in sorted(shown.peer_ids - known.peer_ids):
-        node = draft.state.nodes.get(peer_id)
+    draft.issue_deny(DenyList(number, shown.peer_ids))
+    for peer_id in sorted(shown.peer_ids ^ known.peer_ids):
+        node, is_banned = draft.state.nodes.get(peer_id), peer_id in shown.peer_ids
         if node is not None:
-            draft.put(replace(node, banned=True))
-        name = node.name if node else peer_id
-        draft.event("node.banned", node.run_id if node else "", peer_id, f"{name} was banned before the restore")
+            draft.put(replace(node, banned=is_banned))
+        name, what = node.name if node else peer_id, "banned" if is_banned else "unbanned"
+        draft.event(f"node.{what}", node.run_id if node else "", peer_id, f"{name} was {what} before the restore")
 
 
 def leave(state: State, now: StepTime, peer_id: str, reason: str, instance: bytes = b"") -> Step[None]:

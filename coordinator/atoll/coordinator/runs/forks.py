@@ -2,61 +2,52 @@
 
 Honest seats cannot cause one (docs/explain/rounds.md), so somebody broke the rules of voting. The coordinator notices
 it by a connected node whose head contradicts the log: it asks that node for its last rounds, finds the first that
-differs, and checks its votes. Then three things happen without waiting for the operator:
+differs, and checks its votes. Then two things happen without waiting for the operator:
 
-- whoever voted for both results in one ballot is banned, with a proof (`core/proofs.py`);
-- the run goes on from the newest round of the log, as after a recovery, so that what was built on the other result is
-  void everywhere;
-- events tell what happened. A fork of two ballots has no double vote, and nobody is banned for it.
+- A member that voted for both results in one ballot is banned at once, with a proof (`core/proofs.py`). A fork of two
+  ballots has no double vote, and nobody is banned for it.
+- The run goes on from the newest round of the log, as after a recovery, so that what was built on the other result is
+  void everywhere. A recovery voids what members commit before they hear of it, and nobody keeps the state of earlier
+  rounds. So it waits for a moment at which no commit is near: the members on the log's side cannot decide without the
+  others, or have just committed, or not for long. None of them may be ahead of the log.
 
 The operator may take a ban back (`atollctl node unban`).
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 
+from atoll.coordinator.live.attendance import eligible_nodes
 from atoll.coordinator.rounds.reports import reject
 from atoll.coordinator.rounds.round_checks import check_size
 from atoll.coordinator.runs import admission, recovery
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE
-from atoll.coordinator.state.snapshot import Draft, ForkInquiry, RunMemory, State, electorate_after, epoch_of
+from atoll.coordinator.state.snapshot import Draft, Fork, ForkInquiry, RunMemory, State, electorate_after, epoch_of
 from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, ProofRow
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.identity import peer_id_of
 from atoll.core.manifest import Head, parse_head, require_quorum, strip_unknown_manifest_fields, verify_votes
 from atoll.core.proofs import double_votes, proof_id, verify_proof
-from atoll.core.quorum import MAX_SEATS
+from atoll.core.quorum import COORDINATOR, MAX_SEATS
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
 BATCH = 32  # rounds in one answer
 ANSWER_SECONDS = 10.0  # for a node to answer
-ASK_AGAIN_SECONDS = 60.0  # about the same head
+SEARCH_SECONDS = 60.0  # for all answers of one node about one head
+ASK_AGAIN_SECONDS = 60.0  # the same node
+JUST_COMMITTED_SECONDS = 2.0
 
 
 def look_for_forks(draft: Draft, run_id: str) -> None:
-    """Ask a node whose head contradicts the log for the rounds up to that head."""
+    """Ask a node whose head contradicts the log for the rounds up to that head; end a fork that was found."""
     memory, now = draft.state.memory[run_id], draft.now.monotonic
-    if memory.fork_inquiry is not None:
-        if now - memory.fork_inquiry.since < ANSWER_SECONDS:
-            return
-        draft.remember(run_id, fork_inquiry=None)
-    found = _contradicting_heads(draft.state, run_id)
-    asked = {peer: it for peer, it in memory.contradictions.items() if peer in found}
-    due = [
-        (asked[peer][1] if peer in asked else float("-inf"), peer)
-        for peer, (_, digest) in found.items()
-        if peer not in asked or asked[peer][0] != digest or now - asked[peer][1] >= ASK_AGAIN_SECONDS
-    ]
-    if due:
-        peer = min(due)[1]
-        number, digest = found[peer]
-        last = min(number, draft.state.runs[run_id].head_round)
-        asked[peer] = (digest, now)
-        _ask(draft, run_id, peer, last)
-    if asked != memory.contradictions:
-        draft.remember(run_id, contradictions=asked)
+    if memory.fork is not None:
+        _end_fork(draft, run_id, memory.fork)
+    elif memory.fork_inquiry is None or now - memory.fork_inquiry.since >= ANSWER_SECONDS:
+        _ask_next(draft, run_id)
 
 
 def take_answer(draft: Draft, peer_id: str, run_id: str, answer: mb.ManifestAnswer) -> None:
@@ -66,30 +57,38 @@ def take_answer(draft: Draft, peer_id: str, run_id: str, answer: mb.ManifestAnsw
         return
     draft.remember(run_id, fork_inquiry=None)
     try:
-        other = _first_difference(draft, peer_id, run_id, answer)
-        if other is None:
-            return
-        memory = draft.state.memory[run_id]
-        before = memory.committed.get(other.round - 1)
-        if before is None or other.manifest.previous_hash != before.manifest_hash:
-            if other.round == inquiry.first > _base_round(memory) + 1:  # they part before that
-                _ask(draft, run_id, peer_id, other.round - 1)
-            return
-        electorate = electorate_after(memory, other.round - 1)
-        if electorate is None or other.manifest.epoch != epoch_of(memory.bases, other.round):
-            return
-        require_quorum(other, electorate, draft.state.operator_key)
-        verify_votes(other)
+        other = _first_difference(draft, run_id, inquiry, answer)
+        if other is not None and _is_second_result(draft, run_id, inquiry, other):
+            _found(draft, run_id, peer_id, other)
     except AtollError as error:
         reject(draft, run_id, peer_id, "round", error)
-        return
-    _end_fork(draft, run_id, peer_id, other)
 
 
-def _ask(draft: Draft, run_id: str, peer_id: str, last: int) -> None:
-    """Ask for the rounds up to `last`."""
-    first = max(_base_round(draft.state.memory[run_id]) + 1, last - BATCH + 1)
-    draft.remember(run_id, fork_inquiry=ForkInquiry(peer_id, first, draft.now.monotonic))
+# --- who is asked ------------------------------------------------------------------------------------
+
+
+def _ask_next(draft: Draft, run_id: str) -> None:
+    memory, now = draft.state.memory[run_id], draft.now.monotonic
+    found = _contradicting_heads(draft.state, run_id)
+    asked = {peer: at for peer, at in memory.contradictions.items() if now - at < ASK_AGAIN_SECONDS}
+    due = found.keys() - asked.keys()
+    if due:
+        peer = min(due, key=lambda peer: hashlib.sha256(f"{now}/{peer}".encode()).digest())  # any of them
+        asked[peer] = now
+        last = min(found[peer], draft.state.runs[run_id].head_round)
+        _ask(draft, run_id, ForkInquiry(peer, last - BATCH + 1, last, now, now))
+    elif memory.fork_inquiry is not None:
+        draft.remember(run_id, fork_inquiry=None)
+    if asked != memory.contradictions:
+        draft.remember(run_id, contradictions=asked)
+
+
+def _ask(draft: Draft, run_id: str, inquiry: ForkInquiry) -> None:
+    """Ask, if the search does not take too long already."""
+    now = draft.now.monotonic
+    if now - inquiry.began < SEARCH_SECONDS:
+        first = max(_base_round(draft.state.memory[run_id]) + 1, inquiry.first)
+        draft.remember(run_id, fork_inquiry=replace(inquiry, first=first, since=now))
 
 
 def _base_round(memory: RunMemory) -> int:
@@ -97,60 +96,85 @@ def _base_round(memory: RunMemory) -> int:
     return memory.bases[-1].round if memory.bases else 0
 
 
-def _contradicting_heads(state: State, run_id: str) -> dict[str, tuple[int, bytes]]:
-    """Heads of connected nodes that are not in the log, by peer id: round and hash."""
+def _contradicting_heads(state: State, run_id: str) -> dict[str, int]:
+    """Rounds of connected nodes whose heads are not in the log, by peer id."""
     run, memory = state.runs[run_id], state.memory[run_id]
     if run.state != "TRAINING":
         return {}
     found = {}
     for node in state.members_of(run_id):
         live = state.live.get(node.peer_id)
-        if live is None or not live.connected or len(live.status.head_hash) != SHA256_BYTES:
+        if "node" not in node.roles or live is None or not live.connected:
             continue
         number, digest = live.status.head_round, live.status.head_hash
-        if not _base_round(memory) < number <= MAX_INTEGER or digest in memory.void_manifest_hashes:
+        if len(digest) != SHA256_BYTES or digest in memory.void_manifest_hashes:
             continue
-        known, asked_in_vain = memory.committed.get(number), memory.inquiry.failed if memory.inquiry else frozenset()
+        if not _base_round(memory) < number <= MAX_INTEGER:
+            continue
+        known, inquiry = memory.committed.get(number), memory.inquiry
         differs = known is not None and known.manifest_hash != digest
-        if differs or (number > run.head_round and node.peer_id in asked_in_vain):
-            found[node.peer_id] = (number, digest)
+        ahead_in_vain = number > run.head_round and inquiry is not None and node.peer_id in inquiry.failed
+        asked_now = inquiry is not None and inquiry.peer_id == node.peer_id  # it answers one question at a time
+        if (differs or ahead_in_vain) and not asked_now:
+            found[node.peer_id] = number
     return found
 
 
-def _first_difference(draft: Draft, peer_id: str, run_id: str, answer: mb.ManifestAnswer) -> Head | None:
+# --- what it answers ---------------------------------------------------------------------------------
+
+
+def _first_difference(draft: Draft, run_id: str, inquiry: ForkInquiry, answer: mb.ManifestAnswer) -> Head | None:
     """The first round of the answer that the log has otherwise. Verifies no signature. Raises `AtollError`."""
-    live, memory = draft.state.live[peer_id], draft.state.memory[run_id]
+    live, memory = draft.state.live[inquiry.peer_id], draft.state.memory[run_id]
     remaining = live.refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic)
     if remaining is None:
         raise PeerMisbehaved("this node has no allowance left for rejected reports")
-    draft.set_live(peer_id, replace(live, refusal_allowance=remaining))
-    for place, committed in enumerate(answer.manifests[:BATCH]):
+    draft.set_live(inquiry.peer_id, replace(live, refusal_allowance=remaining))
+    number = inquiry.first
+    for committed in answer.manifests[:BATCH]:
         check_size(committed)
         head = parse_head(committed, run_id, max_signatures=MAX_SEATS)
-        if head.round != answer.first + place:
-            raise PeerMisbehaved(f"it sent round {head.round} instead of round {answer.first + place}")
-        known = memory.committed.get(head.round)
-        if known is None:
-            return None
-        if known.manifest_hash != head.hash:
+        if head.round != number:
+            raise PeerMisbehaved(f"it sent round {head.round} instead of round {number}")
+        known = memory.committed.get(number)
+        if known is not None and known.manifest_hash != head.hash:
             return Head(strip_unknown_manifest_fields(committed))
+        number += 1
+    if inquiry.first < number <= inquiry.last:  # the rest did not fit
+        _ask(draft, run_id, replace(inquiry, first=number))
     return None
 
 
-def _end_fork(draft: Draft, run_id: str, peer_id: str, other: Head) -> None:
-    """Ban who is proved to have caused it, and make the log's result the only one."""
-    point = recovery.choose_recovery_point(draft.state, draft.state.runs[run_id])
-    if point is None:
-        return  # nobody who is connected holds the log's result: it is looked at again
+def _is_second_result(draft: Draft, run_id: str, inquiry: ForkInquiry, other: Head) -> bool:
+    """Whether this round follows the log and has the votes of a majority. Raises `SignatureInvalid`."""
     memory, number = draft.state.memory[run_id], other.round
-    known, name = memory.committed[number].manifest_hash.hex()[:12], draft.state.nodes[peer_id].name
+    before = memory.committed.get(number - 1)
+    if before is None or other.manifest.previous_hash != before.manifest_hash:
+        if number == inquiry.first:  # they part before that
+            _ask(draft, run_id, replace(inquiry, first=number - BATCH, last=number - 1))
+        return False
+    electorate = electorate_after(memory, number - 1)
+    if electorate is None or other.manifest.epoch != epoch_of(memory.bases, number):
+        return False
+    require_quorum(other, electorate, draft.state.operator_key)
+    verify_votes(other)
+    return True
+
+
+# --- what follows ------------------------------------------------------------------------------------
+
+
+def _found(draft: Draft, run_id: str, peer_id: str, other: Head) -> None:
+    """Ban who is proved to have caused it; the run goes on from the log as soon as it can."""
+    memory, number = draft.state.memory[run_id], other.round
     mine = memory.recent_manifests.get(number)
     proofs = double_votes(Head(manifest_pb2.CommittedManifest.FromString(mine)), other) if mine else ()
     culprits = [_convict(draft, run_id, proof) for proof in proofs]
     proved = f"proofs name {', '.join(culprits)}" if culprits else "no double vote proves who caused it"
+    known, name = memory.committed[number].manifest_hash.hex()[:12], draft.state.nodes[peer_id].name
     two = f"{known}… in the log and {other.hash.hex()[:12]}… on {name}"
     draft.event("run.forked", run_id, str(number), f"round {number} has two results, {two}; {proved}")
-    recovery.recover_from(draft, run_id, point, f"round {number} had two results")
+    draft.remember(run_id, fork=Fork(number, other.hash))
 
 
 def _convict(draft: Draft, run_id: str, proof: bytes) -> str:
@@ -166,3 +190,35 @@ def _convict(draft: Draft, run_id: str, proof: bytes) -> str:
     draft.event("trust.proved", run_id, breach.culprit, f"{node.name} broke the rules: {breach.sentence}; proof {name}")
     admission.ban_node(draft, node, f"proof {name}: {breach.kind}")
     return node.name
+
+
+def _end_fork(draft: Draft, run_id: str, fork: Fork) -> None:
+    """Go on from the newest round of the log, if those who hold it will still hold it when they hear of that."""
+    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    if fork.round > run.head_round or _base_round(memory) >= fork.round:  # a recovery ended it
+        draft.remember(run_id, fork=None)
+        return
+    head = memory.committed[run.head_round].manifest_hash
+    found, statuses = set(_contradicting_heads(draft.state, run_id)), draft.state.live
+    side = [peer for peer in eligible_nodes(draft.state, run_id) if peer not in found]
+    holders = [
+        peer
+        for peer in side
+        if statuses[peer].status.head_hash == head
+        and statuses[peer].status.state != mb.NODE_STATE_CATCHING_UP
+        and not statuses[peer].status.lost_layers
+    ]
+    ahead = [peer for peer in side if statuses[peer].status.head_round > run.head_round]
+    if run.state != "TRAINING" or ahead or not recovery.hold_all_layers(memory, holders):
+        return
+    electorate = electorate_after(memory, run.head_round)
+    may_commit = electorate is not None and electorate.decides([*side, COORDINATOR])
+    if not may_commit or _no_commit_is_near(draft, memory):
+        point = recovery.RecoveryPoint(run.head_round, len(holders), head)
+        recovery.recover_from(draft, run_id, point, f"round {fork.round} had two results")
+
+
+def _no_commit_is_near(draft: Draft, memory: RunMemory) -> bool:
+    age, usual = draft.now.monotonic - memory.head_known_since, memory.commit_seconds
+    just_committed = 0 < age <= min(JUST_COMMITTED_SECONDS, usual / 4)
+    return just_committed or age >= 2 * max(usual, memory.spec.sync.round_max_seconds.total_seconds())

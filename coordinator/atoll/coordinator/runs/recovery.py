@@ -57,7 +57,7 @@ def recover(state: State, now: StepTime, run_id: str, *, force: bool = False) ->
             "start it first: `atollctl run start`",
         )
     eligible = eligible_nodes(state, run.run_id)
-    point = choose_recovery_point(state, run)
+    point = _choose_recovery_point(state, run)
     if point is None:
         raise InvalidTransition(
             f"no connected nodes hold a complete state of run {run.run_id!r}",
@@ -126,7 +126,7 @@ def _point_if_all_are_behind(state: State, run_id: str) -> RecoveryPoint | None:
         return None
     if any(state.live[peer].status.head_round >= run.head_round for peer in eligible):
         return None
-    return choose_recovery_point(state, run)
+    return _choose_recovery_point(state, run)
 
 
 def _point_if_layers_are_lost(state: State, run_id: str) -> RecoveryPoint | None:
@@ -155,7 +155,13 @@ def _may_return(state: State, peer: str) -> bool:
     return not (node.banned or node.left)
 
 
-def choose_recovery_point(state: State, run: Run) -> RecoveryPoint | None:
+def hold_all_layers(memory: RunMemory, holders: list[str]) -> bool:
+    """True if nodes that hold a round's layers of their spans have all layers together."""
+    plan = memory.plan
+    return plan is not None and _covers(plan.layers, [plan.span(peer) or range(0) for peer in holders])
+
+
+def _choose_recovery_point(state: State, run: Run) -> RecoveryPoint | None:
     """The newest state of which all layers are left."""
     memory = state.memory[run.run_id]
     cut = memory.plan is not None and len(memory.plan.routes) < len(memory.plan.stages)
@@ -209,6 +215,7 @@ def recover_from(draft: Draft, run_id: str, point: RecoveryPoint, why: str) -> N
         run_id,
         committed=kept,
         void_manifest_hashes=memory.void_manifest_hashes | {commit.manifest_hash for commit in void.values()},
+        fork=None,
         recent_manifests={number: it for number, it in memory.recent_manifests.items() if number <= point.round},
         recoverable_since=None,
         inquiry=None,

@@ -104,7 +104,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def UnbanNode(self, request: wire.UnbanNodeRequest, context: Context) -> wire.NodeView:
         """Take a node's peer id off the deny-list."""
-        return self._node(await self._controller.do(lambda state, now: admission.unban(state, now, request.node)))
+        node = await self._controller.do(lambda state, now: admission.unban(state, now, request.node))
+        return self._node(node) if node is not None else wire.NodeView(peer_id=request.node)
 
     async def ListProofs(self, request: wire.ListProofsRequest, context: Context) -> wire.ListProofsResponse:
         """Proofs against members of one run, or of all."""

@@ -44,7 +44,7 @@ class HeartbeatSession:
             range(0),
             "",
         )  # run state, order, layers to prepare, notice
-        self._asked: list[tuple[type, int, float]] = []  # the last questions for manifests: kind, first round, time
+        self._asked: dict[type, tuple[int, float]] = {}  # the last question for manifests of each kind
         self._challenge = b""  # the last one that was sent
         self._ordered_uploads: set[bytes] = set()  # tickets of uploads ordered on this stream
 
@@ -147,11 +147,11 @@ class HeartbeatSession:
         return any(it is not None and self._ask(response, it, count) for it, count in questions)
 
     def _ask(self, response: mb.HeartbeatResponse, inquiry: Inquiry | ForkInquiry, count: int) -> bool:
-        question = (type(inquiry), inquiry.first, inquiry.since)
-        if inquiry.peer_id != self._peer_id or question in self._asked:
+        kind, question = type(inquiry), (inquiry.first, inquiry.since)
+        if inquiry.peer_id != self._peer_id or self._asked.get(kind) == question:
             return False
         response.manifests.first, response.manifests.count = inquiry.first, count
-        self._asked = [*self._asked[-1:], question]  # at most one of each kind is open
+        self._asked[kind] = question
         return True
 
     def _add_challenge(self, response: mb.HeartbeatResponse, live: LiveNode) -> bool:

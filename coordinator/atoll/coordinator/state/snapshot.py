@@ -148,7 +148,17 @@ class ForkInquiry:
 
     peer_id: str
     first: int  # the first round asked for
+    last: int
     since: float  # monotonic, of the question
+    began: float  # monotonic, of the first question about this head
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Two results of one round, until the run goes on from the log."""
+
+    round: int
+    other: bytes  # manifest hash of the result that is not in the log
 
 
 @dataclass(frozen=True)
@@ -201,10 +211,10 @@ class RunMemory:
     inquiry: Inquiry | None = None  # present while a connected node has a newer round
     recent_manifests: Mapping[int, bytes] = field(default_factory=dict)  # CommittedManifest by number, newest rounds
     fork_inquiry: ForkInquiry | None = None
-    contradictions: Mapping[str, tuple[bytes, float]] = field(
-        default_factory=dict
-    )  # by peer id: the head that it was asked about, and when
+    fork: Fork | None = None
+    contradictions: Mapping[str, float] = field(default_factory=dict)  # by peer id: when it was asked about its head
     head_known_since: float = 0.0  # monotonic, since when the newest round is known
+    commit_seconds: float = 0.0  # between the last two rounds that were reported one after the other; 0: not known
     raise_allowances: Mapping[str, Allowance] = field(default_factory=dict)  # by opener, for raising attempts
     plan_joins: Mapping[str, PlanJoins] = field(default_factory=dict)  # by peer id
     votes: Mapping[int, Vote] = field(default_factory=dict)  # by number of each undecided round

@@ -56,6 +56,7 @@ class AddressBook:
                     missing = (asked or set(plan.members)) - set(known) - {self._me}
                 except AtollError as error:
                     _log.warning("DHT lookup failed", reason=str(error))
+                    missing = asked or set(plan.members) - {self._me}
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout((pause if missing else ADDRESS_REFRESH).total_seconds()):
                     await self._until_plan_after(version)

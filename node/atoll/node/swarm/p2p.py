@@ -40,6 +40,7 @@ from atoll.node.wire.traffic import Traffic
 
 UNARY_TIMEOUT = timedelta(seconds=10)
 MAX_UNARY_BYTES = 1024 * 1024  # four pages of some 340 records each; p2pd's own 4 MiB would parse to 100 MiB and more
+_TOO_LARGE_LOG_SECONDS = 60.0  # between two lines about that
 DHT_TRAFFIC = "dht"  # the name under which unary bytes are counted
 
 _log = log.get("dht")
@@ -72,6 +73,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
             gate, self.open_socket, self.traffic, clock, is_on_record=lambda peer: bool(self.book.known(peer))
         )
         self._clock = clock
+        self._log_too_large_from = 0.0  # monotonic
         try:
             await self._ping_daemon()
         except BaseException:
@@ -179,7 +181,9 @@ class GatedP2P(P2P):  # type: ignore[misc]
     def _too_large(self, what: str, handle_name: str, size: int) -> MessageTooLarge:
         """The error of a message that this node cannot send. It is logged, because hivemind tells nobody."""
         error = MessageTooLarge(f"the {what} of {handle_name} has {size} bytes; the cap is {MAX_UNARY_BYTES}")
-        _log.error("DHT message cannot be sent", reason=str(error))
+        if (now := self._clock.monotonic()) >= self._log_too_large_from:  # a peer may ask again and again
+            self._log_too_large_from = now + _TOO_LARGE_LOG_SECONDS
+            _log.error("DHT message cannot be sent", reason=str(error))
         return error
 
     def _parse(self, data: bytes, kind: type[Reply], peer_id: str) -> Reply:
