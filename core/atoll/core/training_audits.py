@@ -26,6 +26,7 @@ SEED_BYTES = 32
 MAX_SAMPLES = 64  # of each kind, in one audit
 MIN_SAMPLES = 4
 MAX_SCORE = 100.0
+_MOST_GAIN = 1000.0  # nats per token
 
 
 class Drawn(NamedTuple):
@@ -75,8 +76,16 @@ def draw_samples(seed: bytes, samples: Sequence[int]) -> list[int]:
     return sorted(samples, key=place)[:MAX_SAMPLES]
 
 
+def _cut(gain: float) -> float:
+    return max(-_MOST_GAIN, min(gain, _MOST_GAIN)) if gain == gain else -_MOST_GAIN  # NaN is no gain
+
+
 def gains(own: Sequence[float], other: Sequence[float]) -> Gains:
-    """Compare the gains of each sample: Welch's t, which is about normal from some twenty samples on."""
+    """Compare the gains of each sample: Welch's t, which is about normal from some twenty samples on.
+
+    An update that ruins the model may have losses without end: gains are cut off at 1,000 nats per token.
+    """
+    own, other = ([_cut(gain) for gain in told] for told in (own, other))
     spread = math.sqrt(variance(own) / len(own) + variance(other) / len(other))
     difference = fmean(own) - fmean(other)
     score = difference / spread if spread > 0 else 0.0

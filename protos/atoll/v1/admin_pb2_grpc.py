@@ -210,7 +210,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def BanNode(self, request, context):
-        """Adds the peer to the deny-list; cannot be undone by the peer.
+        """Adds the peer to the deny-list, until UnbanNode.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

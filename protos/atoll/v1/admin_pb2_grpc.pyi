@@ -42,7 +42,7 @@ class AdminStub:
     """Finds by peer id, unique prefix of a peer id, or node name. NOT_FOUND, or FAILED_PRECONDITION when ambiguous."""
     DrainNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainNodeRequest, _admin_pb2.NodeView]
     BanNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.BanNodeRequest, _admin_pb2.NodeView]
-    """Adds the peer to the deny-list; cannot be undone by the peer."""
+    """Adds the peer to the deny-list, until UnbanNode."""
     UnbanNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnbanNodeRequest, _admin_pb2.NodeView]
     """Takes the peer off the deny-list; it may come back with its certificate, or with a new token."""
     ListProofs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListProofsRequest, _admin_pb2.ListProofsResponse]
@@ -88,7 +88,7 @@ class AdminAsyncStub(AdminStub):
     """Finds by peer id, unique prefix of a peer id, or node name. NOT_FOUND, or FAILED_PRECONDITION when ambiguous."""
     DrainNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainNodeRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
     BanNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.BanNodeRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
-    """Adds the peer to the deny-list; cannot be undone by the peer."""
+    """Adds the peer to the deny-list, until UnbanNode."""
     UnbanNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnbanNodeRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
     """Takes the peer off the deny-list; it may come back with its certificate, or with a new token."""
     ListProofs: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListProofsRequest, _admin_pb2.ListProofsResponse]  # type: ignore[assignment]
@@ -173,7 +173,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.BanNodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.NodeView, _abc.Awaitable[_admin_pb2.NodeView]]:
-        """Adds the peer to the deny-list; cannot be undone by the peer."""
+        """Adds the peer to the deny-list, until UnbanNode."""
 
     @_abc_1.abstractmethod
     def UnbanNode(

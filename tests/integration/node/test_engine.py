@@ -79,6 +79,7 @@ class Member:
         self.committed = asyncio.Condition()
         self.reports = []
         self.evaluations = []
+        self.audits = []
 
     async def begin(self, head: Head, plan: Plan, ranges) -> None:
         await self.trainer.load(ranges=ranges, committed_tokens=0)

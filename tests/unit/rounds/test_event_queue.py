@@ -113,7 +113,7 @@ def engine_of(network, directory) -> AveragingEngine:
         plan=plan_of(ANN, BOB, CLEO),
         clock=SystemClock(),
         counters=RoundCounters(),
-        callbacks=cast("RoundCallbacks", SimpleNamespace(evaluated=None)),
+        callbacks=cast("RoundCallbacks", SimpleNamespace(evaluated=None, audited=None)),
     )
 
 

@@ -32,6 +32,7 @@ from atoll.core import protocol
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.quorum import COORDINATOR
 from atoll.core.round_id import RoundId
+from atoll.core.training_audits import audit_seed
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.rounds import decide
 from atoll.node.rounds.decide import (
@@ -93,6 +94,7 @@ def test_a_result_holds_all_that_the_round_decided() -> None:
         seats=[order.index(peer) for peer in (WHOLE, SECOND, BACK)],
         coordinator_seat=False,
         epoch=EPOCH,
+        audit_seed=audit_seed(RoundId("r", 5, 1, 2, 4), []),
     )
     assert payload == manifest.SerializeToString(deterministic=True)
 

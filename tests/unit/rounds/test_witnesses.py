@@ -44,10 +44,15 @@ def started() -> dp.Start:
     return build_start(CUT, PLAN, NUMBER, ready, codec=CODECS["int4"], unix_ms=0, exchange_seconds=5)
 
 
+def nonces_of(start: dp.Start) -> list[bytes]:
+    opener = NUMBER.opener(PLAN.openers(GENESIS))
+    return [bytes(16) if it.weight and it.peer_id != opener else b"" for it in start.contributions]
+
+
 def result(present: Sequence[str] = PEERS, digest: bytes = b"a" * 32) -> bytes:
     start = started()
     there = [item.peer_id for item in start.contributions if item.peer_id in present]
-    settle = dp.Settle(present=there, digests=[b"d" * 32] * parts_total(start))
+    settle = dp.Settle(present=there, digests=[b"d" * 32] * parts_total(start), nonces=nonces_of(start))
     return manifest_payload(CUT, PLAN, GENESIS, start, settle, layers_after(CUT, GENESIS, digest))
 
 
@@ -155,7 +160,7 @@ def waiting_witness(present: Sequence[str] = PEERS) -> tuple[RoundMachine, str]:
         present=[item.peer_id for item in start.contributions if item.peer_id in present],
         as_reported=True,
         deadline_ms=4000,
-        nonces=[bytes(16) if it.weight and it.peer_id != opener else b"" for it in start.contributions],
+        nonces=nonces_of(start),
     )
     machine.step(rt.Received(opener, dp.RoundMessage(settle=settle)), 0.3)
     assert machine.phase is rt.Phase.AWAITING_COMMIT

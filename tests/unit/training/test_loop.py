@@ -352,3 +352,30 @@ def test_layers_of_every_kind_are_timed(make_loop: LoopMaker) -> None:
     times = measure_layer_times(loop.spec, loop.run, facts, SystemClock())
     assert [kind for kind, _, _ in times] == ["embedding", "block", "head"]
     assert all(forward > 0 and backward > 0 for _, forward, backward in times)
+
+
+def test_an_audit_tells_an_update_from_samples_that_it_was_trained_on(tmp_path: Path) -> None:
+    letters = torch.randint(97, 123, (9000,), generator=torch.Generator().manual_seed(2))
+    (tmp_path / "text.txt").write_text("".join(map(chr, letters.tolist())))
+    corpus = load_corpus(tiny_spec(), str(tmp_path / "text.txt"))
+    auditor, trainer = InnerLoop(tiny_spec(), corpus, "cpu"), InnerLoop(tiny_spec(), corpus, "cpu")
+    own, other = range(32), range(100, 132)
+    anchor_E = started(trainer, ((0, 32),))
+    started(auditor, ((200, 264),))
+    auditor.step()
+    weights_E = auditor.weights_E.clone()
+    while trainer.progress.samples + trainer.progress.samples_repeated < 4 * 32:
+        trainer.step()
+    trainer.snapshot()
+    update_E = torch.empty_like(anchor_E)
+    trainer.pseudo_gradient_into(update_E)
+    found = auditor.audit(anchor_E, update_E.clone(), own, other)
+    assert found.score > 4
+    assert found.own > found.other
+    assert found.samples == 32
+    assert auditor.audit(anchor_E, update_E.clone(), other, own).score < -4
+    assert auditor.audit(anchor_E, torch.zeros_like(anchor_E), own, other).score == 0
+    assert abs(auditor.audit(anchor_E, update_E.clone(), range(300, 332), other).score) < 3
+    assert torch.equal(auditor.weights_E, weights_E)
+    for loop in (auditor, trainer):
+        loop.close()

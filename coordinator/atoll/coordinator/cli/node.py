@@ -173,6 +173,7 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("pinned", f"to layers {node.pin}" if node.pin and node.pin != "out" else node.pin or "–"),
         ("availability", _availability_text(node)),
         ("profile warning", node.doubt or "–"),
+        ("audits of its training", _audits(node)),
         ("clock", _clock(status)),
         ("sent for averaging", size_or_dash(status.averaging_bytes_sent)),
         ("the same in fp32", size_or_dash(status.averaging_bytes_fp32)),
@@ -181,6 +182,14 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("downlink, at least", _rate(status.downlink_bytes_per_second)),
     ]
     return facts + [("address", address) for address in node.multiaddrs]
+
+
+def _audits(node: wire.NodeView) -> str:
+    if not node.training_audits:
+        return "–"
+    doubted = ": it seems to train less than it claims" if node.training_doubted else ""
+    audits = "1 audit" if node.training_audits == 1 else f"{node.training_audits} audits"
+    return f"score {node.training_score:.1f} in {audits}, median member {node.typical_training_score:.1f}{doubted}"
 
 
 def _availability_text(node: wire.NodeView) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from atoll.coordinator.live import hand_over, plan_pace, planner_answer
 from atoll.coordinator.live.attendance import ELIGIBLE_STATES, corpus_expected
 from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs, memory_figures
-from atoll.coordinator.rounds import learner, reports
+from atoll.coordinator.rounds import learner, reports, training_scores
 from atoll.coordinator.rounds.round_checks import check_layer_table, layer_count
 from atoll.coordinator.runs import admission, checkpoints, forks, lifecycle, recovery
 from atoll.coordinator.sanitize import MAX_SENTENCE_CHARACTERS, clean, sanitized_message
@@ -275,8 +275,8 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
         raise InvalidRequest("corpus_digest must be empty or 64 hexadecimal digits")
     if len(request.status.head_hash) not in (0, SHA256_BYTES):
         raise InvalidRequest(f"head_hash has {len(request.status.head_hash)} bytes; must be 0 or {SHA256_BYTES}")
-    if len(request.rounds) > MAX_REPORTS or len(request.evaluations) > MAX_REPORTS:
-        raise InvalidRequest(f"a heartbeat may have at most {MAX_REPORTS} round reports and {MAX_REPORTS} evaluations")
+    if max(len(request.rounds), len(request.evaluations), len(request.training_audits)) > MAX_REPORTS:
+        raise InvalidRequest(f"a heartbeat may have at most {MAX_REPORTS} rounds, evaluations and audits each")
     if len(request.checkpoints) > checkpoints.MAX_REPORTED_CHECKPOINTS:
         raise InvalidRequest(f"a heartbeat may report at most {checkpoints.MAX_REPORTED_CHECKPOINTS} checkpoints")
     if len(request.instance) > MAX_INSTANCE_BYTES or len(request.challenge_answer) > MAX_INSTANCE_BYTES:
@@ -336,6 +336,8 @@ def _take_reports(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> Non
         reports.apply_round_report(draft, node.peer_id, node.run_id, item)
     for evaluation in request.evaluations:
         reports.apply_evaluation_report(draft, node.peer_id, node.run_id, evaluation)
+    for audit in request.training_audits:
+        training_scores.apply_training_audit(draft, node.peer_id, node.run_id, audit)
     if request.HasField("manifests"):
         learner.take_answer(draft, node.peer_id, node.run_id, request.manifests)
         forks.take_answer(draft, node.peer_id, node.run_id, request.manifests)

@@ -162,6 +162,15 @@ class Fork:
 
 
 @dataclass(frozen=True)
+class TrainingScore:
+    """What one audit of a member's training found (`rounds/training_scores.py`)."""
+
+    round: int
+    auditor: str  # peer id
+    score: float | None  # None: the member did not give its contribution
+
+
+@dataclass(frozen=True)
 class PlanJoins:
     """Number of recent times that a node joined a run's plan."""
 
@@ -221,6 +230,8 @@ class RunMemory:
     bases: tuple[Base, ...] = ()  # of all plans, each once, the newest last
     void_manifest_hashes: frozenset[bytes] = frozenset()  # of rounds that a recovery made void
     recoverable_since: float | None = None  # monotonic, since when the newest round is lost to its electorate
+    training_scores: Mapping[str, tuple[TrainingScore, ...]] = field(default_factory=dict)  # by peer id, newest last
+    training_doubted: frozenset[str] = frozenset()  # peer ids
     genesis_writer: str = ""  # peer id
     genesis_writer_since: float = 0.0
     failed_genesis_writers: frozenset[str] = frozenset()  # asked in vain

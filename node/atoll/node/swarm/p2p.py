@@ -52,6 +52,7 @@ UnaryHandler = Callable[[Any, P2PContext], Awaitable[Message]]
 class GatedP2P(P2P):  # type: ignore[misc]
     """Dials peers through the address book and exchanges unary messages with members only."""
 
+    _log_too_large_from: float  # monotonic
     control: P2pdControl
     introductions: Introductions
     traffic: Traffic
@@ -73,7 +74,7 @@ class GatedP2P(P2P):  # type: ignore[misc]
             gate, self.open_socket, self.traffic, clock, is_on_record=lambda peer: bool(self.book.known(peer))
         )
         self._clock = clock
-        self._log_too_large_from = 0.0  # monotonic
+        self._log_too_large_from = 0.0
         try:
             await self._ping_daemon()
         except BaseException:

@@ -1,0 +1,129 @@
+"""What audits of training tell: scores of honest contributions, and of those that were not trained as claimed.
+
+    python -m benchmarks.training_audits [--rounds 60]
+
+Eight members in virtual time at `parity`'s size, real text. One of them makes a tenth of the steps that it claims, and
+scales its update to the usual norm. After every commit three contributions are audited as `core/training_audits.py`
+says, on the samples that their senders claim: an honest one, that of the cheat, and a copy of another member's update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import chain, islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from atoll.coordinator.rounds.training_scores import compare
+from atoll.coordinator.state.snapshot import TrainingScore
+from atoll.core.training_audits import draw_samples
+from atoll.lab.corpus import write_python_corpus
+from atoll.node.exchange.codecs import CODECS
+from benchmarks import byzantine
+from benchmarks.common import Report
+from benchmarks.parity_jobs import corpus_of, warm_start
+from benchmarks.virtual_swarm import RoundAverage, SwarmConfig, VirtualSwarm, fresh
+
+CODEC = "int4"
+CHEAT = byzantine.MEMBERS - 1
+TIMES_SLOWER = 10.0
+FIRST_ROUND = 3
+AUDITS = 5  # within which a cheat must be doubted
+TRIALS = 2000
+NOTES = (
+    "scores in standard errors; samples: of each kind, all that a member trains in a round of 10 steps; doubted: share "
+    f"of {TRIALS} trials in which the coordinator doubts a cheat that got {AUDITS} of the measured scores of its "
+    "kind, among seven members that got honest ones"
+)
+
+
+class AuditedSwarm(VirtualSwarm):
+    """Keeps what every member sent in the last round, and what it says it was trained on."""
+
+    sent: Mapping[str, Tensor]
+    claimed: Mapping[str, list[int]]
+
+    def _average(self, gradients: Mapping[str, Tensor], weights: Mapping[str, int]) -> RoundAverage:
+        self.sent = {peer: own.clone() for peer, own in gradients.items()}
+        count = max(weights.values()) // self._spec.data.sequence_length  # as many as the fastest
+        holdings = self.position.holdings
+        self.claimed = {
+            peer: list(islice(chain.from_iterable(range(*held) for held in holdings[peer]), count))
+            for peer in self.members
+        }
+        return super()._average(gradients, weights)
+
+    def audit(self, update_of: str, samples_of: str, compared: str) -> tuple[float, int]:
+        """The score of an update on the samples that `samples_of` claims, and their number."""
+        codec, usual = CODECS[CODEC], statistics.median(float(own.norm()) for own in self.sent.values())
+        own_E = self.sent[update_of]
+        update_E = codec.decode(codec.encode(own_E * (usual / float(own_E.norm()))), own_E.numel())
+        seed = f"{self.rounds}/{samples_of}".encode()
+        own, other = (draw_samples(seed, self.claimed[peer]) for peer in (samples_of, compared))
+        found = self.loops[compared].audit(self.anchor_E, update_E, own, other)
+        return found.score, found.samples
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    report, scores, samples = Report("training_audits"), defaultdict[str, list[float]](list), 0
+    with tempfile.TemporaryDirectory(prefix="atoll-") as scratch:
+        path = str(Path(scratch) / "corpus.txt")
+        write_python_corpus(Path(path))
+        job = byzantine.Job("", 0, True, byzantine.MEMBERS, "equal", options.rounds * byzantine.INNER_STEPS, 0, 0)
+        speeds = (*[1.0] * CHEAT, TIMES_SLOWER)
+        saved = fresh(byzantine.spec_of(job, path), byzantine.MEMBERS, warm_start(0, path))
+        swarm = AuditedSwarm(byzantine.spec_of(job, path), corpus_of(path), SwarmConfig(speeds, CODEC, 0.0), saved)
+        for _ in range(options.rounds):
+            swarm.round()
+            if swarm.rounds > FIRST_ROUND:
+                honest, other, third = (swarm.members[(swarm.rounds + step) % CHEAT] for step in (0, 2, 5))
+                for kind, update, claims in (
+                    ("honest", honest, honest),
+                    ("a tenth", swarm.members[CHEAT], swarm.members[CHEAT]),
+                    ("a copy", other, honest),
+                ):
+                    score, samples = swarm.audit(update, claims, third)
+                    scores[kind].append(score)
+        swarm.close()
+    for kind, found in scores.items():
+        low, middle, high = statistics.quantiles(found, n=4)
+        report.cell(
+            contribution=kind, audits=len(found), samples=samples, q1=low, median=middle, q3=high,
+            mean=statistics.fmean(found), sd=statistics.stdev(found), doubted=_doubted(scores["honest"], found),
+        )  # fmt: skip
+    for kind in ("a tenth", "a copy"):
+        share = _doubted(scores["honest"], scores[kind])
+        report.accept(f"{kind}: doubted within {AUDITS} audits", target="≥ 0.99", value=share, holds=share >= 0.99)
+    share = _doubted(scores["honest"], scores["honest"])
+    report.accept(f"honest: doubted, in {TRIALS} trials", target="0", value=share, holds=share == 0)
+    report.finish(NOTES)
+
+
+def _doubted(honest: list[float], found: list[float]) -> float:
+    """How often the coordinator doubts a member whose scores are drawn from `found`."""
+    rng, doubted = random.Random(5), 0
+    for _ in range(TRIALS):
+        told = {
+            f"m{place}": tuple(
+                TrainingScore(number, f"a{number}", rng.choice(found if place == CHEAT else honest))
+                for number in range(AUDITS)
+            )
+            for place in range(byzantine.MEMBERS)
+        }
+        doubted += compare(told)[f"m{CHEAT}"].doubted
+    return doubted / TRIALS
+
+
+if __name__ == "__main__":
+    main()

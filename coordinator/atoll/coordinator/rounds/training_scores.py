@@ -1,0 +1,113 @@
+"""What audits of training say of members: kept for a while, and compared. Pure.
+
+A round's manifest draws who is audited and by whom (`core/training_audits.py`), so a report counts only from the member
+that was drawn for it. A score says by how many standard errors a contribution gained more on its own samples than on
+others'. How large it is for honest members depends on the run, so a member is compared with the median member. It is
+*doubted* if its score is below half of that, and chance does not explain it. A member's score is what its median
+auditor found: so one lying auditor makes nobody doubted, and hides nobody. A doubt is shown, and has no consequences of
+its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, median_high
+
+from atoll.coordinator.rounds.reports import reject
+from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE
+from atoll.coordinator.state.snapshot import Draft, TrainingScore
+from atoll.core.errors import PeerMisbehaved
+from atoll.core.training_audits import MAX_SAMPLES, MAX_SCORE, draw
+from atoll.v1 import manifest_pb2
+from atoll.v1 import membership_pb2 as mb
+
+KEPT_SCORES = 16  # of each member
+LEAST_AUDITS = 5
+LEAST_MEMBERS = 3  # with scores: two cannot be compared
+LEAST_TYPICAL = 1.0  # below this mean, audits of this run tell nothing
+_SPREAD = 1.3  # standard deviation of the scores of one member: 1 by theory, 1.2 measured
+_SIGMAS = 5.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One member beside the others."""
+
+    audits: int
+    score: float  # what the median auditor found, in the mean of its audits
+    typical: float  # the median of the members' scores
+    doubted: bool
+
+
+def apply_training_audit(draft: Draft, peer_id: str, run_id: str, report: mb.TrainingAudit) -> None:
+    """Keep what an auditor reports, if it was drawn for that round."""
+    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
+    held = memory.recent_manifests.get(report.round)
+    if report.round > run.head_round or held is None:
+        return  # the node sends it again once the round is known; old ones are of no use
+    committed = manifest_pb2.CommittedManifest.FromString(held)
+    drawn = draw(manifest_pb2.Manifest.FromString(committed.payload))
+    live = draft.state.live.get(peer_id)
+    if live is None or live.refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) is None:
+        return
+    in_range = abs(report.score) <= MAX_SCORE and report.samples <= MAX_SAMPLES  # false for NaN
+    if drawn is None or (drawn.contributor, drawn.auditor) != (report.contributor, peer_id) or not in_range:
+        what = f"audit of round {report.round} that was not this node's to report, or with impossible figures"
+        reject(draft, run_id, peer_id, "audit", PeerMisbehaved(what))
+        return
+    scores = memory.training_scores.get(report.contributor, ())
+    if any(score.round == report.round for score in scores):
+        return
+    found = TrainingScore(report.round, peer_id, report.score if report.given else None)
+    kept = (*scores, found)[-KEPT_SCORES:]
+    draft.remember(run_id, training_scores={**memory.training_scores, report.contributor: kept})
+    _tell_doubts(draft, run_id)
+
+
+def compare(scores: Mapping[str, Sequence[TrainingScore]]) -> dict[str, Comparison]:
+    """Every member with a score beside the others, by peer id. Contributions that were not given say nothing."""
+    audits = {peer: sum(it.score is not None for it in found) for peer, found in scores.items()}
+    found = {peer: _median_auditor(told) for peer, told in scores.items() if audits[peer]}
+    if not found:
+        return {}
+    typical = median(found.values())
+    comparable = len(found) >= LEAST_MEMBERS and typical >= LEAST_TYPICAL
+    return {
+        peer: Comparison(audits[peer], score, typical, comparable and _is_behind(score, typical, audits[peer]))
+        for peer, score in found.items()
+    }
+
+
+def _median_auditor(scores: Sequence[TrainingScore]) -> float:
+    """The mean of the median auditor; of two, the one that found more. So one that lies does not count."""
+    by_auditor: defaultdict[str, list[float]] = defaultdict(list)
+    for it in scores:
+        if it.score is not None:
+            by_auditor[it.auditor].append(it.score)
+    return median_high(map(fmean, by_auditor.values()))
+
+
+def _is_behind(score: float, typical: float, audits: int) -> bool:
+    """Whether a member is below half of the median by more than chance."""
+    chance = _SIGMAS * _SPREAD / math.sqrt(audits)
+    return audits >= LEAST_AUDITS and score < typical / 2 and typical - score > chance
+
+
+def _tell_doubts(draft: Draft, run_id: str) -> None:
+    memory = draft.state.memory[run_id]
+    found = compare(memory.training_scores)
+    still = {peer for peer in memory.training_doubted & found.keys() if found[peer].score < found[peer].typical / 2}
+    doubted = frozenset(peer for peer, it in found.items() if it.doubted) | still
+    for peer in sorted(doubted - memory.training_doubted):
+        node, it = draft.state.nodes.get(peer), found[peer]
+        name = node.name if node is not None else peer
+        message = (
+            f"{name} seems to train less than it claims: its updates score {it.score:.1f} on its own samples in "
+            f"{it.audits} audits, those of others {it.typical:.1f}"
+        )
+        draft.event("node.training-doubted", run_id, peer, message)
+    if doubted != memory.training_doubted:
+        draft.remember(run_id, training_doubted=doubted)

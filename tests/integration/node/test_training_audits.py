@@ -1,0 +1,79 @@
+"""Audits of training with real trainers: honest contributions gain on their own samples, copies of others do not."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from statistics import fmean
+
+import pytest
+import torch
+from integration.node.test_engine import members
+from support.memory_network import no_fault
+
+from atoll.core.errors import AtollError
+from atoll.core.training_audits import draw
+from atoll.node.exchange.allreduce import Exchange
+from atoll.v1 import membership_pb2 as mb
+
+
+async def audits_of(made, count: int) -> list[mb.TrainingAudit]:
+    """What all members reported, once there are so many audits."""
+    async with asyncio.timeout(100):
+        while sum(len(member.audits) for member in made) < count:
+            for member in made:
+                if member.running.done():
+                    member.running.result()
+            await asyncio.sleep(0.05)
+    return sorted((audit for member in made for audit in member.audits), key=lambda audit: audit.round)
+
+
+@pytest.mark.timeout(180)
+async def test_the_drawn_member_audits_the_drawn_contribution_and_finds_that_it_was_trained(tmp_path):
+    async with members(tmp_path, 3, no_fault, round_tokens=6000) as made:
+        audits = await audits_of(made, 8)
+        manifests = {head.round: head.manifest for member in made for head in member.heads}
+        for member in made:
+            for audit in member.audits:
+                drawn = draw(manifests[audit.round])
+                assert drawn is not None
+                assert (drawn.contributor, drawn.auditor) == (audit.contributor, member.identity.peer_id)
+        given = [audit for audit in audits if audit.given]
+        assert len(given) >= 6
+        assert fmean(audit.score for audit in given) > 1
+
+
+@pytest.mark.timeout(180)
+async def test_another_contribution_than_was_summed_is_not_audited(tmp_path, monkeypatch):
+    """A member sends its auditor something else than its sketches are of: as a copy that scores better might be."""
+    async with members(tmp_path, 3, no_fault, round_tokens=6000) as made:
+        liar = made[1].identity.peer_id
+        give = Exchange.give_contribution_to
+
+        def lie(exchange, peer):
+            if exchange._me == liar:
+                exchange._contribution_E = -exchange._contribution_E
+            give(exchange, peer)
+
+        monkeypatch.setattr(Exchange, "give_contribution_to", lie)
+        audits = await audits_of(made, 12)
+        of_liar = [audit for audit in audits if audit.contributor == liar]
+        assert of_liar
+        assert not any(audit.given for audit in of_liar)
+        assert "another contribution" in of_liar[-1].reason
+        assert all(audit.given for audit in audits if audit.contributor != liar)
+
+
+@pytest.mark.timeout(180)
+async def test_only_the_auditor_gets_a_contribution_and_only_until_the_next_snapshot(tmp_path):
+    async with members(tmp_path, 3, no_fault, round_tokens=6000) as made:
+        await audits_of(made, 2)
+        await made[0].rounds(4)
+        exchange = made[0].engine._results.served
+        out_E = torch.empty_like(made[1].trainer.pseudo_gradient)
+        await made[0].engine._training_audits.stop()
+        for peer in (made[1], made[2]):
+            asking = peer.engine._results.served
+            with pytest.raises(AtollError):
+                await asking.fetch_contribution(made[0].identity.peer_id, out_E, timedelta(seconds=5))
+        assert exchange is not None
