@@ -15,7 +15,7 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping
-from itertools import chain, islice
+from itertools import chain, islice, product
 from pathlib import Path
 
 import torch
@@ -35,12 +35,12 @@ CODEC = "int4"
 CHEAT = byzantine.MEMBERS - 1
 TIMES_SLOWER = 10.0
 FIRST_ROUND = 3
-AUDITS = 5  # within which a cheat must be doubted
+AUDITS = (5, 8)  # within which a cheat must be doubted
 TRIALS = 2000
 NOTES = (
     "scores in standard errors; samples: of each kind, all that a member trains in a round of 10 steps; doubted: share "
-    f"of {TRIALS} trials in which the coordinator doubts a cheat that got {AUDITS} of the measured scores of its "
-    "kind, among seven members that got honest ones"
+    f"of {TRIALS} trials in which the coordinator doubts a member that got so many of the measured scores of its kind, "
+    "among seven members that got honest ones"
 )
 
 
@@ -98,26 +98,28 @@ def main() -> None:
         swarm.close()
     for kind, found in scores.items():
         low, middle, high = statistics.quantiles(found, n=4)
+        doubted = {f"doubted_{count}": _doubted(scores["honest"], found, count) for count in AUDITS}
         report.cell(
             contribution=kind, audits=len(found), samples=samples, q1=low, median=middle, q3=high,
-            mean=statistics.fmean(found), sd=statistics.stdev(found), doubted=_doubted(scores["honest"], found),
+            mean=statistics.fmean(found), sd=statistics.stdev(found), **doubted,
         )  # fmt: skip
-    for kind in ("a tenth", "a copy"):
-        share = _doubted(scores["honest"], scores[kind])
-        report.accept(f"{kind}: doubted within {AUDITS} audits", target="≥ 0.99", value=share, holds=share >= 0.99)
-    share = _doubted(scores["honest"], scores["honest"])
-    report.accept(f"honest: doubted, in {TRIALS} trials", target="0", value=share, holds=share == 0)
+    for kind, count in product(("a tenth", "a copy"), AUDITS):
+        share = _doubted(scores["honest"], scores[kind], count)
+        report.accept(f"{kind}: doubted within {count} audits", target="≥ 0.99", value=share, holds=share >= 0.99)
+    for count in AUDITS:
+        share = _doubted(scores["honest"], scores["honest"], count)
+        report.accept(f"honest: doubted, {TRIALS} × {count} audits", target="0", value=share, holds=share == 0)
     report.finish(NOTES)
 
 
-def _doubted(honest: list[float], found: list[float]) -> float:
+def _doubted(honest: list[float], found: list[float], audits: int) -> float:
     """How often the coordinator doubts a member whose scores are drawn from `found`."""
     rng, doubted = random.Random(5), 0
     for _ in range(TRIALS):
         told = {
             f"m{place}": tuple(
                 TrainingScore(number, f"a{number}", rng.choice(found if place == CHEAT else honest))
-                for number in range(AUDITS)
+                for number in range(audits)
             )
             for place in range(byzantine.MEMBERS)
         }

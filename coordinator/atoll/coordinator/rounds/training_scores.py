@@ -28,7 +28,8 @@ KEPT_SCORES = 16  # of each member
 LEAST_AUDITS = 5
 LEAST_MEMBERS = 3  # with scores: two cannot be compared
 LEAST_TYPICAL = 1.0  # below this mean, audits of this run tell nothing
-_SPREAD = 1.3  # standard deviation of the scores of one member: 1 by theory, 1.2 measured
+_LEAST_SPREAD = 1.3  # standard deviation of the scores of one member: 1 by theory if its updates were all alike
+_SPREAD = 0.33  # likewise, in units of the typical score: `benchmarks/training_audits.py` measures it
 _SIGMAS = 5.0
 
 
@@ -92,7 +93,7 @@ def _median_auditor(scores: Sequence[TrainingScore]) -> float:
 
 def _is_behind(score: float, typical: float, audits: int) -> bool:
     """Whether a member is below half of the median by more than chance."""
-    chance = _SIGMAS * _SPREAD / math.sqrt(audits)
+    chance = _SIGMAS * max(_LEAST_SPREAD, _SPREAD * typical) / math.sqrt(audits)
     return audits >= LEAST_AUDITS and score < typical / 2 and typical - score > chance
 
 
