@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median, median_high
 
 from atoll.coordinator.rounds.reports import reject
@@ -49,11 +49,13 @@ def apply_training_audit(draft: Draft, peer_id: str, run_id: str, report: mb.Tra
     held = memory.recent_manifests.get(report.round)
     if report.round > run.head_round or held is None:
         return  # the node sends it again once the round is known; old ones are of no use
+    live = draft.state.live.get(peer_id)
+    remaining = live.refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) if live is not None else None
+    if live is None or remaining is None:
+        return
+    draft.set_live(peer_id, replace(live, refusal_allowance=remaining))  # also if it is right: reading takes time
     committed = manifest_pb2.CommittedManifest.FromString(held)
     drawn = draw(manifest_pb2.Manifest.FromString(committed.payload))
-    live = draft.state.live.get(peer_id)
-    if live is None or live.refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) is None:
-        return
     in_range = abs(report.score) <= MAX_SCORE and report.samples <= MAX_SAMPLES  # false for NaN
     if drawn is None or (drawn.contributor, drawn.auditor) != (report.contributor, peer_id) or not in_range:
         what = f"audit of round {report.round} that was not this node's to report, or with impossible figures"

@@ -29,8 +29,8 @@ from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
 _FRAME_TIMEOUT = timedelta(seconds=30)
-_ATTEMPTS = 4  # the contributor may install the round a little later
-_AGAIN_SECONDS = 1.0
+_ATTEMPTS = 15  # the contributor may install the round a little later
+_AGAIN_SECONDS = 2.0
 _MOST_SAMPLES = 2**16  # of which some are drawn
 
 _log = log.get("audit")

@@ -309,7 +309,7 @@ class Trainer:
             return await self._answer(number, timeout)
         except DeadlineExceeded as error:
             if isinstance(
-                order, messages.Evaluate | messages.Generate | messages.Stop
+                order, messages.Evaluate | messages.Audit | messages.Generate | messages.Stop
             ):  # long, or waiting for others of a route
                 raise
             self._child.kill()  # its device or disk hangs: a new process may work
