@@ -24,7 +24,7 @@ from atoll.v1 import manifest_pb2
 
 SEED_BYTES = 32
 MAX_SAMPLES = 64  # of each kind, in one audit
-MIN_SAMPLES = 4
+MIN_SAMPLES = 8
 MAX_SCORE = 100.0
 _MOST_GAIN = 1000.0  # nats per token
 

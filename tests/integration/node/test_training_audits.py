@@ -14,7 +14,15 @@ from support.memory_network import no_fault
 from atoll.core.errors import AtollError
 from atoll.core.training_audits import draw
 from atoll.node.exchange.allreduce import Exchange
+from atoll.node.rounds import training_audits
 from atoll.v1 import membership_pb2 as mb
+
+
+@pytest.fixture(autouse=True)
+def audits_of_short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds here are too short for audits to be cheap."""
+    monkeypatch.setattr(training_audits, "_SHARE_OF_ROUND", 4.0)
+    monkeypatch.setattr(training_audits, "_SHARE_OF_ALL", 4.0)
 
 
 async def audits_of(made, count: int) -> list[mb.TrainingAudit]:

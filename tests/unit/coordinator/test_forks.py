@@ -342,12 +342,24 @@ def test_healthy_rounds_on_the_side_of_the_log_are_not_made_void(world: World) -
     pytest.fail("the fork was not ended")
 
 
+@pytest.mark.parametrize("head", [(10**9, b""), (10**9, b"x" * 32), (2**63, b"x" * 32)])
+def test_a_claim_to_be_far_ahead_holds_up_the_end_of_a_fork_for_minutes_only(
+    world: World, head: tuple[int, bytes]
+) -> None:
+    one, other = fork(world)
+    hold(world, one, (LIAR, *ONE_SIDE))
+    world.heads["cid"] = head
+    world.say("cid")
+    hold(world, other, OTHER_SIDE)
+    answer(world, dict.fromkeys(OTHER_SIDE, other), 2 * LONG)
+    assert is_ended(world, one)
+
+
 def test_a_gap_is_not_filled_with_the_other_side_of_a_fork(world: World) -> None:
     one, other = fork(world)
     other = grow(world, other, 7, OTHER_SIDE)
-    hold(world, one, ["ann"])
-    for name in ("bob", "cid"):
-        world.hang_up(name)
+    hold(world, one, ["ann", "bob"])
+    world.hang_up("cid")
     hold(world, other, (LIAR, *OTHER_SIDE))
     for _ in range(120):
         world.wait(1)
@@ -356,16 +368,6 @@ def test_a_gap_is_not_filled_with_the_other_side_of_a_fork(world: World) -> None
             held = [other[first].manifest] if first == len(other) else []
             world.say(world.asked_node, manifests=mb.ManifestAnswer(first=first, manifests=held))
     assert (world.run.head_round, events(world, "run.gap")) == (3, [])
-
-
-def test_after_a_restore_a_member_shows_what_was_banned_and_unbanned(world: World) -> None:
-    ann, bob = (world.identities[name].peer_id for name in ("ann", "bob"))
-    world.take(admission.ban(world.state, world.now, "ann", ""))  # as of the backup
-    newer = issue_deny_list(world.operator, world.state.deny.number + 2, frozenset({bob}), world.now.unix_ms / 1000)
-    world.say("cid", deny_list=newer)
-    assert world.state.deny.peer_ids == {bob}
-    assert banned(world) == {"bob"}
-    assert not world.state.nodes[ann].banned
 
 
 def test_a_peer_of_which_only_the_ban_is_left_is_unbanned_by_its_id(world: World) -> None:

@@ -181,10 +181,10 @@ def _later_round(state: State, run_id: str, unable: frozenset[str]) -> tuple[int
     """The newest round that more than half of the plan's members have reached, and its hash on those that are there.
 
     None unless more than half are `unable` to send the next round: a slow network is no reason to skip rounds. None
-    either while a node has the log's own newest round: after a fork, the others might go on from another one.
+    either while two nodes have the log's own newest round: after a fork, the others might go on from another one.
     """
     ahead, members = _nodes_ahead(state, run_id), _members(state, run_id)
-    if _somebody_has_the_head(state, run_id):
+    if _several_have_the_head(state, run_id):
         return None
     if 2 * len(unable.intersection(members)) <= len(members):
         return None
@@ -195,13 +195,13 @@ def _later_round(state: State, run_id: str, unable: frozenset[str]) -> tuple[int
     return number, {peer: state.live[peer].status.head_hash for peer in members if ahead.get(peer) == number}
 
 
-def _somebody_has_the_head(state: State, run_id: str) -> bool:
+def _several_have_the_head(state: State, run_id: str) -> bool:
+    """Whether at least two members say so: one alone may lie, or be stuck there."""
     number, head = state.runs[run_id].head_round, state.memory[run_id].committed.get(state.runs[run_id].head_round)
-    return head is not None and any(
-        live.connected and (live.status.head_round, live.status.head_hash) == (number, head.manifest_hash)
-        for live in (state.live.get(peer) for peer in _members(state, run_id))
-        if live is not None
-    )
+    statuses = [live.status for peer in _members(state, run_id) if (live := state.live.get(peer)) and live.connected]
+    if head is None:
+        return False
+    return sum((it.head_round, it.head_hash) == (number, head.manifest_hash) for it in statuses) > 1
 
 
 def _take_later_round(

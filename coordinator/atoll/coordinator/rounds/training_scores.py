@@ -4,8 +4,8 @@ A round's manifest draws who is audited and by whom (`core/training_audits.py`),
 that was drawn for it. A score says by how many standard errors a contribution gained more on its own samples than on
 others'. How large it is for honest members depends on the run, so a member is compared with the median member. It is
 *doubted* if its score is below half of that, and chance does not explain it. A member's score is what its median
-auditor found: so one lying auditor makes nobody doubted, and hides nobody. A doubt is shown, and has no consequences of
-its own.
+auditor found: so one lying auditor makes nobody doubted, and from four members on it hides nobody. A doubt is shown,
+and has no consequences of its own.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean, median, median_high
 
 from atoll.coordinator.rounds.reports import reject
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE
-from atoll.coordinator.state.snapshot import Draft, TrainingScore
+from atoll.coordinator.state.snapshot import Draft, TrainingComparison, TrainingScore
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.training_audits import MAX_SAMPLES, MAX_SCORE, draw
 from atoll.v1 import manifest_pb2
@@ -33,22 +33,14 @@ _SPREAD = 0.33  # likewise, in units of the typical score: `benchmarks/training_
 _SIGMAS = 5.0
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One member beside the others."""
-
-    audits: int
-    score: float  # what the median auditor found, in the mean of its audits
-    typical: float  # the median of the members' scores
-    doubted: bool
-
-
 def apply_training_audit(draft: Draft, peer_id: str, run_id: str, report: mb.TrainingAudit) -> None:
     """Keep what an auditor reports, if it was drawn for that round."""
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     held = memory.recent_manifests.get(report.round)
     if report.round > run.head_round or held is None:
         return  # the node sends it again once the round is known; old ones are of no use
+    if any(score.round == report.round for score in memory.training_scores.get(report.contributor, ())):
+        return
     live = draft.state.live.get(peer_id)
     remaining = live.refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) if live is not None else None
     if live is None or remaining is None:
@@ -61,16 +53,21 @@ def apply_training_audit(draft: Draft, peer_id: str, run_id: str, report: mb.Tra
         what = f"audit of round {report.round} that was not this node's to report, or with impossible figures"
         reject(draft, run_id, peer_id, "audit", PeerMisbehaved(what))
         return
-    scores = memory.training_scores.get(report.contributor, ())
-    if any(score.round == report.round for score in scores):
-        return
     found = TrainingScore(report.round, peer_id, report.score if report.given else None)
-    kept = (*scores, found)[-KEPT_SCORES:]
-    draft.remember(run_id, training_scores={**memory.training_scores, report.contributor: kept})
+    members = set(memory.plan.members) if memory.plan is not None else set()
+    oldest = run.head_round - KEPT_SCORES * max(len(members), 1)  # a run's scores change as it learns
+    kept = {
+        peer: tuple(score for score in scores if score.round > oldest)
+        for peer, scores in memory.training_scores.items()
+        if peer in members
+    }
+    if report.contributor in members:
+        kept[report.contributor] = (*kept.get(report.contributor, ()), found)[-KEPT_SCORES:]
+    draft.remember(run_id, training_scores=kept)
     _tell_doubts(draft, run_id)
 
 
-def compare(scores: Mapping[str, Sequence[TrainingScore]]) -> dict[str, Comparison]:
+def compare(scores: Mapping[str, Sequence[TrainingScore]]) -> dict[str, TrainingComparison]:
     """Every member with a score beside the others, by peer id. Contributions that were not given say nothing."""
     audits = {peer: sum(it.score is not None for it in found) for peer, found in scores.items()}
     found = {peer: _median_auditor(told) for peer, told in scores.items() if audits[peer]}
@@ -79,7 +76,7 @@ def compare(scores: Mapping[str, Sequence[TrainingScore]]) -> dict[str, Comparis
     typical = median(found.values())
     comparable = len(found) >= LEAST_MEMBERS and typical >= LEAST_TYPICAL
     return {
-        peer: Comparison(audits[peer], score, typical, comparable and _is_behind(score, typical, audits[peer]))
+        peer: TrainingComparison(audits[peer], score, typical, comparable and _is_behind(score, typical, audits[peer]))
         for peer, score in found.items()
     }
 
@@ -100,11 +97,15 @@ def _is_behind(score: float, typical: float, audits: int) -> bool:
 
 
 def _tell_doubts(draft: Draft, run_id: str) -> None:
+    """Compare anew, and tell new doubts. A doubt stays until the member has half of the median score."""
     memory = draft.state.memory[run_id]
-    found = compare(memory.training_scores)
-    still = {peer for peer in memory.training_doubted & found.keys() if found[peer].score < found[peer].typical / 2}
-    doubted = frozenset(peer for peer, it in found.items() if it.doubted) | still
-    for peer in sorted(doubted - memory.training_doubted):
+    before = {peer for peer, it in memory.training_compared.items() if it.doubted}
+    found = {
+        peer: replace(it, doubted=it.doubted or (peer in before and it.score < it.typical / 2))
+        for peer, it in compare(memory.training_scores).items()
+    }
+    draft.remember(run_id, training_compared=found)
+    for peer in sorted(peer for peer, it in found.items() if it.doubted and peer not in before):
         node, it = draft.state.nodes.get(peer), found[peer]
         name = node.name if node is not None else peer
         message = (
@@ -112,5 +113,3 @@ def _tell_doubts(draft: Draft, run_id: str) -> None:
             f"{it.audits} audits, those of others {it.typical:.1f}"
         )
         draft.event("node.training-doubted", run_id, peer, message)
-    if doubted != memory.training_doubted:
-        draft.remember(run_id, training_doubted=doubted)

@@ -233,13 +233,13 @@ def merge_deny_list(draft: Draft, signed: pb.Signed) -> None:
     if shown.number <= known.number:
         return
     number = max(shown.number, draft.state.deny_reserved) + 1
-    draft.issue_deny(DenyList(number, shown.peer_ids))
-    for peer_id in sorted(shown.peer_ids ^ known.peer_ids):
-        node, is_banned = draft.state.nodes.get(peer_id), peer_id in shown.peer_ids
+    draft.issue_deny(DenyList(number, known.peer_ids | shown.peer_ids))  # which of them were unbanned is not known
+    for peer_id in sorted(shown.peer_ids - known.peer_ids):
+        node = draft.state.nodes.get(peer_id)
         if node is not None:
-            draft.put(replace(node, banned=is_banned))
-        name, what = node.name if node else peer_id, "banned" if is_banned else "unbanned"
-        draft.event(f"node.{what}", node.run_id if node else "", peer_id, f"{name} was {what} before the restore")
+            draft.put(replace(node, banned=True))
+        name = node.name if node else peer_id
+        draft.event("node.banned", node.run_id if node else "", peer_id, f"{name} was banned before the restore")
 
 
 def leave(state: State, now: StepTime, peer_id: str, reason: str, instance: bytes = b"") -> Step[None]:

@@ -9,7 +9,7 @@ differs, and checks its votes. Then two things happen without waiting for the op
 - The run goes on from the newest round of the log, as after a recovery, so that what was built on the other result is
   void everywhere. A recovery voids what members commit before they hear of it, and nobody keeps the state of earlier
   rounds. So it waits for a moment at which no commit is near: the members on the log's side cannot decide without the
-  others, or have just committed, or not for long. None of them may be ahead of the log.
+  others, or have just committed, or not for long. For two minutes none of them may be ahead of the log, either.
 
 The operator may take a ban back (`atollctl node unban`).
 """
@@ -39,6 +39,7 @@ ANSWER_SECONDS = 10.0  # for a node to answer
 SEARCH_SECONDS = 60.0  # for all answers of one node about one head
 ASK_AGAIN_SECONDS = 60.0  # the same node
 JUST_COMMITTED_SECONDS = 2.0
+AHEAD_SECONDS = 120.0  # for the log to follow a node that says it is ahead
 
 
 def look_for_forks(draft: Draft, run_id: str) -> None:
@@ -174,7 +175,7 @@ def _found(draft: Draft, run_id: str, peer_id: str, other: Head) -> None:
     known, name = memory.committed[number].manifest_hash.hex()[:12], draft.state.nodes[peer_id].name
     two = f"{known}… in the log and {other.hash.hex()[:12]}… on {name}"
     draft.event("run.forked", run_id, str(number), f"round {number} has two results, {two}; {proved}")
-    draft.remember(run_id, fork=Fork(number, other.hash))
+    draft.remember(run_id, fork=Fork(number, other.hash, draft.now.monotonic))
 
 
 def _convict(draft: Draft, run_id: str, proof: bytes) -> str:
@@ -208,7 +209,8 @@ def _end_fork(draft: Draft, run_id: str, fork: Fork) -> None:
         and statuses[peer].status.state != mb.NODE_STATE_CATCHING_UP
         and not statuses[peer].status.lost_layers
     ]
-    ahead = [peer for peer in side if statuses[peer].status.head_round > run.head_round]
+    waits = draft.now.monotonic - fork.since < AHEAD_SECONDS  # the learner had the time to follow what is true
+    ahead = waits and any(_is_ahead(statuses[peer].status, run.head_round, memory) for peer in side)
     if run.state != "TRAINING" or ahead or not recovery.hold_all_layers(memory, holders):
         return
     electorate = electorate_after(memory, run.head_round)
@@ -216,6 +218,12 @@ def _end_fork(draft: Draft, run_id: str, fork: Fork) -> None:
     if not may_commit or _no_commit_is_near(draft, memory):
         point = recovery.RecoveryPoint(run.head_round, len(holders), head)
         recovery.recover_from(draft, run_id, point, f"round {fork.round} had two results")
+
+
+def _is_ahead(status: mb.NodeStatus, head_round: int, memory: RunMemory) -> bool:
+    """Whether a node may hold a round after the newest of the log."""
+    well_formed = len(status.head_hash) == SHA256_BYTES and status.head_round <= MAX_INTEGER
+    return well_formed and status.head_round > head_round and status.head_hash not in memory.void_manifest_hashes
 
 
 def _no_commit_is_near(draft: Draft, memory: RunMemory) -> bool:

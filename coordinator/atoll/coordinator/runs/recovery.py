@@ -216,6 +216,8 @@ def recover_from(draft: Draft, run_id: str, point: RecoveryPoint, why: str) -> N
         committed=kept,
         void_manifest_hashes=memory.void_manifest_hashes | {commit.manifest_hash for commit in void.values()},
         fork=None,
+        training_scores={},  # some are of rounds that are void now
+        training_compared={},
         recent_manifests={number: it for number, it in memory.recent_manifests.items() if number <= point.round},
         recoverable_since=None,
         inquiry=None,

@@ -10,7 +10,6 @@ from typing import cast
 
 from atoll.coordinator.live.attendance import ready_count, uncounted
 from atoll.coordinator.rounds.coordinator_seat import VoteReply
-from atoll.coordinator.rounds.training_scores import compare
 from atoll.coordinator.runs import checkpoints
 from atoll.coordinator.services.plan_views import plan_fields
 from atoll.coordinator.state.availability import availability, failures_per_hour
@@ -66,11 +65,10 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
         ],
     )
     view.MergeFrom(plan_fields(state, node))
-    compared = compare(state.memory[node.run_id].training_scores).get(node.peer_id)
+    compared = state.memory[node.run_id].training_compared.get(node.peer_id)
     if compared is not None:
         view.training_audits, view.training_score = compared.audits, compared.score
-        view.typical_training_score = compared.typical
-        view.training_doubted = node.peer_id in state.memory[node.run_id].training_doubted
+        view.typical_training_score, view.training_doubted = compared.typical, compared.doubted
     return view
 
 

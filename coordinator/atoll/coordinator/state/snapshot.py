@@ -159,6 +159,7 @@ class Fork:
 
     round: int
     other: bytes  # manifest hash of the result that is not in the log
+    since: float  # monotonic, when it was found
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,16 @@ class TrainingScore:
     round: int
     auditor: str  # peer id
     score: float | None  # None: the member did not give its contribution
+
+
+@dataclass(frozen=True)
+class TrainingComparison:
+    """One member's audits beside those of the others."""
+
+    audits: int
+    score: float  # what the median auditor found, in the mean of its audits
+    typical: float  # the median of the members' scores
+    doubted: bool
 
 
 @dataclass(frozen=True)
@@ -231,7 +242,7 @@ class RunMemory:
     void_manifest_hashes: frozenset[bytes] = frozenset()  # of rounds that a recovery made void
     recoverable_since: float | None = None  # monotonic, since when the newest round is lost to its electorate
     training_scores: Mapping[str, tuple[TrainingScore, ...]] = field(default_factory=dict)  # by peer id, newest last
-    training_doubted: frozenset[str] = frozenset()  # peer ids
+    training_compared: Mapping[str, TrainingComparison] = field(default_factory=dict)  # by peer id, of these scores
     genesis_writer: str = ""  # peer id
     genesis_writer_since: float = 0.0
     failed_genesis_writers: frozenset[str] = frozenset()  # asked in vain

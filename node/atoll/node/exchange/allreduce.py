@@ -54,6 +54,7 @@ _MAX_EARLY_STREAMS_PER_PEER = 4  # for rounds that this node has not started
 _REDUCER_TIMEOUT_STALLS = 2.5  # in units of `stall`
 _RECONNECT_INTERVAL = timedelta(seconds=1)
 _CODEC_GROWTH = 2.0  # decoded values have at most so many times the norm of the encoded ones
+_MAX_CONTRIBUTIONS = 2  # that are begun to be sent to an auditor
 _REPAIR_TURNS = 4  # holders that a repair has time to try one after another
 
 _log = log.get("exchange")
@@ -129,6 +130,8 @@ class Exchange:
         self._closing = BackgroundTasks()
         self._streams: list[Stream] = []  # open streams
         self._bytes_sent = 0  # on closed streams
+        self._contribution_requests = PeerSlots[str](1)  # at once
+        self._contributions_begun = 0
         self._contribution_reader = ""  # peer id of the member that audits the contribution
         self._run_finished = False  # `run` has returned
         self._has_ended = False
@@ -278,11 +281,16 @@ class Exchange:
         await self._serve_until_end(stream, self._auditor.answer(stream, seed))
 
     async def serve_contribution(self, stream: Stream) -> None:
-        """Send this node's contribution to the member that audits it. Raises `RoundAbandoned`."""
-        await self._serve_until_end(stream, self._give_contribution(stream))
+        """Send this node's contribution to the member that audits it. Raises `RoundAbandoned`, `PeerMisbehaved`."""
+        with self._contribution_requests.hold(stream.peer_id, "requests for a contribution"):
+            await self._serve_until_end(stream, self._give_contribution(stream))
 
     async def _give_contribution(self, stream: Stream) -> None:
         for index in range(len(self._average)):
+            if index == 0 and self._contribution_reader == stream.peer_id:
+                self._contributions_begun += 1
+            if self._contributions_begun > _MAX_CONTRIBUTIONS:
+                raise RoundAbandoned(f"this node has given its contribution {_MAX_CONTRIBUTIONS} times")
             part, body = self._average.part(index), memoryview(b"")
             if self._contribution_reader == stream.peer_id:
                 values_E = self._contribution_E[part.start : part.end]

@@ -191,13 +191,19 @@ class Auditor:
         return await self._compute(self._judge, parts, evidence, verdicts)
 
     def check_contribution(self, peer: str, values_E: Tensor) -> None:
-        """Raise `PartInvalid` unless these values, fp32 [E], can be what the sketches of `peer` are of."""
+        """Raise `PartInvalid` unless these values, fp32 [E], can be what the sketches of `peer` are of.
+
+        Only drawn parts have sketches. Raises `RoundAbandoned` if this node does not have all of them.
+        """
         sketcher, noise = self._sketcher(self._told_seed), CODEC_NOISE[self._average.codec.name]
-        for index, told_B in self._told.get(peer, {}).items():
+        told, due = self._told.get(peer, {}), self._due(peer, draw_parts(self._told_seed, self._average.reducer_shares))
+        if not due or told.keys() != set(due):
+            raise RoundAbandoned(f"this node has no sketches of {peer} to compare its contribution with")
+        for index, told_B in told.items():
             part = self._average.part(index)
             found_B = sketcher.of(values_E[part.start : part.end])
             allowed = SIZE_SLACK * (noise.relative * float(told_B.norm()) + noise.absolute * math.sqrt(part.elements))
-            if float((found_B - told_B).norm()) > allowed:
+            if not float((found_B - told_B).norm()) <= allowed:  # also if it is not finite
                 raise PartInvalid(f"peer {peer} sent another contribution than its sketches are of, in part {index}")
 
     async def _answers(

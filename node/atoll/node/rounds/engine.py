@@ -363,11 +363,12 @@ class AveragingEngine:
         await self._take_anchor(head, share, (own.start, own.stop))
         _log.info("round committed", round=head.round, tokens=head.committed_tokens)
         self._look_at_verdicts(head.manifest)
-        self._audit_training(head, before)
+        await self._audit_training(head, before)
         await self._end_turn(head, opened_here)
 
-    def _audit_training(self, head: Head, before: Head) -> None:
+    async def _audit_training(self, head: Head, before: Head) -> None:
         """Only where every contribution is an update of the whole model."""
+        await self._training_audits.stop()
         if self._results.served is not None and self._state.is_whole and self.turns == 1:
             lease = self._machine.policy.round_samples
             self._training_audits.begin(head, before, self._machine.plan, lease, self._results.served)
@@ -472,6 +473,7 @@ class AveragingEngine:
 
     async def _catch_up(self, share: CountedShare | None) -> None:
         plan, before = self._machine.plan, self.head
+        await self._training_audits.stop()
         try:
             try:
                 fetched = await catch_up(self._network, plan, self._state, before, operator_key=self._operator_key)

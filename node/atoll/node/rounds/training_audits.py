@@ -1,8 +1,8 @@
 """Audits of training on one node: give its own contribution to its auditor, or audit another one.
 
 core/training_audits.py says who is drawn and what is measured. An audit uses the memory of this node's own
-pseudo-gradient, which is free from the commit of a round to the next snapshot. What is not done by then is dropped: an
-audit never delays a round.
+pseudo-gradient, which is free from the commit of a round to the next snapshot. What is not done by then is dropped. Its
+forward passes are few beside the steps of a round: where rounds are too short for enough samples, nothing is audited.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ from atoll.v1 import membership_pb2 as mb
 _FRAME_TIMEOUT = timedelta(seconds=30)
 _ATTEMPTS = 15  # the contributor may install the round a little later
 _AGAIN_SECONDS = 2.0
-_MOST_SAMPLES = 2**16  # of which some are drawn
+_MOST_SAMPLES = 2**12  # of which some are drawn
+_SHARE_OF_ROUND = 0.05  # of the auditor's compute time in a round: it delays its next step by so much
+_SHARE_OF_ALL = 0.01  # of the compute time of all
+_FORWARD = 1 / 3  # of the time of a step on a sample
+_PASSES = 4  # forward passes for each sample of a kind: two kinds, with and without the contribution
 
 _log = log.get("audit")
 
@@ -67,8 +71,9 @@ class TrainingAudits:
             exchange.give_contribution_to(drawn.auditor)
         elif self._me == drawn.auditor:
             holdings = position_at(before, plan, lease).holdings
+            most = _affordable(head.manifest, self._me)
             own, other = (
-                draw_samples(head.manifest.audit_seed, _consumed(head.manifest, peer, holdings.get(peer, ())))
+                draw_samples(head.manifest.audit_seed, _consumed(head.manifest, peer, holdings.get(peer, ())))[:most]
                 for peer in (drawn.contributor, drawn.compared)
             )
             if min(len(own), len(other)) >= MIN_SAMPLES:
@@ -123,6 +128,13 @@ class TrainingAudits:
                 reason = str(error)
             await asyncio.sleep(_AGAIN_SECONDS)
         return reason
+
+
+def _affordable(manifest: manifest_pb2.Manifest, me: str) -> int:
+    """How many samples of each kind this node may measure."""
+    there = [item for item in manifest.contributions if item.weight]
+    own = next(item.samples for item in there if item.peer_id == me)
+    return int(min(_SHARE_OF_ROUND, _SHARE_OF_ALL * len(there)) * own / (_FORWARD * _PASSES))
 
 
 def _consumed(manifest: manifest_pb2.Manifest, peer: str, ranges: Sequence[SampleRange]) -> list[int]:
