@@ -38,7 +38,8 @@ FIRST_ROUND = 3
 AUDITS = (5, 8)  # within which a cheat must be doubted
 TRIALS = 2000
 NOTES = (
-    "scores in standard errors; a node would measure less of so short rounds; samples: of each kind, all that a member trains in a round of 10 steps; doubted: share "
+    "scores in standard errors; a node would measure less of so short rounds; samples: of each kind, all that a member "
+    "trains in a round of 10 steps; doubted: share "
     f"of {TRIALS} trials in which the coordinator doubts a member that got so many of the measured scores of its kind, "
     "among seven members that got honest ones"
 )
