@@ -151,7 +151,7 @@ def _is_second_result(draft: Draft, run_id: str, inquiry: ForkInquiry, other: He
     memory, number = draft.state.memory[run_id], other.round
     before = memory.committed.get(number - 1)
     if before is None or other.manifest.previous_hash != before.manifest_hash:
-        if number == inquiry.first:  # they part before that
+        if number == inquiry.first > _base_round(memory) + 1:  # they part before that
             _ask(draft, run_id, replace(inquiry, first=number - BATCH, last=number - 1))
         return False
     electorate = electorate_after(memory, number - 1)

@@ -31,12 +31,13 @@ from torch import Tensor
 
 from atoll.core import log
 from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned, Unreachable, first_error
-from atoll.core.frames import Buffer, FrameKind
+from atoll.core.frames import FrameKind
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.auditor import Auditor, Dispute
 from atoll.node.exchange.averaged_parts import Average, AverageSink
 from atoll.node.exchange.codecs import is_finite
-from atoll.node.exchange.partition import Part, ReducerShare
+from atoll.node.exchange.contribution_copies import ContributionCopies
+from atoll.node.exchange.partition import ReducerShare
 from atoll.node.exchange.peer_deadlines import next_frame
 from atoll.node.exchange.reducer import Reducer
 from atoll.node.exchange.repair import PROTOCOL, RepairClient, RepairServer, SourcesOfPart
@@ -54,7 +55,6 @@ _MAX_EARLY_STREAMS_PER_PEER = 4  # for rounds that this node has not started
 _REDUCER_TIMEOUT_STALLS = 2.5  # in units of `stall`
 _RECONNECT_INTERVAL = timedelta(seconds=1)
 _CODEC_GROWTH = 2.0  # decoded values have at most so many times the norm of the encoded ones
-_MAX_CONTRIBUTIONS = 2  # that are begun to be sent to an auditor
 _REPAIR_TURNS = 4  # holders that a repair has time to try one after another
 
 _log = log.get("exchange")
@@ -130,9 +130,9 @@ class Exchange:
         self._closing = BackgroundTasks()
         self._streams: list[Stream] = []  # open streams
         self._bytes_sent = 0  # on closed streams
-        self._contribution_requests = PeerSlots[str](1)  # at once
-        self._contributions_begun = 0
-        self._contribution_reader = ""  # peer id of the member that audits the contribution
+        self.copies = ContributionCopies(
+            self.round_id, network, self._average, lambda: self._contribution_E, self._auditor, self._track_stream
+        )
         self._run_finished = False  # `run` has returned
         self._has_ended = False
 
@@ -202,37 +202,6 @@ class Exchange:
         }
         return await self._auditor.run(seed, asked, verdicts, grace, timeout)
 
-    def give_contribution_to(self, peer: str) -> None:
-        """Let this member fetch the contribution of this node, to audit it."""
-        self._contribution_reader = peer
-
-    def withhold_contribution(self) -> None:
-        """The contribution is about to change: nobody gets it any more."""
-        self._contribution_reader = ""
-
-    async def fetch_contribution(self, peer: str, out_E: Tensor, frame_timeout: timedelta) -> None:
-        """After the commit: write the contribution of `peer`, as a sum would have it, to `out_E`, fp32 [E].
-
-        Checks it against the sketches that `peer` sent for the audit of sums. Raises `PeerMisbehaved` for another
-        contribution, and other errors if it is not sent in time.
-        """
-        stream = await self._network.open(peer, PROTOCOL, frame_timeout)
-        with self._track_stream(stream):
-            header = dp.ExchangeHeader(round=self.round_id.to_proto(), contribution=True)
-            await stream.send(FrameKind.MESSAGE, header.SerializeToString())
-            for index in range(len(self._average)):
-                frame = await next_frame(stream, frame_timeout)
-                self._average.check(frame, index, peer)
-                await self._average.compute(self._decode_into, frame.body, self._average.part(index), out_E)
-        await self._average.compute(self._auditor.check_contribution, peer, out_E)
-
-    def _decode_into(self, body: Buffer, part: Part, out_E: Tensor) -> None:
-        def take(first: int, values_C: Tensor) -> None:
-            start = part.start + first
-            out_E[start : start + len(values_C)] = values_C
-
-        self._average.codec.open(body, part.elements).decode_pieces(take)
-
     def drop_sink(self) -> None:
         """Stop passing the average to the sink; still serves members that lack parts.
 
@@ -282,22 +251,7 @@ class Exchange:
 
     async def serve_contribution(self, stream: Stream) -> None:
         """Send this node's contribution to the member that audits it. Raises `RoundAbandoned`, `PeerMisbehaved`."""
-        with self._contribution_requests.hold(stream.peer_id, "requests for a contribution"):
-            await self._serve_until_end(stream, self._give_contribution(stream))
-
-    async def _give_contribution(self, stream: Stream) -> None:
-        for index in range(len(self._average)):
-            if index == 0 and self._contribution_reader == stream.peer_id:
-                self._contributions_begun += 1
-            if self._contributions_begun > _MAX_CONTRIBUTIONS:
-                raise RoundAbandoned(f"this node has given its contribution {_MAX_CONTRIBUTIONS} times")
-            part, body = self._average.part(index), memoryview(b"")
-            if self._contribution_reader == stream.peer_id:
-                values_E = self._contribution_E[part.start : part.end]
-                body = await self._average.compute(self._average.codec.encode, values_E)
-            if self._contribution_reader != stream.peer_id:  # also if it changed meanwhile
-                raise RoundAbandoned(f"this node gives its contribution to round {self.round_id} to nobody else now")
-            await stream.send(FrameKind.PART, self._average.header(index, averaged=False), body)
+        await self._serve_until_end(stream, self.copies.answer(stream))
 
     async def _serve_until_end(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` on `stream` until it finishes or the exchange ends."""

@@ -190,16 +190,19 @@ class Auditor:
         )
         return await self._compute(self._judge, parts, evidence, verdicts)
 
+    def require_sketches_of(self, peer: str) -> None:
+        """Raise `RoundAbandoned` unless this node has all sketches that `peer` had to send."""
+        due = self._due(peer, draw_parts(self._told_seed, self._average.reducer_shares))
+        if not due or self._told.get(peer, {}).keys() != set(due):
+            raise RoundAbandoned(f"this node has no sketches of {peer} to compare its contribution with")
+
     def check_contribution(self, peer: str, values_E: Tensor) -> None:
         """Raise `PartInvalid` unless these values, fp32 [E], can be what the sketches of `peer` are of.
 
-        Only drawn parts have sketches. Raises `RoundAbandoned` if this node does not have all of them.
+        Only drawn parts have sketches; `require_sketches_of` comes first.
         """
         sketcher, noise = self._sketcher(self._told_seed), CODEC_NOISE[self._average.codec.name]
-        told, due = self._told.get(peer, {}), self._due(peer, draw_parts(self._told_seed, self._average.reducer_shares))
-        if not due or told.keys() != set(due):
-            raise RoundAbandoned(f"this node has no sketches of {peer} to compare its contribution with")
-        for index, told_B in told.items():
+        for index, told_B in self._told[peer].items():
             part = self._average.part(index)
             found_B = sketcher.of(values_E[part.start : part.end])
             allowed = SIZE_SLACK * (noise.relative * float(told_B.norm()) + noise.absolute * math.sqrt(part.elements))

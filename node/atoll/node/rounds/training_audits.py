@@ -68,7 +68,7 @@ class TrainingAudits:
             return
         if self._me == drawn.contributor:
             self._given = exchange
-            exchange.give_contribution_to(drawn.auditor)
+            exchange.copies.give_to(drawn.auditor)
         elif self._me == drawn.auditor:
             holdings = position_at(before, plan, lease).holdings
             most = _affordable(head.manifest, self._me)
@@ -83,7 +83,7 @@ class TrainingAudits:
         """End it: the pseudo-gradient is about to change."""
         self._open = object()
         if self._given is not None:
-            self._given.withhold_contribution()
+            self._given.copies.withhold()
             self._given = None
         if self._auditing is not None:
             self._auditing.cancel()
@@ -120,7 +120,7 @@ class TrainingAudits:
         reason = ""
         for _ in range(_ATTEMPTS):
             try:
-                await exchange.fetch_contribution(peer, update_E, _FRAME_TIMEOUT)
+                await exchange.copies.fetch(peer, update_E, _FRAME_TIMEOUT)
                 return ""
             except PeerMisbehaved as error:
                 return str(error)
