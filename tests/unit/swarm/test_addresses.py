@@ -37,35 +37,38 @@ def test_learns_what_it_can_read_and_keeps_relays_whole() -> None:
     assert len(book.known(PEER)) == 2
 
 
-async def test_asks_the_resolver_once_for_all_and_not_again_at_once() -> None:
-    clock, asked = ManualClock(), list[str]()
+async def test_asks_the_resolver_once_for_all_on_a_page_and_not_again_at_once() -> None:
+    clock, asked, elsewhere = ManualClock(), list[str](), Identity.generate().peer_id
     book = AddressBook(clock, ANY)
 
-    async def resolve() -> None:
-        asked.append("asked")
+    async def resolve(page: str) -> None:
+        asked.append(page)
         await asyncio.sleep(0)
-        if len(asked) == 2:
+        if asked.count(page) == 2:
             book.learn(PEER, ["/ip4/192.0.2.7/tcp/4001"])
 
-    book.set_resolver(resolve)
+    book.set_resolver(resolve, lambda peer: "2" if peer == elsewhere else "1")
     assert await asyncio.gather(*(book.find(PEER) for _ in range(3))) == [(), (), ()]
     assert await book.find(PEER) == ()
-    assert asked == ["asked"]
+    assert asked == ["1"]
+    assert await book.find(elsewhere) == ()  # another page is asked for at once
+    assert asked == ["1", "2"]
     clock.advance(3)
     assert [str(address) for address in await book.find(PEER)] == ["/ip4/192.0.2.7/tcp/4001"]
     await book.find(PEER)
-    assert len(asked) == 2
+    assert asked == ["1", "2", "1"]
 
 
 async def test_a_known_peer_is_resolved_again_because_addresses_change() -> None:
     book = AddressBook(ManualClock(100.0), ANY)
     book.learn(PEER, ["/ip4/192.0.2.7/tcp/4001"])
 
-    async def resolve() -> None:
+    async def resolve(page: str) -> None:
+        assert page == "1"
         assert [str(address) for address in await book.find(PEER)] == ["/ip4/192.0.2.7/tcp/4001"]  # it may dial, too
         book.learn(PEER, ["/ip4/192.0.2.7/tcp/4002"])
 
-    book.set_resolver(resolve)
+    book.set_resolver(resolve, lambda _: "1")
     async with asyncio.timeout(5):
         assert [str(address) for address in await book.find(PEER)] == ["/ip4/192.0.2.7/tcp/4002"]
 
