@@ -96,7 +96,7 @@ def ban(
     with connect(credentials) as client:
         view = client.call(client.stub.GetNode, wire.GetNodeRequest(node=node))
         if not yes:
-            print_to_stderr(f"this bans {clean(view.name)} ({clean(view.peer_id)}) ; it loses its place at once")
+            print_to_stderr(f"this bans {clean(view.name)} ({clean(view.peer_id)}); it loses its place at once")
             if not ask_interactively(lambda: typer.confirm("ban it?", err=True)):
                 raise UsageError("nothing was done", "answer yes, or pass --yes")
         view = client.call(client.stub.BanNode, wire.BanNodeRequest(node=view.peer_id, reason=reason))

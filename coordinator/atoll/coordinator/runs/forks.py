@@ -175,7 +175,7 @@ def _found(draft: Draft, run_id: str, peer_id: str, other: Head) -> None:
     known, name = memory.committed[number].manifest_hash.hex()[:12], draft.state.nodes[peer_id].name
     two = f"{known}… in the log and {other.hash.hex()[:12]}… on {name}"
     draft.event("run.forked", run_id, str(number), f"round {number} has two results, {two}; {proved}")
-    draft.remember(run_id, fork=Fork(number, other.hash, draft.now.monotonic))
+    draft.remember(run_id, fork=Fork(number, draft.now.monotonic))
 
 
 def _convict(draft: Draft, run_id: str, proof: bytes) -> str:

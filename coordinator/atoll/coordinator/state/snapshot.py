@@ -158,7 +158,6 @@ class Fork:
     """Two results of one round, until the run goes on from the log."""
 
     round: int
-    other: bytes  # manifest hash of the result that is not in the log
     since: float  # monotonic, when it was found
 
 
