@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -23,6 +24,7 @@ from atoll.core.errors import ChildDied
 from atoll.node.trainer import messages
 from atoll.node.training.device_names import parse_device_names
 
+_LOSS_TIMEOUT = timedelta(seconds=10)  # the kernel closes a dead rank's sockets together: its control socket, too
 _ANSWER_TIMEOUT = timedelta(minutes=9)  # less than `ORDER_TIMEOUT` of the daemon, which cannot tell which rank is late
 
 _log = log.get("trainer")
@@ -45,6 +47,7 @@ class RankProcesses:
         self._names = parse_device_names(config.device)
         self._controls: list[socket.socket] = []
         self._answers: list[queue.SimpleQueue[messages.Envelope]] = []
+        self._readers: list[threading.Thread] = []
         self._order_numbers = 0
         for rank in range(1, len(self._names)):
             self._start(replace(config, rank=rank), descriptors)
@@ -62,7 +65,10 @@ class RankProcesses:
         self._answers.append(answers)
         ours.sendall(messages.Envelope(0, config).line())
         name = self._names[config.rank]
-        threading.Thread(target=self._read, args=(ours, answers, name), name=f"rank-{name}", daemon=True).start()
+        self._readers.append(
+            threading.Thread(target=self._read, args=(ours, answers, name), name=f"rank-{name}", daemon=True)
+        )
+        self._readers[-1].start()
 
     def send_to_ranks(self, order: messages.Order) -> int:
         """Send an order to all ranks. Returns its number, for `await_ranks`."""
@@ -91,6 +97,15 @@ class RankProcesses:
                 accepted = "it accepted an order that rank 0 refused"
                 why = answer.body.message if isinstance(answer.body, messages.Refused) else accepted
                 raise RuntimeError(f"the process for {name} diverged from the other ranks: {why}")
+
+    def report_loss(self) -> None:
+        """After an error of rank 0: if a lost rank caused it, call `lost` with that rank's name, within a deadline.
+
+        A collective operation fails in rank 0 as soon as another rank dies, often before `_read` sees the end.
+        """
+        deadline = time.monotonic() + _LOSS_TIMEOUT.total_seconds()
+        while time.monotonic() < deadline and all(reader.is_alive() for reader in self._readers):
+            self._readers[0].join(0.1)
 
     def _read(self, control: socket.socket, answers: queue.SimpleQueue[messages.Envelope], name: str) -> None:
         with contextlib.suppress(OSError), control.makefile("rb") as lines:

@@ -121,6 +121,14 @@ class TrainerSession:
 
     def serve(self) -> None:
         """Serve orders and train until `Stop`."""
+        try:
+            self._serve()
+        except Exception:
+            if self._ranks is not None:
+                self._ranks.report_loss()
+            raise
+
+    def _serve(self) -> None:
         while not self._stopping:
             self._on_event(self._next_event())
             if self._pending_orders and self._between_steps:
