@@ -25,7 +25,7 @@ from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import CODECS, is_finite
 from atoll.node.exchange.partition import Part, ReducerShare, part_elements, partition, reducer_shares
 from atoll.node.exchange.screening import factors_from_products, inner_products
-from atoll.node.exchange.weighted_sum import WEIGHTINGS, weighted_mean
+from atoll.node.exchange.weighted_sum import weighted_mean
 from atoll.node.rounds.outer_schedule import due_tokens, outer_schedule
 from atoll.node.rounds.policy import screen_of
 from atoll.node.state.outer_step import outer_step
@@ -299,7 +299,7 @@ class VirtualSwarm:
 
     def _average(self, gradients: Mapping[str, Tensor], weights: Mapping[str, int]) -> RoundAverage:
         """What the butterfly computes: contributions coded once, the average coded once."""
-        codec, pull = CODECS[self._config.codec], WEIGHTINGS[self._spec.sync.weights]
+        codec = CODECS[self._config.codec]
         average_E = torch.empty_like(next(iter(gradients.values())))
         ranges = partition(average_E.numel(), self.members, self.bandwidth)
         cut = reducer_shares(ranges, part_elements(ranges, codec.encoded_bytes, self._spec.sync.part_elements))
@@ -318,8 +318,8 @@ class VirtualSwarm:
                 if not counted:  # a zero update, as in a real exchange
                     average_E[part.start : part.end] = 0.0
                     continue
-                pulls = [pull(weights[peer]) for peer in counted]
-                mean_E = weighted_mean(list(counted.values()), pulls, [factors[peer] for peer in counted])
+                given = [weights[peer] for peer in counted]
+                mean_E = weighted_mean(list(counted.values()), given, [factors[peer] for peer in counted])
                 average_E[part.start : part.end] = codec.decode(codec.encode(mean_E), part.elements)
                 self._summed(share, part, gradients, [factors.get(peer, 0.0) for peer in self.members], average_E)
         return RoundAverage(average_E, left_out, sum(len(share.parts) for share in cut))

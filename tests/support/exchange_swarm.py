@@ -20,7 +20,7 @@ from atoll.node.exchange.averaged_parts import Average, AverageSink
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.partition import Part, partition
 from atoll.node.exchange.screening import Screen
-from atoll.node.exchange.weighted_sum import token_weight, weighted_mean
+from atoll.node.exchange.weighted_sum import weighted_mean
 from atoll.node.rounds.settlement import settle
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -60,11 +60,10 @@ class Swarm:
         executor: Executor | None = None,
         patience: timedelta = TIMEOUT,
         screening: bool = False,  # vectors here have nothing in common
-        weigh: Callable[[int], int] = token_weight,
     ) -> None:
         self.hub = MemoryHub(fault) if fault else MemoryHub()
         self.weights = dict(weights)
-        self.screening, self.weigh = screening, weigh
+        self.screening = screening
         self.codec = CODECS[codec]
         self.start = start_message(weights, codec, bandwidth)
         self.vectors = {
@@ -108,7 +107,6 @@ class Swarm:
             timeout,
             STALL,
             screen=Screen(max_change_per_token=1.0) if self.screening else None,
-            weigh=self.weigh,
         )
         self.exchanges[peer] = exchange
         self.servers[peer].begin(exchange)

@@ -3,7 +3,7 @@
 import os
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -17,7 +17,7 @@ from atoll.node.rounds.machine import RoundMachine
 
 CHUNK = 250
 TROUBLE_SECONDS = 24.0
-QUIET_SECONDS = 90.0
+QUIET_SECONDS = 240.0  # twice `LOOK_SECONDS` of the world
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def run_schedule(seed: int, machine: Callable[..., RoundMachine] = RoundMachine)
                 members = [other for other in world.peers if rng.random() < 0.8] or [peer]
                 routes = random_routes(members, rng) if cut else None
                 world.issue(
-                    make_plan(members, version, world.plan.base, routes),
+                    make_plan(members, version, world.plan.base, routes, _strangers(members, rng, cut=cut)),
                     rng.sample(world.peers, rng.randrange(size + 1)),
                 )
     return _quiet_period(world, version, cut=cut)
@@ -108,6 +108,13 @@ def _restart(world: World, peer: str, disk: bool) -> None:
     world.restart(peer, disk=disk)
 
 
+def _strangers(members: Sequence[str], rng: random.Random, *, cut: bool) -> list[str]:
+    """Who is on probation: often nobody. A coordinator puts whole routes there, so none where plans have cuts."""
+    if cut or rng.random() < 0.5:
+        return []
+    return rng.sample(list(members), rng.randrange(len(members) + 1))
+
+
 def _quiet_period(world: World, version: int, *, cut: bool) -> Outcome:
     """Everyone is back, nothing is lost any more: all must agree and go on, if need be after a recovery."""
     world.heal()
@@ -119,7 +126,8 @@ def _quiet_period(world: World, version: int, *, cut: bool) -> Outcome:
             world.kill(peer)
         world.restart(peer)
     routes = random_routes(world.peers, world.rng) if cut else None
-    world.issue(make_plan(world.peers, version + 1, world.plan.base, routes))
+    strangers = _strangers(world.peers, world.rng, cut=cut)
+    world.issue(make_plan(world.peers, version + 1, world.plan.base, routes, strangers))
     world.run(3.0)
     before = world.rounds()
 

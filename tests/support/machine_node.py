@@ -58,6 +58,7 @@ class Node:
     frozen: bool = False  # SIGSTOP
     leaving: bool = False
     catching_up: bool = False
+    looked_at: float = 0.0  # when it last had another head, or asked others for theirs
     heard: int = 0  # the newest plan's version
     trained: int = 0  # tokens of this incarnation
     spent: int = 0  # of them, counted in committed rounds or given up

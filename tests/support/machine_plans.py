@@ -1,7 +1,7 @@
 """What the members of a simulated run agree on before its first round: the policy, genesis and plans."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
@@ -13,7 +13,6 @@ from atoll.core.manifest import Head
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.quorum import next_seats
 from atoll.node.exchange.screening import Screen
-from atoll.node.exchange.weighted_sum import token_weight
 from atoll.node.rounds.types import PolicyOf, RoundPolicy
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2
@@ -25,7 +24,6 @@ POLICY = RoundPolicy(
     part_elements=256,
     codecs=("int4",),
     screen=Screen(max_change_per_token=1.0),
-    weigh=token_weight,
     due_tokens=lambda committed, members: 100,
     round_max=timedelta(seconds=60),
     exchange_share=1.0,
@@ -54,8 +52,17 @@ GENESIS = genesis()
 Routes = Sequence[Sequence[tuple[str, int, int]]]  # of peers with the first and last layers that they hold
 
 
-def make_plan(members: list[str], version: int = 1, base: Base | None = None, routes: Routes | None = None) -> Plan:
-    """For `members`, each of which holds all layers, or for stages of `routes`: who has no place there stands by."""
+def make_plan(
+    members: list[str],
+    version: int = 1,
+    base: Base | None = None,
+    routes: Routes | None = None,
+    strangers: Collection[str] = (),
+) -> Plan:
+    """For `members`, each of which holds all layers, or for stages of `routes`: who has no place there stands by.
+
+    `strangers` are on probation, unless there is nobody else.
+    """
     ordered = sorted(members)
     routes = routes or [[(peer, 0, POLICY.layers - 1)] for peer in ordered]
     spans = {peer: (first, last) for route in routes for peer, first, last in route}
@@ -66,6 +73,8 @@ def make_plan(members: list[str], version: int = 1, base: Base | None = None, ro
         else Assignment(peer, 0, POLICY.layers - 1, (), 0, 0)
         for i, peer in enumerate(ordered)
     )
+    if set(ordered) - set(strangers):
+        assignments = tuple(replace(item, on_probation=item.peer_id in strangers) for item in assignments)
     names = tuple(tuple(peer for peer, _, _ in route) for route in routes)
     return Plan("r", version, assignments, names, base or Base(GENESIS.hash, next_seats(ordered, ordered, ())))
 

@@ -8,7 +8,7 @@ wrong about whether a round holds its snapshot, or hangs in an attempt.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from support.machine_clock import VirtualClock
@@ -45,6 +45,7 @@ TICK = 0.25
 TICKED = rt.Tick()
 STEP_SECONDS = 0.3
 TOKENS_PER_TICK = 10
+LOOK_SECONDS = 120.0  # without another head, after which a member asks others for theirs
 
 
 class World(VirtualClock):
@@ -60,16 +61,20 @@ class World(VirtualClock):
         first: Sequence[str] = (),
         names: Sequence[str] = (),
         offsets: Sequence[int] = OFFSETS,
+        strangers: Collection[str] = (),
     ) -> None:
-        """`first` have the first seats, in this order; `names` replace p0, p1, …; `offsets` are of the layers."""
+        """`strangers` are on probation; `first` have the first seats, in this order.
+
+        `names` replace p0, p1, …; `offsets` are of the layers.
+        """
         super().__init__()
         self.rng = random.Random(seed)
         self._mark_rng = random.Random(f"marks {seed}")
         self.policy_of = policies(policy, offsets)
         self.make_machine = machine
         self.peers = list(names) or [f"p{i}" for i in range(size)]
-        seats = next_seats(first, self.peers, self.peers)
-        self.plan = make_plan(self.peers, base=Base(GENESIS.hash, seats), routes=routes)
+        seats = next_seats(first, self.peers, [peer for peer in self.peers if peer not in strangers])
+        self.plan = make_plan(self.peers, base=Base(GENESIS.hash, seats), routes=routes, strangers=strangers)
         self.acceptor = Acceptor()
         self.network = Network(self.rng)
         self.crash_probability = 0.0  # per action of any node
@@ -219,7 +224,7 @@ class World(VirtualClock):
             disk.known,
             draw_mark=lambda: self._mark_rng.randbytes(MARK_BYTES),
         )
-        return Node(peer, machine, disk, skew, 0 if before is None else before.incarnation)
+        return Node(peer, machine, disk, skew, 0 if before is None else before.incarnation, looked_at=self.now)
 
     def _tick(self, peer: str, incarnation: int) -> None:
         node = self.nodes[peer]
@@ -230,6 +235,8 @@ class World(VirtualClock):
             return
         node.trained += TOKENS_PER_TICK
         self._tell_time(node)
+        if self.now - node.looked_at >= LOOK_SECONDS:
+            self._begin_catch_up(node, "nothing was committed for long")
         if node.busy_for(self.now) > self._too_long and not node.catching_up:
             raise Violation(f"{node.peer} hangs in phase {node.machine.phase}")
 
@@ -372,6 +379,7 @@ class World(VirtualClock):
         if held is not None and held is (counted is rt.Counted.NOTHING):
             raise Violation(f"{node.peer} is wrong about whether round {head.round} holds its snapshot")
         node.move()
+        node.looked_at = self.now
         if node.leaving:
             self.kill(node.peer)
         self._later(0.0, node, self._tell_time)
@@ -381,6 +389,7 @@ class World(VirtualClock):
 
     def _begin_catch_up(self, node: Node, reason: str) -> None:
         self.caught_up.append((node.peer, reason))
+        node.looked_at = self.now
         if not node.catching_up:
             node.catching_up = True
             self._later(self.fetch_seconds(), node, self._catch_up)
@@ -397,6 +406,7 @@ class World(VirtualClock):
         node.disk.knows(head)
         node.disk.save(head)
         node.move()
+        node.looked_at = self.now
         self.ledger.installed[node.peer].append(head)
         self.feed(node.peer, rt.HeadMoved(head))
         self._tell_time(node)

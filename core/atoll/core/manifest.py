@@ -132,10 +132,14 @@ def verify_attestation(payload: bytes, attestation: pb.Signed) -> str:
 def half_attest(contributions: Iterable[manifest_pb2.Contribution], said: Set[str]) -> bool:
     """Return whether as many attest as half of those that had trained something, and no stranger does.
 
-    The rule for results of which it is not known who holds their layers: whoever contributes holds them.
+    The rule for results of which it is not known who holds their layers: whoever contributes holds them. Members on
+    probation may attest, and do not count.
     """
-    inputs = sum(item.weight > 0 for item in contributions)
-    return bool(said) and said <= {item.peer_id for item in contributions} and 2 * len(said) >= inputs
+    contributions = list(contributions)
+    counted = {item.peer_id: item.weight > 0 for item in contributions if not item.on_probation}
+    attesting = said & counted.keys()
+    known = said <= {item.peer_id for item in contributions}
+    return bool(attesting) and known and 2 * len(attesting) >= sum(counted.values())
 
 
 def parse_and_verify_head(committed: manifest_pb2.CommittedManifest, run_id: str) -> Head:

@@ -7,6 +7,7 @@ standby. Nodes follow the plan with the highest version that they verified.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,6 +35,7 @@ class Assignment:
     data_ranges: tuple[SampleRange, ...]
     max_round_tokens: int
     max_reduce_bytes_per_second: int
+    on_probation: bool = False  # it weighs little (`core/probation.py`)
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,15 @@ class Plan:
         ordered = sorted(self.assignments, key=lambda item: (-item.max_reduce_bytes_per_second, item.peer_id))
         return tuple(item.peer_id for item in ordered)
 
+    @cached_property
+    def on_probation(self) -> frozenset[str]:
+        """Members on probation."""
+        return frozenset(item.peer_id for item in self.assignments if item.on_probation)
+
+    def without_probation(self, peers: Set[str]) -> frozenset[str]:
+        """Those of `peers` whose number counts: attackers on probation may be many."""
+        return frozenset(peers - self.on_probation)
+
     def assignment(self, peer_id: str) -> Assignment | None:
         """Return the assignment of `peer_id`, or None if it is not a member."""
         return self._by_peer.get(peer_id)
@@ -164,6 +175,7 @@ class Plan:
                     data_ranges=[pb.SampleRange(start=start, end=end) for start, end in item.data_ranges],
                     max_round_tokens=item.max_round_tokens,
                     max_reduce_bytes_per_second=item.max_reduce_bytes_per_second,
+                    on_probation=item.on_probation,
                 )
                 for item in self.assignments
             ],
@@ -197,6 +209,7 @@ class Plan:
                     data_ranges=tuple((piece.start, piece.end) for piece in item.data_ranges),
                     max_round_tokens=item.max_round_tokens,
                     max_reduce_bytes_per_second=item.max_reduce_bytes_per_second,
+                    on_probation=item.on_probation,
                 )
                 for item in message.assignments
             ),

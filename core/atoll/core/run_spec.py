@@ -104,7 +104,6 @@ class SyncSection(Section):
     outer_learning_rate: Rate = 0.7
     outer_momentum: Fraction = 0.8
     outer_warmup_tokens: Count = 0  # ramp from plain averaging to the two values above
-    weights: Literal["tokens", "roots"] = "tokens"  # of contributions: trained tokens, or their square root
     screening: bool = True  # leave contributions out of sums that do not look like training
     part_elements: Annotated[int, Field(ge=128, le=2**20)] = 2**20  # maximum size of a part; a multiple of 128
 

@@ -54,17 +54,23 @@ def audit_seed(round_id: RoundId, nonces: Iterable[bytes]) -> bytes:
 def draw(manifest: manifest_pb2.Manifest) -> Drawn | None:
     """The audit of a committed round; None if fewer than two members contributed and are still there.
 
-    The contributor is drawn. The auditor is the one that follows it by as many places as the round's number says, so
-    that a member is audited by all others in turn.
+    The contributor is drawn: every second round among all, else among those on probation, if there are any. The auditor
+    is the one that follows it by as many places as the round's number says, so that a member is audited by all others
+    in turn. Members on probation do not audit, and nobody is compared with them, while there are others.
     """
-    there = [item.peer_id for item in manifest.contributions if item.weight and item.samples and item.present]
+    there = [item for item in manifest.contributions if item.weight and item.samples and item.present]
     if len(there) < 2 or len(manifest.audit_seed) != SEED_BYTES:
         return None
-    place, others = int.from_bytes(manifest.audit_seed[:8], "big") % len(there), len(there) - 1
-    step = manifest.round.number % others
-    auditor = there[(place + 1 + step) % len(there)]
-    compared = there[(place + 1 + (step + 1) % others) % len(there)]
-    return Drawn(there[place], auditor, compared)
+    turn = manifest.round.number
+    on_probation = [item for item in there if item.on_probation]
+    drawn_from = on_probation if on_probation and turn % 2 else there
+    contributor = drawn_from[int.from_bytes(manifest.audit_seed[:8], "big") % len(drawn_from)]
+    place = there.index(contributor)
+    after = [*there[place + 1 :], *there[:place]]
+    auditors = [item for item in after if not item.on_probation] or after
+    step = (turn // 2 if on_probation else turn) % len(auditors)
+    compared = auditors[(step + 1) % len(auditors)]
+    return Drawn(contributor.peer_id, auditors[step].peer_id, compared.peer_id)
 
 
 def draw_samples(seed: bytes, samples: Sequence[int]) -> list[int]:

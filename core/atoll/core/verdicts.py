@@ -16,15 +16,16 @@ from atoll.v1 import manifest_pb2
 
 def require_valid_verdicts(
     verdicts: Sequence[manifest_pb2.Verdict],
-    weights: Sequence[int],
+    contributions: Sequence[manifest_pb2.Contribution],
     parts_total: int,
     parts_of: Callable[[int], int] | None = None,
 ) -> None:
     """Raise `PeerMisbehaved` for verdicts that no exchange can end with.
 
-    `weights` are the contributions' weights, in order. `parts_of` returns the number of parts of the reducer with an
-    index; None if that is not known.
+    A sum leaves out fewer than half of the contributions that are not on probation. `parts_of` returns the number of
+    parts of the reducer with an index; None if that is not known.
     """
+    weights = [item.weight for item in contributions]
     places = [(verdict.reducer, verdict.contributor) for verdict in verdicts]
     if len(places) > len(weights) ** 2 or any(before >= after for before, after in pairwise(places)):
         raise PeerMisbehaved("verdicts must be ordered by reducer and contributor, each pair once")
@@ -32,12 +33,14 @@ def require_valid_verdicts(
         raise PeerMisbehaved(
             f"a verdict has an index outside the {len(weights)} contributions, or a contributor of weight 0"
         )
-    fewer_than_half = (sum(weight > 0 for weight in weights) - 1) // 2
+    on_probation = [item.on_probation for item in contributions]
+    counted_ones = sum(item.weight > 0 and not item.on_probation for item in contributions)
+    fewer_than_half = max(0, counted_ones - 1) // 2
     left_out: Counter[int] = Counter()  # by reducer
     judged: Counter[int] = Counter()  # by contributor
     for verdict in verdicts:
         parts = parts_total if parts_of is None else parts_of(verdict.reducer)
-        left_out[verdict.reducer] += verdict.parts_left_out
+        left_out[verdict.reducer] += 0 if on_probation[verdict.contributor] else verdict.parts_left_out
         counted = verdict.parts_left_out + verdict.parts_scaled + verdict.parts_missing
         judged[verdict.contributor] += counted
         if not 0 < counted <= parts:
@@ -84,13 +87,13 @@ def counted_tokens(manifest: manifest_pb2.Manifest) -> list[int]:
 
     A contribution counts 0 if more than half of all parts lack it, because it did not arrive or was left out. So one
     reducer alone takes nobody's tokens, unless it sums half of the vector. Every fragment sums a token once, so each
-    counts its share of the token.
+    counts its share of the token. Tokens of members on probation do not count.
     """
     lacking: Counter[int] = Counter()
     for verdict in manifest.verdicts:
         lacking[verdict.contributor] += verdict.parts_left_out + verdict.parts_missing
     fragments = max(1, manifest.fragments)
     return [
-        0 if 2 * lacking[place] > manifest.parts_total else item.weight // fragments
+        0 if item.on_probation or 2 * lacking[place] > manifest.parts_total else item.weight // fragments
         for place, item in enumerate(manifest.contributions)
     ]

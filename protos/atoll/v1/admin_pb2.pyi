@@ -104,16 +104,18 @@ class PullCheckpointRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., node: _Optional[str] = ..., unverified: _Optional[bool] = ...) -> None: ...
 
 class CreateTokenRequest(_message.Message):
-    __slots__ = ("run_id", "uses", "ttl_seconds", "roles")
+    __slots__ = ("run_id", "uses", "ttl_seconds", "roles", "on_probation")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     USES_FIELD_NUMBER: _ClassVar[int]
     TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
+    ON_PROBATION_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     uses: int
     ttl_seconds: int
     roles: _containers.RepeatedScalarFieldContainer[_common_pb2.Role]
-    def __init__(self, run_id: _Optional[str] = ..., uses: _Optional[int] = ..., ttl_seconds: _Optional[int] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ...) -> None: ...
+    on_probation: bool
+    def __init__(self, run_id: _Optional[str] = ..., uses: _Optional[int] = ..., ttl_seconds: _Optional[int] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ..., on_probation: _Optional[bool] = ...) -> None: ...
 
 class CreateTokenResponse(_message.Message):
     __slots__ = ("token", "view")
@@ -124,7 +126,7 @@ class CreateTokenResponse(_message.Message):
     def __init__(self, token: _Optional[str] = ..., view: _Optional[_Union[TokenView, _Mapping]] = ...) -> None: ...
 
 class TokenView(_message.Message):
-    __slots__ = ("id", "run_id", "roles", "uses_left", "uses_total", "created_unix_ms", "expires_unix_ms", "revoked")
+    __slots__ = ("id", "run_id", "roles", "uses_left", "uses_total", "created_unix_ms", "expires_unix_ms", "revoked", "on_probation")
     ID_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +135,7 @@ class TokenView(_message.Message):
     CREATED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
+    ON_PROBATION_FIELD_NUMBER: _ClassVar[int]
     id: str
     run_id: str
     roles: _containers.RepeatedScalarFieldContainer[_common_pb2.Role]
@@ -141,7 +144,8 @@ class TokenView(_message.Message):
     created_unix_ms: int
     expires_unix_ms: int
     revoked: bool
-    def __init__(self, id: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ..., uses_left: _Optional[int] = ..., uses_total: _Optional[int] = ..., created_unix_ms: _Optional[int] = ..., expires_unix_ms: _Optional[int] = ..., revoked: _Optional[bool] = ...) -> None: ...
+    on_probation: bool
+    def __init__(self, id: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ..., uses_left: _Optional[int] = ..., uses_total: _Optional[int] = ..., created_unix_ms: _Optional[int] = ..., expires_unix_ms: _Optional[int] = ..., revoked: _Optional[bool] = ..., on_probation: _Optional[bool] = ...) -> None: ...
 
 class ListTokensRequest(_message.Message):
     __slots__ = ()
@@ -166,7 +170,7 @@ class RevokeTokenResponse(_message.Message):
     def __init__(self, view: _Optional[_Union[TokenView, _Mapping]] = ...) -> None: ...
 
 class NodeView(_message.Message):
-    __slots__ = ("peer_id", "name", "run_id", "roles", "profile", "status", "enrolled_unix_ms", "last_seen_unix_ms", "connected", "banned", "draining", "multiaddrs", "paths", "span", "route", "left_out", "pin", "availability", "failures_per_hour", "doubt", "training_audits", "training_score", "typical_training_score", "training_doubted")
+    __slots__ = ("peer_id", "name", "run_id", "roles", "profile", "status", "enrolled_unix_ms", "last_seen_unix_ms", "connected", "banned", "draining", "multiaddrs", "paths", "span", "route", "left_out", "pin", "availability", "failures_per_hour", "doubt", "training_audits", "training_score", "typical_training_score", "training_doubted", "on_probation")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +195,7 @@ class NodeView(_message.Message):
     TRAINING_SCORE_FIELD_NUMBER: _ClassVar[int]
     TYPICAL_TRAINING_SCORE_FIELD_NUMBER: _ClassVar[int]
     TRAINING_DOUBTED_FIELD_NUMBER: _ClassVar[int]
+    ON_PROBATION_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     name: str
     run_id: str
@@ -215,7 +220,8 @@ class NodeView(_message.Message):
     training_score: float
     typical_training_score: float
     training_doubted: bool
-    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ..., profile: _Optional[_Union[_membership_pb2.NodeProfile, _Mapping]] = ..., status: _Optional[_Union[_membership_pb2.NodeStatus, _Mapping]] = ..., enrolled_unix_ms: _Optional[int] = ..., last_seen_unix_ms: _Optional[int] = ..., connected: _Optional[bool] = ..., banned: _Optional[bool] = ..., draining: _Optional[bool] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., paths: _Optional[_Iterable[_Union[_membership_pb2.PeerPath, _Mapping]]] = ..., span: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., route: _Optional[int] = ..., left_out: _Optional[str] = ..., pin: _Optional[str] = ..., availability: _Optional[float] = ..., failures_per_hour: _Optional[float] = ..., doubt: _Optional[str] = ..., training_audits: _Optional[int] = ..., training_score: _Optional[float] = ..., typical_training_score: _Optional[float] = ..., training_doubted: _Optional[bool] = ...) -> None: ...
+    on_probation: bool
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ..., profile: _Optional[_Union[_membership_pb2.NodeProfile, _Mapping]] = ..., status: _Optional[_Union[_membership_pb2.NodeStatus, _Mapping]] = ..., enrolled_unix_ms: _Optional[int] = ..., last_seen_unix_ms: _Optional[int] = ..., connected: _Optional[bool] = ..., banned: _Optional[bool] = ..., draining: _Optional[bool] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., paths: _Optional[_Iterable[_Union[_membership_pb2.PeerPath, _Mapping]]] = ..., span: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., route: _Optional[int] = ..., left_out: _Optional[str] = ..., pin: _Optional[str] = ..., availability: _Optional[float] = ..., failures_per_hour: _Optional[float] = ..., doubt: _Optional[str] = ..., training_audits: _Optional[int] = ..., training_score: _Optional[float] = ..., typical_training_score: _Optional[float] = ..., training_doubted: _Optional[bool] = ..., on_probation: _Optional[bool] = ...) -> None: ...
 
 class ListNodesRequest(_message.Message):
     __slots__ = ("run_id",)
@@ -240,6 +246,14 @@ class DrainNodeRequest(_message.Message):
     NODE_FIELD_NUMBER: _ClassVar[int]
     node: str
     def __init__(self, node: _Optional[str] = ...) -> None: ...
+
+class SetProbationRequest(_message.Message):
+    __slots__ = ("node", "on_probation")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ON_PROBATION_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    on_probation: bool
+    def __init__(self, node: _Optional[str] = ..., on_probation: _Optional[bool] = ...) -> None: ...
 
 class BanNodeRequest(_message.Message):
     __slots__ = ("node", "reason")

@@ -65,6 +65,11 @@ class AdminStub:
                 request_serializer=atoll_dot_v1_dot_admin__pb2.DrainNodeRequest.SerializeToString,
                 response_deserializer=atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
                 _registered_method=True)
+        self.SetProbation = channel.unary_unary(
+                '/atoll.v1.Admin/SetProbation',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.SetProbationRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
+                _registered_method=True)
         self.BanNode = channel.unary_unary(
                 '/atoll.v1.Admin/BanNode',
                 request_serializer=atoll_dot_v1_dot_admin__pb2.BanNodeRequest.SerializeToString,
@@ -205,6 +210,13 @@ class AdminServicer:
 
     def DrainNode(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetProbation(self, request, context):
+        """Vouches for a node, or puts it on probation.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -373,6 +385,11 @@ def add_AdminServicer_to_server(servicer, server):
             'DrainNode': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainNode,
                     request_deserializer=atoll_dot_v1_dot_admin__pb2.DrainNodeRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.NodeView.SerializeToString,
+            ),
+            'SetProbation': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetProbation,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.SetProbationRequest.FromString,
                     response_serializer=atoll_dot_v1_dot_admin__pb2.NodeView.SerializeToString,
             ),
             'BanNode': grpc.unary_unary_rpc_method_handler(
@@ -637,6 +654,33 @@ class Admin:
             target,
             '/atoll.v1.Admin/DrainNode',
             atoll_dot_v1_dot_admin__pb2.DrainNodeRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetProbation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/SetProbation',
+            atoll_dot_v1_dot_admin__pb2.SetProbationRequest.SerializeToString,
             atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
             options,
             channel_credentials,

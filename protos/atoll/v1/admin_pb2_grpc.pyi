@@ -41,6 +41,8 @@ class AdminStub:
     GetNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetNodeRequest, _admin_pb2.NodeView]
     """Finds by peer id, unique prefix of a peer id, or node name. NOT_FOUND, or FAILED_PRECONDITION when ambiguous."""
     DrainNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainNodeRequest, _admin_pb2.NodeView]
+    SetProbation: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetProbationRequest, _admin_pb2.NodeView]
+    """Vouches for a node, or puts it on probation."""
     BanNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.BanNodeRequest, _admin_pb2.NodeView]
     """Adds the peer to the deny-list, until UnbanNode."""
     UnbanNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnbanNodeRequest, _admin_pb2.NodeView]
@@ -87,6 +89,8 @@ class AdminAsyncStub(AdminStub):
     GetNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetNodeRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
     """Finds by peer id, unique prefix of a peer id, or node name. NOT_FOUND, or FAILED_PRECONDITION when ambiguous."""
     DrainNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainNodeRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
+    SetProbation: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetProbationRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
+    """Vouches for a node, or puts it on probation."""
     BanNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.BanNodeRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
     """Adds the peer to the deny-list, until UnbanNode."""
     UnbanNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnbanNodeRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
@@ -166,6 +170,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DrainNodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.NodeView, _abc.Awaitable[_admin_pb2.NodeView]]: ...
+
+    @_abc_1.abstractmethod
+    def SetProbation(
+        self,
+        request: _admin_pb2.SetProbationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.NodeView, _abc.Awaitable[_admin_pb2.NodeView]]:
+        """Vouches for a node, or puts it on probation."""
 
     @_abc_1.abstractmethod
     def BanNode(

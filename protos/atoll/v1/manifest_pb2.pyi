@@ -20,20 +20,24 @@ class LayerState(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., round: _Optional[int] = ..., anchor_digest: _Optional[bytes] = ..., momentum_digest: _Optional[bytes] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("peer_id", "tokens", "weight", "samples", "present", "mark")
+    __slots__ = ("peer_id", "tokens", "weight", "samples", "present", "mark", "on_probation", "judged_tokens")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     MARK_FIELD_NUMBER: _ClassVar[int]
+    ON_PROBATION_FIELD_NUMBER: _ClassVar[int]
+    JUDGED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     tokens: int
     weight: int
     samples: int
     present: bool
     mark: bytes
-    def __init__(self, peer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., weight: _Optional[int] = ..., samples: _Optional[int] = ..., present: _Optional[bool] = ..., mark: _Optional[bytes] = ...) -> None: ...
+    on_probation: bool
+    judged_tokens: int
+    def __init__(self, peer_id: _Optional[str] = ..., tokens: _Optional[int] = ..., weight: _Optional[int] = ..., samples: _Optional[int] = ..., present: _Optional[bool] = ..., mark: _Optional[bytes] = ..., on_probation: _Optional[bool] = ..., judged_tokens: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("reducer", "contributor", "parts_left_out", "parts_scaled", "parts_missing")

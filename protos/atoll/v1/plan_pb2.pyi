@@ -42,18 +42,20 @@ class Span(_message.Message):
     def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("peer_id", "span", "data_ranges", "max_round_tokens", "max_reduce_bytes_per_second")
+    __slots__ = ("peer_id", "span", "data_ranges", "max_round_tokens", "max_reduce_bytes_per_second", "on_probation")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     SPAN_FIELD_NUMBER: _ClassVar[int]
     DATA_RANGES_FIELD_NUMBER: _ClassVar[int]
     MAX_ROUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_REDUCE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    ON_PROBATION_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     span: Span
     data_ranges: _containers.RepeatedCompositeFieldContainer[_common_pb2.SampleRange]
     max_round_tokens: int
     max_reduce_bytes_per_second: int
-    def __init__(self, peer_id: _Optional[str] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., data_ranges: _Optional[_Iterable[_Union[_common_pb2.SampleRange, _Mapping]]] = ..., max_round_tokens: _Optional[int] = ..., max_reduce_bytes_per_second: _Optional[int] = ...) -> None: ...
+    on_probation: bool
+    def __init__(self, peer_id: _Optional[str] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., data_ranges: _Optional[_Iterable[_Union[_common_pb2.SampleRange, _Mapping]]] = ..., max_round_tokens: _Optional[int] = ..., max_reduce_bytes_per_second: _Optional[int] = ..., on_probation: _Optional[bool] = ...) -> None: ...
 
 class Route(_message.Message):
     __slots__ = ("peer_ids", "since_version", "number")

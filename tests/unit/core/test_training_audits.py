@@ -42,6 +42,22 @@ def test_all_are_audited_about_equally_often_and_by_all_others() -> None:
     assert min(pairs.values()) > 120 and max(pairs.values()) < 280  # noqa: PT018 - 200 each on average
 
 
+def test_members_on_probation_are_audited_more_often_and_audit_nobody_while_there_are_others() -> None:
+    audited, auditors = Counter[str](), Counter[tuple[str, str]]()
+    for number in range(1, 2001):
+        made = manifest(number, (*NAMES, "s1", "s2"))
+        for item in made.contributions[len(NAMES) :]:
+            item.on_probation = True
+        drawn = draw(made)
+        assert drawn is not None
+        assert {drawn.auditor, drawn.compared} <= set(NAMES)
+        audited[drawn.contributor] += 1
+        auditors[drawn.contributor, drawn.auditor] += 1
+    assert min(audited["s1"], audited["s2"]) > 550  # 1000 · (1/2 + 1/7) each
+    assert min(audited[name] for name in NAMES) > 90
+    assert len(auditors) == 2 * len(NAMES) + len(NAMES) * (len(NAMES) - 1)  # by all others in turn
+
+
 def test_who_brought_nothing_or_has_gone_is_not_drawn() -> None:
     for fields in ({"weight": 0}, {"samples": 0}, {"present": False}):
         assert draw(manifest(3, **fields)) is None

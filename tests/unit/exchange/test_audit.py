@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.lying_members import LIES, Lie, noise_like
 from torch import Tensor
 
+from atoll.core.probation import limit_weights
 from atoll.node.exchange.audit import (
     AuditedPart,
     Evidence,
@@ -43,6 +44,7 @@ class Sums:
     sparse: float = 0.0  # share of rows that a member did not see
     parts: int = 2
     seed: int = 0
+    strangers: int = 0  # the last so many are on probation
 
     def contributions(self, part: int) -> list[Tensor]:
         rng = torch.Generator().manual_seed(1000 * self.seed + part)
@@ -66,8 +68,10 @@ class Sums:
         for index in range(self.parts):
             sent = self.contributions(index)
             received = [sent[0]] + [codec.decode(codec.encode(one_E), ELEMENTS) for one_E in sent[1:]]
-            factors = screening_factors([tensor_source(it) for it in received], self.tokens, ELEMENTS, SCREEN)
-            mean_E = weighted_mean(received, self.tokens, factors)
+            sources = [tensor_source(it) for it in received]
+            on_probation = [place in self.on_probation for place in range(len(self.tokens))]
+            factors = screening_factors(sources, self.judged_tokens, ELEMENTS, SCREEN, on_probation)
+            mean_E = weighted_mean(received, self.weights, factors)
             body = codec.encode(mean_E)
             if lie is not None:
                 body = codec.encode(lie(codec.decode(body, ELEMENTS)))
@@ -75,7 +79,20 @@ class Sums:
             parts.append(AuditedPart(index, ELEMENTS, sketcher.of(average_E), factors, error))
             for place in sketches:
                 sketches[place][index] = sketcher.of(sent[place])
-        return parts, Evidence(sketches, self.tokens, self.tokens, self.codec, SCREEN)
+        return parts, Evidence(sketches, self.judged_tokens, self.weights, self.codec, SCREEN, self.on_probation)
+
+    @property
+    def weights(self) -> list[int]:
+        return limit_weights(self.tokens, [place in self.on_probation for place in range(len(self.tokens))])
+
+    @property
+    def judged_tokens(self) -> list[int]:
+        most = max(self.tokens[: len(self.tokens) - self.strangers])
+        return [min(count, most) if place in self.on_probation else count for place, count in enumerate(self.tokens)]
+
+    @property
+    def on_probation(self) -> frozenset[int]:
+        return frozenset(range(len(self.tokens) - self.strangers, len(self.tokens)))
 
     def judged(self, lie: Lie | None = None) -> Finding | None:
         return judge(*self.evidence(lie))
@@ -83,15 +100,17 @@ class Sums:
 
 @st.composite
 def honest_sums(draw: st.DrawFn) -> Sums:
-    """2 to 9 members, the fastest up to sixteen times as fast as the slowest, alike or not, in any codec."""
+    """2 to 9 members, some on probation, the fastest up to sixteen times as fast as the slowest, in any codec."""
+    tokens = tuple(draw(st.lists(st.integers(100, 1600), min_size=2, max_size=9)))
     return Sums(
-        tokens=tuple(draw(st.lists(st.integers(100, 1600), min_size=2, max_size=9))),
+        tokens=tokens,
         codec=draw(st.sampled_from(sorted(CODECS))),
         common=draw(st.sampled_from([0.0, 0.02, 0.3, 0.6, 0.95])),
         heavy=draw(st.sampled_from([0.0, 1.0, 3.0])),
         sparse=draw(st.sampled_from([0.0, 0.5, 0.95])),
         parts=draw(st.integers(1, 3)),
         seed=draw(st.integers(0, 2**31)),
+        strangers=draw(st.integers(0, len(tokens) - 1)),
     )
 
 
@@ -188,20 +207,20 @@ def factors_of(*rows: tuple[float, ...]) -> list[AuditedPart]:
 
 
 def test_factors_have_to_fit_the_verdicts_that_the_manifest_will_hold() -> None:
-    weights = (5, 5, 5, 0, 5)
+    evidence = Evidence({}, (5, 5, 5, 0, 5), (5, 5, 5, 0, 5), "fp32", SCREEN)
     told = {
         1: Verdict(contributor=1, parts_left_out=1),
         2: Verdict(contributor=2, parts_scaled=2),
         4: Verdict(contributor=4, parts_missing=1),
     }
     honest = factors_of((1, 0, 1, 0, 1), (1, 1, 0.5, 0, 0), (1, 1, 0.5, 0, 1))
-    assert contradicted_verdicts(honest, weights, told) == ""
-    assert "contribution 1" in contradicted_verdicts(factors_of((1, 0, 1, 0, 1), (1, 0, 1, 0, 1)), weights, told)
-    assert "contribution 0" in contradicted_verdicts(factors_of((0, 1, 1, 0, 1)), weights, told)
-    assert "scale it down" in contradicted_verdicts(factors_of((1, 0.9, 1, 0, 1)), weights, told)
+    assert contradicted_verdicts(honest, evidence, told) == ""
+    assert "contribution 1" in contradicted_verdicts(factors_of((1, 0, 1, 0, 1), (1, 0, 1, 0, 1)), evidence, told)
+    assert "contribution 0" in contradicted_verdicts(factors_of((0, 1, 1, 0, 1)), evidence, told)
+    assert "scale it down" in contradicted_verdicts(factors_of((1, 0.9, 1, 0, 1)), evidence, told)
     everyone = {place: Verdict(contributor=place, parts_missing=9) for place in range(5)}
-    assert contradicted_verdicts(factors_of((1, 0, 0, 0, 1)), weights, everyone) == ""
-    assert "holds 1 of 4" in contradicted_verdicts(factors_of((1, 0, 0, 0, 0)), weights, everyone)
+    assert contradicted_verdicts(factors_of((1, 0, 0, 0, 1)), evidence, everyone) == ""
+    assert "holds 1 of 4" in contradicted_verdicts(factors_of((1, 0, 0, 0, 0)), evidence, everyone)
 
 
 @settings(max_examples=50, deadline=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,9 +13,8 @@ from support.virtual_time import run_virtually
 
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.round_id import RoundId
-from atoll.node.exchange import reducer
 from atoll.node.exchange.codecs import CODECS
-from atoll.node.exchange.weighted_sum import PieceSource, sqrt_token_weight, weighted_mean
+from atoll.node.exchange.weighted_sum import weighted_mean
 from atoll.node.rounds.decide import build_start, check_payload, check_settle, check_verdicts, manifest_payload
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -48,40 +47,6 @@ def test_who_trains_backwards_is_in_no_sum_and_every_reducer_says_so() -> None:
         await swarm.close()
 
     run_virtually(scene())
-
-
-def test_contributions_can_weigh_the_roots_of_their_tokens() -> None:
-    async def scene() -> None:
-        tokens = {"a": 100, "b": 400, "c": 1600, "d": 0}
-        swarm = Swarm(tokens, "fp32", screening=False, weigh=sqrt_token_weight)
-        await swarm.run()
-        mean_E = weighted_mean(list(swarm.vectors.values()), [1, 2, 4, 0])
-        for peer in tokens:
-            assert torch.equal(swarm.averages[peer], mean_E)
-        await swarm.close()
-
-    run_virtually(scene())
-
-
-def test_who_weighs_roots_is_judged_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How noisy an update may be follows from its work, whatever it weighs."""
-    judged: list[list[int]] = []
-
-    def judge(sources: Sequence[PieceSource], work: Sequence[int], *rest: object) -> tuple[float, ...]:
-        judged.append(sorted(work))
-        return (1.0,) * len(sources)
-
-    monkeypatch.setattr(reducer, "screening_factors", judge)
-
-    async def scene() -> None:
-        swarm = Swarm({"a": 10_000, "b": 2_500, "c": 100}, "fp32", screening=True, weigh=sqrt_token_weight)
-        await swarm.run()
-        assert torch.equal(swarm.averages["a"], weighted_mean(list(swarm.vectors.values()), [10, 5, 1]))
-        await swarm.close()
-
-    run_virtually(scene())
-    assert judged
-    assert all(work == [100, 2_500, 10_000] for work in judged)
 
 
 def test_a_huge_update_is_scaled_down_and_the_manifest_will_say_so() -> None:

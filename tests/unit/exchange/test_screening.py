@@ -275,3 +275,44 @@ def test_what_is_scaled_down_is_at_its_limit(swarm: tuple[Tensor, list[int]], si
 def test_the_mean_is_of_those_who_are_in() -> None:
     values = [torch.full((4,), value) for value in (1.0, 100.0, 6.0)]
     assert torch.equal(weighted_mean(values, [1, 5, 3], [1.0, 0.0, 0.5]), torch.full((4,), 2.5))
+
+
+def judged_beside(values_nE: Tensor, work: list[int], strangers: int) -> tuple[float, ...]:
+    """Factors if the last so many contributions are on probation."""
+    on_probation = [False] * (len(work) - strangers) + [True] * strangers
+    products = inner_products(list(values_nE))
+    return factors_from_products(products, work, values_nE.shape[1], Screen(1e9), on_probation)
+
+
+@pytest.mark.parametrize("strangers", [1, 40])
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+@settings(max_examples=10, deadline=None)
+@given(swarm=swarms(), seed=seeds)
+def test_attackers_on_probation_are_left_out_however_many_they_are(
+    attack: Callable[[Tensor, Tensor], Tensor], strangers: int, swarm: tuple[Tensor, list[int]], seed: int
+) -> None:
+    values_nE, work = swarm
+    noise_E = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(1 + seed))
+    attackers_nE = torch.stack([attack(values_nE[place % len(work)], noise_E) for place in range(strangers)])
+    claimed = [work[place % len(work)] for place in range(strangers)]
+    factors = judged_beside(torch.cat((values_nE, attackers_nE)), [*work, *claimed], strangers)
+    assert factors[: len(work)] == verdicts(values_nE, work) == (1.0,) * len(work)
+    assert set(factors[len(work) :]) == {0.0}
+
+
+@some
+@given(swarm=swarms(), strangers=st.integers(1, 6))
+def test_honest_members_on_probation_stay_in(swarm: tuple[Tensor, list[int]], strangers: int) -> None:
+    values_nE, work = swarm
+    strangers = min(strangers, len(work) - 2)
+    assert judged_beside(values_nE, work, strangers) == (1.0,) * len(work)
+
+
+@pytest.mark.parametrize(("factor", "kept"), [(1.0, True), (-1.0, False), (0.0, False), (50.0, True)])
+def test_one_member_alone_screens_those_on_probation(factor: float, kept: bool) -> None:
+    values_nE = honest(2, [100, 100], 5.0, 3)
+    values_nE[1] *= factor
+    alone, other = judged_beside(values_nE, [100, 100], 1)
+    assert alone == 1.0
+    assert (other > 0) is kept
+    assert other * values_nE[1].norm() <= (MAX_NORM_RATIO + 0.01) * values_nE[0].norm()

@@ -23,13 +23,6 @@ def test_a_home_uplink_is_never_too_thin_for_the_first_rounds(codec, elements):
     assert policy.stall.total_seconds() > coded(length) / HOME_UPLINK
 
 
-@pytest.mark.parametrize(("weights", "weigh"), [("tokens", 4.0), ("roots", 2.0)])
-def test_the_spec_says_what_contributions_weigh(weights, weigh):
-    spec = SPEC.model_copy(update={"sync": SPEC.sync.model_copy(update={"weights": weights})})
-    policy = policy_of(spec, (0, 10, 20, 1000))
-    assert policy.weigh(40_000) / policy.weigh(10_000) == weigh
-
-
 def test_a_small_model_waits_no_longer_than_a_minute_for_the_dead():
     assert policy_of(SPEC, (0, 10, 20, 100_000)).exchange_timeout.total_seconds() < 61
 

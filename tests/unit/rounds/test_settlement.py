@@ -112,6 +112,19 @@ def test_most_members_win_and_ties_go_to_the_lowest_digest() -> None:
     assert settled.holders == {0: ("a",)}
 
 
+def test_members_on_probation_outvote_nobody_and_give_parts_only_where_nobody_else_can() -> None:
+    strangers = {f"s{number}" for number in range(50)}
+    reports = {peer: Report((digest(9), digest(8), digest(7))) for peer in sorted(strangers)}
+    reports |= {"a": Report((digest(1), b"", b"")), "b": Report((digest(1), digest(2), b""))}
+    settled = settle(reports, sorted(reports), strangers)
+    assert settled.digests == (digest(1), digest(2), digest(7))
+    assert settled.holders[0] == ("a", "b")
+    assert settled.holders[1] == ("b",)
+    assert set(settled.holders[2]) <= strangers
+    reports["a"] = reports["b"] = Report((digest(1), digest(2), digest(3)))
+    assert settle(reports, sorted(reports), strangers).sources == ("a", "b")
+
+
 @pytest.mark.parametrize(("whole", "listed"), [(7, {0: ("y",)}), (8, {})])
 def test_other_holders_are_listed_where_fewer_than_eight_hold_everything(
     whole: int, listed: dict[int, tuple[str, ...]]
@@ -158,12 +171,12 @@ def test_each_part_is_asked_from_another_member_first() -> None:
 
 def test_who_is_not_present_is_not_asked() -> None:
     reports = {"a": Report((b"",)), "b": Report((digest(1),))}
-    assert settle(reports, ["a"]) == Settlement((b"",), ("a",), {}, is_complete=False)
+    assert settle(reports, ["a"]) == Settlement((b"",), ("a",), ("a",), {}, is_complete=False)
 
 
 def test_messages_are_reports() -> None:
     reports = {"a": dp.Parts(digests=[digest(1)]), "b": dp.Parts(digests=[b""])}
-    assert settle(reports, ["a", "b"]) == Settlement((digest(1),), ("a",), {}, is_complete=False)
+    assert settle(reports, ["a", "b"]) == Settlement((digest(1),), ("a",), ("a",), {}, is_complete=False)
 
 
 @pytest.mark.parametrize("digests", [(), (digest(1),) * 3, (b"", b"x"), (b"", b"x" * 33)])

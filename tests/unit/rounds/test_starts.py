@@ -380,3 +380,92 @@ WRONG_NONCES: list[tuple[str, dp.Settle, str]] = [
 def test_a_settle_without_the_nonces_that_are_due_is_refused(why: str, settle: dp.Settle, opener: str) -> None:
     with pytest.raises(PeerMisbehaved, match=why):
         check_nonces(started(), settle, opener)
+
+
+# --- members on probation --------------------------------------------------------------------------
+
+STRANGERS = {f"s{number}" for number in range(20)}
+KNOWN = {"k0": 300, "k1": 500, "k2": 100}
+MIXED_NUMBER = RoundId("r", 7, 0, 1, 0)
+MIXED_READY = {
+    **{peer: dp.Ready(tokens=tokens, samples=4) for peer, tokens in KNOWN.items()},
+    **{peer: dp.Ready(tokens=CAP, samples=40) for peer in STRANGERS},
+}
+
+
+def mixed_plan() -> Plan:
+    plan = make_plan([*KNOWN, *STRANGERS], 7)
+    flagged = (replace(item, on_probation=item.peer_id in STRANGERS) for item in plan.assignments)
+    return replace(plan, assignments=tuple(flagged))
+
+
+def mixed_start(poor_reducers: frozenset[str] = frozenset()) -> dp.Start:
+    return build_start(
+        POLICY,
+        mixed_plan(),
+        MIXED_NUMBER,
+        MIXED_READY,
+        codec=CODECS["int4"],
+        unix_ms=1,
+        exchange_seconds=1.0,
+        poor_reducers=poor_reducers,
+    )
+
+
+def check_mixed(start: dp.Start, me: str = "k0") -> None:
+    check_start(POLICY, mixed_plan(), MIXED_NUMBER, MIXED_READY[me], me, start)
+
+
+def test_twenty_strangers_weigh_a_quarter_of_a_round_and_count_no_tokens() -> None:
+    start = mixed_start()
+    for me in ("k0", "k2", "s0", "s19"):
+        check_mixed(start, me)
+    known = {item.peer_id: (item.weight, item.tokens) for item in start.contributions if not item.on_probation}
+    assert known == {peer: (tokens, tokens) for peer, tokens in KNOWN.items()}
+    strangers = [item for item in start.contributions if item.on_probation]
+    assert {item.peer_id for item in strangers} == STRANGERS
+    assert {(item.weight, item.tokens, item.judged_tokens) for item in strangers} == {(15, 0, 500)}
+
+
+def heavier(start: dp.Start) -> None:
+    for item in start.contributions:
+        item.weight = 16 if item.on_probation else item.weight
+
+
+def counting(start: dp.Start) -> None:
+    item = next(item for item in start.contributions if item.on_probation)
+    item.tokens = item.weight
+
+
+def judged_by_more(start: dp.Start) -> None:
+    next(item for item in start.contributions if item.on_probation).judged_tokens = 501
+
+
+def on_probation_itself(start: dp.Start) -> None:
+    item = next(item for item in start.contributions if item.peer_id == "k0")
+    item.on_probation, item.tokens, item.judged_tokens, item.weight = True, 0, 300, 1
+
+
+def not_on_probation(start: dp.Start) -> None:
+    item = next(item for item in start.contributions if item.on_probation)
+    item.on_probation, item.judged_tokens, item.tokens = False, 0, item.weight
+
+
+@pytest.mark.parametrize("change", [heavier, counting, judged_by_more, on_probation_itself, not_on_probation])
+def test_a_start_that_gives_strangers_more_than_they_may_have_is_refused(change: Callable[[dp.Start], None]) -> None:
+    start = mixed_start()
+    change(start)
+    with pytest.raises(PeerMisbehaved):
+        check_mixed(start)
+
+
+def test_an_opener_may_keep_all_strangers_and_one_of_few_others_from_reducing() -> None:
+    poor = frozenset({*STRANGERS, "k0", "k1", "k2"})
+    start = mixed_start(poor)
+    check_mixed(start)
+    reducing = {piece.reducer for piece in start.partition}
+    assert len(reducing) == 2
+    assert reducing < set(KNOWN)
+    start.not_reducing.append(next(i for i, it in enumerate(start.contributions) if it.peer_id in reducing))
+    with pytest.raises(PeerMisbehaved):
+        check_mixed(start)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from atoll.core.fragments import split_into_fragments
 from atoll.core.manifest import Head
 from atoll.core.run_spec import SyncSection
-from atoll.node.exchange.weighted_sum import sqrt_token_weight, weighted_mean
+from atoll.node.exchange.weighted_sum import weighted_mean
 from atoll.node.rounds.outer_schedule import due_tokens, is_stale, outer_schedule
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.outer_step import layer_states, matches_digests, outer_step
@@ -116,12 +116,6 @@ def test_progress_is_stale_when_it_is_little_beside_what_was_missed(tokens, usua
 def test_the_weighted_mean_leaves_out_weight_zero():
     values = [torch.full((3,), 1.0), torch.full((3,), float("nan")), torch.full((3,), 4.0)]
     assert torch.allclose(weighted_mean(values, [2, 0, 1]), torch.full((3,), 2.0))
-
-
-@given(st.integers(0, 2**50))
-def test_roots_of_tokens_are_whole_numbers_near_the_root(tokens):
-    assert sqrt_token_weight(tokens) == pytest.approx(1024 * tokens**0.5, abs=1)
-    assert (sqrt_token_weight(tokens) == 0) == (tokens == 0)
 
 
 def test_a_flipped_bit_changes_only_its_layers_digest():

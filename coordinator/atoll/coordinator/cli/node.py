@@ -1,10 +1,11 @@
-"""`atollctl node`: list, inspect, drain, ban and unban nodes."""
+"""`atollctl node`: list, inspect, drain, ban and unban nodes, vouch for them or put them on probation."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,7 +21,7 @@ from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
-app = typer.Typer(help="Nodes: list, show, drain, ban, unban.", no_args_is_help=True)
+app = typer.Typer(help="Nodes: list, show, drain, vouch, ban.", no_args_is_help=True)
 _CLOCK_AGREES_SECONDS = 0.5
 _COLUMNS = [
     Column("name"),
@@ -80,6 +81,35 @@ def drain(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: C
 
 
 @app.command()
+def vouch(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
+    """End a node's probation: you know who runs it.
+
+    [bold]Example[/bold]
+
+      atollctl node vouch reef-3
+    """
+    _set_probation(node, False, output, credentials)
+
+
+@app.command()
+def probation(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
+    """Put a node on probation. It weighs little in rounds until audits of its training, or you, vouch for it.
+
+    [bold]Example[/bold]
+
+      atollctl node probation reef-3
+    """
+    _set_probation(node, True, output, credentials)
+
+
+def _set_probation(node: str, on_probation: bool, output: Output, credentials: Path | None) -> None:
+    with connect(credentials) as client:
+        request = wire.SetProbationRequest(node=node, on_probation=on_probation)
+        view = client.call(client.stub.SetProbation, request)
+    show(output, {"node": message_dict(view)}, _COLUMNS, [_row(view, time.time())])
+
+
+@app.command()
 def ban(
     node: NodeArgument,
     reason: Annotated[str, typer.Option(help="for the event log")] = "",
@@ -128,7 +158,8 @@ def _state(node: wire.NodeView) -> str:
     if not node.connected:
         return "offline"
     word = enum_word(mb.NodeState.DESCRIPTOR, node.status.state).replace("_", " ")
-    return f"{word}, will drain" if node.draining and word != "draining" else word
+    word += ", will drain" if node.draining and word != "draining" else ""
+    return f"{word}, on probation" if node.on_probation else word
 
 
 def _row(node: wire.NodeView, now: float) -> JsonObject:
@@ -174,6 +205,7 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("availability", _availability_text(node)),
         ("profile warning", node.doubt or "–"),
         ("audits of its training", _audits(node)),
+        ("on probation", "yes: it weighs little until audits or you vouch for it" if node.on_probation else "no"),
         ("clock", _clock(status)),
         ("sent for averaging", size_or_dash(status.averaging_bytes_sent)),
         ("the same in fp32", size_or_dash(status.averaging_bytes_fp32)),

@@ -37,6 +37,9 @@ def create(
     uses: Annotated[int, typer.Option(min=1, max=MAX_USES, help="number of nodes that it admits")] = 1,
     ttl: Annotated[str, typer.Option(metavar="DURATION", help="lifetime: 30m, 2h, 1d")] = "30m",
     role: Annotated[list[str] | None, typer.Option(help="node or seed; may be given twice")] = None,
+    probation: Annotated[
+        bool, typer.Option("--probation", help="for strangers: their nodes weigh little until they are proved")
+    ] = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
@@ -49,12 +52,15 @@ def create(
       atollctl token create --run reef --uses 20 --ttl 2h
 
       atollctl token create --role seed
+
+      atollctl token create --uses 500 --ttl 7d --probation
     """
     request = wire.CreateTokenRequest(
         run_id=run,
         uses=uses,
         ttl_seconds=max(1, int(parse_duration(ttl).total_seconds())),
         roles=[_role(name) for name in role or ["node"]],
+        on_probation=probation,
     )
     with connect(credentials) as client:
         made = client.call(client.stub.CreateToken, request)
@@ -110,7 +116,8 @@ def _row(token: wire.TokenView, now: float) -> JsonObject:
     return {
         "id": token.id,
         "run_id": token.run_id,
-        "admits": ", ".join(enum_word(pb.Role.DESCRIPTOR, role) for role in token.roles),
+        "admits": ", ".join(enum_word(pb.Role.DESCRIPTOR, role) for role in token.roles)
+        + (" on probation" if token.on_probation else ""),
         "uses": f"{token.uses_left} of {token.uses_total}",
         "expires": expires,
         "state": spent or ("expired" if expires == "expired" else "good"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from atoll.coordinator.live.attendance import count_join
+from atoll.coordinator.live.probation import planned_probation, without_probation
 from atoll.coordinator.live.quorum_guard import keep_voters
 from atoll.coordinator.planner.plan_builder import Route, RoutePart, build_plan
 from atoll.coordinator.planner.question import STATE_BYTES_PER_PARAMETER
@@ -137,7 +138,7 @@ def _base(state: State, run_id: str, members: Iterable[str]) -> Base:
     if plan is not None:
         return plan.base
     genesis = manifest_pb2.CommittedManifest.FromString(state.runs[run_id].genesis)
-    return Base(manifest_hash(genesis.payload), first_seats(members))
+    return Base(manifest_hash(genesis.payload), first_seats(without_probation(state, members)))
 
 
 def first_seats(members: Iterable[str]) -> tuple[str, ...]:
@@ -168,6 +169,7 @@ def _issue(
         base=base,
         issued_unix_ms=draft.now.unix_ms,
         reason=reason,
+        on_probation=planned_probation(draft.state, routes, standbys),
     )
     planned = memory.plan.members if memory.plan else ()
     plan = replace(plan, former=_former(draft.state, memory.plan, plan))

@@ -13,6 +13,7 @@ from atoll.coordinator.live import plan_spacing, quorum_guard, replan_trigger
 from atoll.coordinator.live.attendance import Attendance, attendance_of, eligible_nodes, membership_change
 from atoll.coordinator.live.plan_issue import RESHARE_REASON, issue_replica_plan, reduce_rates, reported_links
 from atoll.coordinator.live.planner_question import may_follow_newer_plan
+from atoll.coordinator.live.probation import probation_changed, probation_text
 from atoll.coordinator.live.replan_trigger import ReplanReason
 from atoll.coordinator.planner.reduce_shares import MIN_RESHARE_SPEEDUP, reshare_speedup
 from atoll.coordinator.state.run_states import transition_run
@@ -80,6 +81,8 @@ def _replica_change(
     if others or may_follow_newer_plan(state, plan.run_id) or _has_pipelines(plan):
         reason = _change_text(state, plan, members, voters) or _same_members(plan)
         return ReplanReason.MEMBERS, reason, policy.debounce_seconds
+    if probation_changed(state, plan):
+        return ReplanReason.PROBATION, probation_text(state, plan), policy.reshare_after_seconds
     speedup = reshare_speedup(reported_links(state, members), reduce_rates(plan))
     if speedup <= MIN_RESHARE_SPEEDUP:
         return None

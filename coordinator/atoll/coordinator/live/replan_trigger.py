@@ -25,6 +25,7 @@ from atoll.coordinator.live import (
 )
 from atoll.coordinator.live.attendance import Attendance, live_of
 from atoll.coordinator.live.pinning import pinned_span
+from atoll.coordinator.live.probation import probation_changed, probation_text
 from atoll.coordinator.live.span_fit import span_memory_of
 from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.planner.reduce_shares import MIN_RESHARE_SPEEDUP, span_rates, span_reshare_speedup
@@ -45,6 +46,10 @@ class ReplanReason(StrEnum):
     DRIFT = "drift"  # the last answer is old
     REACH = "reach"  # a node that reduces cannot be dialled any more
     LINKS = "links"  # other reduce shares would be faster
+    PROBATION = "probation"  # of other members than in the plan
+
+
+_NOT_URGENT = (ReplanReason.LINKS, ReplanReason.PROBATION)
 
 
 def needs_routes(state: State, run_id: str, attendance: Attendance) -> bool:
@@ -89,8 +94,8 @@ def update_routes(draft: Draft, run_id: str, policy: Policy, attendance: Attenda
         draft.state, run_id, policy, attendance, now
     ):
         return
-    elif why is ReplanReason.LINKS:
-        _reissue_with_new_shares(draft, run_id)
+    elif why in (ReplanReason.LINKS, ReplanReason.PROBATION):
+        _reissue_same_routes(draft, run_id, why)
     else:
         question = planner_question.build_question(draft.state, draft.now, run_id, policy)
         planning_inputs = planner_question.planning_inputs(draft.state, run_id, attendance)
@@ -102,7 +107,7 @@ def update_routes(draft: Draft, run_id: str, policy: Policy, attendance: Attenda
 
 def _debounce_seconds(why: ReplanReason, policy: Policy) -> float:
     """Seconds for which a reason must persist; the first plan is asked for at once."""
-    special = {ReplanReason.FIRST: 0.0, ReplanReason.LINKS: policy.reshare_after_seconds}
+    special = {ReplanReason.FIRST: 0.0, **dict.fromkeys(_NOT_URGENT, policy.reshare_after_seconds)}
     return special.get(why, policy.debounce_seconds)
 
 
@@ -119,7 +124,11 @@ def _replan_reason(
         return ReplanReason.FIRST if memory.plan is None else ReplanReason.MEMBERS
     if now - answered_question.at >= policy.replan_seconds:
         return ReplanReason.DRIFT
-    return ReplanReason.LINKS if memory.new_shares_pay and not memory.no_plan_reason else None
+    if memory.plan is None or memory.no_plan_reason:
+        return None
+    if probation_changed(state, memory.plan):
+        return ReplanReason.PROBATION
+    return ReplanReason.LINKS if memory.new_shares_pay else None
 
 
 def _is_whole(plan: Plan | None, attendance: Attendance) -> bool:
@@ -149,12 +158,13 @@ def _new_shares_pay(state: State, plan: Plan) -> bool:
     return now > MIN_RESHARE_SPEEDUP * best and math.isfinite(best)
 
 
-def _reissue_with_new_shares(draft: Draft, run_id: str) -> None:
-    """Issue the same routes with new reduce shares."""
+def _reissue_same_routes(draft: Draft, run_id: str, why: ReplanReason) -> None:
+    """Issue the same routes with new reduce shares, and with those on probation that are."""
     plan = draft.state.memory[run_id].plan
     assert plan is not None
     standbys = backup_spans.standby_spans(plan)
-    backup_spans.issue_with_standbys(draft, run_id, routes_of(plan), standbys, plan_issue.RESHARE_REASON)
+    reason = plan_issue.RESHARE_REASON if why is ReplanReason.LINKS else probation_text(draft.state, plan)
+    backup_spans.issue_with_standbys(draft, run_id, routes_of(plan), standbys, reason)
     draft.remember(run_id, new_shares_pay=False)
 
 

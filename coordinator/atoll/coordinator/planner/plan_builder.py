@@ -7,7 +7,7 @@ driver.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from atoll.core.data_position import SampleRange, first_lease_samples
@@ -39,6 +39,7 @@ def build_plan(
     base: Base,
     issued_unix_ms: int,
     reason: str,
+    on_probation: Set[str] = frozenset(),
 ) -> Plan:
     """Build the plan `version` with these routes (at least one), ordered by driver, and with the standbys' layers.
 
@@ -66,6 +67,7 @@ def build_plan(
                 data_ranges=holdings.get(part.peer_id, ()) if part.peer_id in drivers else (),
                 max_round_tokens=0 if part.peer_id in standbys else most_tokens,
                 max_reduce_bytes_per_second=reduce_rates.get(part.peer_id, 0),
+                on_probation=part.peer_id in on_probation,
             )
             for part in parts
         ),

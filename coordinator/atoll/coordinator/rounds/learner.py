@@ -173,8 +173,9 @@ def _read(draft: Draft, run_id: str, committed: manifest_pb2.CommittedManifest) 
 
 
 def _members(state: State, run_id: str) -> tuple[str, ...]:
+    """Members of the plan whose number counts."""
     plan = state.memory[run_id].plan
-    return plan.members if plan is not None else ()
+    return tuple(peer for peer in plan.members if peer not in plan.on_probation) if plan is not None else ()
 
 
 def _later_round(state: State, run_id: str, unable: frozenset[str]) -> tuple[int, Mapping[str, bytes]] | None:

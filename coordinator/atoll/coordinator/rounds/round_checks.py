@@ -28,6 +28,7 @@ from atoll.core.errors import PeerMisbehaved, SignatureInvalid
 from atoll.core.fragments import fragment_count, fragment_of_round
 from atoll.core.identity import peer_id_of
 from atoll.core.manifest import Head, parse_head, require_quorum, strip_unknown_manifest_fields
+from atoll.core.probation import keeps_to_limit
 from atoll.core.quorum import MAX_SEATS
 from atoll.core.round_id import RoundId
 from atoll.core.verdicts import counted_tokens, partial_contributions, require_valid_verdicts, screened_out
@@ -114,6 +115,7 @@ def check_reported_head(state: State, run: Run, row: Round, report: mb.RoundRepo
     if not forgotten and head.manifest.fragments != fragments_of(run, memory, made.plan_version):
         raise PeerMisbehaved(f"round {head.round} has {head.manifest.fragments} fragments; its plan has another number")
     tokens = _contributed_tokens(head, None if forgotten else memory.token_caps.get(made.plan_version, {}))
+    _check_probation(head, None if forgotten else memory.on_probation.get(made.plan_version, frozenset()))
     _check_history(head, run, memory, tokens)
     contributions = head.manifest.contributions
     return head, replace(
@@ -140,6 +142,18 @@ def _codec_name(codec: pb.Codec) -> str:
         return pb.Codec.Name(codec).removeprefix("CODEC_").lower()
     except ValueError:
         return str(codec)
+
+
+def _check_probation(head: Head, on_probation: frozenset[str] | None) -> None:
+    """Raise `PeerMisbehaved` unless contributors on probation are named, and weigh no more than they may.
+
+    `on_probation` is None if the plan is forgotten.
+    """
+    made = head.manifest.contributions
+    named = {item.peer_id for item in made if item.on_probation}
+    expected = {item.peer_id for item in made} & on_probation if on_probation is not None else named
+    if named != expected or not keeps_to_limit(made):
+        raise PeerMisbehaved(f"round {head.round} gives contributors on probation more weight than its plan allows")
 
 
 def is_forgotten(run: Run, memory: RunMemory, plan_version: int) -> bool:
@@ -232,7 +246,7 @@ def _contributed_tokens(head: Head, caps: Mapping[str, int] | None) -> int:
         caps = {item.peer_id: item.weight for item in contributions}
     if not head.present or not head.seats or len(names) != len(contributions) or not names <= caps.keys():
         raise PeerMisbehaved(f"round {head.round} has contributors outside its plan, or one contributor twice")
-    require_valid_verdicts(head.manifest.verdicts, [item.weight for item in contributions], head.manifest.parts_total)
+    require_valid_verdicts(head.manifest.verdicts, contributions, head.manifest.parts_total)
     for item, counted in zip(contributions, counted_tokens(head.manifest), strict=True):
         if item.weight > caps[item.peer_id] or item.tokens != counted:
             raise PeerMisbehaved(f"round {head.round} counts more tokens of {item.peer_id} than its plan allows")

@@ -4,21 +4,23 @@ A round's manifest draws who is audited and by whom (`core/training_audits.py`),
 that was drawn for it. A score says by how many standard errors a contribution gained more on its own samples than on
 others'. How large it is for honest members depends on the run, so a member is compared with the median member. It is
 *doubted* if its score is below half of that, and chance does not explain it. A member's score is what its median
-auditor found: so one lying auditor makes nobody doubted, and from four members on it hides nobody. A doubt is shown,
-and has no consequences of its own.
+auditor found: so one lying auditor makes nobody doubted, and from four members on it hides nobody. Members on probation
+are compared with the others. A doubt puts a member on probation (`live/probation.py`); an audited member that is not
+behind comes off it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from statistics import fmean, median, median_high
 
 from atoll.coordinator.rounds.reports import reject
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE
 from atoll.coordinator.state.snapshot import Draft, TrainingComparison, TrainingScore
+from atoll.coordinator.store.records import Node
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.training_audits import MAX_SAMPLES, MAX_SCORE, draw
 from atoll.v1 import manifest_pb2
@@ -64,17 +66,31 @@ def apply_training_audit(draft: Draft, peer_id: str, run_id: str, report: mb.Tra
     if report.contributor in members:
         kept[report.contributor] = (*kept.get(report.contributor, ()), found)[-KEPT_SCORES:]
     draft.remember(run_id, training_scores=kept)
-    _tell_doubts(draft, run_id)
+    _conclude(draft, run_id)
 
 
-def compare(scores: Mapping[str, Sequence[TrainingScore]]) -> dict[str, TrainingComparison]:
-    """Every member with a score beside the others, by peer id. Contributions that were not given say nothing."""
+def forget(draft: Draft, node: Node) -> None:
+    """Forget what audits found of a node so far."""
+    memory = draft.state.memory[node.run_id]
+    scores = {peer: it for peer, it in memory.training_scores.items() if peer != node.peer_id}
+    compared = {peer: it for peer, it in memory.training_compared.items() if peer != node.peer_id}
+    draft.remember(node.run_id, training_scores=scores, training_compared=compared)
+
+
+def compare(
+    scores: Mapping[str, Sequence[TrainingScore]], on_probation: Set[str] = frozenset()
+) -> dict[str, TrainingComparison]:
+    """Every member with a score beside those that are not on probation, by peer id.
+
+    Contributions that were not given say nothing.
+    """
     audits = {peer: sum(it.score is not None for it in found) for peer, found in scores.items()}
     found = {peer: _median_auditor(told) for peer, told in scores.items() if audits[peer]}
     if not found:
         return {}
-    typical = median(found.values())
-    comparable = len(found) >= LEAST_MEMBERS and typical >= LEAST_TYPICAL
+    others = [score for peer, score in found.items() if peer not in on_probation]
+    typical = median(others or found.values())
+    comparable = len(others) >= LEAST_MEMBERS and typical >= LEAST_TYPICAL
     return {
         peer: TrainingComparison(audits[peer], score, typical, comparable and _is_behind(score, typical, audits[peer]))
         for peer, score in found.items()
@@ -96,13 +112,14 @@ def _is_behind(score: float, typical: float, audits: int) -> bool:
     return audits >= LEAST_AUDITS and score < typical / 2 and typical - score > chance
 
 
-def _tell_doubts(draft: Draft, run_id: str) -> None:
-    """Compare anew, and tell new doubts. A doubt stays until the member has half of the median score."""
+def _conclude(draft: Draft, run_id: str) -> None:
+    """Compare anew. Whoever is doubted comes on probation, until it has half of the median score."""
     memory = draft.state.memory[run_id]
+    on_probation = frozenset(peer for peer in memory.training_scores if _is_on_probation(draft, peer))
     before = {peer for peer, it in memory.training_compared.items() if it.doubted}
     found = {
         peer: replace(it, doubted=it.doubted or (peer in before and it.score < it.typical / 2))
-        for peer, it in compare(memory.training_scores).items()
+        for peer, it in compare(memory.training_scores, on_probation).items()
     }
     draft.remember(run_id, training_compared=found)
     for peer in sorted(peer for peer, it in found.items() if it.doubted and peer not in before):
@@ -112,4 +129,22 @@ def _tell_doubts(draft: Draft, run_id: str) -> None:
             f"{name} seems to train less than it claims: its updates score {it.score:.1f} on its own samples in "
             f"{it.audits} audits, those of others {it.typical:.1f}"
         )
-        draft.event("node.training-doubted", run_id, peer, message)
+        draft.event("node.training-doubted", run_id, peer, f"{message}; it is on probation")
+        if node is not None:
+            draft.put(replace(node, on_probation=True))
+    if len(found.keys() - on_probation):
+        for peer in sorted(peer for peer in on_probation & found.keys() if _is_proved(found[peer])):
+            node, it = draft.state.nodes[peer], found[peer]
+            draft.put(replace(node, on_probation=False))
+            message = f"{node.name} trains what it claims: score {it.score:.1f} in {it.audits} audits"
+            draft.event("node.proved", run_id, peer, f"{message}, those of others {it.typical:.1f}")
+
+
+def _is_on_probation(draft: Draft, peer: str) -> bool:
+    node = draft.state.nodes.get(peer)
+    return node is not None and node.on_probation
+
+
+def _is_proved(it: TrainingComparison) -> bool:
+    """Whether a member's audits vouch for it."""
+    return it.audits >= LEAST_AUDITS and it.typical >= LEAST_TYPICAL and not it.doubted and 2 * it.score >= it.typical

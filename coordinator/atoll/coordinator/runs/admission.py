@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 from atoll.coordinator.live import hand_over
+from atoll.coordinator.rounds import training_scores
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.snapshot import Draft, LiveNode, State, Step, StepTime, charge_row
@@ -45,6 +46,7 @@ class TokenRequest:
     uses: int
     ttl_seconds: int
     roles: tuple[str, ...]
+    on_probation: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,12 @@ def create_token(state: State, now: StepTime, request: TokenRequest) -> Step[Tok
         uses_left=request.uses,
         created_ms=now.unix_ms,
         expires_ms=now.unix_ms + request.ttl_seconds * 1000,
+        on_probation=request.on_probation,
     )
     draft = Draft(state, now)
     draft.put(token)
     uses = "one use" if token.uses_total == 1 else f"{token.uses_total} uses"
+    uses += ", on probation" if token.on_probation else ""
     draft.event("token.created", run.run_id, token.token_id, f"token for {', '.join(token.roles)}, {uses}")
     return draft.done(token)
 
@@ -132,13 +136,14 @@ def enrol(state: State, now: StepTime, applicant: Applicant) -> Step[Node]:
 def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, applicant: Applicant) -> Node:
     """The row of an admitted node. Within one run it keeps its pin and its availability record.
 
-    A draining node that presents a new token is no longer draining.
+    A draining node that presents a new token is no longer draining. A token puts nobody on probation that was not.
     """
     name = _unique_name(state, token.run_id, applicant)
     if known is not None and known.run_id == token.run_id:
         admitted = replace(known, name=name, roles=token.roles, enrolled_ms=now.unix_ms, token_id=token.token_id)
         draining = known.draining and known.token_id == token.token_id
-        return replace(admitted, epoch=known.epoch + 1, left=False, draining=draining)
+        on_probation = known.on_probation and token.on_probation
+        return replace(admitted, epoch=known.epoch + 1, left=False, draining=draining, on_probation=on_probation)
     return Node(
         peer_id=applicant.peer_id,
         name=name,
@@ -149,6 +154,7 @@ def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, app
         enrolled_ms=now.unix_ms,
         last_seen_ms=known.last_seen_ms if known else 0,
         token_id=token.token_id,
+        on_probation=token.on_probation,
     )
 
 
@@ -166,6 +172,21 @@ def renew(state: State, now: StepTime, peer_id: str) -> Step[Node]:
     draft = Draft(state, now)
     node = replace(node, epoch=node.epoch + 1)
     draft.put(node)
+    return draft.done(node)
+
+
+def set_probation(state: State, now: StepTime, text: str, *, on_probation: bool) -> Step[Node]:
+    """Vouch for a node, or put it on probation, where its audits begin anew. Raises `NotFound`, `Ambiguous`."""
+    node = lookup.node(state, text)
+    draft = Draft(state, now)
+    if node.on_probation != on_probation:
+        node = replace(node, on_probation=on_probation)
+        draft.put(node)
+        kind, message = "node.vouched-for", f"the operator vouches for {node.name}"
+        if on_probation:
+            kind, message = "node.on-probation", f"the operator put {node.name} on probation"
+            training_scores.forget(draft, node)
+        draft.event(kind, node.run_id, node.peer_id, message)
     return draft.done(node)
 
 

@@ -248,6 +248,7 @@ def _rebuild_run_memory(run_id: str, contents: Contents, plans: tuple[Plan, ...]
         plan=own[-1] if own else None,
         token_caps={plan.version: token_caps_of(plan) for plan in own},
         cut_counts={plan.version: len(plan.cuts) for plan in own},
+        on_probation={plan.version: plan.on_probation for plan in own},
         abandoned_attempts=frozenset(attempt_key(row) for row in rounds if not row.committed),
         head_known_since=now.monotonic,
         committed=committed,

@@ -24,6 +24,7 @@ from atoll.coordinator.live.plan_issue import (
     issue_route_plan,
     next_version,
 )
+from atoll.coordinator.live.probation import without_probation
 from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.state import deciding, lookup
 from atoll.coordinator.state.snapshot import Commit, Draft, Policy, RunMemory, State, Step, StepTime, electorate_after
@@ -241,13 +242,13 @@ def _issue(draft: Draft, run_id: str, point: RecoveryPoint, eligible: list[str],
     if memory.plan is None or not replan_trigger.needs_routes(
         draft.state, run_id, attendance_of(draft.state, run_id, draft.now.monotonic)
     ):
-        seats = first_seats(eligible)
+        seats = first_seats(without_probation(draft.state, eligible))
         issue_replica_plan(draft, run_id, eligible, reason, Base(point.manifest_hash, seats, point.round, version))
         return
     routes = routes_of(memory.plan)
     whole = [route for route in routes if all(part.peer_id in eligible for part in route)] or list(routes)
     members = {part.peer_id for route in whole for part in route}
-    seats = first_seats(members & set(eligible) or eligible)
+    seats = first_seats(without_probation(draft.state, members & set(eligible) or eligible))
     base = Base(point.manifest_hash, seats, point.round, version)
     standing = remaining_standbys(draft.state, run_id, whole, eligible)
     issue_route_plan(draft, run_id, whole, reason, PlanNotes(left_out=memory.left_out), base, standbys=standing)

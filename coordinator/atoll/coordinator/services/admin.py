@@ -64,6 +64,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             uses=request.uses,
             ttl_seconds=request.ttl_seconds,
             roles=tuple(_role_name(role) for role in request.roles),
+            on_probation=request.on_probation,
         )
         token = await self._controller.do(lambda state, now: admission.create_token(state, now, wanted))
         return wire.CreateTokenResponse(token=text.text(), view=views.token_view(token))
@@ -95,6 +96,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def DrainNode(self, request: wire.DrainNodeRequest, context: Context) -> wire.NodeView:
         """Ask a node to finish its round and leave."""
         return self._node(await self._controller.do(lambda state, now: admission.drain(state, now, request.node)))
+
+    async def SetProbation(self, request: wire.SetProbationRequest, context: Context) -> wire.NodeView:
+        """Vouch for a node, or put it on probation."""
+        return self._node(
+            await self._controller.do(
+                lambda state, now: admission.set_probation(state, now, request.node, on_probation=request.on_probation)
+            )
+        )
 
     async def BanNode(self, request: wire.BanNodeRequest, context: Context) -> wire.NodeView:
         """Put a node's peer id on the deny-list, for good."""

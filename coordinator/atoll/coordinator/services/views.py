@@ -35,6 +35,7 @@ def token_view(token: Token) -> admin.TokenView:
         created_unix_ms=token.created_ms,
         expires_unix_ms=token.expires_ms,
         revoked=token.revoked,
+        on_probation=token.on_probation,
     )
 
 
@@ -56,6 +57,7 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
         connected=live is not None and live.connected,
         banned=node.banned,
         draining=node.draining,
+        on_probation=node.on_probation,
         multiaddrs=node.multiaddrs,
         availability=availability(node, live, monotonic),
         failures_per_hour=failures_per_hour(node, live, monotonic),

@@ -224,6 +224,7 @@ class RunMemory:
     spec: RunSpec
     plan: Plan | None = None
     token_caps: Mapping[int, Mapping[str, int]] = field(default_factory=dict)  # plan version → member → tokens a round
+    on_probation: Mapping[int, frozenset[str]] = field(default_factory=dict)  # plan version → members on probation
     cut_counts: Mapping[int, int] = field(default_factory=dict)  # plan version → number of cuts between its spans
     abandoned_attempts: frozenset[AttemptKey] = frozenset()  # those whose rows are kept
     committed: Mapping[int, Commit] = field(default_factory=dict)  # newest rounds by number; no void ones (`compact`)
@@ -464,9 +465,11 @@ class Draft:
         bases = add_base(memory.bases, plan.base)
         caps = {**memory.token_caps, plan.version: token_caps_of(plan)}
         cuts = {**memory.cut_counts, plan.version: len(plan.cuts)}
+        on_probation = {**memory.on_probation, plan.version: plan.on_probation}
         for version in sorted(caps)[:-KEPT_PLANS]:
             del caps[version]
             cuts.pop(version, None)
+            on_probation.pop(version, None)
             if all(version != base.since_version for base in bases):
                 self._records += [Delete(table, (plan.run_id, version)) for table in (PlanRow, PlanFigures)]
         self.remember(
@@ -475,6 +478,7 @@ class Draft:
             plan_issued_at=self.now.monotonic,
             token_caps=caps,
             cut_counts=cuts,
+            on_probation=on_probation,
             bases=bases,
             changed_since=None,
             preparation=None,

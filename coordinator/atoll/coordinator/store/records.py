@@ -29,6 +29,7 @@ class Token:
     created_ms: int
     expires_ms: int
     revoked: bool = False
+    on_probation: bool = False  # nodes that it admits begin on probation
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Node:
     there_seconds: float = 0.0  # with an open stream, decayed (`state/availability.py`)
     away_seconds: float = 0.0  # without a stream, decayed
     losses: float = 0.0  # disconnects without an announced leave, decayed
+    on_probation: bool = False  # it weighs little in rounds (`live/probation.py`)
 
 
 @dataclass(frozen=True)

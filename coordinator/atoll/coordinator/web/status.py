@@ -132,6 +132,7 @@ def _node(state: State, node: Node, now: StepTime) -> dict[str, object]:
         "connected": view.connected,
         "banned": node.banned,
         "draining": node.draining,
+        "on_probation": node.on_probation,
         "left": node.left,
         "planned": plan is not None and node.peer_id in plan.members,
         "device": view.profile.device_name or view.profile.device,

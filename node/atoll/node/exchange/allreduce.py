@@ -42,7 +42,7 @@ from atoll.node.exchange.peer_deadlines import next_frame
 from atoll.node.exchange.reducer import Reducer
 from atoll.node.exchange.repair import PROTOCOL, RepairClient, RepairServer, SourcesOfPart
 from atoll.node.exchange.screening import Screen, largest_norm
-from atoll.node.exchange.weighted_sum import token_weight
+from atoll.node.exchange.weighted_sum import SumRules
 from atoll.node.system.background_tasks import BackgroundTasks
 from atoll.node.wire.peer_slots import PeerSlots
 from atoll.node.wire.transport import Network, Stream
@@ -84,7 +84,6 @@ class Exchange:
         stall: timedelta,
         *,
         screen: Screen | None,
-        weigh: Callable[[int], int] = token_weight,
         audit_executor: Executor | None = None,
     ) -> None:
         """Prepare the exchange that `start` describes, with this node's `contribution_E`.
@@ -92,7 +91,6 @@ class Exchange:
         - `sink`: receives the average, part by part.
         - `timeout`: for `run`. `stall`: for a contributor's next frame.
         - `screen`: how to screen contributions; None: not at all.
-        - `weigh`: the weight of a contribution with so many tokens.
         - `audit_executor`: for audits; None: that of the exchange.
         """
         self.round_id = RoundId.from_proto(start.round)
@@ -102,28 +100,25 @@ class Exchange:
         self._contribution_E = contribution_E  # fp32 [E], read only
         self._timeout = timeout
         self._stall = stall
-        self._weights = {item.peer_id: item.weight for item in start.contributions}  # tokens, in the order of the sum
+        rules = SumRules.of(start, screen)
+        self._weights = rules.weights
         self._average = Average(start, sink, executor, _norm_limit(start, screen))
         self._reducer: Reducer | None = None
         for share in self._average.reducer_shares:
             if share.reducer == self._me:
-                self._reducer = Reducer(
-                    self._me, self._weights, share, contribution_E, self._average, stall, screen=screen, weigh=weigh
-                )
+                self._reducer = Reducer(self._me, rules, share, contribution_E, self._average, stall)
         self._from_reducers: dict[int, bytes] = {}  # part → digest of what its reducer itself sent
         self._repair_server = RepairServer(self._average)
         self._auditor = Auditor(
             self.round_id,
             network,
             self._average,
-            self._weights,
+            rules,
             self._from_reducers,
             lambda: self._contribution_E,
             audit_executor or executor,
             self._track_stream,
             self._fault,
-            screen=screen,
-            weigh=weigh,
         )
         self._connected: set[str] = set()  # members that opened a stream to this node as a reducer
         self._serving: set[asyncio.Task[None]] = set()

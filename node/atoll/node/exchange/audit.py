@@ -23,12 +23,13 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from atoll.node.exchange.partition import ReducerShare
-from atoll.node.exchange.screening import Screen, UsualNorm, largest_norm
+from atoll.node.exchange.screening import Screen, UsualNorm, judged_with, largest_norm
 from atoll.node.exchange.sketch import BUCKETS
 from atoll.v1 import manifest_pb2
 
@@ -97,10 +98,22 @@ class Evidence:
     """What is known about the contributions of one round."""
 
     sketches: Mapping[int, Mapping[int, Tensor]]  # place of a contribution → index of a part → sketch [128]
-    tokens: Sequence[int]  # of each contribution, in the order of the sum
-    weights: Sequence[int]  # likewise
+    tokens: Sequence[int]  # of each contribution, in the order of the sum: by them its size is judged
+    weights: Sequence[int]  # likewise: its weight in the sum
     codec: str
     screen: Screen | None
+    on_probation: frozenset[int] = frozenset()  # places of contributions that have no say in screening
+
+    @cached_property
+    def judging(self) -> list[int]:
+        """Places of the contributions that have a say in screening."""
+        return [place for place, count in enumerate(self.tokens) if count > 0 and place not in self.on_probation]
+
+    def judged_among(self, place: int, factors: Sequence[float]) -> list[int]:
+        """Places of the contributions among which one was judged, in a sum with these factors."""
+        if place not in self.on_probation:
+            return self.judging
+        return judged_with([other for other in self.judging if factors[other] > 0], place)
 
     def without(self, place: int) -> Evidence:
         """The same, as if a contributor had said nothing."""
@@ -119,14 +132,13 @@ Verdicts = Mapping[int, manifest_pb2.Verdict]
 """What the round's manifest will say of one reducer's sums, by place of the contribution."""
 
 
-def contradicted_verdicts(parts: Sequence[AuditedPart], weights: Sequence[int], verdicts: Verdicts) -> str:
+def contradicted_verdicts(parts: Sequence[AuditedPart], evidence: Evidence, verdicts: Verdicts) -> str:
     """Why a reducer's factors do not fit its verdicts; empty if they do."""
-    contributors = [place for place, weight in enumerate(weights) if weight > 0]
     for part in parts:
-        held = sum(part.factors[place] > 0 for place in contributors)
-        if 2 * held < len(contributors):
-            return f"the sum of part {part.index} holds {held} of {len(contributors)} contributions"
-    for place in contributors:
+        held = sum(part.factors[place] > 0 for place in evidence.judging)
+        if 2 * held < len(evidence.judging):
+            return f"the sum of part {part.index} holds {held} of {len(evidence.judging)} contributions"
+    for place in (place for place, weight in enumerate(evidence.weights) if weight > 0):
         factors = [part.factors[place] for part in parts]
         lacking, scaled = factors.count(0), sum(0 < factor < 1 for factor in factors)
         verdict = verdicts.get(place, _NO_VERDICT)
@@ -201,7 +213,7 @@ class _Sums:
         total = sum(weights[place] for place in counted)
         told = {place: it[part.index].double() for place, it in evidence.sketches.items() if part.index in it}
         norms = {place: float(sketch.norm()) for place, sketch in told.items()}  # of those not in the sum, too
-        limits = _NormBounds(norms, part.elements, evidence)
+        limits = _NormBounds(norms, part, evidence)
         bounds = {place: limits.of(place) for place in counted}
         known = [  # who tells of more than screening lets in is not believed
             place
@@ -230,10 +242,10 @@ class _Sums:
         part, evidence = self._part, self._evidence
         if part.factors[place] == 1 or evidence.screen is None:
             return False
-        least = _NormBounds(norms, part.elements, evidence, least=True).of(place)
-        contributors = sum(weight > 0 for weight in evidence.weights)
-        minority = 2 * sum(0 < factor < 1 for factor in part.factors) < contributors
-        if not minority:  # so many are scaled by the optimiser's bound only
+        least = _NormBounds(norms, part, evidence, least=True).of(place)
+        scaled_ones = sum(0 < part.factors[other] < 1 for other in evidence.judging)
+        minority = 2 * scaled_ones < len(evidence.judging)
+        if not minority and place not in evidence.on_probation:  # so many are scaled by the optimiser's bound only
             least = largest_norm(evidence.tokens[place], part.elements, evidence.screen)
         return scaled[place] < _LEAST_SCALED * least
 
@@ -260,17 +272,27 @@ class _Direction:
 class _NormBounds:
     """The norms to which screening limits contributions to one part: the largest that they can be, or the `least`."""
 
-    def __init__(self, norms: Mapping[int, float], elements: int, evidence: Evidence, *, least: bool = False) -> None:
+    def __init__(
+        self, norms: Mapping[int, float], part: AuditedPart, evidence: Evidence, *, least: bool = False
+    ) -> None:
         """`norms` are those that are known, by place; the reducer's own is not."""
-        tokens = evidence.tokens
-        unknown = [count for place, count in enumerate(tokens) if count > 0 and place not in norms]
-        self._usual = UsualNorm(list(norms.values()), [tokens[place] for place in norms], unknown, least=least)
-        self._elements, self._evidence = elements, evidence
-        self._unscreened = 0.0 if least else math.inf
+        self._norms, self._part, self._evidence, self._least = norms, part, evidence, least
+        self._usual = self._usual_among(evidence.judging)
+
+    def _usual_among(self, places: Sequence[int]) -> UsualNorm:
+        tokens, norms = self._evidence.tokens, self._norms
+        known = [place for place in places if place in norms]
+        unknown = [tokens[place] for place in places if place not in norms]
+        return UsualNorm(
+            [norms[place] for place in known], [tokens[place] for place in known], unknown, least=self._least
+        )
 
     def of(self, place: int) -> float:
         """The bound for one contribution."""
-        if self._evidence.screen is None:
-            return self._unscreened
-        tokens = self._evidence.tokens[place]
-        return min(largest_norm(tokens, self._elements, self._evidence.screen), self._usual.limit(tokens))
+        evidence, usual = self._evidence, self._usual
+        if evidence.screen is None:
+            return 0.0 if self._least else math.inf
+        if place in evidence.on_probation:
+            usual = self._usual_among(evidence.judged_among(place, self._part.factors))
+        tokens = evidence.tokens[place]
+        return min(largest_norm(tokens, self._part.elements, evidence.screen), usual.limit(tokens))

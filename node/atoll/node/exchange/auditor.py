@@ -37,8 +37,8 @@ from atoll.node.exchange.averaged_parts import Average
 from atoll.node.exchange.codecs import is_finite
 from atoll.node.exchange.peer_deadlines import next_frame
 from atoll.node.exchange.repair import PROTOCOL
-from atoll.node.exchange.screening import Screen
 from atoll.node.exchange.sketch import BUCKETS, SKETCH_BYTES, Sketcher
+from atoll.node.exchange.weighted_sum import SumRules
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 
@@ -70,19 +70,15 @@ class Auditor:
         round_id: RoundId,
         network: Network,
         average: Average,
-        tokens: Mapping[str, int],
+        rules: SumRules,
         from_reducers: Mapping[int, bytes],
         contribution: Callable[[], Tensor],
         executor: Executor,
         track_stream: TrackStream,
         fault: Callable[[str, str], None],
-        *,
-        screen: Screen | None,
-        weigh: Callable[[int], int],
     ) -> None:
         """Prepare the audit of `average`.
 
-        - `tokens`: of each contribution, in the order of the sum.
         - `from_reducers`: part → digest of what its reducer itself sent to this node.
         - `contribution`: this node's own, fp32 [E].
         - `executor`: for sketches.
@@ -90,14 +86,13 @@ class Auditor:
         self._round_id = round_id
         self._network = network
         self._average = average
-        self._tokens = tokens
+        self._rules = rules
+        self._weights = rules.weights
         self._from_reducers = from_reducers
         self._contribution = contribution
         self._executor = executor
         self._track_stream = track_stream
         self._fault = fault
-        self._screen = screen
-        self._weigh = weigh
         self._me = network.peer_id
         self._requests: Counter[str] = Counter()
         self._sketching: dict[bytes, asyncio.Task[dict[int, Tensor]]] = {}  # by seed: this node's own sketches
@@ -147,7 +142,7 @@ class Auditor:
 
     def _due(self, contributor: str, drawn: Mapping[str, Sequence[int]]) -> list[int]:
         """Parts of which a contributor sends sketches: the drawn ones that others reduce, if it contributes."""
-        if not self._tokens[contributor]:
+        if not self._weights[contributor]:
             return []
         return [index for reducer, indices in drawn.items() if reducer != contributor for index in indices]
 
@@ -172,7 +167,7 @@ class Auditor:
         Raises `RoundAbandoned` if these do not answer.
         """
         drawn = draw_parts(seed, self._average.reducer_shares)
-        places = {peer: place for place, peer in enumerate(self._tokens)}
+        places = {peer: place for place, peer in enumerate(self._weights)}
         asking = {peer: asyncio.create_task(self._sketches_of(peer, seed, drawn, timeout)) for peer in asked}
         try:
             parts = await self._compute(self._sketch_averages, seed, drawn)
@@ -183,10 +178,11 @@ class Auditor:
         self._told, self._told_seed = answers, seed
         evidence = Evidence(
             sketches={places[peer]: it for peer, it in answers.items() if it},
-            tokens=list(self._tokens.values()),
-            weights=[self._weigh(count) for count in self._tokens.values()],
+            tokens=list(self._rules.tokens.values()),
+            weights=list(self._weights.values()),
             codec=self._average.codec.name,
-            screen=self._screen,
+            screen=self._rules.screen,
+            on_probation=frozenset(places[peer] for peer in self._rules.on_probation),
         )
         return await self._compute(self._judge, parts, evidence, verdicts)
 
@@ -240,7 +236,7 @@ class Auditor:
                 lacking[place] += verdict.parts_missing + verdict.parts_left_out
         return {
             peer: 0 if 2 * lacking[place] > len(self._average) else tokens
-            for place, (peer, tokens) in enumerate(self._tokens.items())
+            for place, (peer, tokens) in enumerate(self._weights.items())
         }
 
     async def _compute(self, work: Callable[[Unpack[Arguments]], T], *arguments: *Arguments) -> T:
@@ -250,12 +246,12 @@ class Auditor:
     def _judge(
         self, parts: Mapping[str, Sequence[AuditedPart]], evidence: Evidence, verdicts: Mapping[str, Verdicts]
     ) -> tuple[Dispute, ...]:
-        peers = list(self._tokens)
+        peers = list(self._weights)
         disputes = []
         for reducer, audited in parts.items():
             own = evidence.without(peers.index(reducer))  # nobody but itself got its own contribution to its share
             told = verdicts.get(reducer)
-            said = contradicted_verdicts(audited, evidence.weights, told) if told is not None else ""
+            said = contradicted_verdicts(audited, evidence, told) if told is not None else ""
             finding = Finding(said, None) if said else judge(audited, own)
             if finding is not None:
                 contributor = None if finding.witness is None else peers[finding.witness]
@@ -269,7 +265,7 @@ class Auditor:
         return self._from_reducers.get(index, settled) == settled
 
     def _sketch_averages(self, seed: bytes, drawn: Mapping[str, Sequence[int]]) -> dict[str, list[AuditedPart]]:
-        sketcher, everyone = self._sketcher(seed), [float(count > 0) for count in self._tokens.values()]
+        sketcher, everyone = self._sketcher(seed), [float(count > 0) for count in self._weights.values()]
         audited: dict[str, list[AuditedPart]] = {}
         for reducer, indices in drawn.items():
             for index in indices if reducer != self._me else ():

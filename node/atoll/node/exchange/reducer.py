@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -27,8 +27,7 @@ from atoll.node.exchange.averaged_parts import Average
 from atoll.node.exchange.codecs import CheckedPart
 from atoll.node.exchange.partition import Part, ReducerShare
 from atoll.node.exchange.peer_deadlines import WAIT_SLICES, next_frame, wait_for_event
-from atoll.node.exchange.screening import Screen
-from atoll.node.exchange.weighted_sum import PieceSource, encoded_mean, screening_factors, tensor_source, token_weight
+from atoll.node.exchange.weighted_sum import PieceSource, SumRules, encoded_mean, screening_factors, tensor_source
 from atoll.node.wire.transport import Stream
 from atoll.v1 import manifest_pb2
 
@@ -89,30 +88,22 @@ class Reducer:
     def __init__(
         self,
         me: str,
-        weights: Mapping[str, int],
+        rules: SumRules,
         share: ReducerShare,
         contribution_E: Tensor,
         average: Average,
         stall: timedelta,
-        *,
-        screen: Screen | None,
-        weigh: Callable[[int], int] = token_weight,
     ) -> None:
-        """Prepare the sums of `share`.
-
-        - `weights`: the tokens of each member, in the order of the sum.
-        - `weigh`: the weight of a contribution with so many tokens.
-        - `screen`: how to screen contributions; None: not at all.
-        """
+        """Prepare the sums of `share`."""
+        weights = rules.weights
         self.given_up: set[str] = set()  # contributors dropped before they sent all parts
         self._me = me
+        self._rules = rules
         self._weights = weights
         self._share = share
         self._contribution_E = contribution_E
         self._average = average
         self._stall = stall
-        self._screen = screen
-        self._weigh = weigh
         self._places = {peer: place for place, peer in enumerate(weights)}
         self._left_out: Counter[int] = Counter()  # contributor's place → number of parts
         self._scaled: Counter[int] = Counter()  # likewise
@@ -259,9 +250,10 @@ class Reducer:
     def _encode_mean(self, elements: int, values: Mapping[str, PieceSource]) -> tuple[memoryview, dict[str, float]]:
         """Encode the average; returns its bytes and each contributor's screening factor."""
         present = [peer for peer in self._weights if peer in values]  # in the order of the sum
-        sources, tokens = [values[peer] for peer in present], [self._weights[peer] for peer in present]
-        factors = (1.0,) * len(present)
-        if self._screen is not None:
-            factors = screening_factors(sources, tokens, elements, self._screen)
-        body = encoded_mean(self._average.codec, sources, [self._weigh(it) for it in tokens], factors, elements)
+        sources, weights = [values[peer] for peer in present], [self._weights[peer] for peer in present]
+        factors, rules = (1.0,) * len(present), self._rules
+        if rules.screen is not None:
+            tokens, on_probation = zip(*((rules.tokens[it], it in rules.on_probation) for it in present), strict=True)
+            factors = screening_factors(sources, tokens, elements, rules.screen, on_probation)
+        body = encoded_mean(self._average.codec, sources, weights, factors, elements)
         return body, dict(zip(present, factors, strict=True))

@@ -13,9 +13,12 @@ The reducer of a part screens it, using only the inner products of the contribut
   ratio, if below 0.3, is left out, and the rest are screened again. A contribution with fewer tokens has more noise:
   its threshold shrinks with the square root of its tokens.
 
-Fewer than half of the contributions can be left out, first for their direction, then for their size. Directions are not
-screened when there are fewer than three contributions, or when the usual cosine is no larger than chance. A zero
-vector has no direction. When half are zero, none is too small: rows of tokens that a member did not see are zero.
+Contributions on probation have no say in this (core/probation.py): each is judged as if it were alone with those of
+the others that are kept. So however many they are, they neither push out an honest member nor protect one another.
+
+Fewer than half of the other contributions can be left out, first for their direction, then for their size. Directions
+are not screened when there are fewer than three contributions, or when the usual cosine is no larger than chance. A
+zero vector has no direction. When half are zero, none is too small: rows of tokens that a member did not see are zero.
 
 An attack within the spread of honest contributions still works (Baruch et al. 2019, arXiv:1902.06156).
 Measured in docs/adr/0004.
@@ -86,12 +89,41 @@ def inner_products(values: Sequence[Tensor]) -> Tensor:
 
 
 def factors_from_products(
-    products_nn: Tensor, tokens: Sequence[int], elements: int, screen: Screen
+    products_nn: Tensor, tokens: Sequence[int], elements: int, screen: Screen, on_probation: Sequence[bool] = ()
 ) -> tuple[float, ...]:
     """The factor of each contribution in the sum: 0 leaves it out, 1 keeps it, a value between scales it down.
 
     `products_nn`: inner products. `tokens`: positive, one per contribution. `elements`: the length of the part.
+    `on_probation`: which contributions are; empty: none.
     """
+    judging = [place for place in range(len(tokens)) if not (on_probation and on_probation[place])]
+    if len(judging) == len(tokens):
+        return _judge(products_nn, tokens, elements, screen)
+    factors = [0.0] * len(tokens)
+
+    def judge(places: list[int]) -> tuple[float, ...]:
+        chosen_nn = products_nn[places][:, places]
+        return _judge(chosen_nn, [tokens[place] for place in places], elements, screen)
+
+    for place, factor in zip(judging, judge(judging), strict=True):
+        factors[place] = factor
+    kept = [place for place in judging if factors[place] > 0]
+    for place in range(len(tokens)):
+        if on_probation[place]:
+            factors[place] = judge(judged_with(kept, place))[-1] if kept else 0.0
+    return tuple(factors)
+
+
+def judged_with(kept: Sequence[int], place: int) -> list[int]:
+    """The contributions among which one on probation, the last of them, is judged; `kept` are not on probation.
+
+    A single one counts twice: so it alone says how large the other may be, and where it must point.
+    """
+    return [*kept, *(kept if len(kept) == 1 else ()), place]
+
+
+def _judge(products_nn: Tensor, tokens: Sequence[int], elements: int, screen: Screen) -> tuple[float, ...]:
+    """The factors of contributions that all have a say."""
     tokens_n = torch.tensor(tokens, dtype=torch.float64)
     norms_n = products_nn.diagonal().sqrt()
     factors_n = (

@@ -7,8 +7,8 @@ than reading decoded parts from memory, and the decoded parts of all members nev
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,12 +17,31 @@ from torch import Tensor
 from atoll.core.errors import PartInvalid
 from atoll.node.exchange.codecs import PIECE_ELEMENTS, Codec, PartEncoder
 from atoll.node.exchange.screening import InnerProducts, Screen, factors_from_products
+from atoll.v1 import dataplane_pb2 as dp
 
 PieceSource = Callable[[int, Tensor], None]
 """Writes one contributor's values into fp32 [C], beginning with the given element, the start of a piece."""
 
 _CACHED_ELEMENTS = 2**19  # of all contributors together
 _MIN_PIECE_ELEMENTS = 2**14  # shorter pieces cost more in calls than they save in memory reads
+
+
+@dataclass(frozen=True)
+class SumRules:
+    """What every sum of an exchange follows."""
+
+    weights: Mapping[str, int]  # of each contribution, in the order of the sum
+    tokens: Mapping[str, int]  # by which screening judges its size
+    on_probation: frozenset[str]  # contributors that do not decide how others are screened
+    screen: Screen | None  # None: contributions are not screened
+
+    @classmethod
+    def of(cls, start: dp.Start, screen: Screen | None) -> SumRules:
+        """The rules of the exchange that `start` describes."""
+        made = start.contributions
+        on_probation = frozenset(item.peer_id for item in made if item.on_probation)
+        tokens = {item.peer_id: item.judged_tokens if item.on_probation else item.weight for item in made}
+        return cls({item.peer_id: item.weight for item in made}, tokens, on_probation, screen)
 
 
 def tensor_source(values_E: Tensor) -> PieceSource:
@@ -35,14 +54,18 @@ def _copy(values_E: Tensor, first: int, values_C: Tensor) -> None:
 
 
 def screening_factors(
-    sources: Sequence[PieceSource], tokens: Sequence[int], elements: int, screen: Screen
+    sources: Sequence[PieceSource],
+    tokens: Sequence[int],
+    elements: int,
+    screen: Screen,
+    on_probation: Sequence[bool] = (),
 ) -> tuple[float, ...]:
     """Screen the contributions; returns the factor of each in the sum (`screening.factors_from_products`)."""
     piece = min(_piece_elements(len(sources)), elements)
     products, value_C = InnerProducts(len(sources), piece), torch.empty(piece)
     for first in range(0, elements, piece):
         products.add(_decode_each(sources, first, value_C[: elements - first]))
-    return factors_from_products(products.sums(), tokens, elements, screen)
+    return factors_from_products(products.sums(), tokens, elements, screen, on_probation)
 
 
 def _decode_each(sources: Iterable[PieceSource], first: int, value_C: Tensor) -> Iterator[Tensor]:
@@ -75,22 +98,6 @@ def encoded_mean(
 def _piece_elements(count: int) -> int:
     """The length of a piece for screening `count` contributors."""
     return int(min(PIECE_ELEMENTS, max(_MIN_PIECE_ELEMENTS, 2 ** ((_CACHED_ELEMENTS // count).bit_length() - 1))))
-
-
-def token_weight(tokens: int) -> int:
-    """Weigh a contribution by its tokens."""
-    return tokens
-
-
-def sqrt_token_weight(tokens: int) -> int:
-    """Weigh a contribution by the square root of its tokens, in units of 1/1024; 0 for no tokens.
-
-    More steps reduce the noise of a pseudo-gradient but increase its drift. Uses integers, so that all machines agree.
-    """
-    return math.isqrt(tokens << 20)
-
-
-WEIGHTINGS = {"tokens": token_weight, "roots": sqrt_token_weight}
 
 
 def mean_coefficients(weights: Sequence[int], factors: Sequence[float]) -> tuple[float, ...]:

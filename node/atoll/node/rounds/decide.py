@@ -16,6 +16,7 @@ from atoll.core.errors import AtollError, PeerMisbehaved, ProtocolMismatch
 from atoll.core.fragments import fragment_of_round
 from atoll.core.manifest import MAX_MEMBERS, Head, changed_layers, half_attest
 from atoll.core.plan import Plan
+from atoll.core.probation import keeps_to_limit, limit_weights
 from atoll.core.quorum import COORDINATOR, MARK_BYTES, MAX_SEATS, next_seats
 from atoll.core.round_id import RoundId
 from atoll.core.training_audits import SEED_BYTES, audit_seed
@@ -43,7 +44,7 @@ def build_start(
 ) -> dp.Start:
     """What the opener sends to all: who answered, weights frozen at min(tokens, cap), the partition by the plan's caps.
 
-    `poor_reducers` shall sum nothing: a quarter of the holders at most, but one of few.
+    `poor_reducers` shall sum nothing: a quarter of the holders at most, but one of few, and any that are on probation.
     Who does not hold the fragment brings nothing and reduces nothing: it is a witness, which only decides. Tokens count
     towards the run up to the same cap, so that no single claim can end it.
     """
@@ -51,18 +52,25 @@ def build_start(
     fragment = policy.fragment_of(round_id.number)
     holders = plan.holders(fragment.layers)
     reducers = [peer for peer in members if peer in holders]
-    kept_out = [peer for peer in reducers if peer in poor_reducers][: _most_kept_out(reducers)]
+    kept_out = _kept_out(plan, reducers, poor_reducers)
+    claims = {peer: min(ready[peer].tokens, _cap(plan, peer)) for peer in reducers}
+    weights = dict(
+        zip(claims, limit_weights([*claims.values()], [it in plan.on_probation for it in claims]), strict=True)
+    )
+    most = max((claims[peer] for peer in plan.without_probation(claims.keys())), default=0)
     ranges = _ranges(fragment.elements, plan, [peer for peer in reducers if peer not in kept_out])
     contributions = [
         manifest_pb2.Contribution(
             peer_id=peer,
-            tokens=min(ready[peer].tokens, _cap(plan, peer)) // len(policy.fragments),
-            weight=min(ready[peer].tokens, _cap(plan, peer)),
+            tokens=0 if peer in plan.on_probation else weights[peer] // len(policy.fragments),
+            weight=weights[peer],
             samples=min(ready[peer].samples, MAX_SAMPLES),
             mark=ready[peer].mark,
+            on_probation=peer in plan.on_probation,
+            judged_tokens=min(claims[peer], most) if peer in plan.on_probation else 0,
         )
         if peer in holders
-        else manifest_pb2.Contribution(peer_id=peer, mark=ready[peer].mark)
+        else manifest_pb2.Contribution(peer_id=peer, mark=ready[peer].mark, on_probation=peer in plan.on_probation)
         for peer in members
     ]
     return dp.Start(
@@ -87,17 +95,24 @@ def check_start(policy: RoundPolicy, plan: Plan, round_id: RoundId, mine: dp.Rea
     holders = plan.holders(fragment.layers)
     for item in start.contributions:
         cap, samples = (_cap(plan, item.peer_id), MAX_SAMPLES) if item.peer_id in holders else (0, 0)
-        counted = item.weight // len(policy.fragments)
+        counted = 0 if item.on_probation else item.weight // len(policy.fragments)
         if item.tokens != counted or item.weight > cap or item.samples > samples:
             raise PeerMisbehaved(f"Start gives {item.peer_id} more than the plan allows")
         if item.present:
             raise PeerMisbehaved("Start says how the round ended before it began")
-        if item.peer_id == me and (item.weight, item.samples) != (min(mine.tokens, cap), mine.samples):
+        if item.on_probation != (item.peer_id in plan.on_probation):
+            raise PeerMisbehaved(f"Start says of {item.peer_id} what the plan does not: whether it is on probation")
+        told = min(mine.tokens, cap)
+        if item.peer_id == me and (
+            item.samples != mine.samples or item.weight > told or (item.weight < told and not item.on_probation)
+        ):
             raise PeerMisbehaved("Start does not repeat what we reported")
         if not is_mark(item.mark) or (item.peer_id == me and item.mark != mine.mark):
             raise PeerMisbehaved(f"Start has another mark of {item.peer_id} than its own")
     if not any(item.weight for item in start.contributions):
         raise PeerMisbehaved("Start of a round to which nobody contributes")
+    if not keeps_to_limit(start.contributions):
+        raise PeerMisbehaved("Start gives members on probation more weight than they may have together")
     if not _may_use(policy, start.codec):
         raise PeerMisbehaved("Start names another codec than the run spec")
     reducers = [peer for peer in members if peer in holders]
@@ -105,7 +120,7 @@ def check_start(policy: RoundPolicy, plan: Plan, round_id: RoundId, mine: dp.Rea
     if (
         len(kept_out) != len(start.not_reducing)
         or not kept_out <= set(reducers)
-        or len(kept_out) > _most_kept_out(reducers)
+        or kept_out != set(_kept_out(plan, reducers, kept_out))
     ):
         raise PeerMisbehaved("Start keeps too many holders from reducing, or members that hold nothing")
     ranges = _ranges(fragment.elements, plan, [peer for peer in reducers if peer not in kept_out])
@@ -128,8 +143,9 @@ def check_verdicts(start: dp.Start, verdicts: Sequence[manifest_pb2.Verdict], sa
         raise PeerMisbehaved("a verdict is not its sender's")
     if any(it.parts_missing and it.reducer == it.contributor for it in verdicts):
         raise PeerMisbehaved("a reducer misses its own contribution")
-    weights = [item.weight for item in start.contributions]
-    require_valid_verdicts(verdicts, weights, parts_total(start), lambda place: parts.get(members[place], 0))
+    require_valid_verdicts(
+        verdicts, start.contributions, parts_total(start), lambda place: parts.get(members[place], 0)
+    )
 
 
 def check_nonces(start: dp.Start, settle: dp.Settle, opener: str) -> None:
@@ -200,8 +216,7 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
     holders = plan.holders(fragment.layers)
     most = max(item.max_round_tokens for item in plan.assignments)
     most *= 1 if ours else 2 * manifest.fragments  # caps follow the cuts
-    weights = [item.weight for item in made]
-    require_valid_verdicts(manifest.verdicts, weights, manifest.parts_total)
+    require_valid_verdicts(manifest.verdicts, made, manifest.parts_total)
     for item, counted in zip(made, counted_tokens(manifest), strict=True):
         assignment = plan.assignment(item.peer_id)
         cap = assignment.max_round_tokens if assignment and ours else most
@@ -211,6 +226,10 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
             raise PeerMisbehaved("a result to vote for counts more than a plan allows")
         if not is_mark(item.mark):
             raise PeerMisbehaved("a result to vote for has a mark of a wrong length")
+        if ours and item.on_probation != (item.peer_id in plan.on_probation):
+            raise PeerMisbehaved(f"a result to vote for says of {item.peer_id} whether it is on probation, wrongly")
+    if not keeps_to_limit(made):
+        raise PeerMisbehaved("a result to vote for gives members on probation more weight than they may have")
     if len(manifest.audit_seed) != SEED_BYTES:
         raise PeerMisbehaved("a result to vote for has a seed of a wrong length")
     if len({item.peer_id for item in made}) != len(made) or not any(item.present for item in made):
@@ -256,13 +275,14 @@ def is_attested(plan: Plan, payload: bytes, said: Set[str]) -> bool:
     """Whether a result may be proposed: at least half of the members that took part and hold its layers attest to it.
 
     Also those that leave count, because somebody must hold the layers of a last round. Half, because most layers have
-    two holders, and one of them may be gone. Of a result of an earlier plan we do not know who held what.
+    two holders, and one of them may be gone. Members on probation do not count. Of a result of an earlier plan we do
+    not know who held what.
     """
     manifest = manifest_pb2.Manifest.FromString(payload)
     made = manifest.contributions
     if manifest.round.plan_version != plan.version:
         return half_attest(made, said)
-    holders = plan.holders(changed_layers(manifest)) & {item.peer_id for item in made}
+    holders = plan.without_probation(plan.holders(changed_layers(manifest)) & {item.peer_id for item in made})
     return bool(holders & said) and 2 * len(holders & said) >= len(holders)
 
 
@@ -282,10 +302,12 @@ def check_attested(plan: Plan, signer: VoteSigner, proposal: dp.Proposal) -> Non
 def seats_after(plan: Plan, head: Head, round_id: RoundId, present: Set[str]) -> tuple[str, ...]:
     """Who decides the round after `round_id`, an attempt at the round after `head`; its opener comes first.
 
-    Members that stay keep their seats. So the same one opens rounds for as long as it can.
+    Members that stay keep their seats. So the same one opens rounds for as long as it can. Members on probation have
+    seats only where nobody else is present.
     """
-    opener = round_id.opener(plan.openers(head))
-    return next_seats([opener, *plan.seats(head)], present, plan.by_uplink)
+    candidates = [round_id.opener(plan.openers(head)), *plan.seats(head), *plan.by_uplink]
+    proved = [peer for peer in candidates if peer not in plan.on_probation]
+    return next_seats(proved if present & set(proved) else candidates, present, ())
 
 
 def _check_seats(plan: Plan, head: Head, payload: bytes, *, ours: bool) -> None:
@@ -295,7 +317,8 @@ def _check_seats(plan: Plan, head: Head, payload: bytes, *, ours: bool) -> None:
     members = set(seats) - {COORDINATOR}
     if not members <= present or len(set(seats)) != len(seats) or len(seats) % 2 == 0 or len(members) > MAX_SEATS:
         raise PeerMisbehaved("a result to vote for gives seats to absent members, twice, or a wrong number of them")
-    if not set(plan.seats(head)) & present <= members:
+    on_probation = {item.peer_id for item in after.manifest.contributions if item.on_probation}
+    if not set(plan.seats(head)) & present - on_probation <= members:
         raise PeerMisbehaved("a result to vote for takes a seat from a member that was present")
     if ours and seats != seats_after(plan, head, RoundId.from_proto(after.manifest.round), present):
         raise PeerMisbehaved("a result to vote for gives the seats to others than are due")
@@ -323,6 +346,8 @@ def manifest_payload(
             samples=item.samples,
             present=item.peer_id in present,
             mark=item.mark,
+            on_probation=item.on_probation,
+            judged_tokens=item.judged_tokens,
         )
         for item in start.contributions
     ]
@@ -384,9 +409,16 @@ def _with_first_leases(head: Head, plan: Plan, round_samples: int) -> DataPositi
     return DataPosition(cursor, data.returned, holdings) if cursor > data.cursor else data
 
 
-def _most_kept_out(reducers: Sequence[str]) -> int:
-    """How many holders an opener may keep from reducing; a liar that opens must not choose who reduces."""
-    return max(len(reducers) // 4, min(1, len(reducers) // 2))
+def _kept_out(plan: Plan, reducers: Sequence[str], poor: Set[str]) -> list[str]:
+    """Those of `poor` that an opener may keep from reducing; a liar that opens must not choose who reduces.
+
+    Any that are on probation, but somebody must reduce; of the others a quarter, or one of few.
+    """
+    others = [peer for peer in reducers if peer not in plan.on_probation]
+    most = max(len(others) // 4, min(1, len(others) // 2))
+    kept_out = {*[peer for peer in others if peer in poor][:most]}
+    kept_out |= (plan.on_probation & set(reducers) & poor) if others else set()
+    return [peer for peer in reducers if peer in kept_out]
 
 
 def _parts_in(piece: dp.PartRange, elements: int) -> int:

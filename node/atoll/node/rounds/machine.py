@@ -263,6 +263,7 @@ class RoundMachine:
         )
         if attempt is None:
             return
+        on_probation = self._at.plan.on_probation
         answers = MemberAnswers(
             replace(self._at.round_id, attempt=attempt),
             self._at.plan,
@@ -271,8 +272,8 @@ class RoundMachine:
             self._at.head,
             self._at.policy,
             self._signer,
-            liars=self._at.suspicions.liars(self._at.round_id.number) - {self._at.me},
-            poor_reducers=self._at.suspicions.poor_reducers(self._at.round_id.number),
+            liars=self._at.suspicions.liars(self._at.round_id.number, on_probation) - {self._at.me},
+            poor_reducers=self._at.suspicions.poor_reducers(self._at.round_id.number, on_probation),
             marks=self._at.marks,
         )
         self._opener = Opener(

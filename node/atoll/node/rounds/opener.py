@@ -244,7 +244,7 @@ class Opener:
         if not summed or not self.answers.may_commit(self.answers.parts):
             self._abandon(self._shortfall())
             return
-        settled = settle(self.answers.parts, summed)
+        settled = settle(self.answers.parts, summed, self.answers.plan.on_probation)
         digests = settled.digests
         if digests and not any(digests):  # a commit would count what everybody trained and take none of it
             if not self._is_overdue:  # perhaps links grew slow, and nobody had the time for any part
@@ -282,7 +282,7 @@ class Opener:
         whole.as_reported = False
         whole.digests.extend(digests)
         if not settled.is_complete:
-            whole.whole.extend(place[peer] for peer in settled.whole)
+            whole.whole.extend(place[peer] for peer in settled.sources)
             whole.repairs.extend(
                 dp.PartHolders(part=part, members=[place[peer] for peer in peers])
                 for part, peers in sorted(settled.holders.items())
@@ -315,12 +315,13 @@ class Opener:
 
     def _propose_result(self, *, final: bool) -> None:
         """Propose once most holders agree, or of those that answered more than on any other result."""
-        said_by = sorted(self.answers.attestations.items(), key=lambda item: len(item[1]), reverse=True)
+        counted = self.answers.plan.without_probation
+        said_by = sorted(self.answers.attestations.items(), key=lambda item: len(counted(item[1].keys())), reverse=True)
         waiting = self.answers.awaited(self.stage)
         if said_by:
             payload, said = said_by[0]
-            divided = len(said_by) > 1 and len(said_by[1][1]) == len(said)
-            there = self.answers.holding & self.answers.parts.keys()
+            divided = len(said_by) > 1 and len(counted(said_by[1][1].keys())) == len(counted(said.keys()))
+            there = counted(self.answers.holding & self.answers.parts.keys())
             most = 2 * len(there & said.keys()) > len(there) or ((final or not waiting) and not divided)
             if most and is_attested(self.answers.plan, payload, said.keys()):
                 self._result.observe(self.now - self._stage_began)  # the quickest majority is enough

@@ -11,7 +11,6 @@ from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.partition import MAX_PART_BYTES
 from atoll.node.exchange.screening import Screen
-from atoll.node.exchange.weighted_sum import WEIGHTINGS
 from atoll.node.rounds.codec_choice import allowed
 from atoll.node.rounds.outer_schedule import due_tokens
 from atoll.node.rounds.types import PolicyOf, RoundPolicy
@@ -55,7 +54,6 @@ def policy_of(spec: RunSpec, layer_offsets: Sequence[int], cuts: tuple[int, ...]
         part_elements=spec.sync.part_elements,
         codecs=codecs,
         screen=screen_of(spec, cuts) if spec.sync.screening else None,
-        weigh=WEIGHTINGS[spec.sync.weights],
         due_tokens=lambda committed, members: due_tokens(
             spec.sync, committed, members * spec.tokens_per_step, len(fragments)
         ),

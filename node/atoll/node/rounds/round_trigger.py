@@ -228,8 +228,9 @@ class RoundTrigger:
         if not self._plan.electorate(self._head).decides({*heard_recently, COORDINATOR}):
             return False  # nothing could be committed
         said = {peer: self._heard[peer] for peer in heard_recently & self._heard.keys()}
-        total = sum(item.tokens for peer, item in said.items() if peer in self._holders)
-        leaving = any(said[peer].leaving for peer in said.keys() - self._left)
+        proved = self._plan.without_probation(said.keys())  # the others may be one attacker, and hurry no round
+        total = sum(said[peer].tokens for peer in proved & self._holders)
+        leaving = any(said[peer].leaving for peer in proved - self._left)
         began = self._head.round > self._plan.base.round
         patience = _LATELY * self._interval if began else self._policy.ready_timeout.total_seconds()
         due_here = frozenset(self._plan.members) & (self._head.present if began else frozenset(self._plan.members))
@@ -238,14 +239,15 @@ class RoundTrigger:
         most = self._policy.open_timeout.total_seconds() / 2  # or who knows of longer ones opens out of turn
         coming = sum(
             max(0.0, min(said[peer].coming(now, min(lead(peer), most)), self._cap(peer) - said[peer].tokens))
-            for peer in said.keys() & self._holders - {self._me}
+            for peer in proved & self._holders - {self._me}
         )
-        enough = everyone and self._suffices(total, coming, len(heard_recently & self._trainers))
+        trainers = self._plan.without_probation(heard_recently & self._trainers)
+        enough = everyone and self._suffices(total, coming, len(trainers))
         if enough and self._enough_since is None:
             self._enough_since = now
         all_here = now >= self._late_until or self._late <= heard_recently
         last = self._head.committed_tokens + total >= self._policy.stop_tokens
-        rested = last or now >= self._rest_until or any(item.full for item in said.values())
+        rested = last or now >= self._rest_until or any(said[peer].full for peer in proved)
         is_time = (enough and all_here) or overdue
         return total > 0 and ((is_time and rested) or leaving)
 

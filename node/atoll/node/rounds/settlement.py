@@ -12,7 +12,7 @@ holders of each part that is lacking.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,6 +40,7 @@ class Settlement:
 
     digests: tuple[bytes, ...]  # of every part, the one that most members have, of several the lowest; empty: nobody
     whole: tuple[str, ...]  # members that hold every part as settled
+    sources: tuple[str, ...]  # those of them that give parts to others: not on probation, if there are such
     holders: Mapping[int, tuple[str, ...]]  # part that a member lacks → up to three holders, where few are whole
     is_complete: bool  # every member holds every part as settled, and there is no part that nobody holds
 
@@ -52,26 +53,35 @@ def check_report(peer: str, report: PartsReport, parts_total: int) -> None:
         raise PeerMisbehaved(f"{peer} reports a digest that has neither 0 nor {DIGEST_BYTES} bytes")
 
 
-def settle(reports: Mapping[str, PartsReport], order: Sequence[str]) -> Settlement:
+def settle(
+    reports: Mapping[str, PartsReport], order: Sequence[str], on_probation: Set[str] = frozenset()
+) -> Settlement:
     """Settle from the reports of the members in `order` (all that are present).
 
-    Raises `PeerMisbehaved` when reports do not fit each other; `check_report` finds the culprit beforehand.
+    What members on probation say they hold counts only where nobody else holds anything. Raises `PeerMisbehaved` when
+    reports do not fit each other; `check_report` finds the culprit beforehand.
     """
     parts_total = len(reports[order[0]].digests)
     for peer in order:
         check_report(peer, reports[peer], parts_total)
     columns = {peer: list(reports[peer].digests) for peer in order}
-    digests = tuple(_most_held(columns[peer][index] for peer in order) for index in range(parts_total))
+    known, unknown = ([peer for peer in order if (peer in on_probation) is it] for it in (False, True))
+    digests = tuple(
+        _most_held(columns[peer][index] for peer in known) or _most_held(columns[peer][index] for peer in unknown)
+        for index in range(parts_total)
+    )
     whole = tuple(peer for peer in order if columns[peer] == list(digests))
     holders: dict[int, tuple[str, ...]] = {}
-    if len(whole) < min(_MAX_SOURCES, len(order)):
+    sources = tuple(peer for peer in whole if peer not in on_probation) or whole
+    if len(sources) < min(_MAX_SOURCES, len(order)):
         others = [peer for peer in order if peer not in whole]
         for index, digest in enumerate(digests):
             having = [peer for peer in others if columns[peer][index] == digest]
             if digest and len(having) < len(others) and having:
+                having = [peer for peer in having if peer not in on_probation] or having
                 first = index % len(having)  # so that members share the work of giving
                 holders[index] = tuple((having[first:] + having[:first])[:MAX_HOLDERS])
-    return Settlement(digests, whole, holders, len(whole) == len(order) and all(digests))
+    return Settlement(digests, whole, sources, holders, len(whole) == len(order) and all(digests))
 
 
 class RepairSources:

@@ -105,7 +105,6 @@ class RoundResults:
             timedelta(seconds=seconds),
             max(policy.stall, timedelta(seconds=seconds * _STALL)),
             screen=policy.screen,
-            weigh=policy.weigh,
             audit_executor=self._audit_executor,
         )
         self.end_exchange()

@@ -46,7 +46,6 @@ class RoundPolicy:
     part_elements: int  # that a part has at most
     codecs: tuple[str, ...]  # that rounds may use, the most precise first
     screen: Screen | None  # None: contributions are not judged
-    weigh: Callable[[int], int]  # tokens → how much a contribution weighs in sums
     due_tokens: Callable[[int, int], int]  # (committed tokens, members) → tokens since the head that make a round due
     round_max: timedelta
     exchange_share: float  # of the time from one exchange's begin to the next's, at most

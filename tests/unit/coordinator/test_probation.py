@@ -1,0 +1,207 @@
+"""Members on probation at the coordinator: who is, what plans say of it, and what ends it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from unit.coordinator.test_training_scores import ALL, audit, audited_rounds, events
+from unit.coordinator.world import PROMPT, RUN, SECRET, World, commit, round_report
+
+from atoll.coordinator.live.probation import planned_probation
+from atoll.coordinator.planner.plan_builder import RoutePart
+from atoll.coordinator.runs import admission
+from atoll.coordinator.store.records import Token
+from atoll.core.quorum import COORDINATOR
+from atoll.core.tokens import hash_secret
+from atoll.v1 import manifest_pb2
+
+
+def strangers_token(world: World) -> Token:
+    wanted = admission.TokenRequest("5" * 12, hash_secret(SECRET), "", 100, 10**6, ("node",), on_probation=True)
+    world.take(admission.create_token(world.state, world.now, wanted))
+    return world.state.tokens[wanted.token_id]
+
+
+def joined_by_strangers(*names: str, known: tuple[str, ...] = ALL) -> World:
+    """A run of known members, and a plan with these strangers too."""
+    world = World()
+    world.policy = PROMPT
+    world.train(*known, stop_tokens=10**12)
+    token = strangers_token(world)
+    for name in names:
+        world.enrol(name, token)
+        world.connect(name)
+    world.wait(10)
+    world.tick()
+    world.wait(10)
+    world.tick()
+    return world
+
+
+def on_probation(world: World) -> set[str]:
+    return {world.name_of(peer) for peer in world.plans[-1].on_probation}
+
+
+def vouch(world: World, name: str, *, on_probation: bool = False) -> None:
+    world.take(admission.set_probation(world.state, world.now, name, on_probation=on_probation))
+
+
+def settle_plan(world: World) -> None:
+    for _ in range(2):
+        world.wait(world.policy.reshare_after_seconds + 1)
+        world.tick()
+
+
+def test_a_plan_puts_on_probation_whom_a_token_for_strangers_admitted() -> None:
+    world = joined_by_strangers("sue", "tim")
+    assert {world.name_of(peer) for peer in world.plans[-1].members} == {*ALL, "sue", "tim"}
+    assert on_probation(world) == {"sue", "tim"}
+
+
+def test_a_run_of_strangers_alone_has_nobody_on_probation() -> None:
+    world = World()
+    world.create_run()
+    token = strangers_token(world)
+    for name in ("sue", "tim"):
+        world.enrol(name, token)
+        world.connect(name)
+    assert all(node.on_probation for node in world.state.nodes.values())
+    world.wait(0.4)
+    world.say(world.name_of(world.state.memory[RUN].genesis_writer), genesis=world.genesis())
+    world.wait(1)
+    assert world.plans
+    assert on_probation(world) == set()
+
+
+def test_the_first_seats_are_not_for_strangers_while_there_are_others() -> None:
+    world = World()
+    world.create_run(min_nodes=4)
+    token = strangers_token(world)
+    for name in ("ann", "bob", "sue", "tim"):
+        world.enrol(name, token if name in ("sue", "tim") else None)
+        world.connect(name)
+    world.wait(0.4)
+    world.say(world.name_of(world.state.memory[RUN].genesis_writer), genesis=world.genesis())
+    world.wait(1)
+    named = {COORDINATOR if seat == COORDINATOR else world.name_of(seat) for seat in world.plans[-1].base.seats}
+    assert named == {"ann", "bob", COORDINATOR}
+
+
+def test_the_operator_vouches_for_a_node_and_puts_one_on_probation() -> None:
+    world = joined_by_strangers("sue")
+    version = world.plans[-1].version
+    vouch(world, "sue")
+    vouch(world, "bob", on_probation=True)
+    settle_plan(world)
+    assert on_probation(world) == {"bob"}
+    assert world.plans[-1].version == version + 1
+    assert world.plans[-1].reason == "bob on probation; sue on probation no more"
+    assert events(world, "node.vouched-for") == ["the operator vouches for sue"]
+    assert events(world, "node.on-probation") == ["the operator put bob on probation"]
+    vouch(world, "bob", on_probation=True)
+    assert len(events(world, "node.on-probation")) == 1
+    settle_plan(world)
+    assert world.plans[-1].version == version + 1
+
+
+def test_a_token_for_strangers_puts_nobody_on_probation_who_was_not() -> None:
+    world = joined_by_strangers("sue")
+    token = world.state.tokens["5" * 12]
+    world.enrol("ann", token)
+    assert not world.state.nodes[world.identities["ann"].peer_id].on_probation
+    world.enrol("sue", world.token())
+    assert not world.state.nodes[world.identities["sue"].peer_id].on_probation
+
+
+def test_one_stage_on_probation_puts_its_whole_route_there() -> None:
+    world = joined_by_strangers("sue")
+    peer = {name: identity.peer_id for name, identity in world.identities.items()}
+    routes = [
+        (RoutePart(peer["ann"], 0, 1), RoutePart(peer["sue"], 2, 2)),
+        (RoutePart(peer["bob"], 0, 2),),
+    ]
+    assert planned_probation(world.state, routes, [peer["cid"]]) == {peer["ann"], peer["sue"]}
+    assert planned_probation(world.state, routes[:1], [peer["cid"]]) == frozenset()
+
+
+def told(world: World, change: object = None) -> bool:
+    """Whether the coordinator takes a round in which sue is on probation; `change` may alter its manifest."""
+    names = [*ALL, "sue"]
+    members = [world.identities[name] for name in names]
+    before = world.state.memory[RUN].committed[world.run.head_round]
+    report = round_report(
+        world.run.head_round + 1,
+        before.manifest_hash,
+        members,
+        plan_version=world.plans[-1].version,
+        committed_before=world.run.committed_tokens,
+        tokens_each=300,
+    )
+    manifest = manifest_pb2.Manifest.FromString(report.manifest.payload)
+    sue = next(it for it in manifest.contributions if it.peer_id == world.identities["sue"].peer_id)
+    sue.on_probation, sue.tokens, sue.judged_tokens = True, 0, 300
+    manifest.committed_tokens -= 300
+    if callable(change):
+        change(manifest, sue)
+    report.manifest.CopyFrom(commit(manifest.SerializeToString(), [world.identities[name] for name in ALL]))
+    head = world.run.head_round
+    world.say(world.opener_of(report), rounds=[report])
+    return world.run.head_round > head
+
+
+def claims_tokens(manifest: manifest_pb2.Manifest, sue: manifest_pb2.Contribution) -> None:
+    sue.tokens = 300
+    manifest.committed_tokens += 300
+
+
+def is_not_on_probation(manifest: manifest_pb2.Manifest, sue: manifest_pb2.Contribution) -> None:
+    sue.on_probation, sue.judged_tokens = False, 0
+    claims_tokens(manifest, sue)
+
+
+def weighs_more(_: manifest_pb2.Manifest, sue: manifest_pb2.Contribution) -> None:
+    sue.weight = sue.judged_tokens = 501
+
+
+@pytest.mark.parametrize("change", [claims_tokens, is_not_on_probation, weighs_more])
+def test_a_round_that_gives_a_stranger_more_than_its_plan_allows_is_refused(change: object) -> None:
+    world = joined_by_strangers("sue")
+    assert told(world)
+    assert not told(world, change)
+    assert len(events(world, "round.rejected")) == 1
+    assert told(world)
+    assert world.run.committed_tokens == 2 * 300 * len(ALL)
+
+
+def audit_all(world: World, rounds: int, cheat: str, seed: int) -> None:
+    rng, peer = random.Random(seed), world.identities[cheat].peer_id if cheat else ""
+    for _ in range(rounds):
+        (drawn,) = audited_rounds(world, 1)
+        for name in ALL:  # heartbeats, so that reports have their allowance
+            world.say(name)
+        world.wait(5)
+        audit(world, world.run.head_round, drawn, rng.gauss(0.3 if drawn.contributor == peer else 4.0, 1.1))
+
+
+def test_audits_put_a_cheat_on_probation_and_end_it_when_it_trains_again() -> None:
+    world = World()
+    world.train(*ALL, stop_tokens=10**12)
+    audit_all(world, 90, "cid", 1)
+    assert world.state.nodes[world.identities["cid"].peer_id].on_probation
+    (message,) = events(world, "node.training-doubted")
+    assert message.endswith("; it is on probation")
+    audit_all(world, 120, "", 2)
+    assert not world.state.nodes[world.identities["cid"].peer_id].on_probation
+    (message,) = events(world, "node.proved")
+    assert message.startswith("cid trains what it claims")
+
+
+def test_what_audits_found_before_does_not_end_what_the_operator_decided() -> None:
+    world = World()
+    world.train(*ALL, stop_tokens=10**12)
+    audit_all(world, 60, "cid", 3)
+    vouch(world, "bob", on_probation=True)
+    (drawn,) = audited_rounds(world, 1)
+    audit(world, world.run.head_round, drawn, 4.0)
+    assert world.state.nodes[world.identities["bob"].peer_id].on_probation
