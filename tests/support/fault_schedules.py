@@ -17,7 +17,7 @@ from atoll.node.rounds.machine import RoundMachine
 
 CHUNK = 250
 TROUBLE_SECONDS = 24.0
-QUIET_SECONDS = 240.0  # twice `LOOK_SECONDS` of the world
+QUIET_SECONDS = 90.0
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ TICK = 0.25
 TICKED = rt.Tick()
 STEP_SECONDS = 0.3
 TOKENS_PER_TICK = 10
-LOOK_SECONDS = 120.0  # without another head, after which a member asks others for theirs
+LOOK_SECONDS = 60.0  # without another head, after which a member asks others for theirs
 
 
 class World(VirtualClock):

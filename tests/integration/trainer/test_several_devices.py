@@ -93,8 +93,24 @@ def alone(text: Path, spec: str, base: Path | None, steps: int, anchor_E: torch.
     return loop
 
 
+def assert_alike(found: torch.Tensor, expected: torch.Tensor, family: str) -> None:
+    """Muon's orthogonalisation in bf16 makes a difference in the last bits of a gradient a hundred times larger."""
+    if family == "muon":
+        assert (found - expected).norm() < 0.1 * expected.norm()
+    else:
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-2)
+
+
 @pytest.mark.parametrize(
-    ("family", "devices"), [("", "cpu,cpu"), ("", "cpu,cpu,cpu"), ("qwen3_moe", "cpu,cpu"), ("lora", "cpu,cpu")]
+    ("family", "devices"),
+    [
+        ("", "cpu,cpu"),
+        ("", "cpu,cpu,cpu"),
+        ("muon", "cpu,cpu"),
+        ("muon", "cpu,cpu,cpu"),
+        ("qwen3_moe", "cpu,cpu"),
+        ("lora", "cpu,cpu"),
+    ],
 )
 async def test_several_devices_train_as_one_does(text, tmp_path, family, devices):
     """Rounds, too: what they snapshot, carry and take over. Of eight samples a step, a third device has fewer."""
@@ -102,6 +118,8 @@ async def test_several_devices_train_as_one_does(text, tmp_path, family, devices
     if family == "lora":
         base = pretrained(tmp_path / "base", "llama", tie_word_embeddings=False)
         spec = spec_text(model_section(config_of("llama", tie_word_embeddings=False), base, ["q_proj", "v_proj"]))
+    elif family == "muon":
+        spec = SPEC.replace("[optimizer]", '[optimizer]\nname = "muon"')
     elif family:
         spec = spec_text(model_section(config_of(family)))
     async with trainer_on(text, devices, spec, base, step=0.1) as trainer:
@@ -114,7 +132,7 @@ async def test_several_devices_train_as_one_does(text, tmp_path, family, devices
         taken = await trainer.snapshot(0, middle)
         loop = alone(text, spec, base, taken.steps, genesis_E)
         expected = genesis_E - loop.weights_E
-        torch.testing.assert_close(trainer.pseudo_gradient[:middle], expected[:middle], atol=1e-3, rtol=1e-2)
+        assert_alike(trainer.pseudo_gradient[:middle], expected[:middle], family)
         assert not trainer.pseudo_gradient[middle:].any()
         # a round of the first layers, in which others moved them twice as far
         trainer.anchor[:middle].sub_(2 * trainer.pseudo_gradient[:middle])
@@ -123,7 +141,7 @@ async def test_several_devices_train_as_one_does(text, tmp_path, family, devices
         rest = await trainer.snapshot()
         assert rest.steps == 0
         torch.testing.assert_close(trainer.pseudo_gradient[:middle], torch.zeros(middle), atol=1e-6, rtol=0)
-        torch.testing.assert_close(trainer.pseudo_gradient[middle:], expected[middle:], atol=1e-3, rtol=1e-2)
+        assert_alike(trainer.pseudo_gradient[middle:], expected[middle:], family)
         assert abs(await trainer.evaluate() - loop.evaluate(committed_E)) < 1e-4
         assert await trainer.generate("a reef", 8) == loop.generate(committed_E, b"a reef", 8)
         await trainer.discard()
@@ -173,7 +191,6 @@ async def test_what_is_refused_is_refused_by_all_and_training_goes_on(text):
     ("devices", "spec", "error"),
     [
         ("cpu,cuda:7", SPEC, ConfigError),
-        ("cpu,cpu", SPEC.replace("accumulate = 2", 'name = "muon"'), ConfigError),
         ("cpu,cpu", SPEC.replace('"overridden"', '"/nowhere"'), CorpusError),
         ("cpu,cpu", SPEC.replace('"overridden"', '"/proc/self/smaps"'), CorpusError),  # each process reads another text
     ],

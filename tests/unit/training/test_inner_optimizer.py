@@ -28,7 +28,8 @@ def stepper(name: str, shape: ModelShape = SHAPE) -> tuple[SpanModel, Stepper]:
 def test_muon_takes_the_matrices_of_blocks_and_steps_as_far_as_adamw():
     """Its updates are orthogonal, with 0.2 of the learning rate as root mean square (Liu et al. 2025, section 2.2)."""
     model, muon = stepper("muon")
-    gradients_E, module, muon_matrices = model.gradients_E, model.span_definition.module, model.muon_matrices
+    gradients_E, module = model.gradients_E, model.span_definition.module
+    muon_matrices = [matrix for _, matrix in model.muon_matrices]
     matrices = [
         parameter for block in list(module.layers)[1:-1] for parameter in block.parameters() if parameter.dim() == 2
     ]

@@ -114,8 +114,11 @@ class TrainableModel(Protocol):
         ...
 
     @property
-    def muon_matrices(self) -> list[nn.Parameter]:
-        """The matrices of all layers but the first and the last layer of the whole model."""
+    def muon_matrices(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The matrices of all layers but the first and the last layer of the whole model.
+
+        Each as it is among `parameters()`, and as Muon steps it: as a whole, also if this device has a shard.
+        """
         ...
 
     def gather_gradients(self) -> None:
@@ -202,10 +205,10 @@ class SpanModel:
         return self._named.get(self.span_definition.embedding)
 
     @property
-    def muon_matrices(self) -> list[nn.Parameter]:
+    def muon_matrices(self) -> list[tuple[nn.Parameter, Tensor]]:
         within = range(1, self.span_definition.layers - 1)
         return [
-            self._named[slot.name]
+            (self._named[slot.name], self._named[slot.name])
             for slot in self.trained_layout.slots
             if slot.layer in within and len(slot.shape) == 2
         ]

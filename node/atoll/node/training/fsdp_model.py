@@ -95,9 +95,14 @@ class FsdpModel:
         return self._own[self._place_of(self.span_definition.embedding)] if held else None
 
     @property
-    def muon_matrices(self) -> list[nn.Parameter]:
-        """No matrices: Muon needs whole matrices, and this device has shards."""
-        return []
+    def muon_matrices(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """This device's shards, and the DTensors that they are of: all devices step these at the same time."""
+        within = range(1, self.span_definition.layers - 1)
+        return [
+            (own, dtensor)
+            for own, dtensor, slot in zip(self._own, self._dtensors, self.trained_layout.slots, strict=True)
+            if slot.layer in within and len(slot.shape) == 2
+        ]
 
     @property
     def _tie(self) -> Tie:
@@ -168,11 +173,6 @@ def shard_model(
 
     Raises `ConfigError` for what several devices cannot train together.
     """
-    if section.name == "muon":
-        raise ConfigError(
-            "the run's optimiser is Muon, which needs whole matrices; each of several devices has only a shard",
-            "run one daemon per device",
-        )
     if working_precision(section.precision, group.device) == "fp16":
         raise ConfigError(
             "these devices would train in fp16, and several devices cannot share a loss scale",

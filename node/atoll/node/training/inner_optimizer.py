@@ -35,11 +35,14 @@ class InnerOptimizer:
         embedding: Tensor | None,
         section: OptimizerSection,
         device: torch.device,
-        muon_matrices: Iterable[Tensor] = (),
+        muon_matrices: Iterable[tuple[Tensor, Tensor]] = (),
     ) -> None:
-        """`embedding` may be one of `parameters` or None; `muon_matrices` lists the parameters that Muon may step."""
-        matrices = list(muon_matrices) if section.name == "muon" else []
-        taken = set(map(id, matrices))
+        """`embedding` may be one of `parameters` or None.
+
+        `muon_matrices` lists parameters that Muon may step, each as among `parameters`, and as a whole matrix.
+        """
+        pairs = list(muon_matrices) if section.name == "muon" else []
+        taken, matrices = {id(parameter) for parameter, _ in pairs}, [matrix for _, matrix in pairs]
         rest = [parameter for parameter in parameters if id(parameter) not in taken]
         self.optimizers: list[torch.optim.Optimizer] = [_adamw(rest, embedding, section, device)] if rest else []
         if matrices:
