@@ -114,6 +114,7 @@ def spec_of(job: Job, corpus_path: str) -> RunSpec:
             warmup_tokens=job.tokens // 20,
             micro_batch_samples=MICRO_BATCH * members,
             betas=job.recipe.betas,
+            weight_decay=job.recipe.weight_decay,
             minimum_learning_rate_fraction=job.recipe.floor,
         ),
         sync=SyncSection(

@@ -43,6 +43,7 @@ class Recipe:
     last: int = 1  # the mean of so many anchors is evaluated
     eager_outer_step: bool = False  # during an exchange, members train where the outer step with their own update leads
     carry_share: float = 1.0  # share of what they move the weights that are exchanged meanwhile that is kept
+    weight_decay: float = 0.1
     look: bool = False  # what other lengths of the outer step would have come to
 
     def __str__(self) -> str:

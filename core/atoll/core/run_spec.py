@@ -19,10 +19,12 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from atoll.core.errors import RunSpecError, UsageError
 from atoll.core.model_spec import ARCHITECTURES, AnyModel, Count, Fraction, ModelSection, Positive, Rate, Section
+from atoll.core.recipe import Recipe, recipe_for
 
 SPEC_VERSION = 1
 
 MAX_ROUND_SECONDS = 86400
+BY_RECIPE = -1.0  # where a spec names no number, and `RunSpec` takes that of `core/recipe.py`
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that need no quotes in TOML
 
@@ -52,14 +54,14 @@ class DataSection(Section):
 class OptimizerSection(Section):
     """Optimizer of inner steps. The schedule depends on the run's committed tokens."""
 
-    name: Literal["adamw", "muon"] = "adamw"  # muon: matrices of blocks by Muon, the rest by AdamW
-    learning_rate: Rate = 2e-3
+    name: Literal["auto", "adamw", "muon"] = "auto"  # muon: matrices of blocks by Muon, the rest by AdamW
+    learning_rate: Rate = BY_RECIPE
     minimum_learning_rate_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     warmup_tokens: Count = 0
     schedule: Literal["constant", "cosine", "linear"] = "cosine"  # from the end of warm-up to stop_tokens
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0, le=1)] = BY_RECIPE
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     micro_batch_samples: Positive = 4
     accumulate: Positive = 1  # micro-batches per inner step
@@ -101,8 +103,8 @@ class SyncSection(Section):
     )
     codec: CodecName = "int4"
     fragments: Annotated[int, Field(ge=1, le=64)] = 1  # groups of layers; each round averages one, in turn
-    outer_learning_rate: Rate = 0.7
-    outer_momentum: Fraction = 0.8
+    outer_learning_rate: Rate = BY_RECIPE
+    outer_momentum: Fraction = BY_RECIPE
     outer_warmup_tokens: Count = 0  # ramp from plain averaging to the two values above
     screening: bool = True  # leave contributions out of sums that do not look like training
     part_elements: Annotated[int, Field(ge=128, le=2**20)] = 2**20  # maximum size of a part; a multiple of 128
@@ -148,6 +150,16 @@ class RunSpec(Section):
             raise ValueError(f"version is {self.version}; this release reads only {SPEC_VERSION}")
         return self
 
+    @model_validator(mode="after")
+    def _take_recipe(self) -> RunSpec:
+        """Fill in what the spec leaves to the recipe, so that a resolved spec names every number."""
+        recipe = recipe_for(self.model, self.optimizer.name)
+        optimizer, sync = self.optimizer, self.sync
+        chosen = {"name": recipe.optimizer, **_missing(optimizer, recipe, "learning_rate", "weight_decay")}
+        outer = _missing(sync, recipe, "outer_learning_rate", "outer_momentum")
+        vars(self).update(optimizer=optimizer.model_copy(update=chosen), sync=sync.model_copy(update=outer))
+        return self
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one inner step of one node: the effective local batch."""
@@ -174,6 +186,10 @@ class RunSpec(Section):
         for name in ("run", "model", "data", "optimizer", "sync", "pipeline"):
             lines += toml_table(name, dict(getattr(self, name)))
         return "\n".join(lines) + "\n"
+
+
+def _missing(section: Section, recipe: Recipe, *names: str) -> dict[str, float]:
+    return {name: getattr(recipe, name) for name in names if getattr(section, name) == BY_RECIPE}
 
 
 def parse_run_spec(text: str, where: str = "run spec") -> RunSpec:

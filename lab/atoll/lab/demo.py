@@ -35,7 +35,6 @@ RUN = "demo"
 PROMPT = "def "
 SEQUENCE_LENGTH, MICRO_BATCH = 128, 2
 STEP_TOKENS = SEQUENCE_LENGTH * MICRO_BATCH
-LEARNING_RATE = 2e-3
 INNER_STEPS = 20  # of a full-speed node per round
 
 SPEC = """\
@@ -56,7 +55,7 @@ sequence_length = {sequence_length}
 validation_samples = 32
 
 [optimizer]
-learning_rate = {learning_rate}
+{optimizer}
 warmup_tokens = {warmup}
 micro_batch_samples = {micro_batch}
 accumulate = {accumulate}
@@ -65,7 +64,6 @@ accumulate = {accumulate}
 round_tokens = {round_tokens}
 round_max_seconds = 30
 codec = "{codec}"
-outer_warmup_tokens = {tokens}
 part_elements = 131072
 """
 
@@ -338,10 +336,13 @@ def spec_toml(
     codec: str,
     slowdowns: Sequence[float],
     inner_steps: int,
-    learning_rate: float = LEARNING_RATE,
+    optimizer: str = "",
     accumulate: int = 1,
 ) -> str:
-    """Return the demo's run spec. A round is due when a full-speed node has made `inner_steps` steps."""
+    """Return the demo's run spec. A round is due when a full-speed node has made `inner_steps` steps.
+
+    `optimizer`: lines for `[optimizer]`, instead of what a run spec means that has none.
+    """
     pace = sum(1 / slowdown for slowdown in slowdowns)  # of all nodes together; 1 is a full-speed node
     return SPEC.format(
         name=RUN,
@@ -351,7 +352,7 @@ def spec_toml(
         corpus=json.dumps(str(corpus)),
         sequence_length=SEQUENCE_LENGTH,
         micro_batch=MICRO_BATCH,
-        learning_rate=learning_rate,
+        optimizer=optimizer,
         accumulate=accumulate,
         warmup=tokens // 20,
         round_tokens=int(inner_steps * pace * STEP_TOKENS),

@@ -59,7 +59,6 @@ sequence_length = {sequence_length}
 validation_samples = 16
 
 [optimizer]
-learning_rate = 1.5e-3
 warmup_tokens = {warmup}
 micro_batch_samples = 1
 accumulate = 4
@@ -68,7 +67,6 @@ accumulate = 4
 round_tokens = 16384
 round_max_seconds = 120
 codec = "int8"
-outer_warmup_tokens = {tokens}
 part_elements = 131072
 """
 
