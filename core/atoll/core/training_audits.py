@@ -56,7 +56,7 @@ def draw(manifest: manifest_pb2.Manifest) -> Drawn | None:
 
     The contributor is drawn: every second round among all, else among those on probation, if there are any. The auditor
     is the one that follows it by as many places as the round's number says, so that a member is audited by all others
-    in turn. Members on probation do not audit, and nobody is compared with them, while there are others.
+    in turn. Members on probation audit only one another, where nobody else contributed.
     """
     there = [item for item in manifest.contributions if item.weight and item.samples and item.present]
     if len(there) < 2 or len(manifest.audit_seed) != SEED_BYTES:
@@ -67,7 +67,11 @@ def draw(manifest: manifest_pb2.Manifest) -> Drawn | None:
     contributor = drawn_from[int.from_bytes(manifest.audit_seed[:8], "big") % len(drawn_from)]
     place = there.index(contributor)
     after = [*there[place + 1 :], *there[:place]]
-    auditors = [item for item in after if not item.on_probation] or after
+    auditors = [item for item in after if not item.on_probation]
+    if not auditors and contributor.on_probation:
+        auditors = after
+    if not auditors:
+        return None
     step = (turn // 2 if on_probation else turn) % len(auditors)
     compared = auditors[(step + 1) % len(auditors)]
     return Drawn(contributor.peer_id, auditors[step].peer_id, compared.peer_id)

@@ -11,6 +11,8 @@ from unit.coordinator.world import PROMPT, RUN, SECRET, World, commit, round_rep
 from atoll.coordinator.live.probation import planned_probation
 from atoll.coordinator.planner.plan_builder import RoutePart
 from atoll.coordinator.runs import admission
+from atoll.coordinator.runs.recovery import newest_held_state
+from atoll.coordinator.state.deciding import is_behind
 from atoll.coordinator.store.records import Token
 from atoll.core.quorum import COORDINATOR
 from atoll.core.tokens import hash_secret
@@ -105,13 +107,12 @@ def test_the_operator_vouches_for_a_node_and_puts_one_on_probation() -> None:
     assert world.plans[-1].version == version + 1
 
 
-def test_a_token_for_strangers_puts_nobody_on_probation_who_was_not() -> None:
+def test_no_token_changes_whether_a_known_node_is_on_probation() -> None:
     world = joined_by_strangers("sue")
-    token = world.state.tokens["5" * 12]
-    world.enrol("ann", token)
+    world.enrol("ann", world.state.tokens["5" * 12])
     assert not world.state.nodes[world.identities["ann"].peer_id].on_probation
     world.enrol("sue", world.token())
-    assert not world.state.nodes[world.identities["sue"].peer_id].on_probation
+    assert world.state.nodes[world.identities["sue"].peer_id].on_probation
 
 
 def test_one_stage_on_probation_puts_its_whole_route_there() -> None:
@@ -123,6 +124,16 @@ def test_one_stage_on_probation_puts_its_whole_route_there() -> None:
     ]
     assert planned_probation(world.state, routes, [peer["cid"]]) == {peer["ann"], peer["sue"]}
     assert planned_probation(world.state, routes[:1], [peer["cid"]]) == frozenset()
+
+
+def told_by(world: World, names: list[str]) -> bool:
+    """Whether the coordinator takes a round of these."""
+    members = [world.identities[name] for name in names]
+    before = world.state.memory[RUN].committed[world.run.head_round]
+    number = world.run.head_round + 1
+    report = round_report(number, before.manifest_hash, members, plan_version=world.plans[-1].version)
+    world.say(world.opener_of(report), rounds=[report])
+    return world.run.head_round == number
 
 
 def told(world: World, change: object = None) -> bool:
@@ -184,7 +195,7 @@ def audit_all(world: World, rounds: int, cheat: str, seed: int) -> None:
         audit(world, world.run.head_round, drawn, rng.gauss(0.3 if drawn.contributor == peer else 4.0, 1.1))
 
 
-def test_audits_put_a_cheat_on_probation_and_end_it_when_it_trains_again() -> None:
+def test_audits_put_a_cheat_on_probation_and_the_operator_ends_it() -> None:
     world = World()
     world.train(*ALL, stop_tokens=10**12)
     audit_all(world, 90, "cid", 1)
@@ -192,16 +203,53 @@ def test_audits_put_a_cheat_on_probation_and_end_it_when_it_trains_again() -> No
     (message,) = events(world, "node.training-doubted")
     assert message.endswith("; it is on probation")
     audit_all(world, 120, "", 2)
-    assert not world.state.nodes[world.identities["cid"].peer_id].on_probation
     (message,) = events(world, "node.proved")
-    assert message.startswith("cid trains what it claims")
+    assert message.startswith("cid, which is on probation, trains what it claims")
+    assert world.state.nodes[world.identities["cid"].peer_id].on_probation
+    vouch(world, "cid")
+    assert not world.state.nodes[world.identities["cid"].peer_id].on_probation
 
 
-def test_what_audits_found_before_does_not_end_what_the_operator_decided() -> None:
+def test_members_on_probation_decide_neither_corpus_nor_genesis() -> None:
     world = World()
-    world.train(*ALL, stop_tokens=10**12)
-    audit_all(world, 60, "cid", 3)
-    vouch(world, "bob", on_probation=True)
-    (drawn,) = audited_rounds(world, 1)
-    audit(world, world.run.head_round, drawn, 4.0)
-    assert world.state.nodes[world.identities["bob"].peer_id].on_probation
+    world.create_run(min_nodes=5)
+    token = strangers_token(world)
+    for name in ("s1", "s2", "s3", "s4", "s5"):
+        world.enrol(name, token)
+        world.connect(name, corpus="ee" * 32)
+    for name in ("ann", "bob"):
+        world.enrol(name)
+        world.connect(name)
+    world.wait(1)
+    assert world.run.state == "WAITING"  # two of five have the corpus of those that count
+    for name in ("s1", "s2", "s3"):
+        world.connect(name)
+    world.wait(1)
+    assert world.run.state == "GENESIS"
+    assert world.name_of(world.state.memory[RUN].genesis_writer) in {"ann", "bob"}
+
+
+def test_recovery_does_not_believe_what_members_on_probation_report() -> None:
+    world = joined_by_strangers(*(f"s{number}" for number in range(8)))
+    assert told_by(world, [*ALL])
+    for number in range(8):
+        world.heads[f"s{number}"] = (500, b"x" * 32)
+        world.say(f"s{number}")
+    for name in ALL:
+        head = world.state.memory[RUN].committed[world.run.head_round]
+        world.heads[name] = (world.run.head_round, head.manifest_hash)
+        world.say(name)
+    point = newest_held_state(world.state, world.run)
+    assert point is not None
+    assert point.round == world.run.head_round == 1
+    assert not is_behind(world.state, RUN)
+
+
+def test_a_run_whose_known_nodes_are_away_waits_for_them() -> None:
+    world = joined_by_strangers("sue", "tim", known=("ann", "bob"))
+    for name in ("ann", "bob"):
+        world.hang_up(name)
+    world.wait(40)
+    assert on_probation(world) == {"sue", "tim"}
+    assert {"ann", "bob"} <= {world.name_of(peer) for peer in world.plans[-1].members}  # nobody else may decide
+    assert "voters" in world.state.memory[RUN].undecidable_reason or world.state.memory[RUN].undecidable_reason

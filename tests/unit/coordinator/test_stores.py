@@ -334,8 +334,7 @@ def test_a_database_of_the_release_before_opens_with_its_rows(url: str) -> None:
         connection.exec_driver_sql("INSERT INTO waiting_rounds VALUES ('reef', 9, 'p1', '', 14)")
         connection.exec_driver_sql("INSERT INTO deny_lists VALUES (3, '')")
         connection.exec_driver_sql(
-            "INSERT INTO runs VALUES ('reef', 'a = 1\nweights = \"tokens\"\nb = 2\n', "
-            "'TRAINING', 1, '', '', '', 1, 2, 3, 0, 0, 0, 9)"
+            "INSERT INTO runs VALUES ('reef', '', 'TRAINING', 1, '', '', '', 1, 2, 3, 0, 0, 0, 9)"
         )
         for number, zeroed in ((1, 2), (2, 5)):
             connection.exec_driver_sql(
@@ -347,7 +346,7 @@ def test_a_database_of_the_release_before_opens_with_its_rows(url: str) -> None:
     deny = store.load().deny
     assert deny is not None
     assert deny.number == 3
-    assert [(run.parts_zeroed, run.spec_toml) for run in store.load().runs] == [(7, "a = 1\nb = 2\n")]
+    assert [run.parts_zeroed for run in store.load().runs] == [7]
     store.close()
 
 

@@ -244,3 +244,22 @@ def test_another_seed_draws_other_parts() -> None:
     drawn = [draw_parts(bytes([number]) * 32, shares)["a"] for number in range(50)]
     assert len(set(drawn)) == 50
     assert len({index for indices in drawn for index in indices}) > 150
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("scale", [-2.0, -1.5, 1.3, 1.6, 2.0, 2.5])
+def test_forty_false_sketches_of_members_on_probation_accuse_nobody(scale: float, codec: str) -> None:
+    """They send a multiple of what a known member sent: so its word alone would not fit with theirs."""
+    for seed in range(3):
+        parts, evidence = Sums((1000,) * 48, codec, common=0.6, seed=seed, strangers=40).evidence()
+        copied = {index: scale * sketch for index, sketch in evidence.sketches[5].items()}
+        sketches = {
+            place: copied if place in evidence.on_probation else told for place, told in evidence.sketches.items()
+        }
+        assert judge(parts, replace(evidence, sketches=sketches)) is None
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_found_also_beside_members_on_probation(lie: str) -> None:
+    for seed in range(3):
+        assert Sums((1000,) * 28, "int8", common=0.6, seed=seed, strangers=20).judged(LIES[lie]) is not None

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from atoll.core.errors import PartInvalid
 from atoll.node.exchange.codecs import CODECS, PIECE_ELEMENTS
 from atoll.node.exchange.screening import Screen, factors_from_products, inner_products
-from atoll.node.exchange.weighted_sum import encoded_mean, screening_factors, tensor_source, weighted_mean
+from atoll.node.exchange.weighted_sum import (
+    encoded_mean,
+    screening_factors,
+    tensor_source,
+    weighted_mean,
+    weights_in_sum,
+)
 
 SCREEN = Screen(1e9)
 some = settings(max_examples=15, deadline=None)
@@ -59,3 +65,12 @@ def test_a_mean_that_is_not_finite_is_none():
     huge_E = torch.full((300,), 3e38)
     with pytest.raises(PartInvalid):
         encoded_mean(CODECS["fp32"], [tensor_source(huge_E), tensor_source(huge_E)], [1, 1], [1.0, 2.0], 300)
+
+
+def test_members_on_probation_weigh_a_quarter_of_the_sum_that_there_is() -> None:
+    """The heaviest of the others is missing in this one."""
+    weights, on_probation = [9000, 300, *[155] * 20], [False, False, *[True] * 20]
+    there = weights_in_sum(weights, [0.0, 1.0, *[1.0] * 20], on_probation)
+    assert there == [0, 300, *[5] * 20]
+    assert weights_in_sum(weights, [0.0, 0.0, *[1.0] * 20], on_probation) == [0] * 22
+    assert weights_in_sum([5, 7], [0.5, 0.0], [False, False]) == [5, 0]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from support.machine_plans import make_plan
 from support.machine_world import World
+
+from atoll.v1 import common_pb2 as pb
+from atoll.v1 import dataplane_pb2 as dp
 
 KNOWN = ("p0", "p1", "p2", "p3")
 SIZE = 24
@@ -42,6 +47,59 @@ def test_rounds_go_on_though_all_strangers_fail(fault: str, seed: int) -> None:
     assert world.rounds() > before + 3
     held = world.heads()
     assert max(number for number, _ in held) == world.rounds()
+
+
+def declining(world: World) -> Callable[[str, str, dp.RoundMessage], bool]:
+    """Strangers answer each Open with a newer plan that does not exist."""
+
+    def drop(sender: str, _: str, message: dp.RoundMessage) -> bool:
+        if sender in STRANGERS and message.HasField("ready"):
+            round_id = pb.RoundId.FromString(message.ready.round.SerializeToString())
+            message.Clear()
+            message.decline.round.CopyFrom(round_id)
+            message.decline.plan_version = 99
+        return False
+
+    return drop
+
+
+def silent_after_exchanges(world: World) -> Callable[[str, str, dp.RoundMessage], bool]:
+    """Strangers never say what they got."""
+    return lambda sender, _, message: sender in STRANGERS and message.HasField("parts")
+
+
+def rarely_answering(world: World) -> Callable[[str, str, dp.RoundMessage], bool]:
+    """Each stranger tells its tokens always, and what it got in every fourth exchange."""
+
+    def drop(sender: str, _: str, message: dp.RoundMessage) -> bool:
+        return sender in STRANGERS and message.HasField("parts") and (world.rounds() + int(sender[1:])) % 4 != 0
+
+    return drop
+
+
+@pytest.mark.parametrize("attack", [declining, silent_after_exchanges, rarely_answering])
+def test_strangers_that_misbehave_do_not_halve_the_number_of_rounds(
+    attack: Callable[[World], Callable[[str, str, dp.RoundMessage], bool]],
+) -> None:
+    peace, attacked = World(SIZE, 2, strangers=STRANGERS), World(SIZE, 2, strangers=STRANGERS)
+    attacked.network.drop = attack(attacked)
+    for world in (peace, attacked):
+        world.run(200)
+    assert attacked.rounds() > peace.rounds() / 2
+
+
+@pytest.mark.parametrize("gives", [True, False])
+def test_what_strangers_claim_to_hold_stops_no_round_and_zeroes_no_part(gives: bool) -> None:
+    """They send nobody an average; and give what they say they hold, or do not."""
+    world = World(SIZE, 1, strangers=STRANGERS)
+    world.run(20)
+    reaches, reachable = world._exchanges._reaches, world._reachable
+    world._exchanges._reaches = lambda a, b: reaches(a, b) and not (a in KNOWN and b in STRANGERS)
+    world._reachable = lambda a, b: reachable(a, b) and (gives or b not in STRANGERS)
+    before = world.rounds()
+    world.run(200)
+    assert world.rounds() > before + 20
+    assert not any(world.committed[number].manifest.parts_zeroed for number in range(before + 2, world.rounds() + 1))
 
 
 def test_a_member_that_comes_on_probation_loses_its_seat_and_gets_it_back_later() -> None:

@@ -459,9 +459,9 @@ def test_a_start_that_gives_strangers_more_than_they_may_have_is_refused(change:
         check_mixed(start)
 
 
-def test_an_opener_may_keep_all_strangers_and_one_of_few_others_from_reducing() -> None:
-    poor = frozenset({*STRANGERS, "k0", "k1", "k2"})
-    start = mixed_start(poor)
+def test_strangers_reduce_nothing_and_an_opener_may_keep_one_of_few_others_from_it() -> None:
+    assert {piece.reducer for piece in mixed_start().partition} == set(KNOWN)
+    start = mixed_start(frozenset({*STRANGERS, *KNOWN}))
     check_mixed(start)
     reducing = {piece.reducer for piece in start.partition}
     assert len(reducing) == 2

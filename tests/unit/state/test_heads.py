@@ -25,6 +25,7 @@ from support.donors import (
 
 from atoll.core.errors import NotFound, Unreachable
 from atoll.core.frames import FrameKind
+from atoll.core.identity import Identity
 from atoll.core.manifest import Head
 from atoll.node.state import heads, state_server
 from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
@@ -411,3 +412,23 @@ async def test_a_manifest_that_does_not_fit_does_not_hide_the_true_one_of_anothe
         donor_swarm.serve(member, heads_, TWO)
     plan = plan_of(*ALL, FAY, seats=(ANN, DAN))
     assert await newest_round(donor_swarm.network, plan, FIRST_OF_TWO, operator_key=OPERATOR.public_key) == 6
+
+
+@pytest.mark.parametrize("held", [None, FIRST, SECOND], ids=["nothing", "the first round", "the newest round"])
+async def test_three_of_five_that_are_on_probation_make_nobody_believe_their_chain(donor_swarm, held):
+    """They outnumber the two known members that answer. Their chain's own seats are theirs."""
+    poison, strangers = state_of(666.0), (EVE, FAY, Identity.generate())
+    before = commit(poison, 10**6 - 1, [EVE])
+    forged = commit(poison, 10**6, [EVE], after=before)
+    for member in (ANN, BOB):
+        donor_swarm.serve(member, history(FIRST, SECOND), TWO)
+    for member in strangers:
+        donor_swarm.serve(member, history(before, forged), poison)
+    plan = plan_of(ANN, BOB, CLEO, DAN, *strangers, seats=(ANN, BOB, DAN))
+    names = {member.peer_id for member in strangers}
+    flagged = tuple(replace(item, on_probation=item.peer_id in names) for item in plan.assignments)
+    plan = replace(plan, assignments=flagged)
+    head = await believed(donor_swarm, plan, held)
+    assert (head is None) is (held is SECOND)
+    assert head is None or head.hash == SECOND.hash
+    assert await newest_round(donor_swarm.network, plan, SECOND, operator_key=OPERATOR.public_key) == 2

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from atoll.coordinator.sanitize import enum_word
 from atoll.coordinator.state import deciding
+from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.snapshot import LiveNode, PlanJoins, RunMemory, State
 from atoll.coordinator.store.records import Node
 from atoll.core.fragments import fragment_count
@@ -124,9 +125,8 @@ def corpus_expected(state: State, run_id: str) -> str:
 
 def most_common_corpus(state: State, run_id: str) -> str:
     """Corpus digest that most eligible nodes share; of equals, that of the lowest peer id."""
-    digests = Counter(
-        state.live[node.peer_id].corpus_digest for node in state.members_of(run_id) if _is_eligible(state, node)
-    )
+    eligible = [node.peer_id for node in state.members_of(run_id) if _is_eligible(state, node)]
+    digests = Counter(state.live[peer].corpus_digest for peer in known_nodes(state, eligible))
     digests.pop("", None)
     return max(digests, key=lambda digest: digests[digest], default="")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from atoll.coordinator.live.attendance import count_join
-from atoll.coordinator.live.probation import planned_probation, without_probation
+from atoll.coordinator.live.probation import planned_probation
 from atoll.coordinator.live.quorum_guard import keep_voters
 from atoll.coordinator.planner.plan_builder import Route, RoutePart, build_plan
 from atoll.coordinator.planner.question import STATE_BYTES_PER_PARAMETER
@@ -25,6 +25,7 @@ from atoll.coordinator.planner.reduce_shares import (
     reduce_rate,
     span_rates,
 )
+from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.snapshot import Draft, RunMemory, State
 from atoll.coordinator.store.records import PlanFigures, Run
 from atoll.core.manifest import manifest_hash
@@ -138,7 +139,7 @@ def _base(state: State, run_id: str, members: Iterable[str]) -> Base:
     if plan is not None:
         return plan.base
     genesis = manifest_pb2.CommittedManifest.FromString(state.runs[run_id].genesis)
-    return Base(manifest_hash(genesis.payload), first_seats(without_probation(state, members)))
+    return Base(manifest_hash(genesis.payload), first_seats(known_nodes(state, members) or members))
 
 
 def first_seats(members: Iterable[str]) -> tuple[str, ...]:

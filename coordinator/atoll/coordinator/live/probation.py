@@ -1,8 +1,7 @@
 """Which members a plan puts on probation, and when that is a reason for a new plan. Pure.
 
 A node is on probation if the token that admitted it says so, if audits doubt its training, or if the operator says so.
-It weighs little in rounds (`core/probation.py`) until audits find that it trains as much as others, or until the
-operator vouches for it.
+It weighs little in rounds (`core/probation.py`) until the operator vouches for it.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from atoll.coordinator.planner.plan_builder import Route, routes_of
+from atoll.coordinator.state.known_nodes import is_on_probation, known_nodes
 from atoll.coordinator.state.snapshot import State
 from atoll.core.plan import Plan
 
@@ -18,20 +18,16 @@ def planned_probation(state: State, routes: Sequence[Route], standbys: Iterable[
     """The members that a plan with these routes puts on probation.
 
     One stage on probation puts its whole route there, since it can spoil what the others compute. If that holds for
-    all routes, nobody is: there is nobody to compare with.
+    all routes, though known nodes are in some, nobody is: else no round could commit. If only strangers are there, the
+    run waits for its known nodes, unless it has none.
     """
     found = {
-        part.peer_id for route in routes if any(_is_on_probation(state, it.peer_id) for it in route) for part in route
+        part.peer_id for route in routes if any(is_on_probation(state, it.peer_id) for it in route) for part in route
     }
-    if len(found) == sum(map(len, routes)):
+    there = [part.peer_id for route in routes for part in route]
+    if len(found) == len(there) and (known_nodes(state, there) or not there):
         return frozenset()
-    return frozenset(found.union(peer for peer in standbys if _is_on_probation(state, peer)))
-
-
-def without_probation(state: State, peers: Iterable[str]) -> list[str]:
-    """Those of `peers` that are not on probation, or all if all are."""
-    peers = list(peers)
-    return [peer for peer in peers if not _is_on_probation(state, peer)] or peers
+    return frozenset(found.union(peer for peer in standbys if is_on_probation(state, peer)))
 
 
 def probation_changed(state: State, plan: Plan) -> bool:
@@ -46,8 +42,3 @@ def probation_text(state: State, plan: Plan) -> str:
     return "; ".join(
         f"{', '.join(sorted(state.nodes[peer].name for peer in peers))} {words}" for peers, words in changes if peers
     )
-
-
-def _is_on_probation(state: State, peer: str) -> bool:
-    node = state.nodes.get(peer)
-    return node is not None and node.on_probation

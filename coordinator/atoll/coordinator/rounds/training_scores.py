@@ -5,8 +5,9 @@ that was drawn for it. A score says by how many standard errors a contribution g
 others'. How large it is for honest members depends on the run, so a member is compared with the median member. It is
 *doubted* if its score is below half of that, and chance does not explain it. A member's score is what its median
 auditor found: so one lying auditor makes nobody doubted, and from four members on it hides nobody. Members on probation
-are compared with the others. A doubt puts a member on probation (`live/probation.py`); an audited member that is not
-behind comes off it.
+are compared with the others. A doubt puts a member on probation (`live/probation.py`). Of a member on
+probation that is not behind an event tells; the operator ends probation, since an attacker could earn trust for many
+members one after the other.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import replace
 from statistics import fmean, median, median_high
 
 from atoll.coordinator.rounds.reports import reject
+from atoll.coordinator.state.known_nodes import is_on_probation
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE
 from atoll.coordinator.state.snapshot import Draft, TrainingComparison, TrainingScore
 from atoll.coordinator.store.records import Node
@@ -92,7 +94,13 @@ def compare(
     typical = median(others or found.values())
     comparable = len(others) >= LEAST_MEMBERS and typical >= LEAST_TYPICAL
     return {
-        peer: TrainingComparison(audits[peer], score, typical, comparable and _is_behind(score, typical, audits[peer]))
+        peer: TrainingComparison(
+            audits[peer],
+            score,
+            typical,
+            doubted=comparable and _is_behind(score, typical, audits[peer]),
+            proved=comparable and audits[peer] >= LEAST_AUDITS and 2 * score >= typical,
+        )
         for peer, score in found.items()
     }
 
@@ -113,10 +121,11 @@ def _is_behind(score: float, typical: float, audits: int) -> bool:
 
 
 def _conclude(draft: Draft, run_id: str) -> None:
-    """Compare anew. Whoever is doubted comes on probation, until it has half of the median score."""
+    """Compare anew, and tell. A doubt puts a member on probation, and stays until it has half of the median score."""
     memory = draft.state.memory[run_id]
-    on_probation = frozenset(peer for peer in memory.training_scores if _is_on_probation(draft, peer))
+    on_probation = frozenset(peer for peer in memory.training_scores if is_on_probation(draft.state, peer))
     before = {peer for peer, it in memory.training_compared.items() if it.doubted}
+    proved = {peer for peer, it in memory.training_compared.items() if it.proved}
     found = {
         peer: replace(it, doubted=it.doubted or (peer in before and it.score < it.typical / 2))
         for peer, it in compare(memory.training_scores, on_probation).items()
@@ -132,19 +141,10 @@ def _conclude(draft: Draft, run_id: str) -> None:
         draft.event("node.training-doubted", run_id, peer, f"{message}; it is on probation")
         if node is not None:
             draft.put(replace(node, on_probation=True))
-    if len(found.keys() - on_probation):
-        for peer in sorted(peer for peer in on_probation & found.keys() if _is_proved(found[peer])):
-            node, it = draft.state.nodes[peer], found[peer]
-            draft.put(replace(node, on_probation=False))
-            message = f"{node.name} trains what it claims: score {it.score:.1f} in {it.audits} audits"
-            draft.event("node.proved", run_id, peer, f"{message}, those of others {it.typical:.1f}")
-
-
-def _is_on_probation(draft: Draft, peer: str) -> bool:
-    node = draft.state.nodes.get(peer)
-    return node is not None and node.on_probation
-
-
-def _is_proved(it: TrainingComparison) -> bool:
-    """Whether a member's audits vouch for it."""
-    return it.audits >= LEAST_AUDITS and it.typical >= LEAST_TYPICAL and not it.doubted and 2 * it.score >= it.typical
+    for peer in sorted(peer for peer in on_probation & found.keys() if found[peer].proved and peer not in proved):
+        node, it = draft.state.nodes[peer], found[peer]
+        message = (
+            f"{node.name}, which is on probation, trains what it claims: score {it.score:.1f} in {it.audits} audits, "
+            f"those of others {it.typical:.1f}. To end its probation: atollctl node vouch {node.name}"
+        )
+        draft.event("node.proved", run_id, peer, message)

@@ -136,14 +136,14 @@ def enrol(state: State, now: StepTime, applicant: Applicant) -> Step[Node]:
 def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, applicant: Applicant) -> Node:
     """The row of an admitted node. Within one run it keeps its pin and its availability record.
 
-    A draining node that presents a new token is no longer draining. A token puts nobody on probation that was not.
+    A draining node that presents a new token is no longer draining. A token neither puts a known node on probation nor
+    ends that.
     """
     name = _unique_name(state, token.run_id, applicant)
     if known is not None and known.run_id == token.run_id:
         admitted = replace(known, name=name, roles=token.roles, enrolled_ms=now.unix_ms, token_id=token.token_id)
         draining = known.draining and known.token_id == token.token_id
-        on_probation = known.on_probation and token.on_probation
-        return replace(admitted, epoch=known.epoch + 1, left=False, draining=draining, on_probation=on_probation)
+        return replace(admitted, epoch=known.epoch + 1, left=False, draining=draining)
     return Node(
         peer_id=applicant.peer_id,
         name=name,

@@ -23,6 +23,7 @@ from atoll.coordinator.live.attendance import (
 from atoll.coordinator.live.plan_upkeep import update_plan
 from atoll.coordinator.live.span_fit import span_memory_of
 from atoll.coordinator.state import lookup
+from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.run_states import transition_run
 from atoll.coordinator.state.snapshot import Draft, Policy, RunMemory, State, Step, StepTime, charge_row
 from atoll.coordinator.store.records import Run
@@ -155,7 +156,7 @@ def _replace_late_genesis_writer(draft: Draft, run_id: str, policy: Policy) -> N
 
 def _choose_genesis_writer(draft: Draft, run_id: str, ready: list[str]) -> None:
     """Choose the lowest peer id that was not asked in vain; if all were, start over."""
-    memory = draft.state.memory[run_id]
+    memory, ready = draft.state.memory[run_id], known_nodes(draft.state, ready) or ready
     passed = memory.failed_genesis_writers | ({memory.genesis_writer} if memory.genesis_writer else set())
     fresh = [peer for peer in ready if peer not in passed]
     writer = fresh[0] if fresh else ready[0]

@@ -24,9 +24,9 @@ from atoll.coordinator.live.plan_issue import (
     issue_route_plan,
     next_version,
 )
-from atoll.coordinator.live.probation import without_probation
 from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.state import deciding, lookup
+from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.snapshot import Commit, Draft, Policy, RunMemory, State, Step, StepTime, electorate_after
 from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, Run
 from atoll.core.errors import InvalidTransition
@@ -97,12 +97,13 @@ def recover_if_lost(draft: Draft, run_id: str, policy: Policy) -> None:
 def newest_held_state(state: State, run: Run) -> RecoveryPoint | None:
     """The newest committed state that fit nodes report."""
     memory = state.memory[run.run_id]
-    statuses = (state.live[peer].status for peer in eligible_nodes(state, run.run_id))
+    known = known_nodes(state, eligible_nodes(state, run.run_id))
+    statuses = (state.live[peer].status for peer in known)
     holders = Counter(
         (status.head_round, status.head_hash) for status in statuses if len(status.head_hash) == SHA256_BYTES
     )
     found = (RecoveryPoint(number, count, digest) for (number, digest), count in holders.items())
-    most = len(eligible_nodes(state, run.run_id)) / 2
+    most = len(known) / 2
     return max((item for item in found if _is_in_valid_history(memory, item, most)), default=None)
 
 
@@ -187,12 +188,13 @@ def _newest_complete_round(state: State, run: Run, below: int | None = None) -> 
             held.setdefault((status.head_round, status.head_hash), []).append((peer, span))
         for item in state.checkpoints.get(peer, ()) if span else ():
             held.setdefault((item.round, item.manifest_hash), []).append((peer, item.layers))
+    known = set(known_nodes(state, eligible))
     whole = (
-        RecoveryPoint(number, len({peer for peer, _ in holdings}), digest)
+        RecoveryPoint(number, len(known.intersection(peer for peer, _ in holdings)), digest)
         for (number, digest), holdings in held.items()
         if (below is None or number < below) and _covers(count, [span for _, span in holdings])
     )
-    return max((item for item in whole if _is_in_valid_history(memory, item, len(eligible) / 2)), default=None)
+    return max((item for item in whole if _is_in_valid_history(memory, item, len(known) / 2)), default=None)
 
 
 def _covers(count: int, spans: list[range]) -> bool:
@@ -242,13 +244,13 @@ def _issue(draft: Draft, run_id: str, point: RecoveryPoint, eligible: list[str],
     if memory.plan is None or not replan_trigger.needs_routes(
         draft.state, run_id, attendance_of(draft.state, run_id, draft.now.monotonic)
     ):
-        seats = first_seats(without_probation(draft.state, eligible))
+        seats = first_seats(known_nodes(draft.state, eligible) or eligible)
         issue_replica_plan(draft, run_id, eligible, reason, Base(point.manifest_hash, seats, point.round, version))
         return
     routes = routes_of(memory.plan)
     whole = [route for route in routes if all(part.peer_id in eligible for part in route)] or list(routes)
     members = {part.peer_id for route in whole for part in route}
-    seats = first_seats(without_probation(draft.state, members & set(eligible) or eligible))
+    seats = first_seats(known_nodes(draft.state, members & set(eligible)) or eligible)
     base = Base(point.manifest_hash, seats, point.round, version)
     standing = remaining_standbys(draft.state, run_id, whole, eligible)
     issue_route_plan(draft, run_id, whole, reason, PlanNotes(left_out=memory.left_out), base, standbys=standing)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.snapshot import RunMemory, State, electorate_after
 from atoll.coordinator.store.records import Run
 from atoll.core.quorum import COORDINATOR, Electorate
@@ -53,7 +54,8 @@ def is_behind(state: State, run_id: str) -> bool:
     Then nobody here knows who decides the next round.
     """
     plan, known = state.memory[run_id].plan, state.runs[run_id].head_round
-    lives = [live for peer in (plan.members if plan else ()) if (live := state.live.get(peer)) and live.connected]
+    members = known_nodes(state, plan.members if plan else ())
+    lives = [live for peer in members if (live := state.live.get(peer)) and live.connected]
     return 2 * sum(live.status.head_round > known for live in lives) > len(lives)
 
 

@@ -178,6 +178,7 @@ class TrainingComparison:
     score: float  # what the median auditor found, in the mean of its audits
     typical: float  # the median of the members' scores
     doubted: bool
+    proved: bool = False  # enough audits found that it trains about as much as others
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from torch import Tensor
 from atoll.node.exchange.partition import ReducerShare
 from atoll.node.exchange.screening import Screen, UsualNorm, judged_with, largest_norm
 from atoll.node.exchange.sketch import BUCKETS
+from atoll.node.exchange.weighted_sum import weights_in_sum
 from atoll.v1 import manifest_pb2
 
 MAX_AUDITED_PARTS = 512  # of one round
@@ -156,6 +157,10 @@ def judge(parts: Sequence[AuditedPart], evidence: Evidence) -> Finding | None:
     A contributor may lie, too: about what it sent. If the averages fit as soon as one contributor's word is not
     believed, that contributor or the reducer lies.
     """
+    if not _examine(parts, evidence).reason:
+        return None
+    for place in evidence.on_probation:  # these may be many, and accuse nobody
+        evidence = evidence.without(place)
     found = _examine(parts, evidence)
     if not found.reason:
         return None
@@ -208,7 +213,8 @@ class _Sums:
 
     def __init__(self, part: AuditedPart, evidence: Evidence) -> None:
         self._part, self._evidence = part, evidence
-        weights = evidence.weights
+        on_probation = [place in evidence.on_probation for place in range(len(evidence.weights))]
+        weights = weights_in_sum(evidence.weights, part.factors, on_probation)
         counted = [place for place, factor in enumerate(part.factors) if factor > 0 and weights[place] > 0]
         total = sum(weights[place] for place in counted)
         told = {place: it[part.index].double() for place, it in evidence.sketches.items() if part.index in it}

@@ -229,14 +229,14 @@ class Auditor:
         return told
 
     def _weight_in_sums(self, verdicts: Mapping[str, Verdicts]) -> dict[str, int]:
-        """The tokens of each contributor; 0 if most sums lack it, as they lack one that died."""
+        """The weight of each contributor; 0 on probation, or if most sums lack it, as they lack one that died."""
         lacking: Counter[int] = Counter()
         for told in verdicts.values():
             for place, verdict in told.items():
                 lacking[place] += verdict.parts_missing + verdict.parts_left_out
         return {
-            peer: 0 if 2 * lacking[place] > len(self._average) else tokens
-            for place, (peer, tokens) in enumerate(self._weights.items())
+            peer: 0 if 2 * lacking[place] > len(self._average) or peer in self._rules.on_probation else weight
+            for place, (peer, weight) in enumerate(self._weights.items())
         }
 
     async def _compute(self, work: Callable[[Unpack[Arguments]], T], *arguments: *Arguments) -> T:

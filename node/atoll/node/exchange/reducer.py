@@ -27,7 +27,14 @@ from atoll.node.exchange.averaged_parts import Average
 from atoll.node.exchange.codecs import CheckedPart
 from atoll.node.exchange.partition import Part, ReducerShare
 from atoll.node.exchange.peer_deadlines import WAIT_SLICES, next_frame, wait_for_event
-from atoll.node.exchange.weighted_sum import PieceSource, SumRules, encoded_mean, screening_factors, tensor_source
+from atoll.node.exchange.weighted_sum import (
+    PieceSource,
+    SumRules,
+    encoded_mean,
+    screening_factors,
+    tensor_source,
+    weights_in_sum,
+)
 from atoll.node.wire.transport import Stream
 from atoll.v1 import manifest_pb2
 
@@ -252,8 +259,10 @@ class Reducer:
         present = [peer for peer in self._weights if peer in values]  # in the order of the sum
         sources, weights = [values[peer] for peer in present], [self._weights[peer] for peer in present]
         factors, rules = (1.0,) * len(present), self._rules
+        on_probation = [peer in rules.on_probation for peer in present]
         if rules.screen is not None:
-            tokens, on_probation = zip(*((rules.tokens[it], it in rules.on_probation) for it in present), strict=True)
+            tokens = [rules.tokens[peer] for peer in present]
             factors = screening_factors(sources, tokens, elements, rules.screen, on_probation)
+        weights = weights_in_sum(weights, factors, on_probation)
         body = encoded_mean(self._average.codec, sources, weights, factors, elements)
         return body, dict(zip(present, factors, strict=True))

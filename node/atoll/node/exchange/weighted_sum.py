@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import PartInvalid
+from atoll.core.probation import limit_weights
 from atoll.node.exchange.codecs import PIECE_ELEMENTS, Codec, PartEncoder
 from atoll.node.exchange.screening import InnerProducts, Screen, factors_from_products
 from atoll.v1 import dataplane_pb2 as dp
@@ -42,6 +43,15 @@ class SumRules:
         on_probation = frozenset(item.peer_id for item in made if item.on_probation)
         tokens = {item.peer_id: item.judged_tokens if item.on_probation else item.weight for item in made}
         return cls({item.peer_id: item.weight for item in made}, tokens, on_probation, screen)
+
+
+def weights_in_sum(weights: Sequence[int], factors: Sequence[float], on_probation: Sequence[bool]) -> list[int]:
+    """Weights of the contributions in one sum: 0 for those that are left out.
+
+    Those on probation weigh at most a third of the others that are in this very sum.
+    """
+    there = [weight if factor > 0 else 0 for weight, factor in zip(weights, factors, strict=True)]
+    return limit_weights(there, on_probation) if any(on_probation) else there
 
 
 def tensor_source(values_E: Tensor) -> PieceSource:

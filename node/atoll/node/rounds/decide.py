@@ -44,16 +44,16 @@ def build_start(
 ) -> dp.Start:
     """What the opener sends to all: who answered, weights frozen at min(tokens, cap), the partition by the plan's caps.
 
-    `poor_reducers` shall sum nothing: a quarter of the holders at most, but one of few, and any that are on probation.
+    `poor_reducers` shall sum nothing: a quarter of the reducers at most, but one of few.
     Who does not hold the fragment brings nothing and reduces nothing: it is a witness, which only decides. Tokens count
     towards the run up to the same cap, so that no single claim can end it.
     """
     members = round_id.order(ready)
     fragment = policy.fragment_of(round_id.number)
     holders = plan.holders(fragment.layers)
-    reducers = [peer for peer in members if peer in holders]
-    kept_out = _kept_out(plan, reducers, poor_reducers)
-    claims = {peer: min(ready[peer].tokens, _cap(plan, peer)) for peer in reducers}
+    reducers = _reducers(plan, members, holders)
+    kept_out = [peer for peer in reducers if peer in poor_reducers][: _most_kept_out(reducers)]
+    claims = {peer: min(ready[peer].tokens, _cap(plan, peer)) for peer in members if peer in holders}
     weights = dict(
         zip(claims, limit_weights([*claims.values()], [it in plan.on_probation for it in claims]), strict=True)
     )
@@ -115,12 +115,12 @@ def check_start(policy: RoundPolicy, plan: Plan, round_id: RoundId, mine: dp.Rea
         raise PeerMisbehaved("Start gives members on probation more weight than they may have together")
     if not _may_use(policy, start.codec):
         raise PeerMisbehaved("Start names another codec than the run spec")
-    reducers = [peer for peer in members if peer in holders]
+    reducers = _reducers(plan, members, holders)
     kept_out = {members[place] for place in start.not_reducing if place < len(members)}
     if (
         len(kept_out) != len(start.not_reducing)
         or not kept_out <= set(reducers)
-        or kept_out != set(_kept_out(plan, reducers, kept_out))
+        or len(kept_out) > _most_kept_out(reducers)
     ):
         raise PeerMisbehaved("Start keeps too many holders from reducing, or members that hold nothing")
     ranges = _ranges(fragment.elements, plan, [peer for peer in reducers if peer not in kept_out])
@@ -409,16 +409,15 @@ def _with_first_leases(head: Head, plan: Plan, round_samples: int) -> DataPositi
     return DataPosition(cursor, data.returned, holdings) if cursor > data.cursor else data
 
 
-def _kept_out(plan: Plan, reducers: Sequence[str], poor: Set[str]) -> list[str]:
-    """Those of `poor` that an opener may keep from reducing; a liar that opens must not choose who reduces.
+def _reducers(plan: Plan, members: Sequence[str], holders: Set[str]) -> list[str]:
+    """The holders that sum: not those on probation, while there are others."""
+    there = [peer for peer in members if peer in holders]
+    return [peer for peer in there if peer not in plan.on_probation] or there
 
-    Any that are on probation, but somebody must reduce; of the others a quarter, or one of few.
-    """
-    others = [peer for peer in reducers if peer not in plan.on_probation]
-    most = max(len(others) // 4, min(1, len(others) // 2))
-    kept_out = {*[peer for peer in others if peer in poor][:most]}
-    kept_out |= (plan.on_probation & set(reducers) & poor) if others else set()
-    return [peer for peer in reducers if peer in kept_out]
+
+def _most_kept_out(reducers: Sequence[str]) -> int:
+    """How many holders an opener may keep from reducing; a liar that opens must not choose who reduces."""
+    return max(len(reducers) // 4, min(1, len(reducers) // 2))
 
 
 def _parts_in(piece: dp.PartRange, elements: int) -> int:

@@ -10,7 +10,7 @@ from atoll.v1 import manifest_pb2
 
 _KEPT = 16  # attempts
 
-_Inputs = tuple[tuple[str, int, int, bytes], ...]  # peer id, weight, samples, mark; empty: we did not hear
+_Inputs = tuple[tuple[str, int, int, bytes, bool, int], ...]  # peer id, weight, samples, mark; empty: we did not hear
 
 
 class EarlierAttempts:
@@ -46,4 +46,7 @@ class EarlierAttempts:
 
 
 def _inputs(contributions: Iterable[manifest_pb2.Contribution]) -> _Inputs:
-    return tuple((item.peer_id, item.weight, item.samples, item.mark) for item in contributions)
+    return tuple(
+        (item.peer_id, item.weight, item.samples, item.mark, item.on_probation, item.judged_tokens)
+        for item in contributions
+    )

@@ -164,8 +164,8 @@ class MemberAnswers:
 
     @property
     def standbys(self) -> frozenset[str]:
-        """Those who bring nothing and hold nobody up."""
-        return frozenset(self.plan.standbys)
+        """Those who bring nothing, or little, and hold nobody up."""
+        return self.plan.on_probation.union(self.plan.standbys)
 
     def awaited(self, stage: Stage) -> frozenset[str]:
         """Peers whose answer in this stage may still come and is worth waiting for."""

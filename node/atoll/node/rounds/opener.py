@@ -116,7 +116,7 @@ class Opener:
         return (
             self.stage is Stage.READY
             and not self.done
-            and peer in self.answers.electorate.members | self.answers.expected
+            and peer in self.answers.electorate.members | self.answers.plan.without_probation(self.answers.expected)
         )
 
     def coordinator_answered(self, answer: CoordinatorVote, now: float) -> None:
@@ -205,10 +205,15 @@ class Opener:
         self._learn()
         if earlier is not None:
             self._propose(dp.Proposal.FromString(earlier.proposal))
-        elif not any(self.answers.ready[peer].tokens for peer in self.answers.holding & self.answers.ready.keys()):
+        elif not any(self.answers.ready[peer].tokens for peer in self._bringing):
             self._abandon("nobody who holds these layers had trained a token")
         else:
             self._start_exchange()
+
+    @property
+    def _bringing(self) -> frozenset[str]:
+        """Who answered and can bring tokens that count."""
+        return self.answers.plan.without_probation(self.answers.holding & self.answers.ready.keys())
 
     def _take_ready(self, peer: str, ready: dp.Ready) -> None:
         new = peer not in self.answers.ready

@@ -109,7 +109,7 @@ class RoundTrigger:
         here, there = said_since & set(plan.members), head.present
         self._awaited = {peer: waits for peer, waits in self._awaited.items() if peer not in there}
         self._late = set()
-        for peer in here - there - {self._me} - set(plan.standbys):
+        for peer in here - there - {self._me} - set(plan.standbys) - plan.on_probation:
             next_round, rounds = self._awaited.get(peer, (head.round, _AWAIT_AGAIN))
             if head.round >= next_round or head.round + rounds < next_round:  # that was before a recovery
                 self._late.add(peer)
@@ -196,9 +196,8 @@ class RoundTrigger:
 
     def slowest_step(self, now: float) -> float:
         """Seconds of the longest inner step among those."""
-        return max(
-            (self._heard[peer].step_seconds for peer in self.heard_recently(now) & self._heard.keys()), default=0.0
-        )
+        peers = self._plan.without_probation(self.heard_recently(now) & self._heard.keys())
+        return max((self._heard[peer].step_seconds for peer in peers), default=0.0)
 
     # --- whose turn ----------------------------------------------------------------------------------
 
@@ -233,7 +232,8 @@ class RoundTrigger:
         leaving = any(said[peer].leaving for peer in proved - self._left)
         began = self._head.round > self._plan.base.round
         patience = _LATELY * self._interval if began else self._policy.ready_timeout.total_seconds()
-        due_here = frozenset(self._plan.members) & (self._head.present if began else frozenset(self._plan.members))
+        members = self._plan.without_probation(set(self._plan.members))
+        due_here = members & self._head.present if began else members
         everyone = due_here <= heard_recently or now - self._began >= patience
         overdue = now - self._last_commit >= self._policy.round_max.total_seconds()
         most = self._policy.open_timeout.total_seconds() / 2  # or who knows of longer ones opens out of turn

@@ -58,18 +58,15 @@ def settle(
 ) -> Settlement:
     """Settle from the reports of the members in `order` (all that are present).
 
-    What members on probation say they hold counts only where nobody else holds anything. Raises `PeerMisbehaved` when
-    reports do not fit each other; `check_report` finds the culprit beforehand.
+    What members on probation say they hold does not count while there are others. Raises `PeerMisbehaved` when reports
+    do not fit each other; `check_report` finds the culprit beforehand.
     """
     parts_total = len(reports[order[0]].digests)
     for peer in order:
         check_report(peer, reports[peer], parts_total)
     columns = {peer: list(reports[peer].digests) for peer in order}
-    known, unknown = ([peer for peer in order if (peer in on_probation) is it] for it in (False, True))
-    digests = tuple(
-        _most_held(columns[peer][index] for peer in known) or _most_held(columns[peer][index] for peer in unknown)
-        for index in range(parts_total)
-    )
+    counted = [peer for peer in order if peer not in on_probation] or order
+    digests = tuple(_most_held(columns[peer][index] for peer in counted) for index in range(parts_total))
     whole = tuple(peer for peer in order if columns[peer] == list(digests))
     holders: dict[int, tuple[str, ...]] = {}
     sources = tuple(peer for peer in whole if peer not in on_probation) or whole

@@ -135,8 +135,10 @@ async def _reason_to_reject(survey: _HeadSurvey, plan: Plan, head: Head, offers:
     agreeing = set(_offering(offers, head))
     further = [peer for peer, other in offers.items() if peer not in agreeing and other.round > head.round]
     agreeing |= {peer for peer, hash_ in (await survey.hashes(further, head.round)).items() if hash_ == head.hash}
-    if 2 * len(agreeing) <= len(offers):
-        return f"only {len(agreeing)} of {len(offers)} members that hold a head agree; more than half must"
+    counted = plan.without_probation(offers.keys())
+    agreeing &= counted
+    if 2 * len(agreeing) <= len(counted):
+        return f"only {len(agreeing)} of {len(counted)} members that hold a head agree; more than half must"
     return ""
 
 
@@ -321,7 +323,8 @@ class _HeadSurvey:
     async def _wait_for_most(self, asking: Mapping[str, asyncio.Task[Head | None]]) -> None:
         """Wait until all peers answered; only `_STRAGGLERS_TIMEOUT` more once over half of the members did."""
         pending = set(asking.values())
-        members = {task for peer, task in asking.items() if peer not in self._plan.former}
+        uncounted = {*self._plan.former, *self._plan.on_probation}
+        members = {task for peer, task in asking.items() if peer not in uncounted}
         loop = asyncio.get_running_loop()
         deadline = loop.time() + 2 * ANSWER_TIMEOUT.total_seconds()
         while pending and (left := deadline - loop.time()) > 0:

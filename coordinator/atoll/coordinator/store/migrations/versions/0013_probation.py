@@ -1,4 +1,4 @@
-"""Members on probation; `sync.weights` is no key of run specs any more."""
+"""Members on probation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ depends_on = None
 def upgrade() -> None:
     for table in ("tokens", "nodes"):
         op.add_column(table, sa.Column("on_probation", sa.Boolean, nullable=False, server_default=sa.false()))
-    for kind in ("tokens", "roots"):
-        op.execute(f"UPDATE runs SET spec_toml = REPLACE(spec_toml, 'weights = \"{kind}\"\n', '')")  # noqa: S608
 
 
 def downgrade() -> None:

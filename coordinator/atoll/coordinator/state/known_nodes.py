@@ -1,0 +1,23 @@
+"""Nodes whose number counts: those that are not on probation. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from atoll.coordinator.state.snapshot import State
+
+
+def is_on_probation(state: State, peer: str) -> bool:
+    """Whether a node weighs little in rounds, and decides nothing while there are others."""
+    node = state.nodes.get(peer)
+    return node is not None and node.on_probation
+
+
+def known_nodes(state: State, peers: Iterable[str]) -> list[str]:
+    """Those of `peers` that are not on probation, or all if the run has no other node that is enrolled."""
+    peers = list(peers)
+    runs = {state.nodes[peer].run_id for peer in peers if peer in state.nodes}
+    others = (node for node in state.nodes.values() if node.run_id in runs and "node" in node.roles)
+    if all(node.on_probation or node.banned or node.left for node in others):
+        return peers
+    return [peer for peer in peers if not is_on_probation(state, peer)]
