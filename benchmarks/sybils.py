@@ -24,7 +24,7 @@ from atoll.core.probation import limit_weights
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.partition import part_elements, partition, reducer_shares
 from atoll.node.exchange.screening import factors_from_products, inner_products
-from atoll.node.exchange.weighted_sum import weighted_mean
+from atoll.node.exchange.weighted_sum import weighted_mean, weights_in_sum
 from atoll.node.rounds.policy import screen_of
 from benchmarks import byzantine
 from benchmarks.byzantine import ATTACKS, MEMBERS, Attackers
@@ -106,7 +106,8 @@ class AttackedSwarm(VirtualSwarm):
                 kept = {peer for peer, factor in zip(values, factors, strict=True) if factor}
                 left_out.update(peer for peer in self.members if peer not in kept)
                 self.strangers_left_out += sum(peer not in kept for peer in self._names)
-                mean_E = weighted_mean(list(values.values()), [weigh[peer] for peer in values], factors)
+                weights_here = weights_in_sum([weigh[peer] for peer in values], factors, flags)
+                mean_E = weighted_mean(list(values.values()), weights_here, factors)
                 average_E[part.start : part.end] = codec.decode(codec.encode(mean_E), part.elements)
         return RoundAverage(average_E, left_out, sum(len(it.parts) for it in cut))
 

@@ -39,7 +39,7 @@ def test_the_loss_falls_and_a_round_is_exact(tmp_path: Path, optimizer: str, mod
     spec = parse_run_spec(
         f'version = 1\n[run]\nname = "t"\nstop_tokens = 1000000\n{model}\n'
         f'[data]\npath = "{tmp_path}"\nsequence_length = 64\nvalidation_samples = 8\n'
-        f"[optimizer]\nlearning_rate = 0.01\n{optimizer}\n[sync]\nround_tokens = 1000\n"
+        f'[optimizer]\nname = "adamw"\nlearning_rate = 0.01\n{optimizer}\n[sync]\nround_tokens = 1000\n'
     )
     loop = InnerLoop(spec, load_corpus(spec), "auto")
     try:

@@ -77,7 +77,8 @@ def spec_text(model: str, optimizer: str = "learning_rate = 0.01", more: str = "
     return (
         f'version = 1\n[run]\nname = "t"\nseed = 5\nstop_tokens = 100000\n{model}\n'
         f'[data]\npath = "overridden"\nsequence_length = {WINDOW}\nvalidation_samples = 8\n'
-        f"[optimizer]\n{optimizer}\n[sync]\nround_tokens = 1000\n{more}\n"
+        f'[optimizer]\nname = "adamw"\n{optimizer}\n'
+        f"[sync]\nround_tokens = 1000\n{more}\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Members on probation: what they may weigh together, until audits or the operator vouch for them. Pure.
+"""Members on probation: what they may weigh together, until the operator vouches for them. Pure.
 
 Nobody knows yet whether such a member trains. A thousand of them may be one attacker (Douceur, "The Sybil Attack",
 IPTPS 2002), so their number must not count. In a round all of them together weigh at most a third of what the other

@@ -58,6 +58,7 @@ path = "overridden"
 sequence_length = 32
 validation_samples = 8
 [optimizer]
+name = "adamw"
 schedule = "constant"
 learning_rate = 0.01
 micro_batch_samples = 3

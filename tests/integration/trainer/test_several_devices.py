@@ -41,6 +41,7 @@ path = "overridden"
 sequence_length = 16
 validation_samples = 7
 [optimizer]
+name = "adamw"
 learning_rate = 0.01
 accumulate = 2
 [sync]
@@ -119,7 +120,7 @@ async def test_several_devices_train_as_one_does(text, tmp_path, family, devices
         base = pretrained(tmp_path / "base", "llama", tie_word_embeddings=False)
         spec = spec_text(model_section(config_of("llama", tie_word_embeddings=False), base, ["q_proj", "v_proj"]))
     elif family == "muon":
-        spec = SPEC.replace("[optimizer]", '[optimizer]\nname = "muon"')
+        spec = SPEC.replace('"adamw"', '"muon"')
     elif family:
         spec = spec_text(model_section(config_of(family)))
     async with trainer_on(text, devices, spec, base, step=0.1) as trainer:

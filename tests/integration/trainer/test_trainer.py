@@ -40,6 +40,7 @@ path = "overridden"
 sequence_length = 16
 validation_samples = 8
 [optimizer]
+name = "adamw"
 learning_rate = 0.01
 [sync]
 round_tokens = 1000

@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 from atoll.coordinator.config import CoordinatorConfig
 from atoll.core import errors
 from atoll.core.model_spec import AdapterSection, BaseSection, HuggingFaceModel, ModelSection
-from atoll.core.run_spec import RunSpec, parse_run_spec
+from atoll.core.run_spec import BY_RECIPE, RunSpec, parse_run_spec
 from atoll.node.config import NodeConfig
 from atoll.node.model.built_in_shape import PRESETS
 
@@ -120,6 +120,8 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if value is None:
         return "–"
+    if value == BY_RECIPE:
+        return "by recipe"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, timedelta):

@@ -16,7 +16,7 @@ from atoll.node.pipeline.stage import MicroBatchShape
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 SAMPLES, TOKENS = 2, 8
-SECTION = OptimizerSection(learning_rate=0.01, clip_norm=0.5)
+SECTION = OptimizerSection(name="adamw", weight_decay=0.1, learning_rate=0.01, clip_norm=0.5)
 
 
 def batches(steps: int) -> list[list[Tensor]]:

@@ -43,7 +43,7 @@ def peak_bytes(architecture: Architecture, span: Span) -> tuple[int, int]:
     with LiveBytes() as live:
         stage = Stage(
             SpanModel(architecture.span_definition(span), torch.device("cpu")),
-            OptimizerSection(),
+            OptimizerSection(name="adamw", learning_rate=2e-3, weight_decay=0.1),
             MicroBatchShape(SAMPLES, TOKENS),
         )
         built = live.now

@@ -111,7 +111,12 @@ def test_attention_windows_that_differ_between_blocks_are_kept() -> None:
     tokens = [torch.arange(2 * 13).view(2, 13) % 48]
     norms = []
     for stages in (1, 4):
-        route_stages = RouteStages(HuggingFaceArchitecture(config), stages, OptimizerSection(), MicroBatchShape(2, 12))
+        route_stages = RouteStages(
+            HuggingFaceArchitecture(config),
+            stages,
+            OptimizerSection(name="adamw", learning_rate=2e-3, weight_decay=0.1),
+            MicroBatchShape(2, 12),
+        )
         for model in route_stages.models:
             initialise_span(model, 1, 0.2)
         norms.append(route_stages.route.flush(tokens).norms)

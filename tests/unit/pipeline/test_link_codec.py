@@ -32,6 +32,7 @@ preset = "nano"
 path = "nowhere"
 sequence_length = 32
 [optimizer]
+name = "adamw"
 micro_batch_samples = 3
 [sync]
 round_tokens = 1000

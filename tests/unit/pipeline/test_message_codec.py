@@ -103,7 +103,11 @@ def test_what_is_not_finite_costs_a_route_over_the_wire_a_step_and_not_the_weigh
     shape, room = ModelShape(48, 16, 3, 2, 1, 24, tie_embeddings=True), MicroBatchShape(samples=2, tokens=6)
     link_format = LinkFormat(plan_version=3, route=1, samples=2, tokens=6, dimension=16, vocabulary=48)
     route_stages = RouteStages(
-        BuiltInArchitecture(shape), 3, OptimizerSection(), room, carry=carried(link_format, "int8")
+        BuiltInArchitecture(shape),
+        3,
+        OptimizerSection(name="adamw", learning_rate=2e-3, weight_decay=0.1),
+        room,
+        carry=carried(link_format, "int8"),
     )
     route_stages.load(random(shape.parameters) * 0.1)
     before_E, tokens = route_stages.weights(), [torch.arange(14).view(2, 7) + number for number in range(2)]
@@ -195,7 +199,7 @@ def test_int8_both_ways_over_four_stages_learns_what_fp32_does(tmp_path: Path) -
     spec = parse_run_spec(
         'version = 1\n[run]\nname = "t"\nstop_tokens = 100000\n[model]\n'
         "dimension = 64\nlayers = 2\nheads = 4\nkv_heads = 2\nhidden_dimension = 128\n"
-        f'[data]\npath = "{tmp_path}"\nsequence_length = 32\nvalidation_samples = 32\n[sync]\nround_tokens = 1000\n'
+        f'[data]\npath = "{tmp_path}"\nsequence_length = 32\nvalidation_samples = 32\n[optimizer]\nlearning_rate = 0.004\n[sync]\nround_tokens = 1000\n'
     )
     corpus = load_corpus(spec)
     loop = InnerLoop(spec, corpus, "cpu")

@@ -63,6 +63,7 @@ path = "overridden"
 sequence_length = 8
 validation_samples = 8
 [optimizer]
+name = "adamw"
 schedule = "constant"
 learning_rate = 0.01
 clip_norm = 0.5

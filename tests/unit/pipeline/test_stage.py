@@ -37,7 +37,7 @@ from atoll.node.pipeline.messages import (
 from atoll.node.pipeline.stage import MicroBatchShape
 
 SHAPE = ModelShape(48, 16, 3, 2, 1, 24, tie_embeddings=True)
-SECTION = OptimizerSection(learning_rate=0.01, clip_norm=0.3)
+SECTION = OptimizerSection(name="adamw", weight_decay=0.1, learning_rate=0.01, clip_norm=0.3)
 ROOM = MicroBatchShape(samples=2, tokens=6)
 
 

@@ -80,13 +80,14 @@ def test_a_round_of_a_fragment_changes_its_layers_and_no_others():
 
 @given(st.integers(0, 10**9), st.integers(1, 10**9))
 def test_the_schedule_runs_from_plain_averaging_to_the_spec(committed, warmup):
-    sync = SyncSection(round_tokens=1, outer_warmup_tokens=warmup)
+    outer = {"outer_learning_rate": 0.7, "outer_momentum": 0.8}
+    sync = SyncSection(round_tokens=1, outer_warmup_tokens=warmup, **outer)
     rate, momentum = outer_schedule(sync, committed)
     assert 0.7 <= rate <= 1.0
     assert 0.0 <= momentum <= 0.8
     assert outer_schedule(sync, 0) == (1.0, 0.0)
     assert outer_schedule(sync, warmup) == (1.0 + (0.7 - 1.0), 0.8)
-    assert outer_schedule(SyncSection(round_tokens=1), committed) == (1.0 + (0.7 - 1.0), 0.8)
+    assert outer_schedule(SyncSection(round_tokens=1, **outer), committed) == (1.0 + (0.7 - 1.0), 0.8)
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**9), st.integers(1, 10**4))

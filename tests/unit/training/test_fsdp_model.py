@@ -151,6 +151,7 @@ hidden_dimension = 128
 path = "nowhere"
 sequence_length = 64
 [optimizer]
+name = "adamw"
 micro_batch_samples = {samples}
 [sync]
 round_tokens = 1000

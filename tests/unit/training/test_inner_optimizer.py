@@ -21,7 +21,9 @@ def stepper(name: str, shape: ModelShape = SHAPE) -> tuple[SpanModel, Stepper]:
     model = SpanModel(BuiltInArchitecture(shape).span_definition(Span(0, shape.layers + 1)), CPU)
     for parameter, (_, values) in zip(model.parameters(), initial_parameters(shape, 3), strict=True):
         parameter.data.copy_(values)
-    section = OptimizerSection.model_validate({"name": name, "weight_decay": 0.0, "clip_norm": 1e9})
+    section = OptimizerSection.model_validate(
+        {"name": name, "learning_rate": 2e-3, "weight_decay": 0.0, "clip_norm": 1e9}
+    )
     return model, Stepper(model, section, "fp32")
 
 
@@ -67,7 +69,7 @@ def test_adamw_alone_steps_all_parameters_and_its_state_is_restored():
 def test_a_span_without_blocks_does_not_use_muon():
     table = torch.nn.Parameter(torch.ones(4, 4))
     table.grad = torch.ones(4, 4)
-    optimizer = InnerOptimizer([table], table, OptimizerSection(name="muon"), CPU)
+    optimizer = InnerOptimizer([table], table, OptimizerSection(name="muon", learning_rate=2e-3, weight_decay=0.1), CPU)
     optimizer.step()
     assert not torch.equal(table, torch.ones(4, 4))
 

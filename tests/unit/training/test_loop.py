@@ -33,7 +33,7 @@ def tiny_spec(model: str = "", optimizer: str = "") -> RunSpec:
     return parse_run_spec(
         f'version = 1\n[run]\nname = "t"\nseed = 5\nstop_tokens = 100000\n[model]\n{TINY}\n{model}\n'
         f'[data]\npath = "x"\nsequence_length = 16\nvalidation_samples = 8\n'
-        f"[optimizer]\nlearning_rate = 0.01\n{optimizer}\n[sync]\nround_tokens = 1000\n"
+        f'[optimizer]\nname = "adamw"\nlearning_rate = 0.01\n{optimizer}\n[sync]\nround_tokens = 1000\n'
     )
 
 

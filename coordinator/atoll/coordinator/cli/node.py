@@ -93,7 +93,7 @@ def vouch(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: C
 
 @app.command()
 def probation(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """Put a node on probation. It weighs little in rounds until audits of its training, or you, vouch for it.
+    """Put a node on probation. It weighs little in rounds and decides nothing until you vouch for it.
 
     [bold]Example[/bold]
 
@@ -205,7 +205,7 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("availability", _availability_text(node)),
         ("profile warning", node.doubt or "–"),
         ("audits of its training", _audits(node)),
-        ("on probation", "yes: it weighs little until audits or you vouch for it" if node.on_probation else "no"),
+        ("on probation", "yes: it weighs little until you vouch for it" if node.on_probation else "no"),
         ("clock", _clock(status)),
         ("sent for averaging", size_or_dash(status.averaging_bytes_sent)),
         ("the same in fp32", size_or_dash(status.averaging_bytes_fp32)),

@@ -38,7 +38,7 @@ def create(
     ttl: Annotated[str, typer.Option(metavar="DURATION", help="lifetime: 30m, 2h, 1d")] = "30m",
     role: Annotated[list[str] | None, typer.Option(help="node or seed; may be given twice")] = None,
     probation: Annotated[
-        bool, typer.Option("--probation", help="for strangers: their nodes weigh little until they are proved")
+        bool, typer.Option("--probation", help="for strangers: their nodes weigh little until you vouch for them")
     ] = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
