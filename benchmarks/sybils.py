@@ -160,14 +160,16 @@ def _jobs(arguments: argparse.Namespace) -> Iterable[Job]:
 
 
 def _tell(report: Report, outcomes: Mapping[Job, Outcome]) -> None:
-    def mean(**wanted: object) -> float:
-        of = [it.loss for job, it in outcomes.items() if all(getattr(job, key) == it for key, it in wanted.items())]
-        return statistics.mean(of) if of else float("nan")
+    def mean(attack: str, *, on_probation: bool = True) -> float | None:
+        of = [it.loss for job, it in outcomes.items() if (job.attack, job.on_probation) == (attack, on_probation)]
+        return statistics.mean(of) if of else None
 
-    peace = mean(attack="")
+    peace = mean("")
     for attack in (*ATTACKS, COPIES):
         there = [it for job, it in outcomes.items() if job.attack == attack and job.on_probation]
-        loss = mean(attack=attack, on_probation=True)
+        loss = mean(attack)
+        assert peace is not None
+        assert loss is not None
         report.cell(
             attack=attack,
             peace=peace,
@@ -175,7 +177,7 @@ def _tell(report: Report, outcomes: Mapping[Job, Outcome]) -> None:
             gap=loss / peace - 1,
             left_out=sum(it.left_out for it in there) / sum(it.parts for it in there),
             honest_parts_lost=sum(it.honest_lost for it in there),
-            not_on_probation=mean(attack=attack, on_probation=False),
+            not_on_probation=mean(attack, on_probation=False),
         )
         report.accept(
             f"{STRANGERS} strangers: {attack}",

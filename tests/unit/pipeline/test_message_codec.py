@@ -199,7 +199,8 @@ def test_int8_both_ways_over_four_stages_learns_what_fp32_does(tmp_path: Path) -
     spec = parse_run_spec(
         'version = 1\n[run]\nname = "t"\nstop_tokens = 100000\n[model]\n'
         "dimension = 64\nlayers = 2\nheads = 4\nkv_heads = 2\nhidden_dimension = 128\n"
-        f'[data]\npath = "{tmp_path}"\nsequence_length = 32\nvalidation_samples = 32\n[optimizer]\nlearning_rate = 0.004\n[sync]\nround_tokens = 1000\n'
+        f'[data]\npath = "{tmp_path}"\nsequence_length = 32\nvalidation_samples = 32\n'
+        "[optimizer]\nlearning_rate = 0.004\n[sync]\nround_tokens = 1000\n"
     )
     corpus = load_corpus(spec)
     loop = InnerLoop(spec, corpus, "cpu")
