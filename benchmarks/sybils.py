@@ -1,6 +1,6 @@
 """What two hundred strangers cost a run of eight members who are known, if all of them attack together.
 
-The eight train in virtual time at `parity`'s size, real text. The strangers train nothing. They know every update of
+The eight train in virtual time at `parity`'s size, real text, with what run specs mean by default. The strangers train nothing. They know every update of
 the others before they send their own, claim as many tokens as the hardest working member, and all send the same kind
 of garbage. On probation (`core/probation.py`) their weight is limited and they have no say in screening. Losses are
 compared with the run without them, at equal tokens of the eight. The same attack by members who are not on probation,
@@ -26,10 +26,11 @@ from atoll.node.exchange.partition import part_elements, partition, reducer_shar
 from atoll.node.exchange.screening import factors_from_products, inner_products
 from atoll.node.exchange.weighted_sum import weighted_mean, weights_in_sum
 from atoll.node.rounds.policy import screen_of
-from benchmarks import byzantine
-from benchmarks.byzantine import ATTACKS, MEMBERS, Attackers
+from benchmarks import parity_jobs
+from benchmarks.byzantine import ATTACKS, INNER_STEPS, MEMBERS, Attackers
 from benchmarks.common import Report
-from benchmarks.parity_jobs import corpus_of, warm_start
+from benchmarks.parity_jobs import corpus_of, spec_of, warm_start
+from benchmarks.recipe import DEFAULT, SHIPPED
 from benchmarks.resumable_jobs import jobs_on_python_corpus
 from benchmarks.virtual_swarm import RoundAverage, SwarmConfig, VirtualSwarm, fresh
 
@@ -118,7 +119,10 @@ class AttackedSwarm(VirtualSwarm):
 def run_job(job: Job, corpus_path: str) -> Outcome:
     """Train, attacked or not."""
     torch.set_num_threads(1)
-    spec = byzantine.spec_of(byzantine.Job("", 0, True, MEMBERS, "equal", job.steps, 0, job.seed), corpus_path)
+    recipe = replace(DEFAULT, inner_steps=INNER_STEPS)
+    spec = spec_of(
+        parity_jobs.Job("swarm", MEMBERS, job.steps, job.seed, SHIPPED.learning_rate, recipe=recipe), corpus_path
+    )
     saved = fresh(spec, MEMBERS, warm_start(job.seed, corpus_path))
     swarm = AttackedSwarm(spec, corpus_of(corpus_path), SwarmConfig((1.0,) * MEMBERS, CODEC, 0.0, True), saved)
     swarm.attack(job if job.attack else replace(job, strangers=0))
