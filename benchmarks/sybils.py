@@ -1,11 +1,11 @@
 """What two hundred strangers cost a run of eight members who are known, if all of them attack together.
 
-The eight train in virtual time at `parity`'s size, real text, with what run specs mean by default. The strangers train nothing. They know every update of
-the others before they send their own, claim as many tokens as the hardest working member, and all send the same kind
-of garbage. On probation (`core/probation.py`) their weight is limited and they have no say in screening. Losses are
-compared with the run without them, at equal tokens of the eight. The same attack by members who are not on probation,
-three times as many as the eight, shows what is prevented. Strangers in one group send the same vector: each is judged
-alone with the eight, so a group has the effect of one stranger with all of its weight.
+The eight train in virtual time at `parity`'s size, real text, with what run specs mean by default. The strangers train
+nothing. They know every update of the others before they send their own, claim as many tokens as the hardest working
+member, and all send the same kind of garbage. On probation (`core/probation.py`) their weight is limited and they have
+no say in screening. Losses are compared with the run without them, at equal tokens of the eight. The same attack by
+members who are not on probation, three times as many as the eight, shows what is prevented. Strangers in one group send
+the same vector: each is judged alone with the eight, so a group has the effect of one stranger with all of its weight.
 """
 
 from __future__ import annotations
