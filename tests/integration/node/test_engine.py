@@ -356,7 +356,7 @@ async def test_a_member_that_trains_backwards_is_left_out_of_sums_and_hears_of_i
             mine = [item.peer_id for item in manifest.contributions].index(bad.identity.peer_id)
             assert {verdict.contributor for verdict in manifest.verdicts} == {mine}
             left_out = sum(verdict.parts_left_out for verdict in manifest.verdicts)
-            assert manifest.parts_total >= left_out >= manifest.parts_total - 2  # two hold rows of bytes nobody saw
+            assert manifest.parts_total >= left_out > manifest.parts_total / 2  # in some, nobody agrees with anybody
             assert manifest.contributions[mine].weight > manifest.contributions[mine].tokens == 0
         assert bad.counters.left_out >= 3
         assert not any(member.counters.left_out for member in rest)
