@@ -199,7 +199,7 @@ def parse_run_spec(text: str, where: str = "run spec") -> RunSpec:
     except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits and deep nesting
         raise RunSpecError(f"{where} is not TOML: {error}") from error
     sync = read.get("sync")
-    if isinstance(sync, dict) and sync.get("weights") == "tokens":
+    if isinstance(sync, dict) and sync.get("weights") in ("tokens", "roots"):
         del sync["weights"]  # a key of earlier releases, which wrote it into every resolved spec
     try:
         return RunSpec.model_validate(read)

@@ -305,7 +305,9 @@ def test_attackers_on_probation_are_left_out_however_many_they_are(
 def test_honest_members_on_probation_stay_in(swarm: tuple[Tensor, list[int]], strangers: int) -> None:
     values_nE, work = swarm
     strangers = min(strangers, len(work) - 2)
-    assert judged_beside(values_nE, work, strangers) == (1.0,) * len(work)
+    factors = judged_beside(values_nE, work, strangers)
+    assert factors[:-strangers] == (1.0,) * (len(work) - strangers)
+    assert min(factors[-strangers:]) > 0.6  # none has more than the usual norm for its tokens
 
 
 @pytest.mark.parametrize(("factor", "kept"), [(1.0, True), (-1.0, False), (0.0, False), (50.0, True)])
@@ -315,4 +317,4 @@ def test_one_member_alone_screens_those_on_probation(factor: float, kept: bool) 
     alone, other = judged_beside(values_nE, [100, 100], 1)
     assert alone == 1.0
     assert (other > 0) is kept
-    assert other * values_nE[1].norm() <= (MAX_NORM_RATIO + 0.01) * values_nE[0].norm()
+    assert other * values_nE[1].norm() <= 1.01 * values_nE[0].norm()

@@ -432,3 +432,16 @@ async def test_three_of_five_that_are_on_probation_make_nobody_believe_their_cha
     assert (head is None) is (held is SECOND)
     assert head is None or head.hash == SECOND.hash
     assert await newest_round(donor_swarm.network, plan, SECOND, operator_key=OPERATOR.public_key) == 2
+
+
+async def test_who_has_nothing_believes_members_on_probation_only_where_nobody_else_offers_a_head(donor_swarm):
+    """Else a known member could never join a run of strangers, or come back with an empty disk."""
+    strangers = (ANN, BOB, DAN)
+    for member in strangers:
+        donor_swarm.serve(member, history(FIRST, SECOND), TWO)
+    plan = plan_of(CLEO, *strangers, seats=strangers)
+    names = {member.peer_id for member in strangers}
+    plan = replace(
+        plan, assignments=tuple(replace(item, on_probation=item.peer_id in names) for item in plan.assignments)
+    )
+    assert (await believed(donor_swarm, plan)).hash == SECOND.hash

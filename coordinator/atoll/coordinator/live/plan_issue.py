@@ -63,9 +63,11 @@ def issue_replica_plan(
     voters = keep_voters(draft, run_id, spans, base)
     if voters is None:
         return False
-    shares = best_shares(reported_links(draft.state, members))
-    rates = {peer: reduce_rate(share, len(members)) for peer, share in shares.items()}
     routes = [(RoutePart(peer, span.start, span.stop - 1),) for peer, span in spans.items()]
+    on_probation = planned_probation(draft.state, routes, voters)  # they reduce nothing, while there are others
+    reducers = [peer for peer in members if peer not in on_probation] or members
+    shares = best_shares(reported_links(draft.state, reducers))
+    rates = {peer: reduce_rate(share, len(reducers)) for peer, share in shares.items()}
     notes = PlanNotes(moved_bytes=_fetched_bytes(run, before, spans))
     _issue(draft, run_id, routes, voters, rates, reason, notes, base or _base(draft.state, run_id, members))
     return True
@@ -90,8 +92,10 @@ def issue_route_plan(
     voters = keep_voters(draft, run_id, {**spans, **standbys}, base)
     if voters is None:
         return False
-    rates = span_rates(reported_links(draft.state, spans), spans, layer_weights(run))
     standbys = {**standbys, **voters}
+    on_probation = planned_probation(draft.state, routes, standbys)
+    reducers = {peer: span for peer, span in spans.items() if peer not in on_probation} or spans
+    rates = span_rates(reported_links(draft.state, reducers), reducers, layer_weights(run))
     _issue(draft, run_id, routes, standbys, rates, reason, notes, base or _base(draft.state, run_id, spans))
     return True
 

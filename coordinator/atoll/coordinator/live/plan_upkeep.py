@@ -83,7 +83,8 @@ def _replica_change(
         return ReplanReason.MEMBERS, reason, policy.debounce_seconds
     if probation_changed(state, plan):
         return ReplanReason.PROBATION, probation_text(state, plan), policy.reshare_after_seconds
-    speedup = reshare_speedup(reported_links(state, members), reduce_rates(plan))
+    reducers = sorted(plan.without_probation(set(members)) or set(members))
+    speedup = reshare_speedup(reported_links(state, reducers), reduce_rates(plan))
     if speedup <= MIN_RESHARE_SPEEDUP:
         return None
     if math.isinf(speedup):

@@ -151,7 +151,9 @@ def _check_links(draft: Draft, run_id: str) -> None:
 
 
 def _new_shares_pay(state: State, plan: Plan) -> bool:
-    links, spans = plan_issue.reported_links(state, plan.stages), plan_issue.spans_of(plan)
+    reducers = plan.without_probation(plan.stages) or plan.stages
+    spans = {peer: span for peer, span in plan_issue.spans_of(plan).items() if peer in reducers}
+    links = plan_issue.reported_links(state, spans)
     now = span_reshare_speedup(links, spans, plan_issue.reduce_rates(plan))
     new_rates = span_rates(links, spans, plan_issue.layer_weights(state.runs[plan.run_id]))
     best = span_reshare_speedup(links, spans, new_rates)  # may exceed 1: a node has one rate for all its layers

@@ -176,7 +176,7 @@ def renew(state: State, now: StepTime, peer_id: str) -> Step[Node]:
 
 
 def set_probation(state: State, now: StepTime, text: str, *, on_probation: bool) -> Step[Node]:
-    """Vouch for a node, or put it on probation, where its audits begin anew. Raises `NotFound`, `Ambiguous`."""
+    """Vouch for a node, or put it on probation; its audits begin anew. Raises `NotFound`, `Ambiguous`."""
     node = lookup.node(state, text)
     draft = Draft(state, now)
     if node.on_probation != on_probation:
@@ -185,7 +185,7 @@ def set_probation(state: State, now: StepTime, text: str, *, on_probation: bool)
         kind, message = "node.vouched-for", f"the operator vouches for {node.name}"
         if on_probation:
             kind, message = "node.on-probation", f"the operator put {node.name} on probation"
-            training_scores.forget(draft, node)
+        training_scores.forget(draft, node)
         draft.event(kind, node.run_id, node.peer_id, message)
     return draft.done(node)
 

@@ -29,7 +29,14 @@ import torch
 from torch import Tensor
 
 from atoll.node.exchange.partition import ReducerShare
-from atoll.node.exchange.screening import Screen, UsualNorm, judged_with, largest_norm
+from atoll.node.exchange.screening import (
+    MAX_NORM_RATIO,
+    PROBATION_NORM_RATIO,
+    Screen,
+    UsualNorm,
+    judged_with,
+    largest_norm,
+)
 from atoll.node.exchange.sketch import BUCKETS
 from atoll.node.exchange.weighted_sum import weights_in_sum
 from atoll.v1 import manifest_pb2
@@ -253,6 +260,8 @@ class _Sums:
         minority = 2 * scaled_ones < len(evidence.judging)
         if not minority and place not in evidence.on_probation:  # so many are scaled by the optimiser's bound only
             least = largest_norm(evidence.tokens[place], part.elements, evidence.screen)
+        if place in evidence.on_probation:  # the bounds here are those of the others
+            least *= PROBATION_NORM_RATIO / MAX_NORM_RATIO
         return scaled[place] < _LEAST_SCALED * least
 
 

@@ -14,7 +14,8 @@ The reducer of a part screens it, using only the inner products of the contribut
   its threshold shrinks with the square root of its tokens.
 
 Contributions on probation have no say in this (core/probation.py): each is judged as if it were alone with those of
-the others that are kept. So however many they are, they neither push out an honest member nor protect one another.
+the others that are kept. So however many they are, they neither push out an honest member nor protect one another. One
+of more than the usual norm is scaled down to that, since all of them together could make every step longer.
 
 Fewer than half of the other contributions can be left out, first for their direction, then for their size. Directions
 are not screened when there are fewer than three contributions, or when the usual cosine is no larger than chance. A
@@ -37,6 +38,7 @@ import torch
 from torch import Tensor
 
 MAX_NORM_RATIO = 2.0  # to the usual norm, and to the optimiser's largest change: larger norms are scaled down
+PROBATION_NORM_RATIO = 1.0  # likewise, of contributions on probation
 MIN_NORM_RATIO = 0.25  # to the usual norm: smaller contributions are left out
 NORM_EXPONENTS = (0.5, 0.75, 1.0)  # norm ∝ tokens^x: smallest, usual and largest x
 MIN_COSINE_RATIO = 0.3  # to the usual cosine: contributions below it are left out
@@ -101,16 +103,16 @@ def factors_from_products(
         return _judge(products_nn, tokens, elements, screen)
     factors = [0.0] * len(tokens)
 
-    def judge(places: list[int]) -> tuple[float, ...]:
+    def judge(places: list[int], most: float = MAX_NORM_RATIO) -> tuple[float, ...]:
         chosen_nn = products_nn[places][:, places]
-        return _judge(chosen_nn, [tokens[place] for place in places], elements, screen)
+        return _judge(chosen_nn, [tokens[place] for place in places], elements, screen, most)
 
     for place, factor in zip(judging, judge(judging), strict=True):
         factors[place] = factor
     kept = [place for place in judging if factors[place] > 0]
     for place in range(len(tokens)):
         if on_probation[place]:
-            factors[place] = judge(judged_with(kept, place))[-1] if kept else 0.0
+            factors[place] = judge(judged_with(kept, place), PROBATION_NORM_RATIO)[-1] if kept else 0.0
     return tuple(factors)
 
 
@@ -122,12 +124,16 @@ def judged_with(kept: Sequence[int], place: int) -> list[int]:
     return [*kept, *(kept if len(kept) == 1 else ()), place]
 
 
-def _judge(products_nn: Tensor, tokens: Sequence[int], elements: int, screen: Screen) -> tuple[float, ...]:
-    """The factors of contributions that all have a say."""
+def _judge(
+    products_nn: Tensor, tokens: Sequence[int], elements: int, screen: Screen, most: float = MAX_NORM_RATIO
+) -> tuple[float, ...]:
+    """The factors of contributions that all have a say; `most`: the largest ratio to the usual norm."""
     tokens_n = torch.tensor(tokens, dtype=torch.float64)
     norms_n = products_nn.diagonal().sqrt()
     factors_n = (
-        (_limits(norms_n, tokens_n, elements, screen.max_change_per_token) / norms_n).clamp(max=1.0).nan_to_num(nan=1.0)
+        (_limits(norms_n, tokens_n, elements, screen.max_change_per_token, most) / norms_n)
+        .clamp(max=1.0)
+        .nan_to_num(nan=1.0)
     )
     kept = norms_n.nonzero().view(-1)
     for _ in range((len(kept) - 1) // 2 if len(kept) >= MIN_CONTRIBUTIONS else 0):
@@ -181,16 +187,16 @@ class UsualNorm:
         return float(self._choose(limits, default=self._no_limit))
 
 
-def _limits(norms_n: Tensor, tokens_n: Tensor, elements: int, max_change_per_token: float) -> Tensor:
+def _limits(norms_n: Tensor, tokens_n: Tensor, elements: int, max_change_per_token: float, most: float) -> Tensor:
     """The largest norm allowed for each contribution."""
-    limits_n = MAX_NORM_RATIO * max_change_per_token * math.sqrt(elements) * tokens_n
+    limits_n = most * max_change_per_token * math.sqrt(elements) * tokens_n
     nonzero = norms_n.nonzero().view(-1)
     if len(nonzero) >= MIN_CONTRIBUTIONS:
         smallest, usual, largest = NORM_EXPONENTS
         relative_n = tokens_n / _upper_median(tokens_n[nonzero])
         norm = _upper_median((norms_n / relative_n**usual)[nonzero])
         growth_n = torch.maximum(relative_n**smallest, relative_n**largest)
-        limits_n = torch.minimum(limits_n, MAX_NORM_RATIO * norm * growth_n)
+        limits_n = torch.minimum(limits_n, most * norm * growth_n)
     return limits_n
 
 

@@ -11,7 +11,7 @@ machine takes it from there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from atoll.core.learned_deadline import LearnedDeadline
@@ -37,6 +37,7 @@ from atoll.v1 import manifest_pb2
 
 COORDINATOR_SECONDS = 10.0  # for its answer
 _NEARLY_ALL = 0.9  # of those who are asked
+_STRANGERS_GRACE = 2.0  # seconds, at least, for members on probation when all others answered
 _LEAST_GRACE, _GRACE = 0.5, 0.25  # for standbys when all others answered: seconds, and of what the stage took
 
 
@@ -172,6 +173,9 @@ class Opener:
         answered = self.answers.ready if self.stage is Stage.READY else self.answers.parts
         if self.stage in (Stage.READY, Stage.PARTS) and self.answers.may_commit(answered):
             grace = max(_LEAST_GRACE, _GRACE * (self.now - self._stage_began))
+            if self.answers.awaited(self.stage) & self.answers.plan.on_probation:
+                step = self.slowest_step if self.stage is Stage.READY else 0.0  # they answer at the end of one
+                grace = max(grace, _STRANGERS_GRACE, step)
             self.deadline = min(self.deadline, self.now + grace)
 
     def _push_on(self) -> None:
@@ -273,7 +277,7 @@ class Opener:
         place = {peer: index for index, peer in enumerate(self.answers.members)}
         as_reported = dp.Settle(
             round=self.round_id.to_proto(),
-            present=[peer for peer in there if not self.answers.ready[peer].leaving] or there,
+            present=self._staying(there),
             deadline_ms=int(seconds * 1000),
             verdicts=strip_unknown_verdict_fields(
                 verdict for peer in there for verdict in self.answers.parts[peer].verdicts
@@ -297,6 +301,12 @@ class Opener:
         agreeing = set(settled.whole) | (set(self.answers.members) - self.answers.holding)
         self._tell(agreeing, dp.RoundMessage(settle=as_reported))
         self._tell(set(self.answers.members) - agreeing, dp.RoundMessage(settle=whole))
+
+    def _staying(self, there: Sequence[str]) -> list[str]:
+        """Who gets a say in the next round: not who leaves, unless only members on probation would be left."""
+        staying = [peer for peer in there if not self.answers.ready[peer].leaving]
+        counted = self.answers.plan.without_probation
+        return staying if counted(set(staying)) or (not counted(set(there)) and staying) else list(there)
 
     def _nonce_of(self, peer: str) -> bytes:
         """The nonce that a member told; none of the opener, who could choose it when it knows all others."""

@@ -71,7 +71,7 @@ async def _choose(survey: _HeadSurvey, plan: Plan, operator_key: bytes, held: He
     rejected: list[tuple[Head, str]] = []
     chosen = None
     for head in sorted(_distinct(offers), key=_newest_first):
-        reason = await _reason_to_reject(survey, plan, head, offers)
+        reason = await _reason_to_reject(survey, plan, head, offers, held)
         if not reason:
             chosen = head
             break
@@ -128,14 +128,19 @@ async def _electorate(survey: _HeadSurvey, plan: Plan, head: Head, offering: Ite
     return head.electorate if before is None else before.electorate
 
 
-async def _reason_to_reject(survey: _HeadSurvey, plan: Plan, head: Head, offers: dict[str, Head]) -> str:
-    """The reason to reject `head`; empty: accept it."""
+async def _reason_to_reject(
+    survey: _HeadSurvey, plan: Plan, head: Head, offers: dict[str, Head], held: Head | None
+) -> str:
+    """The reason to reject `head`; empty: accept it.
+
+    A node that has no head at all has to believe members on probation where nobody else offers one.
+    """
     if head.hash == plan.base.manifest_hash:
         return ""
     agreeing = set(_offering(offers, head))
     further = [peer for peer, other in offers.items() if peer not in agreeing and other.round > head.round]
     agreeing |= {peer for peer, hash_ in (await survey.hashes(further, head.round)).items() if hash_ == head.hash}
-    counted = plan.without_probation(offers.keys())
+    counted = plan.without_probation(offers.keys()) or (frozenset(offers) if held is None else frozenset())
     agreeing &= counted
     if 2 * len(agreeing) <= len(counted):
         return f"only {len(agreeing)} of {len(counted)} members that hold a head agree; more than half must"

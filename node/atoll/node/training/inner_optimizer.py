@@ -41,6 +41,7 @@ class InnerOptimizer:
 
         `muon_matrices` lists parameters that Muon may step, each as among `parameters`, and as a whole matrix.
         """
+        assert section.name != "auto", "a run spec resolves it"
         pairs = list(muon_matrices) if section.name == "muon" else []
         taken, matrices = {id(parameter) for parameter, _ in pairs}, [matrix for _, matrix in pairs]
         rest = [parameter for parameter in parameters if id(parameter) not in taken]
