@@ -15,7 +15,8 @@ The reducer of a part screens it, using only the inner products of the contribut
 
 Contributions on probation have no say in this (core/probation.py): each is judged as if it were alone with those of
 the others that are kept. So however many they are, they neither push out an honest member nor protect one another. One
-of more than the usual norm is scaled down to that, since all of them together could make every step longer.
+of more than the usual norm is scaled down to that, since all of them together could make every step longer. Its
+direction has to agree with those of the others nearly as much as they agree among themselves.
 
 Fewer than half of the other contributions can be left out, first for their direction, then for their size. Directions
 are not screened when there are fewer than three contributions, or when the usual cosine is no larger than chance. A
@@ -42,9 +43,12 @@ PROBATION_NORM_RATIO = 1.0  # likewise, of contributions on probation
 MIN_NORM_RATIO = 0.25  # to the usual norm: smaller contributions are left out
 NORM_EXPONENTS = (0.5, 0.75, 1.0)  # norm ∝ tokens^x: smallest, usual and largest x
 MIN_COSINE_RATIO = 0.3  # to the usual cosine: contributions below it are left out
+PROBATION_COSINE_RATIO = 0.8  # likewise, of contributions on probation
 CHANCE_COSINE_SIGMAS = 4.0  # a usual cosine within so many standard deviations of unrelated vectors is chance
 MIN_CONTRIBUTIONS = 3  # to screen directions and small norms
 
+_Bounds = tuple[float, float]  # largest ratio to the usual norm, smallest ratio to the usual cosine
+_USUAL = MAX_NORM_RATIO, MIN_COSINE_RATIO
 _CHUNK = 2**15  # elements that `inner_products` multiplies at a time
 _FACTOR_BITS = 20  # kept of a factor; fp64 sums differ only in the last of their 53 bits
 
@@ -103,16 +107,17 @@ def factors_from_products(
         return _judge(products_nn, tokens, elements, screen)
     factors = [0.0] * len(tokens)
 
-    def judge(places: list[int], most: float = MAX_NORM_RATIO) -> tuple[float, ...]:
+    def judge(places: list[int], bounds: _Bounds) -> tuple[float, ...]:
         chosen_nn = products_nn[places][:, places]
-        return _judge(chosen_nn, [tokens[place] for place in places], elements, screen, most)
+        return _judge(chosen_nn, [tokens[place] for place in places], elements, screen, bounds)
 
-    for place, factor in zip(judging, judge(judging), strict=True):
+    for place, factor in zip(judging, judge(judging, _USUAL), strict=True):
         factors[place] = factor
     kept = [place for place in judging if factors[place] > 0]
+    least = PROBATION_COSINE_RATIO if len(kept) > 1 else MIN_COSINE_RATIO  # one agrees with itself, without noise
     for place in range(len(tokens)):
         if on_probation[place]:
-            factors[place] = judge(judged_with(kept, place), PROBATION_NORM_RATIO)[-1] if kept else 0.0
+            factors[place] = judge(judged_with(kept, place), (PROBATION_NORM_RATIO, least))[-1] if kept else 0.0
     return tuple(factors)
 
 
@@ -125,9 +130,10 @@ def judged_with(kept: Sequence[int], place: int) -> list[int]:
 
 
 def _judge(
-    products_nn: Tensor, tokens: Sequence[int], elements: int, screen: Screen, most: float = MAX_NORM_RATIO
+    products_nn: Tensor, tokens: Sequence[int], elements: int, screen: Screen, bounds: _Bounds = _USUAL
 ) -> tuple[float, ...]:
-    """The factors of contributions that all have a say; `most`: the largest ratio to the usual norm."""
+    """The factors of contributions that all have a say."""
+    most, least_cosine = bounds
     tokens_n = torch.tensor(tokens, dtype=torch.float64)
     norms_n = products_nn.diagonal().sqrt()
     factors_n = (
@@ -137,7 +143,7 @@ def _judge(
     )
     kept = norms_n.nonzero().view(-1)
     for _ in range((len(kept) - 1) // 2 if len(kept) >= MIN_CONTRIBUTIONS else 0):
-        worst = _worst_direction(products_nn[kept][:, kept], tokens_n[kept], elements)
+        worst = _worst_direction(products_nn[kept][:, kept], tokens_n[kept], elements, least_cosine)
         if worst is None:
             break
         factors_n[kept[worst]] = 0.0
@@ -211,7 +217,7 @@ def _too_small(norms_n: Tensor, tokens_n: Tensor, min_ratio: float) -> list[int]
     return [index for index in ratios_n.argsort().tolist() if ratios_n[index] < min_ratio]
 
 
-def _worst_direction(products_nn: Tensor, tokens_n: Tensor, elements: int) -> int | None:
+def _worst_direction(products_nn: Tensor, tokens_n: Tensor, elements: int, least: float) -> int | None:
     """The contribution that agrees least with the others; None if it agrees enough."""
     norms_n, count = products_nn.diagonal().sqrt(), len(tokens_n)
     cosines_nn = products_nn / torch.outer(norms_n, norms_n)
@@ -229,7 +235,7 @@ def _worst_direction(products_nn: Tensor, tokens_n: Tensor, elements: int) -> in
     noise_n = (tokens_n / _upper_median(tokens_n)).sqrt().clamp(max=1.0)
     ratios_n = (median_n / (usual_n * noise_n)).where(usual_n > CHANCE_COSINE_SIGMAS / math.sqrt(elements), math.inf)
     worst = int(ratios_n.argmin())
-    return worst if ratios_n[worst] < MIN_COSINE_RATIO else None
+    return worst if ratios_n[worst] < least else None
 
 
 def _upper_median(values_n: Tensor) -> Tensor:
