@@ -69,7 +69,9 @@ def issue_replica_plan(
     shares = best_shares(reported_links(draft.state, reducers))
     rates = {peer: reduce_rate(share, len(reducers)) for peer, share in shares.items()}
     notes = PlanNotes(moved_bytes=_fetched_bytes(run, before, spans))
-    _issue(draft, run_id, routes, voters, rates, reason, notes, base or _base(draft.state, run_id, members))
+    _issue(
+        draft, run_id, routes, voters, rates, reason, notes, base or _base(draft.state, run_id, members), on_probation
+    )
     return True
 
 
@@ -96,7 +98,9 @@ def issue_route_plan(
     on_probation = planned_probation(draft.state, routes, standbys)
     reducers = {peer: span for peer, span in spans.items() if peer not in on_probation} or spans
     rates = span_rates(reported_links(draft.state, reducers), reducers, layer_weights(run))
-    _issue(draft, run_id, routes, standbys, rates, reason, notes, base or _base(draft.state, run_id, spans))
+    _issue(
+        draft, run_id, routes, standbys, rates, reason, notes, base or _base(draft.state, run_id, spans), on_probation
+    )
     return True
 
 
@@ -161,6 +165,7 @@ def _issue(
     reason: str,
     notes: PlanNotes,
     base: Base,
+    on_probation: frozenset[str],
 ) -> None:
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     plan = build_plan(
@@ -174,7 +179,7 @@ def _issue(
         base=base,
         issued_unix_ms=draft.now.unix_ms,
         reason=reason,
-        on_probation=planned_probation(draft.state, routes, standbys),
+        on_probation=on_probation,
     )
     planned = memory.plan.members if memory.plan else ()
     plan = replace(plan, former=_former(draft.state, memory.plan, plan))

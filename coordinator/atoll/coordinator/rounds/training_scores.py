@@ -5,9 +5,9 @@ that was drawn for it. A score says by how many standard errors a contribution g
 others'. How large it is for honest members depends on the run, so a member is compared with the median member. It is
 *doubted* if its score is below half of that, and chance does not explain it. A member's score is what its median
 auditor found: so one lying auditor makes nobody doubted, and from four members on it hides nobody. Members on probation
-are compared with the others. A doubt puts a member on probation (`live/probation.py`). Of a member on
-probation that is not behind an event tells; the operator ends probation, since an attacker could earn trust for many
-members one after the other.
+are compared with the others. A doubt puts a member on probation (`live/probation.py`). If a member on probation is not
+behind, an event says so. Only the operator ends probation, since an attacker could earn trust for many members one
+after the other.
 """
 
 from __future__ import annotations

@@ -263,7 +263,6 @@ class RoundMachine:
         )
         if attempt is None:
             return
-        on_probation = self._at.plan.on_probation
         answers = MemberAnswers(
             replace(self._at.round_id, attempt=attempt),
             self._at.plan,
@@ -272,8 +271,8 @@ class RoundMachine:
             self._at.head,
             self._at.policy,
             self._signer,
-            liars=self._at.suspicions.liars(self._at.round_id.number, on_probation) - {self._at.me},
-            poor_reducers=self._at.suspicions.poor_reducers(self._at.round_id.number, on_probation),
+            liars=self._at.suspicions.liars(self._at.round_id.number) - {self._at.me},
+            poor_reducers=self._at.suspicions.poor_reducers(self._at.round_id.number),
             marks=self._at.marks,
         )
         self._opener = Opener(

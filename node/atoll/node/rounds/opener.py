@@ -23,6 +23,7 @@ from atoll.node.rounds.decide import (
     is_attested,
 )
 from atoll.node.rounds.member_answers import MemberAnswers, Stage
+from atoll.node.rounds.round_trigger import STRANGERS_GRACE
 from atoll.node.rounds.settlement import settle
 from atoll.node.rounds.stage_deadlines import StageDeadlines
 from atoll.node.rounds.types import (
@@ -37,7 +38,6 @@ from atoll.v1 import manifest_pb2
 
 COORDINATOR_SECONDS = 10.0  # for its answer
 _NEARLY_ALL = 0.9  # of those who are asked
-_STRANGERS_GRACE = 2.0  # seconds, at least, for members on probation when all others answered
 _LEAST_GRACE, _GRACE = 0.5, 0.25  # for standbys when all others answered: seconds, and of what the stage took
 
 
@@ -175,7 +175,7 @@ class Opener:
             grace = max(_LEAST_GRACE, _GRACE * (self.now - self._stage_began))
             if self.answers.awaited(self.stage) & self.answers.plan.on_probation:
                 step = self.slowest_step if self.stage is Stage.READY else 0.0  # they answer at the end of one
-                grace = max(grace, _STRANGERS_GRACE, step)
+                grace = max(grace, STRANGERS_GRACE, step)
             self.deadline = min(self.deadline, self.now + grace)
 
     def _push_on(self) -> None:

@@ -33,7 +33,7 @@ _AWAIT = 2  # exchanges: so long somebody who is late is waited for
 _AWAIT_AGAIN = 5  # rounds after which somebody who is still late is waited for once more; twice as many each time
 _EXCHANGES = 5  # the last ones: one that waited for somebody who died says little about the next
 _LEAST_INTERVAL = 0.1  # seconds
-_STRANGERS_GRACE = 2.0  # seconds at a new head, in which reports of members on probation are waited for
+STRANGERS_GRACE = 2.0  # seconds in which a report or an answer of members on probation is waited for, at least
 _TOLD = 0.8  # of the tokens of a round were reported when it is opened, at least; the rest is coming
 _BACKOFF = (0.25, 5.0)  # seconds before the next attempt: after one failure, at most
 _TURNS = (0.5, 2.0, 8.0)  # seconds until a failed opener is followed again: after one, at most, at most when silent
@@ -235,7 +235,7 @@ class RoundTrigger:
         patience = _LATELY * self._interval if began else self._policy.ready_timeout.total_seconds()
         members = frozenset(self._plan.members)
         due_here = members & self._head.present if began else members
-        if now - self._began >= _STRANGERS_GRACE:
+        if now - self._began >= STRANGERS_GRACE:
             due_here = self._plan.without_probation(due_here)
         everyone = due_here <= heard_recently or now - self._began >= patience
         overdue = now - self._last_commit >= self._policy.round_max.total_seconds()

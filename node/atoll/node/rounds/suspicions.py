@@ -12,7 +12,7 @@ few holders from reducing, and audit the sums.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 
 from atoll.node.exchange.auditor import Dispute
 
@@ -40,20 +40,17 @@ class Suspicions:
             if number > round_number - SUSPECTED_ROUNDS
         }
 
-    def liars(self, round_number: int, on_probation: Set[str] = frozenset()) -> frozenset[str]:
-        """Contributors that shall take no part: each contradicted several reducers alone.
-
-        Reducers on probation, which may be many, accuse only one another.
-        """
+    def liars(self, round_number: int) -> frozenset[str]:
+        """Contributors that shall take no part: each contradicted several reducers alone."""
         contradicted: defaultdict[str, set[str]] = defaultdict(set)
         for reducer, contributor in self._recent(round_number):
-            if contributor is not None and (reducer not in on_probation or contributor in on_probation):
+            if contributor is not None:
                 contradicted[contributor].add(reducer)
         return frozenset(peer for peer, reducers in contradicted.items() if len(reducers) > 1)
 
-    def poor_reducers(self, round_number: int, on_probation: Set[str] = frozenset()) -> frozenset[str]:
+    def poor_reducers(self, round_number: int) -> frozenset[str]:
         """Members that shall sum nothing."""
-        liars = self.liars(round_number, on_probation)
+        liars = self.liars(round_number)
         return frozenset(reducer for reducer, peer in self._recent(round_number) if peer not in liars)
 
     def _recent(self, round_number: int) -> list[tuple[str, str | None]]:
