@@ -28,7 +28,7 @@ from atoll.core.data_position import advance, sample_count
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.lab.corpus import write_python_corpus
 from atoll.lab.demo import STEP_TOKENS, spec_toml
-from atoll.node.training.corpus import Corpus, load_corpus
+from atoll.node.data.corpus import Corpus, load_corpus
 from benchmarks.common import Report
 from benchmarks.virtual_swarm import Contribution, SwarmConfig, SwarmSnapshot, VirtualSwarm, Weigh, by_tokens
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atoll.core.model_spec import ModelSection
 from atoll.core.run_spec import DataSection, OptimizerSection, RunSection, RunSpec, SyncSection
-from atoll.node.training.corpus import Corpus, load_corpus
+from atoll.node.data.corpus import Corpus, load_corpus
 from atoll.node.training.loop import InnerLoop
 from benchmarks.parity_recipes import PUBLISHED, Recipe, RecipeSwarm
 from benchmarks.synchronous_baseline import train_on

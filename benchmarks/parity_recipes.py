@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.run_spec import RunSpec
-from atoll.node.training.corpus import Corpus
+from atoll.node.data.corpus import Corpus
 from benchmarks.virtual_swarm import Contribution, RoundAverage, SwarmConfig, SwarmSnapshot, VirtualSwarm
 
 SchedulePoint = tuple[float, float, float]  # share of the run, outer learning rate, outer momentum

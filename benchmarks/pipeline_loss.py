@@ -20,6 +20,7 @@ from support.in_process_route import InProcessRoute
 from support.routes import equal_cuts
 
 from atoll.core.run_spec import RunSpec
+from atoll.node.data.corpus import Corpus
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.model.run_model import allocate_span
 from atoll.node.pipeline import message_codec
@@ -27,7 +28,6 @@ from atoll.node.pipeline.flush_machine import FlushMachine
 from atoll.node.pipeline.inbox import StagePosition
 from atoll.node.pipeline.messages import Message
 from atoll.node.pipeline.stage import MicroBatchShape, Stage
-from atoll.node.training.corpus import Corpus
 from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.replica import StepResult

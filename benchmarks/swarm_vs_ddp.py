@@ -87,7 +87,7 @@ def run_job(job: Job, corpus_path: str) -> float:
     """Train and return the held-out loss. Runs in a spawned process with one thread."""
     import torch
 
-    from atoll.node.training.corpus import load_corpus
+    from atoll.node.data.corpus import load_corpus
     from benchmarks.synchronous_baseline import train_alone
     from benchmarks.virtual_swarm import SwarmConfig, VirtualSwarm
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.run_spec import RunSpec
-from atoll.node.training.corpus import Corpus
+from atoll.node.data.corpus import Corpus
 from atoll.node.training.loop import InnerLoop
 
 

@@ -22,6 +22,7 @@ from atoll.core.data_position import DataPosition, advance, first_lease_samples,
 from atoll.core.errors import PartInvalid
 from atoll.core.fragments import fragment_of_round, split_into_fragments
 from atoll.core.run_spec import RunSpec
+from atoll.node.data.corpus import Corpus
 from atoll.node.exchange.codecs import CODECS, is_finite
 from atoll.node.exchange.partition import Part, ReducerShare, part_elements, partition, reducer_shares
 from atoll.node.exchange.screening import factors_from_products, inner_products
@@ -29,7 +30,6 @@ from atoll.node.exchange.weighted_sum import weighted_mean
 from atoll.node.rounds.outer_schedule import due_tokens, outer_schedule
 from atoll.node.rounds.policy import screen_of
 from atoll.node.state.outer_step import outer_step
-from atoll.node.training.corpus import Corpus
 from atoll.node.training.inner_optimizer import Stepper
 from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loop import InnerLoop

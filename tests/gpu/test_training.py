@@ -9,7 +9,7 @@ import torch
 from support.hf_runs import config_of, model_section
 
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.training.corpus import load_corpus
+from atoll.node.data.corpus import load_corpus
 from atoll.node.training.device import choose_device
 from atoll.node.training.loop import InnerLoop
 

@@ -15,11 +15,11 @@ from atoll.core.clock import SystemClock
 from atoll.core.data_position import SampleRange
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.core.run_spec import RunSpec, parse_run_spec
+from atoll.node.data.corpus import load_corpus
 from atoll.node.model.base_files import file_sha256
 from atoll.node.model.hf_configuration import build_configuration, lora_configuration
 from atoll.node.model.run_model import allocate_span, run_model
 from atoll.node.model.span import Span
-from atoll.node.training.corpus import load_corpus
 from atoll.node.training.loader import Loader
 from atoll.node.training.sample_feed import SampleFeed
 

@@ -21,11 +21,11 @@ from atoll.core.data_position import SampleRange, drop_samples
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.run_spec import RunSpec
+from atoll.node.data.corpus import Corpus
 from atoll.node.exchange.codecs import BY_NUMBER
 from atoll.node.rounds.decide import position_at
 from atoll.node.rounds.outer_schedule import outer_schedule
 from atoll.node.state.outer_step import matches_digests
-from atoll.node.training.corpus import Corpus
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.progress import Progress
 from atoll.v1 import manifest_pb2

@@ -6,7 +6,7 @@ from support.replay import History, check, find_carries
 
 from atoll.core.plan import Plan
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.training.corpus import load_corpus
+from atoll.node.data.corpus import load_corpus
 from atoll.v1 import plan_pb2
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]  # of busy cores: a minute of quiet ones

@@ -22,6 +22,7 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import ChildDied
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.run_spec import parse_run_spec
+from atoll.node.data.corpus import load_corpus
 from atoll.node.direct.direct_path import DirectConfig
 from atoll.node.exchange.codecs import BY_NUMBER
 from atoll.node.pipeline import link_codec, stage_streams
@@ -33,7 +34,6 @@ from atoll.node.run.route_membership import RouteMembership
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.trainer import messages
 from atoll.node.trainer.trainer import Snapshot, Trainer, TrainerConfig
-from atoll.node.training.corpus import load_corpus
 from atoll.node.training.loop import InnerLoop
 from atoll.v1 import pipeline_pb2 as pb
 

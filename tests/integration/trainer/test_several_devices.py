@@ -17,9 +17,9 @@ from support.hf_runs import config_of, model_section, pretrained, spec_text
 
 from atoll.core.errors import ChildDied, ConfigError, CorpusError
 from atoll.core.run_spec import parse_run_spec
+from atoll.node.data.corpus import load_corpus
 from atoll.node.model.run_model import run_model
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
-from atoll.node.training.corpus import load_corpus
 from atoll.node.training.loop import InnerLoop
 
 DEADLINE = timedelta(seconds=60)

@@ -23,6 +23,7 @@ from support.small_state import of_vectors, stored
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ModelTooLarge, UsageError
 from atoll.core.run_spec import parse_run_spec
+from atoll.node.data.corpus import load_corpus
 from atoll.node.export.huggingface_export import export_huggingface
 from atoll.node.model.run_model import run_model, write_initial_weights
 from atoll.node.model.span import Span
@@ -30,7 +31,6 @@ from atoll.node.state.tensor_file import LayerLayout
 from atoll.node.trainer.loading import load_trainer_state as load_trainer
 from atoll.node.trainer.loading import measure_layer_times
 from atoll.node.trainer.messages import TrainerConfig
-from atoll.node.training.corpus import load_corpus
 from atoll.node.training.device import DeviceFacts, device_facts
 from atoll.node.training.loop import InnerLoop
 

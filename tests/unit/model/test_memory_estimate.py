@@ -13,6 +13,7 @@ from support.live_bytes import LiveBytes
 
 from atoll.core.errors import InvalidRequest
 from atoll.core.run_spec import OptimizerSection, parse_run_spec
+from atoll.node.data.corpus import load_corpus
 from atoll.node.model.built_in import BuiltInArchitecture
 from atoll.node.model.built_in_shape import ModelShape, layer_table
 from atoll.node.model.hf_layer_table import layer_table as table_of
@@ -22,7 +23,6 @@ from atoll.node.model.run_model import run_model
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import Architecture, SpanModel
 from atoll.node.pipeline.stage import MicroBatchShape, Stage
-from atoll.node.training.corpus import load_corpus
 from atoll.node.training.loop import InnerLoop
 from atoll.v1 import plan_pb2
 

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ChildDied, WeightsNotFinite
 from atoll.core.run_spec import RunSpec, parse_run_spec
+from atoll.node.data.corpus import Corpus, load_corpus
 from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.local_weights import ShardedWeights, ShardSlices, WholeWeights
 from atoll.node.trainer.loading import measure_layer_times
 from atoll.node.training import replica
-from atoll.node.training.corpus import Corpus, load_corpus
 from atoll.node.training.device import device_facts
 from atoll.node.training.loader import Loader
 from atoll.node.training.loop import InnerLoop

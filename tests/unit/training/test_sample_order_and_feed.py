@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.data_position import advance, genesis_position
+from atoll.node.data.sample_order import SampleOrder
 from atoll.node.training.sample_feed import SampleFeed
-from atoll.node.training.sample_order import SampleOrder
 
 ranges_lists = st.lists(
     st.tuples(st.integers(0, 50), st.integers(0, 8)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=5

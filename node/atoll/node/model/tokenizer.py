@@ -2,7 +2,7 @@
 
 The byte tokenizer needs no file and no download. Its vocabulary is the 256 byte values; byte 0, which no text contains,
 separates documents. Hugging Face libraries are an optional extra and are imported only when a run spec names such a
-tokenizer. `training/corpus.py` packs the training text with a tokenizer; `export/` saves it beside the weights.
+tokenizer. `data/corpus.py` packs the training text with a tokenizer; `export/` saves it beside the weights.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import AtollError
-from atoll.node.training.corpus import Corpus
+from atoll.node.data.corpus import Corpus
 
 Outcome = float | AtollError
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from atoll.core.clock import Clock
 from atoll.core.run_spec import RunSpec
+from atoll.node.data.corpus import Corpus
 from atoll.node.model.run_model import RunModel
 from atoll.node.model.span import Span
 from atoll.node.pipeline.sharded_stage import ShardedStage, build_sharded_stage
-from atoll.node.training.corpus import Corpus
 from atoll.node.training.device_group import DeviceGroup
 from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loader import Loader

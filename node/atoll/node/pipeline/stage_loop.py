@@ -26,6 +26,7 @@ from atoll.core.errors import (
 )
 from atoll.core.learned_deadline import LearnedDeadline
 from atoll.core.run_spec import RunSpec
+from atoll.node.data.corpus import Corpus
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.model.run_model import RunModel, allocate_span, initialise_into, run_model
 from atoll.node.model.span import Span
@@ -44,7 +45,6 @@ from atoll.node.pipeline.stage_io import (
     RouteEvent,
     StageIO,
 )
-from atoll.node.training.corpus import Corpus
 from atoll.node.training.device import working_precision
 from atoll.node.training.device_group import DeviceGroup
 from atoll.node.training.learning_rate import learning_rate

@@ -19,6 +19,7 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import CorpusError, ModelTooLarge
 from atoll.core.run_spec import RunSpec, parse_run_spec
+from atoll.node.data.corpus import Corpus, OnProgress, load_corpus, no_progress_callback
 from atoll.node.model.built_in_shape import FP32_BYTES
 from atoll.node.model.local_weights import ShardSlices
 from atoll.node.model.memory_estimate import (
@@ -39,7 +40,6 @@ from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.trainer import messages
 from atoll.node.trainer.layer_times import LayerTimes, time_single_layers
 from atoll.node.trainer.layer_times_cache import LayerTimesCache, key_of
-from atoll.node.training.corpus import Corpus, OnProgress, load_corpus, no_progress_callback
 from atoll.node.training.device import (
     DeviceFacts,
     check_fits,

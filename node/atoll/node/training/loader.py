@@ -18,9 +18,9 @@ from torch import Tensor
 
 from atoll.core.clock import Clock
 from atoll.core.errors import DeadlineExceeded
-from atoll.node.training.corpus import Corpus
+from atoll.node.data.corpus import Corpus
+from atoll.node.data.sample_order import SampleOrder
 from atoll.node.training.sample_feed import SampleFeed, SampleNumbers
-from atoll.node.training.sample_order import SampleOrder
 
 _PREFETCH_BATCHES = 2  # batches prepared ahead
 _BATCH_TIMEOUT = timedelta(minutes=2)

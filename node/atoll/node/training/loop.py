@@ -18,11 +18,12 @@ from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import InvalidTransition
 from atoll.core.run_spec import RunSpec
 from atoll.core.training_audits import Gains, gains
+from atoll.node.data.corpus import Corpus
+from atoll.node.data.sample_order import SampleOrder
 from atoll.node.model.generate import generate
 from atoll.node.model.run_model import RunModel, allocate_span, initialise_into, run_model
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanModule, TrainableModel
-from atoll.node.training.corpus import Corpus
 from atoll.node.training.device import autocast, choose_device, device_facts, model_too_large, working_precision
 from atoll.node.training.device_group import DeviceGroup
 from atoll.node.training.fsdp_model import shard_model
@@ -31,7 +32,6 @@ from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loader import Loader
 from atoll.node.training.progress import Progress
 from atoll.node.training.replica import Replica, StepResult
-from atoll.node.training.sample_order import SampleOrder
 
 PROBE_STEPS = 8
 

@@ -13,8 +13,8 @@ import pytest
 
 from atoll.core.errors import ConfigError, CorpusError
 from atoll.core.run_spec import RunSpec, parse_run_spec
+from atoll.node.data.corpus import load_corpus, pack
 from atoll.node.model.tokenizer import ByteTokenizer, load_tokenizer
-from atoll.node.training.corpus import load_corpus, pack
 
 TEXT = ("The quick brown fox jumps over the lazy dog. " * 40).encode()
 
@@ -109,7 +109,7 @@ def test_progress_is_reported_for_every_document_and_every_hashed_chunk(
         (tmp_path / name).write_bytes(TEXT)
     heard: list[int] = []
     digest = load_corpus(spec_for(tmp_path)).digest
-    monkeypatch.setattr("atoll.node.training.corpus._HASHED_TOKENS", len(TEXT))
+    monkeypatch.setattr("atoll.node.data.corpus._HASHED_TOKENS", len(TEXT))
     assert load_corpus(spec_for(tmp_path), on_progress=heard.append).digest == digest
     assert heard == [len(TEXT) + 1, *4 * [2 * (len(TEXT) + 1)]]
 

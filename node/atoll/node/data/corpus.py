@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from atoll.core.errors import CorpusError
 from atoll.core.run_spec import RunSpec
+from atoll.node.data.text_sources import SourceReport, documents
 from atoll.node.model.tokenizer import Tokenizer, load_tokenizer
-from atoll.node.training.text_sources import SourceReport, documents
 
 IN_MEMORY_BYTES = 256 * 1024**2
 _HASHED_TOKENS = 1 << 24  # tokens hashed at once
