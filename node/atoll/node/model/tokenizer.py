@@ -7,7 +7,9 @@ tokenizer. `data/corpus.py` packs the training text with a tokenizer; `export/` 
 
 from __future__ import annotations
 
+import hashlib
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +39,11 @@ class Tokenizer(Protocol):
         """Tokens that end a document; may be empty."""
         ...
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of how it encodes, hexadecimal; the name does not count."""
+        ...
+
     def encode(self, text: bytes) -> NDArray[Any]:
         """Convert UTF-8 text to token numbers, 1-D."""
         ...
@@ -56,6 +63,7 @@ class ByteTokenizer:
     name = "bytes"
     vocabulary = 256
     separator = (0,)
+    digest = hashlib.sha256(b"bytes, and byte 0 between documents").hexdigest()
 
     def encode(self, text: bytes) -> NDArray[Any]:
         return np.frombuffer(text, dtype=np.uint8)
@@ -88,6 +96,13 @@ class HuggingFaceTokenizer:
         self.vocabulary = len(self._tokenizer)
         end = self._tokenizer.eos_token_id
         self.separator: tuple[int, ...] = () if end is None else (int(end),)
+
+    @cached_property
+    def digest(self) -> str:
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        rules = fast.to_str() if fast is not None else json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
+        kind = "" if fast is not None else type(self._tokenizer).__name__
+        return hashlib.sha256(json.dumps([kind, rules, self.separator]).encode()).hexdigest()
 
     def encode(self, text: bytes) -> NDArray[Any]:
         numbers = self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False)
