@@ -112,7 +112,7 @@ def plain_loop(
     assert isinstance(section, HuggingFaceModel)
     config = build_configuration(section.config, 256, spec.data.sequence_length)
     lora = lora_configuration(section.adapter) if section.adapter is not None else None
-    loader = Loader(load_corpus(spec, str(text)), spec.run.seed, spec.optimizer.micro_batch_samples, SystemClock())
+    loader = Loader(load_corpus(spec, str(text)), spec.optimizer.micro_batch_samples, SystemClock())
     loader.restart(SampleFeed(ranges))
     try:
         yield SingleProcessReference(config, lora, spec.optimizer, named), loader

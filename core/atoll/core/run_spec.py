@@ -13,6 +13,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from itertools import pairwise
 from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -38,17 +39,56 @@ class RunSection(Section):
     stop_tokens: Positive  # the run finishes at this many committed tokens
 
 
-class DataSection(Section):
-    """Location of the corpus on each node, and its division into samples of `sequence_length` tokens."""
+NotNegative = Annotated[float, Field(ge=0)]
 
-    source: Literal["text", "jsonl", "parquet", "huggingface"] = "text"
-    path: str  # file, directory or glob; for huggingface a data set's name or path. `atoll join --data` overrides it
+
+class MixtureSection(Section):
+    """A stage of a mixture: which sources of a corpus are trained from a number of committed tokens on."""
+
+    from_tokens: Count = 0  # of the run; the first stage begins at 0
+    weights: dict[str, NotNegative] | None = None  # share of each source; 0 if it is not named
+    epochs: dict[str, NotNegative] | None = None  # instead: passes over each source, all at one time
+
+    @model_validator(mode="after")
+    def _check(self) -> MixtureSection:
+        if bool(self.weights) == bool(self.epochs):
+            raise ValueError("a stage needs either weights or epochs")
+        if not sum((self.weights or self.epochs or {}).values()) > 0:
+            raise ValueError("a stage needs a source with a weight above 0")
+        return self
+
+
+class DataSection(Section):
+    """Where the corpus is, and its division into samples of `sequence_length` tokens."""
+
+    source: Literal["text", "jsonl", "parquet", "huggingface", "corpus"] = "text"
+    path: str = ""  # file, directory or glob on each node; for huggingface a data set's name or path, or `join --data`
+    corpus: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # for corpus: digest of the corpus card
+    mirrors: Annotated[
+        tuple[Annotated[str, Field(max_length=1024)], ...], Field(max_length=32)
+    ] = ()  # for corpus: https://…, s3://…, hf://…, directories
+    mixture: Annotated[tuple[MixtureSection, ...], Field(max_length=64)] = ()  # for corpus; default: sources by size
     field: str = "text"  # column or JSON key of the text
     subset: str | None = None  # huggingface configuration name
     split: str = "train"
     tokenizer: str = "bytes"  # or a Hugging Face tokenizer's name or path
     sequence_length: Annotated[int, Field(ge=8, le=1 << 20)] = 128
     validation_samples: Annotated[int, Field(ge=1, le=65536)] = 64  # taken from the end of the corpus, never trained
+
+    @model_validator(mode="after")
+    def _check_source(self) -> DataSection:
+        if self.source != "corpus":
+            if not self.path:
+                raise ValueError("path is missing")
+            if self.corpus or self.mirrors or self.mixture:
+                raise ValueError('corpus, mirrors and mixture need source = "corpus"')
+            return self
+        if self.corpus is None:
+            raise ValueError("corpus is missing: the digest of the corpus card, which `atoll data show` prints")
+        starts = [stage.from_tokens // self.sequence_length for stage in self.mixture]
+        if starts and (starts[0] != 0 or any(later <= earlier for earlier, later in pairwise(starts))):
+            raise ValueError("the first stage of mixture begins at from_tokens = 0, the others each later")
+        return self
 
 
 class OptimizerSection(Section):
@@ -268,12 +308,15 @@ def toml_table(name: str, values: Mapping[str, object]) -> list[str]:
     """Return TOML lines: blank line, header, the keys that are set, then nested tables."""
     lines, tables = [f"\n[{name}]"], []
     for key, value in values.items():
-        quoted = key if _BARE.fullmatch(key) else _toml_value(key)
         if isinstance(value, Section | Mapping):
-            tables += toml_table(f"{name}.{quoted}", dict(value))
+            tables += toml_table(f"{name}.{_toml_key(key)}", dict(value))
         elif value is not None:
-            lines.append(f"{quoted} = {_toml_value(value)}")
+            lines.append(f"{_toml_key(key)} = {_toml_value(value)}")
     return lines + tables
+
+
+def _toml_key(key: str) -> str:
+    return key if _BARE.fullmatch(key) else _toml_value(key)
 
 
 def _toml_value(value: object) -> str:
@@ -283,6 +326,9 @@ def _toml_value(value: object) -> str:
         return repr(value.total_seconds())
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, Section | Mapping):
+        pairs = [f"{_toml_key(key)} = {_toml_value(item)}" for key, item in dict(value).items() if item is not None]
+        return "{ " + ", ".join(pairs) + " }"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON allows it, TOML does not
     return repr(value)

@@ -101,6 +101,7 @@ class NodeConfig:
     monthly_gigabytes: float = _limit_setting(
         0.0, "traffic to and from peers in a calendar month; 0: no limit", between=(0, 1e6)
     )
+    disk_gigabytes: float = _setting(20.0, "disk space for training text that this node fetches", between=(0.1, 1e6))
     hours: str = _limit_setting(
         "", "local times of day in which to train, for example 22:00-07:00,12:00-13:00; empty: always"
     )

@@ -41,7 +41,7 @@ def corpus(tmp_path: Path) -> Corpus:
 
 def batches(spec: RunSpec, corpus: Corpus) -> Iterator[list[torch.Tensor]]:
     """What the trainer's loop reads, as micro-batches."""
-    loader = Loader(corpus, spec.run.seed, SAMPLES * MICRO_BATCHES, SystemClock())
+    loader = Loader(corpus, SAMPLES * MICRO_BATCHES, SystemClock())
     loader.restart(SampleFeed(((0, 10_000),)))
     try:
         for _ in range(STEPS):

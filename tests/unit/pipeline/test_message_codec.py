@@ -214,7 +214,7 @@ def test_int8_both_ways_over_four_stages_learns_what_fp32_does(tmp_path: Path) -
                 loop.run.architecture, 4, spec.optimizer, MicroBatchShape(4, 32), carry=carried(link_format, codec)
             )
             route_stages.load(initial_E)
-            loader = Loader(corpus, 0, 8, SystemClock())
+            loader = Loader(corpus, 8, SystemClock())
             loader.restart(SampleFeed(((0, 10_000),)))
             for _ in range(90):
                 route_stages.route.flush(list(torch.split(loader.next().tokens_BT, 4)))

@@ -153,7 +153,7 @@ def test_a_pseudo_gradient_is_computed_in_chunks(
         pieces = ShardSlices.of(layout, rank, devices)
         spread = ShardedWeights(pieces, [torch.zeros(it.stop - it.start) for it in pieces.slices], torch.device("cpu"))
         weights = spread if devices > 1 else WholeWeights(torch.zeros(layout.elements))
-        one = Replica(tiny_spec(), weights, Loader(corpus, 1, 1, SystemClock()))
+        one = Replica(tiny_spec(), weights, Loader(corpus, 1, SystemClock()))
         one.load(anchor_E)
         weights.fill(weights_E)
         one.snapshot(part)

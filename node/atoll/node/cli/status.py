@@ -96,6 +96,8 @@ def _training_rows(table: Any, report: dict[str, Any]) -> None:
         "averaging",
         f"{bytes_text(report['averaging_bytes_sent'])} sent" + (f" · {saved:.1f}× less than fp32" if saved else ""),
     )
+    if report.get("data_bytes_fetched"):  # a daemon of an earlier release does not report it
+        table.add_row("text", f"{bytes_text(report['data_bytes_fetched'])} fetched")
     if report["data_stall_seconds"] >= 1:
         table.add_row("data stall", f"{report['data_stall_seconds']:.1f} s waited for the loader")
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from atoll.core.errors import CorpusError
-
 BLOCK_BYTES = 1 << 13
 CHUNK_BYTES = 1 << 20
 DIGEST_BYTES = 16
@@ -27,8 +25,8 @@ MAX_SHARD_BYTES = 1 << 34
 ByteRange = tuple[int, int]  # half-open
 
 
-class BlockMismatch(CorpusError):
-    """Bytes that do not have the hash that the corpus card demands."""
+class BlockMismatch(Exception):
+    """Bytes that do not have the hash that the corpus card demands. Never leaves `data`."""
 
 
 def count_chunks(size: int) -> int:

@@ -15,13 +15,16 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.core.data_position import SampleRange
 from atoll.core.errors import CorpusError
 from atoll.core.run_spec import RunSpec
+from atoll.node.data.sample_order import SampleOrder
 from atoll.node.data.text_sources import SourceReport, documents
 from atoll.node.model.tokenizer import Tokenizer, load_tokenizer
 
@@ -41,11 +44,23 @@ class Corpus:
     validation_samples: int
     digest: str  # hex SHA-256
     report: SourceReport
+    seed: int  # of the order of samples
 
     @property
     def training_samples(self) -> int:
         """Number of windows to train on: `0 … training_samples - 1`."""
         return (len(self.tokens) - 1) // self.sequence_length - self.validation_samples
+
+    @cached_property
+    def _order(self) -> SampleOrder:
+        return SampleOrder(self.seed, self.training_samples)
+
+    def window(self, sample: int) -> int:
+        """Return the window of sample number `sample`."""
+        return self._order.window(sample)
+
+    def follow(self, ranges: Sequence[SampleRange]) -> None:
+        """Hear what is trained next. All of it is here already."""
 
     def windows(self, indices: Sequence[int]) -> NDArray[np.int64]:
         """Return windows by number, [B, T+1]."""
@@ -86,7 +101,7 @@ def load_corpus(
             "use more text, or lower [data] validation_samples or sequence_length",
         )
     digest = _digest(tokens, spec, tokenizer, on_progress)
-    return Corpus(tokens, tokenizer, section.sequence_length, section.validation_samples, digest, report)
+    return Corpus(tokens, tokenizer, section.sequence_length, section.validation_samples, digest, report, spec.run.seed)
 
 
 def pack(

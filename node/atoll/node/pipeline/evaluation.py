@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import AtollError
-from atoll.node.data.corpus import Corpus
+from atoll.node.data.sharded_corpus import TrainingCorpus
 
 Outcome = float | AtollError
 
@@ -19,7 +19,7 @@ Outcome = float | AtollError
 class Evaluation:
     """One evaluation. `done` gets the loss in nats per token, or the error that prevents it."""
 
-    def __init__(self, corpus: Corpus, samples: int, anchor: int, done: Callable[[Outcome], None]) -> None:
+    def __init__(self, corpus: TrainingCorpus, samples: int, anchor: int, done: Callable[[Outcome], None]) -> None:
         """`samples` of a micro-batch. `anchor`: the committed tokens of the anchor to evaluate."""
         self.anchor, self._done = anchor, done
         self._corpus, self._samples = corpus, samples

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from atoll.core.clock import Clock
 from atoll.core.run_spec import RunSpec
-from atoll.node.data.corpus import Corpus
+from atoll.node.data.sharded_corpus import TrainingCorpus
 from atoll.node.model.run_model import RunModel
 from atoll.node.model.span import Span
 from atoll.node.pipeline.sharded_stage import ShardedStage, build_sharded_stage
@@ -18,12 +18,12 @@ class RankStage(Replica):
     """Weights and outer rounds like `StageLoop`. Rank 0 has the data and the flushes."""
 
     def __init__(
-        self, spec: RunSpec, corpus: Corpus, span: Span, run: RunModel, group: DeviceGroup, clock: Clock
+        self, spec: RunSpec, corpus: TrainingCorpus, span: Span, run: RunModel, group: DeviceGroup, clock: Clock
     ) -> None:
         """Load this device's part of the span. Raises `InvalidRequest`, `ConfigError`."""
         self.span, self.run = span, run
         self.stage: ShardedStage = build_sharded_stage(spec, run, span, group)
-        super().__init__(spec, self.stage.model.weights, Loader(corpus, spec.run.seed, 1, clock))
+        super().__init__(spec, self.stage.model.weights, Loader(corpus, 1, clock))
         self.stage.anchor = self._anchor
 
     def set_committed_tokens(self, committed_tokens: int) -> None:

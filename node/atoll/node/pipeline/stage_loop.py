@@ -26,7 +26,7 @@ from atoll.core.errors import (
 )
 from atoll.core.learned_deadline import LearnedDeadline
 from atoll.core.run_spec import RunSpec
-from atoll.node.data.corpus import Corpus
+from atoll.node.data.sharded_corpus import TrainingCorpus
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.model.run_model import RunModel, allocate_span, initialise_into, run_model
 from atoll.node.model.span import Span
@@ -54,6 +54,7 @@ from atoll.node.training.sample_feed import SampleNumbers
 
 MIN_FLUSH_DEADLINE_SECONDS = 5.0
 MAX_FLUSH_DEADLINE_SECONDS = 300.0  # enough for many micro-batches on slow nodes; orders wait for a flush's end
+DATA_WAIT_SECONDS = 0.5  # for the text of a flush, before orders are served again
 STALLED_DRIVER_SECONDS = 450.0  # above the driver's own deadline: the other stages then end the flush
 _NOTHING = SampleNumbers((), 0)
 
@@ -67,7 +68,7 @@ class StageLoop(Replica):
     def __init__(
         self,
         spec: RunSpec,
-        corpus: Corpus,
+        corpus: TrainingCorpus,
         span: Span,
         device: torch.device,
         clock: Clock,
@@ -103,7 +104,7 @@ class StageLoop(Replica):
         self._last_idle_at = clock.monotonic()  # last time at which no flush was under way here
         self._evaluation: Evaluation | None = None
         self._counted = 0  # tokens of `stage.tokens` that are counted as progress
-        loader = Loader(corpus, spec.run.seed, spec.samples_per_flush, clock, pin=device.type == "cuda")
+        loader = Loader(corpus, spec.samples_per_flush, clock, pin=device.type == "cuda")
         super().__init__(spec, self.stage.model.weights, loader)
         self.stage.anchor = self._anchor
 
@@ -272,6 +273,8 @@ class StageLoop(Replica):
             self._last_idle_at = self.clock.monotonic()
 
     def _begin_flush(self) -> None:
+        if self._evaluation is None and self._batch is None and not self.await_data(DATA_WAIT_SECONDS):
+            return  # the text is on its way; orders are served meanwhile
         self._flush_began_at = self.clock.monotonic()
         if self._evaluation is not None:
             windows = self._evaluation.next(self._machine.max_evaluation_micro_batches)

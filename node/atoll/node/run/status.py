@@ -69,7 +69,7 @@ class LiveStatus:
             averaging_bytes_fp32=self.counters.bytes_fp32,
             other_bytes_sent=other_bytes,
             rounds_joined=self.counters.joined,
-            detail=self.detail,
+            detail=f"waits for training text: {training.data_trouble}" if training.data_trouble else self.detail,
         )
         if training.busy_seconds_per_token and self.facts is not None and self.facts.span is not None:
             status.computed.layers.first, status.computed.layers.last = self.facts.span
@@ -88,7 +88,7 @@ class LiveStatus:
         message = self.to_proto(averaging_bytes, other_bytes)
         return {
             "state": STATE_NAMES[message.state],
-            "detail": self.detail,
+            "detail": message.detail,
             "device": self.facts.device_name if self.facts else "",
             "steps": message.steps,
             "tokens": message.tokens,
@@ -97,6 +97,7 @@ class LiveStatus:
             "train_loss": round(message.train_loss, 4),
             "validation_loss": self.validation_loss,
             "data_stall_seconds": round(message.data_stall_seconds, 3),
+            "data_bytes_fetched": self._training.data_bytes_fetched,
             "samples_repeated": message.samples_repeated,
             "round": self.head_round,
             "committed_tokens": self.committed_tokens,

@@ -19,7 +19,9 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import CorpusError, ModelTooLarge
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.data.corpus import Corpus, OnProgress, load_corpus, no_progress_callback
+from atoll.node.data.corpus import OnProgress, load_corpus, no_progress_callback
+from atoll.node.data.open_corpus import CacheFolder, OpenedCorpus, open_corpus
+from atoll.node.data.sharded_corpus import ShardedCorpus, TrainingCorpus
 from atoll.node.model.built_in_shape import FP32_BYTES
 from atoll.node.model.local_weights import ShardSlices
 from atoll.node.model.memory_estimate import (
@@ -58,7 +60,7 @@ class TrainerState:
 
     spec: RunSpec
     run: RunModel
-    corpus: Corpus
+    corpus: TrainingCorpus
     clock: Clock
     facts: DeviceFacts
     devices: Sequence[torch.device]  # of all processes of this trainer, by rank
@@ -210,7 +212,8 @@ def load_trainer_state(
     devices = rendezvous.devices if rendezvous is not None else [torch.device(facts.device)]
     device = devices[config.rank]
     spec = parse_run_spec(config.run_spec_toml)
-    tokenizer = load_tokenizer(spec.data.tokenizer)
+    opened = _open_corpus(config, spec, clock) if spec.data.source == "corpus" else None
+    tokenizer = load_tokenizer(spec.data.tokenizer) if opened is None else opened.tokenizer
     run = run_model(spec, tokenizer.vocabulary, Path(config.base_path) if config.base_path else None)
     span = Span(*config.span) if config.span is not None else None
     facts = usable_facts(facts, spec, run, len(devices))
@@ -220,15 +223,12 @@ def load_trainer_state(
     _warm_up()
     on_progress(0)
     run.check(span, partial(on_progress, 0))
-    corpus = load_corpus(spec, config.corpus_path, tokenizer, on_progress)
-    log.get("trainer").info(
-        "corpus_loaded",
-        tokens=len(corpus.tokens),
-        samples=corpus.training_samples,
-        files=corpus.report.files,
-        skipped_files=corpus.report.skipped_files,  # not text
-        digest=corpus.digest,
-    )
+    corpus: TrainingCorpus
+    if opened is not None:
+        corpus = opened.for_training(spec, partial(on_progress, opened.card.tokens))
+    else:
+        corpus = load_corpus(spec, config.corpus_path, tokenizer, on_progress)
+    _log_corpus(corpus)
     if device.type == "cpu" and config.memory_bytes:
         limit_host_memory(config.memory_bytes // len(devices))
     loop: InnerLoop | StageLoop | RankStage | None = None
@@ -252,6 +252,23 @@ def load_trainer_state(
     elif holds:
         loop = InnerLoop(spec, corpus, device, clock=clock, run=run, group=group)
     return TrainerState(spec, run, corpus, clock, facts, devices, device, times, loop)
+
+
+def _open_corpus(config: messages.TrainerConfig, spec: RunSpec, clock: Clock) -> OpenedCorpus:
+    cache = CacheFolder(Path(config.cache_path), config.cache_bytes) if config.cache_path is not None else None
+    return open_corpus(spec.data, config.corpus_path, cache, clock)
+
+
+def _log_corpus(corpus: TrainingCorpus) -> None:
+    if isinstance(corpus, ShardedCorpus):
+        facts: dict[str, int] = {"tokens": corpus.card.tokens, "sources": len(corpus.card.sources)}
+    else:
+        facts = {
+            "tokens": len(corpus.tokens),
+            "files": corpus.report.files,
+            "skipped_files": corpus.report.skipped_files,  # not text
+        }
+    log.get("trainer").info("corpus_loaded", samples=corpus.training_samples, digest=corpus.digest, **facts)
 
 
 def _warm_up() -> None:

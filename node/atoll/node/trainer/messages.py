@@ -37,6 +37,8 @@ class TrainerConfig:
     layer_times: tuple[tuple[str, float, float], ...] = ()  # measured by an earlier trainer of this node
     layer_times_path: str | None = None  # cache file for layer times, which outlives the daemon
     base_path: str | None = None  # directory of the run's pretrained weights
+    cache_path: str | None = None  # folder for the run's training text: fetched blocks, or tokens of local files
+    cache_bytes: int = 20 * 10**9  # for fetched blocks
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class TrainerStatus:
     busy_seconds_per_token: float = 0.0  # compute time and the rest that `compute_share` requires; 0: not measured yet
     train_loss: float = 0.0  # nats per token, mean over the last steps
     data_stall_seconds: float = 0.0
+    data_bytes_fetched: int = 0  # of a corpus behind mirrors
+    data_trouble: str = ""  # why the next batch does not come
     samples_repeated: int = 0
     training: bool = False
     progress_tokens: int = 0  # since the last applied anchor: the tokens of a snapshot taken now

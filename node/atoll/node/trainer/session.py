@@ -181,6 +181,8 @@ class TrainerSession:
         loop, began = self._require_model(), self._clock.monotonic()
         computing = compute_clock_seconds(self._state.device, self._clock)
         was_between = loop.between_steps
+        if isinstance(loop, InnerLoop) and not loop.await_data(STATUS_INTERVAL_SECONDS):
+            return  # the text is on its way; orders are served meanwhile
         if self._ranks is not None and isinstance(loop, InnerLoop):  # `LeaderStage` sends a stage's actions itself
             self._ranks.send_to_ranks(messages.Step())
         result = loop.work()
@@ -281,6 +283,8 @@ class TrainerSession:
                 busy_seconds_per_token=self._pace.busy_seconds_per_token(),
                 train_loss=self._pace.loss(),
                 data_stall_seconds=loop.data_stall_seconds,
+                data_bytes_fetched=loop.data_bytes_fetched,
+                data_trouble=loop.data_trouble if self._training else "",
                 samples_repeated=progress.samples_repeated,
                 training=self._training and loop.has_data,
                 progress_tokens=progress.tokens,

@@ -1,7 +1,9 @@
 """Loader of training batches: a thread turns sample numbers into token tensors while the model computes.
 
 It counts the seconds that training waited for it. `restart` gives it a new feed and drops the batches prepared from the
-old one. Dropped batches do not count as consumed: the training loop counts consumption when a step is done.
+old one. Dropped batches do not count as consumed: the training loop counts consumption when a step is done. While the
+corpus cannot be fetched the loader tries again and again, and says so in `trouble`: a home line is away for minutes at
+times.
 
 Shape suffixes: B batch, T sequence.
 """
@@ -17,13 +19,13 @@ import torch
 from torch import Tensor
 
 from atoll.core.clock import Clock
-from atoll.core.errors import DeadlineExceeded
-from atoll.node.data.corpus import Corpus
-from atoll.node.data.sample_order import SampleOrder
+from atoll.core.errors import AtollError, DeadlineExceeded, Unreachable
+from atoll.node.data.sharded_corpus import ShardedCorpus, TrainingCorpus
 from atoll.node.training.sample_feed import SampleFeed, SampleNumbers
 
 _PREFETCH_BATCHES = 2  # batches prepared ahead
-_BATCH_TIMEOUT = timedelta(minutes=2)
+_BATCH_TIMEOUT = timedelta(minutes=15)
+_RETRY_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,9 @@ class Batch:
 class Loader:
     """A prefetcher of `samples_per_step` samples at a time. `close` ends its thread."""
 
-    def __init__(self, corpus: Corpus, seed: int, samples_per_step: int, clock: Clock, pin: bool = False) -> None:
+    def __init__(self, corpus: TrainingCorpus, samples_per_step: int, clock: Clock, pin: bool = False) -> None:
         self.stall_seconds = 0.0
         self._corpus, self._samples_per_step, self._clock, self._pin = corpus, samples_per_step, clock, pin
-        self._order = SampleOrder(seed, corpus.training_samples)
         self._feed = SampleFeed()
         self._generation = 0
         self._ready: deque[Batch] = deque()
@@ -61,22 +62,42 @@ class Loader:
             self._feed = feed
             self._generation += 1
             self._ready.clear()
+            self._corpus.follow(feed.upcoming)
             self._changed.notify_all()
+
+    @property
+    def bytes_fetched(self) -> int:
+        """Bytes of text that came over the network."""
+        return self._corpus.fetcher.bytes_fetched if isinstance(self._corpus, ShardedCorpus) else 0
+
+    @property
+    def trouble(self) -> str:
+        """Why the next batch does not come; empty while batches come."""
+        return "" if self._ready or not isinstance(self._corpus, ShardedCorpus) else self._corpus.trouble
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the next batch. Returns whether `next` will return or raise at once."""
+        with self._changed:
+            return self._wait(seconds)
+
+    def _wait(self, seconds: float) -> bool:
+        if self._ready:
+            return True
+        started = self._clock.monotonic()
+        arrived = self._changed.wait_for(lambda: self._ready or self._failure, seconds)
+        self.stall_seconds += self._clock.monotonic() - started
+        return bool(arrived)
 
     def next(self) -> Batch:
         """Return the next batch. Raises `DeadlineExceeded` if it does not arrive in time, and errors of the thread."""
         with self._changed:
-            if not self._ready:
-                started = self._clock.monotonic()
-                arrived = self._changed.wait_for(lambda: self._ready or self._failure, _BATCH_TIMEOUT.total_seconds())
-                self.stall_seconds += self._clock.monotonic() - started
-                if self._failure is not None:
-                    raise self._failure
-                if not arrived:
-                    raise DeadlineExceeded(
-                        f"no training batch within {_BATCH_TIMEOUT.total_seconds():.0f} s",
-                        "check the disk with the training text",
-                    )
+            if not self._wait(_BATCH_TIMEOUT.total_seconds()):
+                raise DeadlineExceeded(
+                    f"no training batch within {_BATCH_TIMEOUT.total_seconds():.0f} s",
+                    "check the disk with the training text, or the line to its mirrors",
+                )
+            if not self._ready and self._failure is not None:
+                raise self._failure
             batch = self._ready.popleft()
             self._changed.notify_all()
             return batch
@@ -92,14 +113,14 @@ class Loader:
         while (work := self._wait_for_work()) is not None:
             generation, taken = work
             try:
-                batch = self._build(taken)
-            except (OSError, ValueError, RuntimeError) as error:  # `next` raises it in the training thread
+                batch = self._build(taken, generation)
+            except (OSError, ValueError, RuntimeError, AtollError) as error:  # `next` raises it in the training thread
                 with self._changed:
                     self._failure = error
                     self._changed.notify_all()
                 return
             with self._changed:
-                if generation == self._generation:
+                if batch is not None and generation == self._generation:
                     self._ready.append(batch)
                     self._changed.notify_all()
 
@@ -110,9 +131,21 @@ class Loader:
             )
             if self._closed:
                 return None
-            return self._generation, self._feed.take(self._samples_per_step)
+            taken = self._feed.take(self._samples_per_step)
+            self._corpus.follow(self._feed.upcoming)
+            return self._generation, taken
 
-    def _build(self, taken: SampleNumbers) -> Batch:
-        windows = [self._order.window(sample) for sample in taken.samples]
-        tokens_BT = torch.from_numpy(self._corpus.windows(windows))
-        return Batch(tokens_BT.pin_memory() if self._pin else tokens_BT, taken)
+    def _build(self, taken: SampleNumbers, generation: int) -> Batch | None:
+        windows = [self._corpus.window(sample) for sample in taken.samples]
+        while generation == self._generation and not self._closed:
+            try:
+                tokens_BT = torch.from_numpy(self._corpus.windows(windows))
+            except Unreachable:
+                self._pause()
+                continue
+            return Batch(tokens_BT.pin_memory() if self._pin else tokens_BT, taken)
+        return None
+
+    def _pause(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed, _RETRY_SECONDS)

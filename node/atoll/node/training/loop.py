@@ -18,8 +18,7 @@ from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import InvalidTransition
 from atoll.core.run_spec import RunSpec
 from atoll.core.training_audits import Gains, gains
-from atoll.node.data.corpus import Corpus
-from atoll.node.data.sample_order import SampleOrder
+from atoll.node.data.sharded_corpus import TrainingCorpus
 from atoll.node.model.generate import generate
 from atoll.node.model.run_model import RunModel, allocate_span, initialise_into, run_model
 from atoll.node.model.span import Span
@@ -42,7 +41,7 @@ class InnerLoop(Replica):
     def __init__(
         self,
         spec: RunSpec,
-        corpus: Corpus,
+        corpus: TrainingCorpus,
         device: str | torch.device = "auto",
         clock: Clock | None = None,
         run: RunModel | None = None,
@@ -61,7 +60,7 @@ class InnerLoop(Replica):
         samples = spec.optimizer.micro_batch_samples * spec.optimizer.accumulate
         try:
             self._build(spec)
-            loader = Loader(corpus, spec.run.seed, samples, self.clock, pin=self.device.type == "cuda")
+            loader = Loader(corpus, samples, self.clock, pin=self.device.type == "cuda")
             super().__init__(spec, self.model.weights, loader)
         except torch.OutOfMemoryError as error:
             raise model_too_large(
@@ -169,11 +168,11 @@ class InnerLoop(Replica):
 
     def _sample_losses(self, flat_E: Tensor, samples: Sequence[int]) -> list[float]:
         """The loss of each sample with any parameters, nats per token."""
-        order, losses = SampleOrder(self.spec.run.seed, self.corpus.training_samples), list[float]()
+        losses = list[float]()
         size = self.spec.optimizer.micro_batch_samples
         with self._with_parameters(flat_E) as logits_of:
             for start in range(0, len(samples), size):
-                windows = [order.window(sample) for sample in samples[start : start + size]]
+                windows = [self.corpus.window(sample) for sample in samples[start : start + size]]
                 tokens_BT = torch.from_numpy(self.corpus.windows(windows)).to(self.device)
                 logits_BTV = logits_of(tokens_BT[:, :-1]).float()
                 losses += [

@@ -166,6 +166,20 @@ class Replica:
         """Seconds that steps waited for data."""
         return self._loader.stall_seconds
 
+    @property
+    def data_bytes_fetched(self) -> int:
+        """Bytes of training text that came over the network."""
+        return self._loader.bytes_fetched
+
+    @property
+    def data_trouble(self) -> str:
+        """Why the next batch does not come; empty while batches come."""
+        return self._loader.trouble
+
+    def await_data(self, seconds: float) -> bool:
+        """Wait for the next batch, and return whether it is there."""
+        return self._loader.wait(seconds)
+
     def close(self) -> None:
         """End the loader's thread."""
         self._loader.close()

@@ -42,6 +42,11 @@ class SampleFeed:
         """True if there is nothing to train, not even repeated samples."""
         return not self._all
 
+    @property
+    def upcoming(self) -> tuple[SampleRange, ...]:
+        """Ranges that are not taken yet."""
+        return self._left
+
     def take(self, count: int) -> SampleNumbers:
         """Return the next `count` samples. The feed must not be empty."""
         samples: list[int] = []

@@ -1,0 +1,112 @@
+"""A cache of fetched blocks on disk, with a budget. It may lose anything at any time, and is never believed.
+
+A chunk of a shard has one file: the digests of its blocks, and from `DATA_OFFSET` on its bytes, with holes where
+nothing was fetched. Readers check the hash of every block that they read (`data/block_reader.py`): a hole, a torn write
+and a changed byte look alike, as a block that must be fetched. So files are not synced, several processes may write
+one, and a node that was killed goes on with what is there. What was not used for longest is deleted first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from atoll.core import log
+
+DATA_OFFSET = 4096  # of a chunk's bytes in its file; the digests of its blocks come before
+_LOCK_SECONDS = 30.0
+_POLL_SECONDS = 0.02
+_KEPT_SHARE = 0.9  # of the budget, after old files were deleted
+
+
+class BlockCache:
+    """Files of chunks in one directory. Errors of the disk are logged once, and mean that nothing is cached."""
+
+    def __init__(self, directory: Path, budget_bytes: int) -> None:
+        self._directory, self.budget_bytes = directory, budget_bytes
+        self._lock = threading.Lock()
+        self._total = budget_bytes  # so that the first write looks at what is there
+        self._complained = False
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes of a file, as many as are there; empty if it is absent."""
+        try:
+            descriptor = os.open(self._directory / name, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return b""
+        try:
+            data = os.pread(descriptor, stop - start, start)
+            os.utime(descriptor)
+            return data
+        except OSError as error:
+            self._complain(error)
+            return b""
+        finally:
+            os.close(descriptor)
+
+    def write(self, name: str, start: int, data: bytes | memoryview) -> None:
+        """Write bytes of a file, and delete old files if all have become larger than the budget."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.pwrite(descriptor, data, start)
+            finally:
+                os.close(descriptor)
+            with self._lock:
+                self._total += len(data)
+                if self._total > self.budget_bytes:
+                    self._evict()
+        except OSError as error:
+            self._complain(error)
+
+    @contextmanager
+    def only_process(self, name: str) -> Iterator[None]:
+        """Keep other processes of this node from fetching the same file in the block, unless one takes very long."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            self._complain(error)
+            yield
+            return
+        try:
+            _lock(descriptor)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _evict(self) -> None:
+        found = list[tuple[float, int, Path]]()
+        for entry in os.scandir(self._directory):
+            with suppress(OSError):
+                facts = entry.stat(follow_symlinks=False)
+                found.append((facts.st_mtime, facts.st_blocks * 512, Path(entry.path)))
+        self._total = sum(size for _, size, _ in found)
+        if self._total <= self.budget_bytes:
+            return
+        for _, size, path in sorted(found):
+            if self._total <= self.budget_bytes * _KEPT_SHARE:
+                break
+            with suppress(OSError):
+                path.unlink()
+                self._total -= size
+
+    def _complain(self, error: OSError) -> None:
+        if not self._complained:
+            self._complained = True
+            log.get("corpus").warning("cache_unusable", directory=str(self._directory), error=error.strerror)
+
+
+def _lock(descriptor: int) -> None:
+    gives_up_at = time.monotonic() + _LOCK_SECONDS
+    while time.monotonic() < gives_up_at:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,234 @@
+"""Verified reads from several mirrors: the fastest first, a second one when it is slow, others when it fails or lies.
+
+A read that lasts longer than a mirror's usual time is *hedged*: a second mirror is asked as well, and the first answer
+with the right hash counts (Dean & Barroso 2013, "The Tail at Scale"). A mirror that fails rests for a time that doubles
+with each failure; one that sent bytes with another hash rests longer. If all fail, the read goes on until `patience`
+ends: a home line is away for minutes at times, and a node should wait for it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from atoll.core import log
+from atoll.core.clock import Clock
+from atoll.core.errors import Unreachable
+from atoll.node.data.blocks import BlockMismatch
+from atoll.node.data.mirrors import Cancelled, Mirror, MirrorFailed
+
+PATIENCE = timedelta(minutes=10)
+_ATTEMPT_SECONDS = 120.0  # for one answer; a slower one counts as a failure
+_HEDGE_SECONDS = 1.0  # more than usual, before a second mirror is asked
+_HEDGE_FACTOR = 3.0
+_FIRST_REST_SECONDS = 1.0
+_FIRST_REST_OF_LIAR_SECONDS = 30.0
+_LONGEST_REST_SECONDS = 300.0
+_FORGET_SECONDS = 300.0  # a mirror that was not asked for this long is tried again
+_SMOOTHING = 0.2
+
+Check = Callable[[bytes], object]  # raises `BlockMismatch` for wrong bytes
+Read = Callable[[Mirror, Cancelled], bytes]
+
+
+@dataclass
+class MirrorHealth:
+    """What is known of a mirror."""
+
+    mirror: Mirror
+    seconds: float = 0.0  # of an answer without its bytes, smoothed
+    seconds_per_byte: float = 0.0
+    asked_at: float = -_FORGET_SECONDS
+    rests_until: float = 0.0
+    failures: int = 0  # in a row
+    lies: int = 0
+    bytes: int = 0  # verified
+    last_problem: str = ""
+
+    def expected_seconds(self, size: int) -> float:
+        """Seconds that a read of `size` bytes usually takes."""
+        return self.seconds + size * self.seconds_per_byte
+
+    def record(self, size: int, seconds: float) -> None:
+        """Count a good answer."""
+        self.failures, self.bytes = 0, self.bytes + size
+        before = self.expected_seconds(size)
+        if not before:
+            self.seconds, self.seconds_per_byte = seconds / 2, seconds / 2 / max(1, size)
+            return
+        scale = 1 + _SMOOTHING * (seconds / before - 1)
+        self.seconds, self.seconds_per_byte = self.seconds * scale, self.seconds_per_byte * scale
+
+    def record_failure(self, now: float, problem: str, lied: bool) -> None:
+        """Count a bad answer, and let the mirror rest."""
+        self.last_problem = problem
+        self.failures += 1
+        self.lies += lied
+        rest = _FIRST_REST_OF_LIAR_SECONDS * 2 ** min(self.lies - 1, 8) if lied else 0.0
+        rest = max(rest, _FIRST_REST_SECONDS * 2 ** min(self.failures - 1, 16))
+        self.rests_until = now + min(rest, _LONGEST_REST_SECONDS)
+
+
+@dataclass
+class _Attempt:
+    health: MirrorHealth
+    began: float
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
+class Fetcher:
+    """Reads from mirrors. May be used by several threads at once. Has no thread while nothing is read."""
+
+    def __init__(self, mirrors: Sequence[Mirror], clock: Clock, patience: timedelta = PATIENCE) -> None:
+        """`mirrors` are at least one, preferred ones first."""
+        if not mirrors:
+            raise ValueError("a fetcher needs a mirror")
+        self.mirrors = tuple(MirrorHealth(mirror) for mirror in mirrors)
+        self.hedged = 0  # reads for which a second mirror was asked
+        self._clock, self._patience = clock, patience.total_seconds()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def all_local(self) -> bool:
+        """True if every mirror is a directory of this machine."""
+        return all(health.mirror.local for health in self.mirrors)
+
+    @property
+    def bytes_fetched(self) -> int:
+        """Verified bytes that came over the network."""
+        return sum(health.bytes for health in self.mirrors if not health.mirror.local)
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be read now; empty while some mirror answers."""
+        if any(not health.failures for health in self.mirrors):
+            return ""
+        return "; ".join(health.last_problem for health in self.mirrors)
+
+    def close(self) -> None:
+        """Let all reads end soon, with `Unreachable`."""
+        self._closed = True
+
+    def read(self, path: str, start: int, stop: int, check: Check) -> bytes:
+        """Return bytes of a file that pass `check`. Raises `Unreachable` if no mirror gives them in time."""
+        return self._fetch(path, stop - start, lambda mirror, stopped: mirror.read(path, start, stop, stopped), check)
+
+    def read_whole(self, path: str, at_most: int, check: Check) -> bytes:
+        """Return a file of unknown size that passes `check`. Raises `Unreachable`."""
+        return self._fetch(path, 1 << 16, lambda mirror, stopped: mirror.read_whole(path, at_most, stopped), check)
+
+    def _fetch(self, what: str, size: int, read: Read, check: Check) -> bytes:
+        gives_up_at = self._clock.monotonic() + self._patience
+        answers: queue.SimpleQueue[tuple[_Attempt, bytes | Exception]] = queue.SimpleQueue()
+        attempts: list[_Attempt] = []
+        try:
+            while not self._closed:
+                now = self._clock.monotonic()
+                if now >= gives_up_at:
+                    break
+                candidate, wait = self._choose(size, now, [attempt.health for attempt in attempts])
+                if candidate is not None and (not attempts or self._is_late(attempts[-1], size, now)):
+                    self.hedged += bool(attempts)
+                    attempts.append(self._begin(candidate, now, read, check, answers))
+                elif attempts:
+                    wait = self._late_at(attempts[-1], size) - now if candidate is not None else 1.0
+                try:
+                    attempt, answer = answers.get(timeout=min(max(wait, 0.01), 1.0, max(0.01, gives_up_at - now)))
+                except queue.Empty:
+                    self._end_stuck(attempts)
+                    continue
+                if attempt in attempts:
+                    attempts.remove(attempt)
+                if isinstance(answer, bytes):
+                    self._learn_from_losers(attempts)
+                    return answer
+        finally:
+            for attempt in attempts:
+                attempt.cancelled.set()
+        problems = "; ".join(health.last_problem or f"{health.mirror.name} is slow" for health in self.mirrors)
+        raise Unreachable(f"no mirror gives {what} of the corpus: {problems}", "check the line and the mirrors")
+
+    def _choose(self, size: int, now: float, busy: Sequence[MirrorHealth]) -> tuple[MirrorHealth | None, float]:
+        """Return the mirror to ask next and 0, or none and the seconds until one has rested."""
+        with self._lock:
+            free = [health for health in self.mirrors if not any(health is other for other in busy)]
+            rested = [health for health in free if health.rests_until <= now]
+            if rested:
+                unknown = [health for health in rested if now - health.asked_at >= _FORGET_SECONDS]
+                chosen = min(rested, key=lambda health: (not health.mirror.local, health.expected_seconds(size)))
+                if unknown and not chosen.mirror.local:
+                    chosen = unknown[0]
+                return chosen, 0.0
+            return None, min((health.rests_until for health in free), default=now + 1.0) - now
+
+    def _late_at(self, attempt: _Attempt, size: int) -> float:
+        return attempt.began + _HEDGE_SECONDS + _HEDGE_FACTOR * attempt.health.expected_seconds(size)
+
+    def _is_late(self, attempt: _Attempt, size: int, now: float) -> bool:
+        return now >= self._late_at(attempt, size)
+
+    def _begin(
+        self,
+        health: MirrorHealth,
+        now: float,
+        read: Read,
+        check: Check,
+        answers: queue.SimpleQueue[tuple[_Attempt, bytes | Exception]],
+    ) -> _Attempt:
+        attempt = _Attempt(health, now)
+        health.asked_at = now
+
+        def run() -> None:
+            try:
+                answers.put((attempt, self._ask(attempt, read, check)))
+            except Exception as error:
+                answers.put((attempt, error))
+
+        if health.mirror.local:
+            run()
+        else:
+            threading.Thread(target=run, name="corpus-read", daemon=True).start()
+        return attempt
+
+    def _ask(self, attempt: _Attempt, read: Read, check: Check) -> bytes:
+        health = attempt.health
+        try:
+            data = read(health.mirror, attempt.cancelled.is_set)
+            check(data)
+        except BlockMismatch as error:
+            self._record_failure(attempt, f"{health.mirror.name} sends wrong bytes: {error}", lied=True)
+            raise
+        except MirrorFailed as error:
+            self._record_failure(attempt, str(error), lied=False)
+            raise
+        except Exception as error:
+            self._record_failure(attempt, f"{health.mirror.name}: {error or type(error).__name__}", lied=False)
+            raise
+        with self._lock:
+            health.record(len(data), self._clock.monotonic() - attempt.began)
+        return data
+
+    def _record_failure(self, attempt: _Attempt, problem: str, lied: bool) -> None:
+        if attempt.cancelled.is_set() and not lied:
+            return  # its time was counted when another mirror was faster
+        with self._lock:
+            attempt.health.record_failure(self._clock.monotonic(), problem, lied)
+        log.get("corpus").warning("mirror_lies" if lied else "mirror_fails", problem=problem)
+
+    def _learn_from_losers(self, attempts: Sequence[_Attempt]) -> None:
+        """Remember that these mirrors take at least as long as they have taken until now."""
+        now = self._clock.monotonic()
+        with self._lock:
+            for attempt in attempts:
+                attempt.health.seconds = max(attempt.health.seconds, now - attempt.began)
+
+    def _end_stuck(self, attempts: list[_Attempt]) -> None:
+        now = self._clock.monotonic()
+        for attempt in [one for one in attempts if now - one.began >= _ATTEMPT_SECONDS]:
+            self._record_failure(attempt, f"{attempt.health.mirror.name} is slow", lied=False)
+            attempt.cancelled.set()
+            attempts.remove(attempt)

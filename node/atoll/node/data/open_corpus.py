@@ -1,0 +1,163 @@
+"""Opening of a corpus of shards: its card, its tokenizer, its held-out samples, in this order.
+
+What was fetched stays in the cache folder of the node, under the digest of the card:
+
+    <digest>/corpus.json, <digest>/tokenizer/…, <digest>/blocks/…
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from atoll.core.clock import Clock
+from atoll.core.errors import ConfigError, CorpusError, DataDirUnusable
+from atoll.core.files import write_atomic
+from atoll.core.run_spec import DataSection, RunSpec
+from atoll.node.data.block_cache import BlockCache
+from atoll.node.data.block_reader import BlockReader
+from atoll.node.data.blocks import BlockMismatch
+from atoll.node.data.card import (
+    CARD_NAME,
+    MAX_CARD_BYTES,
+    TOKENIZER_DIRECTORY,
+    CorpusCard,
+    TokenizerFile,
+    card_digest,
+    parse_card,
+)
+from atoll.node.data.fetcher import Fetcher
+from atoll.node.data.mirrors import Mirror, open_mirror
+from atoll.node.data.sharded_corpus import ShardedCorpus
+from atoll.node.model.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+
+TOKENIZER_OF_CORPUS = "corpus"  # the name in a run spec of the tokenizer that a corpus brings
+DEFAULT_CACHE_BYTES = 20 * 10**9
+_OPENING_PATIENCE = timedelta(minutes=8)  # less than the daemon waits for a word from a loading trainer
+_HELD_OUT_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class CacheFolder:
+    """Where a node keeps what it fetches, and how much of it."""
+
+    path: Path
+    budget_bytes: int = DEFAULT_CACHE_BYTES
+
+
+@dataclass
+class OpenedCorpus:
+    """A corpus of which the card and the tokenizer are known."""
+
+    card: CorpusCard
+    tokenizer: Tokenizer
+    fetcher: Fetcher
+    reader: BlockReader
+    digest: str  # of the card
+
+    def for_training(self, spec: RunSpec, on_progress: Callable[[], object] = lambda: None) -> ShardedCorpus:
+        """Cut it as a run demands, and fetch the held-out samples. Raises `CorpusError`, `Unreachable`."""
+        corpus = ShardedCorpus(
+            self.card, self.digest, spec.data, spec.run.seed, self.tokenizer, self.fetcher, self.reader
+        )
+        held_out = corpus.validation_windows()
+        for start in range(0, len(held_out), _HELD_OUT_AT_ONCE):
+            corpus.windows(held_out[start : start + _HELD_OUT_AT_ONCE])
+            on_progress()
+        return corpus
+
+
+def open_corpus(section: DataSection, path: str | None, cache: CacheFolder | None, clock: Clock) -> OpenedCorpus:
+    """Read the card and the tokenizer of a run's corpus. `path`: a directory that has it, asked before the mirrors.
+
+    Raises `CorpusError`, `ConfigError`, `Unreachable`.
+    """
+    assert section.corpus is not None
+    mirrors = mirrors_of(section, path)
+    folder = CacheFolder(cache.path / section.corpus, cache.budget_bytes) if cache is not None else None
+    opening = Fetcher(mirrors, clock, _OPENING_PATIENCE)
+    card = parse_card(_fetch_card(opening, section.corpus, folder), section.corpus)
+    tokenizer = _tokenizer(section, card, opening, folder)
+    fetcher = Fetcher(mirrors, clock)
+    blocks = BlockCache(folder.path / "blocks", folder.budget_bytes) if folder is not None else None
+    return OpenedCorpus(card, tokenizer, fetcher, BlockReader(card, fetcher, blocks), section.corpus)
+
+
+def mirrors_of(section: DataSection, path: str | None) -> list[Mirror]:
+    """Return the mirrors of a run's corpus, the node's own directory first. Raises `ConfigError`."""
+    addresses = [*([path] if path else []), *section.mirrors]
+    if not addresses:
+        raise ConfigError(
+            "the run's corpus is nowhere: its spec names no mirror", "give a directory that has it with --data"
+        )
+    return [open_mirror(address) for address in addresses]
+
+
+def _fetch_card(fetcher: Fetcher, digest: str, folder: CacheFolder | None) -> bytes:
+    def check(data: bytes) -> None:
+        if card_digest(data) != digest:
+            raise BlockMismatch(f"its corpus card has another digest than {digest[:12]}…")
+
+    return _kept(folder, CARD_NAME, check, lambda: fetcher.read_whole(CARD_NAME, MAX_CARD_BYTES, check))
+
+
+def _tokenizer(section: DataSection, card: CorpusCard, fetcher: Fetcher, folder: CacheFolder | None) -> Tokenizer:
+    """Load the run's tokenizer, and check that it made the corpus."""
+    if section.tokenizer != TOKENIZER_OF_CORPUS or not card.tokenizer.files:
+        name = card.tokenizer.name if section.tokenizer == TOKENIZER_OF_CORPUS else section.tokenizer
+        tokenizer = load_tokenizer(name)
+    elif folder is None:
+        raise ConfigError("the corpus brings its own tokenizer, and there is no folder to keep it in")
+    else:
+        for file in card.tokenizer.files:
+            _fetch_tokenizer_file(file, fetcher, folder)
+        tokenizer = HuggingFaceTokenizer(str(folder.path / TOKENIZER_DIRECTORY))
+    made = card.tokenizer
+    if tokenizer.digest != made.digest or tokenizer.vocabulary != made.vocabulary:
+        raise CorpusError(
+            f"the corpus was made with the tokenizer {made.name} ({made.digest[:12]}…), and the run's is "
+            f"{section.tokenizer} ({tokenizer.digest[:12]}…)",
+            f'set [data] tokenizer = "{TOKENIZER_OF_CORPUS}" in the run spec',
+        )
+    return tokenizer
+
+
+def _fetch_tokenizer_file(file: TokenizerFile, fetcher: Fetcher, folder: CacheFolder) -> None:
+    def check(data: bytes) -> None:
+        if len(data) != file.size or hashlib.sha256(data).hexdigest() != file.sha256:
+            raise BlockMismatch(f"the tokenizer's file {file.name} has another digest than the corpus card says")
+
+    name = f"{TOKENIZER_DIRECTORY}/{file.name}"
+    _kept(folder, name, check, lambda: fetcher.read(name, 0, file.size, check), must_keep=True)
+
+
+def _kept(
+    folder: CacheFolder | None,
+    name: str,
+    check: Callable[[bytes], object],
+    fetch: Callable[[], bytes],
+    must_keep: bool = False,
+) -> bytes:
+    """Return a file that passes `check`: the node's own, else a fetched one, which it then keeps if it can.
+
+    Raises `DataDirUnusable` if it `must_keep` it and cannot, and what `fetch` raises.
+    """
+    if folder is None:
+        return fetch()
+    path = folder.path / name
+    try:
+        data = path.read_bytes()
+        check(data)
+        return data
+    except (OSError, BlockMismatch):
+        data = fetch()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, data)
+    except (OSError, DataDirUnusable) as error:
+        if must_keep:
+            raise DataDirUnusable(f"cannot keep {name} of the corpus in {folder.path}: {error}") from error
+    return data

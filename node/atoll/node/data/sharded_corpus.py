@@ -1,0 +1,183 @@
+"""A corpus of shards, as training sees it: windows of tokens by number, fetched when they are needed or before.
+
+Window numbers go through the sources in the order of the card, and in a source through its shards. A window lies in one
+shard. The last windows of each source are held out for validation. Windows and their order are the same for all nodes:
+they follow from the card, the run spec and the seed.
+
+Shape suffixes: B batch, T sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.core.data_position import SampleRange
+from atoll.core.errors import CorpusError
+from atoll.core.run_spec import DataSection
+from atoll.node.data.block_reader import BlockReader
+from atoll.node.data.blocks import BLOCK_BYTES, CHUNK_BYTES
+from atoll.node.data.card import CorpusCard, first_windows
+from atoll.node.data.corpus import Corpus
+from atoll.node.data.fetcher import Fetcher
+from atoll.node.data.prefetch import AHEAD_BYTES, AHEAD_SAMPLES, Piece, Prefetcher
+from atoll.node.data.sample_order import ShardedOrder, WeighedSources
+from atoll.node.model.tokenizer import Tokenizer
+
+
+class ShardedCorpus:
+    """Windows of a corpus of shards. Call `close` at the end: it owns threads."""
+
+    def __init__(
+        self,
+        card: CorpusCard,
+        digest: str,
+        section: DataSection,
+        seed: int,
+        tokenizer: Tokenizer,
+        fetcher: Fetcher,
+        reader: BlockReader,
+    ) -> None:
+        """`digest` is that of the card. Raises `CorpusError` if the run's mixture does not fit the corpus."""
+        self.card, self.tokenizer, self.fetcher, self.reader = card, tokenizer, fetcher, reader
+        self.sequence_length = section.sequence_length
+        self._shard_starts = [first_windows(source, section.sequence_length) for source in card.sources]
+        counts = [starts[-1] for starts in self._shard_starts]
+        self._source_starts = list(accumulate(counts, initial=0))
+        stages = mixture_stages(card, section, counts)
+        self._held_out = held_out(counts, stages[0].weights, section.validation_samples)
+        trained = [count - held for count, held in zip(counts, self._held_out, strict=True)]
+        for source, windows, held in zip(card.sources, trained, self._held_out, strict=True):
+            number = card.sources.index(source)
+            if windows < 1 and any(stage.weights[number] for stage in stages):
+                raise CorpusError(
+                    f"the source {source.name} is too small: {source.tokens:,} tokens make "
+                    f"{windows + held} samples of {section.sequence_length} tokens, of which {held} are held out",
+                    "build a larger corpus, or lower [data] validation_samples or sequence_length",
+                )
+        weighed = [n for n in range(len(counts)) if any(stage.weights[n] for stage in stages)]
+        self.training_samples = sum(trained[number] for number in weighed)
+        window_bytes = section.sequence_length * card.token_bytes
+        self._order = ShardedOrder(seed, trained, stages, window_bytes)
+        self.digest = _digest(digest, section, stages)
+        self._prefetcher = Prefetcher(
+            self._pieces_of, reader.ensure, min(AHEAD_SAMPLES, max(64, AHEAD_BYTES // window_bytes))
+        )
+
+    def window(self, sample: int) -> int:
+        """Return the window of sample number `sample`."""
+        source, window = self._order.place(sample)
+        return self._source_starts[source] + window
+
+    def windows(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """Return windows by number, [B, T+1]. Raises `Unreachable` if a block cannot be fetched."""
+        dtype, rows = self.card.dtype, list[NDArray[np.unsignedinteger]]()
+        for index in indices:
+            source, shard, start, stop = self._bytes_of(index)
+            rows.append(np.frombuffer(self.reader.read(source, shard, start, stop), dtype=dtype))
+        windows_BT = np.stack(rows).astype(np.int64)
+        if windows_BT.max() >= self.card.tokenizer.vocabulary:  # the builder of the corpus lied: hashes are right
+            raise CorpusError("the corpus contains tokens that are not in its vocabulary", "build the corpus again")
+        return windows_BT
+
+    def validation_windows(self) -> Sequence[int]:
+        """Return the numbers of the held-out windows."""
+        ends = self._source_starts[1:]
+        return [window for end, held in zip(ends, self._held_out, strict=True) for window in range(end - held, end)]
+
+    def follow(self, ranges: Sequence[SampleRange]) -> None:
+        """Fetch what the first samples of these ranges need. Returns at once."""
+        self._prefetcher.follow(ranges)
+
+    def source_shares(self, start: int, stop: int) -> dict[str, int]:
+        """Return how many of the samples from `start` to `stop` come from each source."""
+        return {self.card.sources[number].name: count for number, count in self._order.shares(start, stop).items()}
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be fetched now; empty while some mirror answers."""
+        return self.fetcher.trouble
+
+    def close(self) -> None:
+        """End the threads."""
+        self.fetcher.close()
+        self._prefetcher.close()
+
+    def _bytes_of(self, window: int) -> tuple[int, int, int, int]:
+        """Return source, shard, and the range of bytes of a window."""
+        source = bisect_right(self._source_starts, window) - 1
+        inside, starts = window - self._source_starts[source], self._shard_starts[source]
+        shard = bisect_right(starts, inside) - 1
+        start = (inside - starts[shard]) * self.sequence_length * self.card.token_bytes
+        return source, shard, start, start + (self.sequence_length + 1) * self.card.token_bytes
+
+    def _pieces_of(self, samples: Iterable[int]) -> Sequence[Piece]:
+        """Return runs of blocks that these samples need, in the order of the first need of their chunk."""
+        needed: dict[tuple[int, int, int], set[int]] = {}
+        for sample in samples:
+            source, shard, start, stop = self._bytes_of(self.window(sample))
+            for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
+                chunk, inside = divmod(block, CHUNK_BYTES // BLOCK_BYTES)
+                needed.setdefault((source, shard, chunk), set()).add(inside)
+        return [(*where, first, last) for where, blocks in needed.items() for first, last in _runs(sorted(blocks))]
+
+
+TrainingCorpus = Corpus | ShardedCorpus
+
+
+def mixture_stages(card: CorpusCard, section: DataSection, windows: Sequence[int]) -> Sequence[WeighedSources]:
+    """Return the stages of the run's mixture over the card's sources. Raises `CorpusError` for an unknown source."""
+    names = [source.name for source in card.sources]
+    if not section.mixture:
+        return (WeighedSources(0, tuple(float(count) for count in windows)),)
+    stages = list[WeighedSources]()
+    for stage in section.mixture:
+        if unknown := sorted((stage.weights or stage.epochs or {}).keys() - set(names)):
+            raise CorpusError(
+                f"[data] mixture names the source {unknown[0]}, and the corpus has {', '.join(names)}",
+                "name sources of the corpus: atoll data show lists them",
+            )
+        weights = tuple(
+            stage.weights.get(name, 0.0) if stage.weights else (stage.epochs or {}).get(name, 0.0) * count
+            for name, count in zip(names, windows, strict=True)
+        )
+        stages.append(WeighedSources(stage.from_tokens // section.sequence_length, weights))
+    return stages
+
+
+def held_out(windows: Sequence[int], weights: Sequence[float], samples: int) -> Sequence[int]:
+    """Return how many windows of each source are held out: `samples` in all, by weight (largest remainder)."""
+    exact = [weight / sum(weights) * samples for weight in weights]
+    counts = [int(share) for share in exact]
+    by_rest = sorted(range(len(weights)), key=lambda number: (counts[number] - exact[number], number))
+    for number in by_rest[: samples - sum(counts)]:
+        counts[number] += 1
+    return [min(count, there) for count, there in zip(counts, windows, strict=True)]
+
+
+def _digest(card: str, section: DataSection, stages: Sequence[WeighedSources]) -> str:
+    """Identify tokens, their cut into windows, and their order; nodes of one run must agree on it."""
+    named = {
+        "card": card,
+        "sequence_length": section.sequence_length,
+        "validation_samples": section.validation_samples,
+        "mixture": [[stage.start, *stage.weights] for stage in stages],
+    }
+    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
+
+
+def _runs(numbers: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """Return the runs of consecutive numbers, half-open."""
+    first = previous = numbers[0]
+    for number in numbers[1:]:
+        if number != previous + 1:
+            yield first, previous + 1
+            first = number
+        previous = number
+    yield first, previous + 1
