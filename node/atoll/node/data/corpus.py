@@ -62,6 +62,9 @@ class Corpus:
     def follow(self, ranges: Sequence[SampleRange]) -> None:
         """Hear what is trained next. All of it is here already."""
 
+    def close(self) -> None:
+        """End nothing: no thread reads a local corpus."""
+
     def windows(self, indices: Sequence[int]) -> NDArray[np.int64]:
         """Return windows by number, [B, T+1]."""
         length = self.sequence_length

@@ -29,6 +29,7 @@ _FIRST_REST_OF_LIAR_SECONDS = 30.0
 _LONGEST_REST_SECONDS = 300.0
 _FORGET_SECONDS = 300.0  # a mirror that was not asked for this long is tried again
 _SMOOTHING = 0.2
+_SMALL_BYTES = 1 << 14  # a shorter answer says how long a mirror takes to begin, a longer one how fast it sends
 
 Check = Callable[[bytes], object]  # raises `BlockMismatch` for wrong bytes
 Read = Callable[[Mirror, Cancelled], bytes]
@@ -55,12 +56,10 @@ class MirrorHealth:
     def record(self, size: int, seconds: float) -> None:
         """Count a good answer."""
         self.failures, self.bytes = 0, self.bytes + size
-        before = self.expected_seconds(size)
-        if not before:
-            self.seconds, self.seconds_per_byte = seconds / 2, seconds / 2 / max(1, size)
-            return
-        scale = 1 + _SMOOTHING * (seconds / before - 1)
-        self.seconds, self.seconds_per_byte = self.seconds * scale, self.seconds_per_byte * scale
+        if size < _SMALL_BYTES or not self.seconds:
+            self.seconds = _smooth(self.seconds, seconds)
+        else:
+            self.seconds_per_byte = _smooth(self.seconds_per_byte, max(0.0, seconds - self.seconds) / size)
 
     def record_failure(self, now: float, problem: str, lied: bool) -> None:
         """Count a bad answer, and let the mirror rest."""
@@ -70,6 +69,10 @@ class MirrorHealth:
         rest = _FIRST_REST_OF_LIAR_SECONDS * 2 ** min(self.lies - 1, 8) if lied else 0.0
         rest = max(rest, _FIRST_REST_SECONDS * 2 ** min(self.failures - 1, 16))
         self.rests_until = now + min(rest, _LONGEST_REST_SECONDS)
+
+
+def _smooth(before: float, now: float) -> float:
+    return now if not before else before + _SMOOTHING * (now - before)
 
 
 @dataclass
@@ -110,8 +113,10 @@ class Fetcher:
         return "; ".join(health.last_problem for health in self.mirrors)
 
     def close(self) -> None:
-        """Let all reads end soon, with `Unreachable`."""
+        """Let all reads end soon, with `Unreachable`, and end the connections."""
         self._closed = True
+        for health in self.mirrors:
+            health.mirror.close()
 
     def read(self, path: str, start: int, stop: int, check: Check) -> bytes:
         """Return bytes of a file that pass `check`. Raises `Unreachable` if no mirror gives them in time."""

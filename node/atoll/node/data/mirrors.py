@@ -43,6 +43,10 @@ class Mirror(Protocol):
         """Return a file of unknown size. Raises `MirrorFailed`, also if it has more than `at_most` bytes."""
         ...
 
+    def close(self) -> None:
+        """End its connections. Reads that run fail."""
+        ...
+
 
 def open_mirror(address: str) -> Mirror:
     """Return the mirror at an address. Connects to nothing yet. Raises `ConfigError`."""
@@ -78,6 +82,9 @@ class DirectoryMirror:
             raise MirrorFailed(f"cannot read {path} in {self.name}: {error.strerror or error}") from error
         return _no_more(data, at_most, path, self.name)
 
+    def close(self) -> None:
+        pass
+
 
 class HttpMirror:
     """A corpus behind a web server that serves ranges. Redirects lead to web servers only."""
@@ -105,6 +112,9 @@ class HttpMirror:
     def read_whole(self, path: str, at_most: int, cancelled: Cancelled) -> bytes:
         return _no_more(self._get(path, 0, None, cancelled, at_most + 1), at_most, path, self.name)
 
+    def close(self) -> None:
+        self._client.close()
+
     def _get(self, path: str, start: int, stop: int | None, cancelled: Cancelled, at_most: int = 0) -> bytes:
         headers = {} if stop is None else {"Range": f"bytes={start}-{stop - 1}"}
         wanted, address = at_most if stop is None else stop - start, f"{self._base}/{path}"
@@ -127,7 +137,7 @@ class HttpMirror:
                             raise MirrorFailed(f"{self.name} was too slow")
                     return bytes(data)
             raise MirrorFailed(f"{self.name} redirects {path} more than {_MAX_REDIRECTS} times")
-        except (self._httpx.HTTPError, self._httpx.InvalidURL, OSError) as error:
+        except (self._httpx.HTTPError, self._httpx.InvalidURL, RuntimeError, OSError) as error:  # RuntimeError: closed
             raise MirrorFailed(f"{self.name} does not give {path}: {error or type(error).__name__}") from error
 
 
@@ -154,6 +164,9 @@ class FsspecMirror:
 
     def read_whole(self, path: str, at_most: int, cancelled: Cancelled) -> bytes:
         return _no_more(self._cat(path, 0, at_most + 1), at_most, path, self.name)
+
+    def close(self) -> None:
+        pass
 
     def _cat(self, path: str, start: int, stop: int) -> bytes:
         try:

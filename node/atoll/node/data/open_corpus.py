@@ -60,13 +60,21 @@ class OpenedCorpus:
 
     def for_training(self, spec: RunSpec, on_progress: Callable[[], object] = lambda: None) -> ShardedCorpus:
         """Cut it as a run demands, and fetch the held-out samples. Raises `CorpusError`, `Unreachable`."""
-        corpus = ShardedCorpus(
-            self.card, self.digest, spec.data, spec.run.seed, self.tokenizer, self.fetcher, self.reader
-        )
-        held_out = corpus.validation_windows()
-        for start in range(0, len(held_out), _HELD_OUT_AT_ONCE):
-            corpus.windows(held_out[start : start + _HELD_OUT_AT_ONCE])
-            on_progress()
+        try:
+            corpus = ShardedCorpus(
+                self.card, self.digest, spec.data, spec.run.seed, self.tokenizer, self.fetcher, self.reader
+            )
+        except BaseException:
+            self.fetcher.close()
+            raise
+        try:
+            held_out = corpus.validation_windows()
+            for start in range(0, len(held_out), _HELD_OUT_AT_ONCE):
+                corpus.windows(held_out[start : start + _HELD_OUT_AT_ONCE])
+                on_progress()
+        except BaseException:
+            corpus.close()
+            raise
         return corpus
 
 
@@ -79,8 +87,12 @@ def open_corpus(section: DataSection, path: str | None, cache: CacheFolder | Non
     mirrors = mirrors_of(section, path)
     folder = CacheFolder(cache.path / section.corpus, cache.budget_bytes) if cache is not None else None
     opening = Fetcher(mirrors, clock, _OPENING_PATIENCE)
-    card = parse_card(_fetch_card(opening, section.corpus, folder), section.corpus)
-    tokenizer = _tokenizer(section, card, opening, folder)
+    try:
+        card = parse_card(_fetch_card(opening, section.corpus, folder), section.corpus)
+        tokenizer = _tokenizer(section, card, opening, folder)
+    except BaseException:
+        opening.close()
+        raise
     fetcher = Fetcher(mirrors, clock)
     blocks = BlockCache(folder.path / "blocks", folder.budget_bytes) if folder is not None else None
     return OpenedCorpus(card, tokenizer, fetcher, BlockReader(card, fetcher, blocks), section.corpus)

@@ -103,7 +103,8 @@ class Loader:
             return batch
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and those of the corpus."""
+        self._corpus.close()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
