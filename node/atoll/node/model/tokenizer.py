@@ -89,6 +89,11 @@ class HuggingFaceTokenizer:
         end = self._tokenizer.eos_token_id
         self.separator: tuple[int, ...] = () if end is None else (int(end),)
 
+    @property
+    def library(self) -> Any:
+        """The tokenizer of the `transformers` library."""
+        return self._tokenizer
+
     def encode(self, text: bytes) -> NDArray[Any]:
         numbers = self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False)
         return np.asarray(numbers, dtype=np.uint32)
