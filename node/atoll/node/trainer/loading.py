@@ -19,7 +19,8 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import CorpusError, ModelTooLarge
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.data.corpus import Corpus, OnProgress, load_corpus, no_progress_callback
+from atoll.node.data.corpus import Corpus, load_corpus
+from atoll.node.data.tokenise import OnProgress, no_progress_callback
 from atoll.node.model.built_in_shape import FP32_BYTES
 from atoll.node.model.local_weights import ShardSlices
 from atoll.node.model.memory_estimate import (
@@ -226,7 +227,8 @@ def load_trainer_state(
         tokens=len(corpus.tokens),
         samples=corpus.training_samples,
         files=corpus.report.files,
-        skipped_files=corpus.report.skipped_files,  # not text
+        skipped_files=corpus.report.skipped_files,
+        skipped_rows=corpus.report.skipped_rows,
         digest=corpus.digest,
     )
     if device.type == "cpu" and config.memory_bytes:
