@@ -60,6 +60,10 @@ class RunSpecError(ConfigError):
     """The run spec is not valid."""
 
 
+class BuildSpecError(ConfigError):
+    """The spec of `atoll data build` is not valid."""
+
+
 class CorpusError(ConfigError):
     """The training text is missing, empty, binary, or differs from the run's."""
 

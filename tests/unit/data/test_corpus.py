@@ -169,6 +169,10 @@ class FakeRows(list[dict[str, object]]):
 
     column_names = ("text", "number")
 
+    def __getitem__(self, rows: slice) -> dict[str, list[object]]:  # type: ignore[override]
+        taken = super().__getitem__(rows)
+        return {name: [row[name] for row in taken] for name in taken[0]}
+
     def select_columns(self, names: list[str]) -> FakeRows:
         return FakeRows({name: row[name] for name in names} for row in self)
 
@@ -188,8 +192,9 @@ class FakeAutoTokenizer:
     def __len__(self) -> int:
         return 70_001
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool, split_special_tokens: bool = False) -> list[int]:
         assert not add_special_tokens
+        assert split_special_tokens
         return [len(word) + 65_536 for word in text.split()]
 
     def decode(self, tokens: list[int]) -> str:
@@ -215,7 +220,7 @@ def test_a_hugging_face_data_set_is_read_by_name(monkeypatch: pytest.MonkeyPatch
     for name, field, words in (("missing", "text", "doesn't exist"), ("stories", "x", "no column 'x'")):
         with pytest.raises(CorpusError, match=words):
             load_corpus(spec_for(name, field=field, **where))
-    with pytest.raises(CorpusError, match="holds int, not text"):
+    with pytest.raises(CorpusError, match="holds a number under 'number', not text"):
         load_corpus(spec_for("stories", field="number", **where))
 
 

@@ -8,6 +8,9 @@ A corpus is a directory, or the same files behind a URL:
     web/000000.digests             its hashes (`data/blocks.py`)
     web/000000.documents           where its documents end: token offsets, little-endian, 8 bytes each
 
+A document may be cut at the end of a shard: it continues at the start of the next one. Its end is listed by the shard
+that has its last token, and that shard counts it. So a shard may contain no end of a document.
+
 A run names the digest of the card. The card has the root of each shard's hashes, so that a reader can verify any block
 of any shard from any mirror. Names of files follow from the names of sources and from numbers: the card contains no
 path. A card comes from a mirror, so every field is checked before use.
@@ -31,6 +34,7 @@ from atoll.core.errors import CorpusError
 from atoll.node.data.blocks import MAX_SHARD_BYTES
 
 CARD_NAME = "corpus.json"
+MAX_SOURCES = 1024
 MAX_CARD_BYTES = 64 << 20  # 300,000 shards: 20 TB in shards of 64 MiB
 TOKENIZER_DIRECTORY = "tokenizer"
 MAX_TOKENIZER_BYTES = 256 << 20
@@ -83,6 +87,7 @@ class Shard(_Strict):
     documents: _Number
     sha256: _Sha256  # of the file of tokens, for people and for `sha256sum`
     root: _Sha256  # of its tree of hashes
+    documents_sha256: _Sha256  # of the file of documents
 
 
 class Source(_Strict):
@@ -107,7 +112,7 @@ class CorpusCard(_Strict):
     version: Literal[1] = 1
     token_bytes: Literal[1, 2, 4]
     tokenizer: CardTokenizer
-    sources: Annotated[tuple[Source, ...], Field(min_length=1, max_length=1024, strict=False)]
+    sources: Annotated[tuple[Source, ...], Field(min_length=1, max_length=MAX_SOURCES, strict=False)]
     left_out: dict[str, _Number] = {}  # what the build did not use, by kind: rows without text, lines that are no JSON
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,17 +21,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.core import log
 from atoll.core.data_position import SampleRange
 from atoll.core.errors import CorpusError
 from atoll.core.run_spec import RunSpec
+from atoll.node.data.inputs import Document, SourceReport, input_spec, plan_units, read_unit
 from atoll.node.data.sample_order import SampleOrder
-from atoll.node.data.text_sources import SourceReport, documents
+from atoll.node.data.tokenise import OnProgress, no_progress_callback, token_dtype, token_parts
 from atoll.node.model.tokenizer import Tokenizer, load_tokenizer
 
 IN_MEMORY_BYTES = 256 * 1024**2
 _HASHED_TOKENS = 1 << 24  # tokens hashed at once
-
-OnProgress = Callable[[int], object]  # called after some work, with the number of tokens so far
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,6 @@ class Corpus:
         return range(self.training_samples, self.training_samples + self.validation_samples)
 
 
-def no_progress_callback(_: int) -> None:
-    """Ignore progress."""
-
-
 def load_corpus(
     spec: RunSpec,
     path: str | None = None,
@@ -93,13 +89,18 @@ def load_corpus(
     section, report = spec.data, SourceReport()
     where = path or section.path
     tokenizer = tokenizer or load_tokenizer(section.tokenizer)
-    tokens = pack(documents(section, where, report), tokenizer, on_progress=on_progress)
+    plan = plan_units(input_spec(section, path))
+    report.add(plan.report)
+    documents = (document for unit in plan.units for document in read_unit(unit, report))
+    tokens = pack(documents, tokenizer, on_progress=on_progress)
+    if not report.documents:
+        raise report.nothing_read(where)
+    if left_out := report.left_out():
+        log.get("data").warning("training_text_left_out", what=left_out, path=where)
     windows = max(0, (len(tokens) - 1) // section.sequence_length)
     if windows <= section.validation_samples:
         raise CorpusError(
-            f"the training text at {where} is empty"
-            if not len(tokens)
-            else f"the training text at {where} is too small: {len(tokens):,} tokens make {windows} samples of "
+            f"the training text at {where} is too small: {len(tokens):,} tokens make {windows} samples of "
             f"{section.sequence_length} tokens, of which {section.validation_samples} are held out for validation",
             "use more text, or lower [data] validation_samples or sequence_length",
         )
@@ -108,38 +109,29 @@ def load_corpus(
 
 
 def pack(
-    texts: Iterable[bytes],
+    documents: Iterable[Document],
     tokenizer: Tokenizer,
     in_memory_bytes: int = IN_MEMORY_BYTES,
     on_progress: OnProgress = no_progress_callback,
 ) -> NDArray[Any]:
     """Pack all documents into one token array, each followed by the separator; empty documents are left out."""
     dtype = token_dtype(tokenizer.vocabulary)
-    separator = np.asarray(tokenizer.separator, dtype=dtype).tobytes()
     parts: list[bytes] = []
     size = 0
     file = None
-    for text in texts:
-        if not text:
-            continue
-        parts += (tokenizer.encode(text).astype(dtype, copy=False).tobytes(), separator)
-        size += len(parts[-2]) + len(separator)
+    for part, _ in token_parts(documents, tokenizer, on_progress):
+        parts.append(part.tobytes())
+        size += len(parts[-1])
         if file is None and size > in_memory_bytes:
             file = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the map over it)
         if file is not None:
             file.writelines(parts)
             parts.clear()
-        on_progress(size // dtype.itemsize)
     if file is None:
         return np.frombuffer(b"".join(parts), dtype=dtype)
     with file:  # unlinked from the start; the map keeps its space alive
         file.flush()
         return np.memmap(file, dtype=dtype, mode="r")
-
-
-def token_dtype(vocabulary: int) -> np.dtype[Any]:
-    """Return the narrowest little-endian unsigned integer that holds every token."""
-    return np.dtype("u1" if vocabulary <= 1 << 8 else "<u2" if vocabulary <= 1 << 16 else "<u4")
 
 
 def _digest(tokens: NDArray[Any], spec: RunSpec, tokenizer: Tokenizer, on_progress: OnProgress) -> str:

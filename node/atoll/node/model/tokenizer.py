@@ -97,6 +97,11 @@ class HuggingFaceTokenizer:
         end = self._tokenizer.eos_token_id
         self.separator: tuple[int, ...] = () if end is None else (int(end),)
 
+    @property
+    def library(self) -> Any:
+        """The tokenizer of the `transformers` library."""
+        return self._tokenizer
+
     @cached_property
     def digest(self) -> str:
         fast = getattr(self._tokenizer, "backend_tokenizer", None)

@@ -19,9 +19,10 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import CorpusError, ModelTooLarge
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.data.corpus import OnProgress, load_corpus, no_progress_callback
+from atoll.node.data.corpus import load_corpus
 from atoll.node.data.open_corpus import CacheFolder, OpenedCorpus, open_corpus
 from atoll.node.data.sharded_corpus import ShardedCorpus, TrainingCorpus
+from atoll.node.data.tokenise import OnProgress, no_progress_callback
 from atoll.node.model.built_in_shape import FP32_BYTES
 from atoll.node.model.local_weights import ShardSlices
 from atoll.node.model.memory_estimate import (
@@ -266,7 +267,8 @@ def _log_corpus(corpus: TrainingCorpus) -> None:
         facts = {
             "tokens": len(corpus.tokens),
             "files": corpus.report.files,
-            "skipped_files": corpus.report.skipped_files,  # not text
+            "skipped_files": corpus.report.skipped_files,
+            "skipped_rows": corpus.report.skipped_rows,
         }
     log.get("trainer").info("corpus_loaded", samples=corpus.training_samples, digest=corpus.digest, **facts)
 

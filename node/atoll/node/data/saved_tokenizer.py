@@ -1,0 +1,129 @@
+"""The tokenizer of a corpus as files beside it, and as worker processes load it.
+
+`save_tokenizer` writes the files that the card lists, without what depends on where the tokenizer came from, and checks
+that they encode as the original does. Workers read `tokenizer.json` with the Rust library alone: `transformers` imports
+torch, which takes 200 MB in each process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from atoll.core.disk import OS_DISK, Disk
+from atoll.core.errors import ConfigError
+from atoll.node.data.card import TOKENIZER_FILES, CardTokenizer, TokenizerFile
+from atoll.node.data.durable_files import explained, write_file
+from atoll.node.model.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+
+_RUST_FILE = "tokenizer.json"
+_ORIGIN_KEYS = frozenset({"is_local", "local_files_only", "name_or_path", "_commit_hash", "transformers_version"})
+
+
+@dataclass(frozen=True)
+class SavedTokenizer:
+    """A tokenizer in a directory."""
+
+    card: CardTokenizer
+    directory: Path
+    special: tuple[int, ...]  # numbers of its special tokens
+    rust: bool  # its tokenizer.json says all
+
+
+def save_tokenizer(name: str, directory: Path, disk: Disk = OS_DISK) -> SavedTokenizer:
+    """Load the tokenizer `name` and write its files. Raises `ConfigError`, `DataDirUnusable`."""
+    tokenizer = load_tokenizer(name)
+    shown = Path(name).name if Path(name).is_dir() else name
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        files = _write(tokenizer, directory, disk)
+        special = tuple(sorted(tokenizer.library.all_special_ids))
+    else:
+        files, special = (), ()
+    card = CardTokenizer(
+        name=shown,
+        digest=tokenizer.digest,
+        vocabulary=tokenizer.vocabulary,
+        separator=tokenizer.separator,
+        files=files,
+    )
+    rust = any(file.name == _RUST_FILE for file in files) and _rust_digest(directory, card) == card.digest
+    saved = SavedTokenizer(card, directory, special, rust)
+    if files and not rust and load_tokenizer(str(directory)).digest != card.digest:
+        raise ConfigError(
+            f"the files of tokenizer {name!r} do not encode as it does, so nobody could use the corpus",
+            "use a tokenizer of the tokenizers library, which has a tokenizer.json",
+        )
+    return saved
+
+
+@lru_cache(maxsize=1)
+def load_saved(saved: SavedTokenizer) -> Tokenizer:
+    """Load a tokenizer that `save_tokenizer` has written; again the same one in the same process."""
+    if not saved.card.files:
+        return ByteTokenizer()
+    return RustTokenizer(saved) if saved.rust else load_tokenizer(str(saved.directory))
+
+
+class RustTokenizer(HuggingFaceTokenizer):
+    """A Hugging Face tokenizer from its tokenizer.json, without the `transformers` library."""
+
+    def __init__(self, saved: SavedTokenizer) -> None:
+        self.name = saved.card.name
+        self.vocabulary = saved.card.vocabulary
+        self.separator = saved.card.separator
+        self._tokenizer: Any = _Library(_load_rust(saved.directory), saved.special)
+
+    def save(self, directory: Path) -> None:
+        raise NotImplementedError("the files are in the corpus")
+
+
+class _Library:
+    """What `HuggingFaceTokenizer` and the encoders use of `transformers`."""
+
+    def __init__(self, backend: Any, special: tuple[int, ...]) -> None:
+        self.backend_tokenizer = backend
+        self.all_special_ids = special
+
+    def encode(self, text: str, add_special_tokens: bool) -> Any:
+        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self.backend_tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+def _load_rust(directory: Path) -> Any:
+    from tokenizers import Tokenizer as Rust
+
+    return Rust.from_file(str(directory / _RUST_FILE))
+
+
+def _rust_digest(directory: Path, card: CardTokenizer) -> str:
+    try:
+        backend = _load_rust(directory)
+    except Exception:  # the library raises `Exception` itself, as for parts that are written in Python
+        return ""
+    return RustTokenizer(SavedTokenizer(card, directory, (), True)).digest if backend else ""
+
+
+def _write(tokenizer: Tokenizer, directory: Path, disk: Disk) -> tuple[TokenizerFile, ...]:
+    """Write the files whose names a card may list, each the same wherever the tokenizer came from."""
+    files = []
+    with explained(directory), tempfile.TemporaryDirectory(prefix="atoll-tokenizer-") as folder:
+        directory.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(Path(folder))
+        for path in sorted(Path(folder).iterdir()):
+            if path.name in TOKENIZER_FILES:
+                data = _without_origin(path.read_bytes()) if path.name == "tokenizer_config.json" else path.read_bytes()
+                write_file(directory / path.name, data, disk)
+                files.append(TokenizerFile(name=path.name, size=len(data), sha256=hashlib.sha256(data).hexdigest()))
+    return tuple(files)
+
+
+def _without_origin(data: bytes) -> bytes:
+    settings = {key: value for key, value in json.loads(data).items() if key not in _ORIGIN_KEYS}
+    return json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
