@@ -147,7 +147,13 @@ def endless_corpus(tokens: int, shard_bytes: int = 64 << 20) -> tuple[Files, str
     """
     content = np.random.default_rng(7).integers(1, 256, shard_bytes, dtype=np.uint8).tobytes()
     root, digests = hash_shard(memoryview(content)[at : at + CHUNK_BYTES] for at in range(0, shard_bytes, CHUNK_BYTES))
-    shard = Shard(tokens=shard_bytes, documents=1, sha256=hashlib.sha256(content).hexdigest(), root=root)
+    shard = Shard(
+        tokens=shard_bytes,
+        documents=1,
+        sha256=hashlib.sha256(content).hexdigest(),
+        root=root,
+        documents_sha256="0" * 64,
+    )
     card = CorpusCard(
         token_bytes=1,
         tokenizer=card_tokenizer(),
@@ -174,7 +180,15 @@ def write_corpus(root: Path, sources: dict[str, list[bytes]]) -> str:
             tree, digests = hash_shard(content[at : at + CHUNK_BYTES] for at in range(0, len(content), CHUNK_BYTES))
             (root / ShardName(name, number).path("tokens")).write_bytes(content)
             (root / ShardName(name, number).path("digests")).write_bytes(digests)
-            rows.append(Shard(tokens=len(content), documents=1, sha256=hashlib.sha256(content).hexdigest(), root=tree))
+            rows.append(
+                Shard(
+                    tokens=len(content),
+                    documents=1,
+                    sha256=hashlib.sha256(content).hexdigest(),
+                    root=tree,
+                    documents_sha256="0" * 64,
+                )
+            )
         written.append(Source(name=name, shards=tuple(rows)))
     card = CorpusCard(token_bytes=1, tokenizer=card_tokenizer(), sources=tuple(written)).to_json()
     (root / CARD_NAME).write_bytes(card)

@@ -10,7 +10,7 @@ from atoll.core.errors import CorpusError
 from atoll.node.data import card as cards
 from atoll.node.data.card import CorpusCard, Shard, ShardName, Source, card_digest, first_windows, parse_card
 
-SHARD = Shard(tokens=100, documents=3, sha256="a" * 64, root="b" * 64)
+SHARD = Shard(tokens=100, documents=3, sha256="a" * 64, root="b" * 64, documents_sha256="c" * 64)
 
 
 def a_card(**changes: Any) -> dict[str, Any]:
