@@ -34,8 +34,7 @@ min_nodes = {nodes}
 stop_tokens = {tokens}
 {model}
 [data]
-path = "{corpus}"
-sequence_length = 64
+{data}
 validation_samples = 8
 [optimizer]
 micro_batch_samples = 2
@@ -77,15 +76,16 @@ class ProcessSwarm(LocalSwarm):
         fragments: int = 1,
         round_growth: float = 0.1,
         model: str = MODEL,
+        data: str = "",
         **flags: str,
     ) -> None:
-        """Coordinator, run and seed."""
-        corpus = write_corpus(self.root / "corpus.txt")
+        """Coordinator, run and seed. `data`: keys of the run's corpus; default: a text file."""
+        data = data or f'path = "{write_corpus(self.root / "corpus.txt")}"\nsequence_length = 64'
         self.endpoints = await self.start_coordinator(
             *(word for name, value in flags.items() for word in (f"--{name}", value))
         )
         rounds = {"round_tokens": round_tokens, "codec": codec}
-        spec = SPEC.format(nodes=nodes, tokens=tokens, corpus=corpus, model=model, **rounds)
+        spec = SPEC.format(nodes=nodes, tokens=tokens, data=data, model=model, **rounds)
         await self.create_run(f"{spec}fragments = {fragments}\nround_growth = {round_growth}\n")
         await self.start_member("seed", "seed")
         await self.until(lambda: self.in_state("seed", "ready"), "seed not ready", READY)

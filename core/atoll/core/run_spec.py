@@ -57,6 +57,9 @@ class MixtureSection(Section):
             raise ValueError("a stage needs a source with a weight above 0")
         return self
 
+    def __hash__(self) -> int:
+        return hash((self.from_tokens, *sorted((self.weights or self.epochs or {}).items())))
+
 
 class DataSection(Section):
     """Where the corpus is, and its division into samples of `sequence_length` tokens."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError, ConfigError, CorpusError, Unreachable
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.data import fetcher as fetching
+from atoll.node.data import open_corpus as opening
 from atoll.node.data.blocks import BLOCK_BYTES, CHUNK_BYTES
 from atoll.node.data.open_corpus import CacheFolder, open_corpus
 from atoll.node.data.sharded_corpus import ShardedCorpus
@@ -184,12 +184,13 @@ def test_a_mirror_that_lies_about_digests_is_not_believed(lab: Lab, server: Corp
 def test_one_mirror_that_always_lies_gives_an_error_and_no_token(
     lab: Lab, server: CorpusServer, closing: Closing, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atoll.node.data.open_corpus._OPENING_PATIENCE", timedelta(seconds=0.5))
-    monkeypatch.setattr(fetching, "PATIENCE", timedelta(seconds=0.5))
-    monkeypatch.setattr(fetching.Fetcher.__init__, "__defaults__", (timedelta(seconds=0.5),))
+    monkeypatch.setattr(opening, "OPENING_PATIENCE", timedelta(seconds=1.5))
     server.faults.lies = lambda name, start: name.endswith(path)
+    heard: list[str] = []
+    spec = spec_of(lab.digest, [server.address])
     with pytest.raises(Unreachable, match="wrong bytes"):
-        lab.open(server.address)
+        open_corpus(spec.data, None, CacheFolder(lab.cache), SystemClock(), heard.append).for_training(spec)
+    assert "wrong bytes" in heard[0]
 
 
 @pytest.mark.parametrize("fault", ["stalls", "slow", "gone"])

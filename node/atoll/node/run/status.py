@@ -47,7 +47,11 @@ class LiveStatus:
 
     def show_loading_progress(self, so_far: Loading) -> None:
         """Report how far a loading trainer is."""
-        if so_far.tokens and self.state in (mb.NODE_STATE_JOINING, mb.NODE_STATE_CATCHING_UP):
+        if self.state not in (mb.NODE_STATE_JOINING, mb.NODE_STATE_CATCHING_UP):
+            return
+        if so_far.trouble:
+            self.detail = f"waits for training text: {so_far.trouble}"
+        elif so_far.tokens:
             self.detail = f"reading the corpus: {so_far.tokens:,} tokens so far"
 
     def to_proto(self, averaging_bytes: int, other_bytes: int) -> mb.NodeStatus:

@@ -20,6 +20,7 @@ from atoll.core.clock import Clock
 from atoll.core.errors import CorpusError, ModelTooLarge
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.data.corpus import load_corpus
+from atoll.node.data.fetcher import OnTrouble, no_trouble_callback
 from atoll.node.data.open_corpus import CacheFolder, OpenedCorpus, open_corpus
 from atoll.node.data.sharded_corpus import ShardedCorpus, TrainingCorpus
 from atoll.node.data.tokenise import OnProgress, no_progress_callback
@@ -204,6 +205,7 @@ def load_trainer_state(
     clock: Clock,
     rendezvous: Rendezvous | None = None,
     on_progress: OnProgress = no_progress_callback,
+    on_trouble: OnTrouble = no_trouble_callback,
 ) -> TrainerState:
     """Load everything that `config` names. `facts` describe all devices together.
 
@@ -213,7 +215,7 @@ def load_trainer_state(
     devices = rendezvous.devices if rendezvous is not None else [torch.device(facts.device)]
     device = devices[config.rank]
     spec = parse_run_spec(config.run_spec_toml)
-    opened = _open_corpus(config, spec, clock) if spec.data.source == "corpus" else None
+    opened = _open_corpus(config, spec, clock, on_trouble) if spec.data.source == "corpus" else None
     tokenizer = load_tokenizer(spec.data.tokenizer) if opened is None else opened.tokenizer
     run = run_model(spec, tokenizer.vocabulary, Path(config.base_path) if config.base_path else None)
     span = Span(*config.span) if config.span is not None else None
@@ -255,9 +257,9 @@ def load_trainer_state(
     return TrainerState(spec, run, corpus, clock, facts, devices, device, times, loop)
 
 
-def _open_corpus(config: messages.TrainerConfig, spec: RunSpec, clock: Clock) -> OpenedCorpus:
+def _open_corpus(config: messages.TrainerConfig, spec: RunSpec, clock: Clock, on_trouble: OnTrouble) -> OpenedCorpus:
     cache = CacheFolder(Path(config.cache_path), config.cache_bytes) if config.cache_path is not None else None
-    return open_corpus(spec.data, config.corpus_path, cache, clock)
+    return open_corpus(spec.data, config.corpus_path, cache, clock, on_trouble)
 
 
 def _log_corpus(corpus: TrainingCorpus) -> None:

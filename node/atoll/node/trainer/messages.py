@@ -210,6 +210,7 @@ class Loading:
     """Progress report of a child that loads. A child without reports for too long is taken to hang."""
 
     tokens: int  # of the corpus read so far
+    trouble: str = ""  # why it cannot go on now
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,9 @@ class TrainerSession:
             rendezvous_fd = open_anonymous_file("atoll-rendezvous")
             self._ranks = RankProcesses(config, (anchor_fd, gradient_fd, rendezvous_fd), self._exit_on_rank_failure)
             rendezvous = Rendezvous(devices, 0, rendezvous_fd, self._ranks.send_to_ranks)
-        self._state = load_trainer_state(config, facts, end, self._clock, rendezvous, self._report_loading)
+        self._state = load_trainer_state(
+            config, facts, end, self._clock, rendezvous, self._report_loading, self._report_trouble
+        )
         assert not isinstance(self._state.loop, RankStage)
         self._loop = self._state.loop
         self._orders = ModelOrders(self._state, config, anchor_fd, gradient_fd)
@@ -88,6 +90,10 @@ class TrainerSession:
         if now - self._pushed_at >= STATUS_INTERVAL_SECONDS:
             self._pushed_at = now
             self._channel.answer(0, messages.Loading(tokens))
+
+    def _report_trouble(self, trouble: str) -> None:
+        """Say why loading does not go on."""
+        self._channel.answer(0, messages.Loading(0, trouble))
 
     def _send_ready(self, probe: messages.Probe) -> None:
         anchor_E = self._orders.anchor_E

@@ -1,0 +1,66 @@
+"""Whole swarms that train on a corpus behind mirrors: empty disks, mirrors that lie and end."""
+
+import numpy as np
+import pytest
+from benchmarks.corpus_server import CorpusServer, files_of, write_corpus
+from support.process_swarm import ROUNDS, process_swarm
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]
+
+
+def waves(seed: int, size: int) -> bytes:
+    """Text that a small model can learn."""
+    numbers = np.random.default_rng(seed).integers(0, 10_000, size // 30)
+    return b"".join(b"The %dth wave broke on the reef.\0" % number for number in numbers)
+
+
+async def test_nodes_with_empty_disks_train_what_mirrors_give_and_wait_while_none_does(tmp_path):
+    digest = write_corpus(
+        tmp_path / "corpus", {"web": [waves(1, 3 << 20), waves(2, 2 << 20)], "sea": [waves(3, 1 << 20)]}
+    )
+    files = files_of(tmp_path / "corpus")
+    with CorpusServer(files) as liar, CorpusServer(files) as honest:
+        liar.faults.lies = lambda path, start: path.endswith("tokens") and start // 8192 % 2 == 1
+        data = f"""source = "corpus"
+corpus = "{digest}"
+mirrors = ["{liar.address}", "{honest.address}"]
+tokenizer = "corpus"
+mixture = [{{ weights = {{ web = 3, sea = 1 }} }}]
+sequence_length = 512"""
+        async with process_swarm(tmp_path) as swarm:
+            await swarm.begin(nodes=2, tokens=200_000, round_tokens=6000, codec="fp32", data=data)
+            await swarm.node("ann")
+            await swarm.node("bob", 0.05, "--device", "cpu,cpu")
+            await swarm.rounds("ann", 2)
+            liar.faults.status = honest.faults.status = 503
+            waits = "waits for training text"
+            await swarm.until(
+                lambda: waits in (swarm.status("ann") or {}).get("detail", ""), "ann does not say that it waits", ROUNDS
+            )
+            assert "503" in swarm.status("ann")["detail"]
+            told = await swarm.json("node", "show", "ann")
+            assert waits in told["node"]["status"]["detail"]
+            stopped_at = swarm.round("ann")
+            liar.faults.status = honest.faults.status = 0
+            for name in ("ann", "bob"):
+                await swarm.reach(name, "finished")
+            assert swarm.round("ann") > stopped_at
+            assert swarm.anchor_digest("ann") == swarm.anchor_digest("bob")
+            assert 0 < swarm.status("ann")["data_bytes_fetched"] < 6 << 20
+            run = (await swarm.json("run", "show", "reef"))["run"]
+            losses = [item["loss"] for item in run["evaluations"]]
+            assert losses[-1] < 0.9 * losses[0]
+
+
+async def test_a_node_whose_mirrors_give_another_corpus_ends_with_the_reason(tmp_path):
+    write_corpus(tmp_path / "corpus", {"web": [waves(1, 1 << 20)]})
+    with CorpusServer(files_of(tmp_path / "corpus")) as server:
+        data = f'source = "corpus"\ncorpus = "{"0" * 64}"\nmirrors = ["{server.address}"]\nsequence_length = 64'
+        async with process_swarm(tmp_path) as swarm:
+            await swarm.begin(nodes=1, tokens=20_000, data=data)
+            await swarm.node("ann")
+            await swarm.until(
+                lambda: "another digest" in (swarm.status("ann") or {}).get("detail", ""),
+                "ann does not say why",
+                ROUNDS,
+            )
