@@ -31,6 +31,7 @@ _FORGET_SECONDS = 300.0  # a mirror that was not asked for this long is tried ag
 _SMOOTHING = 0.2
 _SMALL_BYTES = 1 << 14  # a shorter answer says how long a mirror takes to begin, a longer one how fast it sends
 
+OnTrouble = Callable[[str], object]  # called about once a second while no mirror answers, with the reasons
 Check = Callable[[bytes], object]  # raises `BlockMismatch` for wrong bytes
 Read = Callable[[Mirror, Cancelled], bytes]
 
@@ -82,16 +83,26 @@ class _Attempt:
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 
+def no_trouble_callback(_: str) -> None:
+    """Ignore trouble."""
+
+
 class Fetcher:
     """Reads from mirrors. May be used by several threads at once. Has no thread while nothing is read."""
 
-    def __init__(self, mirrors: Sequence[Mirror], clock: Clock, patience: timedelta = PATIENCE) -> None:
-        """`mirrors` are at least one, preferred ones first."""
+    def __init__(
+        self,
+        mirrors: Sequence[Mirror],
+        clock: Clock,
+        patience: timedelta = PATIENCE,
+        on_trouble: OnTrouble = no_trouble_callback,
+    ) -> None:
+        """`mirrors` are at least one, preferred ones first. `patience` and `on_trouble` hold until `opened`."""
         if not mirrors:
             raise ValueError("a fetcher needs a mirror")
         self.mirrors = tuple(MirrorHealth(mirror) for mirror in mirrors)
         self.hedged = 0  # reads for which a second mirror was asked
-        self._clock, self._patience = clock, patience.total_seconds()
+        self._clock, self._patience, self._on_trouble = clock, patience.total_seconds(), on_trouble
         self._lock = threading.Lock()
         self._closed = False
 
@@ -111,6 +122,10 @@ class Fetcher:
         if any(not health.failures for health in self.mirrors):
             return ""
         return "; ".join(health.last_problem for health in self.mirrors)
+
+    def opened(self) -> None:
+        """From now on reads are those of training, which tells its trouble itself."""
+        self._patience, self._on_trouble = PATIENCE.total_seconds(), no_trouble_callback
 
     def close(self) -> None:
         """Let all reads end soon, with `Unreachable`, and end the connections."""
@@ -145,6 +160,8 @@ class Fetcher:
                     attempt, answer = answers.get(timeout=min(max(wait, 0.01), 1.0, max(0.01, gives_up_at - now)))
                 except queue.Empty:
                     self._end_stuck(attempts)
+                    if trouble := self.trouble:
+                        self._on_trouble(trouble)
                     continue
                 if attempt in attempts:
                     attempts.remove(attempt)

@@ -29,14 +29,14 @@ from atoll.node.data.card import (
     card_digest,
     parse_card,
 )
-from atoll.node.data.fetcher import Fetcher
+from atoll.node.data.fetcher import Fetcher, OnTrouble, no_trouble_callback
 from atoll.node.data.mirrors import Mirror, open_mirror
 from atoll.node.data.sharded_corpus import ShardedCorpus
 from atoll.node.model.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 TOKENIZER_OF_CORPUS = "corpus"  # the name in a run spec of the tokenizer that a corpus brings
 DEFAULT_CACHE_BYTES = 20 * 10**9
-_OPENING_PATIENCE = timedelta(minutes=8)  # less than the daemon waits for a word from a loading trainer
+OPENING_PATIENCE = timedelta(hours=1)
 _HELD_OUT_AT_ONCE = 64
 
 
@@ -75,25 +75,31 @@ class OpenedCorpus:
         except BaseException:
             corpus.close()
             raise
+        self.fetcher.opened()
         return corpus
 
 
-def open_corpus(section: DataSection, path: str | None, cache: CacheFolder | None, clock: Clock) -> OpenedCorpus:
+def open_corpus(
+    section: DataSection,
+    path: str | None,
+    cache: CacheFolder | None,
+    clock: Clock,
+    on_trouble: OnTrouble = no_trouble_callback,
+) -> OpenedCorpus:
     """Read the card and the tokenizer of a run's corpus. `path`: a directory that has it, asked before the mirrors.
 
-    Raises `CorpusError`, `ConfigError`, `Unreachable`.
+    `on_trouble` hears while no mirror gives what is needed, here and until the held-out samples are there. Raises `CorpusError`, `ConfigError`, `Unreachable`.
     """
     assert section.corpus is not None
     mirrors = mirrors_of(section, path)
     folder = CacheFolder(cache.path / section.corpus, cache.budget_bytes) if cache is not None else None
-    opening = Fetcher(mirrors, clock, _OPENING_PATIENCE)
+    fetcher = Fetcher(mirrors, clock, OPENING_PATIENCE, on_trouble)
     try:
-        card = parse_card(_fetch_card(opening, section.corpus, folder), section.corpus)
-        tokenizer = _tokenizer(section, card, opening, folder)
+        card = parse_card(_fetch_card(fetcher, section.corpus, folder), section.corpus)
+        tokenizer = _tokenizer(section, card, fetcher, folder)
     except BaseException:
-        opening.close()
+        fetcher.close()
         raise
-    fetcher = Fetcher(mirrors, clock)
     blocks = BlockCache(folder.path / "blocks", folder.budget_bytes) if folder is not None else None
     return OpenedCorpus(card, tokenizer, fetcher, BlockReader(card, fetcher, blocks), section.corpus)
 
