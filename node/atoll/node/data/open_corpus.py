@@ -88,7 +88,8 @@ def open_corpus(
 ) -> OpenedCorpus:
     """Read the card and the tokenizer of a run's corpus. `path`: a directory that has it, asked before the mirrors.
 
-    `on_trouble` hears while no mirror gives what is needed, here and until the held-out samples are there. Raises `CorpusError`, `ConfigError`, `Unreachable`.
+    `on_trouble` hears while no mirror gives what is needed, here and until the held-out samples are there. Raises
+    `CorpusError`, `ConfigError`, `DataDirUnusable`, `Unreachable`.
     """
     assert section.corpus is not None
     mirrors = mirrors_of(section, path)
