@@ -290,14 +290,50 @@ def test_leases_shrink_to_half_of_what_is_left_of_an_epoch(rounds_left, full):
     assert -(-SHORT_PERCENT * 10 // 100) == 18
 
 
-def test_members_share_the_last_samples_of_an_epoch_in_proportion_to_their_paces():
-    paces = {"a": Pace(30), "b": Pace(10)}
-    position = DataPosition(960, (), {"a": (), "b": ()}, paces, 1000)
+@pytest.mark.parametrize("epoch", [1, 2, 5])
+def test_members_share_the_last_samples_of_an_epoch_in_proportion_to_their_paces(epoch):
+    end, paces = 1000 * epoch, {"a": Pace(30), "b": Pace(10)}
+    position = DataPosition(end - 40, (), {"a": (), "b": ()}, paces, 1000)
     after = advance(position, ["a", "b"], {}, 40)
-    of_epoch = {peer: sum(n < 1000 for n in numbers(ranges)) for peer, ranges in after.holdings.items()}
+    of_epoch = {peer: sum(n < end for n in numbers(ranges)) for peer, ranges in after.holdings.items()}
     assert of_epoch == {"a": 30, "b": 10}
     assert sample_count(after.holdings["a"]) == -(-SHORT_PERCENT * 30 // 100)
-    assert after.cursor == 960 + sum(-(-SHORT_PERCENT * pace.samples // 100) for pace in paces.values())
+    assert after.cursor == end - 40 + sum(-(-SHORT_PERCENT * pace.samples // 100) for pace in paces.values())
+
+
+def test_a_returned_range_that_crosses_the_end_of_an_epoch_is_shared_like_two():
+    position = DataPosition(1040, ((960, 1040),), {"a": (), "b": ()}, {"a": Pace(30), "b": Pace(10)}, 1000)
+    after = advance(position, ["a", "b"], {}, 40)
+    assert after.holdings == {"a": ((960, 990), (1000, 1023)), "b": ((990, 1000), (1023, 1031))}
+    assert (after.cursor, after.returned) == (1031, ())
+
+
+def test_no_sample_of_an_epoch_is_left_over_when_members_share_its_last():
+    peers = ["a", "b", "c"]
+    position = DataPosition(969, (), dict.fromkeys(peers, ()), dict.fromkeys(peers, Pace(10)), 1000)
+    after = advance(position, peers, {}, 30)
+    assert sum(n < 1000 for n in held(after)) == 31
+
+
+def test_the_last_leases_of_an_epoch_last_as_many_rounds_more_as_there_are_cuts():
+    position = DataPosition(990, (), {"a": (), "b": ()}, {"a": Pace(10), "b": Pace(10)}, 1000)
+    once, twice = (advance(position, ["a", "b"], {}, 20, turns) for turns in (1, 2))
+    assert sample_count(once.holdings["a"]) == -(-SHORT_PERCENT * 10 // 100)
+    assert sample_count(twice.holdings["a"]) == -(-SHORT_PERCENT * 2 * 10 // 100)
+
+
+def test_a_member_at_the_cursor_takes_returned_samples_first():
+    position = DataPosition(500, ((100, 120),), {"a": ((490, 500),)}, {"a": Pace(10)}, 100_000)
+    after = advance(position, ["a"], {"a": 5}, 20)
+    assert after.holdings["a"][:2] == ((495, 500), (100, 120))
+
+
+def test_false_paces_do_not_bring_the_end_of_an_epoch_nearer_for_all():
+    """The swarm is taken to consume at most `round_samples` in a round."""
+    paces = {"a": Pace(100), "b": Pace(100)}
+    position = DataPosition(1200, (), dict.fromkeys(PEERS, ()), paces, 2000)
+    after = advance(position, PEERS, {}, 100)
+    assert sample_count(after.holdings["a"]) == 800 * 100 // (2 * 100)
 
 
 def test_a_member_gets_less_of_the_last_samples_if_it_holds_some_already():
@@ -382,6 +418,17 @@ def test_a_first_lease_is_at_most_a_round():
 def test_a_first_lease_is_short_at_the_end_of_an_epoch():
     head = replace(HEAD, epoch_samples=60)
     assert sample_count(with_first_leases(head, [(2, 7, "n")], 100).holdings["n"]) == -(-SHORT_PERCENT * 10 // 100)
+
+
+def test_false_paces_do_not_make_first_leases_longer():
+    peers = [f"p{place}" for place in range(8)]
+    head = DataPosition(1000, (), dict.fromkeys(peers, ((0, 1),)), dict.fromkeys(peers, Pace(100)))
+    assert sample_count(with_first_leases(head, [(2, 9, "n")], 100).holdings["n"]) == FIRST_ROUNDS * (100 // 8)
+
+
+def test_a_round_under_an_older_plan_begins_no_route_again():
+    assert advance(HEAD, ["a", "b"], {}, 20, routes_begun=9).routes_begun == 9
+    assert advance(HEAD, ["a", "b"], {}, 20, routes_begun=3).routes_begun == HEAD.routes_begun
 
 
 def test_the_first_lease_of_a_run_is_a_share_of_some_rounds():
