@@ -79,7 +79,7 @@ class ShardedCorpus:
         """Return windows by number, [B, T+1]. Raises `Unreachable` if a block cannot be fetched."""
         dtype, rows = self.card.dtype, list[NDArray[np.unsignedinteger]]()
         for index in indices:
-            source, shard, start, stop = self._bytes_of(index)
+            source, shard, start, stop = self.place(index)
             rows.append(np.frombuffer(self.reader.read(source, shard, start, stop), dtype=dtype))
         windows_BT = np.stack(rows).astype(np.int64)
         if windows_BT.max() >= self.card.tokenizer.vocabulary:  # the builder of the corpus lied: hashes are right
@@ -109,8 +109,8 @@ class ShardedCorpus:
         self.fetcher.close()
         self._prefetcher.close()
 
-    def _bytes_of(self, window: int) -> tuple[int, int, int, int]:
-        """Return source, shard, and the range of bytes of a window."""
+    def place(self, window: int) -> tuple[int, int, int, int]:
+        """Return the source, the shard and the range of bytes of a window."""
         source = bisect_right(self._source_starts, window) - 1
         inside, starts = window - self._source_starts[source], self._shard_starts[source]
         shard = bisect_right(starts, inside) - 1
@@ -121,7 +121,7 @@ class ShardedCorpus:
         """Return runs of blocks that these samples need, in the order of the first need of their chunk."""
         needed: dict[tuple[int, int, int], set[int]] = {}
         for sample in samples:
-            source, shard, start, stop = self._bytes_of(self.window(sample))
+            source, shard, start, stop = self.place(self.window(sample))
             for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
                 chunk, inside = divmod(block, CHUNK_BYTES // BLOCK_BYTES)
                 needed.setdefault((source, shard, chunk), set()).add(inside)
