@@ -5,7 +5,7 @@ Samples are numbered 0, 1, 2, … without end. `SampleOrder` is for text that ev
 train. There a run of samples must lie close together, so that a node fetches little more than it trains:
 
 - Windows are cut into stretches of about 1 MiB, and each epoch has its own permutation of the stretches.
-- In a stretch, windows come in order but for groups of 32 KiB, whose windows are permuted.
+- In a stretch, windows come in order but for groups of 16 KiB, whose windows are permuted.
 - Documents were permuted when the corpus was built. So a stretch is a random draw of documents.
 
 A mixture weighs the sources. Sample numbers are dealt to sources so evenly that each has its share of every run of
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 _MASK = (1 << 64) - 1
 _FEISTEL_ROUNDS = 6
 STRETCH_BYTES = 1 << 20
-GROUP_BYTES = 1 << 15
+GROUP_BYTES = 1 << 14
 PATTERN_SAMPLES = 1 << 16  # the pattern of sources repeats after these
 
 
