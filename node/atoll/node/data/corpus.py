@@ -34,6 +34,7 @@ from atoll.node.data.encoders import description_of
 from atoll.node.data.heartbeat import heartbeat
 from atoll.node.data.inputs import Document, InputSpec, Plan, SourceReport, input_spec, plan_units, read_unit
 from atoll.node.data.token_cache import CachedTokens, TokenCache
+from atoll.node.data.token_files import TOKEN_SOURCES, bad_token, first_bad_token, map_tokens
 from atoll.node.data.tokenise import OnProgress, no_progress_callback, token_dtype, token_parts
 from atoll.node.data.unit_workers import tokenised_units
 from atoll.node.model.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -52,7 +53,7 @@ _log = log.get("data")
 class Corpus:
     """The tokens of a run, and how they are cut into windows."""
 
-    tokens: NDArray[Any]  # 1-D, unsigned, as narrow as the vocabulary allows
+    tokens: NDArray[Any]  # 1-D; unsigned and as narrow as the vocabulary allows, or as a file of tokens has them
     tokenizer: Tokenizer
     sequence_length: int
     validation_samples: int
@@ -92,12 +93,17 @@ def load_corpus(
     where = path or section.path
     tokenizer = tokenizer or load_tokenizer(section.tokenizer)
     source = input_spec(section, path)
+    if section.source in TOKEN_SOURCES:
+        tokens, documents = map_tokens(section.source, where)
+        report = SourceReport(files=1, documents=documents)
+        digest, _ = _digest(tokens, spec, tokenizer, on_progress, where)
+        return _cut(tokens, spec, where, tokenizer, digest, report)
     with heartbeat(partial(on_progress, 0)):
         plan = plan_units(source)
     if cache_path is None:
         report = SourceReport()
-        documents = (document for unit in plan.units for document in read_unit(unit, report))
-        tokens = pack(documents, tokenizer, on_progress=on_progress)
+        texts = (document for unit in plan.units for document in read_unit(unit, report))
+        tokens = pack(texts, tokenizer, on_progress=on_progress)
         digest, _ = _digest(tokens, spec, tokenizer, on_progress)
     else:
         cached, digest = _cached(TokenCache(cache_path), spec, source, plan, tokenizer, on_progress, cpu_threads)
@@ -105,9 +111,16 @@ def load_corpus(
     report = _sum_of(plan.report, report)
     if left_out := report.left_out():
         _log.warning("training_text_left_out", path=where, what=left_out)
-    windows = max(0, (len(tokens) - 1) // section.sequence_length)
     if not report.documents:
         raise report.nothing_read(where)
+    return _cut(tokens, spec, where, tokenizer, digest, report)
+
+
+def _cut(
+    tokens: NDArray[Any], spec: RunSpec, where: str, tokenizer: Tokenizer, digest: str, report: SourceReport
+) -> Corpus:
+    section = spec.data
+    windows = max(0, (len(tokens) - 1) // section.sequence_length)
     if windows <= section.validation_samples:
         raise CorpusError(
             f"the training text at {where} is too small: {len(tokens):,} tokens make {windows} samples of "
@@ -235,8 +248,14 @@ def pack(
         ) from error
 
 
-def _digest(tokens: NDArray[Any], spec: RunSpec, tokenizer: Tokenizer, on_progress: OnProgress) -> tuple[str, int]:
-    """Return the corpus's digest, and the CRC-32 of the tokens."""
+def _digest(
+    tokens: NDArray[Any], spec: RunSpec, tokenizer: Tokenizer, on_progress: OnProgress, checked: str = ""
+) -> tuple[str, int]:
+    """Return the corpus's digest, and the CRC-32 of the tokens.
+
+    Equal tokens give equal digests, whatever the type of the array. Raises `CorpusError` for a token beyond the
+    vocabulary in the file `checked`.
+    """
     named = {
         "tokenizer": tokenizer.name,
         "vocabulary": tokenizer.vocabulary,
@@ -244,10 +263,13 @@ def _digest(tokens: NDArray[Any], spec: RunSpec, tokenizer: Tokenizer, on_progre
         "validation_samples": spec.data.validation_samples,
     }
     digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode() + b"\n")
-    checksum = 0
+    checksum, dtype = 0, token_dtype(tokenizer.vocabulary)
     for start in range(0, len(tokens), _HASHED_TOKENS):
-        block = np.ascontiguousarray(tokens[start : start + _HASHED_TOKENS]).view(np.uint8).data
-        digest.update(block)
-        checksum = zlib.crc32(block, checksum)
+        block = tokens[start : start + _HASHED_TOKENS]
+        if checked and (bad := first_bad_token(block, tokenizer.vocabulary)) is not None:
+            raise bad_token(checked, start + bad, int(block[bad]), tokenizer.name, tokenizer.vocabulary)
+        data = np.ascontiguousarray(block, dtype=dtype).view(np.uint8).data
+        digest.update(data)
+        checksum = zlib.crc32(data, checksum)
         on_progress(len(tokens))
     return digest.hexdigest(), checksum

@@ -30,6 +30,7 @@ from atoll.node.data.readers import (
     read_text,
 )
 from atoll.node.data.source_report import SourceReport
+from atoll.node.data.token_files import TOKEN_SOURCES
 
 __all__ = ["Document", "InputSpec", "LongText", "Plan", "SourceReport", "Unit", "input_spec", "plan_units", "read_unit"]
 
@@ -92,6 +93,8 @@ def plan_units(spec: InputSpec, unit_bytes: int = UNIT_BYTES) -> Plan:
     Raises `CorpusError`, `ConfigError`.
     """
     report = SourceReport()
+    if spec.source in TOKEN_SOURCES:
+        raise CorpusError(f"{spec.path} holds tokens, not text", "set [data] source to the format of the text")
     if spec.source == "huggingface":
         rows = load_rows(spec.path, spec.subset, spec.split, spec.field, again=True)
         return Plan(_row_units(spec, rows, unit_bytes), spec.path, (), str(getattr(rows, "_fingerprint", "")), report)
