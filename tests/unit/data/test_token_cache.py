@@ -19,9 +19,12 @@ from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.data import corpus as corpus_module
 from atoll.node.data import token_cache
 from atoll.node.data.corpus import Corpus, load_corpus
+from atoll.node.data.encoders import SavedTokenizer
 from atoll.node.data.heartbeat import heartbeat
-from atoll.node.data.inputs import SourceReport
+from atoll.node.data.inputs import InputSpec, SourceReport, plan_units
 from atoll.node.data.token_cache import CachedTokens, TokenCache
+from atoll.node.data.unit_workers import tokenised_units
+from atoll.node.model.tokenizer import HuggingFaceTokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 BYTE = np.dtype("u1")
@@ -263,9 +266,9 @@ def test_a_full_temporary_folder_is_named(text: Text, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def with_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "BYTES_PER_WORKER_FROM", 0)
+    monkeypatch.setattr(corpus_module, "BYTE_WORKERS_FROM_BYTES", 0)
     plan_units = corpus_module.plan_units
-    monkeypatch.setattr(corpus_module, "plan_units", lambda spec: plan_units(spec, 1000))
+    monkeypatch.setattr(corpus_module, "plan_units", lambda spec, *_: plan_units(spec, 1000))
 
 
 @pytest.mark.usefixtures("with_workers")
@@ -295,18 +298,30 @@ def test_the_error_of_a_worker_is_that_of_one_process(text: Text) -> None:
 def test_a_worker_that_dies_is_an_error(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHOME", "/nowhere")  # no interpreter starts
     with pytest.raises(ChildDied, match="ended with status"):
-        load_corpus(spec_for(text.path), cache_path=text.cache)
+        load_corpus(spec_for(text.path), cache_path=text.cache, cpu_threads=2)
 
 
-def test_a_worker_names_a_tokenizer_that_it_cannot_load(tmp_path: Path) -> None:
-    from atoll.node.data.inputs import InputSpec, plan_units
-    from atoll.node.data.unit_workers import tokenised_units
-
-    (tmp_path / "a.txt").write_text("x")
-    units = plan_units(InputSpec("text", str(tmp_path))).units
-    pytest.importorskip("transformers")
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        [*tokenised_units(units, str(tmp_path / "none"), tmp_path, 1, lambda _: None)]
+@pytest.mark.parametrize("in_python", [False, True])
+def test_workers_have_the_tokenizer(tmp_path: Path, in_python: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    words = {"the": 0, "fox": 1, "<end>": 2, "?": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(tmp_path / "words")
+    tokenizer = HuggingFaceTokenizer(str(tmp_path / "words"))
+    if in_python:  # then the worker loads it by name
+        monkeypatch.setattr(SavedTokenizer, "save", lambda *_: False)
+    for name, content in (("a", "the fox <end>"), ("b", "a fox")):
+        (tmp_path / f"{name}.txt").write_text(content)
+    units = plan_units(InputSpec("text", str(tmp_path)), 10).units
+    found = [path.read_bytes() for path, _ in tokenised_units(units, tokenizer, tmp_path, 2, lambda _: None)]
+    assert found == [bytes([0, 1, 3, 3, 2]), bytes([3, 1, 2])]
+    (tmp_path / "words" / "tokenizer.json").unlink()
+    (tmp_path / "words" / "tokenizer_config.json").unlink()
+    if in_python:
+        with pytest.raises(ConfigError, match="cannot be loaded"):
+            [*tokenised_units(units, tokenizer, tmp_path, 1, lambda _: None)]
 
 
 # --- progress -------------------------------------------------------------------------------------------
