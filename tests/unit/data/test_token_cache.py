@@ -202,6 +202,10 @@ def test_only_the_newest_entries_stay_and_none_in_use_goes(tmp_path: Path) -> No
     assert {path.stem for path in (tmp_path / "corpora").iterdir()} == {"e", "f", "lock"}
 
 
+def test_a_corpus_without_tokens_is_an_entry_like_others(tmp_path: Path) -> None:
+    opened(TokenCache(tmp_path / "corpora"), "a", b"")
+
+
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     cache = TokenCache(tmp_path / "corpora")
     (tmp_path / "corpora" / "parts").mkdir()
