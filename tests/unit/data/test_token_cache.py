@@ -122,6 +122,17 @@ def test_another_field_makes_new_tokens(text: Text) -> None:
     assert second.startswith(b"second 0 \0second 1")
 
 
+def test_another_tokenizer_of_the_same_name_makes_new_tokens(text: Text, tmp_path: Path) -> None:
+    save_words(tmp_path / "words", {"fox": 0, "dog.": 1, "<end>": 2, "?": 3})
+    first = text.load(tokenizer=str(tmp_path / "words"))
+    assert text.load(tokenizer=str(tmp_path / "words")).digest == first.digest
+    assert text.times_read == 1
+    save_words(tmp_path / "words", {"fox": 1, "dog.": 0, "<end>": 2, "?": 3})
+    second = text.load(tokenizer=str(tmp_path / "words"))
+    assert text.times_read == 2
+    assert second.tokens.tolist() == [{0: 1, 1: 0}.get(token, token) for token in first.tokens.tolist()]
+
+
 def _shorten(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
@@ -305,14 +316,17 @@ def test_a_worker_that_dies_is_an_error(text: Text, monkeypatch: pytest.MonkeyPa
         load_corpus(spec_for(text.path), cache_path=text.cache, cpu_threads=2)
 
 
-@pytest.mark.parametrize("in_python", [False, True])
-def test_workers_have_the_tokenizer(tmp_path: Path, in_python: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def save_words(folder: Path, words: dict[str, int]) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
-    words = {"the": 0, "fox": 1, "<end>": 2, "?": 3}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(tmp_path / "words")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(folder)
+
+
+@pytest.mark.parametrize("in_python", [False, True])
+def test_workers_have_the_tokenizer(tmp_path: Path, in_python: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_words(tmp_path / "words", {"the": 0, "fox": 1, "<end>": 2, "?": 3})
     tokenizer = HuggingFaceTokenizer(str(tmp_path / "words"))
     if in_python:  # then the worker loads it by name
         monkeypatch.setattr(SavedTokenizer, "save", lambda *_: False)

@@ -70,6 +70,19 @@ class Encoding:
         return low
 
 
+def describe(backend: Any, separator: Sequence[int], special: Sequence[int]) -> dict[str, Any]:
+    """Return the library's description of a tokenizer, with all special tokens marked as such.
+
+    Raises an error of the library if the tokenizer has parts written in Python.
+    """
+    description: dict[str, Any] = json.loads(backend.to_str())
+    never = {*separator, *special}
+    for token in description["added_tokens"]:
+        token["special"] = token["special"] or token["id"] in never
+    description["truncation"] = description["padding"] = None
+    return description
+
+
 class FastEncoder:
     """Encodes with a copy of the Rust tokenizer in which no special token is recognised in text."""
 
@@ -84,11 +97,7 @@ class FastEncoder:
     @classmethod
     def of(cls, backend: Any, separator: Sequence[int], special: Sequence[int]) -> FastEncoder:
         """Copy a tokenizer of the library. Raises an error of the library if it has parts written in Python."""
-        description = json.loads(backend.to_str())
-        never = {*separator, *special}
-        for token in description["added_tokens"]:
-            token["special"] = token["special"] or token["id"] in never
-        description["truncation"] = description["padding"] = None
+        description = describe(backend, separator, special)
         spelt = {number: str(backend.id_to_token(number)) for number in separator}
         return cls(json.dumps(description), spelt, description["model"].get("type") == "BPE")
 
@@ -208,10 +217,9 @@ def description_of(tokenizer: Tokenizer) -> str:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         library = tokenizer.library
         parts += [type(library).__name__, tokenizers_version(), sorted(library.all_special_ids)]
-        encoder = encoder_of(tokenizer)
-        if isinstance(encoder, FastEncoder):
-            parts.append(encoder.description)
-        else:
+        try:
+            parts.append(describe(library.backend_tokenizer, tokenizer.separator, library.all_special_ids))
+        except Exception:  # as in `encoder_of`
             parts += [sorted(library.get_vocab().items()), repr(sorted(library.init_kwargs.items()))]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
