@@ -27,7 +27,7 @@ from atoll.node.data.build_schedule import Limits, OpenGroup, SourceSchedule
 from atoll.node.data.build_spec import BuildSource, BuildSpec
 from atoll.node.data.build_tasks import SaveTokenizer, TokeniseUnit, WriteShard
 from atoll.node.data.byte_streams import unreadable
-from atoll.node.data.card import CorpusCard, Shard, Source, card_digest
+from atoll.node.data.card import MAX_SHARDS, CorpusCard, Shard, Source, card_digest, parse_card
 from atoll.node.data.durable_files import GO_ON
 from atoll.node.data.inputs import InputSpec, Plan, SourceReport, plan_units
 from atoll.node.data.saved_tokenizer import SavedTokenizer
@@ -90,9 +90,10 @@ def build_corpus(
         build.run(workers or usable_cores())
         if _inputs_digest(plans) != inputs:
             raise CorpusError("the input files changed while they were read", "build again with --restart")
-        card = build.card()
-        files.finish(card.to_json())
-    return BuiltCorpus(card, card_digest(card.to_json()), {it.name: it.report() for it in build.sources})
+        data = build.card().to_json()
+        card = parse_card(data)  # checks what readers will check
+        files.finish(data)
+    return BuiltCorpus(card, card_digest(data), {it.name: it.report() for it in build.sources})
 
 
 def _input_spec(source: BuildSource) -> InputSpec:
@@ -271,6 +272,11 @@ class _Build:
     def _open_groups(self, source: _SourceBuild) -> None:
         """Hand out the shards of groups whose units are all tokenised, and close groups that are complete."""
         while group := source.schedule.next_group():
+            if group.first_shard + group.shards > MAX_SHARDS:
+                raise CorpusError(
+                    f"source {source.name!r} has more than {MAX_SHARDS:,} shards of {self._spec.shard_bytes:,} bytes",
+                    "build with a larger shard_bytes",
+                )
             source.open_groups.append(group)
             seed = self._spec.seed if self._shuffled else None
             tokens = Group(source.name, group.number, group.spills, seed, self._dtype, self._shard_tokens)

@@ -61,6 +61,16 @@ def save_tokenizer(name: str, directory: Path, disk: Disk = OS_DISK) -> SavedTok
     return saved
 
 
+def open_saved(card: CardTokenizer, directory: Path) -> Tokenizer:
+    """Load the tokenizer of a corpus that may come from elsewhere. The caller compares its digest.
+
+    Raises `ConfigError`.
+    """
+    special: tuple[int, ...] = ()
+    rust = any(file.name == _RUST_FILE for file in card.files) and _rust_digest(directory, card) == card.digest
+    return load_saved(SavedTokenizer(card, directory, special, rust))
+
+
 @lru_cache(maxsize=1)
 def load_saved(saved: SavedTokenizer) -> Tokenizer:
     """Load a tokenizer that `save_tokenizer` has written; again the same one in the same process."""
