@@ -60,6 +60,7 @@ class BuiltCorpus:
 
 
 OnProgress = Callable[[BuildProgress], object]
+StartPool = Callable[[int, str], WorkerPool[Any]]  # with the number of workers, and what to do if one dies
 
 
 def build_corpus(
@@ -72,6 +73,7 @@ def build_corpus(
     limits: Limits = Limits(),  # noqa: B008  (frozen)
     on_progress: OnProgress = lambda _: None,
     disk: Disk = OS_DISK,
+    start_pool: StartPool = WorkerPool,
 ) -> BuiltCorpus:
     """Build the corpus in `directory`, or go on where an earlier call stopped.
 
@@ -81,13 +83,14 @@ def build_corpus(
     files = BuildDirectory(directory, (source.name for source in spec.sources), disk)
     plans = [plan_units(_input_spec(source), limits.unit_bytes) for source in spec.sources]
     with files.locked():
-        tokenizer = _save_tokenizer(spec.tokenizer, files.staged_tokenizer(), disk)
+        tokenizer = _save_tokenizer(spec.tokenizer, files.staged_tokenizer(), disk, start_pool)
         inputs = _inputs_digest(plans)
         state = BuildState(_spec_digest(spec, tokenizer, limits), inputs, tuple(it.name for it in spec.sources))
         files.open(state, restart)
         tokenizer = replace(tokenizer, directory=files.adopt_tokenizer(tokenizer.card))
         build = _Build(spec, plans, files, tokenizer, limits, strict, on_progress, disk)
-        build.run(workers or usable_cores())
+        with start_pool(workers or usable_cores(), GO_ON) as pool:
+            build.run(pool)
         if _inputs_digest(plans) != inputs:
             raise CorpusError("the input files changed while they were read", "build again with --restart")
         data = build.card().to_json()
@@ -100,11 +103,12 @@ def _input_spec(source: BuildSource) -> InputSpec:
     return InputSpec(source.source, source.path, source.field, source.subset, source.split)
 
 
-def _save_tokenizer(name: str, directory: Path, disk: Disk) -> SavedTokenizer:
+def _save_tokenizer(name: str, directory: Path, disk: Disk, start_pool: StartPool) -> SavedTokenizer:
     """Write the tokenizer's files in a process of its own, whose memory is free afterwards."""
-    with WorkerPool[SavedTokenizer](1, GO_ON) as pool:
+    with start_pool(1, GO_ON) as pool:
         pool.submit(SaveTokenizer(name, directory, disk))
-        return pool.wait()[1]
+        saved: SavedTokenizer = pool.wait()[1]
+    return saved
 
 
 def _spec_digest(spec: BuildSpec, tokenizer: SavedTokenizer, limits: Limits) -> str:
@@ -191,19 +195,18 @@ class _Build:
         self.sources = [self._open(number, plan) for number, plan in enumerate(plans)]
         self._progress = replace(self._progress, bytes_earlier=self._progress.bytes_done)
 
-    def run(self, workers: int) -> None:
+    def run(self, pool: WorkerPool[Any]) -> None:
         """Complete all groups. Raises what `build_corpus` raises."""
         for source in self.sources:
             self._open_groups(source)
-        with WorkerPool[Any](workers, GO_ON) as pool:
+        self._on_progress(self._progress)
+        while True:
+            while pool.idle and (task := self._next_task()):
+                pool.submit(task)
+            if not pool.running:
+                return
+            self._task_done(*pool.wait())
             self._on_progress(self._progress)
-            while True:
-                while pool.idle and (task := self._next_task()):
-                    pool.submit(task)
-                if not pool.running:
-                    return
-                self._task_done(*pool.wait())
-                self._on_progress(self._progress)
 
     def card(self) -> CorpusCard:
         """Describe the corpus when all groups are complete."""

@@ -31,6 +31,7 @@ from atoll.node.data.source_report import SourceReport
 from atoll.node.data.spill import Spill, open_spill
 
 NAME = ".build"
+_KINDS = ("units", "shards", "groups")
 _SHARD_FILE = re.compile(r"\d{6,}\.(tokens|digests|documents)")
 
 
@@ -84,12 +85,14 @@ class BuildDirectory:
             for name in self._sources:
                 for directory in (
                     self.corpus / name,
-                    *(self._work / kind / name for kind in ("units", "shards", "groups")),
+                    *(self._work / kind / name for kind in _KINDS),
                 ):
                     directory.mkdir(parents=True, exist_ok=True)
                     remove_unfinished(directory)
             for directory in (self.corpus, self._work):
                 remove_unfinished(directory)
+            for directory in (*(self._work / kind for kind in _KINDS), self._work, self.corpus, self.corpus.parent):
+                self._disk.sync_directory(directory)
         write_file(file, json.dumps(vars(state)).encode() + b"\n", self._disk)
 
     def staged_tokenizer(self) -> Path:
@@ -194,7 +197,7 @@ class BuildDirectory:
         with explained(self.corpus):
             sources = json.loads(file.read_bytes())["sources"] if file.exists() else ()
             (self.corpus / CARD_NAME).unlink(missing_ok=True)
-            for kind in ("units", "shards", "groups"):
+            for kind in _KINDS:
                 shutil.rmtree(self._work / kind, ignore_errors=True)
             for source in sources:
                 for path in (self.corpus / source).glob("*"):
