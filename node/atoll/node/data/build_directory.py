@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.core.disk import OS_DISK, Disk
-from atoll.core.errors import AlreadyExists, AlreadyRunning, CorpusError
+from atoll.core.errors import AlreadyExists, AlreadyRunning, CorpusError, DataDirUnusable
 from atoll.node.data.build_schedule import DoneGroup
 from atoll.node.data.card import CARD_NAME, TOKENIZER_DIRECTORY, CardTokenizer, Shard
 from atoll.node.data.durable_files import explained, remove_unfinished, write_file
@@ -79,8 +79,10 @@ class BuildDirectory:
         if restart:
             self._delete_earlier()
         if file.exists():
-            found = json.loads(file.read_bytes())
-            self._check(BuildState(found["spec"], found["inputs"], tuple(found["sources"])), state)
+            with _readable(file):
+                found = json.loads(file.read_bytes())
+                earlier = BuildState(found["spec"], found["inputs"], tuple(found["sources"]))
+            self._check(earlier, state)
         with explained(self.corpus):
             for name in self._sources:
                 for directory in (
@@ -133,14 +135,14 @@ class BuildDirectory:
 
     def spills(self, source: str) -> dict[int, Spill]:
         """Return the units that are tokenised. Raises `DataDirUnusable`."""
-        with explained(self._work):
+        with _readable(self._work):
             paths = sorted((self._work / "units" / source).glob("*.spill"))
             return {int(path.stem): open_spill(path) for path in paths}
 
     def groups(self, source: str) -> list[DoneGroup]:
         """Return the groups that are complete, in order. Raises `DataDirUnusable`."""
         found = []
-        with explained(self._work):
+        with _readable(self._work):
             for number in range(len(list((self._work / "groups" / source).glob("*.json")))):
                 read = json.loads(self._group_path(source, number).read_bytes())
                 read["report"] = SourceReport.from_dict(read["report"])
@@ -151,7 +153,7 @@ class BuildDirectory:
     def shard(self, source: str, number: int) -> Shard | None:
         """Return the description of a shard that is complete. Raises `DataDirUnusable`."""
         path = self.shard_path(source, number)
-        with explained(path):
+        with _readable(path):
             return Shard.model_validate_json(path.read_bytes()) if path.exists() else None
 
     def write_group(self, source: str, number: int, group: DoneGroup) -> None:
@@ -207,3 +209,14 @@ class BuildDirectory:
                     (self.corpus / source).rmdir()
             shutil.rmtree(self.corpus / TOKENIZER_DIRECTORY, ignore_errors=True)
             file.unlink(missing_ok=True)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Explain damage to what an earlier build wrote. Raises `DataDirUnusable`."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataDirUnusable(
+            f"the unfinished build in {path} cannot be read: {error}", "begin again with --restart"
+        ) from error
