@@ -41,7 +41,7 @@ class RunSection(Section):
 class DataSection(Section):
     """Location of the corpus on each node, and its division into samples of `sequence_length` tokens."""
 
-    source: Literal["text", "jsonl", "parquet", "huggingface"] = "text"
+    source: Literal["text", "jsonl", "parquet", "huggingface", "npy", "megatron"] = "text"
     path: str  # file, directory or glob; for huggingface a data set's name or path. `atoll join --data` overrides it
     field: str = "text"  # column or JSON key of the text
     subset: str | None = None  # huggingface configuration name

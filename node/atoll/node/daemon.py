@@ -276,6 +276,7 @@ class Daemon:
             corpus_path=str(Path(config.data).resolve()) if config.data else None,
             base_path=str(Path(config.base).resolve()) if config.base else None,
             layer_times_path=str(config.path("layer-times.json").resolve()),
+            cache_path=str(config.path("corpora").resolve()),
             device=config.device,
             cpu_threads=config.cpu_threads or os.cpu_count() or 1,
             minimum_step_seconds=config.minimum_step_seconds,

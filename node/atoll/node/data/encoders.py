@@ -6,17 +6,19 @@ becomes ordinary tokens: only the end of a document is the separator. Tokenizers
 
 from __future__ import annotations
 
+import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.node.model.tokenizer import HuggingFaceTokenizer
+from atoll.node.model.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class FastEncoder:
         for token in description["added_tokens"]:
             token["special"] = token["special"] or token["id"] in never
         description["truncation"] = description["padding"] = None
-        self._tokenizer = Tokenizer.from_str(json.dumps(description))
+        self.description = json.dumps(description)
+        self._tokenizer = Tokenizer.from_str(self.description)
         self._tokenizer.encode_special_tokens = True
         self._separator = {number: str(backend.id_to_token(number)) for number in separator}
         self.cuts_inside_words = description["model"].get("type") == "BPE"
@@ -156,3 +159,22 @@ def encoder_of(tokenizer: HuggingFaceTokenizer) -> FastEncoder | SlowEncoder:
         return FastEncoder(backend, tokenizer.separator, library.all_special_ids)
     except Exception:  # the library raises `Exception` itself for parts that are written in Python
         return SlowEncoder(library)
+
+
+def description_of(tokenizer: Tokenizer) -> str:
+    """Return a digest of everything that a tokenizer's tokens depend on."""
+    parts: list[Any] = [tokenizer.vocabulary, tokenizer.separator]
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        library = tokenizer.library
+        parts += [type(library).__name__, tokenizers_version(), sorted(library.all_special_ids)]
+        encoder = encoder_of(tokenizer)
+        if isinstance(encoder, FastEncoder):
+            parts.append(encoder.description)
+        else:
+            parts += [sorted(library.get_vocab().items()), repr(sorted(library.init_kwargs.items()))]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def tokenizers_version() -> str:
+    """Return the versions of the libraries that encode."""
+    return " ".join(version(name) for name in ("transformers", "tokenizers"))

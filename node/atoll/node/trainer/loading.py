@@ -20,6 +20,7 @@ from atoll.core.clock import Clock
 from atoll.core.errors import CorpusError, ModelTooLarge
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.data.corpus import Corpus, load_corpus
+from atoll.node.data.heartbeat import heartbeat
 from atoll.node.data.tokenise import OnProgress, no_progress_callback
 from atoll.node.model.built_in_shape import FP32_BYTES
 from atoll.node.model.local_weights import ShardSlices
@@ -206,12 +207,13 @@ def load_trainer_state(
     """Load everything that `config` names. `facts` describe all devices together.
 
     Raises `RunSpecError`, `UnsupportedModel`, `ModelTooLarge`, `PretrainedWeightsUnusable`, `CorpusError`,
-    `InvalidRequest`, `ConfigError`.
+    `InvalidRequest`, `ConfigError`, `DataDirUnusable`, `ChildDied`.
     """
     devices = rendezvous.devices if rendezvous is not None else [torch.device(facts.device)]
     device = devices[config.rank]
     spec = parse_run_spec(config.run_spec_toml)
-    tokenizer = load_tokenizer(spec.data.tokenizer)
+    with heartbeat(partial(on_progress, 0)):  # it may be downloaded
+        tokenizer = load_tokenizer(spec.data.tokenizer)
     run = run_model(spec, tokenizer.vocabulary, Path(config.base_path) if config.base_path else None)
     span = Span(*config.span) if config.span is not None else None
     facts = usable_facts(facts, spec, run, len(devices))
@@ -221,7 +223,8 @@ def load_trainer_state(
     _warm_up()
     on_progress(0)
     run.check(span, partial(on_progress, 0))
-    corpus = load_corpus(spec, config.corpus_path, tokenizer, on_progress)
+    cache_path = Path(config.cache_path) if config.cache_path is not None else None
+    corpus = load_corpus(spec, config.corpus_path, tokenizer, on_progress, cache_path, config.cpu_threads)
     log.get("trainer").info(
         "corpus_loaded",
         tokens=len(corpus.tokens),

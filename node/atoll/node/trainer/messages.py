@@ -36,6 +36,7 @@ class TrainerConfig:
     span: tuple[int, int] | None = None  # first and last layer to hold; None: all layers
     layer_times: tuple[tuple[str, float, float], ...] = ()  # measured by an earlier trainer of this node
     layer_times_path: str | None = None  # cache file for layer times, which outlives the daemon
+    cache_path: str | None = None  # folder for tokens of training text, which outlives the daemon; None: no cache
     base_path: str | None = None  # directory of the run's pretrained weights
 
 
