@@ -204,7 +204,7 @@ def _print_card(card: CorpusCard, digest: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"corpus {digest}", title_justify="left")
+    table = Table()
     table.add_column("source")
     for column in ("tokens", "documents", "shards", "bytes"):
         table.add_column(column, justify="right")
@@ -212,6 +212,7 @@ def _print_card(card: CorpusCard, digest: str) -> None:
         size = bytes_text(source.tokens * card.token_bytes)
         table.add_row(source.name, f"{source.tokens:,}", f"{source.documents:,}", f"{len(source.shards):,}", size)
     console = Console()
+    console.print(f"corpus {digest}", highlight=False, soft_wrap=True)
     console.print(table)
     console.print(
         f"tokenizer {card.tokenizer.name}: {card.tokenizer.vocabulary:,} tokens, digest {card.tokenizer.digest}",

@@ -35,7 +35,7 @@ from atoll.node.data.shard_writer import Group
 from atoll.node.data.shuffle import permutation
 from atoll.node.data.spill import Spill
 from atoll.node.data.tokenise import token_dtype
-from atoll.node.system.worker_pool import WorkerPool, usable_cores
+from atoll.node.system.worker_pool import StartPool, WorkerPool, usable_cores
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,6 @@ class BuiltCorpus:
 
 
 OnProgress = Callable[[BuildProgress], object]
-StartPool = Callable[[int, str], WorkerPool[Any]]  # with the number of workers, and what to do if one dies
 
 
 def build_corpus(

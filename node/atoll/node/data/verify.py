@@ -23,7 +23,7 @@ from atoll.node.data.blocks import (
     wrong_blocks,
 )
 from atoll.node.data.card import TOKENIZER_DIRECTORY, CorpusCard, Shard, ShardName, TokenizerFile
-from atoll.node.system.worker_pool import WorkerPool, usable_cores
+from atoll.node.system.worker_pool import StartPool, WorkerPool, usable_cores
 
 OnVerified = Callable[[int, int], object]  # called with bytes verified and bytes of all shards
 
@@ -123,7 +123,11 @@ class _VerifyTokenizerFile:
 
 
 def verify_corpus(
-    directory: Path, card: CorpusCard, workers: int | None = None, on_verified: OnVerified = lambda *_: None
+    directory: Path,
+    card: CorpusCard,
+    workers: int | None = None,
+    on_verified: OnVerified = lambda *_: None,
+    start_pool: StartPool = WorkerPool,
 ) -> list[str]:
     """Return what is wrong with the files of a corpus, in the card's order: one sentence for each shard."""
     tasks: list[_VerifyShard | _VerifyTokenizerFile] = [
@@ -137,7 +141,7 @@ def verify_corpus(
     places = {id(task): place for place, task in enumerate(tasks)}
     found: dict[int, str] = {}
     done, everything = 0, card.tokens * card.token_bytes
-    with WorkerPool[str](min(workers or usable_cores(), len(tasks))) as pool:
+    with start_pool(min(workers or usable_cores(), len(tasks)), "run the command again") as pool:
         on_verified(0, everything)
         for task, wrong in pool.run(tasks):
             if wrong:
