@@ -19,9 +19,12 @@ from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.data import corpus as corpus_module
 from atoll.node.data import token_cache
 from atoll.node.data.corpus import Corpus, load_corpus
+from atoll.node.data.encoders import SavedTokenizer
 from atoll.node.data.heartbeat import heartbeat
-from atoll.node.data.inputs import SourceReport
+from atoll.node.data.inputs import InputSpec, SourceReport, plan_units
 from atoll.node.data.token_cache import CachedTokens, TokenCache
+from atoll.node.data.unit_workers import tokenised_units
+from atoll.node.model.tokenizer import HuggingFaceTokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 BYTE = np.dtype("u1")
@@ -119,6 +122,17 @@ def test_another_field_makes_new_tokens(text: Text) -> None:
     assert second.startswith(b"second 0 \0second 1")
 
 
+def test_another_tokenizer_of_the_same_name_makes_new_tokens(text: Text, tmp_path: Path) -> None:
+    save_words(tmp_path / "words", {"fox": 0, "dog.": 1, "<end>": 2, "?": 3})
+    first = text.load(tokenizer=str(tmp_path / "words"))
+    assert text.load(tokenizer=str(tmp_path / "words")).digest == first.digest
+    assert text.times_read == 1
+    save_words(tmp_path / "words", {"fox": 1, "dog.": 0, "<end>": 2, "?": 3})
+    second = text.load(tokenizer=str(tmp_path / "words"))
+    assert text.times_read == 2
+    assert second.tokens.tolist() == [{0: 1, 1: 0}.get(token, token) for token in first.tokens.tolist()]
+
+
 def _shorten(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
@@ -199,6 +213,10 @@ def test_only_the_newest_entries_stay_and_none_in_use_goes(tmp_path: Path) -> No
     assert {path.stem for path in (tmp_path / "corpora").iterdir()} == {"e", "f", "lock"}
 
 
+def test_a_corpus_without_tokens_is_an_entry_like_others(tmp_path: Path) -> None:
+    opened(TokenCache(tmp_path / "corpora"), "a", b"")
+
+
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     cache = TokenCache(tmp_path / "corpora")
     (tmp_path / "corpora" / "parts").mkdir()
@@ -263,9 +281,9 @@ def test_a_full_temporary_folder_is_named(text: Text, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def with_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "BYTES_PER_WORKER_FROM", 0)
+    monkeypatch.setattr(corpus_module, "BYTE_WORKERS_FROM_BYTES", 0)
     plan_units = corpus_module.plan_units
-    monkeypatch.setattr(corpus_module, "plan_units", lambda spec: plan_units(spec, 1000))
+    monkeypatch.setattr(corpus_module, "plan_units", lambda spec, *_: plan_units(spec, 1000))
 
 
 @pytest.mark.usefixtures("with_workers")
@@ -295,18 +313,33 @@ def test_the_error_of_a_worker_is_that_of_one_process(text: Text) -> None:
 def test_a_worker_that_dies_is_an_error(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHOME", "/nowhere")  # no interpreter starts
     with pytest.raises(ChildDied, match="ended with status"):
-        load_corpus(spec_for(text.path), cache_path=text.cache)
+        load_corpus(spec_for(text.path), cache_path=text.cache, cpu_threads=2)
 
 
-def test_a_worker_names_a_tokenizer_that_it_cannot_load(tmp_path: Path) -> None:
-    from atoll.node.data.inputs import InputSpec, plan_units
-    from atoll.node.data.unit_workers import tokenised_units
+def save_words(folder: Path, words: dict[str, int]) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(folder)
 
-    (tmp_path / "a.txt").write_text("x")
-    units = plan_units(InputSpec("text", str(tmp_path))).units
-    pytest.importorskip("transformers")
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        [*tokenised_units(units, str(tmp_path / "none"), tmp_path, 1, lambda _: None)]
+
+@pytest.mark.parametrize("in_python", [False, True])
+def test_workers_have_the_tokenizer(tmp_path: Path, in_python: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_words(tmp_path / "words", {"the": 0, "fox": 1, "<end>": 2, "?": 3})
+    tokenizer = HuggingFaceTokenizer(str(tmp_path / "words"))
+    if in_python:  # then the worker loads it by name
+        monkeypatch.setattr(SavedTokenizer, "save", lambda *_: False)
+    for name, content in (("a", "the fox <end>"), ("b", "a fox")):
+        (tmp_path / f"{name}.txt").write_text(content)
+    units = plan_units(InputSpec("text", str(tmp_path)), 10).units
+    found = [path.read_bytes() for path, _ in tokenised_units(units, tokenizer, tmp_path, 2, lambda _: None)]
+    assert found == [bytes([0, 1, 3, 3, 2]), bytes([3, 1, 2])]
+    (tmp_path / "words" / "tokenizer.json").unlink()
+    (tmp_path / "words" / "tokenizer_config.json").unlink()
+    if in_python:
+        with pytest.raises(ConfigError, match="cannot be loaded"):
+            [*tokenised_units(units, tokenizer, tmp_path, 1, lambda _: None)]
 
 
 # --- progress -------------------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ from atoll.node.data.build_spec import BuildSource, BuildSpec
 from atoll.node.data.build_tasks import SaveTokenizer, TokeniseUnit, WriteShard
 from atoll.node.data.byte_streams import unreadable
 from atoll.node.data.card import MAX_SHARDS, CorpusCard, Shard, Source, card_digest, parse_card
+from atoll.node.data.corpus_tokenizer import CorpusTokenizer
 from atoll.node.data.durable_files import GO_ON
 from atoll.node.data.inputs import InputSpec, Plan, SourceReport, plan_units
-from atoll.node.data.saved_tokenizer import SavedTokenizer
 from atoll.node.data.shard_writer import Group
 from atoll.node.data.shuffle import permutation
 from atoll.node.data.spill import Spill
@@ -102,15 +102,15 @@ def _input_spec(source: BuildSource) -> InputSpec:
     return InputSpec(source.source, source.path, source.field, source.subset, source.split)
 
 
-def _save_tokenizer(name: str, directory: Path, disk: Disk, start_pool: StartPool) -> SavedTokenizer:
+def _save_tokenizer(name: str, directory: Path, disk: Disk, start_pool: StartPool) -> CorpusTokenizer:
     """Write the tokenizer's files in a process of its own, whose memory is free afterwards."""
     with start_pool(1, GO_ON) as pool:
         pool.submit(SaveTokenizer(name, directory, disk))
-        saved: SavedTokenizer = pool.wait()[1]
+        saved: CorpusTokenizer = pool.wait()[1]
     return saved
 
 
-def _spec_digest(spec: BuildSpec, tokenizer: SavedTokenizer, limits: Limits) -> str:
+def _spec_digest(spec: BuildSpec, tokenizer: CorpusTokenizer, limits: Limits) -> str:
     """Identify what decides the corpus, but the input. The number of workers does not."""
     sources = [source.model_dump(mode="json", exclude={"path"}) for source in spec.sources]
     named = {
@@ -179,7 +179,7 @@ class _Build:
         spec: BuildSpec,
         plans: list[Plan],
         files: BuildDirectory,
-        tokenizer: SavedTokenizer,
+        tokenizer: CorpusTokenizer,
         limits: Limits,
         strict: bool,
         on_progress: OnProgress,

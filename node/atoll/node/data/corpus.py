@@ -32,7 +32,16 @@ from atoll.core.run_spec import RunSpec
 from atoll.node.data.byte_streams import unreadable
 from atoll.node.data.encoders import description_of
 from atoll.node.data.heartbeat import heartbeat
-from atoll.node.data.inputs import Document, InputSpec, Plan, SourceReport, input_spec, plan_units, read_unit
+from atoll.node.data.inputs import (
+    UNIT_BYTES,
+    Document,
+    InputSpec,
+    Plan,
+    SourceReport,
+    input_spec,
+    plan_units,
+    read_unit,
+)
 from atoll.node.data.token_cache import CachedTokens, TokenCache
 from atoll.node.data.token_files import TOKEN_SOURCES, bad_token, first_bad_token, map_tokens
 from atoll.node.data.tokenise import OnProgress, no_progress_callback, token_dtype, token_parts
@@ -41,8 +50,9 @@ from atoll.node.model.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 IN_MEMORY_BYTES = 256 * 1024**2
 CACHE_VERSION = 1  # of the tokens: raise it when equal text gives other tokens
-WORKERS_FROM_BYTES = 8 << 20  # of input: a worker starts in a few seconds
-BYTES_PER_WORKER_FROM = 512 << 20  # the same for the byte tokenizer, which is as fast as a disk
+WORKERS_FROM_BYTES = 64 << 20  # of input; less is tokenised in this process
+BYTE_WORKERS_FROM_BYTES = 1 << 30  # the same for the byte tokenizer, which is as fast as a disk
+UNITS_PER_WORKER = 4  # at least, so that all workers end at about the same time
 _HASHED_TOKENS = 1 << 24  # tokens hashed at once
 _COPIED_BYTES = 1 << 24
 
@@ -100,6 +110,9 @@ def load_corpus(
         return _cut(tokens, spec, where, tokenizer, digest, report)
     with heartbeat(partial(on_progress, 0)):
         plan = plan_units(source)
+        wanted = plan.size_bytes // (UNITS_PER_WORKER * cpu_threads)
+        if cache_path is not None and plan.size_bytes >= WORKERS_FROM_BYTES and wanted < UNIT_BYTES:
+            plan = plan_units(source, wanted)
     if cache_path is None:
         report = SourceReport()
         texts = (document for unit in plan.units for document in read_unit(unit, report))
@@ -196,13 +209,13 @@ def _tokenise_all(
     cpu_threads: int,
 ) -> SourceReport:
     report = SourceReport()
-    few = BYTES_PER_WORKER_FROM if isinstance(tokenizer, ByteTokenizer) else WORKERS_FROM_BYTES
-    if plan.size_bytes < few:
+    few = BYTE_WORKERS_FROM_BYTES if isinstance(tokenizer, ByteTokenizer) else WORKERS_FROM_BYTES
+    if plan.size_bytes < few or cpu_threads < 2:
         documents = (document for unit in plan.units for document in read_unit(unit, report))
         for part, _ in token_parts(documents, tokenizer, on_progress):
             write(part.data.cast("B"))
     else:
-        for path, unit_report in tokenised_units(plan.units, tokenizer.name, folder, cpu_threads, on_progress):
+        for path, unit_report in tokenised_units(plan.units, tokenizer, folder, cpu_threads, on_progress):
             with path.open("rb") as file:
                 while block := file.read(_COPIED_BYTES):
                     write(block)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from atoll.core.errors import CorpusError, NotFound, Unreachable
 from atoll.node.data.card import CARD_NAME, MAX_CARD_BYTES, TOKENIZER_DIRECTORY, CorpusCard, parse_card
-from atoll.node.data.saved_tokenizer import open_saved
+from atoll.node.data.corpus_tokenizer import open_saved
 from atoll.node.model.tokenizer import Tokenizer
 
 _TIMEOUT_SECONDS = 30

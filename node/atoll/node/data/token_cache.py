@@ -104,9 +104,9 @@ class TokenCache:
             with self._tokens(key).open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the map's copy of the descriptor keeps it
                 size = os.fstat(file.fileno()).st_size
-                if entry.dtype != dtype.str or size != entry.tokens * dtype.itemsize or not size:
+                if entry.dtype != dtype.str or size != entry.tokens * dtype.itemsize:
                     return None
-                tokens = np.memmap(file, dtype=dtype, mode="r")
+                tokens = np.memmap(file, dtype=dtype, mode="r") if size else np.empty(0, dtype)
             os.utime(self._description(key))  # the newest entries are kept
         except (FileNotFoundError, BlockingIOError):
             return None

@@ -1,8 +1,8 @@
 """A process that tokenises units for `unit_workers.py`.
 
-Standard input has one JSON object a line: first the tokenizer's name, then one unit after the other with the file for
-its tokens. Standard output has the answers. The process ends with its parent (`system/child_processes.py`) and at the
-end of its input.
+Standard input has one JSON object a line: first the tokenizer (a file that `SavedTokenizer` wrote, or a name), then one
+unit after the other with the file for its tokens. Standard output has the answers. The process ends with its parent
+(`system/child_processes.py`) and at the end of its input.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from atoll.core.errors import AtollError
 from atoll.core.files import data_dir_unusable
+from atoll.node.data.encoders import SavedTokenizer
 from atoll.node.data.inputs import InputSpec, SourceReport, Unit, read_unit
 from atoll.node.data.readers import Piece
 from atoll.node.data.tokenise import token_parts
@@ -32,7 +33,7 @@ def unit_from_dict(values: dict[str, Any]) -> Unit:
     return Unit(**values | {"spec": InputSpec(**values["spec"]), "pieces": pieces})
 
 
-def tokenise_unit(unit: Unit, tokenizer: Tokenizer, path: Path, answer: Answer) -> None:
+def tokenise_unit(unit: Unit, tokenizer: Tokenizer | SavedTokenizer, path: Path, answer: Answer) -> None:
     """Write the tokens of a unit to a file. Raises the readers' errors, and `DataDirUnusable` for the file."""
     report, told, done = SourceReport(), time.monotonic(), 0
 
@@ -62,7 +63,9 @@ def main() -> int:
             answers.flush()
 
         try:
-            tokenizer = load_tokenizer(json.loads(sys.stdin.readline())["tokenizer"])
+            first = json.loads(sys.stdin.readline())
+            saved = first["saved_tokenizer"]
+            tokenizer = SavedTokenizer.load(Path(saved)) if saved else load_tokenizer(first["tokenizer"])
             answer(ready=True)
             for line in sys.stdin:
                 job = json.loads(line)

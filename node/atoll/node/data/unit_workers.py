@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import ChildDied, error_class
+from atoll.core.files import data_dir_unusable
+from atoll.node.data.encoders import SavedTokenizer
 from atoll.node.data.inputs import SourceReport, Unit
 from atoll.node.data.tokenise import OnProgress
+from atoll.node.model.tokenizer import HuggingFaceTokenizer, Tokenizer
 from atoll.node.system.child_processes import command_killed_with_parent
 
 _POLL_SECONDS = 1.0
@@ -27,7 +30,7 @@ _READ_BYTES = 1 << 16
 
 
 class _Worker:
-    def __init__(self, tokenizer: str, threads: int) -> None:
+    def __init__(self, tokenizer: str, saved_tokenizer: str, threads: int) -> None:
         command = [sys.executable, "-P", "-m", "atoll.node.data.unit_worker"]
         environment = os.environ | {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true"}
         self.process = subprocess.Popen(
@@ -41,7 +44,7 @@ class _Worker:
         self.output = self.process.stdout
         self.unit: int | None = None
         self._rest = b""
-        self._send(tokenizer=tokenizer)
+        self._send(tokenizer=tokenizer, saved_tokenizer=saved_tokenizer)
 
     def give(self, unit: Unit, path: Path) -> None:
         self.unit = unit.number
@@ -74,18 +77,24 @@ class _Worker:
 
 
 def tokenised_units(
-    units: Sequence[Unit], tokenizer: str, folder: Path, threads: int, on_progress: OnProgress
+    units: Sequence[Unit], tokenizer: Tokenizer, folder: Path, threads: int, on_progress: OnProgress
 ) -> Iterator[tuple[Path, SourceReport]]:
     """Yield for each unit, in order, the file of its tokens in `folder`, and its report.
 
-    `on_progress` is called at least every `_POLL_SECONDS`. Raises the workers' errors, and `ChildDied`.
+    `on_progress` is called at least every `_POLL_SECONDS`. Raises the workers' errors, `ChildDied`,
+    `DataDirUnusable`.
     """
     count = max(1, min(threads, len(units)))
+    saved = folder / "tokenizer.json"
+    try:
+        is_saved = isinstance(tokenizer, HuggingFaceTokenizer) and SavedTokenizer.save(tokenizer, saved)
+    except OSError as error:
+        raise data_dir_unusable(folder, error) from error
     workers: list[_Worker] = []
     with selectors.DefaultSelector() as waiting:
         try:
             for _ in range(count):
-                workers.append(_Worker(tokenizer, max(1, threads // count)))
+                workers.append(_Worker(tokenizer.name, str(saved) if is_saved else "", max(1, threads // count)))
                 waiting.register(workers[-1].output, selectors.EVENT_READ, workers[-1])
             yield from _run(units, folder, waiting, on_progress)
         finally:

@@ -7,6 +7,7 @@ model and has no span yet gets no loop: it measures its layer times and waits fo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -212,6 +213,7 @@ def load_trainer_state(
     devices = rendezvous.devices if rendezvous is not None else [torch.device(facts.device)]
     device = devices[config.rank]
     spec = parse_run_spec(config.run_spec_toml)
+    os.environ["RAYON_NUM_THREADS"] = str(max(1, config.cpu_threads))  # of the library that tokenises
     with heartbeat(partial(on_progress, 0)):  # it may be downloaded
         tokenizer = load_tokenizer(spec.data.tokenizer)
     run = run_model(spec, tokenizer.vocabulary, Path(config.base_path) if config.base_path else None)
