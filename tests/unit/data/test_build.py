@@ -226,6 +226,25 @@ def test_directories_with_other_files_are_left_alone(tmp_path: Path) -> None:
     assert files_of(tmp_path) == before
 
 
+def test_what_a_killed_clean_up_leaves_is_no_unfinished_build(tmp_path: Path) -> None:
+    spec = small_spec(write_jsonl(tmp_path / "in.jsonl", DOCUMENTS))
+    build_inline(spec, tmp_path / "corpus")
+    before = files_of(tmp_path)
+    (tmp_path / "corpus/.build.done/groups").mkdir(parents=True)
+    with pytest.raises(AlreadyExists, match="complete corpus"):
+        build_inline(spec, tmp_path / "corpus")
+    assert not (tmp_path / "corpus/.build.done").exists()
+    assert files_of(tmp_path) == before
+
+
+def test_a_corpus_inside_its_own_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    spec = BuildSpec(sources=(BuildSource(name="web", path=str(tmp_path)),))
+    with pytest.raises(CorpusError, match="which is the text"):
+        build_inline(spec, tmp_path / "corpus")
+    assert not (tmp_path / "corpus").exists()
+
+
 def test_two_builds_do_not_share_a_directory(tmp_path: Path) -> None:
     spec = small_spec(write_jsonl(tmp_path / "in.jsonl", DOCUMENTS))
     with BuildDirectory(tmp_path / "corpus", ["s0"]).locked(), pytest.raises(AlreadyRunning):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,6 +76,7 @@ def build(
     """Turn text into a corpus of shards. A build that was interrupted goes on when you repeat the command."""
     from atoll.node.data.build import build_corpus
     from atoll.node.data.build_spec import read_build_spec
+    from atoll.node.system.child_processes import treat_sigterm_as_sigint
 
     options = {"source": source, "field": field, "tokenizer": tokenizer, "name": name, "seed": seed, "order": order}
     given = {key: value for key, value in options.items() if value is not None}
@@ -88,7 +88,7 @@ def build(
         )
     else:
         spec = read_build_spec(Path(what).expanduser())
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    treat_sigterm_as_sigint()
     try:
         with progress_on_stderr("tokenising") as show:
             built = build_corpus(

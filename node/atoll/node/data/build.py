@@ -80,6 +80,8 @@ def build_corpus(
     """
     on_progress(BuildProgress("plan"))
     files = BuildDirectory(directory, (source.name for source in spec.sources), disk)
+    for source in spec.sources:
+        _check_place(source, directory)
     plans = [plan_units(_input_spec(source), limits.unit_bytes) for source in spec.sources]
     with files.locked():
         tokenizer = _save_tokenizer(spec.tokenizer, files.staged_tokenizer(), disk, start_pool)
@@ -100,6 +102,13 @@ def build_corpus(
 
 def _input_spec(source: BuildSource) -> InputSpec:
     return InputSpec(source.source, source.path, source.field, source.subset, source.split)
+
+
+def _check_place(source: BuildSource, directory: Path) -> None:
+    """Refuse to write into a directory that is read: the next start would find other input. Raises `CorpusError`."""
+    read = Path(source.path).expanduser()
+    if source.source != "huggingface" and read.is_dir() and directory.resolve().is_relative_to(read.resolve()):
+        raise CorpusError(f"{directory} is inside {read}, which is the text", "choose a directory elsewhere with --to")
 
 
 def _save_tokenizer(name: str, directory: Path, disk: Disk, start_pool: StartPool) -> CorpusTokenizer:

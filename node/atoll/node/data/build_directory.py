@@ -31,6 +31,7 @@ from atoll.node.data.source_report import SourceReport
 from atoll.node.data.spill import Spill, open_spill
 
 NAME = ".build"
+_DONE = ".build.done"  # what is left of `.build` beside a complete corpus
 _KINDS = ("units", "shards", "groups")
 _SHARD_FILE = re.compile(r"\d{6,}\.(tokens|digests|documents)")
 
@@ -60,6 +61,8 @@ class BuildDirectory:
         """Hold the directory for this process. Raises `AlreadyExists`, `AlreadyRunning`, `DataDirUnusable`."""
         with explained(self.corpus):
             self.corpus.mkdir(parents=True, exist_ok=True)
+            if (self.corpus / _DONE).exists():
+                shutil.rmtree(self.corpus / _DONE)
             if not self._work.exists():
                 self._refuse_foreign_files()
             self._work.mkdir(exist_ok=True)
@@ -121,7 +124,8 @@ class BuildDirectory:
         """Write the card, and delete what only the build needed. Raises `DataDirUnusable`."""
         write_file(self.corpus / CARD_NAME, card, self._disk)
         with explained(self._work):
-            shutil.rmtree(self._work)
+            self._disk.rename(self._work, self.corpus / _DONE)  # a kill while it is deleted leaves no half of a build
+            shutil.rmtree(self.corpus / _DONE)
 
     # --- units, shards and groups -----------------------------------------------------------------------
 
