@@ -11,7 +11,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -207,8 +207,9 @@ class SavedTokenizer:
         return cls(values["name"], values["vocabulary"], tuple(separator), encoder)
 
 
+@lru_cache(maxsize=2)
 def encoder_of(tokenizer: HuggingFaceTokenizer) -> FastEncoder | SlowEncoder:
-    """Return the fastest encoder for a tokenizer."""
+    """Return the fastest encoder for a tokenizer; the same one for the same object: to make one takes up to 1 s."""
     library = tokenizer.library
     backend = getattr(library, "backend_tokenizer", None)
     if backend is None:
