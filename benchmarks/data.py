@@ -34,7 +34,7 @@ from atoll.lab.wan.network import WanNetwork, wan_network
 from atoll.lab.wan.topology import COORDINATOR, Topology, parse_topology
 from atoll.node.data.blocks import BLOCK_BYTES
 from atoll.node.data.open_corpus import CacheFolder, open_corpus
-from atoll.node.data.sample_order import ShardedOrder, WeighedSources
+from atoll.node.data.sample_order import ShardedOrder, SourceWindows, WeighedSources
 from atoll.node.data.sharded_corpus import ShardedCorpus
 from atoll.node.training.loader import Loader
 from atoll.node.training.sample_feed import SampleFeed
@@ -112,7 +112,7 @@ def cell(report: Report, kind: str, case: str, **figures: Any) -> None:
 def measure_mixture(report: Report) -> None:
     """Shares after 10 M tokens, against the weights."""
     weights, samples = (0.6, 0.25, 0.1, 0.05), 10_000_000 // LENGTH
-    order = ShardedOrder(1, [10**6] * 4, [WeighedSources(0, weights)], 2 * LENGTH)
+    order = ShardedOrder(1, [SourceWindows((10**6,), 32)] * 4, [WeighedSources(0, weights)], 2 * LENGTH)
     counts = np.bincount([order.place(sample)[0] for sample in range(samples)], minlength=4)
     worst = max(abs(count / samples - weight) for count, weight in zip(counts, weights, strict=True))
     cell(report, "mixture", "10 M tokens", tokens=10_000_000)
