@@ -20,7 +20,7 @@ from atoll.node.data import corpus as corpus_module
 from atoll.node.data import token_cache
 from atoll.node.data.corpus import Corpus, load_corpus
 from atoll.node.data.encoders import SavedTokenizer
-from atoll.node.data.heartbeat import heartbeat
+from atoll.node.data.heartbeat import heartbeat, repeated
 from atoll.node.data.inputs import InputSpec, SourceReport, plan_units
 from atoll.node.data.token_cache import CachedTokens, TokenCache
 from atoll.node.data.unit_workers import tokenised_units
@@ -170,7 +170,7 @@ def test_text_that_changes_while_it_is_read_is_refused(text: Text, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"", "is empty"), (b"short", "too small"), (b"\xff", r"1 of 1 files left out|the file left out")],
+    [(b"", "is empty"), (b"short", "too small"), (b"\xff", r"the only file left out .*not UTF-8")],
 )
 def test_unusable_text_is_refused_alike_with_and_without_a_cache(text: Text, content: bytes, words: str) -> None:
     (text.path / "a.txt").write_bytes(content)
@@ -360,6 +360,21 @@ def test_a_heartbeat_tells_progress_during_its_block_alone() -> None:
     after = beats
     assert after >= 3
     assert threading.active_count() == 1 or "heartbeat" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_silent_work_repeats_its_last_progress() -> None:
+    heard: list[int] = []
+    twice = threading.Event()
+
+    def tell(progress: int) -> None:
+        heard.append(progress)
+        if heard.count(7) == 3:
+            twice.set()
+
+    with repeated(tell, seconds=0.001) as remember:
+        remember(7)
+        assert twice.wait(60)
+    assert set(heard) <= {0, 7}
 
 
 def test_planning_tells_progress(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:

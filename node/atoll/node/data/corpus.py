@@ -31,7 +31,7 @@ from atoll.core.errors import CorpusError
 from atoll.core.run_spec import RunSpec
 from atoll.node.data.byte_streams import unreadable
 from atoll.node.data.encoders import description_of
-from atoll.node.data.heartbeat import heartbeat
+from atoll.node.data.heartbeat import heartbeat, repeated
 from atoll.node.data.inputs import (
     UNIT_BYTES,
     Document,
@@ -116,7 +116,8 @@ def load_corpus(
     if cache_path is None:
         report = SourceReport()
         texts = (document for unit in plan.units for document in read_unit(unit, report))
-        tokens = pack(texts, tokenizer, on_progress=on_progress)
+        with repeated(on_progress) as tell:
+            tokens = pack(texts, tokenizer, on_progress=tell)
         digest, _ = _digest(tokens, spec, tokenizer, on_progress)
     else:
         cached, digest = _cached(TokenCache(cache_path), spec, source, plan, tokenizer, on_progress, cpu_threads)
@@ -212,8 +213,9 @@ def _tokenise_all(
     few = BYTE_WORKERS_FROM_BYTES if isinstance(tokenizer, ByteTokenizer) else WORKERS_FROM_BYTES
     if plan.size_bytes < few or cpu_threads < 2:
         documents = (document for unit in plan.units for document in read_unit(unit, report))
-        for part, _ in token_parts(documents, tokenizer, on_progress):
-            write(part.data.cast("B"))
+        with repeated(on_progress) as tell:
+            for part, _ in token_parts(documents, tokenizer, tell):
+                write(part.data.cast("B"))
     else:
         for path, unit_report in tokenised_units(plan.units, tokenizer, folder, cpu_threads, on_progress):
             with path.open("rb") as file:

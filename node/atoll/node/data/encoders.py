@@ -86,11 +86,16 @@ def describe(backend: Any, separator: Sequence[int], special: Sequence[int]) -> 
 class FastEncoder:
     """Encodes with a copy of the Rust tokenizer in which no special token is recognised in text."""
 
-    def __init__(self, description: str, separator: Mapping[int, str], cuts_inside_words: bool) -> None:
-        """`description`: the library's JSON; `separator`: tokens that end a document, with how they are spelt."""
+    def __init__(self, description: str, separator: Mapping[int, str], model: str, longest_piece: int) -> None:
+        """`description`: the library's JSON; `separator`: tokens that end a document, with how they are spelt.
+
+        `model` is the description's kind of model; `longest_piece` has the characters of a Unigram model's longest
+        piece.
+        """
         from tokenizers import Tokenizer
 
-        self.description, self._separator, self.cuts_inside_words = description, separator, cuts_inside_words
+        self.description, self._separator = description, separator
+        self.model, self.longest_piece = model, longest_piece
         self._tokenizer = Tokenizer.from_str(description)
         self._tokenizer.encode_special_tokens = True
 
@@ -99,7 +104,9 @@ class FastEncoder:
         """Copy a tokenizer of the library. Raises an error of the library if it has parts written in Python."""
         description = describe(backend, separator, special)
         spelt = {number: str(backend.id_to_token(number)) for number in separator}
-        return cls(json.dumps(description), spelt, description["model"].get("type") == "BPE")
+        model = str(description["model"].get("type"))
+        longest = max(len(piece) for piece, _ in description["model"]["vocab"]) if model == "Unigram" else 0
+        return cls(json.dumps(description), spelt, model, longest)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Encode each text, 1-D."""
@@ -184,7 +191,8 @@ class SavedTokenizer:
                 "name": tokenizer.name,
                 "vocabulary": tokenizer.vocabulary,
                 "separator": [[number, encoder.spelling(number)] for number in tokenizer.separator],
-                "cuts_inside_words": encoder.cuts_inside_words,
+                "model": encoder.model,
+                "longest_piece": encoder.longest_piece,
                 "description": encoder.description,
             }
             path.write_text(json.dumps(values))
@@ -195,7 +203,7 @@ class SavedTokenizer:
         """Read what `save` wrote. Raises `OSError`."""
         values = json.loads(path.read_text())
         separator = {int(number): str(spelling) for number, spelling in values["separator"]}
-        encoder = FastEncoder(values["description"], separator, values["cuts_inside_words"])
+        encoder = FastEncoder(values["description"], separator, values["model"], values["longest_piece"])
         return cls(values["name"], values["vocabulary"], tuple(separator), encoder)
 
 

@@ -25,3 +25,17 @@ def heartbeat(beat: Callable[[], object], seconds: float = HEARTBEAT_SECONDS) ->
     finally:
         ended.set()
         thread.join()
+
+
+@contextmanager
+def repeated(tell: Callable[[int], object], seconds: float = HEARTBEAT_SECONDS) -> Iterator[Callable[[int], None]]:
+    """Give the block a function that calls `tell`, and repeat its last call every few seconds, starting with 0."""
+    last = 0
+
+    def remember(progress: int) -> None:
+        nonlocal last
+        last = progress
+        tell(progress)
+
+    with heartbeat(lambda: tell(last), seconds):
+        yield remember

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from atoll.core.errors import ConfigError, CorpusError
 from atoll.node.data.byte_streams import PATH_REMEDY, format_of, is_compressed, opened, unreadable
-from atoll.node.data.source_report import SourceReport
+from atoll.node.data.source_report import SourceReport, iconv
 from atoll.node.model.tokenizer import HF_REMEDY
 
 LONG_TEXT_BYTES = 1 << 20  # a longer text file is a `LongText`
@@ -100,7 +100,7 @@ def read_text(piece: Piece, several: bool, report: SourceReport) -> Iterator[Doc
     elif why:
         raise CorpusError(
             f"{piece.path} is not text: {why}",
-            "convert it to UTF-8 (iconv -f UTF-16 -t UTF-8), or set [data] source to the file's format",
+            f"convert it to UTF-8 ({iconv(why)}), or set [data] source to the file's format",
         )
     elif data:
         report.documents += 1
