@@ -216,7 +216,7 @@ class _Leases:
     """How many samples each member gets. `position` is the one before anybody gets more."""
 
     def __init__(self, position: DataPosition, round_samples: int, turns: int) -> None:
-        self._position, self._turns = position, turns
+        self._holdings, self._turns = position.holdings, turns
         known = [pace.samples for pace in position.paces.values() if pace.samples]
         members = max(1, len(position.holdings))
         counted = min(sum(known), round_samples)
@@ -227,6 +227,13 @@ class _Leases:
         self.boundary = (consumed // epoch + 1) * epoch if epoch else 0  # the end of this epoch
         self._until_boundary = self.boundary - consumed
         self._rest = _below(pieces, self.boundary) + max(0, self.boundary - position.cursor)  # of this epoch
+        paces = {peer: position.pace(peer) for peer in position.holdings}
+        self._unknown = {peer for peer, pace in paces.items() if not pace.samples}
+        self._paces = {peer: pace.samples or self._mean for peer, pace in paces.items()}
+        self._left = {  # what each member has, if it trained on in rounds that did not count it
+            peer: max(0, sample_count(ranges) - self._paces[peer] * paces[peer].uncounted)
+            for peer, ranges in position.holdings.items()
+        }
 
     def first(self) -> int:
         """Return the length of the lease of a member whose pace is unknown."""
@@ -234,18 +241,18 @@ class _Leases:
 
     def hunger(self, peer: str) -> tuple[int, str]:
         """Order members by how long their samples last."""
-        return (self._expected(peer) << 32) // self._pace(peer), peer
+        return (self._left[peer] << 32) // self._paces[peer], peer
 
     def missing(self, peer: str) -> tuple[int, int | None]:
         """Return how many samples a member gets, and how many of them may be of this epoch; None: any number."""
-        pace, expected = self._pace(peer), self._expected(peer)
-        full = self._at_most(FULL_ROUNDS, pace) if self._position.pace(peer).samples else self.first()
-        if expected >= min(full, REFILL_ROUNDS * self._turns * pace):
+        pace, left = self._paces[peer], self._left[peer]
+        full = self.first() if peer in self._unknown else self._at_most(FULL_ROUNDS, pace)
+        if left >= min(full, REFILL_ROUNDS * self._turns * pace):
             return 0, 0
         if not self.boundary:
-            return full - expected, None
+            return full - left, None
         share = -(-self._rest * pace // self._total)
-        return full - expected, max(0, share - _below(self._position.holdings[peer], self.boundary))
+        return full - left, max(0, share - _below(self._holdings[peer], self.boundary))
 
     def _at_most(self, rounds: int, pace: int) -> int:
         """Return the length of a lease of so many rounds: towards the end of an epoch, half of what is left of it."""
@@ -254,14 +261,6 @@ class _Leases:
             return usual
         short = -(-SHORT_PERCENT * self._turns * pace // 100)
         return max(short, min(usual, self._until_boundary * pace // (2 * self._total)))
-
-    def _pace(self, peer: str) -> int:
-        return self._position.pace(peer).samples or self._mean
-
-    def _expected(self, peer: str) -> int:
-        """Return what the member has left, if it trained on in rounds that did not count it."""
-        held = sample_count(self._position.holdings[peer])
-        return max(0, held - self._pace(peer) * self._position.pace(peer).uncounted)
 
 
 class _Pool:
