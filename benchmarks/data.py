@@ -4,6 +4,8 @@
 nodes train it over lines of 20 Mbit/s; a newcomer joins with an empty disk. `paced`: the loader alone over such a line,
 as fast as a device that trains 10,000 tokens a second. `mirrors`: the loader alone with three mirrors, of which one
 lies in 1 % of its blocks, says nothing, or sends 1 kB/s; every window that it gives is compared with the truth.
+`leases`: four members that train 30 s of such a device in
+each round, with the shipped leases and an empty cache each; they read what they would train, as fast as they can.
 `mixture`: shares of four sources after 10 M tokens.
 
     python -m benchmarks.data
@@ -27,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from atoll.core.clock import SystemClock
-from atoll.core.data_position import SampleRange
+from atoll.core.data_position import SampleRange, advance, first_lease_samples, genesis_position
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.lab.launcher import LocalSwarm
 from atoll.lab.wan.network import WanNetwork, wan_network
@@ -48,7 +50,8 @@ NODES = 4
 LENGTH = 1024
 TOKENS_PER_SECOND = 10_000.0
 FAST_TOKENS_PER_SECOND = 300_000.0  # of the cells with bad mirrors, so that they have much to do
-KINDS = ("mixture", "mirrors", "paced", "home")
+KINDS = ("mixture", "mirrors", "leases", "paced", "home")
+LEASE_SAMPLES = 300  # of a member in a round: 30 s at 10,000 tokens a second
 _STEP_SECONDS = 0.8  # of a node: two cores carry five
 _START_SECONDS = 180
 _LOOK_SECONDS = 0.2
@@ -93,6 +96,8 @@ def main() -> None:
         measure_mixture(report)
     if "mirrors" in arguments.kind:
         measure_mirrors(report, files, digest, arguments.seconds)
+    if "leases" in arguments.kind:
+        measure_leases(report, files, digest, arguments.rounds)
     if "paced" in arguments.kind:
         asyncio.run(measure_paced(report, files, digest, arguments.seconds))
     if "home" in arguments.kind:
@@ -213,6 +218,36 @@ def _figures(taken: dict[str, Any], sent: int) -> dict[str, Any]:
     return {**{key: taken[key] for key in keys}, "bytes_per_byte": sent / taken["tokens"]}
 
 
+# --- leases -------------------------------------------------------------------------------------------
+
+
+def measure_leases(report: Report, files: Files, digest: str, rounds: int) -> None:
+    """Bytes that four members fetch for each byte that they train, with the leases of commits."""
+    members, rng = [f"m{number}" for number in range(NODES)], np.random.default_rng(1)
+    round_samples = NODES * LEASE_SAMPLES
+    position = genesis_position(members, first_lease_samples(round_samples, NODES))
+    trained = 0
+    with ExitStack() as stack:
+        server = stack.enter_context(CorpusServer(files))
+        corpora = {peer: stack.enter_context(opened(spec_of(digest, [server.address]))) for peer in members}
+        before, began = server.body_bytes, time.perf_counter()
+        for _ in range(rounds):
+            consumed = {}
+            for peer, corpus in corpora.items():
+                feed = SampleFeed(position.holdings[peer])
+                corpus.follow(feed.upcoming)
+                taken = feed.take(int(LEASE_SAMPLES * rng.uniform(0.8, 1.2)))
+                consumed[peer] = taken.fresh
+                for start in range(0, len(taken.samples), 16):
+                    corpus.windows([corpus.window(sample) for sample in taken.samples[start : start + 16]])
+            trained += sum(consumed.values()) * LENGTH
+            position = advance(position, members, consumed, round_samples)
+        seconds, ratio = time.perf_counter() - began, (server.body_bytes - before) / trained
+    cell(report, "leases", f"{NODES} members, {rounds} rounds", seconds=seconds, tokens=trained, bytes_per_byte=ratio)
+    name = f"bytes fetched per byte trained, {rounds} rounds of {NODES} members"
+    report.accept(name, target="≤ 1.1", value=ratio, holds=ratio <= 1.1)
+
+
 # --- a home line ---------------------------------------------------------------------------------------
 
 
@@ -291,7 +326,7 @@ async def _home(report: Report, swarm: LocalSwarm, server: CorpusServer, digest:
     stalls = [_status(swarm, f"h{number}")["data_stall_seconds"] for number in range(NODES)]
     case = f"{NODES} nodes, {last['round'] - first['round']} rounds"
     cell(report, "home", case, tokens=tokens, bytes_per_byte=ratio, stall_seconds=max(stalls))
-    name = f"bytes fetched per byte trained, {rounds} rounds of {NODES} nodes"
+    name = f"bytes fetched per byte trained, {rounds} rounds of {NODES} nodes, 8 samples of each in a round"
     report.accept(name, target="≤ 1.1", value=ratio, holds=ratio <= 1.1)
     began = time.time()
     await swarm.start_member(f"h{NODES}", "node", *flags)

@@ -171,7 +171,7 @@ def test_a_mirror_that_lies_is_not_believed_and_another_is_asked(
 ) -> None:
     server.faults.lies = lambda path, start: path.endswith("tokens") and (start // BLOCK_BYTES) % 2 == 1
     with CorpusServer(files_of(lab.root)) as honest:
-        honest.faults.delay_seconds = 0.5  # so that the liar is preferred
+        honest.faults.delay_seconds = 0.2  # so that the liar is preferred
         corpus = closing(lab.open(server.address, honest.address))
         check(corpus, range(100))
     assert corpus.fetcher.mirrors[0].lies >= 1
@@ -180,7 +180,7 @@ def test_a_mirror_that_lies_is_not_believed_and_another_is_asked(
 def test_a_mirror_that_lies_about_digests_is_not_believed(lab: Lab, server: CorpusServer, closing: Closing) -> None:
     server.faults.lies = lambda path, start: path.endswith("digests")
     with CorpusServer(files_of(lab.root)) as honest:
-        honest.faults.delay_seconds = 0.5  # so that the liar is preferred
+        honest.faults.delay_seconds = 0.2  # so that the liar is preferred
         corpus = closing(lab.open(server.address, honest.address))
         check(corpus, range(200))
     assert corpus.fetcher.mirrors[0].lies >= 1

@@ -27,6 +27,7 @@ _HEDGE_FACTOR = 3.0
 _FIRST_REST_SECONDS = 1.0
 _FIRST_REST_OF_LIAR_SECONDS = 30.0
 _LONGEST_REST_SECONDS = 300.0
+_ASK_AGAIN_SECONDS = 10.0  # while all mirrors rest
 _FORGET_SECONDS = 300.0  # a mirror that was not asked for this long is tried again
 _SMOOTHING = 0.2
 _SMALL_BYTES = 1 << 14  # a shorter answer says how long a mirror takes to begin, a longer one how fast it sends
@@ -62,14 +63,21 @@ class MirrorHealth:
         else:
             self.seconds_per_byte = _smooth(self.seconds_per_byte, max(0.0, seconds - self.seconds) / size)
 
-    def record_failure(self, now: float, problem: str, lied: bool) -> None:
-        """Count a bad answer, and let the mirror rest."""
+    def record_failure(self, asked_at: float, now: float, problem: str, lied: bool) -> bool:
+        """Count a bad answer to a question of `asked_at`, and let the mirror rest.
+
+        Returns False for a question that was on its way when the mirror began to rest: several reads at once are cut
+        off by one fault.
+        """
         self.last_problem = problem
+        if asked_at < self.rests_until and not lied:
+            return False
         self.failures += 1
         self.lies += lied
         rest = _FIRST_REST_OF_LIAR_SECONDS * 2 ** min(self.lies - 1, 8) if lied else 0.0
         rest = max(rest, _FIRST_REST_SECONDS * 2 ** min(self.failures - 1, 16))
         self.rests_until = now + min(rest, _LONGEST_REST_SECONDS)
+        return True
 
 
 def _smooth(before: float, now: float) -> float:
@@ -185,6 +193,10 @@ class Fetcher:
                 if unknown and not chosen.mirror.local:
                     chosen = unknown[0]
                 return chosen, 0.0
+            if free and not busy:  # nobody answers: one of them is asked now and then, so that its return is noticed
+                soonest = min(free, key=lambda health: health.rests_until)
+                if now - max(health.asked_at for health in free) >= _ASK_AGAIN_SECONDS:
+                    return soonest, 0.0
             return None, min((health.rests_until for health in free), default=now + 1.0) - now
 
     def _late_at(self, attempt: _Attempt, size: int) -> float:
@@ -238,8 +250,10 @@ class Fetcher:
         if attempt.cancelled.is_set() and not lied:
             return  # its time was counted when another mirror was faster
         with self._lock:
-            attempt.health.record_failure(self._clock.monotonic(), problem, lied)
-        log.get("corpus").warning("mirror_lies" if lied else "mirror_fails", problem=problem)
+            counts = attempt.health.record_failure(attempt.began, self._clock.monotonic(), problem, lied)
+            is_news = counts and (lied or attempt.health.failures == 1)
+        if is_news and not self._closed:
+            log.get("corpus").warning("mirror_lies" if lied else "mirror_fails", problem=problem)
 
     def _learn_from_losers(self, attempts: Sequence[_Attempt]) -> None:
         """Remember that these mirrors take at least as long as they have taken until now."""
