@@ -19,7 +19,7 @@ from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.data import open_corpus as opening
 from atoll.node.data.blocks import BLOCK_BYTES
 from atoll.node.data.open_corpus import CacheFolder, open_corpus
-from atoll.node.data.sample_order import windows_per_unit
+from atoll.node.data.sample_order import cut_into_units
 from atoll.node.data.sharded_corpus import ShardedCorpus
 
 LENGTH = 512
@@ -75,7 +75,7 @@ def truth(more: tuple[list[bytes], ...] = (WEB, CODE)) -> list[NDArray[np.int64]
     """All windows in the order of the card: the last one of each unit begins one token earlier."""
     found = []
     for shards in more:
-        per_unit = windows_per_unit(sum(map(len, shards)), LENGTH)
+        per_unit = cut_into_units((), sum(map(len, shards)), LENGTH).per_unit
         for content in shards:
             tokens = np.frombuffer(content, np.uint8).astype(np.int64)
             for number, at in enumerate(range(0, len(tokens) - LENGTH, LENGTH)):
