@@ -79,7 +79,11 @@ class BlockReader:
             file = f"{name.source}-{shard:06d}-{number:06d}.chunk"
             if self._cache is not None:
                 self._recall(chunk, file, name, facts, number, first, last)
-            with self._only_process(file) if not all(chunk.known[first:last]) else nullcontext():
+            if all(chunk.known[first:last]):
+                return chunk
+            with self._only_process(file):
+                if self._cache is not None:  # another process of this node may have fetched it meanwhile
+                    self._recall(chunk, file, name, facts, number, first, last)
                 if not chunk.digests:
                     self._fetch_digests(chunk, file, name, facts, number)
                 for begin, end in _missing(chunk.known, first, last):
@@ -164,11 +168,11 @@ class BlockReader:
             if wrong := wrong_blocks(data, first, chunk.digests):
                 raise BlockMismatch(f"block {wrong[0]} of chunk {number} of {name.path('tokens')}")
 
-        data = self._fetcher.read(name.path("tokens"), offset + start, offset + stop, check)
+        data, local = self._fetcher.read_from(name.path("tokens"), offset + start, offset + stop, check)
         for block in range(first, last):
             self._keep(chunk, block, data[(block - first) * BLOCK_BYTES : (block + 1 - first) * BLOCK_BYTES])
         self.blocks_fetched += last - first
-        if self._cache is not None:
+        if self._cache is not None and not local:
             self._cache.write(file, DATA_OFFSET + start, data)
 
     @staticmethod

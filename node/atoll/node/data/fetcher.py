@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -21,7 +22,9 @@ from atoll.node.data.blocks import BlockMismatch
 from atoll.node.data.mirrors import Cancelled, Mirror, MirrorFailed
 
 PATIENCE = timedelta(minutes=10)
-_ATTEMPT_SECONDS = 120.0  # for one answer; a slower one counts as a failure
+_ATTEMPT_SECONDS = 120.0  # for a short answer; a slower one counts as a failure
+_SLOWEST_BYTES_PER_SECOND = 20_000.0  # of a long one
+_LIKELY_WHOLE_BYTES = 8 << 20  # of a file of unknown size
 _HEDGE_SECONDS = 1.0  # more than usual, before a second mirror is asked
 _HEDGE_FACTOR = 3.0
 _FIRST_REST_SECONDS = 1.0
@@ -57,11 +60,12 @@ class MirrorHealth:
 
     def record(self, size: int, seconds: float) -> None:
         """Count a good answer."""
-        self.failures, self.bytes = 0, self.bytes + size
+        self.failures, self.rests_until, self.bytes = 0, 0.0, self.bytes + size
         if size < _SMALL_BYTES or not self.seconds:
             self.seconds = _smooth(self.seconds, seconds)
         else:
-            self.seconds_per_byte = _smooth(self.seconds_per_byte, max(0.0, seconds - self.seconds) / size)
+            self.seconds = min(self.seconds, seconds)
+            self.seconds_per_byte = _smooth(self.seconds_per_byte, (seconds - self.seconds) / size)
 
     def record_failure(self, asked_at: float, now: float, problem: str, lied: bool) -> bool:
         """Count a bad answer to a question of `asked_at`, and let the mirror rest.
@@ -112,6 +116,7 @@ class Fetcher:
         self.hedged = 0  # reads for which a second mirror was asked
         self._clock, self._patience, self._on_trouble = clock, patience.total_seconds(), on_trouble
         self._lock = threading.Lock()
+        self._own = threading.local()
         self._closed = False
 
     @property
@@ -141,16 +146,30 @@ class Fetcher:
         for health in self.mirrors:
             health.mirror.close()
 
+    @contextmanager
+    def impatient(self, seconds: float) -> Iterator[None]:
+        """Give up reads of this thread after a shorter time."""
+        self._own.patience = seconds
+        try:
+            yield
+        finally:
+            del self._own.patience
+
     def read(self, path: str, start: int, stop: int, check: Check) -> bytes:
         """Return bytes of a file that pass `check`. Raises `Unreachable` if no mirror gives them in time."""
+        return self.read_from(path, start, stop, check)[0]
+
+    def read_from(self, path: str, start: int, stop: int, check: Check) -> tuple[bytes, bool]:
+        """Return as `read`, and whether the bytes came from a directory of this machine."""
         return self._fetch(path, stop - start, lambda mirror, stopped: mirror.read(path, start, stop, stopped), check)
 
     def read_whole(self, path: str, at_most: int, check: Check) -> bytes:
         """Return a file of unknown size that passes `check`. Raises `Unreachable`."""
-        return self._fetch(path, 1 << 16, lambda mirror, stopped: mirror.read_whole(path, at_most, stopped), check)
+        size = min(at_most, _LIKELY_WHOLE_BYTES)
+        return self._fetch(path, size, lambda mirror, stopped: mirror.read_whole(path, at_most, stopped), check)[0]
 
-    def _fetch(self, what: str, size: int, read: Read, check: Check) -> bytes:
-        gives_up_at = self._clock.monotonic() + self._patience
+    def _fetch(self, what: str, size: int, read: Read, check: Check) -> tuple[bytes, bool]:
+        gives_up_at = self._clock.monotonic() + getattr(self._own, "patience", self._patience)
         answers: queue.SimpleQueue[tuple[_Attempt, bytes | Exception]] = queue.SimpleQueue()
         attempts: list[_Attempt] = []
         try:
@@ -167,7 +186,7 @@ class Fetcher:
                 try:
                     attempt, answer = answers.get(timeout=min(max(wait, 0.01), 1.0, max(0.01, gives_up_at - now)))
                 except queue.Empty:
-                    self._end_stuck(attempts)
+                    self._end_stuck(attempts, size)
                     if trouble := self.trouble:
                         self._on_trouble(trouble)
                     continue
@@ -175,7 +194,7 @@ class Fetcher:
                     attempts.remove(attempt)
                 if isinstance(answer, bytes):
                     self._learn_from_losers(attempts)
-                    return answer
+                    return answer, attempt.health.mirror.local
         finally:
             for attempt in attempts:
                 attempt.cancelled.set()
@@ -262,9 +281,9 @@ class Fetcher:
             for attempt in attempts:
                 attempt.health.seconds = max(attempt.health.seconds, now - attempt.began)
 
-    def _end_stuck(self, attempts: list[_Attempt]) -> None:
-        now = self._clock.monotonic()
-        for attempt in [one for one in attempts if now - one.began >= _ATTEMPT_SECONDS]:
+    def _end_stuck(self, attempts: list[_Attempt], size: int) -> None:
+        now, longest = self._clock.monotonic(), _ATTEMPT_SECONDS + size / _SLOWEST_BYTES_PER_SECOND
+        for attempt in [one for one in attempts if now - one.began >= longest]:
             self._record_failure(attempt, f"{attempt.health.mirror.name} is slow", lied=False)
             attempt.cancelled.set()
             attempts.remove(attempt)
