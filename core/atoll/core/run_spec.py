@@ -81,7 +81,7 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _check_source(self) -> DataSection:
         if self.source != "corpus":
-            if not self.path:
+            if "path" not in self.model_fields_set:
                 raise ValueError("path is missing")
             if self.corpus or self.mirrors or self.mixture:
                 raise ValueError('corpus, mirrors and mixture need source = "corpus"')
