@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 from atoll.core import log
 from atoll.core.data_position import SampleRange, sample_count
@@ -37,7 +37,6 @@ class Prefetcher:
         self._planned: tuple[SampleRange, ...] = ()  # of the wanted ones, in order
         self._closed = False
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="corpus-ahead")
-        self._running = set[Future[None]]()
         self._thread = threading.Thread(target=self._plan, name="corpus-plan", daemon=True)
         self._thread.start()
 
@@ -61,8 +60,8 @@ class Prefetcher:
             with self._changed:
                 if self._closed:
                     return
-                self._running = {future for future in self._running if not future.done()}
-                self._running.update(self._pool.submit(self._fetch, piece) for piece in pieces)
+                for piece in pieces:
+                    self._pool.submit(self._fetch, piece)
 
     def _wait_for_work(self) -> Sequence[SampleRange] | None:
         """Return samples to look up: at least a quarter of all that are read ahead, or all that there are."""
