@@ -12,7 +12,7 @@ mix text from many places:
   that follow each other come from several places.
 
 A mixture weighs the sources. Sample numbers are dealt to sources so evenly that each has its share of every run of
-samples, up to one sample (`_deal`).
+samples, up to a few samples (`_deal` gives the bound).
 """
 
 from __future__ import annotations
@@ -211,6 +211,9 @@ def _deal(weights: Sequence[float]) -> NDArray[np.int64]:
 
     A source with n of the slots wants slots (j + ½) / n of the way through the pattern, j = 0 … n − 1, and all wishes
     are served in order. n is the weight's share of the slots, rounded so that the sum is right (largest remainder).
+
+    In any run of slots, a source of share s among k sources has its share up to 1 + k·s samples: where all wishes up to
+    x of the way are served, each source has x·n up to ½, so the slot is x of the way up to k/2 slots.
     """
     if sum(weight > 0 for weight in weights) == 1:
         return np.array([next(number for number, weight in enumerate(weights) if weight > 0)], dtype=np.int64)
