@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from atoll.node.data.block_cache import DATA_OFFSET, BlockCache
+from atoll.node.data.block_cache import DATA_OFFSET, BlockCache, chunk_file, shard_file
 from atoll.node.data.blocks import (
     BLOCK_BYTES,
     CHUNK_BYTES,
@@ -77,7 +77,7 @@ class BlockReader:
             self.blocks_read += last - first
             if all(chunk.known[first:last]):
                 return chunk
-            file = f"{name.source}-{shard:06d}-{number:06d}.chunk"
+            file = chunk_file(name, number)
             if self._cache is not None:
                 self._recall(chunk, file, name, facts, number, first, last)
             with self._only_process(file) if not all(chunk.known[first:last]) else nullcontext():
@@ -125,7 +125,7 @@ class BlockReader:
                 return self._shards[name]
         assert self._cache is not None
         size = self._card.shard_bytes(shard)
-        found = self._cache.read(_shard_file(name), *chunk_digests_range(size))
+        found = self._cache.read(shard_file(name), *chunk_digests_range(size))
         try:
             check_chunk_digests(size, shard.root, found)
         except BlockMismatch:
@@ -149,7 +149,7 @@ class BlockReader:
             )
             self._keep_chunk_digests(name, chunk_digests)
             if self._cache is not None:
-                self._cache.write(_shard_file(name), 0, chunk_digests)
+                self._cache.write(shard_file(name), 0, chunk_digests)
         wanted = chunk_digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         chunk.digests = self._fetcher.read(
             path, *block_digests_range(size, number), lambda data: check_block_digests(wanted, data)
@@ -203,7 +203,3 @@ def _matches(chunk_digests: bytes, number: int, block_digests: bytes) -> bool:
     except BlockMismatch:
         return False
     return True
-
-
-def _shard_file(name: ShardName) -> str:
-    return f"{name.source}-{name.number:06d}.shard"

@@ -1,0 +1,60 @@
+"""Verified digests of shards and chunks, kept in a bounded memory, and the check of what a file or a peer gave."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from atoll.node.data.blocks import (
+    DIGEST_BYTES,
+    BlockMismatch,
+    check_block_digests,
+    check_chunk_digests,
+    wrong_blocks,
+)
+from atoll.node.data.corpus_table import BlockDigests, Blocks, ChunkDigests
+
+MAX_BYTES = 16 << 20
+
+
+class KnownDigests:
+    """Digests that follow from the card. May be used by several threads at once."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._known: OrderedDict[ChunkDigests | BlockDigests, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, wanted: ChunkDigests | BlockDigests) -> bytes | None:
+        """Return digests that were verified lately."""
+        with self._lock:
+            if wanted in self._known:
+                self._known.move_to_end(wanted)
+            return self._known.get(wanted)
+
+    def accept_chunk_digests(self, wanted: ChunkDigests, data: bytes) -> bytes:
+        """Verify the digests of a shard's chunks, remember and return them. Raises `BlockMismatch`."""
+        check_chunk_digests(wanted.shard.size, wanted.shard.root, data)
+        return self._remember(wanted, data)
+
+    def accept_block_digests(self, wanted: BlockDigests, chunk_digests: bytes, data: bytes) -> bytes:
+        """Verify the digests of a chunk's blocks, remember and return them. Raises `BlockMismatch`."""
+        check_block_digests(chunk_digests[wanted.chunk * DIGEST_BYTES : (wanted.chunk + 1) * DIGEST_BYTES], data)
+        return self._remember(wanted, data)
+
+    def _remember(self, wanted: ChunkDigests | BlockDigests, data: bytes) -> bytes:
+        with self._lock:
+            self._bytes += len(data) - len(self._known.pop(wanted, b""))
+            self._known[wanted] = data
+            while self._bytes > self._max_bytes and len(self._known) > 1:
+                self._bytes -= len(self._known.popitem(last=False)[1])
+        return data
+
+
+def check_blocks(wanted: Blocks, block_digests: bytes, data: bytes) -> bytes:
+    """Return blocks that have their digests. Raises `BlockMismatch`."""
+    if len(data) != wanted.stop - wanted.start:
+        raise BlockMismatch(f"{len(data)} bytes instead of {wanted.stop - wanted.start}")
+    if wrong := wrong_blocks(data, wanted.first, block_digests):
+        raise BlockMismatch(f"block {wrong[0]} of chunk {wanted.chunk} of {wanted.shard.name.path('tokens')}")
+    return data
