@@ -105,6 +105,15 @@ class BlockFiles:
         wanted = table.range_of(path, start, stop) if table is not None else None
         return self.read_range(wanted) if wanted is not None else None
 
+    def read_piece(self, path: str, start: int) -> tuple[bytes, int] | None:
+        """Return a verified piece of the card or of a file of the tokenizer, and the size of the whole file."""
+        table = self.table()
+        file = table.files.get(path) if table is not None else None
+        if file is None or start % MAX_RANGE_BYTES or not 0 <= start < file.size:
+            return None
+        data = self._file_piece(FilePiece(file, start))
+        return (data, file.size) if data is not None else None
+
     def read_range(self, wanted: CorpusRange) -> bytes | None:
         """Return a verified range; None if it is not here."""
         match wanted:

@@ -41,6 +41,7 @@ class _Chunk:
     digests: bytes  # of its blocks; empty until they are fetched
     data: bytearray
     known: bytearray  # one byte a block
+    digests_cached: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -82,13 +83,15 @@ class BlockReader:
                 self._recall(chunk, file, name, facts, number, first, last)
             with self._only_process(file) if not all(chunk.known[first:last]) else nullcontext():
                 if not chunk.digests:
-                    self._fetch_digests(chunk, file, name, facts, number)
+                    self._fetch_digests(chunk, name, facts, number)
                 for begin, end in _missing(chunk.known, first, last):
                     self._fetch(chunk, file, name, number, begin, end)
         return chunk
 
     def _only_process(self, file: str) -> AbstractContextManager[None]:
-        return self._cache.only_process(file) if self._cache is not None else nullcontext()
+        if self._cache is None or self._fetcher.prefers_local:
+            return nullcontext()
+        return self._cache.only_process(file)
 
     def _chunk(self, name: ShardName, number: int, size: int) -> _Chunk:
         with self._lock:
@@ -139,7 +142,7 @@ class BlockReader:
             while len(self._shards) > _SHARDS_IN_MEMORY:
                 self._shards.popitem(last=False)
 
-    def _fetch_digests(self, chunk: _Chunk, file: str, name: ShardName, shard: Shard, number: int) -> None:
+    def _fetch_digests(self, chunk: _Chunk, name: ShardName, shard: Shard, number: int) -> None:
         size, path = self._card.shard_bytes(shard), name.path("digests")
         with self._lock:
             chunk_digests = self._shards.get(name)
@@ -148,14 +151,10 @@ class BlockReader:
                 path, *chunk_digests_range(size), lambda data: check_chunk_digests(size, shard.root, data)
             )
             self._keep_chunk_digests(name, chunk_digests)
-            if self._cache is not None:
-                self._cache.write(shard_file(name), 0, chunk_digests)
         wanted = chunk_digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         chunk.digests = self._fetcher.read(
             path, *block_digests_range(size, number), lambda data: check_block_digests(wanted, data)
         )
-        if self._cache is not None:
-            self._cache.write(file, 0, chunk.digests)
 
     def _fetch(self, chunk: _Chunk, file: str, name: ShardName, number: int, first: int, last: int) -> None:
         start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, len(chunk.data))
@@ -165,12 +164,23 @@ class BlockReader:
             if wrong := wrong_blocks(data, first, chunk.digests):
                 raise BlockMismatch(f"block {wrong[0]} of chunk {number} of {name.path('tokens')}")
 
-        data = self._fetcher.read(name.path("tokens"), offset + start, offset + stop, check)
+        fetched = self._fetcher.fetch(name.path("tokens"), offset + start, offset + stop, check)
+        data = fetched.data
         for block in range(first, last):
             self._keep(chunk, block, data[(block - first) * BLOCK_BYTES : (block + 1 - first) * BLOCK_BYTES])
         self.blocks_fetched += last - first
-        if self._cache is not None:
+        if self._cache is not None and not fetched.local:  # the cache is no copy of a directory of this machine
+            self._cache_digests(self._cache, chunk, file, name)
             self._cache.write(file, DATA_OFFSET + start, data)
+
+    def _cache_digests(self, cache: BlockCache, chunk: _Chunk, file: str, name: ShardName) -> None:
+        """Keep what verifies a chunk beside its first bytes."""
+        with self._lock:
+            chunk_digests = self._shards.get(name)
+        if not chunk.digests_cached and chunk_digests is not None:
+            chunk.digests_cached = True
+            cache.write(shard_file(name), 0, chunk_digests)
+            cache.write(file, 0, chunk.digests)
 
     @staticmethod
     def _keep(chunk: _Chunk, block: int, data: bytes) -> None:
