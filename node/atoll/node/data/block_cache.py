@@ -19,6 +19,7 @@ from pathlib import Path
 from atoll.core import log
 from atoll.node.data.card import ShardName
 
+BLOCKS_FOLDER = "blocks"  # in the folder of a corpus
 DATA_OFFSET = 4096  # of a chunk's bytes in its file; the digests of its blocks come before
 _LOCK_SECONDS = 30.0
 _POLL_SECONDS = 0.02

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from atoll.core import log
 from atoll.core.errors import CorpusError
-from atoll.node.data.block_cache import DATA_OFFSET, chunk_file, shard_file
+from atoll.node.data.block_cache import BLOCKS_FOLDER, DATA_OFFSET, chunk_file, shard_file
 from atoll.node.data.blocks import CHUNK_BYTES, BlockMismatch, digests_size
 from atoll.node.data.card import CARD_NAME, MAX_CARD_BYTES, card_digest, parse_card
 from atoll.node.data.corpus_table import (
@@ -35,7 +35,6 @@ from atoll.node.data.corpus_table import (
 from atoll.node.data.known_digests import KnownDigests, check_blocks
 
 _LOOK_AGAIN_SECONDS = 2.0  # for a card that was not here
-BLOCKS_FOLDER = "blocks"
 
 _log = log.get("corpus")
 

@@ -17,7 +17,7 @@ from atoll.core.clock import Clock
 from atoll.core.errors import ConfigError, CorpusError, DataDirUnusable
 from atoll.core.files import write_atomic
 from atoll.core.run_spec import DataSection, RunSpec
-from atoll.node.data.block_cache import BlockCache
+from atoll.node.data.block_cache import BLOCKS_FOLDER, BlockCache
 from atoll.node.data.block_reader import BlockReader
 from atoll.node.data.blocks import BlockMismatch
 from atoll.node.data.card import (
@@ -85,14 +85,17 @@ def open_corpus(
     cache: CacheFolder | None,
     clock: Clock,
     on_trouble: OnTrouble = no_trouble_callback,
+    peers: Mirror | None = None,
 ) -> OpenedCorpus:
     """Read the card and the tokenizer of a run's corpus. `path`: a directory that has it, asked before the mirrors.
+
+    `peers`: the other members of the run, a mirror more.
 
     `on_trouble` hears while no mirror gives what is needed, here and until the held-out samples are there. Raises
     `CorpusError`, `ConfigError`, `DataDirUnusable`, `Unreachable`.
     """
     assert section.corpus is not None
-    mirrors = mirrors_of(section, path)
+    mirrors = mirrors_of(section, path, peers)
     folder = CacheFolder(cache.path / section.corpus, cache.budget_bytes) if cache is not None else None
     fetcher = Fetcher(mirrors, clock, OPENING_PATIENCE, on_trouble)
     try:
@@ -101,18 +104,18 @@ def open_corpus(
     except BaseException:
         fetcher.close()
         raise
-    blocks = BlockCache(folder.path / "blocks", folder.budget_bytes) if folder is not None else None
+    blocks = BlockCache(folder.path / BLOCKS_FOLDER, folder.budget_bytes) if folder is not None else None
     return OpenedCorpus(card, tokenizer, fetcher, BlockReader(card, fetcher, blocks), section.corpus)
 
 
-def mirrors_of(section: DataSection, path: str | None) -> list[Mirror]:
-    """Return the mirrors of a run's corpus, the node's own directory first. Raises `ConfigError`."""
+def mirrors_of(section: DataSection, path: str | None, peers: Mirror | None) -> list[Mirror]:
+    """Return the mirrors of a run's corpus, the node's own directory first, members last. Raises `ConfigError`."""
     addresses = [*([path] if path else []), *section.mirrors]
-    if not addresses:
+    if not addresses and peers is None:
         raise ConfigError(
             "the run's corpus is nowhere: its spec names no mirror", "give a directory that has it with --data"
         )
-    return [open_mirror(address) for address in addresses]
+    return [*(open_mirror(address) for address in addresses), *([peers] if peers is not None else [])]
 
 
 def _fetch_card(fetcher: Fetcher, digest: str, folder: CacheFolder | None) -> bytes:
