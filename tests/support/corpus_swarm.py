@@ -18,6 +18,7 @@ from atoll.node.data.block_client import BlockClient, KnownMembers
 from atoll.node.data.block_files import BlockFiles
 from atoll.node.data.block_server import BlockServer
 from atoll.node.data.blocks import BLOCK_BYTES, CHUNK_BYTES, block_digests_range, chunk_digests_range, count_chunks
+from atoll.node.data.card import CARD_NAME, card_digest
 from atoll.node.data.open_corpus import CacheFolder, open_corpus
 
 RUN = "r"
@@ -44,7 +45,7 @@ def ranges_of(truth: dict[str, bytes], blocks: int = 32) -> Iterator[tuple[str, 
 
 @dataclass
 class CorpusSwarm:
-    """A corpus in `root` / corpus, and members by name."""
+    """A corpus in `root` / corpus, made unless it is there, and members by name."""
 
     root: Path
     fault: Fault = no_fault
@@ -54,9 +55,10 @@ class CorpusSwarm:
     def __post_init__(self) -> None:
         self.hub = MemoryHub(self._pass)
         self.corpus = self.root / "corpus"
-        self.digest = write_corpus(
-            self.corpus, {"web": [text(0, CHUNK_BYTES + 70_001), text(1, 3 * BLOCK_BYTES)], "code": [text(2, 99_999)]}
-        )
+        if not self.corpus.exists():
+            web = [text(0, CHUNK_BYTES + 70_001), text(1, 3 * BLOCK_BYTES)]
+            write_corpus(self.corpus, {"web": web, "code": [text(2, 99_999)]})
+        self.digest = card_digest((self.corpus / CARD_NAME).read_bytes())
         self.truth = {str(p.relative_to(self.corpus)): p.read_bytes() for p in self.corpus.rglob("*") if p.is_file()}
         self.networks: dict[str, MemoryNetwork] = {}
 

@@ -57,13 +57,15 @@ class PeerChoice:
     ) -> list[str]:
         """Return the members to ask for the range `what` of a shard, one after the other."""
         chance = self._rng.sample(members, min(_BY_CHANCE, len(members)))
-        chance += self._rng.sample(seeds, min(_SEEDS, len(seeds)))
-        pool = dict.fromkeys([*self._holders.get(shard, ()), *self._favourites, *chance])
-        asked = [peer for peer in pool if peer != me and self._may_ask(peer, what, now)]
+        some_seeds = self._rng.sample(seeds, min(_SEEDS, len(seeds)))
+        for seed in some_seeds:
+            self._facts_of(seed, _USUAL_ABSENCES_OF_SEED)
         holders = self._holders.get(shard, ())
+        pool = dict.fromkeys([*holders, *self._favourites, *some_seeds, *chance])
+        asked = [peer for peer in pool if peer != me and self._may_ask(peer, what, now)]
 
         def expected_seconds(peer: str) -> float:
-            facts = self._facts.get(peer) or _Facts(_USUAL_ABSENCES_OF_SEED if peer in seeds else _USUAL_ABSENCES)
+            facts = self._facts.get(peer) or _Facts(_USUAL_ABSENCES)
             absences = facts.absences / 2 if peer in holders else facts.absences
             return facts.seconds / (1 - min(absences, 0.99))
 
@@ -103,8 +105,8 @@ class PeerChoice:
         rested = facts is None or facts.rests_until <= now
         return rested and self._absent_until.get((peer, what), now) <= now
 
-    def _facts_of(self, peer: str) -> _Facts:
-        facts = self._facts.setdefault(peer, _Facts(_USUAL_ABSENCES))
+    def _facts_of(self, peer: str, absences: float = _USUAL_ABSENCES) -> _Facts:
+        facts = self._facts.setdefault(peer, _Facts(absences))
         _bound(self._facts, peer, MAX_MEMBERS)
         return facts
 
