@@ -76,8 +76,10 @@ class BlockClient:
     async def read(self, path: str, start: int, stop: int) -> bytes:
         """Return bytes of a file of the corpus. Raises `NotFound` if no member that is asked gives them."""
         table = await asyncio.to_thread(self._files.table)
-        if table is None:
-            raise NotFound("the card of the corpus is not here yet")
+        if table is None:  # the trainer could not keep it on the disk
+            await self.read_whole(CARD_NAME, MAX_CARD_BYTES)
+            table = await asyncio.to_thread(self._files.table)
+            assert table is not None
         if start == 0 and (file := table.files.get(path)) is not None and stop == file.size:
             return await self.read_whole(path, file.size)
         wanted = table.range_of(path, start, stop)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,8 +33,6 @@ from atoll.node.data.corpus_table import (
 )
 from atoll.node.data.known_digests import KnownDigests, check_blocks
 
-_LOOK_AGAIN_SECONDS = 2.0  # for a card that was not here
-
 _log = log.get("corpus")
 
 
@@ -49,26 +46,18 @@ class BlockFiles:
         self._roots = [root for root in (directory, cache) if root is not None]
         self._blocks = cache / BLOCKS_FOLDER if cache is not None else None
         self._table: CorpusTable | None = None
-        self._looked_at = float("-inf")
         self._broken: dict[Path, tuple[int, int, int]] = {}  # files with another hash, as they were
         self._pieces: dict[tuple[Path, str], list[bytes]] = {}  # hashes of the pieces of verified files
         self._lock = threading.Lock()
-
-    @property
-    def known_table(self) -> CorpusTable | None:
-        """What the card says, if it was read already."""
-        return self._table
 
     def table(self) -> CorpusTable | None:
         """Return what the card says; None while no intact card is here."""
         if self._table is not None:
             return self._table
         with self._lock:
-            if self._table is None and time.monotonic() - self._looked_at >= _LOOK_AGAIN_SECONDS:
-                for root in self._roots:
-                    if self._table is None and (data := self._intact_card(root / CARD_NAME)) is not None:
-                        self._table = CorpusTable(parse_card(data, self.digest), self.digest, len(data))
-                self._looked_at = time.monotonic()
+            for root in self._roots:
+                if self._table is None and (data := self._intact_card(root / CARD_NAME)) is not None:
+                    self._table = CorpusTable(parse_card(data, self.digest), self.digest, len(data))
         return self._table
 
     def adopt_card(self, data: bytes) -> None:

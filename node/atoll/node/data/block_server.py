@@ -24,6 +24,8 @@ PROTOCOL = "/atoll/corpus/1"
 STREAMS_PER_PEER = 4
 ANSWERS_AT_ONCE = 32  # each of at most 1 MiB in memory
 IDLE_TIMEOUT = timedelta(seconds=30)
+# before the word that something is not here: it costs the asker nothing, and this node may have read and hashed 1 MiB
+ABSENCE_PAUSE = timedelta(milliseconds=20)
 
 
 class BlockServer:
@@ -74,6 +76,7 @@ class BlockServer:
         else:
             found = await asyncio.to_thread(self._files.read_piece, request.path, request.start)
         if found is None:
+            await asyncio.sleep(ABSENCE_PAUSE.total_seconds())
             await stream.send(FrameKind.MESSAGE, dp.CorpusReply().SerializeToString())
             return
         reply = dp.CorpusReply(body_bytes=len(found[0]), file_bytes=found[1])

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 
 from atoll.node.data.blocks import (
+    BLOCK_BYTES,
     DIGEST_BYTES,
     BlockMismatch,
     check_block_digests,
@@ -55,6 +56,7 @@ def check_blocks(wanted: Blocks, block_digests: bytes, data: bytes) -> bytes:
     """Return blocks that have their digests. Raises `BlockMismatch`."""
     if len(data) != wanted.stop - wanted.start:
         raise BlockMismatch(f"{len(data)} bytes instead of {wanted.stop - wanted.start}")
-    if wrong := wrong_blocks(data, wanted.first, block_digests):
-        raise BlockMismatch(f"block {wrong[0]} of chunk {wanted.chunk} of {wanted.shard.name.path('tokens')}")
+    for number, at in enumerate(range(0, len(data), BLOCK_BYTES), start=wanted.first):
+        if wrong_blocks(data[at : at + BLOCK_BYTES], number, block_digests):
+            raise BlockMismatch(f"block {number} of chunk {wanted.chunk} of {wanted.shard.name.path('tokens')}")
     return data
