@@ -24,6 +24,7 @@ from atoll.node.data.corpus_table import (
     BlockDigests,
     Blocks,
     ChunkDigests,
+    CorpusTable,
     FilePiece,
     WholeFile,
     path_and_bytes,
@@ -67,6 +68,7 @@ class BlockClient:
         self._streams = BlockStreams(network, run_id)
         self._choice = PeerChoice(rng or random.Random())
         self._reading = asyncio.Semaphore(READS_AT_ONCE)
+        self._finding_card = asyncio.Lock()
         self._reading_whole = asyncio.Semaphore(1)  # of up to 256 MiB in memory
 
     async def close(self) -> None:
@@ -75,11 +77,7 @@ class BlockClient:
 
     async def read(self, path: str, start: int, stop: int) -> bytes:
         """Return bytes of a file of the corpus. Raises `NotFound` if no member that is asked gives them."""
-        table = await asyncio.to_thread(self._files.table)
-        if table is None:  # the trainer could not keep it on the disk
-            await self.read_whole(CARD_NAME, MAX_CARD_BYTES)
-            table = await asyncio.to_thread(self._files.table)
-            assert table is not None
+        table = await self._table()
         if start == 0 and (file := table.files.get(path)) is not None and stop == file.size:
             return await self.read_whole(path, file.size)
         wanted = table.range_of(path, start, stop)
@@ -106,6 +104,16 @@ class BlockClient:
                 return await self._read_whole(file)
         except TimeoutError as error:
             raise NotFound(f"no member gives {path} in time") from error
+
+    async def _table(self) -> CorpusTable:
+        """Return what the card says. A trainer that has the card may have failed to keep it on the disk."""
+        async with self._finding_card:
+            table = await asyncio.to_thread(self._files.table)
+            if table is None:
+                await self.read_whole(CARD_NAME, MAX_CARD_BYTES)
+                table = await asyncio.to_thread(self._files.table)
+        assert table is not None
+        return table
 
     async def _read_whole(self, file: WholeFile) -> bytes:
         async def fetch(peer: str) -> bytes | None:

@@ -18,10 +18,10 @@ from atoll.node.system.background_tasks import BackgroundTasks
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
 
-STREAMS_TO_PEER = 3
+STREAMS_TO_PEER = 2  # of the six direct connections to a member; the others are for rounds
 _OPEN_TIMEOUT = timedelta(seconds=10)
 _ANSWER_TIMEOUT = timedelta(seconds=20)
-_IDLE_SECONDS = 15.0  # less than the server's
+_IDLE_SECONDS = 5.0  # less than the server's
 
 
 class BlockStreams:
