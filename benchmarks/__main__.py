@@ -12,7 +12,8 @@ ALL = (
     "codecs", "join", "startup", "swarm_vs_ddp", "recovery", "faults", "newcomers", "parity", "recipe", "allreduce",
     "exchange_cpu", "utilisation", "join_wan", "nat", "planner", "memory", "pipeline",
     "pipeline_loss", "pipeline_faults", "second_copies", "planner_lab", "planner_changes", "faults_wan", "byzantine",
-    "sybils", "trust", "training_audits", "daemons", "rounds_at_size", "retention",
+    "sybils", "trust", "training_audits", "daemons", "rounds_at_size", "retention", "data", "data_build",
+    "data_coverage",
 )  # fmt: skip
 
 

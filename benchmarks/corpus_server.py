@@ -29,7 +29,8 @@ Files = Callable[[str, int, int | None], bytes | None]  # path, start, stop (Non
 class Faults:
     """What the server does wrong. Each may change while it runs."""
 
-    lies: Callable[[str, int], bool] = lambda path, start: False
+    lies: Callable[[str, int], bool] = lambda path, start: False  # whether an answer is wrong
+    spoil: Callable[[str, int, bytes], bytes] = lambda path, start, body: body
     bytes_per_second: float = 0.0  # of each answer; 0: no limit
     delay_seconds: float = 0.0  # before each answer
     stalls: bool = False  # it accepts requests and says nothing
@@ -100,6 +101,7 @@ class CorpusServer:
         body = body or b""
         if body and faults.lies(path, start):
             body = bytes([body[0] ^ 1]) + body[1:]
+        body = faults.spoil(path, start, body)
         request.send_header("Content-Length", str(1 << 60 if faults.endless else len(body)))
         request.end_headers()
         try:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.core.data_position import DataPosition, advance, first_lease_samples, genesis_position
+from atoll.core.data_position import DataPosition, advance, first_lease_samples, genesis_position, with_first_leases
 from atoll.core.errors import PartInvalid
 from atoll.core.fragments import fragment_of_round, split_into_fragments
 from atoll.core.run_spec import RunSpec
@@ -174,7 +174,8 @@ class VirtualSwarm:
         for table in (self._step_times, self._due):
             table[newcomer] = table.pop(leaver)
         self._joined[newcomer] = self.rounds
-        self.position = advance(self.position, self.members, {}, self._minimum_lease)
+        began = [(0, number, peer) for number, peer in enumerate(self.members)]
+        self.position = with_first_leases(self.position, began, self._minimum_lease)
         self._begin(newcomer, moments)
         if dry_steps:
             for _ in range(dry_steps):

@@ -34,7 +34,8 @@ min_nodes = {nodes}
 stop_tokens = {tokens}
 {model}
 [data]
-{data}
+path = "{corpus}"
+sequence_length = 64
 validation_samples = 8
 [optimizer]
 micro_batch_samples = 2
@@ -81,12 +82,14 @@ class ProcessSwarm(LocalSwarm):
         **flags: str,
     ) -> None:
         """Coordinator, run and seed. `data`: keys of the run's corpus; default: a text file."""
-        data = data or f'path = "{write_corpus(self.root / "corpus.txt")}"\nsequence_length = 64'
+        corpus = write_corpus(self.root / "corpus.txt")
         self.endpoints = await self.start_coordinator(
             *(word for name, value in flags.items() for word in (f"--{name}", value))
         )
         rounds = {"round_tokens": round_tokens, "codec": codec}
-        spec = SPEC.format(nodes=nodes, tokens=tokens, data=data, model=model, **rounds)
+        spec = SPEC.format(nodes=nodes, tokens=tokens, corpus=corpus, model=model, **rounds)
+        if data:
+            spec = spec.replace(f'path = "{corpus}"\nsequence_length = 64', data)
         await self.create_run(f"{spec}fragments = {fragments}\nround_growth = {round_growth}\n")
         await self.start_member("seed", "seed", *seed_flags)
         await self.until(lambda: self.in_state("seed", "ready"), "seed not ready", READY)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,7 +61,8 @@ class Replay(VirtualSwarm):
         anchor_E = torch.empty(loop.layout.elements)
         loop.initialise_into(anchor_E)
         loop.close()
-        saved = SwarmSnapshot(anchor_E, torch.zeros_like(anchor_E), position_at(genesis, history.plan(first), 0))
+        position = replace(position_at(genesis, history.plan(first), 0), epoch_samples=first.data.epoch_samples)
+        saved = SwarmSnapshot(anchor_E, torch.zeros_like(anchor_E), position)
         codec = BY_NUMBER[first.manifest.codec].name
         ingredients = SwarmConfig((1.0,) * len(members), codec, 0.0, history.spec.sync.screening)
         super().__init__(history.spec, corpus, ingredients, saved, members=members)
@@ -78,7 +79,9 @@ class Replay(VirtualSwarm):
 
     def _expect(self, head: Head) -> None:
         made = head.manifest.contributions
-        assignments = self._history.plan(head).assignments
+        plan = self._history.plan(head)
+        assignments = plan.assignments
+        self.position = replace(self.position, routes_begun=plan.routes_begun)
         self.members = [item.peer_id for item in made]  # the order of the sums
         self.bandwidth = {item.peer_id: item.max_reduce_bytes_per_second for item in assignments}
         samples = self._spec.optimizer.micro_batch_samples * self._spec.optimizer.accumulate

@@ -22,7 +22,7 @@ from atoll.core.quorum import COORDINATOR, Electorate
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import plan_pb2
 
-RouteName = tuple[int, int]  # version of the plan in which the route began, and its number in that plan
+RouteName = tuple[int, int]  # version of the plan in which the route began, and its number among all that ever began
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Plan:
     reason: str = ""
     former: tuple[str, ...] = ()  # peer ids of former members; they may hold state that members lack
     names: tuple[RouteName, ...] = ()  # by route; empty: all routes begin with this plan
+    routes_begun: int = 0  # under this plan and earlier ones; a new route's number is the next; 0: not counted
 
     def name_of(self, number: int) -> RouteName:
         """Return the name of route `number` in messages. It stays the same while plans do not change the route."""
@@ -192,6 +193,7 @@ class Plan:
             issued_unix_ms=self.issued_unix_ms,
             reason=self.reason,
             former=self.former,
+            routes_begun=self.routes_begun,
         )
 
     @classmethod
@@ -224,6 +226,7 @@ class Plan:
             reason=message.reason,
             former=tuple(message.former),
             names=stored_route_names(message.version, names),
+            routes_begun=message.routes_begun,
         )
 
 

@@ -64,7 +64,7 @@ class MixtureSection(Section):
 class DataSection(Section):
     """Where the corpus is, and its division into samples of `sequence_length` tokens."""
 
-    source: Literal["text", "jsonl", "parquet", "huggingface", "corpus"] = "text"
+    source: Literal["text", "jsonl", "parquet", "huggingface", "npy", "megatron", "corpus"] = "text"
     path: str = ""  # file, directory or glob on each node; for huggingface a data set's name or path, or `join --data`
     corpus: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # for corpus: digest of the corpus card
     mirrors: Annotated[

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 MAX_BYTES = 8 * 1024 * 1024
@@ -10,21 +12,28 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__py
 
 
 def write_python_corpus(path: Path, max_bytes: int = MAX_BYTES) -> int:
-    """Concatenate the library's sources in a fixed order into `path`; return the number of bytes written.
+    """Concatenate the library's sources in a fixed order into `path`; return the number of bytes written."""
+    texts = list(_python_texts(max_bytes))
+    path.write_text("".join(texts), encoding="utf-8")
+    return sum(len(text.encode()) for text in texts)
 
-    `pydoc_data/topics.py`, the language reference as text, comes first.
-    """
+
+def write_python_documents(path: Path, max_bytes: int = MAX_BYTES) -> None:
+    """Write the library's sources as JSON lines, one document each."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in _python_texts(max_bytes)), encoding="utf-8")
+
+
+def _python_texts(max_bytes: int) -> Iterator[str]:
+    """Yield sources until they have `max_bytes`; `pydoc_data/topics.py`, the language reference as text, first."""
     library = Path(sysconfig.get_paths()["stdlib"])
     sources = sorted(
         (source for source in library.rglob("*.py") if not _LEFT_OUT & set(source.relative_to(library).parts)),
         key=lambda source: (source.name != "topics.py", source.relative_to(library).as_posix()),
     )
     written = 0
-    with path.open("w", encoding="utf-8") as file:
-        for source in sources:
-            text = source.read_text(encoding="utf-8", errors="ignore").replace("\0", "")
-            written += len(text.encode())
-            file.write(text)
-            if written >= max_bytes:
-                break
-    return written
+    for source in sources:
+        text = source.read_text(encoding="utf-8", errors="ignore").replace("\0", "")
+        written += len(text.encode())
+        yield text
+        if written >= max_bytes:
+            break

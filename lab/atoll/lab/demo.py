@@ -20,7 +20,7 @@ from typing import Any
 
 from atoll.core.errors import ConfigError, DeadlineExceeded, first_error
 from atoll.core.manifest import Head
-from atoll.lab.corpus import write_python_corpus
+from atoll.lab.corpus import write_python_corpus, write_python_documents
 from atoll.lab.faults import NO_FAULTS, FaultInjector, FaultLog, FaultPlan
 from atoll.lab.launcher import LocalSwarm
 from atoll.node.control.local_client import call
@@ -50,7 +50,7 @@ stop_tokens = {tokens}
 preset = "nano"
 
 [data]
-path = {corpus}
+{data}
 sequence_length = {sequence_length}
 validation_samples = 32
 
@@ -141,7 +141,10 @@ async def run_demo(options: DemoOptions, root: Path, show: Callable[[DemoView], 
             name: ("--minimum-step-seconds", f"{FULL_PACE_SECONDS * slowdown:g}")
             for name, slowdown in zip(names, options.slowdowns, strict=True)
         }
-        endpoints = await start(swarm, _spec(options, corpus_of(options.data, swarm.root)), flags, view, show)
+        view.phase = "building the corpus"
+        show(view)
+        spec = await asyncio.to_thread(_spec, options, root)
+        endpoints = await start(swarm, spec, flags, view, show)
         faults = FaultInjector(swarm, options.faults, names, options.seed, endpoints)
         view.faults = faults.log.events
         async with asyncio.TaskGroup() as tasks:
@@ -315,12 +318,31 @@ def corpus_of(data: Path | None, root: Path) -> Path:
     return data.resolve()
 
 
-def _spec(options: DemoOptions, corpus: Path) -> str:
+def build_corpus_of(data: Path | None, root: Path) -> str:
+    """Build a corpus from `data`, or from the Python standard library; return the lines that name it in a run spec.
+
+    Raises `ConfigError`, `CorpusError`.
+    """
+    from atoll.node.data.build import build_corpus
+    from atoll.node.data.build_spec import spec_of_one_source
+
+    kind, text = {"source": "text"}, data
+    if text is None:
+        kind, text = {"source": "jsonl"}, root / "library.jsonl"
+        write_python_documents(text)
+    elif not text.exists():
+        raise ConfigError(f"the training text {data} does not exist", "pass a text file or a directory of text files")
+    built = build_corpus(spec_of_one_source(str(text), kind), root / "corpus", workers=1)
+    return f'source = "corpus"\ncorpus = "{built.digest}"\nmirrors = [{json.dumps(str(root / "corpus"))}]'
+
+
+def _spec(options: DemoOptions, root: Path) -> str:
     return spec_toml(
         seed=options.seed,
         nodes=options.nodes,
         tokens=options.tokens,
-        corpus=corpus,
+        corpus=root,
+        data=build_corpus_of(options.data, root),
         codec=options.codec,
         slowdowns=options.slowdowns,
         inner_steps=options.inner_steps,
@@ -333,6 +355,7 @@ def spec_toml(
     nodes: int,
     tokens: int,
     corpus: Path,
+    data: str = "",
     codec: str,
     slowdowns: Sequence[float],
     inner_steps: int,
@@ -341,7 +364,8 @@ def spec_toml(
 ) -> str:
     """Return the demo's run spec. A round is due when a full-speed node has made `inner_steps` steps.
 
-    `optimizer`: lines for `[optimizer]`, instead of what a run spec means that has none.
+    `data`: lines that name another corpus than the text file `corpus`. `optimizer`: lines for `[optimizer]`, instead of
+    what a run spec means that has none.
     """
     pace = sum(1 / slowdown for slowdown in slowdowns)  # of all nodes together; 1 is a full-speed node
     return SPEC.format(
@@ -349,7 +373,7 @@ def spec_toml(
         seed=seed,
         nodes=nodes,
         tokens=tokens,
-        corpus=json.dumps(str(corpus)),
+        data=data or f"path = {json.dumps(str(corpus))}",
         sequence_length=SEQUENCE_LENGTH,
         micro_batch=MICRO_BATCH,
         optimizer=optimizer,

@@ -23,7 +23,7 @@ from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
 from atoll.core.membership import DenyList, Member
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.config import LoadedConfig, NodeConfig
+from atoll.node.config import CORPORA, LoadedConfig, NodeConfig
 from atoll.node.control.checkpoint_upload import CheckpointUploads
 from atoll.node.control.coordinator_link import CoordinatorLink
 from atoll.node.control.credentials import Credentials
@@ -296,7 +296,7 @@ class Daemon:
             corpus_path=str(Path(config.data).resolve()) if config.data else None,
             base_path=str(Path(config.base).resolve()) if config.base else None,
             layer_times_path=str(config.path("layer-times.json").resolve()),
-            cache_path=str(config.path("corpora").resolve()),
+            cache_path=str(config.path(CORPORA).resolve()),
             cache_bytes=int(config.disk_gigabytes * 1e9),
             peers_path=str(self._corpus.socket_path.resolve()) if self._corpus is not None else None,
             device=config.device,

@@ -54,22 +54,30 @@ class Verdict(_message.Message):
     def __init__(self, reducer: _Optional[int] = ..., contributor: _Optional[int] = ..., parts_left_out: _Optional[int] = ..., parts_scaled: _Optional[int] = ..., parts_missing: _Optional[int] = ...) -> None: ...
 
 class DataHolding(_message.Message):
-    __slots__ = ("peer_id", "ranges")
+    __slots__ = ("peer_id", "ranges", "pace", "rounds_uncounted")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
+    PACE_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     ranges: _containers.RepeatedCompositeFieldContainer[_common_pb2.SampleRange]
-    def __init__(self, peer_id: _Optional[str] = ..., ranges: _Optional[_Iterable[_Union[_common_pb2.SampleRange, _Mapping]]] = ...) -> None: ...
+    pace: int
+    rounds_uncounted: int
+    def __init__(self, peer_id: _Optional[str] = ..., ranges: _Optional[_Iterable[_Union[_common_pb2.SampleRange, _Mapping]]] = ..., pace: _Optional[int] = ..., rounds_uncounted: _Optional[int] = ...) -> None: ...
 
 class DataPosition(_message.Message):
-    __slots__ = ("cursor", "returned", "holdings")
+    __slots__ = ("cursor", "returned", "holdings", "epoch_samples", "routes_begun")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     RETURNED_FIELD_NUMBER: _ClassVar[int]
     HOLDINGS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_BEGUN_FIELD_NUMBER: _ClassVar[int]
     cursor: int
     returned: _containers.RepeatedCompositeFieldContainer[_common_pb2.SampleRange]
     holdings: _containers.RepeatedCompositeFieldContainer[DataHolding]
-    def __init__(self, cursor: _Optional[int] = ..., returned: _Optional[_Iterable[_Union[_common_pb2.SampleRange, _Mapping]]] = ..., holdings: _Optional[_Iterable[_Union[DataHolding, _Mapping]]] = ...) -> None: ...
+    epoch_samples: int
+    routes_begun: int
+    def __init__(self, cursor: _Optional[int] = ..., returned: _Optional[_Iterable[_Union[_common_pb2.SampleRange, _Mapping]]] = ..., holdings: _Optional[_Iterable[_Union[DataHolding, _Mapping]]] = ..., epoch_samples: _Optional[int] = ..., routes_begun: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
     __slots__ = ("protocol", "round", "previous_hash", "contributions", "layers", "codec", "committed_tokens", "data", "parts_total", "parts_zeroed", "corpus_digest", "committed_unix_ms", "verdicts", "fragments", "seats", "coordinator_seat", "audit_seed", "epoch")

@@ -80,7 +80,7 @@ class Base(_message.Message):
     def __init__(self, round: _Optional[int] = ..., manifest_hash: _Optional[bytes] = ..., since_version: _Optional[int] = ..., seats: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("protocol", "run_id", "version", "assignments", "routes", "base", "issued_unix_ms", "reason", "former")
+    __slots__ = ("protocol", "run_id", "version", "assignments", "routes", "base", "issued_unix_ms", "reason", "former", "routes_begun")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class Plan(_message.Message):
     ISSUED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     FORMER_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_BEGUN_FIELD_NUMBER: _ClassVar[int]
     protocol: _common_pb2.ProtocolVersion
     run_id: str
     version: int
@@ -99,4 +100,5 @@ class Plan(_message.Message):
     issued_unix_ms: int
     reason: str
     former: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolVersion, _Mapping]] = ..., run_id: _Optional[str] = ..., version: _Optional[int] = ..., assignments: _Optional[_Iterable[_Union[Assignment, _Mapping]]] = ..., routes: _Optional[_Iterable[_Union[Route, _Mapping]]] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., issued_unix_ms: _Optional[int] = ..., reason: _Optional[str] = ..., former: _Optional[_Iterable[str]] = ...) -> None: ...
+    routes_begun: int
+    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolVersion, _Mapping]] = ..., run_id: _Optional[str] = ..., version: _Optional[int] = ..., assignments: _Optional[_Iterable[_Union[Assignment, _Mapping]]] = ..., routes: _Optional[_Iterable[_Union[Route, _Mapping]]] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., issued_unix_ms: _Optional[int] = ..., reason: _Optional[str] = ..., former: _Optional[_Iterable[str]] = ..., routes_begun: _Optional[int] = ...) -> None: ...

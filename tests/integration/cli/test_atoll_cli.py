@@ -38,6 +38,7 @@ COMMANDS = (
     "config show",
     "doctor --help",
     "join --help",
+    "data build --help",
     "--help",
 )
 STATUS = {

@@ -307,6 +307,25 @@ async def test_who_is_in_a_round_with_what_an_earlier_life_brought_skips_no_samp
         assert all(before == after for before, after in ahead)
 
 
+async def test_who_trained_samples_that_others_got_begins_at_the_anchor(tmp_path, monkeypatch):
+    async with swarm(tmp_path, set()) as (stages, _, _):
+        whole = stages[0]
+        loaded: list[tuple[tuple[int, int], ...]] = []
+        load = whole.trainer.load
+
+        async def watched(*, ranges, committed_tokens):
+            loaded.append(ranges)
+            await load(ranges=ranges, committed_tokens=committed_tokens)
+
+        monkeypatch.setattr(whole.trainer, "load", watched)
+        await whole.reach(3)
+        assert loaded == []
+        whole.engine._given = ((10**9, 10**9 + 1000),)  # as under a plan that the round does not know
+        await whole.reach(5)
+        assert len(loaded) == 1
+        assert loaded[0][0][0] < 10**9
+
+
 SPANS = {"driver": range(3), "standby": range(3), "last": range(3, 6)}
 
 

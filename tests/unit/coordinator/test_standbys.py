@@ -70,12 +70,16 @@ def test_routes_that_a_plan_leaves_as_they_are_keep_their_names(trio: RoutedWorl
     assert len(trio.routes()) == 2
     version = trio.plan.version
     assert {trio.plan.name_of(0)[0], trio.plan.name_of(1)[0]} == {1, version}
+    assert {trio.plan.name_of(0), trio.plan.name_of(1)} == {(1, 0), (version, 1)}
+    assert trio.plan.routes_begun == 2
     lost = whose_route(trio, since=1)[1]
     trio.take(admission.ban(trio.state, trio.now, lost, "lies"))
     trio.cards(eve=6)
     trio.wait(6)
     assert (1, 0) not in [trio.plan.name_of(number) for number in range(len(trio.routes()))]
-    assert version in [trio.plan.name_of(number)[0] for number in range(len(trio.routes()))]
+    names = [trio.plan.name_of(number) for number in range(len(trio.routes()))]
+    assert (version, 1) in names
+    assert trio.plan.routes_begun == 1 + max(number for _, number in names)
 
 
 def test_a_standby_fetches_its_layers_before_it_is_a_member() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -109,6 +110,8 @@ def test_progress_is_reported_for_every_document_and_every_hashed_chunk(
         (tmp_path / name).write_bytes(TEXT)
     heard: list[int] = []
     digest = load_corpus(spec_for(tmp_path)).digest
+    monkeypatch.setattr("atoll.node.data.corpus.repeated", nullcontext)  # no repetition on a slow machine
+    monkeypatch.setattr("atoll.node.data.corpus.heartbeat", lambda _: nullcontext())
     monkeypatch.setattr("atoll.node.data.corpus._HASHED_TOKENS", len(TEXT))
     assert load_corpus(spec_for(tmp_path), on_progress=heard.append).digest == digest
     assert heard == [len(TEXT) + 1, *4 * [2 * (len(TEXT) + 1)]]

@@ -312,6 +312,14 @@ def test_the_first_bad_byte_of_a_text_is_named(tmp_path: Path, at: int, where: s
     assert where in message
 
 
+@pytest.mark.parametrize(("content", "command"), [("é".encode("latin-1"), "LATIN1"), ("é".encode("utf-16"), "UTF-16")])
+def test_the_remedy_names_the_encoding(tmp_path: Path, content: bytes, command: str) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    assert f"iconv -f {command} -t UTF-8" in refused(InputSpec("text", str(tmp_path / "a.txt")))
+    report = read(InputSpec("text", str(tmp_path)))[1]
+    assert f"iconv -f {command} -t UTF-8" in report.nothing_read(str(tmp_path)).remedy
+
+
 def test_a_folder_with_unreadable_formats_alone_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.xz").write_bytes(b"x")
     (tmp_path / "b.json").write_bytes(b"[]")

@@ -6,43 +6,72 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.node.data.sample_order import GROUP_BYTES, STRETCH_BYTES, ShardedOrder, WeighedSources
+from atoll.node.data.sample_order import (
+    GROUP_BYTES,
+    SHUFFLED_SHARDS,
+    ShardedOrder,
+    SourceWindows,
+    WeighedSources,
+    windows_per_unit,
+)
 
 
 def order_of(
-    windows: list[int], weights: list[float] | None = None, seed: int = 1, size: int = 1 << 14
+    shards: list[list[int]], weights: list[float] | None = None, seed: int = 1, size: int = 1 << 12, per_unit: int = 16
 ) -> ShardedOrder:
-    weights = weights or [float(count) for count in windows]
-    return ShardedOrder(seed, windows, [WeighedSources(0, tuple(weights))], size)
+    sources = [SourceWindows(tuple(counts), per_unit) for counts in shards]
+    weights = weights or [float(sum(counts)) for counts in shards]
+    return ShardedOrder(seed, sources, [WeighedSources(0, tuple(weights))], size)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 700), st.integers(0, 2**63), st.sampled_from([64, 1 << 12, 1 << 14, 1 << 16, 1 << 19, 1 << 22]))
-def test_every_window_comes_once_in_each_epoch(windows: int, seed: int, size: int) -> None:
-    order = order_of([windows], seed=seed, size=size)
+SHARDS = st.lists(st.integers(0, 70), min_size=1, max_size=40).filter(any)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SHARDS, st.integers(0, 2**63), st.sampled_from([64, 1 << 12, 1 << 14, 1 << 20]), st.integers(1, 40))
+def test_every_window_comes_once_in_each_epoch(shards: list[int], seed: int, size: int, per_unit: int) -> None:
+    order, windows = order_of([shards], seed=seed, size=size, per_unit=per_unit), sum(shards)
+    everything = [(0, shard, window) for shard, count in enumerate(shards) for window in range(count)]
     for epoch in range(3):
         places = [order.place(sample) for sample in range(epoch * windows, (epoch + 1) * windows)]
-        assert sorted(places) == [(0, window) for window in range(windows)]
+        assert sorted(places) == everything
 
 
 def test_epochs_and_seeds_have_other_orders() -> None:
-    size = STRETCH_BYTES // 8
-    first, second = ([order_of([800], seed=3, size=size).place(n) for n in range(s, s + 800)] for s in (0, 800))
+    shards = [[160] * 20]
+    first, second = ([order_of(shards, seed=3).place(n) for n in range(s, s + 3200)] for s in (0, 3200))
     assert first != second
-    assert first != [order_of([800], seed=4, size=size).place(n) for n in range(800)]
+    assert first != [order_of(shards, seed=4).place(n) for n in range(3200)]
     assert first != sorted(first)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 40_000), st.integers(1, 2000), st.sampled_from([1 << 10, 1 << 12, 1 << 14]))
-def test_a_run_of_samples_lies_in_few_bytes(first: int, count: int, size: int) -> None:
-    """What a lease touches is hardly more than what it trains: a group at each end, and one where a stretch ends."""
-    order = order_of([50_000], size=size)
-    per_group, per_stretch = GROUP_BYTES // size, STRETCH_BYTES // size
-    windows = [order.place(sample)[1] for sample in range(first, first + count)]
-    groups = {window // per_group for window in windows}
-    assert len(groups) <= -(-count // per_group) + 1 + count // per_stretch + 1
-    assert len({window // per_stretch for window in windows}) <= count // per_stretch + 2
+def test_a_run_of_samples_lies_in_few_units_groups_and_shards(first: int, count: int, size: int) -> None:
+    """What a lease touches is hardly more than what it trains, and needs the digests of a few shards."""
+    per_unit, per_group = windows_per_unit(10**9, size), max(1, GROUP_BYTES // size)
+    order = order_of([[250 * per_unit] * 200], size=size, per_unit=per_unit)
+    places = [order.place(sample) for sample in range(first, first + count)]
+    groups = {(shard, window // per_group) for _, shard, window in places}
+    assert len(groups) <= -(-count // per_group) + 2
+    assert len({(shard, window // per_unit) for _, shard, window in places}) <= count // per_unit + 2
+    of_a_part = SHUFFLED_SHARDS * 250 * per_unit
+    assert len({shard for _, shard, _ in places}) <= SHUFFLED_SHARDS * (count // of_a_part + 2)
+
+
+def test_a_run_of_samples_mixes_text_from_many_places() -> None:
+    """Sixteen units in a row come from many shards and places: no run of samples is one stretch of text."""
+    order = order_of([[1600] * 16])
+    units = {(shard, window // 16) for _, shard, window in map(order.place, range(16 * 16))}
+    assert len(units) == 16
+    assert len({shard for shard, _ in units}) >= 6
+    assert len({(shard, unit + 1) for shard, unit in units} & units) <= 2
+
+
+def test_a_small_source_has_smaller_units() -> None:
+    assert windows_per_unit(10**12, 2048) == 32
+    assert windows_per_unit(8 << 20, 128) == 64
+    assert windows_per_unit(8 << 20, 1 << 20) == 1
 
 
 @settings(max_examples=40, deadline=None)
@@ -50,7 +79,7 @@ def test_a_run_of_samples_lies_in_few_bytes(first: int, count: int, size: int) -
 def test_each_source_has_its_share_of_any_run_of_samples(weights: list[float], first: int, count: int) -> None:
     if not sum(weights) > 1e-3:
         weights[0] = 1.0
-    order = order_of([1000] * len(weights), weights)
+    order = order_of([[1000]] * len(weights), weights)
     found = order.shares(first, first + count)
     assert sum(found.values()) == count
     for number, weight in enumerate(weights):
@@ -60,15 +89,16 @@ def test_each_source_has_its_share_of_any_run_of_samples(weights: list[float], f
 
 def test_shares_are_what_is_dealt() -> None:
     stages = [WeighedSources(0, (3.0, 1.0, 0.0)), WeighedSources(700, (0.0, 1.0, 1.0)), WeighedSources(1000, (1, 0, 0))]
-    order = ShardedOrder(5, [100, 40, 30], stages, 4096)
+    order = ShardedOrder(5, [SourceWindows((n,), 7) for n in (100, 40, 30)], stages, 4096)
     for start, stop in ((0, 1500), (0, 700), (650, 720), (699, 1001), (1200, 1201)):
         dealt = Counter(order.place(sample)[0] for sample in range(start, stop))
         assert order.shares(start, stop) == dict(dealt)
 
 
 def test_a_source_goes_on_where_it_was_when_a_stage_begins() -> None:
-    order = ShardedOrder(5, [100, 50], [WeighedSources(0, (1.0, 1.0)), WeighedSources(60, (1.0, 0.0))], 4096)
-    of_first = [place[1] for place in map(order.place, range(130)) if place[0] == 0]
+    sources = [SourceWindows((100,), 7), SourceWindows((50,), 7)]
+    order = ShardedOrder(5, sources, [WeighedSources(0, (1.0, 1.0)), WeighedSources(60, (1.0, 0.0))], 4096)
+    of_first = [place[2] for place in map(order.place, range(130)) if place[0] == 0]
     assert len(of_first) == 100
     assert sorted(of_first) == list(range(100))
 
@@ -76,14 +106,14 @@ def test_a_source_goes_on_where_it_was_when_a_stage_begins() -> None:
 def test_shares_within_a_tenth_of_a_percent_after_ten_million_tokens() -> None:
     weights = [0.6, 0.25, 0.1, 0.05]
     samples = 10_000_000 // 1024
-    found = order_of([10**6] * 4, weights, size=2048).shares(0, samples)
+    found = order_of([[10**6]] * 4, weights, size=2048).shares(0, samples)
     assert all(abs(found[number] / samples - weight) <= 0.001 * weight for number, weight in enumerate(weights))
 
 
 def test_a_mixture_without_weight_or_windows_is_refused() -> None:
-    for windows, weights in (([5, 5], [0.0, 0.0]), ([5, 0], [1.0, 1.0])):
+    for windows, weights in (([[5], [5]], [0.0, 0.0]), ([[5], [0, 0]], [1.0, 1.0])):
         with pytest.raises(ValueError, match=r"window|positive"):
             order_of(windows, weights)
     for starts in ((1,), (0, 0), (0, 5, 4)):
         with pytest.raises(ValueError, match="begin at sample 0"):
-            ShardedOrder(0, [5], [WeighedSources(start, (1.0,)) for start in starts], 100)
+            ShardedOrder(0, [SourceWindows((5,), 2)], [WeighedSources(start, (1.0,)) for start in starts], 100)

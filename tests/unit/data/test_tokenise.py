@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -102,7 +103,7 @@ def loaded(kind: str, directory: Path, **settings: Any) -> HuggingFaceTokenizer:
 
 
 def fast(kind: str) -> FastEncoder:
-    return FastEncoder(backend(kind), [0], [])
+    return FastEncoder.of(backend(kind), [0], [])
 
 
 def in_pieces(kind: str, text: str, piece: int = 300, overlap: int = 80) -> list[int]:
@@ -133,6 +134,8 @@ texts = st.lists(
 @example(text=" ".join(["word"] * 1500))
 @example(text="\n" * 3001 + SENTENCES[0] * 30)
 @example(text=(SENTENCES[0] * 9 + END) * 9)
+@example(text="東京は日本の首都です。bbbbbbbbbbbb" * 100)
+@example(text="".join(chr(0x4E00 + number * number % 997) for number in range(3000)))
 @example(text="")
 @settings(max_examples=60, deadline=None)
 def test_pieces_give_the_tokens_of_the_whole(kind: str, text: str) -> None:
@@ -156,7 +159,26 @@ def test_words_that_span_pieces_are_encoded_once_more_with_both(monkeypatch: pyt
     assert max(lengths) > 3000
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "Unigram"])
+def test_one_long_word_of_unigram_is_joined_where_every_end_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    encode = FastEncoder.encode_pieces
+
+    def heard(self: FastEncoder, pieces: Any) -> Any:
+        lengths.extend(len(text) for _, text in pieces)
+        return encode(self, pieces)
+
+    monkeypatch.setattr(FastEncoder, "encode_pieces", heard)
+    letters = "東京は日本の首都ですabcd"
+    text = "".join(letters[number * number * 7919 % 10_007 % len(letters)] for number in range(5000))
+    text = re.sub(r"(.{1,32}?)\1\1", r"\1", text)
+    assert in_pieces("Unigram", text) == fast("Unigram").encode_batch([text])[0].tolist()
+    assert max(lengths) < len(text) / 3
+    lengths.clear()
+    in_pieces("Unigram", "a" * 2000)  # rounding decides between paths of equal score
+    assert max(lengths) > 1900
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_batches_and_long_documents_give_what_the_library_gives(kind: str, tmp_path: Path) -> None:
     tokenizer = loaded(kind, tmp_path)
     documents = [text.encode() for text in (*SENTENCES, "", SENTENCES[0] * 17_000, "x")]

@@ -47,7 +47,7 @@ def test_plans_at_one_head_never_give_a_sample_to_two_members(order, sizes, firs
     for size in sizes:
         joins.append(rest[:size])
         rest = rest[size:]
-    data = DataPosition(1000, ((10, 20),), {peer: ((100 * n, 100 * n + 60),) for n, peer in enumerate(present)})
+    data = DataPosition(1000, ((960, 970),), {peer: ((100 * n, 100 * n + 60),) for n, peer in enumerate(present)})
     head, given_before = head_of(data), samples_of(data)
     for plan in plans_of(joins, present):
         position = position_at(head, plan, ROUND)

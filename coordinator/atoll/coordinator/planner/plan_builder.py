@@ -55,6 +55,7 @@ def build_plan(
     most_tokens = most_round_tokens(spec, len(ordered), cuts=len(cuts_of(ordered)))
     standing = [RoutePart(peer, span.start, span.stop - 1) for peer, span in standbys.items()]
     known = _names(previous) if previous is not None and previous.base == base else {}
+    names, begun = _new_names(ordered, known, version, _routes_begun(previous))
     parts = sorted([*standing, *(part for route in ordered for part in route)], key=lambda part: part.peer_id)
     return Plan(
         run_id=spec.run.name,
@@ -72,7 +73,8 @@ def build_plan(
             for part in parts
         ),
         routes=tuple(tuple(part.peer_id for part in route) for route in ordered),
-        names=stored_route_names(version, tuple(known.get(route, (version, at)) for at, route in enumerate(ordered))),
+        names=stored_route_names(version, names),
+        routes_begun=begun,
         base=base,
         issued_unix_ms=issued_unix_ms,
         reason=reason,
@@ -88,6 +90,27 @@ def routes_of(plan: Plan) -> tuple[Route, ...]:
 def _names(plan: Plan) -> Mapping[Route, RouteName]:
     """Names of its routes."""
     return {route: plan.name_of(number) for number, route in enumerate(routes_of(plan))}
+
+
+def _new_names(
+    routes: Sequence[Route], known: Mapping[Route, RouteName], version: int, begun: int
+) -> tuple[tuple[RouteName, ...], int]:
+    """Name routes, those that begin with this plan by their place among all that ever began; return names and count."""
+    names = []
+    for route in routes:
+        name = known.get(route)
+        if name is None:
+            name, begun = (version, begun), begun + 1
+        names.append(name)
+    return tuple(names), begun
+
+
+def _routes_begun(previous: Plan | None) -> int:
+    """Count the routes that began under `previous` and before. Older coordinators did not: then above all numbers."""
+    if previous is None:
+        return 0
+    numbers = (previous.name_of(at)[1] for at in range(len(previous.routes)))
+    return max([previous.routes_begun, *(number + 1 for number in numbers)])
 
 
 def cuts_of(routes: Sequence[Route]) -> tuple[int, ...]:

@@ -269,7 +269,7 @@ def _check_genesis(run: Run, writer: str, report: mb.GenesisReport) -> None:
         raise PeerMisbehaved("genesis must be round 0, without a previous hash and without contributions")
     if head.manifest.corpus_digest.hex() != run.corpus_digest:
         raise PeerMisbehaved("genesis was written from another corpus than the run's")
-    if head.data != DataPosition() or head.committed_tokens:
+    if head.data != DataPosition(epoch_samples=head.data.epoch_samples) or head.committed_tokens:
         raise PeerMisbehaved("genesis assigns data or counts tokens; plan 1 assigns the first data")
     check_layers(head.manifest, len(report.layers.layers))
     require_signers(head, [writer])

@@ -139,7 +139,7 @@ def check_fits(spec: RunSpec, topology: Topology) -> None:
             "lower min_nodes in [run], or choose a larger topology: atoll lab list",
         )
     text = spec.data.path
-    if spec.data.source != "huggingface" and not has_corpus_files(text):
+    if spec.data.source not in ("huggingface", "corpus") and not has_corpus_files(text):
         raise ConfigError(f"no training text at {text}", "change path in [data] of the run spec")
 
 

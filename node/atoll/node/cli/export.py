@@ -19,9 +19,11 @@ import typer
 from atoll.core.errors import Ambiguous, AtollError, CheckpointCorrupt, NotFound, UsageError
 from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.node.cli.options import DataDir, data_directory
+from atoll.node.config import CORPORA
 from atoll.node.control.local_client import call
 
 if TYPE_CHECKING:
+    from atoll.node.data.open_corpus import CacheFolder
     from atoll.node.export.stored_model import StoredModel
 
 
@@ -83,8 +85,8 @@ def export(
             )
         from atoll.node.export.huggingface_export import export_huggingface  # here, because torch takes seconds
 
-        with _temporary_torch_cache():
-            export_huggingface(found, to, dtype, base, 1e9 * shard_gigabytes)
+        with _temporary_torch_cache(), _corpus_cache(data_directory(data_dir)) as cache:
+            export_huggingface(found, to, dtype, base, 1e9 * shard_gigabytes, cache)
     if output is Output.JSON:
         facts = {"run": found.spec.run.name, "round": found.head.round, "manifest_hash": found.head.hash.hex()}
         print_json({"export": {"directory": str(to), "format": format_.value, "dtype": dtype.value, **facts}})
@@ -111,6 +113,18 @@ def base(
     for note in notes:
         print_to_stderr(note)
     typer.echo(text)
+
+
+@contextmanager
+def _corpus_cache(data_dir: Path) -> Iterator[CacheFolder]:
+    """Where the tokenizer of a corpus is, or comes to: the node's cache, or on a machine without a node for once."""
+    from atoll.node.data.open_corpus import CacheFolder  # here, because numpy takes long
+
+    if data_dir.is_dir():
+        yield CacheFolder(data_dir / CORPORA)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        yield CacheFolder(Path(directory))
 
 
 def _report_newer_round(data_dir: Path, run: str, round_number: int) -> None:

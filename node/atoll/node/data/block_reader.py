@@ -29,9 +29,8 @@ from atoll.node.data.blocks import (
 from atoll.node.data.card import CorpusCard, Shard, ShardName
 from atoll.node.data.fetcher import Fetcher
 
-CHUNKS_IN_MEMORY = 64
+CHUNKS_IN_MEMORY = 1024  # 64 MiB
 _SHARDS_IN_MEMORY = 1024  # of which the digests are kept
-_MAX_REQUEST_BLOCKS = 32  # 256 KiB: small enough that a slow mirror is noticed
 
 
 @dataclass
@@ -198,11 +197,11 @@ def _pieces(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _missing(known: bytearray, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Runs of unknown blocks, none longer than a request."""
+    """Runs of unknown blocks."""
     begin = first
     while (begin := known.find(0, begin, last)) >= 0:
         end = known.find(1, begin, last)
-        end = min(last if end < 0 else end, begin + _MAX_REQUEST_BLOCKS)
+        end = last if end < 0 else end
         yield begin, end
         begin = end
 

@@ -1,6 +1,6 @@
 """Hashes by which a part of a shard can be verified without the rest of it. Pure.
 
-A shard is a file of tokens. It is cut into chunks of 1 MiB, and these into blocks of 8 KiB; the last ones may be
+A shard is a file of tokens. It is cut into chunks of 64 KiB, and these into blocks of 8 KiB; the last ones may be
 shorter. The digest of a block is SHA-256 over its bytes, the digest of a chunk SHA-256 over the digests of its blocks,
 the root SHA-256 over the shard's size and the digests of its chunks: a Merkle tree with two inner levels (Merkle 1987,
 "A Digital Signature Based on a Conventional Encryption Function"). Each hash has a prefix that names its level, so that
@@ -8,8 +8,8 @@ no inner node passes for a block. Digests of blocks and chunks are cut to 16 byt
 other bytes with the digest of any block of a terabyte.
 
 The corpus card has the root. A file beside the shard has all digests: first those of the chunks, then those of the
-blocks, in order. To verify one block a reader needs the digests of all chunks (1 KiB for 64 MiB) and those of the
-blocks in its chunk (2 KiB).
+blocks, in order. To verify one block a reader needs the digests of all chunks (16 KiB for 64 MiB, once for a shard)
+and those of the blocks in its chunk (128 bytes).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 BLOCK_BYTES = 1 << 13
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 16
 DIGEST_BYTES = 16
 MAX_SHARD_BYTES = 1 << 34
 

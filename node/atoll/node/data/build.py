@@ -27,15 +27,15 @@ from atoll.node.data.build_schedule import Limits, OpenGroup, SourceSchedule
 from atoll.node.data.build_spec import BuildSource, BuildSpec
 from atoll.node.data.build_tasks import SaveTokenizer, TokeniseUnit, WriteShard
 from atoll.node.data.byte_streams import unreadable
-from atoll.node.data.card import CorpusCard, Shard, Source, card_digest
+from atoll.node.data.card import MAX_SHARDS, CorpusCard, Shard, Source, card_digest, parse_card
+from atoll.node.data.corpus_tokenizer import CorpusTokenizer
 from atoll.node.data.durable_files import GO_ON
 from atoll.node.data.inputs import InputSpec, Plan, SourceReport, plan_units
-from atoll.node.data.saved_tokenizer import SavedTokenizer
 from atoll.node.data.shard_writer import Group
 from atoll.node.data.shuffle import permutation
 from atoll.node.data.spill import Spill
 from atoll.node.data.tokenise import token_dtype
-from atoll.node.system.worker_pool import WorkerPool, usable_cores
+from atoll.node.system.worker_pool import StartPool, WorkerPool, usable_cores
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ def build_corpus(
     limits: Limits = Limits(),  # noqa: B008  (frozen)
     on_progress: OnProgress = lambda _: None,
     disk: Disk = OS_DISK,
+    start_pool: StartPool = WorkerPool,
 ) -> BuiltCorpus:
     """Build the corpus in `directory`, or go on where an earlier call stopped.
 
@@ -79,34 +80,46 @@ def build_corpus(
     """
     on_progress(BuildProgress("plan"))
     files = BuildDirectory(directory, (source.name for source in spec.sources), disk)
+    for source in spec.sources:
+        _check_place(source, directory)
     plans = [plan_units(_input_spec(source), limits.unit_bytes) for source in spec.sources]
     with files.locked():
-        tokenizer = _save_tokenizer(spec.tokenizer, files.staged_tokenizer(), disk)
+        tokenizer = _save_tokenizer(spec.tokenizer, files.staged_tokenizer(), disk, start_pool)
         inputs = _inputs_digest(plans)
         state = BuildState(_spec_digest(spec, tokenizer, limits), inputs, tuple(it.name for it in spec.sources))
         files.open(state, restart)
         tokenizer = replace(tokenizer, directory=files.adopt_tokenizer(tokenizer.card))
         build = _Build(spec, plans, files, tokenizer, limits, strict, on_progress, disk)
-        build.run(workers or usable_cores())
+        with start_pool(workers or usable_cores(), GO_ON) as pool:
+            build.run(pool)
         if _inputs_digest(plans) != inputs:
             raise CorpusError("the input files changed while they were read", "build again with --restart")
-        card = build.card()
-        files.finish(card.to_json())
-    return BuiltCorpus(card, card_digest(card.to_json()), {it.name: it.report() for it in build.sources})
+        data = build.card().to_json()
+        card = parse_card(data)  # checks what readers will check
+        files.finish(data)
+    return BuiltCorpus(card, card_digest(data), {it.name: it.report() for it in build.sources})
 
 
 def _input_spec(source: BuildSource) -> InputSpec:
     return InputSpec(source.source, source.path, source.field, source.subset, source.split)
 
 
-def _save_tokenizer(name: str, directory: Path, disk: Disk) -> SavedTokenizer:
+def _check_place(source: BuildSource, directory: Path) -> None:
+    """Refuse to write into a directory that is read: the next start would find other input. Raises `CorpusError`."""
+    read = Path(source.path).expanduser()
+    if source.source != "huggingface" and read.is_dir() and directory.resolve().is_relative_to(read.resolve()):
+        raise CorpusError(f"{directory} is inside {read}, which is the text", "choose a directory elsewhere with --to")
+
+
+def _save_tokenizer(name: str, directory: Path, disk: Disk, start_pool: StartPool) -> CorpusTokenizer:
     """Write the tokenizer's files in a process of its own, whose memory is free afterwards."""
-    with WorkerPool[SavedTokenizer](1, GO_ON) as pool:
+    with start_pool(1, GO_ON) as pool:
         pool.submit(SaveTokenizer(name, directory, disk))
-        return pool.wait()[1]
+        saved: CorpusTokenizer = pool.wait()[1]
+    return saved
 
 
-def _spec_digest(spec: BuildSpec, tokenizer: SavedTokenizer, limits: Limits) -> str:
+def _spec_digest(spec: BuildSpec, tokenizer: CorpusTokenizer, limits: Limits) -> str:
     """Identify what decides the corpus, but the input. The number of workers does not."""
     sources = [source.model_dump(mode="json", exclude={"path"}) for source in spec.sources]
     named = {
@@ -175,7 +188,7 @@ class _Build:
         spec: BuildSpec,
         plans: list[Plan],
         files: BuildDirectory,
-        tokenizer: SavedTokenizer,
+        tokenizer: CorpusTokenizer,
         limits: Limits,
         strict: bool,
         on_progress: OnProgress,
@@ -190,19 +203,18 @@ class _Build:
         self.sources = [self._open(number, plan) for number, plan in enumerate(plans)]
         self._progress = replace(self._progress, bytes_earlier=self._progress.bytes_done)
 
-    def run(self, workers: int) -> None:
+    def run(self, pool: WorkerPool[Any]) -> None:
         """Complete all groups. Raises what `build_corpus` raises."""
         for source in self.sources:
             self._open_groups(source)
-        with WorkerPool[Any](workers, GO_ON) as pool:
+        self._on_progress(self._progress)
+        while True:
+            while pool.idle and (task := self._next_task()):
+                pool.submit(task)
+            if not pool.running:
+                return
+            self._task_done(*pool.wait())
             self._on_progress(self._progress)
-            while True:
-                while pool.idle and (task := self._next_task()):
-                    pool.submit(task)
-                if not pool.running:
-                    return
-                self._task_done(*pool.wait())
-                self._on_progress(self._progress)
 
     def card(self) -> CorpusCard:
         """Describe the corpus when all groups are complete."""
@@ -271,6 +283,11 @@ class _Build:
     def _open_groups(self, source: _SourceBuild) -> None:
         """Hand out the shards of groups whose units are all tokenised, and close groups that are complete."""
         while group := source.schedule.next_group():
+            if group.first_shard + group.shards > MAX_SHARDS:
+                raise CorpusError(
+                    f"source {source.name!r} has more than {MAX_SHARDS:,} shards of {self._spec.shard_bytes:,} bytes",
+                    "build with a larger shard_bytes",
+                )
             source.open_groups.append(group)
             seed = self._spec.seed if self._shuffled else None
             tokens = Group(source.name, group.number, group.spills, seed, self._dtype, self._shard_tokens)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.core.disk import OS_DISK, Disk
-from atoll.core.errors import AlreadyExists, AlreadyRunning, CorpusError
+from atoll.core.errors import AlreadyExists, AlreadyRunning, CorpusError, DataDirUnusable
 from atoll.node.data.build_schedule import DoneGroup
 from atoll.node.data.card import CARD_NAME, TOKENIZER_DIRECTORY, CardTokenizer, Shard
 from atoll.node.data.durable_files import explained, remove_unfinished, write_file
@@ -31,6 +31,8 @@ from atoll.node.data.source_report import SourceReport
 from atoll.node.data.spill import Spill, open_spill
 
 NAME = ".build"
+_DONE = ".build.done"  # what is left of `.build` beside a complete corpus
+_KINDS = ("units", "shards", "groups")
 _SHARD_FILE = re.compile(r"\d{6,}\.(tokens|digests|documents)")
 
 
@@ -59,6 +61,8 @@ class BuildDirectory:
         """Hold the directory for this process. Raises `AlreadyExists`, `AlreadyRunning`, `DataDirUnusable`."""
         with explained(self.corpus):
             self.corpus.mkdir(parents=True, exist_ok=True)
+            if (self.corpus / _DONE).exists():
+                shutil.rmtree(self.corpus / _DONE)
             if not self._work.exists():
                 self._refuse_foreign_files()
             self._work.mkdir(exist_ok=True)
@@ -78,18 +82,22 @@ class BuildDirectory:
         if restart:
             self._delete_earlier()
         if file.exists():
-            found = json.loads(file.read_bytes())
-            self._check(BuildState(found["spec"], found["inputs"], tuple(found["sources"])), state)
+            with _readable(file):
+                found = json.loads(file.read_bytes())
+                earlier = BuildState(found["spec"], found["inputs"], tuple(found["sources"]))
+            self._check(earlier, state)
         with explained(self.corpus):
             for name in self._sources:
                 for directory in (
                     self.corpus / name,
-                    *(self._work / kind / name for kind in ("units", "shards", "groups")),
+                    *(self._work / kind / name for kind in _KINDS),
                 ):
                     directory.mkdir(parents=True, exist_ok=True)
                     remove_unfinished(directory)
             for directory in (self.corpus, self._work):
                 remove_unfinished(directory)
+            for directory in (*(self._work / kind for kind in _KINDS), self._work, self.corpus, self.corpus.parent):
+                self._disk.sync_directory(directory)
         write_file(file, json.dumps(vars(state)).encode() + b"\n", self._disk)
 
     def staged_tokenizer(self) -> Path:
@@ -116,7 +124,8 @@ class BuildDirectory:
         """Write the card, and delete what only the build needed. Raises `DataDirUnusable`."""
         write_file(self.corpus / CARD_NAME, card, self._disk)
         with explained(self._work):
-            shutil.rmtree(self._work)
+            self._disk.rename(self._work, self.corpus / _DONE)  # a kill while it is deleted leaves no half of a build
+            shutil.rmtree(self.corpus / _DONE)
 
     # --- units, shards and groups -----------------------------------------------------------------------
 
@@ -130,14 +139,14 @@ class BuildDirectory:
 
     def spills(self, source: str) -> dict[int, Spill]:
         """Return the units that are tokenised. Raises `DataDirUnusable`."""
-        with explained(self._work):
+        with _readable(self._work):
             paths = sorted((self._work / "units" / source).glob("*.spill"))
             return {int(path.stem): open_spill(path) for path in paths}
 
     def groups(self, source: str) -> list[DoneGroup]:
         """Return the groups that are complete, in order. Raises `DataDirUnusable`."""
         found = []
-        with explained(self._work):
+        with _readable(self._work):
             for number in range(len(list((self._work / "groups" / source).glob("*.json")))):
                 read = json.loads(self._group_path(source, number).read_bytes())
                 read["report"] = SourceReport.from_dict(read["report"])
@@ -148,7 +157,7 @@ class BuildDirectory:
     def shard(self, source: str, number: int) -> Shard | None:
         """Return the description of a shard that is complete. Raises `DataDirUnusable`."""
         path = self.shard_path(source, number)
-        with explained(path):
+        with _readable(path):
             return Shard.model_validate_json(path.read_bytes()) if path.exists() else None
 
     def write_group(self, source: str, number: int, group: DoneGroup) -> None:
@@ -194,7 +203,7 @@ class BuildDirectory:
         with explained(self.corpus):
             sources = json.loads(file.read_bytes())["sources"] if file.exists() else ()
             (self.corpus / CARD_NAME).unlink(missing_ok=True)
-            for kind in ("units", "shards", "groups"):
+            for kind in _KINDS:
                 shutil.rmtree(self._work / kind, ignore_errors=True)
             for source in sources:
                 for path in (self.corpus / source).glob("*"):
@@ -204,3 +213,14 @@ class BuildDirectory:
                     (self.corpus / source).rmdir()
             shutil.rmtree(self.corpus / TOKENIZER_DIRECTORY, ignore_errors=True)
             file.unlink(missing_ok=True)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Explain damage to what an earlier build wrote. Raises `DataDirUnusable`."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataDirUnusable(
+            f"the unfinished build in {path} cannot be read: {error}", "begin again with --restart"
+        ) from error

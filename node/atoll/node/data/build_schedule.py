@@ -91,16 +91,11 @@ class SourceSchedule:
         self._first_shard = sum(len(group.shards) for group in self.groups)
         self._number = len(self.groups)  # of the next group
         self._spills = {unit: spill for unit, spill in (spills or {}).items() if unit >= self._first}
-        self._next = self._first
+        self._missing = iter([unit for unit in range(self._first, units) if unit not in self._spills])
 
     def next_unit(self) -> int | None:
         """Return a unit to tokenise now, each once; None if all are given out."""
-        while self._next < self._units and self._next in self._spills:
-            self._next += 1
-        if self._next == self._units:
-            return None
-        self._next += 1
-        return self._next - 1
+        return next(self._missing, None)
 
     def unit_done(self, unit: int, spill: Spill) -> None:
         """Note that a unit is tokenised."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -86,6 +86,17 @@ def parse_build_spec(text: str, where: str, directory: Path) -> BuildSpec:
     )
     tokenizer = _resolved(spec.tokenizer, directory) if spec.tokenizer.startswith((".", "~")) else spec.tokenizer
     return spec.model_copy(update={"sources": sources, "tokenizer": tokenizer})
+
+
+def spec_of_one_source(path: str, values: Mapping[str, object]) -> BuildSpec:
+    """Return a spec with one source from values of a command line. Raises `BuildSpecError`."""
+    of_source = {key: value for key, value in values.items() if key in BuildSource.model_fields}
+    others = {key: value for key, value in values.items() if key not in of_source}
+    try:
+        return BuildSpec.model_validate({**others, "sources": [{"name": "text", **of_source, "path": path}]})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BuildSpecError(f"--{_problem(first['loc'][-1:], first['msg'], first['type'])}", "see --help") from error
 
 
 def read_build_spec(path: Path) -> BuildSpec:

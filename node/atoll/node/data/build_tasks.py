@@ -7,9 +7,9 @@ from pathlib import Path
 
 from atoll.core.disk import OS_DISK, Disk
 from atoll.node.data.card import Shard
+from atoll.node.data.corpus_tokenizer import CorpusTokenizer, load_saved, save_tokenizer
 from atoll.node.data.durable_files import write_file
 from atoll.node.data.inputs import SourceReport, Unit, read_unit
-from atoll.node.data.saved_tokenizer import SavedTokenizer, load_saved, save_tokenizer
 from atoll.node.data.shard_writer import Group, write_shard
 from atoll.node.data.spill import Spill, write_spill
 from atoll.node.data.tokenise import token_parts
@@ -23,7 +23,7 @@ class SaveTokenizer:
     directory: Path
     disk: Disk = OS_DISK
 
-    def __call__(self) -> SavedTokenizer:
+    def __call__(self) -> CorpusTokenizer:
         return save_tokenizer(self.name, self.directory, self.disk)
 
 
@@ -34,7 +34,7 @@ class TokeniseUnit:
     source: int  # number of the source
     number: int  # of the unit in the order of the build
     unit: Unit
-    tokenizer: SavedTokenizer
+    tokenizer: CorpusTokenizer
     path: Path
     strict: bool
     disk: Disk = OS_DISK

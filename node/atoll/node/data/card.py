@@ -35,7 +35,8 @@ from atoll.node.data.blocks import MAX_SHARD_BYTES
 
 CARD_NAME = "corpus.json"
 MAX_SOURCES = 1024
-MAX_CARD_BYTES = 64 << 20  # 300,000 shards: 20 TB in shards of 64 MiB
+MAX_CARD_BYTES = 64 << 20
+MAX_SHARDS = 200_000  # fit in a card: 13 TB in shards of 64 MiB
 TOKENIZER_DIRECTORY = "tokenizer"
 MAX_TOKENIZER_BYTES = 256 << 20
 TOKENIZER_FILES = frozenset(

@@ -1,9 +1,10 @@
 """The training corpus: one array of tokens, cut into windows of `sequence_length` + 1 tokens.
 
 Documents are packed back to back. Window i covers tokens [i·T, i·T + T], so that inputs and targets are one token apart
-and nothing is padded. The last `validation_samples` windows are held out for validation. A small corpus is in memory, a
-large one in an unlinked file behind `np.memmap`. `digest` identifies tokens, tokenizer and cut. A node with another
-corpus would train something else under the same sample numbers; comparing digests excludes it.
+and nothing is padded. The last `validation_samples` windows are held out for validation. With a cache folder, the text
+is tokenised once, on all cores, and later starts map the tokens (`token_cache.py`). Without one, a small corpus is in
+memory, and a large one in an unlinked file. `digest` identifies tokens, tokenizer and cut. A node with another corpus
+would train something else under the same sample numbers; comparing digests excludes it.
 
 Shape suffixes: B batch, T sequence.
 """
@@ -12,10 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,22 +27,45 @@ from numpy.typing import NDArray
 
 from atoll.core import log
 from atoll.core.data_position import SampleRange
+from atoll.core.disk import Bytes
 from atoll.core.errors import CorpusError
 from atoll.core.run_spec import RunSpec
-from atoll.node.data.inputs import Document, SourceReport, input_spec, plan_units, read_unit
+from atoll.node.data.byte_streams import unreadable
+from atoll.node.data.encoders import description_of
+from atoll.node.data.heartbeat import heartbeat, repeated
+from atoll.node.data.inputs import (
+    UNIT_BYTES,
+    Document,
+    InputSpec,
+    Plan,
+    SourceReport,
+    input_spec,
+    plan_units,
+    read_unit,
+)
 from atoll.node.data.sample_order import SampleOrder
+from atoll.node.data.token_cache import CachedTokens, TokenCache
+from atoll.node.data.token_files import TOKEN_SOURCES, bad_token, first_bad_token, map_tokens
 from atoll.node.data.tokenise import OnProgress, no_progress_callback, token_dtype, token_parts
-from atoll.node.model.tokenizer import Tokenizer, load_tokenizer
+from atoll.node.data.unit_workers import tokenised_units
+from atoll.node.model.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 IN_MEMORY_BYTES = 256 * 1024**2
+CACHE_VERSION = 1  # of the tokens: raise it when equal text gives other tokens
+WORKERS_FROM_BYTES = 64 << 20  # of input; less is tokenised in this process
+BYTE_WORKERS_FROM_BYTES = 1 << 30  # the same for the byte tokenizer, which is as fast as a disk
+UNITS_PER_WORKER = 4  # at least, so that all workers end at about the same time
 _HASHED_TOKENS = 1 << 24  # tokens hashed at once
+_COPIED_BYTES = 1 << 24
+
+_log = log.get("data")
 
 
 @dataclass(frozen=True)
 class Corpus:
     """The tokens of a run, and how they are cut into windows."""
 
-    tokens: NDArray[Any]  # 1-D, unsigned, as narrow as the vocabulary allows
+    tokens: NDArray[Any]  # 1-D; unsigned and as narrow as the vocabulary allows, or as a file of tokens has them
     tokenizer: Tokenizer
     sequence_length: int
     validation_samples: int
@@ -81,22 +108,49 @@ def load_corpus(
     path: str | None = None,
     tokenizer: Tokenizer | None = None,
     on_progress: OnProgress = no_progress_callback,
+    cache_path: Path | None = None,
+    cpu_threads: int = 1,
 ) -> Corpus:
-    """Read, tokenise and cut the corpus; `path` overrides the spec's. Raises `CorpusError`, `ConfigError`.
+    """Read, tokenise and cut the corpus, or map it from the cache; `path` overrides the spec's.
 
-    `tokenizer` is the run's, if the caller has already loaded it.
+    `tokenizer` is the run's, if the caller has already loaded it. `on_progress` is called every few seconds, sometimes
+    from another thread. Raises `CorpusError`, `ConfigError`, `ChildDied`; `DataDirUnusable` for the cache folder.
     """
-    section, report = spec.data, SourceReport()
+    section = spec.data
     where = path or section.path
     tokenizer = tokenizer or load_tokenizer(section.tokenizer)
-    plan = plan_units(input_spec(section, path))
-    report.add(plan.report)
-    documents = (document for unit in plan.units for document in read_unit(unit, report))
-    tokens = pack(documents, tokenizer, on_progress=on_progress)
+    source = input_spec(section, path)
+    if section.source in TOKEN_SOURCES:
+        tokens, documents = map_tokens(section.source, where)
+        report = SourceReport(files=1, documents=documents)
+        digest, _ = _digest(tokens, spec, tokenizer, on_progress, where)
+        return _cut(tokens, spec, where, tokenizer, digest, report)
+    with heartbeat(partial(on_progress, 0)):
+        plan = plan_units(source)
+        wanted = plan.size_bytes // (UNITS_PER_WORKER * cpu_threads)
+        if cache_path is not None and plan.size_bytes >= WORKERS_FROM_BYTES and wanted < UNIT_BYTES:
+            plan = plan_units(source, wanted)
+    if cache_path is None:
+        report = SourceReport()
+        texts = (document for unit in plan.units for document in read_unit(unit, report))
+        with repeated(on_progress) as tell:
+            tokens = pack(texts, tokenizer, on_progress=tell)
+        digest, _ = _digest(tokens, spec, tokenizer, on_progress)
+    else:
+        cached, digest = _cached(TokenCache(cache_path), spec, source, plan, tokenizer, on_progress, cpu_threads)
+        tokens, report = cached.tokens, cached.report
+    report = _sum_of(plan.report, report)
+    if left_out := report.left_out():
+        _log.warning("training_text_left_out", path=where, what=left_out)
     if not report.documents:
         raise report.nothing_read(where)
-    if left_out := report.left_out():
-        log.get("data").warning("training_text_left_out", what=left_out, path=where)
+    return _cut(tokens, spec, where, tokenizer, digest, report)
+
+
+def _cut(
+    tokens: NDArray[Any], spec: RunSpec, where: str, tokenizer: Tokenizer, digest: str, report: SourceReport
+) -> Corpus:
+    section = spec.data
     windows = max(0, (len(tokens) - 1) // section.sequence_length)
     if windows <= section.validation_samples:
         raise CorpusError(
@@ -104,8 +158,94 @@ def load_corpus(
             f"{section.sequence_length} tokens, of which {section.validation_samples} are held out for validation",
             "use more text, or lower [data] validation_samples or sequence_length",
         )
-    digest = _digest(tokens, spec, tokenizer, on_progress)
     return Corpus(tokens, tokenizer, section.sequence_length, section.validation_samples, digest, report, spec.run.seed)
+
+
+def _sum_of(*reports: SourceReport) -> SourceReport:
+    total = SourceReport()
+    for report in reports:
+        total.add(report)
+    return total
+
+
+# --- with a cache ---------------------------------------------------------------------------------------
+
+
+def _cached(
+    cache: TokenCache,
+    spec: RunSpec,
+    source: InputSpec,
+    plan: Plan,
+    tokenizer: Tokenizer,
+    on_progress: OnProgress,
+    cpu_threads: int,
+) -> tuple[CachedTokens, str]:
+    """Map the tokens and return them with the corpus's digest. A file whose checksum is wrong is built again."""
+    key = cache_key(source, plan, tokenizer)
+
+    def build(write: Callable[[Bytes], object], folder: Path) -> SourceReport:
+        report = _tokenise_all(plan, tokenizer, write, folder, on_progress, cpu_threads)
+        if cache_key(source, plan, tokenizer) != key:
+            raise CorpusError(f"{source.path} changed while it was read", "start again when nothing writes there")
+        return report
+
+    dtype = token_dtype(tokenizer.vocabulary)
+    for _ in range(2):
+        cached = cache.open_or_build(key, dtype, build, on_progress)
+        digest, checksum = _digest(cached.tokens, spec, tokenizer, on_progress)
+        if checksum == cached.checksum:
+            return cached, digest
+        _log.warning("cached_tokens_damaged", path=source.path)
+        cache.forget(key)
+    raise CorpusError(
+        "the file of tokens reads differently from how it was written", "check this machine's disk and memory"
+    )
+
+
+def cache_key(source: InputSpec, plan: Plan, tokenizer: Tokenizer) -> str:
+    """Hash of everything that the tokens depend on: input files, as the file system tells them, and the tokenizer.
+
+    Raises `CorpusError`.
+    """
+    files = []
+    for file in plan.files:
+        try:
+            found = os.stat(file)
+        except OSError as error:
+            raise unreadable(file, error) from error
+        files.append((os.path.abspath(file), found.st_size, found.st_mtime_ns, found.st_ino))
+    parts = (CACHE_VERSION, asdict(source), plan.fingerprint, files, tokenizer.name, description_of(tokenizer))
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _tokenise_all(
+    plan: Plan,
+    tokenizer: Tokenizer,
+    write: Callable[[Bytes], object],
+    folder: Path,
+    on_progress: OnProgress,
+    cpu_threads: int,
+) -> SourceReport:
+    report = SourceReport()
+    few = BYTE_WORKERS_FROM_BYTES if isinstance(tokenizer, ByteTokenizer) else WORKERS_FROM_BYTES
+    if plan.size_bytes < few or cpu_threads < 2:
+        documents = (document for unit in plan.units for document in read_unit(unit, report))
+        with repeated(on_progress) as tell:
+            for part, _ in token_parts(documents, tokenizer, tell):
+                write(part.data.cast("B"))
+    else:
+        for path, unit_report in tokenised_units(plan.units, tokenizer, folder, cpu_threads, on_progress):
+            with path.open("rb") as file:
+                while block := file.read(_COPIED_BYTES):
+                    write(block)
+            path.unlink()
+            report.add(unit_report)
+    if not report.documents:
+        raise _sum_of(plan.report, report).nothing_read(plan.where)
+    return report
+
+
+# --- without a cache ------------------------------------------------------------------------------------
 
 
 def pack(
@@ -119,22 +259,35 @@ def pack(
     parts: list[bytes] = []
     size = 0
     file = None
-    for part, _ in token_parts(documents, tokenizer, on_progress):
-        parts.append(part.tobytes())
-        size += len(parts[-1])
-        if file is None and size > in_memory_bytes:
-            file = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the map over it)
-        if file is not None:
-            file.writelines(parts)
-            parts.clear()
-    if file is None:
-        return np.frombuffer(b"".join(parts), dtype=dtype)
-    with file:  # unlinked from the start; the map keeps its space alive
-        file.flush()
-        return np.memmap(file, dtype=dtype, mode="r")
+    try:
+        for part, _ in token_parts(documents, tokenizer, on_progress):
+            parts.append(part.tobytes())
+            size += len(parts[-1])
+            if file is None and size > in_memory_bytes:
+                file = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the map over it)
+            if file is not None:
+                file.writelines(parts)
+                parts.clear()
+        if file is None:
+            return np.frombuffer(b"".join(parts), dtype=dtype)
+        with file:  # unlinked from the start; the map keeps its space alive
+            file.flush()
+            return np.memmap(file, dtype=dtype, mode="r")
+    except OSError as error:  # the readers convert theirs
+        raise CorpusError(
+            f"cannot write tokens to {tempfile.gettempdir()}: {error.strerror or error}",
+            "free space there, or set TMPDIR to a folder with more",
+        ) from error
 
 
-def _digest(tokens: NDArray[Any], spec: RunSpec, tokenizer: Tokenizer, on_progress: OnProgress) -> str:
+def _digest(
+    tokens: NDArray[Any], spec: RunSpec, tokenizer: Tokenizer, on_progress: OnProgress, checked: str = ""
+) -> tuple[str, int]:
+    """Return the corpus's digest, and the CRC-32 of the tokens.
+
+    Equal tokens give equal digests, whatever the type of the array. Raises `CorpusError` for a token beyond the
+    vocabulary in the file `checked`.
+    """
     named = {
         "tokenizer": tokenizer.name,
         "vocabulary": tokenizer.vocabulary,
@@ -142,7 +295,13 @@ def _digest(tokens: NDArray[Any], spec: RunSpec, tokenizer: Tokenizer, on_progre
         "validation_samples": spec.data.validation_samples,
     }
     digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode() + b"\n")
+    checksum, dtype = 0, token_dtype(tokenizer.vocabulary)
     for start in range(0, len(tokens), _HASHED_TOKENS):
-        digest.update(np.ascontiguousarray(tokens[start : start + _HASHED_TOKENS]).view(np.uint8).data)
+        block = tokens[start : start + _HASHED_TOKENS]
+        if checked and (bad := first_bad_token(block, tokenizer.vocabulary)) is not None:
+            raise bad_token(checked, start + bad, int(block[bad]), tokenizer.name, tokenizer.vocabulary)
+        data = np.ascontiguousarray(block, dtype=dtype).view(np.uint8).data
+        digest.update(data)
+        checksum = zlib.crc32(data, checksum)
         on_progress(len(tokens))
-    return digest.hexdigest()
+    return digest.hexdigest(), checksum

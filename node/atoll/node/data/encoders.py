@@ -6,17 +6,20 @@ becomes ordinary tokens: only the end of a document is the separator. Tokenizers
 
 from __future__ import annotations
 
+import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.node.model.tokenizer import HuggingFaceTokenizer
+from atoll.node.model.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -67,22 +70,43 @@ class Encoding:
         return low
 
 
+def describe(backend: Any, separator: Sequence[int], special: Sequence[int]) -> dict[str, Any]:
+    """Return the library's description of a tokenizer, with all special tokens marked as such.
+
+    Raises an error of the library if the tokenizer has parts written in Python.
+    """
+    description: dict[str, Any] = json.loads(backend.to_str())
+    never = {*separator, *special}
+    for token in description["added_tokens"]:
+        token["special"] = token["special"] or token["id"] in never
+    description["truncation"] = description["padding"] = None
+    return description
+
+
 class FastEncoder:
     """Encodes with a copy of the Rust tokenizer in which no special token is recognised in text."""
 
-    def __init__(self, backend: Any, separator: Sequence[int], special: Sequence[int]) -> None:
-        """Copy `backend`. Raises an error of the library if it has parts written in Python."""
+    def __init__(self, description: str, separator: Mapping[int, str], model: str, longest_piece: int) -> None:
+        """`description`: the library's JSON; `separator`: tokens that end a document, with how they are spelt.
+
+        `model` is the description's kind of model; `longest_piece` has the characters of a Unigram model's longest
+        piece.
+        """
         from tokenizers import Tokenizer
 
-        description = json.loads(backend.to_str())
-        never = {*separator, *special}
-        for token in description["added_tokens"]:
-            token["special"] = token["special"] or token["id"] in never
-        description["truncation"] = description["padding"] = None
-        self._tokenizer = Tokenizer.from_str(json.dumps(description))
+        self.description, self._separator = description, separator
+        self.model, self.longest_piece = model, longest_piece
+        self._tokenizer = Tokenizer.from_str(description)
         self._tokenizer.encode_special_tokens = True
-        self._separator = {number: str(backend.id_to_token(number)) for number in separator}
-        self.cuts_inside_words = description["model"].get("type") == "BPE"
+
+    @classmethod
+    def of(cls, backend: Any, separator: Sequence[int], special: Sequence[int]) -> FastEncoder:
+        """Copy a tokenizer of the library. Raises an error of the library if it has parts written in Python."""
+        description = describe(backend, separator, special)
+        spelt = {number: str(backend.id_to_token(number)) for number in separator}
+        model = str(description["model"].get("type"))
+        longest = max(len(piece) for piece, _ in description["model"]["vocab"]) if model == "Unigram" else 0
+        return cls(json.dumps(description), spelt, model, longest)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Encode each text, 1-D."""
@@ -103,6 +127,10 @@ class FastEncoder:
             Encoding(offset, offset + len(text), tuple(self._without_separator(offset, text, encoding)))
             for (offset, text), encoding in zip(pieces, encodings, strict=True)
         ]
+
+    def spelling(self, separator: int) -> str:
+        """Return how a token that ends a document is spelt."""
+        return self._separator[separator]
 
     def _has_separator(self, ids: NDArray[np.uint32]) -> bool:
         return any(bool((ids == number).any()) for number in self._separator)
@@ -145,6 +173,40 @@ class SlowEncoder:
         ]
 
 
+@dataclass(frozen=True)
+class SavedTokenizer:
+    """What a worker process needs of a tokenizer, without the `transformers` library and its 280 MB of modules."""
+
+    name: str
+    vocabulary: int
+    separator: tuple[int, ...]
+    encoder: FastEncoder
+
+    @staticmethod
+    def save(tokenizer: HuggingFaceTokenizer, path: Path) -> bool:
+        """Write the tokenizer to a file, if that is possible. Raises `OSError`."""
+        encoder = encoder_of(tokenizer)
+        if isinstance(encoder, FastEncoder):
+            values = {
+                "name": tokenizer.name,
+                "vocabulary": tokenizer.vocabulary,
+                "separator": [[number, encoder.spelling(number)] for number in tokenizer.separator],
+                "model": encoder.model,
+                "longest_piece": encoder.longest_piece,
+                "description": encoder.description,
+            }
+            path.write_text(json.dumps(values))
+        return isinstance(encoder, FastEncoder)
+
+    @classmethod
+    def load(cls, path: Path) -> SavedTokenizer:
+        """Read what `save` wrote. Raises `OSError`."""
+        values = json.loads(path.read_text())
+        separator = {int(number): str(spelling) for number, spelling in values["separator"]}
+        encoder = FastEncoder(values["description"], separator, values["model"], values["longest_piece"])
+        return cls(values["name"], values["vocabulary"], tuple(separator), encoder)
+
+
 @lru_cache(maxsize=2)
 def encoder_of(tokenizer: HuggingFaceTokenizer) -> FastEncoder | SlowEncoder:
     """Return the fastest encoder for a tokenizer; the same one for the same object: to make one takes up to 1 s."""
@@ -153,6 +215,24 @@ def encoder_of(tokenizer: HuggingFaceTokenizer) -> FastEncoder | SlowEncoder:
     if backend is None:
         return SlowEncoder(library)
     try:
-        return FastEncoder(backend, tokenizer.separator, library.all_special_ids)
+        return FastEncoder.of(backend, tokenizer.separator, library.all_special_ids)
     except Exception:  # the library raises `Exception` itself for parts that are written in Python
         return SlowEncoder(library)
+
+
+def description_of(tokenizer: Tokenizer) -> str:
+    """Return a digest of everything that a tokenizer's tokens depend on."""
+    parts: list[Any] = [tokenizer.vocabulary, tokenizer.separator]
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        library = tokenizer.library
+        parts += [type(library).__name__, tokenizers_version(), sorted(library.all_special_ids)]
+        try:
+            parts.append(describe(library.backend_tokenizer, tokenizer.separator, library.all_special_ids))
+        except Exception:  # as in `encoder_of`
+            parts += [sorted(library.get_vocab().items()), repr(sorted(library.init_kwargs.items()))]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def tokenizers_version() -> str:
+    """Return the versions of the libraries that encode."""
+    return " ".join(version(name) for name in ("transformers", "tokenizers"))

@@ -26,6 +26,7 @@ PATIENCE = timedelta(minutes=10)
 _ATTEMPT_SECONDS = 120.0  # for one answer; a slower one counts as a failure
 _HEDGE_SECONDS = 1.0  # more than usual, before a second mirror is asked
 _HEDGE_FACTOR = 3.0
+_ASK_AGAIN_SECONDS = 10.0  # while all mirrors rest
 
 OnTrouble = Callable[[str], object]  # called about once a second while no mirror answers, with the reasons
 Check = Callable[[bytes], object]  # raises `BlockMismatch` for wrong bytes
@@ -185,6 +186,10 @@ class Fetcher:
                 if unknown and not chosen.mirror.local:
                     chosen = unknown[0]
                 return chosen, 0.0
+            if free and not busy:  # nobody answers: one of them is asked now and then, so that its return is noticed
+                soonest = min(free, key=asked_from)
+                if now - max(health.asked_at for health in free) >= _ASK_AGAIN_SECONDS:
+                    return soonest, 0.0
             return None, min(map(asked_from, free), default=now + 1.0) - now
 
     def _late_at(self, attempt: _Attempt, size: int) -> float:
@@ -242,8 +247,10 @@ class Fetcher:
         if attempt.cancelled.is_set() and not lied:
             return  # its time was counted when another mirror was faster
         with self._lock:
-            attempt.health.record_failure(self._clock.monotonic(), problem, lied)
-        log.get("corpus").warning("mirror_lies" if lied else "mirror_fails", problem=problem)
+            counts = attempt.health.record_failure(attempt.began, self._clock.monotonic(), problem, lied)
+            is_news = counts and (lied or attempt.health.failures == 1)
+        if is_news and not self._closed:
+            log.get("corpus").warning("mirror_lies" if lied else "mirror_fails", problem=problem)
 
     def _learn_from_losers(self, attempts: Sequence[_Attempt]) -> None:
         """Remember that these mirrors take at least as long as they have taken until now."""

@@ -21,6 +21,7 @@ from atoll.node.data.readers import (
     Document,
     LongText,
     Piece,
+    Rows,
     load_rows,
     open_parquet,
     read_jsonl,
@@ -29,6 +30,7 @@ from atoll.node.data.readers import (
     read_text,
 )
 from atoll.node.data.source_report import SourceReport
+from atoll.node.data.token_files import TOKEN_SOURCES
 
 __all__ = ["Document", "InputSpec", "LongText", "Plan", "SourceReport", "Unit", "input_spec", "plan_units", "read_unit"]
 
@@ -69,7 +71,9 @@ class Plan:
     """All units of an input, in order, and what was left out before reading."""
 
     units: tuple[Unit, ...]
+    where: str  # for messages
     files: tuple[str, ...]  # read by the units, in order; empty for a Hugging Face data set
+    fingerprint: str = ""  # of a Hugging Face data set, as its library tells it
     report: SourceReport = field(default_factory=SourceReport)
 
     @property
@@ -89,15 +93,18 @@ def plan_units(spec: InputSpec, unit_bytes: int = UNIT_BYTES) -> Plan:
     Raises `CorpusError`, `ConfigError`.
     """
     report = SourceReport()
+    if spec.source in TOKEN_SOURCES:
+        raise CorpusError(f"{spec.path} holds tokens, not text", "set [data] source to the format of the text")
     if spec.source == "huggingface":
-        return Plan(_row_units(spec, unit_bytes), (), report)
+        rows = load_rows(spec.path, spec.subset, spec.split, spec.field, again=True)
+        return Plan(_row_units(spec, rows, unit_bytes), spec.path, (), str(getattr(rows, "_fingerprint", "")), report)
     files, several = find_files(spec.source, spec.path, report)
     try:
         sizes = [os.path.getsize(file) for file in files]
     except OSError as error:
         raise unreadable(str(error.filename or spec.path), error) from error
     pieces = [piece for file, size in zip(files, sizes, strict=True) for piece in _pieces(spec, file, size, unit_bytes)]
-    return Plan(_group(spec, pieces, several, unit_bytes), tuple(files), report)
+    return Plan(_group(spec, pieces, several, unit_bytes), spec.path, tuple(files), "", report)
 
 
 def read_unit(unit: Unit, report: SourceReport, strict: bool = True) -> Iterator[Document]:
@@ -152,8 +159,7 @@ def _row_groups(spec: InputSpec, file: str, size: int, unit_bytes: int) -> Itera
         yield Piece(file, 0, 0, size)
 
 
-def _row_units(spec: InputSpec, unit_bytes: int) -> tuple[Unit, ...]:
-    rows = load_rows(spec.path, spec.subset, spec.split, spec.field, again=True)
+def _row_units(spec: InputSpec, rows: Rows, unit_bytes: int) -> tuple[Unit, ...]:
     count = len(rows)
     size = int(getattr(getattr(rows, "data", None), "nbytes", 0)) or count
     step = max(1, unit_bytes * count // max(1, size))

@@ -3,18 +3,27 @@
 Neighbouring pieces overlap. They are joined where both give the same tokens at the same places, many in a row. In the
 middle of such a run, the left piece has seen everything before, and the right piece everything behind.
 
-A joint must be the end of a word (pre-token), since tokenizers encode words on their own. BPE may be joined inside a
-word, too: a sequence of tokens is the BPE of a text if each two neighbours are the BPE of theirs, and every two
-neighbours of the joined sequence are neighbours in one of the pieces. Where no joint is found, the overlap grows, and
-in the end both pieces are encoded as one. A text that is one word for the tokenizer can therefore need as much memory
-as the whole.
+A joint is the end of a word (pre-token), since tokenizers encode words on their own. Two models have joints inside
+words, too:
+
+- BPE: a sequence of tokens is the BPE of a text if each two neighbours are the BPE of theirs, and every two neighbours
+  of the joined sequence are neighbours in one of the pieces.
+- Unigram: the best path through a text may depend on where the text ends. Every path has a node in the last characters
+  of the left piece, as many as the longest token has. So the overlap is encoded up to each of them, and the joint must
+  be a node of all these paths. Text that repeats itself three times in a row ("aaa") has paths of equal score, between
+  which rounding decides; there is no joint inside such words.
+
+Where no joint is found, the overlap grows, and in the end both pieces are encoded as one. A text that is one word of
+WordPiece, or of Unigram with repetitions, can therefore need as much memory as the whole.
 """
 
 from __future__ import annotations
 
 import codecs
+import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +35,7 @@ OVERLAP_CHARACTERS = 1 << 11
 AHEAD = 4  # pieces encoded at once, on as many cores; a character needs about 165 bytes of memory meanwhile
 _RUN = 16  # equal tokens in a row
 _GROWTH = 4
+_REPEATED = re.compile(r"(.{1,32}?)\1\1", re.DOTALL)
 
 
 class _Text:
@@ -92,13 +102,25 @@ class LongDocument:
         """Return the next piece and the character where it joins; without a joint, an encoding of both."""
         right = self._piece_after(left.stop)
         overlap = self._overlap
-        while (joint := find_joint(left, right, done, self._encoder.cuts_inside_words)) is None:
+        while (joint := find_joint(left, right, done, partial(self._is_joint, left, right))) is None:
             overlap *= _GROWTH
             start = left.span(max(0, left.first_at(left.stop - overlap) - 1))[0] if len(left) else left.start
             if start <= done or overlap > (left.stop - left.start) // 2:
                 return None, self._encode(left.start, 2 * left.stop - left.start)
             right = self._encode(start, left.stop + self._piece)
         return joint, right
+
+    def _is_joint(self, left: Encoding, right: Encoding, joint: int) -> bool:
+        """Whether two pieces may be joined inside a word."""
+        if self._encoder.model != "Unigram":
+            return self._encoder.model == "BPE"
+        start, stop = right.start, left.stop
+        _, text = self._text.piece(left.start, right.stop)
+        if _REPEATED.search(text):
+            return False
+        ends = range(stop - 1, max(joint, stop - 1 - self._encoder.longest_piece), -1)
+        paths = self._encoder.encode_pieces([self._text.piece(start, end) for end in ends])
+        return all(_has_node(path, joint) for path in paths)
 
     def _piece_after(self, stop: int) -> Encoding:
         while self._ahead and self._ahead[0].stop <= stop:
@@ -114,12 +136,14 @@ class LongDocument:
         return self._encoder.encode_pieces([self._text.piece(start, self._text.read_to(stop))])[0]
 
 
-def find_joint(left: Encoding, right: Encoding, done: int, inside_words: bool) -> int | None:
+def find_joint(left: Encoding, right: Encoding, done: int, inside_word: Callable[[int], bool]) -> int | None:
     """Return a character behind `done` at which the tokens of `left` go on with those of `right`; None without one.
 
-    It is the middle of the first run of equal tokens that holds one.
+    It is the middle of the first run of equal tokens that holds one. `inside_word` says whether a character that ends
+    no word may be one; it is asked once.
     """
     run: list[tuple[int, int]] = []  # neighbouring equal tokens: numbers in left and right
+    middle: int | None = None  # of the first run, inside a word
     i, j = left.first_at(right.start), 0
     while i < len(left) and j < len(right) and right.span(j)[0] < left.stop:
         place, other = left.span(i), right.span(j)
@@ -127,16 +151,31 @@ def find_joint(left: Encoding, right: Encoding, done: int, inside_words: bool) -
             run.append((i, j))
         else:
             run.clear()
-        if len(run) >= 2 * _RUN and (joint := _joint(run, left, right, done, inside_words)) is not None:
-            return joint
+        if len(run) >= 2 * _RUN and (at := _middle(run, left, done)) is not None:
+            if _ends_word(run, left, right) or (middle is None and inside_word(at)):
+                return at
+            middle = at
         i, j = i + (place <= other), j + (other <= place)
-    return _joint(run, left, right, done, inside_words) if len(run) >= _RUN else None
+    at = _middle(run, left, done) if len(run) >= _RUN else None
+    if at is not None and (_ends_word(run, left, right) or (middle is None and inside_word(at))):
+        return at
+    return None
 
 
-def _joint(run: list[tuple[int, int]], left: Encoding, right: Encoding, done: int, inside_words: bool) -> int | None:
-    i, j = run[len(run) // 2]
+def _middle(run: list[tuple[int, int]], left: Encoding, done: int) -> int | None:
+    """Return where the middle token of a run starts; None if it is one of several tokens of a character."""
+    i, _ = run[len(run) // 2]
     start = left.span(i)[0]
-    if start <= done or start < left.span(i - 1)[1] or start <= left.span(i - 1)[0]:
-        return None  # several tokens of one character
-    word_ends = left.word(i) != left.word(i - 1) and right.word(j) != right.word(j - 1)
-    return start if inside_words or word_ends else None
+    return None if start <= done or start < left.span(i - 1)[1] or start <= left.span(i - 1)[0] else start
+
+
+def _ends_word(run: list[tuple[int, int]], left: Encoding, right: Encoding) -> bool:
+    """Whether the middle token of a run begins a word."""
+    i, j = run[len(run) // 2]
+    return left.word(i) != left.word(i - 1) and right.word(j) != right.word(j - 1)
+
+
+def _has_node(path: Encoding, character: int) -> bool:
+    """Whether a token starts at a character and the one before it ends there."""
+    number = path.first_at(character)
+    return 0 < number < len(path) and path.span(number)[0] == character and path.span(number - 1)[1] <= character

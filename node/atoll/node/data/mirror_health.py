@@ -50,14 +50,21 @@ class MirrorHealth:
         self.seconds = _smooth(self.seconds, seconds)
         self.absences += _SMOOTHING * (1 - self.absences)
 
-    def record_failure(self, now: float, problem: str, lied: bool) -> None:
-        """Count a bad answer, and let the mirror rest."""
+    def record_failure(self, asked_at: float, now: float, problem: str, lied: bool) -> bool:
+        """Count a bad answer to a question of `asked_at`, and let the mirror rest.
+
+        Returns False for a question that was on its way when the mirror began to rest: several reads at once are cut
+        off by one fault.
+        """
         self.last_problem = problem
+        if asked_at < self.rests_until and not lied:
+            return False
         self.failures += 1
         self.lies += lied
         rest = _FIRST_REST_OF_LIAR_SECONDS * 2 ** min(self.lies - 1, 8) if lied else 0.0
         rest = max(rest, _FIRST_REST_SECONDS * 2 ** min(self.failures - 1, 16))
         self.rests_until = now + min(rest, _LONGEST_REST_SECONDS)
+        return True
 
 
 @dataclass

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from atoll.core.clock import Clock
+from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import ConfigError, CorpusError, DataDirUnusable
 from atoll.core.files import write_atomic
 from atoll.core.run_spec import DataSection, RunSpec
@@ -37,6 +37,7 @@ from atoll.node.model.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tok
 TOKENIZER_OF_CORPUS = "corpus"  # the name in a run spec of the tokenizer that a corpus brings
 DEFAULT_CACHE_BYTES = 20 * 10**9
 OPENING_PATIENCE = timedelta(hours=1)
+_EXPORT_PATIENCE = timedelta(seconds=30)
 _HELD_OUT_AT_ONCE = 64
 
 
@@ -86,6 +87,7 @@ def open_corpus(
     clock: Clock,
     on_trouble: OnTrouble = no_trouble_callback,
     peers: Mirror | None = None,
+    patience: timedelta | None = None,
 ) -> OpenedCorpus:
     """Read the card and the tokenizer of a run's corpus. `path`: a directory that has it, asked before the mirrors.
 
@@ -97,7 +99,7 @@ def open_corpus(
     assert section.corpus is not None
     mirrors = mirrors_of(section, path, peers)
     folder = CacheFolder(cache.path / section.corpus, cache.budget_bytes) if cache is not None else None
-    fetcher = Fetcher(mirrors, clock, OPENING_PATIENCE, on_trouble)
+    fetcher = Fetcher(mirrors, clock, patience or OPENING_PATIENCE, on_trouble)
     try:
         card = parse_card(_fetch_card(fetcher, section.corpus, folder), section.corpus)
         tokenizer = _tokenizer(section, card, fetcher, folder)
@@ -106,6 +108,19 @@ def open_corpus(
         raise
     blocks = BlockCache(folder.path / BLOCKS_FOLDER, folder.budget_bytes) if folder is not None else None
     return OpenedCorpus(card, tokenizer, fetcher, BlockReader(card, fetcher, blocks), section.corpus)
+
+
+def load_run_tokenizer(section: DataSection, cache: CacheFolder | None = None) -> Tokenizer:
+    """Load the tokenizer of a run, for the export: that of its corpus comes from the node's cache or from a mirror.
+
+    Raises `ConfigError`, `CorpusError`, `Unreachable`.
+    """
+    if section.source != "corpus" or section.tokenizer != TOKENIZER_OF_CORPUS:
+        return load_tokenizer(section.tokenizer)
+    kept = str(cache.path / section.corpus) if cache is not None and section.corpus and not section.mirrors else None
+    opened = open_corpus(section, kept, cache, SystemClock(), patience=_EXPORT_PATIENCE)
+    opened.fetcher.close()
+    return opened.tokenizer
 
 
 def mirrors_of(section: DataSection, path: str | None, peers: Mirror | None) -> list[Mirror]:

@@ -43,7 +43,7 @@ class PeerSocket:
         self.client: BlockClient | None = None
         self._server: asyncio.Server | None = None
         self._tasks = BackgroundTasks()
-        self._connections = 0
+        self._connections: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
         """Listen. Replaces the socket of a dead daemon: the caller holds the data directory's lock."""
@@ -68,16 +68,19 @@ class PeerSocket:
         if self._server is not None:
             self._server.close()
         await self._tasks.stop()
+        for writer in self._connections:  # of tasks that had not begun
+            writer.transport.abort()
+        self._connections.clear()
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.add(writer)
         self._tasks.begin(self._serve(reader, writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections += 1
         try:
-            if self._connections <= _MAX_CONNECTIONS:
+            if len(self._connections) <= _MAX_CONNECTIONS:
                 while True:
                     async with asyncio.timeout(IDLE_SECONDS):
                         (size,) = REQUEST_LENGTH.unpack(await reader.readexactly(REQUEST_LENGTH.size))
@@ -94,7 +97,7 @@ class PeerSocket:
         except (TimeoutError, asyncio.IncompleteReadError, OSError):
             return
         finally:
-            self._connections -= 1
+            self._connections.discard(writer)
             writer.transport.abort()
 
     async def _answer(self, request: bytes) -> tuple[int, bytes]:

@@ -16,7 +16,7 @@ from atoll.core.errors import AtollError
 
 AHEAD_SAMPLES = 4096
 AHEAD_BYTES = 16 << 20
-_THREADS = 4
+_THREADS = 8
 
 Piece = tuple[int, int, int, int, int]  # source, shard, chunk, first and last block (exclusive)
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from atoll.core.errors import ConfigError, CorpusError
 from atoll.node.data.byte_streams import PATH_REMEDY, format_of, is_compressed, opened, unreadable
-from atoll.node.data.source_report import SourceReport
+from atoll.node.data.source_report import SourceReport, iconv
 from atoll.node.model.tokenizer import HF_REMEDY
 
 LONG_TEXT_BYTES = 1 << 20  # a longer text file is a `LongText`
@@ -73,7 +73,7 @@ class _Bad(NamedTuple):
     remedy: str
 
 
-class _Rows(Protocol):
+class Rows(Protocol):
     """What `datasets.load_dataset` returns, as far as we use it."""
 
     column_names: list[str]
@@ -82,7 +82,7 @@ class _Rows(Protocol):
 
     def __getitem__(self, rows: slice) -> dict[str, list[Any]]: ...
 
-    def select_columns(self, names: list[str]) -> _Rows: ...
+    def select_columns(self, names: list[str]) -> Rows: ...
 
 
 # --- text -----------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def read_text(piece: Piece, several: bool, report: SourceReport) -> Iterator[Doc
     elif why:
         raise CorpusError(
             f"{piece.path} is not text: {why}",
-            "convert it to UTF-8 (iconv -f UTF-16 -t UTF-8), or set [data] source to the file's format",
+            f"convert it to UTF-8 ({iconv(why)}), or set [data] source to the file's format",
         )
     elif data:
         report.documents += 1
@@ -268,10 +268,10 @@ def read_parquet(piece: Piece, field: str, report: SourceReport, strict: bool) -
             raise _bad_parquet(piece.path, error) from error
 
 
-_loaded: dict[tuple[str, str | None, str], _Rows] = {}  # the data set that this process loaded last
+_loaded: dict[tuple[str, str | None, str], Rows] = {}  # the data set that this process loaded last
 
 
-def load_rows(name: str, subset: str | None, split: str, field: str, again: bool) -> _Rows:
+def load_rows(name: str, subset: str | None, split: str, field: str, again: bool) -> Rows:
     """Load a Hugging Face data set and return the column. Raises `CorpusError`, `ConfigError`."""
     key = name, subset, split
     if again or key not in _loaded:
@@ -304,7 +304,7 @@ def _load(name: str, subset: str | None, split: str) -> Any:
         ) from error
 
 
-def read_rows(rows: _Rows, piece: Piece, field: str, report: SourceReport, strict: bool) -> Iterator[bytes]:
+def read_rows(rows: Rows, piece: Piece, field: str, report: SourceReport, strict: bool) -> Iterator[bytes]:
     """Yield the texts of the rows [start, stop) of a data set."""
     if not piece.start:
         report.files += 1

@@ -1,12 +1,14 @@
-"""The run's deterministic order of samples: sample number → window of the corpus. Pure, O(1) memory a source.
+"""The run's deterministic order of samples: sample number → window of the corpus. Pure; equal on every machine.
 
 Samples are numbered 0, 1, 2, … without end. `SampleOrder` is for text that every node has whole: each pass over it
 (epoch) has its own permutation of all windows. `ShardedOrder` is for a corpus that nodes fetch in blocks while they
-train. There a run of samples must lie close together, so that a node fetches little more than it trains:
+train. There a run of samples must lie close together, so that a node fetches little more than it trains, and must still
+mix text from many places:
 
-- Windows are cut into stretches of about 1 MiB, and each epoch has its own permutation of the stretches.
-- In a stretch, windows come in order but for groups of 32 KiB, whose windows are permuted.
-- Documents were permuted when the corpus was built. So a stretch is a random draw of documents.
+- Each epoch has its own permutation of the shards. `SHUFFLED_SHARDS` of them at a time are mixed: a node needs the
+  digests of a few shards only.
+- Their windows are cut into units of 64 KiB (less in a small corpus), and the units are permuted.
+- In a unit, windows come in order but for groups of 16 KiB, whose windows are permuted.
 
 A mixture weighs the sources. Sample numbers are dealt to sources so evenly that each has its share of every run of
 samples, up to one sample (`_deal`).
@@ -17,15 +19,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 _MASK = (1 << 64) - 1
 _FEISTEL_ROUNDS = 6
-STRETCH_BYTES = 1 << 20
-GROUP_BYTES = 1 << 15
+UNIT_BYTES = 1 << 16
+_LEAST_UNIT_BYTES = 1 << 13
+_UNITS = 1 << 12  # that a source should have at least, however small it is
+GROUP_BYTES = 1 << 14
+SHUFFLED_SHARDS = 16
 PATTERN_SAMPLES = 1 << 16  # the pattern of sources repeats after these
 
 
@@ -92,39 +97,56 @@ class WeighedSources:
     weights: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class SourceWindows:
+    """What of a source is trained: windows of each shard, and how many of them make a unit."""
+
+    shards: tuple[int, ...]  # training windows of each
+    per_unit: int
+
+    @property
+    def windows(self) -> int:
+        return sum(self.shards)
+
+
+def windows_per_unit(source_bytes: int, window_bytes: int) -> int:
+    """Return how many windows of a source make a unit. `source_bytes` are those of all its tokens."""
+    unit = UNIT_BYTES
+    while unit > _LEAST_UNIT_BYTES and source_bytes // unit < _UNITS:
+        unit //= 2
+    return max(1, unit // window_bytes)
+
+
 class ShardedOrder:
-    """A map from the run's sample numbers to a source and one of its training windows."""
+    """A map from the run's sample numbers to a source, one of its shards, and a training window of it."""
 
-    def __init__(self, seed: int, windows: Sequence[int], stages: Sequence[WeighedSources], window_bytes: int) -> None:
-        """`windows`: training windows of each source. `stages` begin at sample 0 and are in order.
-
-        `window_bytes`: stored bytes of a window; decides how many windows a stretch and a group have.
-        """
+    def __init__(
+        self, seed: int, sources: Sequence[SourceWindows], stages: Sequence[WeighedSources], window_bytes: int
+    ) -> None:
+        """`stages` begin at sample 0 and are in order. `window_bytes`: stored bytes of a window."""
         if not stages or stages[0].start != 0 or any(b.start <= a.start for a, b in pairwise(stages)):
             raise ValueError("stages of a mixture begin at sample 0 and follow each other")
         for stage in stages:
-            if any(weight and not count for weight, count in zip(stage.weights, windows, strict=True)):
+            if any(weight and not source.windows for weight, source in zip(stage.weights, sources, strict=True)):
                 raise ValueError("a source that has a weight needs a window")
-        self._windows = tuple(windows)
         self._stages = tuple(_Stage(stage) for stage in stages)
         self._starts = [stage.start for stage in stages]
         for earlier, later in pairwise(self._stages):
             later.begin_after(earlier)
-        per_stretch, per_group = max(1, STRETCH_BYTES // window_bytes), max(1, GROUP_BYTES // window_bytes)
+        mixed, per_group = splitmix64(seed & _MASK), max(1, GROUP_BYTES // window_bytes)
         self._sources = tuple(
-            _SourceOrder(splitmix64(splitmix64(seed & _MASK) + number), count, per_stretch, per_group)
-            for number, count in enumerate(windows)
+            _SourceOrder(splitmix64(mixed + number), source, per_group) for number, source in enumerate(sources)
         )
 
-    def place(self, sample: int) -> tuple[int, int]:
-        """Return source and window of sample number `sample` (0 or more)."""
+    def place(self, sample: int) -> tuple[int, int, int]:
+        """Return source, shard, and window in the shard, of sample number `sample` (0 or more)."""
         source, turn = self._stages[bisect_right(self._starts, sample) - 1].deal(sample)
-        return source, self._sources[source].window(turn)
+        return (source, *self._sources[source].place(turn))
 
     def shares(self, start: int, stop: int) -> Mapping[int, int]:
         """Return how many of the samples from `start` to `stop` each source has."""
         ends = [*self._starts[1:], stop]
-        counts = np.zeros(len(self._windows), dtype=np.int64)
+        counts = np.zeros(len(self._sources), dtype=np.int64)
         for stage, begin, end in zip(self._stages, self._starts, ends, strict=True):
             first, last = max(start, begin), min(stop, end)
             if first < last:
@@ -184,37 +206,76 @@ def _deal(weights: Sequence[float]) -> NDArray[np.int64]:
 
 
 class _SourceOrder:
-    """A source's windows in order of training, epoch after epoch."""
+    """A source's windows in order of training, epoch after epoch.
 
-    def __init__(self, seed: int, windows: int, per_stretch: int, per_group: int) -> None:
-        self._seed, self._windows = seed, windows
-        self._per_stretch, self._per_group = per_stretch, per_group
-        self._stretches = windows // per_stretch  # whole ones; what remains comes last
-        # of the epoch and of the group that were asked for last; replaced as a whole: several threads may ask
-        self._last_epoch = -1, Permutation(seed, 0, 1)
-        self._last_group = (-1, -1), Permutation(seed, 0, 1)
+    What was computed for an epoch, some shards or a group is kept until another is asked for, and replaced as a whole:
+    several threads may ask.
+    """
 
-    def window(self, turn: int) -> int:
-        epoch, position = divmod(turn, self._windows)
-        place, offset = divmod(position, self._per_stretch)
-        whole = place < self._stretches
-        stretch = self._order_of_stretches(epoch)[place] if whole else self._stretches
-        size = self._per_stretch if whole else self._windows - self._stretches * self._per_stretch
+    def __init__(self, seed: int, source: SourceWindows, per_group: int) -> None:
+        self._seed, self._source, self._per_group = seed, source, per_group
+        self._windows = source.windows
+        self._last_epoch: _Epoch | None = None
+        self._last_shards: _ShuffledShards | None = None
+        self._last_group = (-1, -1, -1), Permutation(seed, 0, 1)
+
+    def place(self, turn: int) -> tuple[int, int]:
+        number, position = divmod(turn, self._windows)
+        epoch = self._last_epoch
+        if epoch is None or epoch.number != number:
+            epoch = self._last_epoch = _Epoch(self._seed, number, self._source.shards)
+        part = bisect_right(epoch.starts, position) - 1
+        shards = self._last_shards
+        if shards is None or shards.key != (number, part):
+            members = epoch.shards[part * SHUFFLED_SHARDS : (part + 1) * SHUFFLED_SHARDS]
+            shards = self._last_shards = _ShuffledShards(self._seed, (number, part), members, self._source)
+        shard, first, offset, size = shards.unit(position - epoch.starts[part])
         group, inside = divmod(offset, self._per_group)
-        first = group * self._per_group
-        start = stretch * self._per_stretch + first
-        return start + self._order_in_group(epoch, start, min(self._per_group, size - first))[inside]
+        start = first + group * self._per_group
+        in_group = self._order_in_group(number, shard, start, min(self._per_group, first + size - start))
+        return shard, start + in_group[inside]
 
-    def _order_of_stretches(self, epoch: int) -> Permutation:
-        number, order = self._last_epoch
-        if number != epoch:
-            order = Permutation(self._seed, epoch, self._stretches)
-            self._last_epoch = epoch, order
-        return order
-
-    def _order_in_group(self, epoch: int, start: int, size: int) -> Permutation:
+    def _order_in_group(self, epoch: int, shard: int, start: int, size: int) -> Permutation:
         key, order = self._last_group
-        if key != (epoch, start):
-            order = Permutation(splitmix64(self._seed + splitmix64(start + 1)), epoch, size)
-            self._last_group = (epoch, start), order
+        if key != (epoch, shard, start):
+            seed = splitmix64(self._seed + splitmix64(shard + 1) + splitmix64(start + 1))
+            order = Permutation(seed & _MASK, epoch, size)
+            self._last_group = (epoch, shard, start), order
         return order
+
+
+class _Epoch:
+    """The order of shards in one epoch, and at which position each `SHUFFLED_SHARDS` of them begin."""
+
+    def __init__(self, seed: int, number: int, windows: Sequence[int]) -> None:
+        self.number = number
+        order = Permutation(seed, number, len(windows))
+        self.shards = [order[place] for place in range(len(windows))]
+        sizes = np.array([windows[shard] for shard in self.shards], dtype=np.int64)
+        sums = np.add.reduceat(sizes, np.arange(0, len(sizes), SHUFFLED_SHARDS))
+        self.starts = [0, *np.cumsum(sums).tolist()][:-1]
+
+
+class _ShuffledShards:
+    """Some shards whose units are mixed. Windows that make no whole unit come last."""
+
+    def __init__(self, seed: int, key: tuple[int, int], shards: Sequence[int], source: SourceWindows) -> None:
+        self.key, self._shards, self._per_unit = key, shards, source.per_unit
+        counts = [source.shards[shard] for shard in shards]
+        self._units = list(accumulate((count // source.per_unit for count in counts), initial=0))
+        self._rests = list(accumulate((count % source.per_unit for count in counts), initial=0))
+        mixed = splitmix64(seed ^ splitmix64(key[1] + 1))
+        self._order = Permutation(mixed, key[0], max(1, self._units[-1]))
+
+    def unit(self, position: int) -> tuple[int, int, int, int]:
+        """Return shard, first window of the unit, place in the unit, and windows of the unit."""
+        place, offset = divmod(position, self._per_unit)
+        if place < self._units[-1]:
+            unit = self._order[place]
+            member = bisect_right(self._units, unit) - 1
+            return self._shards[member], (unit - self._units[member]) * self._per_unit, offset, self._per_unit
+        rest = position - self._units[-1] * self._per_unit
+        member = bisect_right(self._rests, rest) - 1
+        whole = (self._units[member + 1] - self._units[member]) * self._per_unit
+        size = self._rests[member + 1] - self._rests[member]
+        return self._shards[member], whole, rest - self._rests[member], size

@@ -7,6 +7,7 @@ no document continues in the next group. Each shard is written by one task, whic
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from atoll.core.disk import OS_DISK, Disk
 from atoll.core.errors import DataDirUnusable
 from atoll.node.data.blocks import CHUNK_BYTES, hash_shard
 from atoll.node.data.card import Shard, ShardName
-from atoll.node.data.durable_files import GO_ON, new_file, write_file
+from atoll.node.data.durable_files import new_file, write_file
 from atoll.node.data.shuffle import permutation
 from atoll.node.data.spill import Spill, document_lengths
 
@@ -121,7 +122,7 @@ def write_shard(group: Group, number: int, first_shard: int, directory: Path, di
     try:
         layout = lay_out(group)
     except OSError as error:
-        raise _unreadable(group.spills[0].path.parent, error) from error
+        raise _unreadable(Path(error.filename or group.spills[0].path.parent), error) from error
     first = number * group.shard_tokens
     stop = min(group.tokens, first + group.shard_tokens)
     name = ShardName(group.source, first_shard + number)
@@ -168,7 +169,7 @@ def _chunks(group: Group, runs: Iterator[Run]) -> Iterator[memoryview]:
                     wanted = min(left, CHUNK_BYTES - filled)
                     got = os.preadv(opened[run.spill], [chunk[filled : filled + wanted]], offset)
                     if not got:
-                        raise OSError(0, "the file is cut short")
+                        raise OSError(errno.EIO, "it is cut short")
                     filled, offset, left = filled + got, offset + got, left - got
                     if filled == CHUNK_BYTES:
                         yield chunk
@@ -182,5 +183,5 @@ def _chunks(group: Group, runs: Iterator[Run]) -> Iterator[memoryview]:
 def _unreadable(path: Path, error: OSError) -> DataDirUnusable:
     return DataDirUnusable(
         f"cannot read {path}, which this build wrote: {error.strerror or error}",
-        f"{GO_ON[0].upper()}{GO_ON[1:]}, or with --restart from the beginning",
+        "begin again with --restart",
     )

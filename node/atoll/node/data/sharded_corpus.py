@@ -1,8 +1,12 @@
 """A corpus of shards, as training sees it: windows of tokens by number, fetched when they are needed or before.
 
 Window numbers go through the sources in the order of the card, and in a source through its shards. A window lies in one
-shard. The last windows of each source are held out for validation. Windows and their order are the same for all nodes:
-they follow from the card, the run spec and the seed.
+shard, and in one unit of the order of samples (`data/sample_order.py`): the last window of a unit begins one token
+earlier, because its last target would be the first token of another unit. So one pair of tokens in a unit is trained
+twice and one never, and no block is fetched for one token.
+
+The last windows of each source are held out for validation. Windows and their order are the same for all nodes: they
+follow from the card, the run spec and the seed.
 
 Shape suffixes: B batch, T sequence.
 """
@@ -13,7 +17,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +31,7 @@ from atoll.node.data.card import CorpusCard, first_windows
 from atoll.node.data.corpus import Corpus
 from atoll.node.data.fetcher import Fetcher
 from atoll.node.data.prefetch import AHEAD_BYTES, AHEAD_SAMPLES, Piece, Prefetcher
-from atoll.node.data.sample_order import ShardedOrder, WeighedSources
+from atoll.node.data.sample_order import ShardedOrder, SourceWindows, WeighedSources, windows_per_unit
 from atoll.node.model.tokenizer import Tokenizer
 
 
@@ -52,19 +56,22 @@ class ShardedCorpus:
         self._source_starts = list(accumulate(counts, initial=0))
         stages = mixture_stages(card, section, counts)
         self._held_out = held_out(counts, stages[0].weights, section.validation_samples)
-        trained = [count - held for count, held in zip(counts, self._held_out, strict=True)]
-        for source, windows, held in zip(card.sources, trained, self._held_out, strict=True):
-            number = card.sources.index(source)
-            if windows < 1 and any(stage.weights[number] for stage in stages):
+        window_bytes = section.sequence_length * card.token_bytes
+        sources = list[SourceWindows]()
+        for number, source in enumerate(card.sources):
+            per_unit = windows_per_unit(source.tokens * card.token_bytes, window_bytes)
+            shards = _without_last(self._shard_starts[number], self._held_out[number])
+            sources.append(SourceWindows(shards, per_unit))
+            if not sum(shards) and any(stage.weights[number] for stage in stages):
                 raise CorpusError(
-                    f"the source {source.name} is too small: {source.tokens:,} tokens make "
-                    f"{windows + held} samples of {section.sequence_length} tokens, of which {held} are held out",
+                    f"the source {source.name} is too small: {source.tokens:,} tokens make {counts[number]} samples "
+                    f"of {section.sequence_length} tokens, of which {self._held_out[number]} are held out",
                     "build a larger corpus, or lower [data] validation_samples or sequence_length",
                 )
-        weighed = [n for n in range(len(counts)) if any(stage.weights[n] for stage in stages)]
-        self.training_samples = sum(trained[number] for number in weighed)
-        window_bytes = section.sequence_length * card.token_bytes
-        self._order = ShardedOrder(seed, trained, stages, window_bytes)
+        self._per_unit = [source.per_unit for source in sources]
+        weighed = [number for number in range(len(sources)) if any(stage.weights[number] for stage in stages)]
+        self.training_samples = sum(sources[number].windows for number in weighed)
+        self._order = ShardedOrder(seed, sources, stages, window_bytes)
         self.digest = _digest(digest, section, stages)
         self._prefetcher = Prefetcher(
             self._pieces_of, reader.ensure, min(AHEAD_SAMPLES, max(64, AHEAD_BYTES // window_bytes))
@@ -72,14 +79,14 @@ class ShardedCorpus:
 
     def window(self, sample: int) -> int:
         """Return the window of sample number `sample`."""
-        source, window = self._order.place(sample)
-        return self._source_starts[source] + window
+        source, shard, window = self._order.place(sample)
+        return self._source_starts[source] + self._shard_starts[source][shard] + window
 
     def windows(self, indices: Sequence[int]) -> NDArray[np.int64]:
         """Return windows by number, [B, T+1]. Raises `Unreachable` if a block cannot be fetched."""
         dtype, rows = self.card.dtype, list[NDArray[np.unsignedinteger]]()
         for index in indices:
-            source, shard, start, stop = self._bytes_of(index)
+            source, shard, start, stop = self.place(index)
             rows.append(np.frombuffer(self.reader.read(source, shard, start, stop), dtype=dtype))
         windows_BT = np.stack(rows).astype(np.int64)
         if windows_BT.max() >= self.card.tokenizer.vocabulary:  # the builder of the corpus lied: hashes are right
@@ -109,19 +116,21 @@ class ShardedCorpus:
         self.fetcher.close()
         self._prefetcher.close()
 
-    def _bytes_of(self, window: int) -> tuple[int, int, int, int]:
-        """Return source, shard, and the range of bytes of a window."""
+    def place(self, window: int) -> tuple[int, int, int, int]:
+        """Return the source, the shard and the range of bytes of a window."""
         source = bisect_right(self._source_starts, window) - 1
         inside, starts = window - self._source_starts[source], self._shard_starts[source]
         shard = bisect_right(starts, inside) - 1
-        start = (inside - starts[shard]) * self.sequence_length * self.card.token_bytes
-        return source, shard, start, start + (self.sequence_length + 1) * self.card.token_bytes
+        window, per_unit = inside - starts[shard], self._per_unit[source]
+        first = window * self.sequence_length - (per_unit > 1 and window % per_unit == per_unit - 1)
+        size = self.card.token_bytes
+        return source, shard, first * size, (first + self.sequence_length + 1) * size
 
     def _pieces_of(self, samples: Iterable[int]) -> Sequence[Piece]:
         """Return runs of blocks that these samples need, in the order of the first need of their chunk."""
         needed: dict[tuple[int, int, int], set[int]] = {}
         for sample in samples:
-            source, shard, start, stop = self._bytes_of(self.window(sample))
+            source, shard, start, stop = self.place(self.window(sample))
             for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
                 chunk, inside = divmod(block, CHUNK_BYTES // BLOCK_BYTES)
                 needed.setdefault((source, shard, chunk), set()).add(inside)
@@ -159,6 +168,12 @@ def held_out(windows: Sequence[int], weights: Sequence[float], samples: int) -> 
     for number in by_rest[: samples - sum(counts)]:
         counts[number] += 1
     return [min(count, there) for count, there in zip(counts, windows, strict=True)]
+
+
+def _without_last(starts: Sequence[int], held_out: int) -> tuple[int, ...]:
+    """Return the windows of each shard that are trained: all but the source's last ones."""
+    trained = starts[-1] - held_out
+    return tuple(max(0, min(after, trained) - before) for before, after in pairwise(starts))
 
 
 def _digest(card: str, section: DataSection, stages: Sequence[WeighedSources]) -> str:

@@ -62,7 +62,7 @@ class SourceReport:
         """Say in one clause what was left out and why; empty if nothing was."""
         parts = []
         if self.skipped_files:
-            files = f"{self.skipped_files} of {self.files} files" if self.files > 1 else "the file"
+            files = f"{self.skipped_files} of {self.files} files" if self.files > 1 else "the only file"
             parts.append(f"{files} left out (the first is {self.first_skipped_file}: {self.first_skipped_why})")
         if self.bad_lines:
             lines = f"{self.bad_lines} unusable {'line' if self.bad_lines == 1 else 'lines'} left out"
@@ -78,5 +78,10 @@ class SourceReport:
             return CorpusError(f"the training text at {where} is empty", "use more text")
         remedy = "check [data] field and path in the run spec"
         if self.skipped_files:
-            remedy = "convert the files to UTF-8 (iconv -f UTF-16 -t UTF-8), or set [data] source to their format"
+            remedy = f"convert the files to UTF-8 ({iconv(self.first_skipped_why)}), or set [data] source to theirs"
         return CorpusError(f"there is no usable training text at {where}: {left_out}", remedy)
+
+
+def iconv(why: str) -> str:
+    """Name the command that converts a text whose encoding `why` tells; most are Latin-1 if not UTF-16."""
+    return f"iconv -f {'UTF-16' if 'UTF-16' in why else 'LATIN1'} -t UTF-8"

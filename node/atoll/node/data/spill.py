@@ -7,6 +7,7 @@ wrote it and is deleted when its documents are in shards.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from array import array
@@ -99,4 +100,8 @@ def document_lengths(spill: Spill, dtype: np.dtype[Any]) -> NDArray[np.int64]:
     """Return the length of each document in tokens. Raises `OSError`."""
     with spill.path.open("rb") as file:
         file.seek(spill.tokens * dtype.itemsize)
-        return np.frombuffer(file.read(spill.documents * _NUMBER.itemsize), dtype=_NUMBER).astype(np.int64)
+        data = file.read(spill.documents * _NUMBER.itemsize)
+    lengths = np.frombuffer(data[: len(data) // 8 * 8], dtype=_NUMBER).astype(np.int64)
+    if len(lengths) != spill.documents or int(lengths.sum()) != spill.tokens:
+        raise OSError(errno.EIO, "it is cut short or damaged", str(spill.path))
+    return lengths

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError
-from atoll.node.data.encoders import FastEncoder, SlowEncoder, encoder_of
+from atoll.node.data.encoders import FastEncoder, SavedTokenizer, SlowEncoder, encoder_of
 from atoll.node.data.long_documents import LongDocument
 from atoll.node.data.readers import LONG_TEXT_BYTES, Document, LongText
 from atoll.node.model.tokenizer import HuggingFaceTokenizer, Tokenizer
@@ -48,13 +48,12 @@ def tokenise(
 
 
 def token_parts(
-    documents: Iterable[Document], tokenizer: Tokenizer, on_progress: OnProgress = no_progress_callback
+    documents: Iterable[Document], tokenizer: Tokenizer | SavedTokenizer, on_progress: OnProgress = no_progress_callback
 ) -> Iterator[tuple[NDArray[Any], bool]]:
     """Yield the arrays of `tokenise` in parts of bounded size, each with whether it ends its document."""
     dtype, done = token_dtype(tokenizer.vocabulary), 0
     separator = np.asarray(tokenizer.separator, dtype=dtype)
-    encoded = _batches(documents, encoder_of(tokenizer)) if isinstance(tokenizer, HuggingFaceTokenizer) else None
-    for tokens, ends in encoded or _one_by_one(documents, tokenizer):
+    for tokens, ends in _encode(documents, tokenizer):
         if len(tokens) and dtype != tokens.dtype and (largest := int(tokens.max())) >= tokenizer.vocabulary:
             raise ConfigError(
                 f"tokenizer {tokenizer.name!r} gave token {largest}, but has {tokenizer.vocabulary} tokens",
@@ -65,6 +64,16 @@ def token_parts(
         done += len(part)
         on_progress(done)
         yield part, ends
+
+
+def _encode(
+    documents: Iterable[Document], tokenizer: Tokenizer | SavedTokenizer
+) -> Iterator[tuple[NDArray[Any], bool]]:
+    if isinstance(tokenizer, SavedTokenizer):
+        return _batches(documents, tokenizer.encoder)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return _batches(documents, encoder_of(tokenizer))
+    return _one_by_one(documents, tokenizer)
 
 
 def _one_by_one(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[NDArray[Any], bool]]:

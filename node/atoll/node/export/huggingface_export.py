@@ -21,12 +21,13 @@ import torch
 from atoll.core.disk import OS_DISK
 from atoll.core.errors import AlreadyExists, ConfigError, DataDirUnusable, UsageError
 from atoll.core.model_spec import HuggingFaceModel, ModelSection
+from atoll.node.data.open_corpus import CacheFolder, load_run_tokenizer
 from atoll.node.export.safetensors_writer import OutputFormat, TensorGroup, stored_tensor_group, write
 from atoll.node.export.stored_model import StoredModel
 from atoll.node.model.built_in_shape import ModelShape, layer_table, resolve_shape
 from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.llama import NORM_EPSILON, Decoder
-from atoll.node.model.tokenizer import Tokenizer, load_tokenizer
+from atoll.node.model.tokenizer import Tokenizer
 from atoll.node.state.tensor_file import LayerLayout
 
 DEFAULT_SHARD_BYTES = 50e9  # the default of `transformers`
@@ -51,12 +52,13 @@ def export_huggingface(
     dtype: str = "fp32",
     base: Path | None = None,
     shard_bytes: float = DEFAULT_SHARD_BYTES,
+    cache: CacheFolder | None = None,
 ) -> None:
     """Write config.json, generation_config.json, model.safetensors or its shards, and the tokenizer to `target`.
 
     A run of adapters gives adapter_config.json and adapter_model.safetensors instead. With `base`, the directory of its
     pretrained weights, it gives the whole model with the adapters merged. One parameter is in memory at a time; one
-    layer if adapters are merged.
+    layer if adapters are merged. `cache`: where the node keeps its corpus, which may have the tokenizer.
 
     Raises `AlreadyExists`, `ConfigError` if the checkpoint does not match its run spec or the tokenizer cannot be
     loaded, `UsageError` for a `base` that the run does not use, `PretrainedWeightsUnusable`, `CheckpointCorrupt` and
@@ -65,7 +67,7 @@ def export_huggingface(
     if target.exists():
         raise AlreadyExists(f"{target} already exists", "name a directory that does not exist: nothing is overwritten")
     _check_whole(model)
-    tokenizer = load_tokenizer(model.spec.data.tokenizer)
+    tokenizer = load_run_tokenizer(model.spec.data, cache)
     temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
     output_format = OutputFormat(temporary, DTYPES[dtype], shard_bytes)
     try:

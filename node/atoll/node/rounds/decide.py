@@ -11,7 +11,7 @@ from itertools import pairwise
 from google.protobuf.message import DecodeError
 
 from atoll.core import protocol
-from atoll.core.data_position import DataPosition, advance, first_lease_samples
+from atoll.core.data_position import DataPosition, advance, with_first_leases
 from atoll.core.errors import AtollError, PeerMisbehaved, ProtocolMismatch
 from atoll.core.fragments import fragment_of_round
 from atoll.core.manifest import MAX_MEMBERS, Head, changed_layers, half_attest
@@ -378,35 +378,24 @@ def manifest_payload(
 
 def _position_after(policy: RoundPolicy, plan: Plan, head: Head, samples: Mapping[str, int]) -> DataPosition:
     before = position_at(head, plan, policy.round_samples)
-    return advance(before, plan.drivers, samples, policy.round_samples, len(plan.cuts) + 1)
+    return advance(before, plan.drivers, samples, policy.round_samples, len(plan.cuts) + 1, plan.routes_begun)
 
 
 def position_at(head: Head, plan: Plan, round_samples: int) -> DataPosition:
     """Where the data stand at `head`. Genesis has no members yet, so the plan that follows it says.
 
     Whoever drives a route under `plan` and holds nothing gets a first lease; all others hold what they held, so that no
-    plan takes away what somebody may have trained on. Leases follow one another in the order in which routes began. So
-    the next plan at the same head gives each of them the same samples, unless one that came before has gone.
+    plan takes away what somebody may have trained on. The next plan at the same head gives each of them the same.
     """
     if head.round > 0:
-        return _with_first_leases(head, plan, round_samples)
+        began = [(*plan.name_of(number), route[0]) for number, route in enumerate(plan.routes)]
+        return with_first_leases(head.data, began, round_samples, max(1, head.manifest.fragments))
     holdings = {item.peer_id: item.data_ranges for item in plan.assignments if item.data_ranges}
     cursor = max((end for ranges in holdings.values() for _, end in ranges), default=0)
     held = sorted(piece for ranges in holdings.values() for piece in ranges)
     gaps = pairwise([(0, 0), *held])  # ranges of members that left before anything was committed
-    return DataPosition(cursor, tuple((end, start) for (_, end), (start, _) in gaps if start > end), holdings)
-
-
-def _with_first_leases(head: Head, plan: Plan, round_samples: int) -> DataPosition:
-    data, turns = head.data, max(1, head.manifest.fragments)
-    began = sorted((*plan.name_of(number), route[0]) for number, route in enumerate(plan.routes))
-    holdings, cursor = dict(data.holdings), data.cursor
-    for version, _, peer in began:
-        if not holdings.get(peer):
-            drivers = sum(since <= version for since, _, _ in began)  # that were there when it came
-            lease = min(round_samples, first_lease_samples(round_samples, drivers, turns))
-            holdings[peer], cursor = ((cursor, cursor + lease),), cursor + lease
-    return DataPosition(cursor, data.returned, holdings) if cursor > data.cursor else data
+    returned = tuple((end, start) for (_, end), (start, _) in gaps if start > end)
+    return DataPosition(cursor, returned, holdings, epoch_samples=head.data.epoch_samples)
 
 
 def _reducers(plan: Plan, members: Sequence[str], holders: Set[str]) -> list[str]:

@@ -16,6 +16,7 @@ from datetime import timedelta
 
 from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
+from atoll.core.data_position import goes_on
 from atoll.core.errors import AtollError, MessageTooLarge, first_error
 from atoll.core.fragments import Fragment
 from atoll.core.identity import Identity
@@ -93,6 +94,7 @@ class AveragingEngine:
         self._clock = clock
         self._counters = counters
         self._callbacks = callbacks
+        self._given = position_at(head, plan, policies(plan).round_samples).holdings.get(identity.peer_id, ())
         self._me = identity.peer_id
         self._machine = RoundMachine(
             self._me,
@@ -250,7 +252,8 @@ class AveragingEngine:
 
         If it drove before, others may have its snapshot, and commit it.
         """
-        await self._trainer.set_ranges(self._ranges(self.head))
+        self._given = self._ranges(self.head)
+        await self._trainer.set_ranges(self._given)
 
     def _perform(self, action: rt.Action) -> None:
         match action:
@@ -374,9 +377,18 @@ class AveragingEngine:
             self._training_audits.begin(head, before, self._machine.plan, lease, self._results.served)
 
     async def _take_anchor(self, head: Head, share: CountedShare, moved: tuple[int, int] | None = None) -> None:
-        """Go on from `head`, with the progress that is not part of it: with none, where that cannot be told."""
-        ranges, committed_tokens = self._ranges(head), head.committed_tokens
-        match share.counted:
+        """Go on from `head`, with the progress that is not part of it: with none, where that cannot be told.
+
+        With none either, where others got the samples of it: the node began under a plan that the round did not know,
+        or no round counted it for long.
+        """
+        before, ranges, committed_tokens = self._given, self._ranges(head), head.committed_tokens
+        self._given = ranges
+        counted = share.counted
+        if not goes_on(before, share.samples, ranges):
+            _log.info("training dropped: its samples were given to others", round=head.round)
+            counted = rt.Counted.UNKNOWN
+        match counted:
             case rt.Counted.NOTHING:
                 consumed_samples = share.samples
                 await self._trainer.rebase(

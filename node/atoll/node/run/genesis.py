@@ -9,6 +9,7 @@ import torch
 
 from atoll.core import protocol
 from atoll.core.clock import Clock, unix_ms
+from atoll.core.data_position import DataPosition
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head, sign_vote
 from atoll.core.quorum import Ballot
@@ -32,6 +33,7 @@ async def write_genesis(
         layers=await asyncio.to_thread(state.layer_states, 0),
         corpus_digest=bytes.fromhex(trainer.facts.corpus_digest),
         committed_unix_ms=unix_ms(clock),
+        data=DataPosition(epoch_samples=trainer.facts.corpus_samples).to_proto(),
     )
     payload = manifest.SerializeToString(deterministic=True)
     signatures = [sign_vote(identity, payload, Ballot(0, 0))]

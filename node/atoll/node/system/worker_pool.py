@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from atoll.core.errors import ChildDied
 from atoll.node.system.child_processes import KILL_TIMEOUT, command_killed_with_parent
@@ -100,10 +100,10 @@ class WorkerPool(Generic[Result]):
     def run(self, tasks: Iterable[Task[Result]]) -> Iterator[tuple[Task[Result], Result]]:
         """Yield each task with its result, in the order in which they end."""
         for task in tasks:
-            if not self._idle:
+            if not self.idle:
                 yield self.wait()
             self.submit(task)
-        while self._running:
+        while self.running:
             yield self.wait()
 
     def _start(self) -> None:
@@ -138,3 +138,6 @@ class WorkerPool(Generic[Result]):
             child.wait(KILL_TIMEOUT.total_seconds())
             connection.close()
         self._children.clear()
+
+
+StartPool = Callable[[int, str], WorkerPool[Any]]  # with the number of workers, and what to do if one dies

@@ -7,6 +7,7 @@ model and has no span yet gets no loop: it measures its layer times and waits fo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from atoll.core.errors import CorpusError, ModelTooLarge
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.data.corpus import load_corpus
 from atoll.node.data.fetcher import OnTrouble, no_trouble_callback
+from atoll.node.data.heartbeat import heartbeat
 from atoll.node.data.open_corpus import CacheFolder, OpenedCorpus, open_corpus
 from atoll.node.data.peer_mirror import PeerMirror
 from atoll.node.data.sharded_corpus import ShardedCorpus, TrainingCorpus
@@ -211,13 +213,15 @@ def load_trainer_state(
     """Load everything that `config` names. `facts` describe all devices together.
 
     Raises `RunSpecError`, `UnsupportedModel`, `ModelTooLarge`, `PretrainedWeightsUnusable`, `CorpusError`,
-    `InvalidRequest`, `ConfigError`.
+    `InvalidRequest`, `ConfigError`, `DataDirUnusable`, `ChildDied`.
     """
     devices = rendezvous.devices if rendezvous is not None else [torch.device(facts.device)]
     device = devices[config.rank]
     spec = parse_run_spec(config.run_spec_toml)
-    opened = _open_corpus(config, spec, clock, on_trouble) if spec.data.source == "corpus" else None
-    tokenizer = load_tokenizer(spec.data.tokenizer) if opened is None else opened.tokenizer
+    os.environ["RAYON_NUM_THREADS"] = str(max(1, config.cpu_threads))  # of the library that tokenises
+    with heartbeat(partial(on_progress, 0)):  # it may be downloaded
+        opened = _open_corpus(config, spec, clock, on_trouble) if spec.data.source == "corpus" else None
+        tokenizer = load_tokenizer(spec.data.tokenizer) if opened is None else opened.tokenizer
     run = run_model(spec, tokenizer.vocabulary, Path(config.base_path) if config.base_path else None)
     span = Span(*config.span) if config.span is not None else None
     facts = usable_facts(facts, spec, run, len(devices))
@@ -231,7 +235,14 @@ def load_trainer_state(
     if opened is not None:
         corpus = opened.for_training(spec, partial(on_progress, opened.card.tokens))
     else:
-        corpus = load_corpus(spec, config.corpus_path, tokenizer, on_progress)
+        corpus = load_corpus(
+            spec,
+            config.corpus_path,
+            tokenizer,
+            on_progress,
+            Path(config.cache_path) if config.cache_path is not None else None,
+            config.cpu_threads,
+        )
     _log_corpus(corpus)
     if device.type == "cpu" and config.memory_bytes:
         limit_host_memory(config.memory_bytes // len(devices))

@@ -26,7 +26,7 @@ _ORIGIN_KEYS = frozenset({"is_local", "local_files_only", "name_or_path", "_comm
 
 
 @dataclass(frozen=True)
-class SavedTokenizer:
+class CorpusTokenizer:
     """A tokenizer in a directory."""
 
     card: CardTokenizer
@@ -35,7 +35,7 @@ class SavedTokenizer:
     rust: bool  # its tokenizer.json says all
 
 
-def save_tokenizer(name: str, directory: Path, disk: Disk = OS_DISK) -> SavedTokenizer:
+def save_tokenizer(name: str, directory: Path, disk: Disk = OS_DISK) -> CorpusTokenizer:
     """Load the tokenizer `name` and write its files. Raises `ConfigError`, `DataDirUnusable`."""
     tokenizer = load_tokenizer(name)
     shown = Path(name).name if Path(name).is_dir() else name
@@ -52,7 +52,7 @@ def save_tokenizer(name: str, directory: Path, disk: Disk = OS_DISK) -> SavedTok
         files=files,
     )
     rust = any(file.name == _RUST_FILE for file in files) and _rust_digest(directory, card) == card.digest
-    saved = SavedTokenizer(card, directory, special, rust)
+    saved = CorpusTokenizer(card, directory, special, rust)
     if files and not rust and load_tokenizer(str(directory)).digest != card.digest:
         raise ConfigError(
             f"the files of tokenizer {name!r} do not encode as it does, so nobody could use the corpus",
@@ -61,8 +61,18 @@ def save_tokenizer(name: str, directory: Path, disk: Disk = OS_DISK) -> SavedTok
     return saved
 
 
+def open_saved(card: CardTokenizer, directory: Path) -> Tokenizer:
+    """Load the tokenizer of a corpus that may come from elsewhere. The caller compares its digest.
+
+    Raises `ConfigError`.
+    """
+    special: tuple[int, ...] = ()
+    rust = any(file.name == _RUST_FILE for file in card.files) and _rust_digest(directory, card) == card.digest
+    return load_saved(CorpusTokenizer(card, directory, special, rust))
+
+
 @lru_cache(maxsize=1)
-def load_saved(saved: SavedTokenizer) -> Tokenizer:
+def load_saved(saved: CorpusTokenizer) -> Tokenizer:
     """Load a tokenizer that `save_tokenizer` has written; again the same one in the same process."""
     if not saved.card.files:
         return ByteTokenizer()
@@ -72,7 +82,7 @@ def load_saved(saved: SavedTokenizer) -> Tokenizer:
 class RustTokenizer(HuggingFaceTokenizer):
     """A Hugging Face tokenizer from its tokenizer.json, without the `transformers` library."""
 
-    def __init__(self, saved: SavedTokenizer) -> None:
+    def __init__(self, saved: CorpusTokenizer) -> None:
         self.name = saved.card.name
         self.vocabulary = saved.card.vocabulary
         self.separator = saved.card.separator
@@ -107,7 +117,7 @@ def _rust_digest(directory: Path, card: CardTokenizer) -> str:
         backend = _load_rust(directory)
     except Exception:  # the library raises `Exception` itself, as for parts that are written in Python
         return ""
-    return RustTokenizer(SavedTokenizer(card, directory, (), True)).digest if backend else ""
+    return RustTokenizer(CorpusTokenizer(card, directory, (), True)).digest if backend else ""
 
 
 def _write(tokenizer: Tokenizer, directory: Path, disk: Disk) -> tuple[TokenizerFile, ...]:

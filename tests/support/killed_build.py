@@ -1,0 +1,45 @@
+"""A real build, with processes, that kills itself at a certain file operation of any of its processes.
+
+python -c "from support.killed_build import main; main()" INPUT CORPUS OPERATION NAME
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.corpora import SMALL, small_spec
+
+from atoll.core.disk import File, OsDisk
+from atoll.node.data.build import build_corpus
+
+
+@dataclass
+class KillingDisk(OsDisk):
+    """The operating system's disk; the build dies by SIGKILL before `operation` on the file `name`."""
+
+    operation: str  # create | rename
+    name: str  # the end of the path
+    build: int  # its process
+
+    def create(self, path: Path, mode: int = 0o644) -> File:
+        self._die("create", path)
+        return super().create(path, mode)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self._die("rename", new)
+        super().rename(old, new)
+
+    def _die(self, operation: str, path: Path) -> None:
+        if operation == self.operation and str(path).endswith(self.name):
+            os.kill(self.build, signal.SIGKILL)
+            signal.pause()  # a worker waits for the death of its parent to kill it
+
+
+def main() -> None:
+    path, corpus, operation, name = sys.argv[1:]
+    disk = KillingDisk(operation, name, os.getpid())
+    print(build_corpus(small_spec(Path(path)), Path(corpus), workers=2, limits=SMALL, disk=disk).digest)
