@@ -56,7 +56,7 @@ class CorpusSwarm:
         self.hub = MemoryHub(self._pass)
         self.corpus = self.root / "corpus"
         if not self.corpus.exists():
-            web = [text(0, CHUNK_BYTES + 70_001), text(1, 3 * BLOCK_BYTES)]
+            web = [text(0, (1 << 20) + 70_001), text(1, 3 * BLOCK_BYTES)]
             write_corpus(self.corpus, {"web": web, "code": [text(2, 99_999)]})
         self.digest = card_digest((self.corpus / CARD_NAME).read_bytes())
         self.truth = {str(p.relative_to(self.corpus)): p.read_bytes() for p in self.corpus.rglob("*") if p.is_file()}

@@ -19,6 +19,7 @@ from atoll.node.data.block_client import BlockClient
 from atoll.node.data.block_server import PROTOCOL
 from atoll.node.data.blocks import BLOCK_BYTES
 from atoll.node.data.card import CARD_NAME, MAX_CARD_BYTES
+from atoll.node.data.corpus_table import MAX_RANGE_BYTES
 from atoll.v1 import dataplane_pb2 as dp
 
 SOON = timedelta(seconds=10)
@@ -147,7 +148,7 @@ async def test_many_reads_at_once_use_few_streams(swarm: CorpusSwarm) -> None:
     ("request_", "error"),
     [
         (dp.CorpusRequest(run_id="other", path=WEB, stop=5), NotFound),
-        (dp.CorpusRequest(run_id=RUN, path=WEB, start=0, stop=(1 << 20) + 1), PeerMisbehaved),
+        (dp.CorpusRequest(run_id=RUN, path=WEB, start=0, stop=MAX_RANGE_BYTES + 1), PeerMisbehaved),
         (dp.CorpusRequest(run_id=RUN, path=WEB, start=9, stop=9), PeerMisbehaved),
         (dp.CorpusRequest(run_id=RUN, path=WEB, start=2**64 - 1, stop=2), PeerMisbehaved),
     ],

@@ -20,7 +20,7 @@ from atoll.node.data.block_streams import BlockStreams
 from atoll.node.data.blocks import BlockMismatch
 from atoll.node.data.card import CARD_NAME, MAX_CARD_BYTES, MAX_TOKENIZER_BYTES
 from atoll.node.data.corpus_table import (
-    MAX_RANGE_BYTES,
+    PIECE_BYTES,
     BlockDigests,
     Blocks,
     ChunkDigests,
@@ -123,7 +123,7 @@ class BlockClient:
                 if answer is None:
                     return None
                 piece, size = answer
-                if size > file.size or len(piece) != min(MAX_RANGE_BYTES, size - len(data)):
+                if size > file.size or len(piece) != min(PIECE_BYTES, size - len(data)):
                     raise PeerMisbehaved(f"peer {peer} sent {file.path} in pieces of another size")
                 data += piece
             return bytes(data)

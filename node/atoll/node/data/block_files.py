@@ -20,7 +20,7 @@ from atoll.node.data.block_cache import BLOCKS_FOLDER, DATA_OFFSET, chunk_file, 
 from atoll.node.data.blocks import CHUNK_BYTES, BlockMismatch, digests_size
 from atoll.node.data.card import CARD_NAME, MAX_CARD_BYTES, card_digest, parse_card
 from atoll.node.data.corpus_table import (
-    MAX_RANGE_BYTES,
+    PIECE_BYTES,
     BlockDigests,
     Blocks,
     ChunkDigests,
@@ -97,7 +97,7 @@ class BlockFiles:
         """Return a verified piece of the card or of a file of the tokenizer, and the size of the whole file."""
         table = self.table()
         file = table.files.get(path) if table is not None else None
-        if file is None or start % MAX_RANGE_BYTES or not 0 <= start < file.size:
+        if file is None or start % PIECE_BYTES or not 0 <= start < file.size:
             return None
         data = self._file_piece(FilePiece(file, start))
         return (data, file.size) if data is not None else None
@@ -170,7 +170,7 @@ class BlockFiles:
             path = root / wanted.file.path
             hashes = self._piece_hashes(path, wanted.file)
             data = _read_range(path, wanted.start, wanted.stop - wanted.start) if hashes else b""
-            if hashes and hashlib.sha256(data).digest() == hashes[wanted.start // MAX_RANGE_BYTES]:
+            if hashes and hashlib.sha256(data).digest() == hashes[wanted.start // PIECE_BYTES]:
                 return data
             if hashes:  # it changed: look at it anew
                 self._pieces.pop((path, wanted.file.sha256), None)
@@ -185,8 +185,8 @@ class BlockFiles:
             if (state := _state_of(path)) is None or state[0] != file.size or self._broken.get(path) == state:
                 return []
             whole, hashes = hashlib.sha256(), list[bytes]()
-            for start in range(0, file.size, MAX_RANGE_BYTES):
-                data = _read_range(path, start, min(MAX_RANGE_BYTES, file.size - start))
+            for start in range(0, file.size, PIECE_BYTES):
+                data = _read_range(path, start, min(PIECE_BYTES, file.size - start))
                 whole.update(data)
                 hashes.append(hashlib.sha256(data).digest())
             if whole.hexdigest() != file.sha256:

@@ -52,6 +52,7 @@ class BlockReader:
         self._cache = None if fetcher.all_local else cache
         self._chunks: OrderedDict[tuple[ShardName, int], _Chunk] = OrderedDict()
         self._shards: OrderedDict[ShardName, bytes] = OrderedDict()
+        self._cached_shards = set[ShardName]()  # of them, whose digests are in the cache
         self._lock = threading.Lock()
         self.blocks_read = 0
         self.blocks_fetched = 0
@@ -133,13 +134,15 @@ class BlockReader:
         except BlockMismatch:
             return None
         self._keep_chunk_digests(name, found)
+        with self._lock:
+            self._cached_shards.add(name)
         return found
 
     def _keep_chunk_digests(self, name: ShardName, digests: bytes) -> None:
         with self._lock:
             self._shards[name] = digests
             while len(self._shards) > _SHARDS_IN_MEMORY:
-                self._shards.popitem(last=False)
+                self._cached_shards.discard(self._shards.popitem(last=False)[0])
 
     def _fetch_digests(self, chunk: _Chunk, name: ShardName, shard: Shard, number: int) -> None:
         size, path = self._card.shard_bytes(shard), name.path("digests")
@@ -176,9 +179,12 @@ class BlockReader:
         """Keep what verifies a chunk beside its first bytes."""
         with self._lock:
             chunk_digests = self._shards.get(name)
-        if not chunk.digests_cached and chunk_digests is not None:
-            chunk.digests_cached = True
+            shard_is_new = chunk_digests is not None and name not in self._cached_shards
+            self._cached_shards.add(name)
+        if chunk_digests is not None and shard_is_new:
             cache.write(shard_file(name), 0, chunk_digests)
+        if not chunk.digests_cached:
+            chunk.digests_cached = True
             cache.write(file, 0, chunk.digests)
 
     @staticmethod

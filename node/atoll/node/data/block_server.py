@@ -22,9 +22,9 @@ from atoll.v1 import dataplane_pb2 as dp
 
 PROTOCOL = "/atoll/corpus/1"
 STREAMS_PER_PEER = 4
-ANSWERS_AT_ONCE = 32  # each of at most 1 MiB in memory
+ANSWERS_AT_ONCE = 32  # each of usually 64 KiB, at most 4 MiB, in memory
 IDLE_TIMEOUT = timedelta(seconds=30)
-# before the word that something is not here: it costs the asker nothing, and this node may have read and hashed 1 MiB
+# before the word that something is not here: it costs the asker nothing, and this node may have read and hashed a chunk
 ABSENCE_PAUSE = timedelta(milliseconds=20)
 
 

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from atoll.core.errors import PeerMisbehaved, Unreachable
 from atoll.core.frames import FrameKind
 from atoll.node.data.block_server import PROTOCOL
-from atoll.node.data.corpus_table import MAX_RANGE_BYTES
+from atoll.node.data.corpus_table import PIECE_BYTES
 from atoll.node.system.background_tasks import BackgroundTasks
 from atoll.node.wire.transport import Network, Stream
 from atoll.v1 import dataplane_pb2 as dp
@@ -83,7 +83,7 @@ class BlockStreams:
             raise PeerMisbehaved(f"peer {stream.peer_id} sent a {frame.kind.name} frame where a MESSAGE was due")
         if not reply.body_bytes:
             return None
-        wanted = request.stop - request.start if request.stop else MAX_RANGE_BYTES
+        wanted = request.stop - request.start if request.stop else PIECE_BYTES
         fits = reply.body_bytes == wanted if request.stop else reply.body_bytes <= wanted
         if not fits:
             raise PeerMisbehaved(f"peer {stream.peer_id} announced {reply.body_bytes} bytes instead of {wanted}")

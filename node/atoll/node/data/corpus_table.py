@@ -1,9 +1,9 @@
 """What a card says about each file, in a compact form, and the ranges of files that members ask of one another. Pure.
 
-A member asks another for one of four things, each of at most 1 MiB, and each of which can be verified:
+A member asks another for one of four things, each of which has a bound and can be verified:
 
-- a piece of a file that is known whole: the card, or a file of the tokenizer;
-- the digests of all chunks of a shard, against the root in the card;
+- a piece of 1 MiB of a file that is known whole: the card, or a file of the tokenizer;
+- the digests of all chunks of a shard, against the root in the card: 16 KiB for 64 MiB, 4 MiB for the largest shard;
 - the digests of the blocks of one chunk, against the chunk's digest;
 - blocks of one chunk, against their digests.
 
@@ -21,13 +21,15 @@ from atoll.node.data.blocks import (
     BLOCK_BYTES,
     CHUNK_BYTES,
     DIGEST_BYTES,
+    MAX_SHARD_BYTES,
     block_digests_range,
     chunk_digests_range,
     count_chunks,
 )
 from atoll.node.data.card import CARD_NAME, TOKENIZER_DIRECTORY, CorpusCard, ShardName
 
-MAX_RANGE_BYTES = CHUNK_BYTES
+PIECE_BYTES = 1 << 20  # of a file that is known whole
+MAX_RANGE_BYTES = max(PIECE_BYTES, CHUNK_BYTES, count_chunks(MAX_SHARD_BYTES) * DIGEST_BYTES)
 MAX_PATH_BYTES = 128
 _SHARD_PATH = re.compile(r"([a-z0-9][a-z0-9_-]{0,63})/([0-9]{6,9})\.(tokens|digests)")
 
@@ -52,14 +54,14 @@ class KnownShard:
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """The bytes of a file from `start` on, at most `MAX_RANGE_BYTES`."""
+    """The bytes of a file from `start` on, at most `PIECE_BYTES`."""
 
     file: WholeFile
-    start: int  # a multiple of `MAX_RANGE_BYTES`
+    start: int  # a multiple of `PIECE_BYTES`
 
     @property
     def stop(self) -> int:
-        return min(self.start + MAX_RANGE_BYTES, self.file.size)
+        return min(self.start + PIECE_BYTES, self.file.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ class CorpusTable:
             return None
         if (file := self.files.get(path)) is not None:
             piece = FilePiece(file, start)
-            return piece if start % MAX_RANGE_BYTES == 0 and start < file.size and stop == piece.stop else None
+            return piece if start % PIECE_BYTES == 0 and start < file.size and stop == piece.stop else None
         found = _SHARD_PATH.fullmatch(path)
         if found is None or int(found[2]) >= len(self._sizes.get(found[1], ())):
             return None

@@ -16,6 +16,7 @@ from atoll.node.data.blocks import (
 from atoll.node.data.corpus_table import BlockDigests, Blocks, ChunkDigests
 
 MAX_BYTES = 16 << 20
+_ENTRY_BYTES = 512  # of memory for an entry, beside its digests
 
 
 class KnownDigests:
@@ -45,11 +46,16 @@ class KnownDigests:
 
     def _remember(self, wanted: ChunkDigests | BlockDigests, data: bytes) -> bytes:
         with self._lock:
-            self._bytes += len(data) - len(self._known.pop(wanted, b""))
+            self._forget(self._known.pop(wanted, None))
             self._known[wanted] = data
+            self._bytes += len(data) + _ENTRY_BYTES
             while self._bytes > self._max_bytes and len(self._known) > 1:
-                self._bytes -= len(self._known.popitem(last=False)[1])
+                self._forget(self._known.popitem(last=False)[1])
         return data
+
+    def _forget(self, data: bytes | None) -> None:
+        if data is not None:
+            self._bytes -= len(data) + _ENTRY_BYTES
 
 
 def check_blocks(wanted: Blocks, block_digests: bytes, data: bytes) -> bytes:
