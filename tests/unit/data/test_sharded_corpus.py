@@ -10,16 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.corpus_server import CorpusServer, files_of, write_corpus
+from benchmarks.corpus_server import CorpusServer, endless_corpus, files_of, write_corpus
 from numpy.typing import NDArray
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError, ConfigError, CorpusError, Unreachable
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.data import open_corpus as opening
-from atoll.node.data.blocks import BLOCK_BYTES
+from atoll.node.data.blocks import BLOCK_BYTES, CHUNK_BYTES
 from atoll.node.data.open_corpus import CacheFolder, open_corpus
-from atoll.node.data.sample_order import windows_per_unit
+from atoll.node.data.sample_order import SHUFFLED_SHARDS, WOVEN_UNITS, cut_into_units
 from atoll.node.data.sharded_corpus import ShardedCorpus
 
 LENGTH = 512
@@ -75,7 +75,7 @@ def truth(more: tuple[list[bytes], ...] = (WEB, CODE)) -> list[NDArray[np.int64]
     """All windows in the order of the card: the last one of each unit begins one token earlier."""
     found = []
     for shards in more:
-        per_unit = windows_per_unit(sum(map(len, shards)), LENGTH)
+        per_unit = cut_into_units((), sum(map(len, shards)), LENGTH).per_unit
         for content in shards:
             tokens = np.frombuffer(content, np.uint8).astype(np.int64)
             for number, at in enumerate(range(0, len(tokens) - LENGTH, LENGTH)):
@@ -145,25 +145,21 @@ def test_the_same_from_a_server_and_then_from_the_cache_alone(lab: Lab, server: 
     assert again.fetcher.bytes_fetched == 0
 
 
-def test_a_lease_fetches_hardly_more_than_it_trains(lab: Lab, server: CorpusServer, closing: Closing) -> None:
-    corpus = closing(lab.open(server.address))
-    before = server.body_bytes
-    check(corpus, range(1024))
-    assert server.body_bytes - before <= 1.1 * 1024 * LENGTH
-
-
-def test_reading_ahead_makes_few_requests_and_reads_nothing_twice(
-    lab: Lab, server: CorpusServer, closing: Closing
-) -> None:
-    corpus = closing(lab.open(server.address))
-    before, asked = server.body_bytes, len(server.requests)
-    corpus.follow([(0, 1024)])
-    deadline = threading.Event()
-    while corpus.reader.blocks_fetched < 1024 * LENGTH // BLOCK_BYTES and not deadline.wait(0.02):
-        pass
-    check(corpus, range(1024))
-    assert server.body_bytes - before <= 1.1 * 1024 * LENGTH
-    assert len(server.requests) - asked <= 2 * len(WEB + CODE) + 2 * 1024 * LENGTH // BLOCK_BYTES
+def test_a_lease_fetches_hardly_more_than_it_trains_in_few_requests(tmp_path: Path, closing: Closing) -> None:
+    files, digest = endless_corpus(10**9, shard_bytes=MIB)
+    with CorpusServer(files) as server:
+        spec = spec_of(digest, [server.address])
+        corpus = closing(open_corpus(spec.data, None, CacheFolder(tmp_path), SystemClock()).for_training(spec))
+        before, asked = server.body_bytes, len(server.requests)
+        corpus.follow([(0, 2048)])
+        deadline = threading.Event()
+        while corpus.reader.blocks_fetched < 2048 * LENGTH // BLOCK_BYTES and not deadline.wait(0.02):
+            pass
+        for start in range(0, 2048, 16):
+            corpus.windows([corpus.window(sample) for sample in range(start, start + 16)])
+        assert server.body_bytes - before <= 1.1 * 2048 * LENGTH
+        chunks = 2048 * LENGTH // CHUNK_BYTES
+        assert len(server.requests) - asked <= 2 * chunks + SHUFFLED_SHARDS + 4 * WOVEN_UNITS
 
 
 def test_a_mirror_that_lies_is_not_believed_and_another_is_asked(

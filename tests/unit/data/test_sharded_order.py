@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from atoll.node.data.sample_order import (
     GROUP_BYTES,
     SHUFFLED_SHARDS,
+    WOVEN_SMALL_UNITS,
+    WOVEN_UNITS,
     ShardedOrder,
     SourceWindows,
     WeighedSources,
-    windows_per_unit,
+    cut_into_units,
 )
 
 
@@ -47,31 +49,35 @@ def test_epochs_and_seeds_have_other_orders() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 40_000), st.integers(1, 2000), st.sampled_from([1 << 10, 1 << 12, 1 << 14]))
-def test_a_run_of_samples_lies_in_few_units_groups_and_shards(first: int, count: int, size: int) -> None:
+def test_a_run_of_samples_lies_in_few_groups_and_shards(first: int, count: int, size: int) -> None:
     """What a lease touches is hardly more than what it trains, and needs the digests of a few shards."""
-    per_unit, per_group = windows_per_unit(10**9, size), max(1, GROUP_BYTES // size)
+    per_unit, per_group = cut_into_units((), 10**9, size).per_unit, max(1, GROUP_BYTES // size)
     order = order_of([[250 * per_unit] * 200], size=size, per_unit=per_unit)
     places = [order.place(sample) for sample in range(first, first + count)]
     groups = {(shard, window // per_group) for _, shard, window in places}
-    assert len(groups) <= -(-count // per_group) + 2
-    assert len({(shard, window // per_unit) for _, shard, window in places}) <= count // per_unit + 2
+    assert len(groups) <= count // per_group + 2 * WOVEN_UNITS
     of_a_part = SHUFFLED_SHARDS * 250 * per_unit
     assert len({shard for _, shard, _ in places}) <= SHUFFLED_SHARDS * (count // of_a_part + 2)
 
 
-def test_a_run_of_samples_mixes_text_from_many_places() -> None:
-    """Sixteen units in a row come from many shards and places: no run of samples is one stretch of text."""
-    order = order_of([[1600] * 16])
-    units = {(shard, window // 16) for _, shard, window in map(order.place, range(16 * 16))}
-    assert len(units) == 16
-    assert len({shard for shard, _ in units}) >= 6
-    assert len({(shard, unit + 1) for shard, unit in units} & units) <= 2
+def test_samples_that_follow_each_other_come_from_several_places() -> None:
+    order = order_of([[1600] * 16], per_unit=16, size=1 << 12)
+    units = [(shard, window // 16) for _, shard, window in map(order.place, range(64 * 16))]
+    assert len(set(units)) == 64
+    assert len({shard for shard, _ in units}) >= 12
+    for start in range(0, len(units), 16):
+        assert len(set(units[start : start + 16])) == WOVEN_UNITS
+    assert sum(len(set(units[start : start + 4])) >= 2 for start in range(0, len(units), 4)) > 230
 
 
-def test_a_small_source_has_smaller_units() -> None:
-    assert windows_per_unit(10**12, 2048) == 32
-    assert windows_per_unit(8 << 20, 128) == 64
-    assert windows_per_unit(8 << 20, 1 << 20) == 1
+def test_a_small_source_has_smaller_units_and_mixes_more_of_them() -> None:
+    def cut(size: int, window: int) -> tuple[int, int]:
+        found = cut_into_units((7,), size, window)
+        return found.per_unit, found.woven_units
+
+    assert cut(10**12, 2048) == (32, WOVEN_UNITS)
+    assert cut(8 << 20, 128) == (64, WOVEN_SMALL_UNITS)
+    assert cut(8 << 20, 1 << 20) == (1, WOVEN_SMALL_UNITS)
 
 
 @settings(max_examples=40, deadline=None)

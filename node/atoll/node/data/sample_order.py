@@ -8,7 +8,8 @@ mix text from many places:
 - Each epoch has its own permutation of the shards. `SHUFFLED_SHARDS` of them at a time are mixed: a node needs the
   digests of a few shards only.
 - Their windows are cut into units of 64 KiB (less in a small corpus), and the units are permuted.
-- In a unit, windows come in order but for groups of 16 KiB, whose windows are permuted.
+- A few units at a time are woven: a row has a group of 8 KiB of each, and the windows of a row are permuted. So windows
+  that follow each other come from several places.
 
 A mixture weighs the sources. Sample numbers are dealt to sources so evenly that each has its share of every run of
 samples, up to one sample (`_deal`).
@@ -29,7 +30,9 @@ _FEISTEL_ROUNDS = 6
 UNIT_BYTES = 1 << 16
 _LEAST_UNIT_BYTES = 1 << 13
 _UNITS = 1 << 12  # that a source should have at least, however small it is
-GROUP_BYTES = 1 << 14
+GROUP_BYTES = 1 << 13
+WOVEN_UNITS = 4  # rows of 32 KiB: where a lease begins or ends within a row, two members fetch all of it
+WOVEN_SMALL_UNITS = 32  # in a small source, which is fetched whole anyway
 SHUFFLED_SHARDS = 16
 PATTERN_SAMPLES = 1 << 16  # the pattern of sources repeats after these
 
@@ -103,18 +106,20 @@ class SourceWindows:
 
     shards: tuple[int, ...]  # training windows of each
     per_unit: int
+    woven_units: int = WOVEN_UNITS
 
     @property
     def windows(self) -> int:
         return sum(self.shards)
 
 
-def windows_per_unit(source_bytes: int, window_bytes: int) -> int:
-    """Return how many windows of a source make a unit. `source_bytes` are those of all its tokens."""
+def cut_into_units(shards: Sequence[int], source_bytes: int, window_bytes: int) -> SourceWindows:
+    """Return how the windows of a source are cut. `source_bytes` are those of all its tokens."""
     unit = UNIT_BYTES
     while unit > _LEAST_UNIT_BYTES and source_bytes // unit < _UNITS:
         unit //= 2
-    return max(1, unit // window_bytes)
+    woven = WOVEN_UNITS if unit == UNIT_BYTES else WOVEN_SMALL_UNITS
+    return SourceWindows(tuple(shards), max(1, unit // window_bytes), woven)
 
 
 class ShardedOrder:
@@ -208,7 +213,7 @@ def _deal(weights: Sequence[float]) -> NDArray[np.int64]:
 class _SourceOrder:
     """A source's windows in order of training, epoch after epoch.
 
-    What was computed for an epoch, some shards or a group is kept until another is asked for, and replaced as a whole:
+    What was computed for an epoch, some shards or a row is kept until another is asked for, and replaced as a whole:
     several threads may ask.
     """
 
@@ -217,7 +222,6 @@ class _SourceOrder:
         self._windows = source.windows
         self._last_epoch: _Epoch | None = None
         self._last_shards: _ShuffledShards | None = None
-        self._last_group = (-1, -1, -1), Permutation(seed, 0, 1)
 
     def place(self, turn: int) -> tuple[int, int]:
         number, position = divmod(turn, self._windows)
@@ -228,20 +232,9 @@ class _SourceOrder:
         shards = self._last_shards
         if shards is None or shards.key != (number, part):
             members = epoch.shards[part * SHUFFLED_SHARDS : (part + 1) * SHUFFLED_SHARDS]
-            shards = self._last_shards = _ShuffledShards(self._seed, (number, part), members, self._source)
-        shard, first, offset, size = shards.unit(position - epoch.starts[part])
-        group, inside = divmod(offset, self._per_group)
-        start = first + group * self._per_group
-        in_group = self._order_in_group(number, shard, start, min(self._per_group, first + size - start))
-        return shard, start + in_group[inside]
-
-    def _order_in_group(self, epoch: int, shard: int, start: int, size: int) -> Permutation:
-        key, order = self._last_group
-        if key != (epoch, shard, start):
-            seed = splitmix64(self._seed + splitmix64(shard + 1) + splitmix64(start + 1))
-            order = Permutation(seed & _MASK, epoch, size)
-            self._last_group = (epoch, shard, start), order
-        return order
+            shards = _ShuffledShards(self._seed, (number, part), members, self._source, self._per_group)
+            self._last_shards = shards
+        return shards.place(position - epoch.starts[part])
 
 
 class _Epoch:
@@ -259,23 +252,42 @@ class _Epoch:
 class _ShuffledShards:
     """Some shards whose units are mixed. Windows that make no whole unit come last."""
 
-    def __init__(self, seed: int, key: tuple[int, int], shards: Sequence[int], source: SourceWindows) -> None:
-        self.key, self._shards, self._per_unit = key, shards, source.per_unit
+    def __init__(
+        self, seed: int, key: tuple[int, int], shards: Sequence[int], source: SourceWindows, per_group: int
+    ) -> None:
+        self.key, self._shards, self._source, self._per_group = key, shards, source, per_group
         counts = [source.shards[shard] for shard in shards]
         self._units = list(accumulate((count // source.per_unit for count in counts), initial=0))
         self._rests = list(accumulate((count % source.per_unit for count in counts), initial=0))
-        mixed = splitmix64(seed ^ splitmix64(key[1] + 1))
-        self._order = Permutation(mixed, key[0], max(1, self._units[-1]))
+        self._seed = splitmix64(seed ^ splitmix64(key[1] + 1))
+        self._order = Permutation(self._seed, key[0], max(1, self._units[-1]))
+        self._order_of_rests = Permutation(splitmix64(self._seed), key[0], max(1, self._rests[-1]))
+        self._last_row = (-1, -1), self._order
 
-    def unit(self, position: int) -> tuple[int, int, int, int]:
-        """Return shard, first window of the unit, place in the unit, and windows of the unit."""
-        place, offset = divmod(position, self._per_unit)
-        if place < self._units[-1]:
-            unit = self._order[place]
-            member = bisect_right(self._units, unit) - 1
-            return self._shards[member], (unit - self._units[member]) * self._per_unit, offset, self._per_unit
-        rest = position - self._units[-1] * self._per_unit
+    def place(self, position: int) -> tuple[int, int]:
+        """Return shard and window in it."""
+        per_unit = self._source.per_unit
+        if position >= self._units[-1] * per_unit:
+            return self._place_in_rests(self._order_of_rests[position - self._units[-1] * per_unit])
+        weave, offset = divmod(position, self._source.woven_units * per_unit)
+        first_unit = weave * self._source.woven_units
+        woven = min(self._source.woven_units, self._units[-1] - first_unit)
+        row, inside = divmod(offset, woven * self._per_group)
+        first = row * self._per_group
+        in_group = min(self._per_group, per_unit - first)
+        which, window = divmod(self._row(weave, row, woven * in_group)[inside], in_group)
+        unit = self._order[first_unit + which]
+        member = bisect_right(self._units, unit) - 1
+        return self._shards[member], (unit - self._units[member]) * per_unit + first + window
+
+    def _row(self, weave: int, row: int, size: int) -> Permutation:
+        key, order = self._last_row
+        if key != (weave, row):
+            order = Permutation(splitmix64(splitmix64(self._seed ^ splitmix64(weave)) + row), self.key[0], size)
+            self._last_row = (weave, row), order
+        return order
+
+    def _place_in_rests(self, rest: int) -> tuple[int, int]:
         member = bisect_right(self._rests, rest) - 1
-        whole = (self._units[member + 1] - self._units[member]) * self._per_unit
-        size = self._rests[member + 1] - self._rests[member]
-        return self._shards[member], whole, rest - self._rests[member], size
+        whole = (self._units[member + 1] - self._units[member]) * self._source.per_unit
+        return self._shards[member], whole + rest - self._rests[member]

@@ -31,7 +31,7 @@ from atoll.node.data.card import CorpusCard, first_windows
 from atoll.node.data.corpus import Corpus
 from atoll.node.data.fetcher import Fetcher
 from atoll.node.data.prefetch import AHEAD_BYTES, AHEAD_SAMPLES, Piece, Prefetcher
-from atoll.node.data.sample_order import ShardedOrder, SourceWindows, WeighedSources, windows_per_unit
+from atoll.node.data.sample_order import ShardedOrder, SourceWindows, WeighedSources, cut_into_units
 from atoll.node.model.tokenizer import Tokenizer
 
 
@@ -59,9 +59,8 @@ class ShardedCorpus:
         window_bytes = section.sequence_length * card.token_bytes
         sources = list[SourceWindows]()
         for number, source in enumerate(card.sources):
-            per_unit = windows_per_unit(source.tokens * card.token_bytes, window_bytes)
             shards = _without_last(self._shard_starts[number], self._held_out[number])
-            sources.append(SourceWindows(shards, per_unit))
+            sources.append(cut_into_units(shards, source.tokens * card.token_bytes, window_bytes))
             if not sum(shards) and any(stage.weights[number] for stage in stages):
                 raise CorpusError(
                     f"the source {source.name} is too small: {source.tokens:,} tokens make {counts[number]} samples "
