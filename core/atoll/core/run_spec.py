@@ -53,7 +53,7 @@ class MixtureSection(Section):
     def _check(self) -> MixtureSection:
         if bool(self.weights) == bool(self.epochs):
             raise ValueError("a stage needs either weights or epochs")
-        if not sum((self.weights or self.epochs or {}).values()) > 0:
+        if not any((self.weights or self.epochs or {}).values()):
             raise ValueError("a stage needs a source with a weight above 0")
         return self
 

@@ -28,8 +28,9 @@ def server(tmp_path: Path) -> Iterator[CorpusServer]:
 
 @pytest.fixture(params=["directory", "http", "fsspec"])
 def mirror(request: pytest.FixtureRequest, server: CorpusServer, tmp_path: Path) -> Mirror:
-    addresses = {"directory": str(tmp_path), "http": server.address, "fsspec": f"local://{tmp_path}"}
-    return open_mirror(addresses[request.param])
+    if request.param == "fsspec":  # as s3:// is read, from a store that needs no network
+        return FsspecMirror(f"local://{tmp_path}")
+    return open_mirror({"directory": str(tmp_path), "http": server.address}[request.param])
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 300_000), (7, 8), (65_536, 250_001), (299_999, 300_000)])
@@ -54,11 +55,40 @@ def test_kinds_of_addresses() -> None:
     assert isinstance(open_mirror("/tmp/somewhere"), DirectoryMirror)
     assert isinstance(open_mirror("file:///tmp/somewhere"), DirectoryMirror)
     assert isinstance(open_mirror("https://example.org/x"), HttpMirror)
-    assert isinstance(open_mirror("memory://x"), FsspecMirror)
-    for address in ("https://", "http:///x", "https://example.org/x?token=1", "nonsense://x"):
-        with pytest.raises(ConfigError):
-            open_mirror(address)
-    assert "secret" not in open_mirror("https://user:secret@example.org/x").name
+    assert open_mirror("https://example.org:8443/x/").name == "https://example.org:8443/x"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://", "http:///x", "https://example.org/x?token=1", "https://example.org/x#a", "http://h:99999/c",
+        "http://[::1", "https://user:secret@example.org/x", "s3://key:secret@bucket/c",
+        "reference://::data:application/json;base64,e30=", "simplecache::https://example.org/x", "zip://x::https://h/y",
+        "local:///etc", "memory://x", "ftp://127.0.0.1:1/x", "github://a:b@c", "dir::file:///etc", "nonsense://x",
+    ],
+)  # fmt: skip
+def test_an_address_can_only_name_a_known_store_and_no_secret(address: str) -> None:
+    """A run spec has such addresses: `fsspec` would evaluate templates, write files, and connect."""
+    with pytest.raises(ConfigError) as refused:
+        open_mirror(address)
+    assert "secret" not in f"{refused.value} {refused.value.remedy}"
+
+
+def test_a_redirect_from_a_public_to_a_private_address_is_refused(
+    server: CorpusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CorpusServer(lambda path, start, stop: b"x" * 10) as inside:
+        server.faults.redirect = f"{inside.address}/a"
+        hosts = iter([True, False])  # the target, then the mirror
+        monkeypatch.setattr(mirrors, "is_private", lambda host: next(hosts))
+        with pytest.raises(MirrorFailed, match="private address"):
+            open_mirror(server.address).read("a", 0, 10, never)
+        assert not inside.requests
+
+
+def test_what_is_private() -> None:
+    assert all(map(mirrors.is_private, ("127.0.0.1", "localhost", "10.1.2.3", "169.254.169.254", "::1", "fe80::1")))
+    assert not mirrors.is_private("1.1.1.1")
 
 
 def test_an_endless_body_is_cut_at_what_was_asked_for(server: CorpusServer) -> None:

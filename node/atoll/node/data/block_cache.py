@@ -21,7 +21,8 @@ from atoll.node.data.card import ShardName
 
 BLOCKS_FOLDER = "blocks"  # in the folder of a corpus
 DATA_OFFSET = 4096  # of a chunk's bytes in its file; the digests of its blocks come before
-_LOCK_SECONDS = 30.0
+_LOCK_SECONDS = 5.0
+_LOOK_SHARE = 0.05  # of the budget, after which a process looks at what others wrote
 _POLL_SECONDS = 0.02
 _KEPT_SHARE = 0.9  # of the budget, after old files were deleted
 
@@ -42,7 +43,7 @@ class BlockCache:
     def __init__(self, directory: Path, budget_bytes: int) -> None:
         self._directory, self.budget_bytes = directory, budget_bytes
         self._lock = threading.Lock()
-        self._total = budget_bytes  # so that the first write looks at what is there
+        self._written = float("inf")  # since this process looked; the first write looks at what is there
         self._complained = False
 
     def read(self, name: str, start: int, stop: int) -> bytes:
@@ -71,9 +72,10 @@ class BlockCache:
             finally:
                 os.close(descriptor)
             with self._lock:
-                self._total += len(data)
-                if self._total > self.budget_bytes:
+                self._written += len(data)
+                if self._written > self.budget_bytes * _LOOK_SHARE:
                     self._evict()
+                    self._written = 0.0
         except OSError as error:
             self._complain(error)
 
@@ -99,15 +101,15 @@ class BlockCache:
             with suppress(OSError):
                 facts = entry.stat(follow_symlinks=False)
                 found.append((facts.st_mtime, facts.st_blocks * 512, Path(entry.path)))
-        self._total = sum(size for _, size, _ in found)
-        if self._total <= self.budget_bytes:
+        total = sum(size for _, size, _ in found)
+        if total <= self.budget_bytes * (1 - _LOOK_SHARE):
             return
         for _, size, path in sorted(found):
-            if self._total <= self.budget_bytes * _KEPT_SHARE:
+            if total <= self.budget_bytes * _KEPT_SHARE:
                 break
             with suppress(OSError):
                 path.unlink()
-                self._total -= size
+                total -= size
 
     def _complain(self, error: OSError) -> None:
         if not self._complained:

@@ -81,7 +81,11 @@ class BlockReader:
             file = chunk_file(name, number)
             if self._cache is not None:
                 self._recall(chunk, file, name, facts, number, first, last)
-            with self._only_process(file) if not all(chunk.known[first:last]) else nullcontext():
+            if all(chunk.known[first:last]):
+                return chunk
+            with self._only_process(file):
+                if self._cache is not None:  # another process of this node may have fetched it meanwhile
+                    self._recall(chunk, file, name, facts, number, first, last)
                 if not chunk.digests:
                     self._fetch_digests(chunk, name, facts, number)
                 for begin, end in _missing(chunk.known, first, last):

@@ -15,10 +15,13 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from atoll.core.errors import BuildSpecError
 from atoll.core.model_spec import Section
-from atoll.node.data.blocks import CHUNK_BYTES, MAX_SHARD_BYTES
+from atoll.node.data.blocks import MAX_SHARD_BYTES
 from atoll.node.data.card import MAX_SOURCES, SOURCE_NAME, TOKENIZER_DIRECTORY
 
 _REMEDY = "docs/guide/data.md lists every key of a build spec"
+
+
+SHARD_STEP_BYTES = 1 << 20  # a multiple of a chunk
 
 
 class BuildSource(Section):
@@ -47,15 +50,15 @@ class BuildSpec(Section):
 
     tokenizer: str = "bytes"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    shard_bytes: Annotated[int, Field(ge=CHUNK_BYTES, le=MAX_SHARD_BYTES)] = 64 << 20
+    shard_bytes: Annotated[int, Field(ge=SHARD_STEP_BYTES, le=MAX_SHARD_BYTES)] = 64 << 20
     order: Literal["shuffled", "input"] = "shuffled"
     sources: tuple[BuildSource, ...]
 
     @field_validator("shard_bytes")
     @classmethod
     def _whole_chunks(cls, value: int) -> int:
-        if value % CHUNK_BYTES:
-            raise ValueError(f"must be a multiple of {CHUNK_BYTES:,} (1 MiB)")
+        if value % SHARD_STEP_BYTES:
+            raise ValueError(f"must be a multiple of {SHARD_STEP_BYTES:,} (1 MiB)")
         return value
 
     @model_validator(mode="after")

@@ -92,7 +92,7 @@ class Corpus:
     def close(self) -> None:
         """End nothing: no thread reads a local corpus."""
 
-    def windows(self, indices: Sequence[int]) -> NDArray[np.int64]:
+    def windows(self, indices: Sequence[int], soon: bool = False) -> NDArray[np.int64]:
         """Return windows by number, [B, T+1]."""
         length = self.sequence_length
         rows = [self.tokens[index * length : index * length + length + 1] for index in indices]

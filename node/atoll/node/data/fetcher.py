@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -23,7 +24,9 @@ from atoll.node.data.mirror_health import FORGET_SECONDS, Absences, MirrorHealth
 from atoll.node.data.mirrors import BlockAbsent, Cancelled, Mirror, MirrorFailed
 
 PATIENCE = timedelta(minutes=10)
-_ATTEMPT_SECONDS = 120.0  # for one answer; a slower one counts as a failure
+_ATTEMPT_SECONDS = 120.0  # for a short answer; a slower one counts as a failure
+_SLOWEST_BYTES_PER_SECOND = 20_000.0  # of a long one
+_LIKELY_WHOLE_BYTES = 8 << 20  # of a file of unknown size
 _HEDGE_SECONDS = 1.0  # more than usual, before a second mirror is asked
 _HEDGE_FACTOR = 3.0
 _ASK_AGAIN_SECONDS = 10.0  # while all mirrors rest
@@ -69,6 +72,7 @@ class Fetcher:
         self.hedged = 0  # reads for which a second mirror was asked
         self._clock, self._patience, self._on_trouble = clock, patience.total_seconds(), on_trouble
         self._lock = threading.Lock()
+        self._own = threading.local()
         self._closed = False
         self._lacking: dict[int, str] = {}  # reads that no mirror can serve now, and why
 
@@ -106,6 +110,15 @@ class Fetcher:
         for health in self.mirrors:
             health.mirror.close()
 
+    @contextmanager
+    def impatient(self, seconds: float) -> Iterator[None]:
+        """Give up reads of this thread after a shorter time."""
+        self._own.patience = seconds
+        try:
+            yield
+        finally:
+            del self._own.patience
+
     def read(self, path: str, start: int, stop: int, check: Check) -> bytes:
         """Return bytes of a file that pass `check`. Raises `Unreachable` if no mirror gives them in time."""
         return self.fetch(path, start, stop, check).data
@@ -116,10 +129,11 @@ class Fetcher:
 
     def read_whole(self, path: str, at_most: int, check: Check) -> bytes:
         """Return a file of unknown size that passes `check`. Raises `Unreachable`."""
-        return self._fetch(path, 1 << 16, lambda mirror, stopped: mirror.read_whole(path, at_most, stopped), check).data
+        size = min(at_most, _LIKELY_WHOLE_BYTES)
+        return self._fetch(path, size, lambda mirror, stopped: mirror.read_whole(path, at_most, stopped), check).data
 
     def _fetch(self, what: str, size: int, read: Read, check: Check) -> Fetched:
-        gives_up_at = self._clock.monotonic() + self._patience
+        gives_up_at = self._clock.monotonic() + getattr(self._own, "patience", self._patience)
         answers: queue.SimpleQueue[tuple[_Attempt, bytes | Exception]] = queue.SimpleQueue()
         attempts: list[_Attempt] = []
         absences = Absences()
@@ -137,7 +151,7 @@ class Fetcher:
                 try:
                     attempt, answer = answers.get(timeout=min(max(wait, 0.01), 1.0, max(0.01, gives_up_at - now)))
                 except queue.Empty:
-                    self._end_stuck(attempts)
+                    self._end_stuck(attempts, size)
                     self._note_absences(attempts, absences)
                     if trouble := self.trouble:
                         self._on_trouble(trouble)
@@ -259,9 +273,9 @@ class Fetcher:
             for attempt in attempts:
                 attempt.health.seconds = max(attempt.health.seconds, now - attempt.began)
 
-    def _end_stuck(self, attempts: list[_Attempt]) -> None:
-        now = self._clock.monotonic()
-        for attempt in [one for one in attempts if now - one.began >= _ATTEMPT_SECONDS]:
+    def _end_stuck(self, attempts: list[_Attempt], size: int) -> None:
+        now, longest = self._clock.monotonic(), _ATTEMPT_SECONDS + size / _SLOWEST_BYTES_PER_SECOND
+        for attempt in [one for one in attempts if now - one.began >= longest]:
             self._record_failure(attempt, f"{attempt.health.mirror.name} is slow", lied=False)
             attempt.cancelled.set()
             attempts.remove(attempt)

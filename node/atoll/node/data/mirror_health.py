@@ -37,16 +37,17 @@ class MirrorHealth:
 
     def record(self, size: int, seconds: float) -> None:
         """Count a good answer."""
-        self.failures, self.bytes = 0, self.bytes + size
+        self.failures, self.rests_until, self.bytes = 0, 0.0, self.bytes + size
         self.absences *= 1 - _SMOOTHING
         if size < _SMALL_BYTES or not self.seconds:
             self.seconds = _smooth(self.seconds, seconds)
         else:
-            self.seconds_per_byte = _smooth(self.seconds_per_byte, max(0.0, seconds - self.seconds) / size)
+            self.seconds = min(self.seconds, seconds)
+            self.seconds_per_byte = _smooth(self.seconds_per_byte, (seconds - self.seconds) / size)
 
     def record_absence(self, seconds: float) -> None:
         """Count the answer of a mirror that works but lacks the bytes."""
-        self.failures = 0
+        self.failures, self.rests_until = 0, 0.0
         self.seconds = _smooth(self.seconds, seconds)
         self.absences += _SMOOTHING * (1 - self.absences)
 

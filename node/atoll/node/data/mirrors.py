@@ -1,14 +1,16 @@
 """Mirrors: places that have the files of a corpus, and reads of byte ranges from them.
 
-A mirror is a directory, an `http(s)://` address, or any other address that `fsspec` knows, such as `s3://`, `gs://` and
-`hf://`. A mirror may lie, stall, end, or send without end. So a read says how many bytes it wants, takes no more than
-those, looks at `cancelled` between any two pieces, and has deadlines for silence. What a mirror sends is believed only
-after its hash was checked (`data/fetcher.py`).
+A mirror is a directory, an `http(s)://` address, or a store that `fsspec` reads (`s3://`, `gs://`, `az://`, `hf://`). A
+mirror may lie, stall, end, or send without end. So a read says how many bytes it wants, takes no more than those, and
+from a web server looks at `cancelled` between any two pieces and has a deadline for silence. What a mirror sends is
+believed only after its hash was checked (`data/fetcher.py`).
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +23,9 @@ SILENCE = timedelta(seconds=15)  # without a byte, after which a read from a ser
 _MAX_REDIRECTS = 5
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _LOCAL_REMEDY = "check [data] mirrors in the run spec, or give a directory with the corpus with --data"
+
+_WEB = ("http", "https")
+_STORES = frozenset({"abfs", "az", "gcs", "gs", "hf", "s3"})  # of fsspec
 
 Cancelled = Callable[[], bool]
 
@@ -53,13 +58,48 @@ class Mirror(Protocol):
 
 
 def open_mirror(address: str) -> Mirror:
-    """Return the mirror at an address. Connects to nothing yet. Raises `ConfigError`."""
-    scheme = urlsplit(address).scheme.lower() if "://" in address else ""
-    if scheme == "":
-        return DirectoryMirror(Path(address).expanduser())
+    """Return the mirror at an address. Connects to nothing. Raises `ConfigError`.
+
+    An address may come from a run spec, so only known kinds of stores are opened: `fsspec` has others, which chain
+    addresses, write files or evaluate templates. Credentials have no place in an address.
+    """
+    if "://" not in address:
+        return DirectoryMirror(Path(address))
+    try:
+        parts = urlsplit(address)
+        scheme, host, port, user = parts.scheme.lower(), parts.hostname, parts.port, parts.username
+    except ValueError as error:
+        raise ConfigError(f"the address of a mirror cannot be read: {error}", _LOCAL_REMEDY) from error
     if scheme == "file":
-        return DirectoryMirror(Path(urlsplit(address).path))
-    return HttpMirror(address) if scheme in ("http", "https") else FsspecMirror(address)
+        return DirectoryMirror(Path(parts.path))
+    if scheme not in (*_WEB, *_STORES):
+        known = ", ".join((*_WEB, *sorted(_STORES)))
+        raise ConfigError(f"mirrors at {scheme[:20]}:// are not supported", f"use a directory, or one of {known}")
+    if not host or "::" in address or parts.query or parts.fragment or user is not None:
+        raise ConfigError(
+            f"the address of a mirror at {scheme}:// must be a host or bucket and a path, without user or query",
+            _LOCAL_REMEDY,
+        )
+    name = f"{scheme}://{host}{f':{port}' if port else ''}{parts.path}".rstrip("/")
+    return HttpMirror(name) if scheme in _WEB else FsspecMirror(name)
+
+
+class UnusableMirror:
+    """A mirror that this node cannot open, beside others that it can."""
+
+    local = False
+
+    def __init__(self, reason: str) -> None:
+        self.name, self._reason = "a mirror", reason
+
+    def read(self, path: str, start: int, stop: int, cancelled: Cancelled) -> bytes:
+        raise MirrorFailed(self._reason)
+
+    def read_whole(self, path: str, at_most: int, cancelled: Cancelled) -> bytes:
+        raise MirrorFailed(self._reason)
+
+    def close(self) -> None:
+        pass
 
 
 class DirectoryMirror:
@@ -100,13 +140,8 @@ class HttpMirror:
     def __init__(self, address: str) -> None:
         import httpx
 
-        parts = urlsplit(address)
-        if not parts.hostname:
-            raise ConfigError(f"{address} is not the address of a mirror: it has no host", _LOCAL_REMEDY)
-        if parts.query or parts.fragment:
-            raise ConfigError(f"{address} is not the address of a mirror: it ends in a query", _LOCAL_REMEDY)
-        self.name = f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}".rstrip("/")
-        self._base, self._httpx = address.rstrip("/"), httpx
+        self.name = self._base = address
+        self._httpx = httpx
         limits = httpx.Limits(max_connections=32, max_keepalive_connections=16)
         self._client = httpx.Client(
             timeout=SILENCE.total_seconds(), limits=limits, headers={"Accept-Encoding": "identity"}
@@ -128,7 +163,10 @@ class HttpMirror:
             for _ in range(_MAX_REDIRECTS + 1):
                 with self._client.stream("GET", address, headers=headers) as answer:
                     if answer.status_code in _REDIRECTS and answer.next_request is not None:
-                        address = str(answer.next_request.url)  # httpx has no transport but those for http and https
+                        target = answer.next_request.url
+                        if is_private(target.host) and not is_private(str(urlsplit(address).hostname)):
+                            raise MirrorFailed(f"{self.name} redirects to a private address")
+                        address = str(target)  # httpx has no transport but those for http and https
                         continue
                     if answer.status_code not in ((200,) if stop is None else (200, 206)):
                         raise MirrorFailed(f"{self.name} answers {answer.status_code} to {path}")
@@ -153,16 +191,14 @@ class FsspecMirror:
     local = False
 
     def __init__(self, address: str) -> None:
+        scheme = urlsplit(address).scheme
         try:
             import fsspec
 
             self._files, self._root = fsspec.core.url_to_fs(address)
-        except (ImportError, ValueError) as error:
-            scheme = urlsplit(address).scheme
-            raise ConfigError(
-                f"mirrors at {scheme}:// need a library: {error}",
-                f"pip install 'fsspec[{scheme}]', or use another mirror",
-            ) from error
+        except (ImportError, ValueError, OSError) as error:
+            what = f"mirrors at {scheme}:// need a library: {error}"
+            raise ConfigError(what, f"pip install 'fsspec[{scheme}]', or use another mirror") from error
         self.name = address
 
     def read(self, path: str, start: int, stop: int, cancelled: Cancelled) -> bytes:
@@ -179,6 +215,15 @@ class FsspecMirror:
             return bytes(self._files.cat_file(f"{self._root}/{path}", start=start, end=stop))
         except Exception as error:  # stores raise what they like
             raise MirrorFailed(f"{self.name} does not give {path}: {error or type(error).__name__}") from error
+
+
+def is_private(host: str) -> bool:
+    """Return whether a host is, or resolves to, an address that is not public. A host without address is not."""
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):
+        return False
+    return any(not ipaddress.ip_address(str(one).partition("%")[0]).is_global for one in found)
 
 
 def _exactly(data: bytes, size: int, path: str, name: str) -> bytes:

@@ -8,6 +8,7 @@ What was fetched stays in the cache folder of the node, under the digest of the 
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +22,7 @@ from atoll.node.data.block_cache import BLOCKS_FOLDER, BlockCache
 from atoll.node.data.block_reader import BlockReader
 from atoll.node.data.blocks import BlockMismatch
 from atoll.node.data.card import (
+    CARD_DIGEST,
     CARD_NAME,
     MAX_CARD_BYTES,
     TOKENIZER_DIRECTORY,
@@ -30,7 +32,7 @@ from atoll.node.data.card import (
     parse_card,
 )
 from atoll.node.data.fetcher import Fetcher, OnTrouble, no_trouble_callback
-from atoll.node.data.mirrors import Mirror, open_mirror
+from atoll.node.data.mirrors import Mirror, UnusableMirror, open_mirror
 from atoll.node.data.sharded_corpus import ShardedCorpus
 from atoll.node.model.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
@@ -99,6 +101,8 @@ def open_corpus(
     assert section.corpus is not None
     mirrors = mirrors_of(section, path, peers)
     folder = CacheFolder(cache.path / section.corpus, cache.budget_bytes) if cache is not None else None
+    if cache is not None:
+        _forget_other_corpora(cache.path, section.corpus)
     fetcher = Fetcher(mirrors, clock, patience or OPENING_PATIENCE, on_trouble)
     try:
         card = parse_card(_fetch_card(fetcher, section.corpus, folder), section.corpus)
@@ -130,7 +134,23 @@ def mirrors_of(section: DataSection, path: str | None, peers: Mirror | None) -> 
         raise ConfigError(
             "the run's corpus is nowhere: its spec names no mirror", "give a directory that has it with --data"
         )
-    return [*(open_mirror(address) for address in addresses), *([peers] if peers is not None else [])]
+    mirrors, problem = list[Mirror](), None
+    for address in addresses:
+        try:
+            mirrors.append(open_mirror(address))
+        except ConfigError as error:
+            problem = error
+            mirrors.append(UnusableMirror(str(error)))
+    if problem is not None and peers is None and all(isinstance(mirror, UnusableMirror) for mirror in mirrors):
+        raise problem
+    return [*mirrors, *([peers] if peers is not None else [])]
+
+
+def _forget_other_corpora(folder: Path, digest: str) -> None:
+    """Delete what was fetched of other corpora: the budget is for all of a node's text."""
+    for other in folder.glob("*/blocks"):
+        if other.parent.name != digest and CARD_DIGEST.fullmatch(other.parent.name):
+            shutil.rmtree(other.parent, ignore_errors=True)
 
 
 def _fetch_card(fetcher: Fetcher, digest: str, folder: CacheFolder | None) -> bytes:

@@ -20,6 +20,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -27,6 +29,7 @@ from numpy.typing import NDArray
 
 _MASK = (1 << 64) - 1
 _FEISTEL_ROUNDS = 6
+ORDER_VERSION = 1  # raise it when a sample number stands for another window than before
 UNIT_BYTES = 1 << 16
 _LEAST_UNIT_BYTES = 1 << 13
 _UNITS = 1 << 12  # that a source should have at least, however small it is
@@ -187,22 +190,33 @@ class _Stage:
         return source, int(self._before[source] + times * self._counts[source] + self._turns[slot])
 
 
+def apportion(weights: Sequence[float], total: int) -> list[int]:
+    """Return shares of `total` by weight, as integers with that sum (largest remainder).
+
+    In fractions, because Python 3.12 adds floats otherwise than 3.11, and nodes of both must agree.
+    """
+    exact = [Fraction(weight) for weight in weights]
+    if not sum(exact) > 0:
+        raise ValueError("weights need a positive sum")
+    shares = [weight * total / sum(exact) for weight in exact]
+    counts = [int(share) for share in shares]
+    by_rest = sorted(range(len(weights)), key=lambda number: (counts[number] - shares[number], number))
+    for number in by_rest[: total - sum(counts)]:
+        counts[number] += 1
+    return counts
+
+
 def _deal(weights: Sequence[float]) -> NDArray[np.int64]:
     """Return the source of each slot of a pattern, spread evenly.
 
     A source with n of the slots wants slots (j + ½) / n of the way through the pattern, j = 0 … n − 1, and all wishes
     are served in order. n is the weight's share of the slots, rounded so that the sum is right (largest remainder).
     """
-    total = sum(weights)
-    if not total > 0:
-        raise ValueError("the weights of a mixture need a positive sum")
     if sum(weight > 0 for weight in weights) == 1:
         return np.array([next(number for number, weight in enumerate(weights) if weight > 0)], dtype=np.int64)
-    exact = [weight / total * PATTERN_SAMPLES for weight in weights]
-    counts = [int(share) for share in exact]
-    by_rest = sorted(range(len(weights)), key=lambda number: (counts[number] - exact[number], number))
-    for number in by_rest[: PATTERN_SAMPLES - sum(counts)]:
-        counts[number] += 1
+    counts = apportion(weights, PATTERN_SAMPLES)
+    if any(weight and not count for weight, count in zip(weights, counts, strict=True)):
+        raise ValueError(f"a source has less than 1/{PATTERN_SAMPLES} of the samples")
     # integers, so that every machine sorts alike: (2j + 1) · (all slots) // n stands for (j + ½) / n
     wishes = [((2 * np.arange(n, dtype=np.int64) + 1) << 32) // n for n in counts if n]
     sources = [np.full(n, number, dtype=np.int64) for number, n in enumerate(counts) if n]
@@ -213,28 +227,25 @@ def _deal(weights: Sequence[float]) -> NDArray[np.int64]:
 class _SourceOrder:
     """A source's windows in order of training, epoch after epoch.
 
-    What was computed for an epoch, some shards or a row is kept until another is asked for, and replaced as a whole:
-    several threads may ask.
+    What was computed for an epoch, some shards or a row is kept until others are asked for. Several threads may ask.
     """
 
     def __init__(self, seed: int, source: SourceWindows, per_group: int) -> None:
         self._seed, self._source, self._per_group = seed, source, per_group
         self._windows = source.windows
-        self._last_epoch: _Epoch | None = None
-        self._last_shards: _ShuffledShards | None = None
+        # two each: one thread may look ahead over a boundary while another is before it
+        self._epoch = lru_cache(2)(lambda number: _Epoch(seed, number, source.shards))
+        self._shuffled = lru_cache(4)(self._shuffle)
 
     def place(self, turn: int) -> tuple[int, int]:
         number, position = divmod(turn, self._windows)
-        epoch = self._last_epoch
-        if epoch is None or epoch.number != number:
-            epoch = self._last_epoch = _Epoch(self._seed, number, self._source.shards)
-        part = bisect_right(epoch.starts, position) - 1
-        shards = self._last_shards
-        if shards is None or shards.key != (number, part):
-            members = epoch.shards[part * SHUFFLED_SHARDS : (part + 1) * SHUFFLED_SHARDS]
-            shards = _ShuffledShards(self._seed, (number, part), members, self._source, self._per_group)
-            self._last_shards = shards
-        return shards.place(position - epoch.starts[part])
+        starts = self._epoch(number).starts
+        part = bisect_right(starts, position) - 1
+        return self._shuffled(number, part).place(position - starts[part])
+
+    def _shuffle(self, epoch: int, part: int) -> _ShuffledShards:
+        members = self._epoch(epoch).shards[part * SHUFFLED_SHARDS : (part + 1) * SHUFFLED_SHARDS]
+        return _ShuffledShards(self._seed, (epoch, part), members, self._source, self._per_group)
 
 
 class _Epoch:

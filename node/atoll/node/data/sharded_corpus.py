@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -31,8 +33,16 @@ from atoll.node.data.card import CorpusCard, first_windows
 from atoll.node.data.corpus import Corpus
 from atoll.node.data.fetcher import Fetcher
 from atoll.node.data.prefetch import AHEAD_BYTES, AHEAD_SAMPLES, Piece, Prefetcher
-from atoll.node.data.sample_order import ShardedOrder, SourceWindows, WeighedSources, cut_into_units
+from atoll.node.data.sample_order import (
+    ORDER_VERSION,
+    ShardedOrder,
+    WeighedSources,
+    apportion,
+    cut_into_units,
+)
 from atoll.node.model.tokenizer import Tokenizer
+
+_SOON_SECONDS = 15.0
 
 
 class ShardedCorpus:
@@ -54,35 +64,65 @@ class ShardedCorpus:
         self._shard_starts = [first_windows(source, section.sequence_length) for source in card.sources]
         counts = [starts[-1] for starts in self._shard_starts]
         self._source_starts = list(accumulate(counts, initial=0))
+        if not any(counts):
+            raise CorpusError(
+                f"no shard of the corpus has {section.sequence_length + 1} tokens", "lower [data] sequence_length"
+            )
         stages = mixture_stages(card, section, counts)
         self._held_out = held_out(counts, stages[0].weights, section.validation_samples)
-        window_bytes = section.sequence_length * card.token_bytes
-        sources = list[SourceWindows]()
+        trained = [_without_last(starts, held) for starts, held in zip(self._shard_starts, self._held_out, strict=True)]
         for number, source in enumerate(card.sources):
-            shards = _without_last(self._shard_starts[number], self._held_out[number])
-            sources.append(cut_into_units(shards, source.tokens * card.token_bytes, window_bytes))
-            if not sum(shards) and any(stage.weights[number] for stage in stages):
+            if not sum(trained[number]) and any(stage.weights[number] for stage in stages):
                 raise CorpusError(
                     f"the source {source.name} is too small: {source.tokens:,} tokens make {counts[number]} samples "
                     f"of {section.sequence_length} tokens, of which {self._held_out[number]} are held out",
                     "build a larger corpus, or lower [data] validation_samples or sequence_length",
                 )
-        self._per_unit = [source.per_unit for source in sources]
-        weighed = [number for number in range(len(sources)) if any(stage.weights[number] for stage in stages)]
+        window_bytes = section.sequence_length * card.token_bytes
+        # without a mixture all shards are one source: every sample comes once in an epoch, however small its source is
+        numbers = list(range(len(counts)))
+        grouped = [[number] for number in numbers] if section.mixture else [numbers]
+        sources = [
+            cut_into_units(
+                [windows for number in group for windows in trained[number]],
+                sum(card.sources[number].tokens for number in group) * card.token_bytes,
+                window_bytes,
+            )
+            for group in grouped
+        ]
+        self._members = [
+            [(number, shard) for number in group for shard in range(len(trained[number]))] for group in grouped
+        ]
+        self._per_unit = [source.per_unit for source, group in zip(sources, grouped, strict=True) for _ in group]
+        dealt = stages if section.mixture else (WeighedSources(0, (1.0,)),)
+        weighed = [number for number in range(len(sources)) if any(stage.weights[number] for stage in dealt)]
         self.training_samples = sum(sources[number].windows for number in weighed)
-        self._order = ShardedOrder(seed, sources, stages, window_bytes)
-        self.digest = _digest(digest, section, stages)
+        try:
+            self._order = ShardedOrder(seed, sources, dealt, window_bytes)
+        except ValueError as error:
+            raise CorpusError(
+                f"the run's mixture cannot be dealt: {error}", "give each source a larger weight"
+            ) from error
+        self.digest = _digest(digest, section, dealt, self._held_out)
         self._prefetcher = Prefetcher(
             self._pieces_of, reader.ensure, min(AHEAD_SAMPLES, max(64, AHEAD_BYTES // window_bytes))
         )
 
     def window(self, sample: int) -> int:
         """Return the window of sample number `sample`."""
-        source, shard, window = self._order.place(sample)
+        group, member, window = self._order.place(sample)
+        source, shard = self._members[group][member]
         return self._source_starts[source] + self._shard_starts[source][shard] + window
 
-    def windows(self, indices: Sequence[int]) -> NDArray[np.int64]:
-        """Return windows by number, [B, T+1]. Raises `Unreachable` if a block cannot be fetched."""
+    def windows(self, indices: Sequence[int], soon: bool = False) -> NDArray[np.int64]:
+        """Return windows by number, [B, T+1]. Raises `Unreachable` if a block cannot be fetched.
+
+        `soon`: within some seconds, for a caller who has other things to do.
+        """
+        with self.fetcher.impatient(_SOON_SECONDS) if soon else nullcontext():
+            return self._windows(indices)
+
+    def _windows(self, indices: Sequence[int]) -> NDArray[np.int64]:
         dtype, rows = self.card.dtype, list[NDArray[np.unsignedinteger]]()
         for index in indices:
             source, shard, start, stop = self.place(index)
@@ -100,10 +140,6 @@ class ShardedCorpus:
     def follow(self, ranges: Sequence[SampleRange]) -> None:
         """Fetch what the first samples of these ranges need. Returns at once."""
         self._prefetcher.follow(ranges)
-
-    def source_shares(self, start: int, stop: int) -> dict[str, int]:
-        """Return how many of the samples from `start` to `stop` come from each source."""
-        return {self.card.sources[number].name: count for number, count in self._order.shares(start, stop).items()}
 
     @property
     def trouble(self) -> str:
@@ -155,18 +191,15 @@ def mixture_stages(card: CorpusCard, section: DataSection, windows: Sequence[int
             stage.weights.get(name, 0.0) if stage.weights else (stage.epochs or {}).get(name, 0.0) * count
             for name, count in zip(names, windows, strict=True)
         )
+        if not math.isfinite(math.fsum(weights)) or not any(weights):
+            raise CorpusError("the weights of [data] mixture are too large, or name no source that has samples")
         stages.append(WeighedSources(stage.from_tokens // section.sequence_length, weights))
     return stages
 
 
 def held_out(windows: Sequence[int], weights: Sequence[float], samples: int) -> Sequence[int]:
     """Return how many windows of each source are held out: `samples` in all, by weight (largest remainder)."""
-    exact = [weight / sum(weights) * samples for weight in weights]
-    counts = [int(share) for share in exact]
-    by_rest = sorted(range(len(weights)), key=lambda number: (counts[number] - exact[number], number))
-    for number in by_rest[: samples - sum(counts)]:
-        counts[number] += 1
-    return [min(count, there) for count, there in zip(counts, windows, strict=True)]
+    return [min(count, there) for count, there in zip(apportion(weights, samples), windows, strict=True)]
 
 
 def _without_last(starts: Sequence[int], held_out: int) -> tuple[int, ...]:
@@ -175,12 +208,13 @@ def _without_last(starts: Sequence[int], held_out: int) -> tuple[int, ...]:
     return tuple(max(0, min(after, trained) - before) for before, after in pairwise(starts))
 
 
-def _digest(card: str, section: DataSection, stages: Sequence[WeighedSources]) -> str:
+def _digest(card: str, section: DataSection, stages: Sequence[WeighedSources], held_out: Sequence[int]) -> str:
     """Identify tokens, their cut into windows, and their order; nodes of one run must agree on it."""
     named = {
         "card": card,
         "sequence_length": section.sequence_length,
-        "validation_samples": section.validation_samples,
+        "order": ORDER_VERSION,
+        "held_out": list(held_out),
         "mixture": [[stage.start, *stage.weights] for stage in stages],
     }
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()

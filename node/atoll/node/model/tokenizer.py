@@ -87,7 +87,7 @@ class HuggingFaceTokenizer:
             raise ConfigError(f"tokenizer {name!r} needs the transformers library", HF_REMEDY) from error
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"tokenizer {name!r} cannot be loaded: {str(error).splitlines()[0]}",
                 "check [data] tokenizer in the run spec, and that this machine can read or download it",

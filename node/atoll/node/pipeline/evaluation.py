@@ -33,7 +33,7 @@ class Evaluation:
         count = min(most, len(self._windows) // size)
         taken, self._windows = self._windows[: count * size], self._windows[count * size :]
         self._flush_samples = len(taken)
-        return list(torch.split(torch.from_numpy(self._corpus.windows(taken)), size))
+        return list(torch.split(torch.from_numpy(self._corpus.windows(taken, soon=True)), size))
 
     def add(self, loss: float) -> bool:
         """Add the mean loss of the flush. Returns True, and calls `done`, after the last one."""

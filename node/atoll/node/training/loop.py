@@ -147,7 +147,7 @@ class InnerLoop(Replica):
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._with_parameters(flat_E) as logits_of:
             for start in range(0, len(windows), size):
-                batch_BT = torch.from_numpy(self.corpus.windows(windows[start : start + size]))
+                batch_BT = torch.from_numpy(self.corpus.windows(windows[start : start + size], soon=True))
                 for share_BT, times in self._micro_batches(batch_BT):
                     tokens_BT = share_BT.to(self.device)
                     loss = cross_entropy(logits_of(tokens_BT[:, :-1]), tokens_BT[:, 1:])
@@ -173,7 +173,7 @@ class InnerLoop(Replica):
         with self._with_parameters(flat_E) as logits_of:
             for start in range(0, len(samples), size):
                 windows = [self.corpus.window(sample) for sample in samples[start : start + size]]
-                tokens_BT = torch.from_numpy(self.corpus.windows(windows)).to(self.device)
+                tokens_BT = torch.from_numpy(self.corpus.windows(windows, soon=True)).to(self.device)
                 logits_BTV = logits_of(tokens_BT[:, :-1]).float()
                 losses += [
                     float(cross_entropy(logits_TV, tokens_T[1:]))
