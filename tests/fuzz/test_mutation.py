@@ -20,6 +20,8 @@ BODIES = dp.RoundMessage.DESCRIPTOR.oneofs_by_name["body"].fields
         dp.Hello(),
         dp.StateRequest(),
         dp.StateReply(),
+        dp.CorpusRequest(),
+        dp.CorpusReply(),
         dp.ExchangeHeader(),
         dp.PartHeader(),
         dp.Refusal(),

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ class ProcessSwarm(LocalSwarm):
         round_growth: float = 0.1,
         model: str = MODEL,
         data: str = "",
+        seed_flags: Sequence[str] = (),
         **flags: str,
     ) -> None:
         """Coordinator, run and seed. `data`: keys of the run's corpus; default: a text file."""
@@ -90,7 +91,7 @@ class ProcessSwarm(LocalSwarm):
         if data:
             spec = spec.replace(f'path = "{corpus}"\nsequence_length = 64', data)
         await self.create_run(f"{spec}fragments = {fragments}\nround_growth = {round_growth}\n")
-        await self.start_member("seed", "seed")
+        await self.start_member("seed", "seed", *seed_flags)
         await self.until(lambda: self.in_state("seed", "ready"), "seed not ready", READY)
 
     async def node(self, name: str, pace: float = 0.05, *flags: str) -> None:

@@ -1,11 +1,14 @@
-"""Whole swarms that train on a corpus behind mirrors: empty disks, mirrors that lie and end."""
+"""Whole swarms that train on a corpus behind mirrors: empty disks, mirrors that lie and end, no mirror but members."""
 
 import asyncio
 
 import numpy as np
 import pytest
 from benchmarks.corpus_server import CorpusServer, files_of, write_corpus
-from support.process_swarm import ROUNDS, process_swarm
+from support.process_swarm import READY, ROUNDS, process_swarm
+
+from atoll.core.errors import ExitCode
+from atoll.lab.faults import kill
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]
 
@@ -52,6 +55,52 @@ sequence_length = 512"""
             run = (await swarm.json("run", "show", "reef"))["run"]
             losses = [item["loss"] for item in run["evaluations"]]
             assert losses[-1] < 0.9 * losses[0]
+
+
+async def test_a_seed_is_the_only_mirror_and_members_go_on_while_it_is_dead(tmp_path):
+    digest = write_corpus(tmp_path / "corpus", {"web": [waves(1, 4 << 20), waves(2, 4 << 20)]})
+    data = f'source = "corpus"\ncorpus = "{digest}"\ntokenizer = "corpus"\nsequence_length = 512'
+    async with process_swarm(tmp_path) as swarm:
+        flags = ("--data", str(tmp_path / "corpus"))
+        await swarm.begin(nodes=2, tokens=10**9, round_tokens=6000, codec="fp32", data=data, seed_flags=flags)
+        assert "2 of 2 shards" in swarm.programs["seed"].log.read_text()
+        await swarm.start_member("second", "seed")
+        await swarm.until(lambda: swarm.in_state("second", "ready"), "no second seed", READY)
+        await swarm.node("ann")
+        await swarm.node("bob", 0.05, "--device", "cpu,cpu")
+        await swarm.rounds("ann", 2)
+        assert swarm.status("ann")["corpus_bytes_from_members"] >= swarm.status("ann")["data_bytes_fetched"] > 0
+        assert swarm.status("seed")["corpus_bytes_to_members"] > 0
+
+        await kill(swarm, "seed")
+        await swarm.node("cleo")  # the card, the tokenizer and the held-out samples are at ann and bob
+        await swarm.until(lambda: loaded(swarm, "cleo"), "cleo does not load its corpus from ann and bob", ROUNDS)
+        assert swarm.status("cleo")["corpus_bytes_from_members"] > 0
+        assert sum(swarm.status(name)["corpus_bytes_to_members"] for name in ("ann", "bob")) > 0
+        waits = "waits for training text: no member gives web/"
+        await swarm.until(
+            lambda: waits in (swarm.status("ann") or {}).get("detail", ""), "ann does not say that it waits", ROUNDS
+        )
+
+        await swarm.restart_member("seed")
+        await swarm.rounds("ann", 3)
+        await swarm.reach("cleo", "training")
+        await swarm.rounds("cleo", 3)
+
+
+def loaded(swarm, name):
+    return bool((swarm.status(name) or {}).get("device"))
+
+
+async def test_a_seed_with_a_wrong_directory_says_so(tmp_path):
+    write_corpus(tmp_path / "other", {"web": [waves(1, 1 << 16)]})
+    data = f'source = "corpus"\ncorpus = "{"0" * 64}"\nsequence_length = 64'
+    async with process_swarm(tmp_path) as swarm:
+        await swarm.begin(nodes=1, tokens=20_000, data=data)
+        program = await swarm.start_member("wrong", "seed", "--data", str(tmp_path / "other"))
+        async with asyncio.timeout(ROUNDS.total_seconds()):
+            assert await program.child.wait() == ExitCode.CONFIG
+        assert "the run demands 000000000000" in swarm.programs.pop("wrong").log.read_text()
 
 
 async def test_a_node_whose_mirrors_give_another_corpus_says_so(tmp_path):

@@ -33,6 +33,7 @@ from atoll.node.control.manifest_answers import ManifestAnswers
 from atoll.node.direct.direct_path import DirectConfig
 from atoll.node.limits.enforcer import LimitEnforcer, LimitTargets, not_training
 from atoll.node.run.address_book import AddressBook
+from atoll.node.run.corpus_sharing import CorpusSharing
 from atoll.node.run.dial_scope import dial_policy
 from atoll.node.run.heartbeat import HeartbeatBuilder, bytes_sent
 from atoll.node.run.node_context import NodeContext
@@ -109,6 +110,7 @@ class Daemon:
         self._leave_reason = "left"
         self._drain_timeout = DRAIN_TIMEOUT
         self._host: SwarmHost | None = None
+        self._corpus = self._make_corpus_sharing(config)
         self._session: TrainingSession | None = None
         self._heartbeats = HeartbeatBuilder(
             self._status,
@@ -136,10 +138,14 @@ class Daemon:
         await api.start()
         trainer_config = self._trainer_config(self._limit_enforcer.config)
         try:
+            if self._corpus is not None:
+                await self._corpus.start()
             self._preload = self._preload_trainer(trainer_config)
             self._host = self._heartbeats.host = host = await self._join_unless_leaving()
             if host is None:
                 return
+            if self._corpus is not None:
+                self._corpus.join(host, self._directives, lambda: self._credentials.seeds, self._may_share_corpus)
             if "seed" in self._membership.roles:
                 self._status.enter(mb.NODE_STATE_READY, "seed: bootstraps the DHT and relays")
             else:
@@ -159,6 +165,8 @@ class Daemon:
         work.append(self._limit_enforcer.run())
         if self._session is not None:
             prober = self._heartbeats.prober = PathProber(host, self._members, self._clock)
+            if self._corpus is not None:
+                work.append(self._corpus.look_up(host, self._directives))
             work += [self._admitted(self._session.run), addresses.look_up(), self._leave_when_ordered(), prober.run()]
         return work
 
@@ -176,11 +184,23 @@ class Daemon:
             await self._session.stop_trainer()
         if self._preload is not None:
             await self._preload.abandon()
+        if self._corpus is not None:
+            await self._corpus.close()
         if self._host is not None:
             await self._host.close(CLOSE_TIMEOUT)
         shutil.rmtree(self._config.path("run"), ignore_errors=True)
 
     # --- starting ------------------------------------------------------------------------------------
+
+    def _make_corpus_sharing(self, config: NodeConfig) -> CorpusSharing | None:
+        if self._spec.data.corpus is None:
+            return None
+        own = Path(config.data).resolve() if config.data else None
+        cache, sockets, is_seed = config.path("corpora"), config.path("run"), "seed" in self._membership.roles
+        return CorpusSharing(self._spec, own, cache, sockets, self._clock, is_seed=is_seed)
+
+    def _may_share_corpus(self) -> bool:
+        return not self._limit_enforcer.reason  # neither its owner nor a limit pauses this node
 
     def _preload_trainer(self, trainer_config: TrainerConfig) -> TrainerPreload | None:
         """Begin to load the layers of the saved plan, or the whole model if there is no plan. None for a seed."""
@@ -278,6 +298,7 @@ class Daemon:
             layer_times_path=str(config.path("layer-times.json").resolve()),
             cache_path=str(config.path(CORPORA).resolve()),
             cache_bytes=int(config.disk_gigabytes * 1e9),
+            peers_path=str(self._corpus.socket_path.resolve()) if self._corpus is not None else None,
             device=config.device,
             cpu_threads=config.cpu_threads or os.cpu_count() or 1,
             minimum_step_seconds=config.minimum_step_seconds,
@@ -440,6 +461,7 @@ class Daemon:
             "direct_peers": sorted(self._host.direct_peers()) if self._host else [],
             "uplink_bytes_per_second": round(self._host.uplink_bytes_per_second) if self._host else 0,
             "downlink_bytes_per_second": round(self._host.traffic.downlink_bytes_per_second) if self._host else 0,
+            **(self._corpus.status_json() if self._corpus is not None else {}),
             **self._status.to_json(*bytes_sent(self._host)),
             **self._limit_enforcer.status_json(self._checkpoints.problem),
         }

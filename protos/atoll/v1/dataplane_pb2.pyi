@@ -307,6 +307,26 @@ class StateReply(_message.Message):
     held: _containers.RepeatedCompositeFieldContainer[_plan_pb2.Span]
     def __init__(self, manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., body_bytes: _Optional[int] = ..., held: _Optional[_Iterable[_Union[_plan_pb2.Span, _Mapping]]] = ...) -> None: ...
 
+class CorpusRequest(_message.Message):
+    __slots__ = ("run_id", "path", "start", "stop")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    path: str
+    start: int
+    stop: int
+    def __init__(self, run_id: _Optional[str] = ..., path: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+
+class CorpusReply(_message.Message):
+    __slots__ = ("body_bytes", "file_bytes")
+    BODY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FILE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    body_bytes: int
+    file_bytes: int
+    def __init__(self, body_bytes: _Optional[int] = ..., file_bytes: _Optional[int] = ...) -> None: ...
+
 class DirectOffer(_message.Message):
     __slots__ = ("port", "certificate_sha256", "ticket")
     PORT_FIELD_NUMBER: _ClassVar[int]

@@ -141,7 +141,7 @@ def _show_limits(config: NodeConfig, yes: bool) -> None:
     """Print the limits that this node will use, and ask once."""
     print_to_stderr(f"This node will use: {limits_text(config)}.")
     if config.data:
-        print_to_stderr(f"It trains on the text at {config.data}, which must be the run's corpus.")
+        print_to_stderr(f"It uses the text at {config.data}, which must be the run's corpus.")
     listen = "every address" if config.listen == _ALL_ADDRESSES else config.listen
     port = f"port {config.port}" if config.port else "a free port"
     print_to_stderr(f"Peers reach it on {listen}, {port}. It keeps its state in {config.data_dir}.")

@@ -17,12 +17,24 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from atoll.core import log
+from atoll.node.data.card import ShardName
 
+BLOCKS_FOLDER = "blocks"  # in the folder of a corpus
 DATA_OFFSET = 4096  # of a chunk's bytes in its file; the digests of its blocks come before
 _LOCK_SECONDS = 5.0
 _LOOK_SHARE = 0.05  # of the budget, after which a process looks at what others wrote
 _POLL_SECONDS = 0.02
 _KEPT_SHARE = 0.9  # of the budget, after old files were deleted
+
+
+def chunk_file(shard: ShardName, chunk: int) -> str:
+    """Return the name of the file with the blocks of a chunk and their digests."""
+    return f"{shard.source}-{shard.number:06d}-{chunk:06d}.chunk"
+
+
+def shard_file(shard: ShardName) -> str:
+    """Return the name of the file with the digests of a shard's chunks."""
+    return f"{shard.source}-{shard.number:06d}.shard"
 
 
 class BlockCache:

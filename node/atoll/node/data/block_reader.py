@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from atoll.node.data.block_cache import DATA_OFFSET, BlockCache
+from atoll.node.data.block_cache import DATA_OFFSET, BlockCache, chunk_file, shard_file
 from atoll.node.data.blocks import (
     BLOCK_BYTES,
     CHUNK_BYTES,
@@ -40,6 +40,7 @@ class _Chunk:
     digests: bytes  # of its blocks; empty until they are fetched
     data: bytearray
     known: bytearray  # one byte a block
+    digests_cached: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -51,6 +52,7 @@ class BlockReader:
         self._cache = None if fetcher.all_local else cache
         self._chunks: OrderedDict[tuple[ShardName, int], _Chunk] = OrderedDict()
         self._shards: OrderedDict[ShardName, bytes] = OrderedDict()
+        self._cached_shards = set[ShardName]()  # of them, whose digests are in the cache
         self._lock = threading.Lock()
         self.blocks_read = 0
         self.blocks_fetched = 0
@@ -76,7 +78,7 @@ class BlockReader:
             self.blocks_read += last - first
             if all(chunk.known[first:last]):
                 return chunk
-            file = f"{name.source}-{shard:06d}-{number:06d}.chunk"
+            file = chunk_file(name, number)
             if self._cache is not None:
                 self._recall(chunk, file, name, facts, number, first, last)
             if all(chunk.known[first:last]):
@@ -85,13 +87,15 @@ class BlockReader:
                 if self._cache is not None:  # another process of this node may have fetched it meanwhile
                     self._recall(chunk, file, name, facts, number, first, last)
                 if not chunk.digests:
-                    self._fetch_digests(chunk, file, name, facts, number)
+                    self._fetch_digests(chunk, name, facts, number)
                 for begin, end in _missing(chunk.known, first, last):
                     self._fetch(chunk, file, name, number, begin, end)
         return chunk
 
     def _only_process(self, file: str) -> AbstractContextManager[None]:
-        return self._cache.only_process(file) if self._cache is not None else nullcontext()
+        if self._cache is None or self._fetcher.prefers_local:
+            return nullcontext()
+        return self._cache.only_process(file)
 
     def _chunk(self, name: ShardName, number: int, size: int) -> _Chunk:
         with self._lock:
@@ -128,21 +132,23 @@ class BlockReader:
                 return self._shards[name]
         assert self._cache is not None
         size = self._card.shard_bytes(shard)
-        found = self._cache.read(_shard_file(name), *chunk_digests_range(size))
+        found = self._cache.read(shard_file(name), *chunk_digests_range(size))
         try:
             check_chunk_digests(size, shard.root, found)
         except BlockMismatch:
             return None
         self._keep_chunk_digests(name, found)
+        with self._lock:
+            self._cached_shards.add(name)
         return found
 
     def _keep_chunk_digests(self, name: ShardName, digests: bytes) -> None:
         with self._lock:
             self._shards[name] = digests
             while len(self._shards) > _SHARDS_IN_MEMORY:
-                self._shards.popitem(last=False)
+                self._cached_shards.discard(self._shards.popitem(last=False)[0])
 
-    def _fetch_digests(self, chunk: _Chunk, file: str, name: ShardName, shard: Shard, number: int) -> None:
+    def _fetch_digests(self, chunk: _Chunk, name: ShardName, shard: Shard, number: int) -> None:
         size, path = self._card.shard_bytes(shard), name.path("digests")
         with self._lock:
             chunk_digests = self._shards.get(name)
@@ -151,14 +157,10 @@ class BlockReader:
                 path, *chunk_digests_range(size), lambda data: check_chunk_digests(size, shard.root, data)
             )
             self._keep_chunk_digests(name, chunk_digests)
-            if self._cache is not None:
-                self._cache.write(_shard_file(name), 0, chunk_digests)
         wanted = chunk_digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         chunk.digests = self._fetcher.read(
             path, *block_digests_range(size, number), lambda data: check_block_digests(wanted, data)
         )
-        if self._cache is not None:
-            self._cache.write(file, 0, chunk.digests)
 
     def _fetch(self, chunk: _Chunk, file: str, name: ShardName, number: int, first: int, last: int) -> None:
         start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, len(chunk.data))
@@ -168,12 +170,26 @@ class BlockReader:
             if wrong := wrong_blocks(data, first, chunk.digests):
                 raise BlockMismatch(f"block {wrong[0]} of chunk {number} of {name.path('tokens')}")
 
-        data, local = self._fetcher.read_from(name.path("tokens"), offset + start, offset + stop, check)
+        fetched = self._fetcher.fetch(name.path("tokens"), offset + start, offset + stop, check)
+        data = fetched.data
         for block in range(first, last):
             self._keep(chunk, block, data[(block - first) * BLOCK_BYTES : (block + 1 - first) * BLOCK_BYTES])
         self.blocks_fetched += last - first
-        if self._cache is not None and not local:
+        if self._cache is not None and not fetched.local:  # the cache is no copy of a directory of this machine
+            self._cache_digests(self._cache, chunk, file, name)
             self._cache.write(file, DATA_OFFSET + start, data)
+
+    def _cache_digests(self, cache: BlockCache, chunk: _Chunk, file: str, name: ShardName) -> None:
+        """Keep what verifies a chunk beside its first bytes."""
+        with self._lock:
+            chunk_digests = self._shards.get(name)
+            shard_is_new = chunk_digests is not None and name not in self._cached_shards
+            self._cached_shards.add(name)
+        if chunk_digests is not None and shard_is_new:
+            cache.write(shard_file(name), 0, chunk_digests)
+        if not chunk.digests_cached:
+            chunk.digests_cached = True
+            cache.write(file, 0, chunk.digests)
 
     @staticmethod
     def _keep(chunk: _Chunk, block: int, data: bytes) -> None:
@@ -206,7 +222,3 @@ def _matches(chunk_digests: bytes, number: int, block_digests: bytes) -> bool:
     except BlockMismatch:
         return False
     return True
-
-
-def _shard_file(name: ShardName) -> str:
-    return f"{name.source}-{name.number:06d}.shard"

@@ -2,8 +2,9 @@
 
 A read that lasts longer than a mirror's usual time is *hedged*: a second mirror is asked as well, and the first answer
 with the right hash counts (Dean & Barroso 2013, "The Tail at Scale"). A mirror that fails rests for a time that doubles
-with each failure; one that sent bytes with another hash rests longer. If all fail, the read goes on until `patience`
-ends: a home line is away for minutes at times, and a node should wait for it.
+with each failure; one that sent bytes with another hash rests longer. A mirror that lacks some bytes is left out of
+that read alone, for a while. If all fail, the read goes on until `patience` ends: a home line is away for minutes at
+times, and a node should wait for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from atoll.core import log
 from atoll.core.clock import Clock
 from atoll.core.errors import Unreachable
 from atoll.node.data.blocks import BlockMismatch
-from atoll.node.data.mirrors import Cancelled, Mirror, MirrorFailed
+from atoll.node.data.mirror_health import FORGET_SECONDS, Absences, MirrorHealth
+from atoll.node.data.mirrors import BlockAbsent, Cancelled, Mirror, MirrorFailed
 
 PATIENCE = timedelta(minutes=10)
 _ATTEMPT_SECONDS = 120.0  # for a short answer; a slower one counts as a failure
@@ -27,65 +29,19 @@ _SLOWEST_BYTES_PER_SECOND = 20_000.0  # of a long one
 _LIKELY_WHOLE_BYTES = 8 << 20  # of a file of unknown size
 _HEDGE_SECONDS = 1.0  # more than usual, before a second mirror is asked
 _HEDGE_FACTOR = 3.0
-_FIRST_REST_SECONDS = 1.0
-_FIRST_REST_OF_LIAR_SECONDS = 30.0
-_LONGEST_REST_SECONDS = 300.0
 _ASK_AGAIN_SECONDS = 10.0  # while all mirrors rest
-_FORGET_SECONDS = 300.0  # a mirror that was not asked for this long is tried again
-_SMOOTHING = 0.2
-_SMALL_BYTES = 1 << 14  # a shorter answer says how long a mirror takes to begin, a longer one how fast it sends
 
 OnTrouble = Callable[[str], object]  # called about once a second while no mirror answers, with the reasons
 Check = Callable[[bytes], object]  # raises `BlockMismatch` for wrong bytes
 Read = Callable[[Mirror, Cancelled], bytes]
 
 
-@dataclass
-class MirrorHealth:
-    """What is known of a mirror."""
+@dataclass(frozen=True)
+class Fetched:
+    """Verified bytes, and whether they came from this machine."""
 
-    mirror: Mirror
-    seconds: float = 0.0  # of an answer without its bytes, smoothed
-    seconds_per_byte: float = 0.0
-    asked_at: float = -_FORGET_SECONDS
-    rests_until: float = 0.0
-    failures: int = 0  # in a row
-    lies: int = 0
-    bytes: int = 0  # verified
-    last_problem: str = ""
-
-    def expected_seconds(self, size: int) -> float:
-        """Seconds that a read of `size` bytes usually takes."""
-        return self.seconds + size * self.seconds_per_byte
-
-    def record(self, size: int, seconds: float) -> None:
-        """Count a good answer."""
-        self.failures, self.rests_until, self.bytes = 0, 0.0, self.bytes + size
-        if size < _SMALL_BYTES or not self.seconds:
-            self.seconds = _smooth(self.seconds, seconds)
-        else:
-            self.seconds = min(self.seconds, seconds)
-            self.seconds_per_byte = _smooth(self.seconds_per_byte, (seconds - self.seconds) / size)
-
-    def record_failure(self, asked_at: float, now: float, problem: str, lied: bool) -> bool:
-        """Count a bad answer to a question of `asked_at`, and let the mirror rest.
-
-        Returns False for a question that was on its way when the mirror began to rest: several reads at once are cut
-        off by one fault.
-        """
-        self.last_problem = problem
-        if asked_at < self.rests_until and not lied:
-            return False
-        self.failures += 1
-        self.lies += lied
-        rest = _FIRST_REST_OF_LIAR_SECONDS * 2 ** min(self.lies - 1, 8) if lied else 0.0
-        rest = max(rest, _FIRST_REST_SECONDS * 2 ** min(self.failures - 1, 16))
-        self.rests_until = now + min(rest, _LONGEST_REST_SECONDS)
-        return True
-
-
-def _smooth(before: float, now: float) -> float:
-    return now if not before else before + _SMOOTHING * (now - before)
+    data: bytes
+    local: bool
 
 
 @dataclass
@@ -118,11 +74,18 @@ class Fetcher:
         self._lock = threading.Lock()
         self._own = threading.local()
         self._closed = False
+        self._lacking: dict[int, str] = {}  # reads that no mirror can serve now, and why
 
     @property
     def all_local(self) -> bool:
         """True if every mirror is a directory of this machine."""
         return all(health.mirror.local for health in self.mirrors)
+
+    @property
+    def prefers_local(self) -> bool:
+        """True if the next read is from a directory of this machine."""
+        now = self._clock.monotonic()
+        return any(health.mirror.local and health.rests_until <= now for health in self.mirrors)
 
     @property
     def bytes_fetched(self) -> int:
@@ -131,10 +94,11 @@ class Fetcher:
 
     @property
     def trouble(self) -> str:
-        """Why nothing can be read now; empty while some mirror answers."""
-        if any(not health.failures for health in self.mirrors):
-            return ""
-        return "; ".join(health.last_problem for health in self.mirrors)
+        """Why nothing, or something, cannot be read now; empty while some mirror gives all that is read."""
+        if all(health.failures for health in self.mirrors):
+            return "; ".join(health.last_problem for health in self.mirrors)
+        with self._lock:
+            return next(iter(self._lacking.values()), "")
 
     def opened(self) -> None:
         """From now on reads are those of training, which tells its trouble itself."""
@@ -157,27 +121,28 @@ class Fetcher:
 
     def read(self, path: str, start: int, stop: int, check: Check) -> bytes:
         """Return bytes of a file that pass `check`. Raises `Unreachable` if no mirror gives them in time."""
-        return self.read_from(path, start, stop, check)[0]
+        return self.fetch(path, start, stop, check).data
 
-    def read_from(self, path: str, start: int, stop: int, check: Check) -> tuple[bytes, bool]:
-        """Return as `read`, and whether the bytes came from a directory of this machine."""
+    def fetch(self, path: str, start: int, stop: int, check: Check) -> Fetched:
+        """Read as `read` does, and say where the bytes came from."""
         return self._fetch(path, stop - start, lambda mirror, stopped: mirror.read(path, start, stop, stopped), check)
 
     def read_whole(self, path: str, at_most: int, check: Check) -> bytes:
         """Return a file of unknown size that passes `check`. Raises `Unreachable`."""
         size = min(at_most, _LIKELY_WHOLE_BYTES)
-        return self._fetch(path, size, lambda mirror, stopped: mirror.read_whole(path, at_most, stopped), check)[0]
+        return self._fetch(path, size, lambda mirror, stopped: mirror.read_whole(path, at_most, stopped), check).data
 
-    def _fetch(self, what: str, size: int, read: Read, check: Check) -> tuple[bytes, bool]:
+    def _fetch(self, what: str, size: int, read: Read, check: Check) -> Fetched:
         gives_up_at = self._clock.monotonic() + getattr(self._own, "patience", self._patience)
         answers: queue.SimpleQueue[tuple[_Attempt, bytes | Exception]] = queue.SimpleQueue()
         attempts: list[_Attempt] = []
+        absences = Absences()
         try:
             while not self._closed:
                 now = self._clock.monotonic()
                 if now >= gives_up_at:
                     break
-                candidate, wait = self._choose(size, now, [attempt.health for attempt in attempts])
+                candidate, wait = self._choose(size, now, [attempt.health for attempt in attempts], absences)
                 if candidate is not None and (not attempts or self._is_late(attempts[-1], size, now)):
                     self.hedged += bool(attempts)
                     attempts.append(self._begin(candidate, now, read, check, answers))
@@ -187,6 +152,7 @@ class Fetcher:
                     attempt, answer = answers.get(timeout=min(max(wait, 0.01), 1.0, max(0.01, gives_up_at - now)))
                 except queue.Empty:
                     self._end_stuck(attempts, size)
+                    self._note_absences(attempts, absences)
                     if trouble := self.trouble:
                         self._on_trouble(trouble)
                     continue
@@ -194,29 +160,51 @@ class Fetcher:
                     attempts.remove(attempt)
                 if isinstance(answer, bytes):
                     self._learn_from_losers(attempts)
-                    return answer, attempt.health.mirror.local
+                    return Fetched(answer, attempt.health.mirror.local)
+                if isinstance(answer, BlockAbsent):
+                    absences.add(attempt.health, self._clock.monotonic(), str(answer))
+                    self._note_absences(attempts, absences)
         finally:
+            with self._lock:
+                self._lacking.pop(id(absences), None)
             for attempt in attempts:
                 attempt.cancelled.set()
-        problems = "; ".join(health.last_problem or f"{health.mirror.name} is slow" for health in self.mirrors)
+        problems = "; ".join(
+            absences.problems.get(id(health)) or health.last_problem or f"{health.mirror.name} is slow"
+            for health in self.mirrors
+        )
         raise Unreachable(f"no mirror gives {what} of the corpus: {problems}", "check the line and the mirrors")
 
-    def _choose(self, size: int, now: float, busy: Sequence[MirrorHealth]) -> tuple[MirrorHealth | None, float]:
-        """Return the mirror to ask next and 0, or none and the seconds until one has rested."""
+    def _note_absences(self, attempts: Sequence[_Attempt], absences: Absences) -> None:
+        """Remember why a read waits, if each mirror fails or lacks its bytes."""
+        with self._lock:
+            problems = [absences.problems.get(id(health)) or health.last_problem for health in self.mirrors]
+            lacks = absences.problems and not attempts
+            if lacks and all(health.failures or id(health) in absences.problems for health in self.mirrors):
+                self._lacking[id(absences)] = "; ".join(problems)
+
+    def _choose(
+        self, size: int, now: float, busy: Sequence[MirrorHealth], absences: Absences
+    ) -> tuple[MirrorHealth | None, float]:
+        """Return the mirror to ask next and 0, or none and the seconds until one may be asked."""
+
+        def asked_from(health: MirrorHealth) -> float:
+            return max(health.rests_until, absences.until.get(id(health), now))
+
         with self._lock:
             free = [health for health in self.mirrors if not any(health is other for other in busy)]
-            rested = [health for health in free if health.rests_until <= now]
+            rested = [health for health in free if asked_from(health) <= now]
             if rested:
-                unknown = [health for health in rested if now - health.asked_at >= _FORGET_SECONDS]
+                unknown = [health for health in rested if now - health.asked_at >= FORGET_SECONDS]
                 chosen = min(rested, key=lambda health: (not health.mirror.local, health.expected_seconds(size)))
                 if unknown and not chosen.mirror.local:
                     chosen = unknown[0]
                 return chosen, 0.0
             if free and not busy:  # nobody answers: one of them is asked now and then, so that its return is noticed
-                soonest = min(free, key=lambda health: health.rests_until)
+                soonest = min(free, key=asked_from)
                 if now - max(health.asked_at for health in free) >= _ASK_AGAIN_SECONDS:
                     return soonest, 0.0
-            return None, min((health.rests_until for health in free), default=now + 1.0) - now
+            return None, min(map(asked_from, free), default=now + 1.0) - now
 
     def _late_at(self, attempt: _Attempt, size: int) -> float:
         return attempt.began + _HEDGE_SECONDS + _HEDGE_FACTOR * attempt.health.expected_seconds(size)
@@ -254,6 +242,10 @@ class Fetcher:
             check(data)
         except BlockMismatch as error:
             self._record_failure(attempt, f"{health.mirror.name} sends wrong bytes: {error}", lied=True)
+            raise
+        except BlockAbsent:
+            with self._lock:
+                health.record_absence(self._clock.monotonic() - attempt.began)
             raise
         except MirrorFailed as error:
             self._record_failure(attempt, str(error), lied=False)

@@ -34,6 +34,10 @@ class MirrorFailed(Exception):
     """A mirror did not give the bytes that were asked for. Never leaves `data`."""
 
 
+class BlockAbsent(MirrorFailed):
+    """A mirror works, but does not have these bytes now. It may have others."""
+
+
 class Mirror(Protocol):
     """A place that has the files of a corpus. Its methods may be called from several threads at once."""
 
@@ -41,7 +45,7 @@ class Mirror(Protocol):
     local: bool  # reading again costs nothing, so that nothing is kept in the cache
 
     def read(self, path: str, start: int, stop: int, cancelled: Cancelled) -> bytes:
-        """Return exactly bytes `start` to `stop` of a file. Raises `MirrorFailed`."""
+        """Return exactly bytes `start` to `stop` of a file. Raises `MirrorFailed`, `BlockAbsent`."""
         ...
 
     def read_whole(self, path: str, at_most: int, cancelled: Cancelled) -> bytes:
@@ -110,6 +114,8 @@ class DirectoryMirror:
         try:
             with (self._root / path).open("rb", buffering=0) as file:
                 data = os.pread(file.fileno(), stop - start, start)
+        except FileNotFoundError as error:  # a part of a corpus
+            raise BlockAbsent(f"{path} is not in {self.name}") from error
         except OSError as error:
             raise MirrorFailed(f"cannot read {path} in {self.name}: {error.strerror or error}") from error
         return _exactly(data, stop - start, path, self.name)

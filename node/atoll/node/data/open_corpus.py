@@ -18,7 +18,7 @@ from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import ConfigError, CorpusError, DataDirUnusable
 from atoll.core.files import write_atomic
 from atoll.core.run_spec import DataSection, RunSpec
-from atoll.node.data.block_cache import BlockCache
+from atoll.node.data.block_cache import BLOCKS_FOLDER, BlockCache
 from atoll.node.data.block_reader import BlockReader
 from atoll.node.data.blocks import BlockMismatch
 from atoll.node.data.card import (
@@ -88,15 +88,18 @@ def open_corpus(
     cache: CacheFolder | None,
     clock: Clock,
     on_trouble: OnTrouble = no_trouble_callback,
+    peers: Mirror | None = None,
     patience: timedelta | None = None,
 ) -> OpenedCorpus:
     """Read the card and the tokenizer of a run's corpus. `path`: a directory that has it, asked before the mirrors.
+
+    `peers`: the other members of the run, a mirror more.
 
     `on_trouble` hears while no mirror gives what is needed, here and until the held-out samples are there. Raises
     `CorpusError`, `ConfigError`, `DataDirUnusable`, `Unreachable`.
     """
     assert section.corpus is not None
-    mirrors = mirrors_of(section, path)
+    mirrors = mirrors_of(section, path, peers)
     folder = CacheFolder(cache.path / section.corpus, cache.budget_bytes) if cache is not None else None
     if cache is not None:
         _forget_other_corpora(cache.path, section.corpus)
@@ -107,7 +110,7 @@ def open_corpus(
     except BaseException:
         fetcher.close()
         raise
-    blocks = BlockCache(folder.path / "blocks", folder.budget_bytes) if folder is not None else None
+    blocks = BlockCache(folder.path / BLOCKS_FOLDER, folder.budget_bytes) if folder is not None else None
     return OpenedCorpus(card, tokenizer, fetcher, BlockReader(card, fetcher, blocks), section.corpus)
 
 
@@ -118,15 +121,16 @@ def load_run_tokenizer(section: DataSection, cache: CacheFolder | None = None) -
     """
     if section.source != "corpus" or section.tokenizer != TOKENIZER_OF_CORPUS:
         return load_tokenizer(section.tokenizer)
-    opened = open_corpus(section, None, cache, SystemClock(), patience=_EXPORT_PATIENCE)
+    kept = str(cache.path / section.corpus) if cache is not None and section.corpus and not section.mirrors else None
+    opened = open_corpus(section, kept, cache, SystemClock(), patience=_EXPORT_PATIENCE)
     opened.fetcher.close()
     return opened.tokenizer
 
 
-def mirrors_of(section: DataSection, path: str | None) -> list[Mirror]:
-    """Return the mirrors of a run's corpus, the node's own directory first. Raises `ConfigError`."""
+def mirrors_of(section: DataSection, path: str | None, peers: Mirror | None) -> list[Mirror]:
+    """Return the mirrors of a run's corpus, the node's own directory first, members last. Raises `ConfigError`."""
     addresses = [*([path] if path else []), *section.mirrors]
-    if not addresses:
+    if not addresses and peers is None:
         raise ConfigError(
             "the run's corpus is nowhere: its spec names no mirror", "give a directory that has it with --data"
         )
@@ -137,9 +141,9 @@ def mirrors_of(section: DataSection, path: str | None) -> list[Mirror]:
         except ConfigError as error:
             problem = error
             mirrors.append(UnusableMirror(str(error)))
-    if problem is not None and all(isinstance(mirror, UnusableMirror) for mirror in mirrors):
+    if problem is not None and peers is None and all(isinstance(mirror, UnusableMirror) for mirror in mirrors):
         raise problem
-    return mirrors
+    return [*mirrors, *([peers] if peers is not None else [])]
 
 
 def _forget_other_corpora(folder: Path, digest: str) -> None:

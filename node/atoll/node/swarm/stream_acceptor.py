@@ -38,6 +38,7 @@ from atoll.node.wire.transport import Handler
 MAX_REQUEST_BYTES = {
     "/atoll/round/1": 1 << 20,
     "/atoll/state/1": 1 << 16,
+    "/atoll/corpus/1": 1 << 10,
     direct.PROTOCOL: 1 << 8,
     stripes.PROTOCOL: stripes.MAX_STRIPE_BYTES,
     "/atoll/probe/1": 1 << 6,

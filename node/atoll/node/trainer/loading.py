@@ -24,6 +24,7 @@ from atoll.node.data.corpus import load_corpus
 from atoll.node.data.fetcher import OnTrouble, no_trouble_callback
 from atoll.node.data.heartbeat import heartbeat
 from atoll.node.data.open_corpus import CacheFolder, OpenedCorpus, open_corpus
+from atoll.node.data.peer_mirror import PeerMirror
 from atoll.node.data.sharded_corpus import ShardedCorpus, TrainingCorpus
 from atoll.node.data.tokenise import OnProgress, no_progress_callback
 from atoll.node.model.built_in_shape import FP32_BYTES
@@ -270,7 +271,8 @@ def load_trainer_state(
 
 def _open_corpus(config: messages.TrainerConfig, spec: RunSpec, clock: Clock, on_trouble: OnTrouble) -> OpenedCorpus:
     cache = CacheFolder(Path(config.cache_path), config.cache_bytes) if config.cache_path is not None else None
-    return open_corpus(spec.data, config.corpus_path, cache, clock, on_trouble)
+    peers = PeerMirror(Path(config.peers_path)) if config.peers_path is not None else None
+    return open_corpus(spec.data, config.corpus_path, cache, clock, on_trouble, peers)
 
 
 def _log_corpus(corpus: TrainingCorpus) -> None:

@@ -39,6 +39,7 @@ class TrainerConfig:
     base_path: str | None = None  # directory of the run's pretrained weights
     cache_path: str | None = None  # folder for the run's training text: fetched blocks, or tokens of local files
     cache_bytes: int = 20 * 10**9  # for fetched blocks
+    peers_path: str | None = None  # the daemon's socket for reads of the corpus from other members
 
 
 @dataclass(frozen=True)
