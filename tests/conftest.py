@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-# An example may take a stall of seconds. CI tries the same examples each time, as Hypothesis does by default: a bound of
-# a test that is a little too strict is then found by who runs the tests at home, not by an unrelated change.
+# An example may take a stall of seconds. CI tries the same examples each time, as Hypothesis does by default: a bound
+# of a test that is a little too strict is then found by who runs the tests at home, not by an unrelated change.
 settings.register_profile("atoll", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("atoll")
 if "PYTEST_XDIST_WORKER" in os.environ:
