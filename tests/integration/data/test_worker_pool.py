@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from atoll.core.errors import ChildDied, CorpusError
-from atoll.node.system.worker_pool import ONE_THREAD, WorkerPool, usable_cores
+from atoll.node.system.worker_pool import WorkerPool, threads_environment, usable_cores
 
 PARENT = """
 import sys, time
@@ -34,11 +34,13 @@ def test_every_task_gives_its_result() -> None:
         assert (pool.idle, pool.running) == (2, 0)
 
 
-def test_a_worker_uses_one_thread_and_is_another_process() -> None:
-    with WorkerPool(1) as pool:
-        assert [result for _, result in pool.run([partial(os.getenv, name) for name in ONE_THREAD])] == list(
-            ONE_THREAD.values()
-        )
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_worker_uses_so_many_threads_and_is_another_process(threads: int) -> None:
+    variables = threads_environment(threads)
+    assert str(threads) in variables.values()
+    with WorkerPool(1, threads=threads) as pool:
+        found = [result for _, result in pool.run([partial(os.getenv, name) for name in variables])]
+        assert found == list(variables.values())
         assert {result for _, result in pool.run([os.getpid] * 3)}.isdisjoint({os.getpid()})
     assert usable_cores() >= 1
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
@@ -37,7 +38,18 @@ class CorpusTokenizer:
 
 def save_tokenizer(name: str, directory: Path, disk: Disk = OS_DISK) -> CorpusTokenizer:
     """Load the tokenizer `name` and write its files. Raises `ConfigError`, `DataDirUnusable`."""
-    tokenizer = load_tokenizer(name)
+    saved = write_tokenizer(load_tokenizer(name), directory, disk)
+    if saved.card.files and not saved.rust and load_tokenizer(str(directory)).digest != saved.card.digest:
+        raise ConfigError(
+            f"the files of tokenizer {name!r} do not encode as it does, so nobody could use the corpus",
+            "use a tokenizer of the tokenizers library, which has a tokenizer.json",
+        )
+    return saved
+
+
+def write_tokenizer(tokenizer: Tokenizer, directory: Path, disk: Disk = OS_DISK) -> CorpusTokenizer:
+    """Write the files of a tokenizer. Raises `DataDirUnusable`."""
+    name = tokenizer.name
     shown = Path(name).name if Path(name).is_dir() else name
     if isinstance(tokenizer, HuggingFaceTokenizer):
         files = _write(tokenizer, directory, disk)
@@ -52,13 +64,7 @@ def save_tokenizer(name: str, directory: Path, disk: Disk = OS_DISK) -> CorpusTo
         files=files,
     )
     rust = any(file.name == _RUST_FILE for file in files) and _rust_digest(directory, card) == card.digest
-    saved = CorpusTokenizer(card, directory, special, rust)
-    if files and not rust and load_tokenizer(str(directory)).digest != card.digest:
-        raise ConfigError(
-            f"the files of tokenizer {name!r} do not encode as it does, so nobody could use the corpus",
-            "use a tokenizer of the tokenizers library, which has a tokenizer.json",
-        )
-    return saved
+    return CorpusTokenizer(card, directory, special, rust)
 
 
 def open_saved(card: CardTokenizer, directory: Path) -> Tokenizer:
@@ -83,13 +89,15 @@ class RustTokenizer(HuggingFaceTokenizer):
     """A Hugging Face tokenizer from its tokenizer.json, without the `transformers` library."""
 
     def __init__(self, saved: CorpusTokenizer) -> None:
+        self._saved = saved
         self.name = saved.card.name
         self.vocabulary = saved.card.vocabulary
         self.separator = saved.card.separator
         self._tokenizer: Any = _Library(_load_rust(saved.directory), saved.special)
 
     def save(self, directory: Path) -> None:
-        raise NotImplementedError("the files are in the corpus")
+        for file in self._saved.card.files:
+            shutil.copyfile(self._saved.directory / file.name, directory / file.name)
 
 
 class _Library:

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -171,40 +170,6 @@ class SlowEncoder:
             np.asarray(self._library.encode(text, add_special_tokens=False, split_special_tokens=True), dtype=np.uint32)
             for text in texts
         ]
-
-
-@dataclass(frozen=True)
-class SavedTokenizer:
-    """What a worker process needs of a tokenizer, without the `transformers` library and its 280 MB of modules."""
-
-    name: str
-    vocabulary: int
-    separator: tuple[int, ...]
-    encoder: FastEncoder
-
-    @staticmethod
-    def save(tokenizer: HuggingFaceTokenizer, path: Path) -> bool:
-        """Write the tokenizer to a file, if that is possible. Raises `OSError`."""
-        encoder = encoder_of(tokenizer)
-        if isinstance(encoder, FastEncoder):
-            values = {
-                "name": tokenizer.name,
-                "vocabulary": tokenizer.vocabulary,
-                "separator": [[number, encoder.spelling(number)] for number in tokenizer.separator],
-                "model": encoder.model,
-                "longest_piece": encoder.longest_piece,
-                "description": encoder.description,
-            }
-            path.write_text(json.dumps(values))
-        return isinstance(encoder, FastEncoder)
-
-    @classmethod
-    def load(cls, path: Path) -> SavedTokenizer:
-        """Read what `save` wrote. Raises `OSError`."""
-        values = json.loads(path.read_text())
-        separator = {int(number): str(spelling) for number, spelling in values["separator"]}
-        encoder = FastEncoder(values["description"], separator, values["model"], values["longest_piece"])
-        return cls(values["name"], values["vocabulary"], tuple(separator), encoder)
 
 
 @lru_cache(maxsize=2)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.core.errors import ConfigError
-from atoll.node.data.encoders import FastEncoder, SavedTokenizer, SlowEncoder, encoder_of
+from atoll.node.data.encoders import FastEncoder, SlowEncoder, encoder_of
 from atoll.node.data.long_documents import LongDocument
 from atoll.node.data.readers import LONG_TEXT_BYTES, Document, LongText
 from atoll.node.model.tokenizer import HuggingFaceTokenizer, Tokenizer
@@ -48,7 +48,7 @@ def tokenise(
 
 
 def token_parts(
-    documents: Iterable[Document], tokenizer: Tokenizer | SavedTokenizer, on_progress: OnProgress = no_progress_callback
+    documents: Iterable[Document], tokenizer: Tokenizer, on_progress: OnProgress = no_progress_callback
 ) -> Iterator[tuple[NDArray[Any], bool]]:
     """Yield the arrays of `tokenise` in parts of bounded size, each with whether it ends its document."""
     dtype, done = token_dtype(tokenizer.vocabulary), 0
@@ -66,11 +66,7 @@ def token_parts(
         yield part, ends
 
 
-def _encode(
-    documents: Iterable[Document], tokenizer: Tokenizer | SavedTokenizer
-) -> Iterator[tuple[NDArray[Any], bool]]:
-    if isinstance(tokenizer, SavedTokenizer):
-        return _batches(documents, tokenizer.encoder)
+def _encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[NDArray[Any], bool]]:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return _batches(documents, encoder_of(tokenizer))
     return _one_by_one(documents, tokenizer)

@@ -23,14 +23,16 @@ from atoll.node.system.worker_process import Failure
 Result = TypeVar("Result")
 Task = Callable[[], Result]
 
-ONE_THREAD = {  # a worker uses one core
-    "TOKENIZERS_PARALLELISM": "false",
-    "RAYON_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "1",
-}
+_THREAD_COUNTS = ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def threads_environment(threads: int = 1) -> Mapping[str, str]:
+    """Return the variables that let libraries use so many threads."""
+    return {
+        "TOKENIZERS_PARALLELISM": str(threads > 1).lower(),
+        "MALLOC_ARENA_MAX": "1",
+        **dict.fromkeys(_THREAD_COUNTS, str(threads)),
+    }
 
 
 def usable_cores() -> int:
@@ -41,9 +43,10 @@ def usable_cores() -> int:
 class WorkerPool(Generic[Result]):
     """Worker processes that each run one task at a time. Use it as a context manager; the end kills them."""
 
-    def __init__(self, workers: int, remedy: str = "", environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, workers: int, remedy: str = "", threads: int = 1) -> None:
+        """`remedy`: what to do if a worker dies. `threads` of each worker."""
         self._remedy = remedy
-        self._environment = {**(os.environ if environment is None else environment), **ONE_THREAD}
+        self._environment = {**os.environ, **threads_environment(threads)}
         self._children: dict[Connection, subprocess.Popen[bytes]] = {}
         self._running: dict[Connection, Task[Result]] = {}
         self._idle: list[Connection] = []
