@@ -17,7 +17,7 @@ from atoll.core.errors import ChildDied, ConfigError, CorpusError, DataDirUnusab
 from atoll.core.file_lock import lock_file
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.data import corpus as corpus_module
-from atoll.node.data import corpus_tokenizer, token_cache
+from atoll.node.data import corpus_tokenizer, digest_records, token_cache
 from atoll.node.data.corpus import Corpus, load_corpus
 from atoll.node.data.heartbeat import heartbeat, repeated
 from atoll.node.data.inputs import InputSpec, SourceReport, plan_units
@@ -151,6 +151,48 @@ def test_a_damaged_entry_is_never_used(text: Text, suffix: str, damage: Callable
     assert text.times_read == 2
     assert text.load().digest == digest
     assert text.times_read == 2
+
+
+@pytest.fixture
+def readings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens were read each time that all were."""
+    found: list[int] = []
+    digest_of = corpus_module._digest
+
+    def counted(tokens: Any, *arguments: Any) -> tuple[str, int]:
+        found.append(len(tokens))
+        return digest_of(tokens, *arguments)
+
+    monkeypatch.setattr(corpus_module, "_digest", counted)
+    return found
+
+
+def test_a_second_start_reads_no_token_before_it_trains(text: Text, readings: list[int]) -> None:
+    first = text.load()
+    assert len(readings) == 1
+    for _ in range(3):
+        assert text.load().digest == first.digest
+    assert len(readings) == 1
+    assert text.load(sequence_length=8).digest != first.digest
+    assert len(readings) == 2
+    (text.cache / "digests").write_text("[")
+    assert text.load().digest == first.digest
+    assert len(readings) == 3
+
+
+def test_a_file_of_tokens_is_read_whole_only_when_it_has_changed(tmp_path: Path, readings: list[int]) -> None:
+    def load(tokens: int) -> str:
+        path = tmp_path / "tokens.npy"
+        if not path.exists() or len(np.load(path)) != tokens:
+            np.save(path, np.arange(tokens, dtype=np.uint8) % 250)
+        return load_corpus(spec_for(path, source="npy"), cache_path=tmp_path / "cache").digest
+
+    first, again, other = load(200), load(200), load(220)
+    assert first == again != other
+    assert readings == [200, 220]
+    for number in range(digest_records.RECORDS + 3):
+        load(221 + number)
+    assert len(json.loads((tmp_path / "cache" / "digests").read_bytes())) == digest_records.RECORDS
 
 
 def test_text_that_changes_while_it_is_read_is_refused(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:

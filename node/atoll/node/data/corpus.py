@@ -2,9 +2,10 @@
 
 Documents are packed back to back. Window i covers tokens [i·T, i·T + T], so that inputs and targets are one token apart
 and nothing is padded. The last `validation_samples` windows are held out for validation. With a cache folder, the text
-is tokenised once, on all cores, and later starts map the tokens (`token_cache.py`). Without one, a small corpus is in
-memory, and a large one in an unlinked file. `digest` identifies tokens, tokenizer and cut. A node with another corpus
-would train something else under the same sample numbers; comparing digests excludes it.
+is tokenised once, on all cores; later starts map the tokens (`token_cache.py`) and do not read them all
+(`digest_records.py`). Without one, a small corpus is in memory, and a large one in an unlinked file. `digest`
+identifies tokens, tokenizer and cut. A node with another corpus would train something else under the same sample
+numbers; comparing digests excludes it.
 
 Shape suffixes: B batch, T sequence.
 """
@@ -31,6 +32,7 @@ from atoll.core.disk import Bytes
 from atoll.core.errors import CorpusError
 from atoll.core.run_spec import RunSpec
 from atoll.node.data.byte_streams import unreadable
+from atoll.node.data.digest_records import DigestRecord
 from atoll.node.data.encoders import description_of
 from atoll.node.data.heartbeat import heartbeat, repeated
 from atoll.node.data.inputs import (
@@ -123,7 +125,7 @@ def load_corpus(
     if section.source in TOKEN_SOURCES:
         tokens, documents = map_tokens(section.source, where)
         report = SourceReport(files=1, documents=documents)
-        digest, _ = _digest(tokens, spec, tokenizer, on_progress, where)
+        digest = _digest_once(cache_path, tokens, spec, tokenizer, on_progress, checked=where)
         return _cut(tokens, spec, where, tokenizer, digest, report)
     with heartbeat(partial(on_progress, 0)):
         plan = plan_units(source)
@@ -192,8 +194,8 @@ def _cached(
     dtype = token_dtype(tokenizer.vocabulary)
     for _ in range(2):
         cached = cache.open_or_build(key, dtype, build, on_progress)
-        digest, checksum = _digest(cached.tokens, spec, tokenizer, on_progress)
-        if checksum == cached.checksum:
+        digest = _digest_once(cache.folder, cached.tokens, spec, tokenizer, on_progress, checksum=cached.checksum)
+        if digest:
             return cached, digest
         _log.warning("cached_tokens_damaged", path=source.path)
         cache.forget(key)
@@ -280,6 +282,40 @@ def pack(
         ) from error
 
 
+def _digest_once(
+    folder: Path | None,
+    tokens: NDArray[Any],
+    spec: RunSpec,
+    tokenizer: Tokenizer,
+    on_progress: OnProgress,
+    checksum: int | None = None,
+    checked: str = "",
+) -> str:
+    """Return the corpus's digest: from a record in `folder` if this file was read before, or by reading all of it.
+
+    `checksum`: the CRC-32 that the tokens should have, if it is known. Returns an empty string if it is another.
+    """
+    record = None if folder is None else DigestRecord(folder, tokens, _named(spec, tokenizer))
+    if record is not None and (recorded := record.read()) is not None:
+        return recorded
+    digest, found = _digest(tokens, spec, tokenizer, on_progress, checked)
+    if checksum is not None and found != checksum:
+        return ""
+    if record is not None:
+        record.write(digest)
+    return digest
+
+
+def _named(spec: RunSpec, tokenizer: Tokenizer) -> bytes:
+    named = {
+        "tokenizer": tokenizer.name,
+        "vocabulary": tokenizer.vocabulary,
+        "sequence_length": spec.data.sequence_length,
+        "validation_samples": spec.data.validation_samples,
+    }
+    return json.dumps(named, sort_keys=True).encode()
+
+
 def _digest(
     tokens: NDArray[Any], spec: RunSpec, tokenizer: Tokenizer, on_progress: OnProgress, checked: str = ""
 ) -> tuple[str, int]:
@@ -288,13 +324,7 @@ def _digest(
     Equal tokens give equal digests, whatever the type of the array. Raises `CorpusError` for a token beyond the
     vocabulary in the file `checked`.
     """
-    named = {
-        "tokenizer": tokenizer.name,
-        "vocabulary": tokenizer.vocabulary,
-        "sequence_length": spec.data.sequence_length,
-        "validation_samples": spec.data.validation_samples,
-    }
-    digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode() + b"\n")
+    digest = hashlib.sha256(_named(spec, tokenizer) + b"\n")
     checksum, dtype = 0, token_dtype(tokenizer.vocabulary)
     for start in range(0, len(tokens), _HASHED_TOKENS):
         block = tokens[start : start + _HASHED_TOKENS]

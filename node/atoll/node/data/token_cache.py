@@ -65,6 +65,11 @@ class TokenCache:
     def __init__(self, folder: Path, entries: int = ENTRIES) -> None:
         self._folder, self._entries = make_private_dir(folder), entries
 
+    @property
+    def folder(self) -> Path:
+        """Where the entries are."""
+        return self._folder
+
     def open_or_build(self, key: str, dtype: np.dtype[Any], build: Build, on_progress: OnProgress) -> CachedTokens:
         """Map the entry `key`; build it first if it does not exist. Raises the errors of `build`."""
         if (found := self._open(key, dtype)) is not None:
@@ -97,7 +102,7 @@ class TokenCache:
         return self._folder / f"{key}.tokens"
 
     def _open(self, key: str, dtype: np.dtype[Any]) -> CachedTokens | None:
-        """Map an entry that is whole. Its bytes are checked by the caller, who reads all of them anyway."""
+        """Map an entry that is whole. The caller checks its bytes when it reads them all for the first time."""
         try:
             entry = _Entry.model_validate_json(self._description(key).read_bytes())
             report = SourceReport.from_dict(entry.report)

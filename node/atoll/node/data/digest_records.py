@@ -1,0 +1,70 @@
+"""Digests of files of tokens that were read whole once, so that a node that starts again need not read them again.
+
+A record holds for one state of a file: its place on disk, its size and its times. A file that anybody has written to
+has another state, and is read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.core import log
+from atoll.core.files import data_dir_unusable, make_private_dir, write_atomic
+
+RECORDS = 64  # in a folder; the newest ones are kept
+
+_log = log.get("data")
+
+
+class DigestRecord:
+    """The record of one file in a folder. Tokens that are not in a file have none."""
+
+    def __init__(self, folder: Path, tokens: NDArray[Any], what: bytes) -> None:
+        """`what` names what is made of the tokens. Raises `DataDirUnusable` for the folder."""
+        self._path = make_private_dir(folder) / "digests"
+        self._key = _state(tokens, what)
+
+    def read(self) -> str | None:
+        """Return the digest, if this state of the file was read before."""
+        return None if self._key is None else self._all().get(self._key)
+
+    def write(self, digest: str) -> None:
+        """Remember the digest. Raises `DataDirUnusable`."""
+        if self._key is None:
+            return
+        others = [(key, value) for key, value in self._all().items() if key != self._key]
+        newest = dict([*others, (self._key, digest)][-RECORDS:])
+        try:
+            write_atomic(self._path, json.dumps(newest).encode(), mode=0o600)
+        except OSError as error:
+            raise data_dir_unusable(self._path.parent, error) from error
+
+    def _all(self) -> Mapping[str, str]:
+        try:
+            found = json.loads(self._path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            _log.warning("digests_unreadable", path=str(self._path), reason=str(error))
+            return {}
+        items = found.items() if isinstance(found, dict) else ()
+        return {key: value for key, value in items if isinstance(value, str)}
+
+
+def _state(tokens: NDArray[Any], what: bytes) -> str | None:
+    if not isinstance(tokens, np.memmap) or not isinstance(tokens.filename, (str, os.PathLike)):
+        return None
+    try:
+        found = os.stat(tokens.filename)
+    except OSError:
+        return None
+    state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return hashlib.sha256(repr((state, what)).encode()).hexdigest()
