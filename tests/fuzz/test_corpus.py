@@ -18,6 +18,7 @@ from atoll.core.errors import AtollError
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.data.block_server import PROTOCOL
 from atoll.node.data.card import CARD_NAME, MAX_CARD_BYTES
+from atoll.node.data.corpus_table import PIECE_BYTES
 from atoll.v1 import dataplane_pb2 as dp
 
 
@@ -83,7 +84,9 @@ def test_whatever_a_member_asks(examples: int) -> None:
                             reply = dp.CorpusReply.FromString((await stream.receive(timedelta(seconds=10))).header)
                             if reply.body_bytes:
                                 body = (await stream.receive(timedelta(seconds=10))).body
-                                assert any(bytes(body) in data for data in swarm.truth.values())
+                                read = dp.CorpusRequest.FromString(sent.header)
+                                stop = read.stop or read.start + PIECE_BYTES
+                                assert bytes(body) == swarm.truth[read.path][read.start : stop]
                 except AtollError:
                     pass
                 assert swarm.networks["seed"].crashes == 0

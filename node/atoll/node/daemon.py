@@ -144,8 +144,6 @@ class Daemon:
             self._host = self._heartbeats.host = host = await self._join_unless_leaving()
             if host is None:
                 return
-            if self._corpus is not None:
-                self._corpus.join(host, self._directives, lambda: self._credentials.seeds, self._may_share_corpus)
             if "seed" in self._membership.roles:
                 self._status.enter(mb.NODE_STATE_READY, "seed: bootstraps the DHT and relays")
             else:
@@ -153,6 +151,8 @@ class Daemon:
             await self._limit_enforcer.attach(
                 LimitTargets(host.traffic, self._session, self._limit_training, lambda: self._status.facts)
             )
+            if self._corpus is not None:
+                self._corpus.join(host, self._directives, lambda: self._credentials.seeds, self._may_share_corpus)
             await self._supervise(self._work(host))
         finally:
             await api.close()

@@ -12,7 +12,7 @@ import pytest_asyncio
 from support.corpus_swarm import RUN, CorpusSwarm, ranges_of
 from support.memory_network import FrameInTransit
 
-from atoll.core.errors import AtollError, Busy, NotFound, PeerMisbehaved
+from atoll.core.errors import AtollError, Busy, NotFound, PeerMisbehaved, Unreachable
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.data import block_server
 from atoll.node.data.block_client import BlockClient
@@ -92,7 +92,7 @@ async def test_a_member_that_lies_is_found_out_and_another_is_asked(swarm: Corpu
     client = swarm.client()
     await read_card(swarm, client)
     swarm.fault = lie
-    with pytest.raises(NotFound, match="liar sends wrong bytes"):
+    with pytest.raises(Unreachable, match="liar sends wrong bytes"):
         await client.read(WEB, 0, BLOCK_BYTES)
     swarm.serve("honest", swarm.files(swarm.corpus))
     for path, start, stop in ranges_of(swarm.truth):
@@ -106,7 +106,7 @@ async def test_a_paused_member_gives_nothing(swarm: CorpusSwarm) -> None:
     client = swarm.client()
     await read_card(swarm, client)
     shares = False
-    with pytest.raises(NotFound, match="paused"):
+    with pytest.raises(Unreachable, match="paused"):
         await client.read(WEB, 0, BLOCK_BYTES)
     await client.close()
 

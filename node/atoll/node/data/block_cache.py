@@ -62,6 +62,14 @@ class BlockCache:
         finally:
             os.close(descriptor)
 
+    def holds(self, name: str) -> bool:
+        """Whether a file is there and not empty; if so it counts as used now."""
+        try:
+            os.utime(self._directory / name)
+            return (self._directory / name).stat().st_size > 0
+        except OSError:
+            return False
+
     def write(self, name: str, start: int, data: bytes | memoryview) -> None:
         """Write bytes of a file, and delete old files if all have become larger than the budget."""
         try:

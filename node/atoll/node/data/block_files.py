@@ -8,11 +8,16 @@ in part counts as absent. The cost of a read does not grow with the corpus.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
+import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from atoll.core import log
 from atoll.core.errors import CorpusError
@@ -33,6 +38,10 @@ from atoll.node.data.corpus_table import (
 )
 from atoll.node.data.known_digests import KnownDigests, check_blocks
 
+_THREADS = ThreadPoolExecutor(4, "corpus-files")  # a disk that hangs must not hold up what else the daemon writes
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
 _log = log.get("corpus")
 
 
@@ -48,7 +57,14 @@ class BlockFiles:
         self._table: CorpusTable | None = None
         self._broken: dict[Path, tuple[int, int, int]] = {}  # files with another hash, as they were
         self._pieces: dict[tuple[Path, str], list[bytes]] = {}  # hashes of the pieces of verified files
-        self._lock = threading.Lock()
+        self._lock, self._hashing = threading.Lock(), threading.Lock()
+
+    @staticmethod
+    async def in_thread(
+        call: Callable[_Arguments, _Result], *arguments: _Arguments.args, **named: _Arguments.kwargs
+    ) -> _Result:
+        """Run one of the methods below, which read the disk, in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(_THREADS, partial(call, *arguments, **named))
 
     def table(self) -> CorpusTable | None:
         """Return what the card says; None while no intact card is here."""
@@ -181,7 +197,7 @@ class BlockFiles:
         known = self._pieces.get((path, file.sha256))
         if known is not None:
             return known
-        with self._lock:
+        with self._hashing:
             if (state := _state_of(path)) is None or state[0] != file.size or self._broken.get(path) == state:
                 return []
             whole, hashes = hashlib.sha256(), list[bytes]()
@@ -231,11 +247,11 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
 def _read_range(path: Path, start: int, size: int) -> bytes:
     """Return the bytes that are there, at most `size`; none if the file cannot be read."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe does not hold it up
     except OSError:
         return b""
     try:
-        return os.pread(descriptor, size, start)
+        return os.pread(descriptor, size, start) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
     except OSError:
         return b""
     finally:

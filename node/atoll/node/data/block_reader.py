@@ -180,14 +180,14 @@ class BlockReader:
             self._cache.write(file, DATA_OFFSET + start, data)
 
     def _cache_digests(self, cache: BlockCache, chunk: _Chunk, file: str, name: ShardName) -> None:
-        """Keep what verifies a chunk beside its first bytes."""
+        """Keep what verifies a chunk beside its bytes, also when the cache has deleted it since."""
         with self._lock:
             chunk_digests = self._shards.get(name)
-            shard_is_new = chunk_digests is not None and name not in self._cached_shards
+            shard_is_new = name not in self._cached_shards
             self._cached_shards.add(name)
-        if chunk_digests is not None and shard_is_new:
+        if chunk_digests is not None and (shard_is_new or not cache.holds(shard_file(name))):
             cache.write(shard_file(name), 0, chunk_digests)
-        if not chunk.digests_cached:
+        if not chunk.digests_cached or not cache.holds(file):
             chunk.digests_cached = True
             cache.write(file, 0, chunk.digests)
 

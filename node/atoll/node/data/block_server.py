@@ -7,6 +7,7 @@ member gets verified bytes or the word that they are not here (`block_files`).
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -22,7 +23,14 @@ from atoll.v1 import dataplane_pb2 as dp
 
 PROTOCOL = "/atoll/corpus/1"
 STREAMS_PER_PEER = 4
-ANSWERS_AT_ONCE = 32  # each of usually 64 KiB, at most 4 MiB, in memory
+ANSWERS_PER_PEER = 2
+ANSWERS_AT_ONCE = 32  # with those that wait
+SENT_AT_ONCE = 4  # each of usually 64 KiB, at most 4 MiB, in memory; rounds share the line with them
+_WAIT_SECONDS = 5.0  # for one of them
+_SEND_SECONDS = 5.0  # for an answer, and as long as its bytes take at this rate:
+_SLOWEST_BYTES_PER_SECOND = 50_000
+_REST_OF_SLOW_SECONDS = 60.0  # of a member that did not take an answer in this time
+_MAX_SLOW = 1024
 IDLE_TIMEOUT = timedelta(seconds=30)
 # before the word that something is not here: it costs the asker nothing, and this node may have read and hashed a chunk
 ABSENCE_PAUSE = timedelta(milliseconds=20)
@@ -36,7 +44,9 @@ class BlockServer:
         self.bytes_sent = 0
         self._run_id, self._files, self._may_share = run_id, files, may_share
         self._streams = PeerSlots[str](STREAMS_PER_PEER)
-        self._answers = PeerSlots[str](STREAMS_PER_PEER, ANSWERS_AT_ONCE)
+        self._answers = PeerSlots[str](ANSWERS_PER_PEER, ANSWERS_AT_ONCE)
+        self._sending = asyncio.Semaphore(SENT_AT_ONCE)  # first come, first served
+        self._slow_until = OrderedDict[str, float]()
         network.handle(PROTOCOL, self._handle)
 
     async def _handle(self, stream: Stream) -> None:
@@ -61,25 +71,47 @@ class BlockServer:
             raise PeerMisbehaved(f"a request for training text asks for more than {MAX_RANGE_BYTES >> 20} MiB")
         if not self._may_share():
             raise Busy("this node's owner paused it; ask another member")
+        if self._slow_until.get(stream.peer_id, 0.0) > asyncio.get_running_loop().time():
+            raise Busy("your line took an answer of this node too slowly; ask another member")
         if not self._answers.try_take(stream.peer_id):
-            raise Busy(f"this node sends training text to {ANSWERS_AT_ONCE} members now; ask another member")
+            raise Busy(f"{ANSWERS_AT_ONCE} requests for training text wait at this node; ask another member")
         try:
-            await self._send(stream, request)
+            await self._answer_in_turn(stream, request)
         finally:
             self._answers.release(stream.peer_id)
 
-    async def _send(self, stream: Stream, request: dp.CorpusRequest) -> None:
-        found: tuple[bytes, int] | None
-        if request.stop:
-            data = await asyncio.to_thread(self._files.read, request.path, request.start, request.stop)
-            found = (data, 0) if data is not None else None
-        else:
-            found = await asyncio.to_thread(self._files.read_piece, request.path, request.start)
+    async def _answer_in_turn(self, stream: Stream, request: dp.CorpusRequest) -> None:
+        try:
+            async with asyncio.timeout(_WAIT_SECONDS):
+                await self._sending.acquire()
+        except TimeoutError as error:
+            raise Busy("this node's line is full; ask another member") from error
+        try:
+            await self._send(stream, await self._find(request))
+        finally:
+            self._sending.release()
+
+    async def _find(self, request: dp.CorpusRequest) -> tuple[bytes, int] | None:
+        """Return the bytes and the size of the file, which is 0 for a range; None if they are not here."""
+        if not request.stop:
+            return await self._files.in_thread(self._files.read_piece, request.path, request.start)
+        data = await self._files.in_thread(self._files.read, request.path, request.start, request.stop)
+        return (data, 0) if data is not None else None
+
+    async def _send(self, stream: Stream, found: tuple[bytes, int] | None) -> None:
+        """Send an answer. Raises `Unreachable` for a member that takes it too slowly."""
         if found is None:
             await asyncio.sleep(ABSENCE_PAUSE.total_seconds())
-            await stream.send(FrameKind.MESSAGE, dp.CorpusReply().SerializeToString())
-            return
-        reply = dp.CorpusReply(body_bytes=len(found[0]), file_bytes=found[1])
-        await stream.send(FrameKind.MESSAGE, reply.SerializeToString())
-        await stream.send(FrameKind.BODY, b"", found[0])
-        self.bytes_sent += len(found[0])
+        body, file_bytes = found or (b"", 0)
+        try:
+            async with asyncio.timeout(_SEND_SECONDS + len(body) / _SLOWEST_BYTES_PER_SECOND):
+                reply = dp.CorpusReply(body_bytes=len(body), file_bytes=file_bytes)
+                await stream.send(FrameKind.MESSAGE, reply.SerializeToString())
+                if body:
+                    await stream.send(FrameKind.BODY, b"", body)
+        except TimeoutError as error:
+            self._slow_until[stream.peer_id] = asyncio.get_running_loop().time() + _REST_OF_SLOW_SECONDS
+            while len(self._slow_until) > _MAX_SLOW:
+                self._slow_until.popitem(last=False)
+            raise Unreachable(f"peer {stream.peer_id} takes training text too slowly") from error
+        self.bytes_sent += len(body)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 
 from google.protobuf.message import DecodeError
 
-from atoll.core.errors import PeerMisbehaved, Unreachable
+from atoll.core.errors import DeadlineExceeded, PeerMisbehaved, Unreachable
 from atoll.core.frames import FrameKind
 from atoll.node.data.block_server import PROTOCOL
 from atoll.node.data.corpus_table import PIECE_BYTES
@@ -20,7 +20,9 @@ from atoll.v1 import dataplane_pb2 as dp
 
 STREAMS_TO_PEER = 2  # of the six direct connections to a member; the others are for rounds
 _OPEN_TIMEOUT = timedelta(seconds=10)
-_ANSWER_TIMEOUT = timedelta(seconds=20)
+_ANSWER_TIMEOUT = timedelta(seconds=10)  # until it begins; a member lets a request wait for 5 s
+_BODY_SECONDS = 5.0  # and as long as the bytes take at this rate:
+_SLOWEST_BYTES_PER_SECOND = 50_000
 _IDLE_SECONDS = 5.0  # less than the server's
 
 
@@ -39,17 +41,18 @@ class BlockStreams:
         """Return unverified bytes and the size of the file; None if the member does not have them.
 
         `stop` = 0: a piece of a file of unknown size. The size is 0 otherwise. Raises `Unreachable`, `Rejected`,
-        `PeerMisbehaved`, `Busy`.
+        `PeerMisbehaved`, `Busy`. The caller holds a slot.
         """
         request = dp.CorpusRequest(run_id=self._run_id, path=path, start=start, stop=stop)
-        async with self._slot(peer):
-            stream = self._take_idle(peer)
-            if stream is not None:
-                try:
-                    return await self._exchange(stream, request)
-                except Unreachable:  # the member closed it while it was idle
-                    pass
-            return await self._exchange(await self._network.open(peer, PROTOCOL, _OPEN_TIMEOUT), request)
+        stream = self._take_idle(peer)
+        if stream is not None:
+            try:
+                return await self._exchange(stream, request)
+            except DeadlineExceeded:  # it would not answer on another one
+                raise
+            except Unreachable:  # the member closed it while it was idle
+                pass
+        return await self._exchange(await self._network.open(peer, PROTOCOL, _OPEN_TIMEOUT), request)
 
     async def close(self) -> None:
         """Close all streams."""
@@ -61,12 +64,12 @@ class BlockStreams:
 
     async def _exchange(self, stream: Stream, request: dp.CorpusRequest) -> tuple[bytes, int] | None:
         try:
-            async with asyncio.timeout(2 * _ANSWER_TIMEOUT.total_seconds()):
+            async with asyncio.timeout(_ANSWER_TIMEOUT.total_seconds()):
                 await stream.send(FrameKind.MESSAGE, request.SerializeToString())
-                answer = await self._receive(stream, request)
+            answer = await self._receive(stream, request)
         except TimeoutError as error:
             self._tasks.begin(stream.close())
-            raise Unreachable(f"peer {stream.peer_id} did not answer in time") from error
+            raise DeadlineExceeded(f"peer {stream.peer_id} did not take a request in time") from error
         except BaseException:
             self._tasks.begin(stream.close())
             raise
@@ -87,19 +90,25 @@ class BlockStreams:
         fits = reply.body_bytes == wanted if request.stop else reply.body_bytes <= wanted
         if not fits:
             raise PeerMisbehaved(f"peer {stream.peer_id} announced {reply.body_bytes} bytes instead of {wanted}")
-        body = await stream.receive(_ANSWER_TIMEOUT)
+        body = await stream.receive(timedelta(seconds=_BODY_SECONDS + reply.body_bytes / _SLOWEST_BYTES_PER_SECOND))
         if body.kind is not FrameKind.BODY or len(body.body) != reply.body_bytes:
             raise PeerMisbehaved(f"peer {stream.peer_id} sent {len(body.body)} bytes instead of {reply.body_bytes}")
         return bytes(body.body), reply.file_bytes
 
     @asynccontextmanager
-    async def _slot(self, peer: str) -> AsyncIterator[None]:
+    async def slot(self, peer: str, seconds: float | None) -> AsyncIterator[bool]:
+        """Hold one of a few streams to a member; yields False if none is free within `seconds`."""
         semaphore = self._slots.setdefault(peer, asyncio.Semaphore(STREAMS_TO_PEER))
         self._users[peer] += 1
+        taken = False
         try:
-            async with semaphore:
-                yield
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    taken = await semaphore.acquire()
+            yield taken
         finally:
+            if taken:
+                semaphore.release()
             self._users[peer] -= 1
             if not self._users[peer]:
                 del self._users[peer], self._slots[peer]

@@ -28,7 +28,7 @@ from atoll.node.data.blocks import (
 )
 from atoll.node.data.card import CARD_NAME, TOKENIZER_DIRECTORY, CorpusCard, ShardName
 
-PIECE_BYTES = 1 << 20  # of a file that is known whole
+PIECE_BYTES = 1 << 18  # of a file that is known whole
 MAX_RANGE_BYTES = max(PIECE_BYTES, CHUNK_BYTES, count_chunks(MAX_SHARD_BYTES) * DIGEST_BYTES)
 MAX_PATH_BYTES = 128
 _SHARD_PATH = re.compile(r"([a-z0-9][a-z0-9_-]{0,63})/([0-9]{6,9})\.(tokens|digests)")

@@ -241,7 +241,14 @@ class Fetcher:
             data = read(health.mirror, attempt.cancelled.is_set)
             check(data)
         except BlockMismatch as error:
-            self._record_failure(attempt, f"{health.mirror.name} sends wrong bytes: {error}", lied=True)
+            problem = f"{health.mirror.name} sends wrong bytes: {error}"
+            if health.mirror.local:  # one file has changed: the others are read on
+                with self._lock:
+                    health.lies, health.last_problem = health.lies + 1, problem
+                if health.lies == 1:
+                    log.get("corpus").warning("mirror_lies", problem=problem)
+                raise BlockAbsent(problem) from error
+            self._record_failure(attempt, problem, lied=True)
             raise
         except BlockAbsent:
             with self._lock:

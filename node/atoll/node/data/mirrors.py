@@ -118,7 +118,9 @@ class DirectoryMirror:
             raise BlockAbsent(f"{path} is not in {self.name}") from error
         except OSError as error:
             raise MirrorFailed(f"cannot read {path} in {self.name}: {error.strerror or error}") from error
-        return _exactly(data, stop - start, path, self.name)
+        if len(data) < stop - start:  # it is being copied
+            raise BlockAbsent(f"{path} in {self.name} is cut short")
+        return data
 
     def read_whole(self, path: str, at_most: int, cancelled: Cancelled) -> bytes:
         try:

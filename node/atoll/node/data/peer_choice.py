@@ -3,7 +3,7 @@
 Each read considers members that gave parts of this shard, members that gave anything lately, seeds, and a few others by
 chance; it asks the most promising first. So its cost does not grow with the number of members, and a member that has
 much is found sooner or later. A member that lacks a range is not asked for it for a while. One that fails rests for a
-time that doubles; one that sent wrong bytes rests longer.
+time that doubles; one that sent wrong bytes rests longer. If all rest, the one that rests least is asked.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _FAVOURITES, _SEEDS, _BY_CHANCE = 8, 4, 8
 _ABSENT_SECONDS = 20.0
 _FIRST_REST_SECONDS, _LONGEST_REST_SECONDS = 2.0, 60.0
 _FIRST_REST_OF_LIAR_SECONDS, _LONGEST_REST_OF_LIAR_SECONDS = 120.0, 3600.0
+_REST_OF_BUSY_SECONDS = 1.0
+_SLOW_SECONDS = 5.0  # of a member that says that it lacks a range: it counts as failed
 _SMOOTHING = 0.25
 _USUAL_SECONDS = 0.3  # of a member that was not asked yet
 _USUAL_ABSENCES, _USUAL_ABSENCES_OF_SEED = 0.7, 0.1
@@ -62,14 +64,29 @@ class PeerChoice:
             self._facts_of(seed, _USUAL_ABSENCES_OF_SEED)
         holders = self._holders.get(shard, ())
         pool = dict.fromkeys([*holders, *self._favourites, *some_seeds, *chance])
-        asked = [peer for peer in pool if peer != me and self._may_ask(peer, what, now)]
+        asked = [peer for peer in pool if peer != me and self.may_ask(peer, what, now)]
 
         def expected_seconds(peer: str) -> float:
             facts = self._facts.get(peer) or _Facts(_USUAL_ABSENCES)
             absences = facts.absences / 2 if peer in holders else facts.absences
             return facts.seconds / (1 - min(absences, 0.99))
 
-        return sorted(asked, key=expected_seconds)[:ASKED_PER_READ]
+        ranked = sorted(asked, key=expected_seconds)
+        chosen = ranked[:ASKED_PER_READ]
+        likely = next((peer for peer in ranked if peer in holders or peer in some_seeds), None)
+        if likely is not None and likely not in chosen:  # it is slow now, but who else has the range?
+            chosen[-1] = likely
+        return chosen or self._rests_least(pool, me, what, now)
+
+    def _rests_least(self, pool: Iterable[str], me: str, what: object, now: float) -> list[str]:
+        """Return one member that may have the range, if all of them rest; none that lied."""
+        resting = [
+            (facts.rests_until, peer)
+            for peer in pool
+            if peer != me and (facts := self._facts.get(peer)) is not None and not facts.lies
+            if self._absent_until.get((peer, what), now) <= now
+        ]
+        return [min(resting)[1]] if resting else []
 
     def gave(self, peer: str, shard: str, seconds: float) -> None:
         """Record a verified answer."""
@@ -81,17 +98,31 @@ class PeerChoice:
         self._holders[shard] = _first(peer, self._holders.get(shard, ()))[:_HOLDERS_PER_SHARD]
         _bound(self._holders, shard, MAX_SHARDS)
 
-    def lacked(self, peer: str, shard: str, what: object, now: float) -> None:
-        """Record that a member does not have a range."""
+    def lacked(self, peer: str, what: object, seconds: float, now: float) -> None:
+        """Record that a member said after some seconds that it does not have a range."""
+        if seconds > _SLOW_SECONDS:
+            self.failed(peer, now - seconds, now)
         facts = self._facts_of(peer)
-        facts.failures = 0
+        if seconds <= _SLOW_SECONDS:
+            facts.failures = 0
+        facts.seconds += _SMOOTHING * (seconds - facts.seconds)
         facts.absences += _SMOOTHING * (1 - facts.absences)
         self._absent_until[peer, what] = now + _ABSENT_SECONDS
         _bound(self._absent_until, (peer, what), MAX_ABSENCES)
 
-    def failed(self, peer: str, now: float, *, lied: bool = False) -> None:
-        """Record that a member gave no answer, or wrong bytes."""
+    def busy(self, peer: str, now: float) -> None:
+        """Record that a member has no time: it rests for about a second, and it has not failed."""
         facts = self._facts_of(peer)
+        facts.rests_until = max(facts.rests_until, now + _REST_OF_BUSY_SECONDS * self._rng.uniform(0.5, 1.5))
+
+    def failed(self, peer: str, began: float, now: float, *, lied: bool = False) -> None:
+        """Record that a member gave no answer, or wrong bytes, to a question of `began`.
+
+        Questions that were on their way when it began to rest do not count: one fault cuts off several reads.
+        """
+        facts = self._facts_of(peer)
+        if began < facts.rests_until and not lied:
+            return
         facts.failures += 1
         facts.lies += lied
         rest = min(_FIRST_REST_SECONDS * 2 ** min(facts.failures - 1, 8), _LONGEST_REST_SECONDS)
@@ -100,7 +131,8 @@ class PeerChoice:
         facts.rests_until = max(facts.rests_until, now + rest)
         self._favourites = [other for other in self._favourites if other != peer]
 
-    def _may_ask(self, peer: str, what: object, now: float) -> bool:
+    def may_ask(self, peer: str, what: object, now: float) -> bool:
+        """Whether a member neither rests nor said lately that it lacks the range."""
         facts = self._facts.get(peer)
         rested = facts is None or facts.rests_until <= now
         return rested and self._absent_until.get((peer, what), now) <= now

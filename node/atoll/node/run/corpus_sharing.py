@@ -56,7 +56,7 @@ class CorpusSharing:
     async def start(self) -> None:
         """Serve the node's own trainer. A seed first checks its directory: raises `CorpusError`."""
         if self._directory is not None and self._is_seed:
-            has = await asyncio.to_thread(self._files.require_directory)
+            has = await self._files.in_thread(self._files.require_directory)
             _log.info("corpus_shared", directory=str(self._directory), has=has)
         make_private_dir(self.socket_path.parent)
         await self._socket.start()
