@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import Unreachable
-from atoll.node.data.fetcher import Fetcher
+from atoll.node.data.blocks import BlockMismatch
+from atoll.node.data.fetcher import Fetched, Fetcher
 from atoll.node.data.mirror_health import MirrorHealth
-from atoll.node.data.mirrors import BlockAbsent, Cancelled
+from atoll.node.data.mirrors import BlockAbsent, Cancelled, DirectoryMirror
 
 SOON = timedelta(seconds=30)
 
@@ -49,6 +51,23 @@ def test_what_one_lacks_comes_from_another_and_it_is_asked_for_other_bytes_at_on
     assert fetcher.read("a", 0, 9, right) == bytes(9)
     assert fetcher.trouble == ""
     assert all(health.rests_until == 0.0 and health.failures == 0 for health in fetcher.mirrors)
+
+
+def test_a_wrong_or_short_file_of_a_directory_leaves_the_others_in_use(tmp_path: Path) -> None:
+    for name, data in (("right", b"right" * 9), ("short", b"sho"), ("wrong", b"wrong" * 9)):
+        (tmp_path / name).write_bytes(data)
+    others = Partial("others", "right", "short", "wrong")
+    fetcher = Fetcher([DirectoryMirror(tmp_path), others], SystemClock(), SOON)
+
+    def check(data: bytes) -> None:
+        if data == b"wrong":
+            raise BlockMismatch("another digest")
+
+    assert fetcher.fetch("short", 0, 5, check) == Fetched(bytes(5), False)
+    assert fetcher.fetch("wrong", 0, 5, check) == Fetched(bytes(5), False)
+    assert fetcher.fetch("right", 0, 5, check) == Fetched(b"right", True)
+    assert others.asked == ["short", "wrong"]
+    assert fetcher.mirrors[0].last_problem == f"{tmp_path} sends wrong bytes: another digest"
 
 
 def test_what_none_has_is_waited_for_and_said() -> None:

@@ -14,7 +14,7 @@ from support.memory_network import FrameInTransit
 
 from atoll.core.errors import AtollError, Busy, NotFound, PeerMisbehaved, Unreachable
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.data import block_server
+from atoll.node.data import block_client, block_files, block_server, block_streams, corpus_table
 from atoll.node.data.block_client import BlockClient
 from atoll.node.data.block_server import PROTOCOL
 from atoll.node.data.blocks import BLOCK_BYTES
@@ -141,6 +141,110 @@ async def test_many_reads_at_once_use_few_streams(swarm: CorpusSwarm) -> None:
     found = await asyncio.gather(*(client.read(*wanted) for wanted in ranges))
     assert found == [swarm.truth[path][start:stop] for path, start, stop in ranges]
     assert len(swarm.networks["me"].streams) <= 4
+    await client.close()
+
+
+async def test_a_silent_member_holds_up_few_reads(swarm: CorpusSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two reads learn that it is silent; the others go on to the next member, and later ones do not ask it."""
+    monkeypatch.setattr(block_streams, "_ANSWER_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(block_client, "_SLOT_SECONDS", 0.05)
+    silent: list[str] = []
+
+    async def stop(passage: FrameInTransit) -> Frame:
+        if passage.sender == "ann" and passage.frame.kind is FrameKind.MESSAGE:
+            silent.append("ann")
+            await asyncio.sleep(3600)
+        return passage.frame
+
+    swarm.serve("ann", swarm.files(swarm.corpus))
+    client = swarm.client()
+    await read_card(swarm, client)
+    for _ in range(20):
+        client._choice.gave("ann", "web/0", 0.001)  # the favourite
+    swarm.fault = stop
+    swarm.serve("bob", swarm.files(swarm.corpus))
+    ranges = [wanted for wanted in ranges_of(swarm.truth, blocks=1) if wanted[0] == WEB]
+    found = await asyncio.gather(*(client.read(*wanted) for wanted in ranges))
+    assert found == [swarm.truth[path][start:stop] for path, start, stop in ranges]
+    assert len(ranges) > 100
+    assert 1 <= len(silent) <= 2 * block_streams.STREAMS_TO_PEER
+    await client.close()
+
+
+async def test_a_busy_moment_of_the_only_seed_is_not_counted_for_each_read(swarm: CorpusSwarm) -> None:
+    is_paused = False
+    swarm.serve("seed", swarm.files(swarm.corpus), lambda: not is_paused)
+    client = swarm.client()
+    await read_card(swarm, client)
+    ranges = [wanted for wanted in ranges_of(swarm.truth, blocks=1) if wanted[0] == WEB][:16]
+    is_paused = True
+    results = await asyncio.gather(*(client.read(*wanted) for wanted in ranges), return_exceptions=True)
+    assert all(isinstance(result, Unreachable) for result in results)
+    is_paused = False
+    path, start, stop = ranges[0]
+    assert await client.read(path, start, stop) == swarm.truth[path][start:stop]  # at once: it is asked all the same
+    await client.close()
+
+
+async def test_a_slow_line_gets_a_whole_file_in_several_attempts(
+    swarm: CorpusSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt ends after two pieces; the next one goes on with the third."""
+    monkeypatch.setattr(corpus_table, "PIECE_BYTES", 1 << 8)
+    for module in (block_files, block_client, block_streams):
+        monkeypatch.setattr(module, "PIECE_BYTES", 1 << 8)
+    bodies = 0
+
+    async def cut(passage: FrameInTransit) -> Frame:
+        nonlocal bodies
+        if passage.sender == "seed" and passage.frame.kind is FrameKind.BODY:
+            bodies += 1
+            if bodies % 3 == 0:
+                raise Unreachable("the line was cut")
+        return passage.frame
+
+    swarm.fault = cut
+    swarm.serve("seed", swarm.files(swarm.corpus))
+    client = swarm.client()
+    card = swarm.truth[CARD_NAME]
+    pieces = -(-len(card) // (1 << 8))
+    assert pieces > 3
+    for _ in range(pieces):
+        try:
+            assert await client.read_whole(CARD_NAME, MAX_CARD_BYTES) == card
+            break
+        except Unreachable:
+            continue
+    else:
+        pytest.fail("the card never came whole")
+    await client.close()
+
+
+async def test_a_member_that_takes_answers_too_slowly_is_left(
+    swarm: CorpusSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds one of the few places for as long as an honest slow line needs, and then rests."""
+    monkeypatch.setattr(block_server, "_SEND_SECONDS", 0.2)
+    monkeypatch.setattr(block_server, "_SLOWEST_BYTES_PER_SECOND", 1 << 20)
+    monkeypatch.setattr(block_server, "SENT_AT_ONCE", 1)
+
+    async def drip(passage: FrameInTransit) -> Frame:
+        if passage.receiver == "slow" and passage.frame.kind is FrameKind.BODY:
+            await asyncio.sleep(3600)
+        return passage.frame
+
+    swarm.fault = drip
+    swarm.serve("seed", swarm.files(swarm.corpus))
+    slow = swarm.hub.join("slow")
+    request = dp.CorpusRequest(run_id=RUN, path=WEB, stop=BLOCK_BYTES).SerializeToString()
+    stream = await slow.open("seed", PROTOCOL, SOON)
+    await stream.send(FrameKind.MESSAGE, request)
+    client = swarm.client()
+    assert await client.read(WEB, 0, BLOCK_BYTES) == swarm.truth[WEB][:BLOCK_BYTES]
+    again = await slow.open("seed", PROTOCOL, SOON)
+    await again.send(FrameKind.MESSAGE, request)
+    with pytest.raises(Busy, match="too slowly"):
+        await again.receive(SOON)
     await client.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from pathlib import Path
 
@@ -100,6 +101,30 @@ def test_a_cache_gives_what_was_fetched_and_no_holes(root: Path, tmp_path: Path)
     for start, stop in (chunk_digests_range(size), block_digests_range(size, 0)):
         assert files.read("web/000000.digests", start, stop) == truth["web/000000.digests"][start:stop]
     assert files.read("web/000000.digests", *block_digests_range(size, 1)) is None
+
+
+def test_a_cache_that_deleted_digests_gives_what_is_fetched_later(root: Path, tmp_path: Path) -> None:
+    digest, web = digest_of(root), "web/000000.tokens"
+    with CorpusServer(files_of(root)) as server:
+        section = DataSection(source="corpus", corpus=digest, mirrors=(server.address,), sequence_length=512)
+        opened = open_corpus(section, None, CacheFolder(tmp_path / "cache"), SystemClock())
+        opened.reader.read(0, 0, 0, BLOCK_BYTES)
+        for file in (tmp_path / "cache" / digest / "blocks").iterdir():  # as the cache does when it is full
+            file.unlink()
+        opened.reader.read(0, 0, BLOCK_BYTES, 2 * BLOCK_BYTES)  # of a chunk whose digests the reader has
+        opened.fetcher.close()
+    files = BlockFiles(digest, None, tmp_path / "cache" / digest)
+    assert files.read(web, BLOCK_BYTES, 2 * BLOCK_BYTES) == truth_of(root)[web][BLOCK_BYTES : 2 * BLOCK_BYTES]
+    assert files.read(web, 0, BLOCK_BYTES) is None
+
+
+def test_a_pipe_in_the_place_of_a_file_holds_nothing_up(root: Path) -> None:
+    files = BlockFiles(digest_of(root), root, None)
+    assert files.table() is not None
+    path = root / "web" / "000000.digests"
+    path.unlink()
+    os.mkfifo(path)
+    assert files.read("web/000000.tokens", 0, BLOCK_BYTES) is None
 
 
 def test_what_one_place_lacks_comes_from_the_other(root: Path, tmp_path: Path) -> None:
