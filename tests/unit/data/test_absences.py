@@ -12,7 +12,7 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import Unreachable
 from atoll.node.data.fetcher import Fetcher
 from atoll.node.data.mirror_health import MirrorHealth
-from atoll.node.data.mirrors import BlockAbsent, Cancelled
+from atoll.node.data.mirrors import BlockAbsent, Cancelled, Kind
 
 SOON = timedelta(seconds=30)
 
@@ -20,7 +20,7 @@ SOON = timedelta(seconds=30)
 class Partial:
     """A mirror with some paths."""
 
-    local = False
+    kind: Kind = "server"
 
     def __init__(self, name: str, *paths: str) -> None:
         self.name, self.paths, self.asked = name, set(paths), list[str]()

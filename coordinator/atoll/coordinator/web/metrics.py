@@ -46,7 +46,20 @@ class StateCollector(Collector):
 def _nodes(state: State) -> Iterator[Metric]:
     nodes = GaugeMetricFamily("atoll_nodes", "Connected nodes and seeds by state", labels=["run", "state"])
     pace = GaugeMetricFamily("atoll_tokens_per_second", "Sum of the rates that connected nodes measure", labels=["run"])
+    stall = GaugeMetricFamily(
+        "atoll_data_stall_ratio",
+        "Share of recent training time that waited for training text, of nodes that train",
+        labels=["run", "statistic"],
+    )
+    fetched = GaugeMetricFamily(
+        "atoll_data_fetched_bytes", "Training text that connected nodes fetched", labels=["run"]
+    )
+    trained = GaugeMetricFamily(
+        "atoll_data_trained_bytes", "Stored bytes of corpus samples that connected nodes trained", labels=["run"]
+    )
     counts: Counts[tuple[str, str]] = Counts()
+    text: Counts[tuple[str, str]] = Counts()
+    stalls: defaultdict[str, list[float]] = defaultdict(list)
     speeds: defaultdict[str, float] = defaultdict(float)
     for node in state.nodes.values():
         live = state.live.get(node.peer_id)
@@ -54,12 +67,20 @@ def _nodes(state: State) -> Iterator[Metric]:
             name = enum_word(mb.NodeState.DESCRIPTOR, live.status.state)
             counts[node.run_id, name] += 1
             speeds[node.run_id] += live.status.tokens_per_second
+            text[node.run_id, "fetched"] += live.status.data_bytes_fetched
+            text[node.run_id, "trained"] += live.status.data_bytes_trained
+            if live.status.state == mb.NODE_STATE_TRAINING:
+                stalls[node.run_id].append(live.status.data_stall_share)
     for (run_id, name), count in sorted(counts.items()):
         nodes.add_metric([run_id, name], count)
     for run_id in sorted(state.runs):
         pace.add_metric([run_id], speeds[run_id])
-    yield nodes
-    yield pace
+        fetched.add_metric([run_id], text[run_id, "fetched"])
+        trained.add_metric([run_id], text[run_id, "trained"])
+        if shares := stalls[run_id]:
+            stall.add_metric([run_id, "mean"], sum(shares) / len(shares))
+            stall.add_metric([run_id, "max"], max(shares))
+    yield from (nodes, pace, stall, fetched, trained)
 
 
 def _runs(state: State) -> Iterator[Metric]:

@@ -31,6 +31,7 @@ from atoll.node.data.block_reader import BlockReader
 from atoll.node.data.blocks import BLOCK_BYTES, CHUNK_BYTES
 from atoll.node.data.card import CorpusCard, first_windows
 from atoll.node.data.corpus import Corpus
+from atoll.node.data.data_report import DataReport, MirrorReport
 from atoll.node.data.fetcher import Fetcher
 from atoll.node.data.prefetch import AHEAD_BYTES, AHEAD_SAMPLES, Piece, Prefetcher
 from atoll.node.data.sample_order import (
@@ -145,6 +146,15 @@ class ShardedCorpus:
     def trouble(self) -> str:
         """Why nothing can be fetched now; empty while some mirror answers."""
         return self.fetcher.trouble
+
+    def report(self, samples_trained: int) -> DataReport:
+        """Return what was read until now."""
+        return DataReport(
+            self.fetcher.bytes_fetched,
+            samples_trained * self.sequence_length * self.card.token_bytes,
+            self.reader.blocks,
+            tuple(MirrorReport(it.mirror.name, it.mirror.kind, it.bytes, it.problem) for it in self.fetcher.mirrors),
+        )
 
     def close(self) -> None:
         """End the threads."""

@@ -111,6 +111,7 @@ class TrainerState:
             layer_times=self.times,
             span=self.span,
             whole_model_bytes=whole_model_bytes(self.spec, self.run, len(self.devices)),
+            text_left_out="" if isinstance(self.corpus, ShardedCorpus) else self.corpus.report.left_out(),
         )
 
     def probe(self, scratch_E: Tensor, minimum_step_seconds: float, compute_share: float = 1.0) -> float:

@@ -99,14 +99,14 @@ function drawNodes(nodes) {
   $("nodes-note").textContent = `${here.length} connected of ${nodes.length}`;
   const fastest = Math.max(...nodes.map((node) => node.tokens_per_second), 1);
   const ordered = [...nodes].sort((a, b) => rank(a) - rank(b) || a.name.localeCompare(b.name));
-  const heads = ["name", "state", "device", ">tokens/s", ">steps", ">tokens", ">round", ">loss", ">sent", ">last seen"];
+  const heads = ["name", "state", "device", ">tokens/s", ">data stall", ">steps", ">tokens", ">round", ">loss", ">sent", ">last seen"];
   show("nodes",
     el("thead", {}, el("tr", {}, ...heads.map((head) => el("th",
       { class: head.startsWith(">") ? "right" : null }, head.replace(">", ""))))),
     el("tbody", {}, ...(ordered.length ? ordered.map((node) => row(node, fastest)) : [nobody()])));
 }
 
-const nobody = () => el("tr", {}, el("td", { colspan: 10, class: "quiet" }, "Nobody has enrolled yet: atollctl token create, then atoll join"));
+const nobody = () => el("tr", {}, el("td", { colspan: 11, class: "quiet" }, "Nobody has enrolled yet: atollctl token create, then atoll join"));
 const rank = (node) => (node.banned || node.left ? 3 : node.connected ? (node.roles.includes("seed") ? 0 : 1) : 2);
 
 function row(node, fastest) {
@@ -121,10 +121,15 @@ function row(node, fastest) {
     el("td", {}, node.device || "–"),
     el("td", { class: "right" }, seed ? "" : node.connected ? count(node.tokens_per_second) : "–",
       seed ? null : el("meter", { min: 0, max: fastest, value: node.connected ? node.tokens_per_second : 0 })),
+    el("td", { class: "right", title: textStory(node) }, seed ? "" : node.connected && node.state === "training" ? percent(node.data_stall_share) : "–"),
     right(seed ? "" : node.steps ? node.steps.toLocaleString("en") : "–"), right(seed ? "" : count(node.tokens)), right(seed ? "" : String(node.head_round || "–")),
     right(node.train_loss ? node.train_loss.toFixed(3) : seed ? "" : "–"), right(seed ? "" : bytes(node.averaging_bytes_sent)),
     right(node.last_seen_unix_ms ? `${duration(Math.max(0, (latest.unix_ms - node.last_seen_unix_ms) / 1000))} ago` : "never"));
 }
+
+const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
+const textStory = (node) => (node.data_bytes_fetched
+  ? `${bytes(node.data_bytes_fetched)} of training text fetched, ${bytes(node.data_bytes_trained)} trained` : "");
 
 function drawEvents(events) {
   const kind = (name) => (/lost|banned|abandoned|rejected|differs/.test(name) ? "bad" : /committed|finished|training/.test(name) ? "good" : null);
