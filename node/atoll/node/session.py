@@ -439,6 +439,7 @@ class TrainingSession:
         status = self._context.status
         self._local_state.moved(head)
         status.head_round, status.head_hash, status.committed_tokens = head.round, head.hash, head.committed_tokens
+        status.data_position = head.data
         state = self._local_state.checkpoint_state()
         if state is not None and head.round > 0:
             only_copy = is_only_holder(self._context.directives.plan, self._context.identity.peer_id, head)

@@ -164,7 +164,7 @@ def test_status_tells_how_the_training_text_comes(daemon, tmp_path, monkeypatch)
     for key, value in told.items():
         monkeypatch.setitem(STATUS, key, value)
     lines = atoll("status", "--data-dir", tmp_path, env={"COLUMNS": "200"}).stdout
-    for words in ("3.0 MB fetched · 1.07 × what was trained", "25% from this disk's cache, 75% from mirrors",
+    for words in ("2.9 MiB fetched · 1.07 × what was trained", "25% from this disk's cache, 75% from mirrors",
                   "3.4% of recent training time · 12.5 s", "https://a answers 503 [x]", "a.jsonl:[7]: no JSON"):  # fmt: skip
         assert words in lines
 

@@ -11,7 +11,7 @@ from atoll.v1.plan_pb2 import Span
 
 
 def live_status(status: TrainerStatus, span: tuple[int, int] | None) -> LiveStatus:
-    facts = SimpleNamespace(span=span, device_name="cpu", text_left_out="")
+    facts = SimpleNamespace(span=span, device_name="cpu", text_left_out="", mixture_progress=None)
     return LiveStatus(facts=facts, trainer=SimpleNamespace(status=status))  # type: ignore[arg-type]
 
 

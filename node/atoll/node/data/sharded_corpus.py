@@ -34,13 +34,8 @@ from atoll.node.data.corpus import Corpus
 from atoll.node.data.data_report import DataReport, MirrorReport
 from atoll.node.data.fetcher import Fetcher
 from atoll.node.data.prefetch import AHEAD_BYTES, AHEAD_SAMPLES, Piece, Prefetcher
-from atoll.node.data.sample_order import (
-    ORDER_VERSION,
-    ShardedOrder,
-    WeighedSources,
-    apportion,
-    cut_into_units,
-)
+from atoll.node.data.sample_order import ORDER_VERSION, ShardedOrder, cut_into_units
+from atoll.node.data.source_deal import WeighedSources, apportion
 from atoll.node.model.tokenizer import Tokenizer
 
 _SOON_SECONDS = 15.0
@@ -96,6 +91,8 @@ class ShardedCorpus:
         ]
         self._per_unit = [source.per_unit for source, group in zip(sources, grouped, strict=True) for _ in group]
         dealt = stages if section.mixture else (WeighedSources(0, (1.0,)),)
+        self.mixture = stages if section.mixture else ()
+        self.sources = tuple((source.name, sum(windows)) for source, windows in zip(card.sources, trained, strict=True))
         weighed = [number for number in range(len(sources)) if any(stage.weights[number] for stage in dealt)]
         self.training_samples = sum(sources[number].windows for number in weighed)
         try:

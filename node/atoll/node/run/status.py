@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from atoll.core.data_position import DataPosition
 from atoll.node.data.data_report import BlockCounts, MirrorReport
+from atoll.node.data.source_progress import SourceProgress
 from atoll.node.rounds.callbacks import RoundCounters
 from atoll.node.run.local_state import LocalState
 from atoll.node.run.route_membership import RouteMembership
@@ -34,6 +36,7 @@ class LiveStatus:
     head_hash: bytes = b""
     committed_tokens: int = 0
     plan_version: int = 0
+    data_position: DataPosition | None = None  # of the head
     members: int = 0
     validation_loss: float | None = None
     anchor_path: str = ""
@@ -134,8 +137,15 @@ class LiveStatus:
             "data_bytes_trained": trained,
             "data_fetched_per_trained": round(fetched / trained, 3) if trained else None,
             "data_blocks": BlockCounts(*training.data_blocks)._asdict(),
+            "sources": [row._asdict() for row in self.sources],
             "data_mirrors": [MirrorReport(*row)._asdict() for row in training.data_mirrors],
         }
+
+    @property
+    def sources(self) -> tuple[SourceProgress, ...]:
+        """What of each source the run has trained up to the head; empty without a mixture."""
+        progress = self.facts.mixture_progress if self.facts is not None else None
+        return progress.at(self.data_position) if progress is not None and self.data_position is not None else ()
 
     @property
     def warnings(self) -> list[str]:

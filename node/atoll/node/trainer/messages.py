@@ -236,6 +236,9 @@ class Ready:
     span: tuple[int, int] | None = None  # first and last held layer; None: no layers, because the model is too large
     whole_model_bytes: int = 0  # device memory that all layers would take
     text_left_out: str = ""  # what of the training text is unusable, one clause
+    sample_tokens: int = 0
+    sources: tuple[tuple[str, int], ...] = ()  # of a corpus: name, and samples of an epoch
+    mixture: tuple[tuple[int, tuple[float, ...]], ...] = ()  # its stages: first sample, weights of the sources
 
 
 @dataclass(frozen=True)

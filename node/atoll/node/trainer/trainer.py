@@ -24,6 +24,8 @@ from torch import Tensor
 
 from atoll.core.data_position import SampleRange
 from atoll.core.errors import ChildDied, DeadlineExceeded, error_class
+from atoll.node.data.source_deal import WeighedSources
+from atoll.node.data.source_progress import MixtureProgress
 from atoll.node.model.built_in_shape import layer_offsets
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.stage_socket import StageSocket
@@ -59,6 +61,12 @@ class TrainerFacts(messages.Ready):
     def layer_offsets(self) -> tuple[int, ...]:
         """First element of each layer of the whole model, and one entry more: the end of the last layer."""
         return layer_offsets(self.layers)
+
+    @cached_property
+    def mixture_progress(self) -> MixtureProgress | None:
+        """Counts what of each source is trained; None without a mixture."""
+        stages = [WeighedSources(start, weights) for start, weights in self.mixture]
+        return MixtureProgress(self.sources, stages, self.sample_tokens) if stages else None
 
     @property
     def elements(self) -> int:
