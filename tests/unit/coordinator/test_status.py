@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from support.memory_store import MemoryStore
-from unit.coordinator.world import RUN, World
+from unit.coordinator.world import CORPUS, RUN, World
 
 from atoll.coordinator import server
 from atoll.coordinator.controller import Controller
@@ -101,6 +101,23 @@ def test_the_page_and_metrics_tell_how_long_nodes_wait_for_text() -> None:
     assert 'atoll_data_stall_ratio{run="reef",statistic="max"} 1.0' in text
     assert 'atoll_data_fetched_bytes{run="reef"} 900.0' in text
     assert 'atoll_data_trained_bytes{run="reef"} 600.0' in text
+
+
+def test_the_page_and_metrics_have_a_loss_for_each_source() -> None:
+    world = World()
+    mixture = "mixture = [{ weights = { web = 3, code = 1 } }]"
+    world.train("ann", "bob", data=f'source = "corpus"\ncorpus = "{CORPUS}"\n{mixture}')
+    web = mb.SourceLoss(name="web", loss=4.5, windows=48, tokens=3000)
+    code = mb.SourceLoss(name="code", loss=6.5, windows=16)
+    world.say("ann", evaluations=[mb.EvaluationReport(loss=5.0, sources=[web, code])])
+    logs = Logs(evaluations={RUN: (Evaluation(RUN, 0, 5.5, 0), Evaluation(RUN, 0, 5.0, 0, world.run.sources))})
+    (run,) = json.loads(json.dumps(status(world.state, world.now, logs, "1"), allow_nan=False))["runs"]
+    assert [point.get("sources") for point in run["losses"]] == [None, {"web": 4.5, "code": 6.5}]
+    assert run["sources"][0] == {"name": "web", "loss": 4.5, "windows": 48, "tokens": 3000}
+    text = metrics_of(world)
+    assert 'atoll_run_source_validation_loss{run="reef",source="code"} 6.5' in text
+    assert 'atoll_run_source_tokens{run="reef",source="web"} 3000.0' in text
+    assert 'atoll_run_source_tokens{run="reef",source="code"}' not in text  # unknown
 
 
 def test_systemd_is_notified_over_its_socket(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import cast
 
 from atoll.coordinator.live.attendance import ready_count, uncounted
 from atoll.coordinator.rounds.coordinator_seat import VoteReply
+from atoll.coordinator.rounds.source_losses import from_text
 from atoll.coordinator.runs import checkpoints
 from atoll.coordinator.services.plan_views import plan_fields
 from atoll.coordinator.state.availability import availability, failures_per_hour
@@ -92,7 +93,12 @@ def run_view(state: State, run: Run, evaluations: tuple[Evaluation, ...] = ()) -
         min_nodes=memory.spec.run.min_nodes,
         layers=plan_pb2.LayerTable.FromString(run.layers) if run.layers else None,
         evaluations=[
-            mb.EvaluationReport(round=item.round, loss=item.loss, committed_tokens=item.committed_tokens)
+            mb.EvaluationReport(
+                round=item.round,
+                loss=item.loss,
+                committed_tokens=item.committed_tokens,
+                sources=from_text(item.sources),
+            )
             for item in evaluations
         ],
         missing=memory.no_plan_reason or memory.undecidable_reason,

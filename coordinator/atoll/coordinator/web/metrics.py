@@ -1,6 +1,7 @@
 """Prometheus metrics of the coordinator: read from the state at each scrape; errors are counted as they happen.
 
-Labels are runs, node states, methods and error names, which are all bounded. No label names a peer.
+Labels are runs, node states, methods, error names and sources of a corpus (at most 64), which are all bounded. No
+label names a peer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.live.attendance import ready_count
+from atoll.coordinator.rounds.source_losses import from_text
 from atoll.coordinator.sanitize import enum_word
 from atoll.coordinator.state.snapshot import State
 from atoll.v1 import membership_pb2 as mb
@@ -92,6 +94,12 @@ def _runs(state: State) -> Iterator[Metric]:
     plan = GaugeMetricFamily("atoll_run_plan_version", "Newest plan", labels=["run"])
     loss = GaugeMetricFamily("atoll_run_validation_loss", "Newest validation loss, nats per token", labels=["run"])
     ready = GaugeMetricFamily("atoll_run_nodes_ready", "Nodes that train or could", labels=["run"])
+    source_loss = GaugeMetricFamily(
+        "atoll_run_source_validation_loss", "Newest validation loss by source, nats per token", labels=["run", "source"]
+    )
+    source_tokens = GaugeMetricFamily(
+        "atoll_run_source_tokens", "Tokens of a source in committed rounds, of a mixture", labels=["run", "source"]
+    )
     for run_id, run in sorted(state.runs.items()):
         memory = state.memory[run_id]
         head.add_metric([run_id], run.head_round)
@@ -113,4 +121,8 @@ def _runs(state: State) -> Iterator[Metric]:
         ready.add_metric([run_id], ready_count(state, run_id))
         if run.loss:
             loss.add_metric([run_id], run.loss)
-    yield from (head, tokens, rounds, members, zeroed, plan, loss, ready)
+        for source in from_text(run.sources):
+            source_loss.add_metric([run_id, source.name], source.loss)
+            if source.tokens:
+                source_tokens.add_metric([run_id, source.name], source.tokens)
+    yield from (head, tokens, rounds, members, zeroed, plan, loss, ready, source_loss, source_tokens)

@@ -115,9 +115,13 @@ def _text_rows(table: Any, report: dict[str, Any]) -> None:
         share = f"{report['data_stall_share']:.1%} of recent training time · " if "data_stall_share" in report else ""
         table.add_row("data stall", f"{share}{report['data_stall_seconds']:.1f} s waited for training text")
     for source in report.get("sources", []):
-        shares = f"{source['share']:.1%} of what was trained, {source['share_wanted']:.1%} wanted"
-        told = f"{count_text(source['tokens'])} tokens · {shares} · {source['epochs']:.2f} epochs"
-        table.add_row(escape(source["name"]), told)
+        cells = []
+        if "tokens" in source:
+            cells.append(f"{count_text(source['tokens'])} tokens · {source['epochs']:.2f} epochs")
+            cells.append(f"{source['share']:.1%} of what was trained, {source['share_wanted']:.1%} wanted")
+        if "validation_loss" in source:
+            cells.append(f"validation {source['validation_loss']:.3f}")
+        table.add_row(escape(source["name"]), " · ".join(cells))
     failing = [mirror for mirror in report.get("data_mirrors", []) if mirror["problem"]]
     for mirror in failing[:_MIRRORS_SHOWN]:
         table.add_row("mirror", f"[yellow]{escape(mirror['problem'])}[/]")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -74,6 +74,18 @@ class BlockReader:
             chunk = self._ready(source, shard, number, first // BLOCK_BYTES, -(-last // BLOCK_BYTES))
             found += chunk.data[first:last]
         return bytes(found)
+
+    def pin(self, places: Iterable[tuple[int, int, int, int]]) -> None:
+        """Keep the blocks of these ranges in the cache once they are there: source, shard, first and last byte."""
+        if self._cache is None:
+            return
+        files: dict[str, int] = {}
+        for source, shard, start, stop in places:
+            name, facts = ShardName(self._card.sources[source].name, shard), self._card.sources[source].shards[shard]
+            first, last = chunk_digests_range(self._card.shard_bytes(facts))
+            files[shard_file(name)] = last - first
+            files |= {chunk_file(name, number): DATA_OFFSET + CHUNK_BYTES for number, _, _ in _pieces(start, stop)}
+        self._cache.pin(files)
 
     def ensure(self, source: int, shard: int, chunk: int, first: int, last: int) -> None:
         """Have blocks `first` to `last` (exclusive) of a chunk ready, for a later `read`. Raises `Unreachable`."""

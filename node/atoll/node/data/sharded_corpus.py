@@ -132,8 +132,12 @@ class ShardedCorpus:
 
     def validation_windows(self) -> Sequence[int]:
         """Return the numbers of the held-out windows."""
-        ends = self._source_starts[1:]
-        return [window for end, held in zip(ends, self._held_out, strict=True) for window in range(end - held, end)]
+        return [window for _, windows in self.held_out_sets() for window in windows]
+
+    def held_out_sets(self) -> list[tuple[str, Sequence[int]]]:
+        """Return them with the names of their sources. Sources without any are left out."""
+        ends = zip(self.card.sources, self._source_starts[1:], self._held_out, strict=True)
+        return [(source.name, range(end - held, end)) for source, end, held in ends if held]
 
     def follow(self, ranges: Sequence[SampleRange]) -> None:
         """Fetch what the first samples of these ranges need. Returns at once."""

@@ -37,6 +37,7 @@ class SourceDeal:
             raise ValueError("stages of a mixture begin at sample 0 and follow each other")
         self._stages = tuple(_Stage(stage) for stage in stages)
         self._starts = [stage.start for stage in stages]
+        self._sources = len(stages[0].weights)
         for earlier, later in pairwise(self._stages):
             later.begin_after(earlier)
 
@@ -46,21 +47,24 @@ class SourceDeal:
 
     def counts(self, ranges: Sequence[SampleRange]) -> NDArray[np.int64]:
         """Return how many of the samples in half-open `ranges` each source has."""
-        parts = (stage.counts(inside) for stage, inside in self._by_stage(ranges))
-        return np.sum(list(parts), axis=0, dtype=np.int64)
+        found = np.zeros(self._sources, dtype=np.int64)
+        for stage, inside in self._by_stage(ranges):
+            found += stage.counts(inside)
+        return found
 
     def wanted(self, ranges: Sequence[SampleRange]) -> NDArray[np.float64]:
         """Return how many of them each source would have if its weight were met exactly."""
-        parts = (stage.weights * float(np.sum(inside[:, 1] - inside[:, 0])) for stage, inside in self._by_stage(ranges))
-        return np.sum(list(parts), axis=0, dtype=np.float64)
+        found = np.zeros(self._sources, dtype=np.float64)
+        for stage, inside in self._by_stage(ranges):
+            found += stage.weights * float(np.diff(inside).sum())
+        return found
 
     def _by_stage(self, ranges: Sequence[SampleRange]) -> list[tuple[_Stage, NDArray[np.int64]]]:
         """Return the parts [N, 2] of the ranges in each stage; empty parts begin where they end."""
         whole = np.array(ranges, dtype=np.int64).reshape(-1, 2)
         ends = [*self._starts[1:], np.iinfo(np.int64).max]
-        return [
-            (it, np.clip(whole, start, end)) for it, start, end in zip(self._stages, self._starts, ends, strict=True)
-        ]
+        bounds = zip(self._stages, self._starts, ends, strict=True)
+        return [(stage, np.clip(whole, start, end)) for stage, start, end in bounds]
 
 
 class _Stage:
@@ -70,7 +74,7 @@ class _Stage:
         self._start = stage.start
         self._pattern = _deal(stage.weights)
         exact = np.array(stage.weights, dtype=np.float64)
-        self.weights = exact / exact.sum()
+        self.weights: NDArray[np.float64] = exact / exact.sum()
         self._counts = np.bincount(self._pattern, minlength=len(stage.weights)).astype(np.int64)
         self._turns = np.zeros(len(self._pattern), dtype=np.int64)  # how often the same source came before
         self._places = [np.nonzero(self._pattern == source)[0] for source in range(len(stage.weights))]
@@ -86,11 +90,11 @@ class _Stage:
         """Return how many samples each source has had before each of `samples` [N], as [N, sources]."""
         times, rests = np.divmod(samples - self._start, len(self._pattern))
         in_pattern = np.stack([np.searchsorted(places, rests) for places in self._places], axis=1)
-        return self._before + times[:, None] * self._counts + in_pattern
+        return np.asarray(self._before + times[:, None] * self._counts + in_pattern, dtype=np.int64)
 
     def counts(self, ranges: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many samples of the ranges [N, 2] each source has."""
-        found: NDArray[np.int64] = (self.turns(ranges[:, 1]) - self.turns(ranges[:, 0])).sum(axis=0)
+        found: NDArray[np.int64] = np.sum(self.turns(ranges[:, 1]) - self.turns(ranges[:, 0]), axis=0)
         return found
 
     def deal(self, sample: int) -> tuple[int, int]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.core.data_position import DataPosition
 from atoll.node.data.data_report import BlockCounts, MirrorReport
-from atoll.node.data.source_progress import SourceProgress
 from atoll.node.rounds.callbacks import RoundCounters
 from atoll.node.run.local_state import LocalState
 from atoll.node.run.route_membership import RouteMembership
@@ -39,6 +39,7 @@ class LiveStatus:
     data_position: DataPosition | None = None  # of the head
     members: int = 0
     validation_loss: float | None = None
+    source_losses: Mapping[str, float] = field(default_factory=dict)
     anchor_path: str = ""
     trainer_restarts: int = 0
     route: RouteMembership | None = None
@@ -137,15 +138,18 @@ class LiveStatus:
             "data_bytes_trained": trained,
             "data_fetched_per_trained": round(fetched / trained, 3) if trained else None,
             "data_blocks": BlockCounts(*training.data_blocks)._asdict(),
-            "sources": [row._asdict() for row in self.sources],
+            "sources": self._source_rows(),
             "data_mirrors": [MirrorReport(*row)._asdict() for row in training.data_mirrors],
         }
 
-    @property
-    def sources(self) -> tuple[SourceProgress, ...]:
-        """What of each source the run has trained up to the head; empty without a mixture."""
+    def _source_rows(self) -> list[dict[str, Any]]:
+        """What of each source the run has trained up to the head, and its held-out loss here, of several sources."""
         progress = self.facts.mixture_progress if self.facts is not None else None
-        return progress.at(self.data_position) if progress is not None and self.data_position is not None else ()
+        trained = progress.at(self.data_position) if progress is not None and self.data_position is not None else ()
+        rows: dict[str, dict[str, Any]] = {row.name: row._asdict() for row in trained}
+        for name, loss in self.source_losses.items():
+            rows.setdefault(name, {"name": name})["validation_loss"] = loss
+        return list(rows.values())
 
     @property
     def warnings(self) -> list[str]:

@@ -260,6 +260,7 @@ class Loss:
     """Answer to `Evaluate`."""
 
     value: float  # nats per token
+    sources: tuple[tuple[str, float, int], ...] = ()  # if there are several: name, loss, held-out windows
 
 
 @dataclass(frozen=True)

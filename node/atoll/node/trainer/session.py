@@ -29,7 +29,7 @@ from atoll.node.pipeline.stage_io import RouteEvent, StageIO
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.trainer import messages
 from atoll.node.trainer.loading import load_trainer_state
-from atoll.node.trainer.model_orders import ModelOrders, check_allowed
+from atoll.node.trainer.model_orders import ModelOrders, check_allowed, loss_message
 from atoll.node.trainer.rank_processes import RankProcesses
 from atoll.node.trainer.step_pacing import StepPacer, WorkTime
 from atoll.node.training.device import compute_clock_seconds, limit_device_memory, synchronize
@@ -218,7 +218,7 @@ class TrainerSession:
         self._channel.answer(order.number, answer)
 
     def _answer(self, number: int, outcome: Outcome) -> None:
-        self._channel.answer(number, refusal(outcome) if isinstance(outcome, AtollError) else messages.Loss(outcome))
+        self._channel.answer(number, refusal(outcome) if isinstance(outcome, AtollError) else loss_message(outcome))
 
     def _execute(self, order: messages.Message) -> messages.Answer:
         match order:

@@ -244,11 +244,11 @@ class Trainer:
         """Forget the snapshot of an abandoned round; keep all progress."""
         await self._order(messages.Discard(), timeout)
 
-    async def evaluate(self, *, timeout: timedelta = ORDER_TIMEOUT) -> float:
-        """Compute the held-out loss of `anchor`, in nats per token, between two steps."""
+    async def evaluate(self, *, timeout: timedelta = ORDER_TIMEOUT) -> messages.Loss:
+        """Compute the held-out loss of `anchor` between two steps."""
         loss = await self._order(messages.Evaluate(), timeout)
         assert isinstance(loss, messages.Loss)
-        return loss.value
+        return loss
 
     async def audit(
         self, own: Sequence[int], other: Sequence[int], *, timeout: timedelta = ORDER_TIMEOUT

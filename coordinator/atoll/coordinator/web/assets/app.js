@@ -46,11 +46,26 @@ function draw() {
   document.title = run.validation_loss ? `${run.validation_loss.toFixed(3)} · ${run.run_id} · Atoll` : `${run.run_id} · Atoll`;
   drawCards(run, nodes);
   $("loss-note").textContent = run.losses.length ? "nats per token, over committed tokens" : "";
-  lossChart($("loss"), run.losses);
+  drawSources(run.sources);
+  lossChart($("loss"), run.losses, curves(run.sources));
   $("rounds-note").textContent = run.rounds.length ? `the latest ${run.rounds.length}` : "";
   roundsChart($("rounds"), run.rounds);
   drawPlan(run.plan, nodes);
   drawNodes(nodes);
+}
+
+const SOURCE_CURVES = 8;
+const curves = (sources) => [...sources].sort((a, b) => b.windows - a.windows).slice(0, SOURCE_CURVES).map((source) => source.name);
+
+// A legend of the curves by source. Only for a corpus of several.
+function drawSources(sources) {
+  $("loss-legend").hidden = !sources.length;
+  const trained = sources.reduce((sum, source) => sum + source.tokens, 0);
+  const told = new Map(sources.map((source) => [source.name, source]));
+  const share = (source) => (trained ? ` (${percent(source.tokens / trained)} of what was trained)` : "");
+  show("loss-legend", el("i", { class: "swatch all" }), "all ", ...curves(sources).flatMap((name, i) =>
+    [el("i", { class: `swatch s${i}` }), `${name} ${told.get(name).loss.toFixed(4)}${share(told.get(name))} `]),
+  sources.length > SOURCE_CURVES ? `and ${sources.length - SOURCE_CURVES} more: see JSON` : "");
 }
 
 // Only where the model is cut: replicas are all alike.
