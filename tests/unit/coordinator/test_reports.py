@@ -10,6 +10,7 @@ from unit.coordinator.world import CORPUS, RUN, World, abandoned_report, commit,
 
 from atoll.coordinator.rounds import reports
 from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT
+from atoll.coordinator.rounds.source_losses import to_text
 from atoll.coordinator.services import views
 from atoll.coordinator.state import snapshot
 from atoll.coordinator.store import retention
@@ -617,6 +618,17 @@ def test_losses_of_sources_are_stored_and_shown() -> None:
     ]
     world.say("bob", evaluations=[mb.EvaluationReport(loss=4.0)])  # of a node that reports none
     assert (world.run.loss, world.run.sources) == (4.0, "")
+
+
+def test_a_view_of_a_long_run_has_losses_by_source_of_some_rounds_and_of_the_newest() -> None:
+    world = World()
+    world.train("ann", "bob", data=MIXED)
+    text = to_text([mb.SourceLoss(name="web", loss=1.0, windows=1)])
+    rows = tuple(Evaluation(RUN, number, 1.0, 0, text) for number in range(1001))
+    shown = views.run_view(world.state, world.run, rows).evaluations
+    assert len(shown) == 1001
+    assert 300 <= sum(bool(item.sources) for item in shown) <= views.MAX_SOURCE_POINTS
+    assert shown[-1].sources
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_a_report_tells_where_blocks_came_from_and_why_a_mirror_fails(
         broken.faults.status = 503
         first = closing(lab.open(broken.address, server.address))
         check(first, range(64))
-        found = first.report(64)
+        found = first.data_report(64)
         assert found.bytes_trained == 64 * LENGTH
         assert found.bytes_fetched > found.blocks.server * BLOCK_BYTES * 0.9 > 0
         assert (found.blocks.cache, found.blocks.directory, found.blocks.members) == (0, 0, 0)
@@ -140,11 +140,11 @@ def test_a_report_tells_where_blocks_came_from_and_why_a_mirror_fails(
         assert reports[server.address] == (server.address, "server", found.bytes_fetched, "")
     again = closing(lab.open(server.address))
     check(again, range(64))
-    assert again.report(64).blocks.cache == found.blocks.server
-    assert again.report(64).blocks.server == again.report(64).bytes_fetched == 0
+    assert again.data_report(64).blocks.cache == found.blocks.server
+    assert again.data_report(64).blocks.server == again.data_report(64).bytes_fetched == 0
     own = closing(lab.open(server.address, path=str(lab.root), cache=CacheFolder(lab.cache.parent / "other")))
     check(own, range(64))
-    assert own.report(64).blocks.directory == found.blocks.server
+    assert own.data_report(64).blocks.directory == found.blocks.server
 
 
 def test_an_epoch_has_every_window_once_but_the_held_out_ones(lab: Lab, closing: Closing) -> None:

@@ -121,7 +121,7 @@ def _text_rows(table: Any, report: dict[str, Any]) -> None:
             cells.append(f"{source['share']:.1%} of what was trained, {source['share_wanted']:.1%} wanted")
         if "validation_loss" in source:
             cells.append(f"validation {source['validation_loss']:.3f}")
-        table.add_row(escape(source["name"]), " · ".join(cells))
+        table.add_row(f"source {escape(source['name'])}", " · ".join(cells))
     failing = [mirror for mirror in report.get("data_mirrors", []) if mirror["problem"]]
     for mirror in failing[:_MIRRORS_SHOWN]:
         table.add_row("mirror", f"[yellow]{escape(mirror['problem'])}[/]")

@@ -148,7 +148,7 @@ class ShardedCorpus:
         """Why nothing can be fetched now; empty while some mirror answers."""
         return self.fetcher.trouble
 
-    def report(self, samples_trained: int) -> DataReport:
+    def data_report(self, samples_trained: int) -> DataReport:
         """Return what was read until now."""
         return DataReport(
             self.fetcher.bytes_fetched,

@@ -371,7 +371,15 @@ class Trainer:
                 self.stage_socket.close()
         returncode = await self._child.process.wait()
         self.died.set_result(TrainerExit(returncode, self._child.last_line()))
-        self.status = TrainerStatus(steps=self.status.steps, tokens=self.status.tokens)
+        last = self.status
+        self.status = TrainerStatus(
+            steps=last.steps,
+            tokens=last.tokens,
+            data_stall_seconds=last.data_stall_seconds,
+            data_bytes_fetched=last.data_bytes_fetched,
+            data_bytes_trained=last.data_bytes_trained,
+            data_blocks=last.data_blocks,
+        )
         for waiting in self._pending_answers.values():
             if not waiting.done():
                 waiting.set_exception(self._died_error())

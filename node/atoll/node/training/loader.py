@@ -70,7 +70,9 @@ class Loader:
     @property
     def report(self) -> DataReport:
         """What was read until now. Empty for text that a node has whole."""
-        return self._corpus.report(self._samples_taken) if isinstance(self._corpus, ShardedCorpus) else DataReport()
+        return (
+            self._corpus.data_report(self._samples_taken) if isinstance(self._corpus, ShardedCorpus) else DataReport()
+        )
 
     @property
     def trouble(self) -> str:
