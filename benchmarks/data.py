@@ -36,8 +36,9 @@ from atoll.lab.wan.network import WanNetwork, wan_network
 from atoll.lab.wan.topology import COORDINATOR, Topology, parse_topology
 from atoll.node.data.blocks import BLOCK_BYTES
 from atoll.node.data.open_corpus import CacheFolder, open_corpus
-from atoll.node.data.sample_order import ShardedOrder, SourceWindows, WeighedSources
+from atoll.node.data.sample_order import ShardedOrder, SourceWindows
 from atoll.node.data.sharded_corpus import ShardedCorpus
+from atoll.node.data.source_deal import WeighedSources
 from atoll.node.training.loader import Loader
 from atoll.node.training.sample_feed import SampleFeed
 from benchmarks.common import Report

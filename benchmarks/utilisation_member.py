@@ -46,7 +46,7 @@ from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.state_server import StateServer
 from atoll.node.state.vote_store import VoteStore
 from atoll.node.swarm.host import SwarmHost
-from atoll.node.trainer.messages import TrainerStatus
+from atoll.node.trainer.messages import Loss, TrainerStatus
 from atoll.node.trainer.trainer import Trainer
 from atoll.node.training.progress import Progress, Snapshot
 from atoll.v1 import manifest_pb2
@@ -155,9 +155,9 @@ class Device:
         with self._lock:
             self._progress.discard_snapshot()
 
-    async def evaluate(self) -> float:
+    async def evaluate(self) -> Loss:
         """Nothing is learnt here."""
-        return 0.0
+        return Loss(0.0)
 
     def _share(self, moved: SampleRange | None) -> float:
         return (moved[1] - moved[0]) / len(self.anchor) if moved else 1.0

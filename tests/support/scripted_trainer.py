@@ -7,7 +7,7 @@ import torch
 
 from atoll.core.data_position import SampleRange, drop_samples
 from atoll.core.errors import InvalidTransition
-from atoll.node.trainer.messages import TrainerStatus
+from atoll.node.trainer.messages import Loss, TrainerStatus
 from atoll.node.training.progress import Progress, Snapshot
 from atoll.node.training.sample_feed import SampleNumbers
 
@@ -90,8 +90,8 @@ class ScriptedTrainer:
         self._snapped = False
         self._progress.discard_snapshot()
 
-    async def evaluate(self) -> float:
-        return 0.0
+    async def evaluate(self) -> Loss:
+        return Loss(0.0)
 
     async def stop(self) -> None:
         if self._stepping is not None:

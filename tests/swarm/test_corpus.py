@@ -1,6 +1,9 @@
 """Whole swarms that train on a corpus behind mirrors: empty disks, mirrors that lie and end, no mirror but members."""
 
 import asyncio
+import json
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,18 +46,51 @@ sequence_length = 512"""
             )
             assert "503" in swarm.status("ann")["detail"]
             assert 0 < swarm.status("ann")["data_bytes_fetched"] <= liar.body_bytes + honest.body_bytes
+            assert swarm.status("ann")["data_blocks"]["server"] > 0, swarm.status("ann")
+            problems = {mirror["name"]: mirror["problem"] for mirror in swarm.status("ann")["data_mirrors"]}
+            assert "503" in problems[honest.address]
+            await swarm.until(
+                lambda: (swarm.status("ann") or {}).get("data_stall_share", 0) > 0, "ann does not say how long", ROUNDS
+            )
             async with asyncio.timeout(ROUNDS.total_seconds()):  # the operator hears it with the next heartbeats
                 while waits not in (await swarm.json("node", "show", "ann"))["node"]["status"]["detail"]:
                     await asyncio.sleep(0.5)
             stopped_at = swarm.round("ann")
             liar.faults.status = honest.faults.status = 0
+            doctor = await diagnose(swarm.root / "ann")
+            assert [item["ok"] for item in doctor if item["name"] in ("mirror", "line", "text disk")] == [True] * 4
             for name in ("ann", "bob"):
                 await swarm.reach(name, "finished")
             assert swarm.round("ann") > stopped_at
+            check_sources(swarm.status("ann"))
+            told = [row for name in ("ann", "bob") for row in swarm.status(name)["sources"] if "validation_loss" in row]
+            assert {row["name"] for row in told} == {"web", "sea"}  # of the node that evaluated last
             assert swarm.anchor_digest("ann") == swarm.anchor_digest("bob")
             run = (await swarm.json("run", "show", "reef"))["run"]
             losses = [item["loss"] for item in run["evaluations"]]
             assert losses[-1] < 0.9 * losses[0]
+            for item in run["evaluations"]:
+                assert {source["name"] for source in item["sources"]} == {"web", "sea"}
+                parts = [(source["loss"], source["windows"]) for source in item["sources"]]
+                total = sum(windows for _, windows in parts)
+                assert item["loss"] == pytest.approx(sum(loss * windows for loss, windows in parts) / total)
+            trained = {source["name"]: source["tokens"] for source in run["evaluations"][-1]["sources"]}
+            assert 2.5 < trained["web"] / trained["sea"] < 3.5
+
+
+def check_sources(status):
+    """The owner sees each source's share of what the run trained, and its loss."""
+    rows = {row["name"]: row for row in status["sources"]}
+    assert abs(rows["web"]["share"] - 0.75) < 0.02
+    assert rows["web"]["share_wanted"] == pytest.approx(0.75)
+    assert status["data_blocks"]["server"] > 0
+
+
+async def diagnose(directory):
+    command = [str(Path(sys.executable).parent / "atoll"), "doctor", "--data-dir", str(directory), "--output", "json"]
+    child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    answer, _ = await child.communicate()
+    return json.loads(answer)["doctor"]
 
 
 async def test_a_seed_is_the_only_mirror_and_members_go_on_while_it_is_dead(tmp_path):
@@ -70,6 +106,7 @@ async def test_a_seed_is_the_only_mirror_and_members_go_on_while_it_is_dead(tmp_
         await swarm.node("bob", 0.05, "--device", "cpu,cpu")
         await swarm.rounds("ann", 2)
         assert swarm.status("ann")["corpus_bytes_from_members"] >= swarm.status("ann")["data_bytes_fetched"] > 0
+        assert swarm.status("ann")["data_blocks"]["members"] > 0
         assert swarm.status("seed")["corpus_bytes_to_members"] > 0
 
         await kill(swarm, "seed")

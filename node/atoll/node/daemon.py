@@ -463,7 +463,7 @@ class Daemon:
             "downlink_bytes_per_second": round(self._host.traffic.downlink_bytes_per_second) if self._host else 0,
             **(self._corpus.status_json() if self._corpus is not None else {}),
             **self._status.to_json(*bytes_sent(self._host)),
-            **self._limit_enforcer.status_json(self._checkpoints.problem),
+            **self._limit_enforcer.status_json([*filter(None, [self._checkpoints.problem]), *self._status.warnings]),
         }
 
     async def _api_finish(self, _: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from atoll.core.plan import Plan
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.rounds.decide import position_at
 from atoll.node.rounds.engine import AveragingEngine
+from atoll.node.rounds.evaluation import evaluation_report
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.rounds.policy import round_samples
 from atoll.node.run.genesis import write_genesis
@@ -319,7 +320,7 @@ class TrainingSession:
         self._local_state.begin(head, state)
         self._on_head_moved(head)
         if trainer.facts.holds_all:
-            self._first_evaluation = mb.EvaluationReport(round=0, loss=await trainer.evaluate(), committed_tokens=0)
+            self._first_evaluation = await evaluation_report(trainer, head)
         self._context.status.genesis_report = mb.GenesisReport(layers=trainer.facts.layers, manifest=head.committed)
         context.link.send_heartbeat_now()
 
@@ -439,6 +440,7 @@ class TrainingSession:
         status = self._context.status
         self._local_state.moved(head)
         status.head_round, status.head_hash, status.committed_tokens = head.round, head.hash, head.committed_tokens
+        status.data_position = head.data
         state = self._local_state.checkpoint_state()
         if state is not None and head.round > 0:
             only_copy = is_only_holder(self._context.directives.plan, self._context.identity.peer_id, head)
@@ -447,6 +449,7 @@ class TrainingSession:
 
     def _on_evaluation(self, report: mb.EvaluationReport) -> None:
         self._context.status.validation_loss = report.loss
+        self._context.status.source_losses = {source.name: source.loss for source in report.sources}
         self._context.link.report(report)
 
     async def _unless_trainer_dies(self, trainer: Trainer, work: Coroutine[Any, Any, T]) -> T:

@@ -132,7 +132,7 @@ class SpanTime(_message.Message):
     def __init__(self, layers: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., seconds_per_token: _Optional[float] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("state", "steps", "tokens", "tokens_per_second", "step_seconds", "train_loss", "head_round", "head_hash", "plan_version", "averaging_bytes_sent", "averaging_bytes_fp32", "other_bytes_sent", "data_stall_seconds", "detail", "rounds_joined", "samples_repeated", "uplink_bytes_per_second", "prepared", "prepared_round", "refused", "lost_layers", "downlink_bytes_per_second", "clock_offset_seconds", "computed", "missing_stage")
+    __slots__ = ("state", "steps", "tokens", "tokens_per_second", "step_seconds", "train_loss", "head_round", "head_hash", "plan_version", "averaging_bytes_sent", "averaging_bytes_fp32", "other_bytes_sent", "data_stall_seconds", "detail", "rounds_joined", "samples_repeated", "uplink_bytes_per_second", "prepared", "prepared_round", "refused", "lost_layers", "downlink_bytes_per_second", "clock_offset_seconds", "computed", "missing_stage", "data_stall_share", "data_bytes_fetched", "data_bytes_trained")
     STATE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,9 @@ class NodeStatus(_message.Message):
     CLOCK_OFFSET_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
     MISSING_STAGE_FIELD_NUMBER: _ClassVar[int]
+    DATA_STALL_SHARE_FIELD_NUMBER: _ClassVar[int]
+    DATA_BYTES_FETCHED_FIELD_NUMBER: _ClassVar[int]
+    DATA_BYTES_TRAINED_FIELD_NUMBER: _ClassVar[int]
     state: NodeState
     steps: int
     tokens: int
@@ -183,7 +186,10 @@ class NodeStatus(_message.Message):
     clock_offset_seconds: float
     computed: SpanTime
     missing_stage: str
-    def __init__(self, state: _Optional[_Union[NodeState, str]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., train_loss: _Optional[float] = ..., head_round: _Optional[int] = ..., head_hash: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., averaging_bytes_sent: _Optional[int] = ..., averaging_bytes_fp32: _Optional[int] = ..., other_bytes_sent: _Optional[int] = ..., data_stall_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., rounds_joined: _Optional[int] = ..., samples_repeated: _Optional[int] = ..., uplink_bytes_per_second: _Optional[float] = ..., prepared: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., prepared_round: _Optional[int] = ..., refused: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., lost_layers: _Optional[_Iterable[int]] = ..., downlink_bytes_per_second: _Optional[float] = ..., clock_offset_seconds: _Optional[float] = ..., computed: _Optional[_Union[SpanTime, _Mapping]] = ..., missing_stage: _Optional[str] = ...) -> None: ...
+    data_stall_share: float
+    data_bytes_fetched: int
+    data_bytes_trained: int
+    def __init__(self, state: _Optional[_Union[NodeState, str]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., train_loss: _Optional[float] = ..., head_round: _Optional[int] = ..., head_hash: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., averaging_bytes_sent: _Optional[int] = ..., averaging_bytes_fp32: _Optional[int] = ..., other_bytes_sent: _Optional[int] = ..., data_stall_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., rounds_joined: _Optional[int] = ..., samples_repeated: _Optional[int] = ..., uplink_bytes_per_second: _Optional[float] = ..., prepared: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., prepared_round: _Optional[int] = ..., refused: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., lost_layers: _Optional[_Iterable[int]] = ..., downlink_bytes_per_second: _Optional[float] = ..., clock_offset_seconds: _Optional[float] = ..., computed: _Optional[_Union[SpanTime, _Mapping]] = ..., missing_stage: _Optional[str] = ..., data_stall_share: _Optional[float] = ..., data_bytes_fetched: _Optional[int] = ..., data_bytes_trained: _Optional[int] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("round", "committed", "reason", "manifest", "seconds", "wire_bytes")
@@ -202,14 +208,28 @@ class RoundReport(_message.Message):
     def __init__(self, round: _Optional[_Union[_common_pb2.RoundId, _Mapping]] = ..., committed: _Optional[bool] = ..., reason: _Optional[str] = ..., manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., seconds: _Optional[float] = ..., wire_bytes: _Optional[int] = ...) -> None: ...
 
 class EvaluationReport(_message.Message):
-    __slots__ = ("round", "loss", "committed_tokens")
+    __slots__ = ("round", "loss", "committed_tokens", "sources")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     round: int
     loss: float
     committed_tokens: int
-    def __init__(self, round: _Optional[int] = ..., loss: _Optional[float] = ..., committed_tokens: _Optional[int] = ...) -> None: ...
+    sources: _containers.RepeatedCompositeFieldContainer[SourceLoss]
+    def __init__(self, round: _Optional[int] = ..., loss: _Optional[float] = ..., committed_tokens: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[SourceLoss, _Mapping]]] = ...) -> None: ...
+
+class SourceLoss(_message.Message):
+    __slots__ = ("name", "loss", "windows", "tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    loss: float
+    windows: int
+    tokens: int
+    def __init__(self, name: _Optional[str] = ..., loss: _Optional[float] = ..., windows: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class TrainingAudit(_message.Message):
     __slots__ = ("round", "contributor", "given", "score", "own_gain", "other_gain", "samples", "reason")

@@ -151,6 +151,40 @@ def test_status_prints_the_daemons_answer(daemon, tmp_path):
         assert word in text.stdout
 
 
+def test_status_tells_how_the_training_text_comes(daemon, tmp_path, monkeypatch):
+    told = {
+        "data_stall_seconds": 12.5,
+        "data_stall_share": 0.034,
+        "data_bytes_fetched": 3_000_000,
+        "data_fetched_per_trained": 1.07,
+        "sources": [
+            {
+                "name": "web",
+                "tokens": 1_200_000,
+                "share": 0.799,
+                "share_wanted": 0.8,
+                "epochs": 0.4,
+                "validation_loss": 3.25,
+            },
+        ],
+        "data_blocks": {"cache": 1, "directory": 0, "server": 3, "members": 0},
+        "data_mirrors": [{"name": "https://a", "kind": "server", "bytes": 0, "problem": "https://a answers 503 [x]"}],
+        "warnings": ["training text: 2 unusable lines left out (the first is a.jsonl:[7]: no JSON)"],
+    }
+    for key, value in told.items():
+        monkeypatch.setitem(STATUS, key, value)
+    lines = atoll("status", "--data-dir", tmp_path, env={"COLUMNS": "200"}).stdout
+    for words in (
+        "2.9 MiB fetched · 1.07 × what was trained",
+        "25% from this disk's cache, 75% from mirrors",
+        "3.4% of recent training time · 12.5 s",
+        "1.20 M tokens · 0.40 epochs · 79.9% of what was trained, 80.0% wanted · validation 3.250",
+        "https://a answers 503 [x]",
+        "a.jsonl:[7]: no JSON",
+    ):
+        assert words in lines
+
+
 def test_pause_sends_its_duration(daemon, tmp_path):
     assert atoll("pause", "--for", "2h", "--data-dir", tmp_path).returncode == 0
     assert daemon[-1] == {"command": "pause", "seconds": 7200.0}

@@ -47,7 +47,7 @@ async def honest_go_on(made: list[Member], liar: str) -> None:
         assert not member.running.done() or member.running.result()
         assert bool(torch.isfinite(member.state.anchor_E).all())
     assert len({member.heads[ROUNDS - 1].hash for member in honest}) == 1
-    assert await honest[0].trainer.evaluate() < UNTRAINED
+    assert (await honest[0].trainer.evaluate()).value < UNTRAINED
 
 
 @pytest.mark.timeout(600)

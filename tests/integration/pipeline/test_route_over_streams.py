@@ -279,7 +279,7 @@ async def test_nodes_with_several_devices_are_stages_like_others(lab: Lab, corpu
             assert seen == pytest.approx(sum(losses[:looked]) / looked, abs=1e-4)
             torch.testing.assert_close(moved_E, genesis_E - loop.weights_E, atol=2e-4, rtol=1e-2)
             await driver.train()
-            assert await driver.evaluate() == pytest.approx(loop.evaluate(genesis_E), abs=1e-4)
+            assert (await driver.evaluate()).value == pytest.approx(loop.evaluate(genesis_E), abs=1e-4)
         (follower,) = psutil.Process(last.pid).children()
         await struck_in_a_flush(follower.pid)
         await asyncio.wait_for(last.died, 60)

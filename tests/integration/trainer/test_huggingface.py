@@ -65,9 +65,9 @@ async def test_a_trainer_process_has_the_bits_of_a_plain_loop(
         assert facts.elements == trainer.anchor.numel() == sum(row.parameters for row in facts.layers.layers)
         assert (sum(row.frozen_parameters for row in facts.layers.layers) > 0) == adapted
         steps, genesis_E, gradient_E = await trained(trainer, 6)
-        first = await trainer.evaluate()
+        first = (await trainer.evaluate()).value
         trainer.anchor.sub_(gradient_E)
-        assert await trainer.evaluate() < first
+        assert (await trainer.evaluate()).value < first
         assert await trainer.generate("a reef", 5, seed=3) == await trainer.generate("a reef", 5, seed=3)
     with plain_loop(spec, text, RANGES, named_of(spec, genesis_E, base)) as (plain, loader):
         for _ in range(steps):

@@ -127,7 +127,7 @@ async def test_several_devices_train_as_one_does(text, tmp_path, family, devices
         await trainer.initialise()
         genesis_E = trainer.anchor.clone()
         await trainer.load(ranges=((0, 10_000),), committed_tokens=0)
-        first = await trainer.evaluate()
+        first = (await trainer.evaluate()).value
         await steps_of(trainer, STEPS)  # not many more, even where this process stops for a moment: errors grow
         middle = trainer.facts.layer_offsets[2]
         taken = await trainer.snapshot(0, middle)
@@ -143,7 +143,7 @@ async def test_several_devices_train_as_one_does(text, tmp_path, family, devices
         assert rest.steps == 0
         torch.testing.assert_close(trainer.pseudo_gradient[:middle], torch.zeros(middle), atol=1e-6, rtol=0)
         assert_alike(trainer.pseudo_gradient[middle:], expected[middle:], family)
-        assert abs(await trainer.evaluate() - loop.evaluate(committed_E)) < 1e-4
+        assert abs((await trainer.evaluate()).value - loop.evaluate(committed_E)) < 1e-4
         assert await trainer.generate("a reef", 8) == loop.generate(committed_E, b"a reef", 8)
         await trainer.discard()
         trainer.anchor.copy_(genesis_E)
@@ -151,7 +151,7 @@ async def test_several_devices_train_as_one_does(text, tmp_path, family, devices
         await steps_of(trainer, STEPS)
         last = await trainer.snapshot()
         trainer.anchor.sub_(trainer.pseudo_gradient)
-        assert await trainer.evaluate() < first
+        assert (await trainer.evaluate()).value < first
         assert last.steps >= STEPS
         loop.close()
 

@@ -95,7 +95,7 @@ async def test_a_round_in_the_life_of_a_trainer(text: Path) -> None:
         await trainer.load(ranges=(), committed_tokens=0)  # a joiner without ranges does not train
         await trainer.train()
         assert await trainer.snapshot() == Snapshot()
-        first_loss = await trainer.evaluate()
+        first_loss = (await trainer.evaluate()).value
 
         await trainer.load(ranges=((0, 4000),), committed_tokens=0)
         await eventually(lambda: trainer.status.steps >= 20)
@@ -121,7 +121,7 @@ async def test_a_round_in_the_life_of_a_trainer(text: Path) -> None:
         assert float(trainer.pseudo_gradient.abs().max()) < 1e-6  # the carry of a paused node is nothing
         await trainer.discard()
 
-        assert await trainer.evaluate() < first_loss - 0.5
+        assert (await trainer.evaluate()).value < first_loss - 0.5
         sample = await trainer.generate("a reef", 20, seed=3)
         assert sample == await trainer.generate("a reef", 20, seed=3)
         with pytest.raises(DeadlineExceeded):

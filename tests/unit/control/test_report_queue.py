@@ -3,6 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.coordinator.interceptors import MAX_ENTRIES
+from atoll.core.message_bounds import parse_bounded
 from atoll.node.control.coordinator_link import MAX_KEPT, MAX_KEPT_ROUNDS, MAX_REPORT_BYTES, MAX_REPORTS, ReportQueue
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
@@ -82,3 +84,16 @@ def test_a_long_absence_of_the_coordinator_fills_no_memory():
     assert len(outgoing.pending) <= MAX_KEPT
     assert [report.round.number for report in kept] == list(range(MAX_KEPT + 500 - MAX_KEPT_ROUNDS, MAX_KEPT + 500))
     assert outgoing.pending[-2].round == MAX_KEPT + 499
+
+
+def test_a_backlog_of_losses_by_source_fits_the_coordinator() -> None:
+    outgoing, sequence, delivered = ReportQueue(), 0, 0
+    sources = [mb.SourceLoss(name=f"source-{number}", loss=1.5, windows=1, tokens=10**9) for number in range(64)]
+    for number in range(300):
+        outgoing.add(mb.EvaluationReport(round=number, loss=1.5, committed_tokens=10**9, sources=sources))
+    while outgoing.pending:
+        sequence += 1
+        request = mb.HeartbeatRequest(evaluations=outgoing.take(sequence))  # type: ignore[arg-type]
+        parsed = parse_bounded(mb.HeartbeatRequest, request.SerializeToString(), MAX_ENTRIES)
+        delivered += len(parsed.evaluations)
+    assert delivered == 300

@@ -88,7 +88,17 @@ RUN = wire.RunView(
     nodes_ready=3,
     min_nodes=2,
     layers=plan_pb2.LayerTable(layers=[plan_pb2.LayerInfo(name="embedding", parameters=1000, kind="embedding")]),
-    evaluations=[mb.EvaluationReport(round=1, loss=4.5), mb.EvaluationReport(round=7, loss=2.25)],
+    evaluations=[
+        mb.EvaluationReport(round=1, loss=4.5, sources=[mb.SourceLoss(name="web", loss=4.25, windows=48)]),
+        mb.EvaluationReport(
+            round=7,
+            loss=2.25,
+            sources=[
+                mb.SourceLoss(name="web", loss=2.0, windows=48, tokens=190_000),
+                mb.SourceLoss(name="code", loss=3.0, windows=16, tokens=60_000),
+            ],
+        ),
+    ],
     uncounted=["cid has another corpus", "dan is joining"],
 )
 PLAN = plan_pb2.Plan(

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable
 
 import pytest
-from unit.coordinator.world import RUN, World, abandoned_report, commit, genesis_report, hash_of, round_report
+from unit.coordinator.world import CORPUS, RUN, World, abandoned_report, commit, genesis_report, hash_of, round_report
 
 from atoll.coordinator.rounds import reports
 from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT
+from atoll.coordinator.rounds.source_losses import to_text
 from atoll.coordinator.services import views
 from atoll.coordinator.state import snapshot
 from atoll.coordinator.store import retention
@@ -592,3 +593,74 @@ def test_a_long_run_keeps_a_bounded_part_in_memory_and_the_same_after_a_restart(
     kinds = [type(record) for record in world.records[before:]]
     assert Round not in kinds  # forgotten, and not taken for news
     assert world.run.head_round == 40
+
+
+# --- losses by source ------------------------------------------------------------------------------
+
+MIXED = f'source = "corpus"\ncorpus = "{CORPUS}"\nmixture = [{{ weights = {{ web = 3, code = 1 }} }}]'
+
+
+def of_sources(*rows: tuple[str, float, int, int]) -> mb.EvaluationReport:
+    sources = [mb.SourceLoss(name=name, loss=loss, windows=held, tokens=tokens) for name, loss, held, tokens in rows]
+    return mb.EvaluationReport(loss=5.0, sources=sources)
+
+
+def test_losses_of_sources_are_stored_and_shown() -> None:
+    world = World()
+    world.train("ann", "bob", data=MIXED)
+    world.say("ann", evaluations=[of_sources(("web", 4.5, 48, 3000), ("code", 6.5, 16, 1000))])
+    (stored,) = (record for record in world.records if isinstance(record, Evaluation))
+    assert world.run.sources == stored.sources
+    (shown,) = views.run_view(world.state, world.run, (stored,)).evaluations
+    assert [(source.name, source.loss, source.windows, source.tokens) for source in shown.sources] == [
+        ("web", 4.5, 48, 3000),
+        ("code", 6.5, 16, 1000),
+    ]
+    world.say("bob", evaluations=[mb.EvaluationReport(loss=4.0)])  # of a node that reports none
+    assert (world.run.loss, world.run.sources) == (4.0, "")
+
+
+def test_a_view_of_a_long_run_has_losses_by_source_of_some_rounds_and_of_the_newest() -> None:
+    world = World()
+    world.train("ann", "bob", data=MIXED)
+    text = to_text([mb.SourceLoss(name="web", loss=1.0, windows=1)])
+    rows = tuple(Evaluation(RUN, number, 1.0, 0, text) for number in range(1001))
+    shown = views.run_view(world.state, world.run, rows).evaluations
+    assert len(shown) == 1001
+    assert 300 <= sum(bool(item.sources) for item in shown) <= views.MAX_SOURCE_POINTS
+    assert shown[-1].sources
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [("web", math.nan, 1, 0)],
+        [("web", -1.0, 1, 0)],
+        [("web", 1e300, 1, 0)],
+        [("web", 1.0, 0, 0)],
+        [("web", 1.0, 1, 2**63)],
+        [("web", 1.0, 1, 0), ("web", 1.0, 1, 0)],
+        [("books", 1.0, 1, 0)],
+        [("Web", 1.0, 1, 0)],
+        [("", 1.0, 1, 0)],
+        [("\x1b[2J", 1.0, 1, 0)],
+        [("w" * 65, 1.0, 1, 0)],
+    ],
+)
+def test_sources_that_the_run_cannot_have_are_refused(rows: list[tuple[str, float, int, int]]) -> None:
+    world = World()
+    world.train("ann", "bob", data=MIXED)
+    world.say("ann", evaluations=[of_sources(*rows)])
+    assert (world.run.loss, world.kinds()[-1]) == (0, "evaluation.rejected")
+
+
+@pytest.mark.parametrize(("data", "count"), [('path = "corpus"', 2), (MIXED.rpartition("\n")[0], 65)])
+def test_sources_of_text_without_any_and_too_many_are_refused(data: str, count: int) -> None:
+    world = World()
+    world.train("ann", "bob", data=data)
+    many = [(f"source-{number}", 1.0, 1, 0) for number in range(count)]
+    world.say("ann", evaluations=[of_sources(*many)])
+    assert (world.run.loss, world.kinds()[-1]) == (0, "evaluation.rejected")
+    if count > 64:
+        world.say("ann", evaluations=[of_sources(*many[:64])])
+        assert world.run.loss == 5.0

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from support.memory_store import MemoryStore
-from unit.coordinator.world import RUN, World
+from unit.coordinator.world import CORPUS, RUN, World
 
 from atoll.coordinator import server
 from atoll.coordinator.controller import Controller
@@ -56,19 +56,68 @@ def test_status_is_json_whatever_nodes_report() -> None:
     assert (shown["ann"]["state"], shown["ann"]["planned"], shown["ann"]["train_loss"]) == ("unspecified", True, 0.0)
 
 
-def test_metrics_name_runs_and_states_and_no_peers() -> None:
-    world = World()
-    world.train("ann", "bob")
+def metrics_of(world: World) -> str:
     controller = Controller(MemoryStore(), Identity.generate(), ManualClock(), Policy())
     controller.state = world.state
     registry = CollectorRegistry()
     registry.register(StateCollector(controller))
     text = generate_latest(registry).decode()
     controller.close()
+    return text
+
+
+def test_metrics_name_runs_and_states_and_no_peers() -> None:
+    world = World()
+    world.train("ann", "bob")
+    text = metrics_of(world)
     assert 'atoll_nodes{run="reef",state="training"} 2.0' in text
     assert 'atoll_run_plan_version{run="reef"} 1.0' in text
     assert "12D3KooW" not in text
     assert all(line.startswith(("#", "atoll_")) for line in text.splitlines())
+
+
+def test_the_page_and_metrics_tell_how_long_nodes_wait_for_text() -> None:
+    world = World()
+    world.train("ann", "bob", "cleo")
+    for name, share, state in (
+        ("ann", 0.5, mb.NODE_STATE_TRAINING),
+        ("bob", 7.5, mb.NODE_STATE_TRAINING),
+        ("cleo", 0.25, mb.NODE_STATE_PAUSED),
+    ):
+        waits = mb.NodeStatus(
+            state=state,
+            data_stall_share=share,
+            data_bytes_fetched=300,
+            data_bytes_trained=200,
+        )
+        peer = world.identities[name].peer_id
+        request = mb.HeartbeatRequest(status=waits)
+        world.take(machine.heartbeat(world.state, world.now, peer, world.sessions[peer], request))
+    shown = {str(node["name"]): node for node in status(world.state, world.now, Logs(), "1")["nodes"]}  # type: ignore[attr-defined]
+    assert (shown["ann"]["data_stall_share"], shown["bob"]["data_stall_share"]) == (0.5, 1.0)  # a share is at most 1
+    assert shown["ann"]["data_bytes_fetched"] == 300
+    text = metrics_of(world)
+    assert 'atoll_data_stall_ratio{run="reef",statistic="mean"} 0.75' in text  # a paused node does not count
+    assert 'atoll_data_stall_ratio{run="reef",statistic="max"} 1.0' in text
+    assert 'atoll_data_fetched_bytes{run="reef"} 900.0' in text
+    assert 'atoll_data_trained_bytes{run="reef"} 600.0' in text
+
+
+def test_the_page_and_metrics_have_a_loss_for_each_source() -> None:
+    world = World()
+    mixture = "mixture = [{ weights = { web = 3, code = 1 } }]"
+    world.train("ann", "bob", data=f'source = "corpus"\ncorpus = "{CORPUS}"\n{mixture}')
+    web = mb.SourceLoss(name="web", loss=4.5, windows=48, tokens=3000)
+    code = mb.SourceLoss(name="code", loss=6.5, windows=16)
+    world.say("ann", evaluations=[mb.EvaluationReport(loss=5.0, sources=[web, code])])
+    logs = Logs(evaluations={RUN: (Evaluation(RUN, 0, 5.5, 0), Evaluation(RUN, 0, 5.0, 0, world.run.sources))})
+    (run,) = json.loads(json.dumps(status(world.state, world.now, logs, "1"), allow_nan=False))["runs"]
+    assert [point.get("sources") for point in run["losses"]] == [None, {"web": 4.5, "code": 6.5}]
+    assert run["sources"][0] == {"name": "web", "loss": 4.5, "windows": 48, "tokens": 3000}
+    text = metrics_of(world)
+    assert 'atoll_run_source_validation_loss{run="reef",source="code"} 6.5' in text
+    assert 'atoll_run_source_tokens{run="reef",source="web"} 3000.0' in text
+    assert 'atoll_run_source_tokens{run="reef",source="code"}' not in text  # unknown
 
 
 def test_systemd_is_notified_over_its_socket(tmp_path: Path) -> None:

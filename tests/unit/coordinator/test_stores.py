@@ -55,7 +55,7 @@ FIGURES = PlanFigures("reef", 1, "ann joins", 11, 2, 1, 100.5, 90.25, 600.0, 2.0
 ROUND = Round(
     "reef", 1, 1, 0, 0, True, "", "p1", 1.5, 12, tokens=2**62, manifest_hash=b"h", manifest=b"m", present=("p1", "p2")
 )
-LOSS = Evaluation("reef", 1, 4.125, 1000)
+LOSS = Evaluation("reef", 1, 4.125, 1000, '[["web", 4.0, 48, 750]]')
 DENY = DenyRow(1, b"list")
 EVENT = Event(1, 10, "run.created", "reef", "reef", "run reef created · 3 ±")
 VOTE = Vote("reef", 8, 3, 2**32 - 1, 3, 2, b"\0payload")
@@ -336,6 +336,7 @@ def test_a_database_of_the_release_before_opens_with_its_rows(url: str) -> None:
         connection.exec_driver_sql(
             "INSERT INTO runs VALUES ('reef', '', 'TRAINING', 1, '', '', '', 1, 2, 3, 0, 0, 0, 9)"
         )
+        connection.exec_driver_sql("INSERT INTO evaluations VALUES ('reef', 1, 4.5, 1000)")
         for number, zeroed in ((1, 2), (2, 5)):
             connection.exec_driver_sql(
                 f"INSERT INTO rounds VALUES ('reef', {number}, 1, 0, 0, true, '', '', 1, 1, 1, 1, 1, 1, {zeroed}, "
@@ -346,7 +347,8 @@ def test_a_database_of_the_release_before_opens_with_its_rows(url: str) -> None:
     deny = store.load().deny
     assert deny is not None
     assert deny.number == 3
-    assert [run.parts_zeroed for run in store.load().runs] == [7]
+    assert [(run.parts_zeroed, run.sources) for run in store.load().runs] == [(7, "")]
+    assert store.evaluations("reef") == (Evaluation("reef", 1, 4.5, 1000),)
     store.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from support.memory_store import MemoryStore
 
@@ -41,12 +42,13 @@ def spec_toml(
     name: str = RUN,
     fragments: int = 1,
     micro_batches: int = 1,
+    data: str = 'path = "corpus"',
 ) -> str:
     """A run spec as an operator would write it."""
     pipeline = f"[pipeline]\nmicro_batches = {micro_batches}\n" if micro_batches > 1 else ""
     return (
         f'version = 1\n[run]\nname = "{name}"\nmin_nodes = {min_nodes}\nstop_tokens = {stop_tokens}\n'
-        f'[data]\npath = "corpus"\nsequence_length = 64\n'
+        f"[data]\n{data}\nsequence_length = 64\n"
         f"{pipeline}[sync]\nround_tokens = {round_tokens}\nfragments = {fragments}\n"
     )
 
@@ -227,9 +229,9 @@ class World:
     def tick_done(self) -> None:
         """Whoever else has a turn."""
 
-    def create_run(self, *, start: bool = True, **spec: int) -> Run:
+    def create_run(self, *, start: bool = True, **spec: Any) -> Run:
         """A run."""
-        run = self.take(lifecycle.create_run(self.state, self.now, spec_toml(**spec), start=start))  # type: ignore[arg-type]
+        run = self.take(lifecycle.create_run(self.state, self.now, spec_toml(**spec), start=start))
         assert isinstance(run, Run)
         return run
 
@@ -331,7 +333,7 @@ class World:
             self.connect(name)
         return [self.identities[name] for name in names]
 
-    def train(self, *names: str, **spec: int) -> list[Identity]:
+    def train(self, *names: str, **spec: Any) -> list[Identity]:
         """A run that trains with these nodes; the identities in the order of the plan."""
         self.create_run(min_nodes=len(names), **spec)
         self.join(*names)

@@ -14,7 +14,7 @@ from atoll.core.errors import Unreachable
 from atoll.node.data.blocks import BlockMismatch
 from atoll.node.data.fetcher import Fetched, Fetcher
 from atoll.node.data.mirror_health import MirrorHealth
-from atoll.node.data.mirrors import BlockAbsent, Cancelled, DirectoryMirror
+from atoll.node.data.mirrors import BlockAbsent, Cancelled, DirectoryMirror, Kind
 
 SOON = timedelta(seconds=30)
 
@@ -22,7 +22,7 @@ SOON = timedelta(seconds=30)
 class Partial:
     """A mirror with some paths."""
 
-    local = False
+    kind: Kind = "server"
 
     def __init__(self, name: str, *paths: str) -> None:
         self.name, self.paths, self.asked = name, set(paths), list[str]()
@@ -63,9 +63,9 @@ def test_a_wrong_or_short_file_of_a_directory_leaves_the_others_in_use(tmp_path:
         if data == b"wrong":
             raise BlockMismatch("another digest")
 
-    assert fetcher.fetch("short", 0, 5, check) == Fetched(bytes(5), False)
-    assert fetcher.fetch("wrong", 0, 5, check) == Fetched(bytes(5), False)
-    assert fetcher.fetch("right", 0, 5, check) == Fetched(b"right", True)
+    assert fetcher.fetch("short", 0, 5, check) == Fetched(bytes(5), "server")
+    assert fetcher.fetch("wrong", 0, 5, check) == Fetched(bytes(5), "server")
+    assert fetcher.fetch("right", 0, 5, check) == Fetched(b"right", "directory")
     assert others.asked == ["short", "wrong"]
     assert fetcher.mirrors[0].last_problem == f"{tmp_path} sends wrong bytes: another digest"
 

@@ -123,6 +123,30 @@ def check(corpus: ShardedCorpus, samples: range) -> None:
         np.testing.assert_array_equal(corpus.windows(windows), np.stack([TRUTH[window] for window in windows]))
 
 
+def test_a_report_tells_where_blocks_came_from_and_why_a_mirror_fails(
+    lab: Lab, server: CorpusServer, closing: Closing
+) -> None:
+    with CorpusServer(files_of(lab.root)) as broken:
+        broken.faults.status = 503
+        first = closing(lab.open(broken.address, server.address))
+        check(first, range(64))
+        found = first.data_report(64)
+        assert found.bytes_trained == 64 * LENGTH
+        assert found.bytes_fetched > found.blocks.server * BLOCK_BYTES * 0.9 > 0
+        assert (found.blocks.cache, found.blocks.directory, found.blocks.members) == (0, 0, 0)
+        reports = {mirror.name: mirror for mirror in found.mirrors}
+        assert "503" in reports[broken.address].problem
+        assert reports[broken.address].bytes == 0
+        assert reports[server.address] == (server.address, "server", found.bytes_fetched, "")
+    again = closing(lab.open(server.address))
+    check(again, range(64))
+    assert again.data_report(64).blocks.cache == found.blocks.server
+    assert again.data_report(64).blocks.server == again.data_report(64).bytes_fetched == 0
+    own = closing(lab.open(server.address, path=str(lab.root), cache=CacheFolder(lab.cache.parent / "other")))
+    check(own, range(64))
+    assert own.data_report(64).blocks.directory == found.blocks.server
+
+
 def test_an_epoch_has_every_window_once_but_the_held_out_ones(lab: Lab, closing: Closing) -> None:
     corpus = closing(lab.open(str(lab.root)))
     held_out = set(corpus.validation_windows())
@@ -155,7 +179,7 @@ def test_a_lease_fetches_hardly_more_than_it_trains_in_few_requests(tmp_path: Pa
         before, asked = server.body_bytes, len(server.requests)
         corpus.follow([(0, 2048)])
         deadline = threading.Event()
-        while corpus.reader.blocks_fetched < 2048 * LENGTH // BLOCK_BYTES and not deadline.wait(0.02):
+        while corpus.reader.blocks.server < 2048 * LENGTH // BLOCK_BYTES and not deadline.wait(0.02):
             pass
         for start in range(0, 2048, 16):
             corpus.windows([corpus.window(sample) for sample in range(start, start + 16)])

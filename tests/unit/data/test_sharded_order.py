@@ -8,15 +8,14 @@ from hypothesis import strategies as st
 
 from atoll.node.data.sample_order import (
     GROUP_BYTES,
-    PATTERN_SAMPLES,
     SHUFFLED_SHARDS,
     WOVEN_SMALL_UNITS,
     WOVEN_UNITS,
     ShardedOrder,
     SourceWindows,
-    WeighedSources,
     cut_into_units,
 )
+from atoll.node.data.source_deal import PATTERN_SAMPLES, SourceDeal, WeighedSources
 
 
 def order_of(
@@ -91,21 +90,28 @@ def test_a_small_source_has_smaller_units_and_mixes_more_of_them() -> None:
 def test_each_source_has_its_share_of_any_run_of_samples(weights: list[float], first: int, count: int) -> None:
     if not sum(weights) > 1e-3:
         weights[0] = 1.0
-    order = order_of([[1000]] * len(weights), weights)
-    found = order.shares(first, first + count)
-    assert sum(found.values()) == count
+    deal = SourceDeal([WeighedSources(0, tuple(weights))])
+    found = deal.counts([(first, first + count)])
+    assert sum(found) == count
+    assert sum(deal.wanted([(first, first + count)])) == pytest.approx(count)
     weighed = sum(weight > 0 for weight in weights)
     for number, weight in enumerate(weights):
         share = weight / sum(weights)
-        assert abs(found.get(number, 0) - share * count) <= 1 + weighed * share + count / PATTERN_SAMPLES
+        assert abs(found[number] - share * count) <= 1 + weighed * share + count / PATTERN_SAMPLES
 
 
 def test_shares_are_what_is_dealt() -> None:
     stages = [WeighedSources(0, (3.0, 1.0, 0.0)), WeighedSources(700, (0.0, 1.0, 1.0)), WeighedSources(1000, (1, 0, 0))]
-    order = ShardedOrder(5, [SourceWindows((n,), 7) for n in (100, 40, 30)], stages, 4096)
-    for start, stop in ((0, 1500), (0, 700), (650, 720), (699, 1001), (1200, 1201)):
+    order, deal = ShardedOrder(5, [SourceWindows((n,), 7) for n in (100, 40, 30)], stages, 4096), SourceDeal(stages)
+    ranges = ((0, 1500), (0, 700), (650, 720), (699, 1001), (1200, 1201), (7, 7))
+    together = Counter[int]()
+    for start, stop in ranges:
         dealt = Counter(order.place(sample)[0] for sample in range(start, stop))
-        assert order.shares(start, stop) == dict(dealt)
+        assert list(deal.counts([(start, stop)])) == [dealt[source] for source in range(3)]
+        together += dealt
+    assert list(deal.counts(ranges)) == [together[source] for source in range(3)]
+    assert list(deal.counts([])) == [0, 0, 0]
+    assert list(deal.wanted([(600, 800)])) == [75, 75, 50]
 
 
 def test_a_source_goes_on_where_it_was_when_a_stage_begins() -> None:
@@ -119,7 +125,7 @@ def test_a_source_goes_on_where_it_was_when_a_stage_begins() -> None:
 def test_shares_within_a_tenth_of_a_percent_after_ten_million_tokens() -> None:
     weights = [0.6, 0.25, 0.1, 0.05]
     samples = 10_000_000 // 1024
-    found = order_of([[10**6]] * 4, weights, size=2048).shares(0, samples)
+    found = SourceDeal([WeighedSources(0, tuple(weights))]).counts([(0, samples)])
     assert all(abs(found[number] / samples - weight) <= 0.001 * weight for number, weight in enumerate(weights))
 
 

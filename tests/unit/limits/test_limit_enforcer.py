@@ -226,14 +226,14 @@ async def test_a_used_up_month_pauses_the_node_until_the_next_month_or_a_higher_
     node.host.bytes_total = 500 * 10**6
     await node.ask("set", limits={"cpu_threads": 1})
     assert "1 GB are used up; training resumes on 2026-12-01" in node.pause_reason
-    assert node.limit_enforcer.status_json("")["month_bytes"] == 1_100_000_000
+    assert node.limit_enforcer.status_json(())["month_bytes"] == 1_100_000_000
     await node.ask("set", limits={"monthly_gigabytes": "1.5"})
     assert not node.pause_reason
     await node.ask("set", limits={"monthly_gigabytes": 1})
     node.clock.advance(10 * 86400)
     await node.ask("set", limits={"cpu_threads": 2})
     assert not node.pause_reason
-    assert node.limit_enforcer.status_json("")["month_bytes"] == 0
+    assert node.limit_enforcer.status_json(())["month_bytes"] == 0
 
 
 async def test_traffic_is_limited_to_the_rest_of_the_month_unless_forced(node: Node) -> None:
@@ -326,6 +326,6 @@ async def test_a_damaged_intent_pauses_and_damaged_traffic_counts_from_0(tmp_pat
     node = Node(tmp_path)
     await node.start()
     assert node.pause_reason
-    assert node.limit_enforcer.status_json("")["month_bytes"] == 0
+    assert node.limit_enforcer.status_json(())["month_bytes"] == 0
     await node.ask("resume")
     assert json.loads((tmp_path / "owner.json").read_bytes())["paused"] is False

@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from atoll.node.run.status import LiveStatus
-from atoll.node.trainer.messages import Loading, TrainerStatus
+from atoll.node.trainer.messages import Envelope, Loading, TrainerStatus
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1.plan_pb2 import Span
 
 
 def live_status(status: TrainerStatus, span: tuple[int, int] | None) -> LiveStatus:
-    facts = SimpleNamespace(span=span, device_name="cpu")
+    facts = SimpleNamespace(span=span, device_name="cpu", text_left_out="", mixture_progress=None)
     return LiveStatus(facts=facts, trainer=SimpleNamespace(status=status))  # type: ignore[arg-type]
 
 
@@ -32,6 +32,25 @@ def test_the_time_of_the_held_layers_is_reported_once_it_is_measured() -> None:
     assert found.computed.seconds_per_token == 0.25
     assert not live_status(TrainerStatus(tokens_per_second=3.0), (4, 7)).to_proto(0, 0).HasField("computed")
     assert not live_status(TrainerStatus(busy_seconds_per_token=0.25), None).to_proto(0, 0).HasField("computed")
+
+
+def test_the_owner_is_told_of_the_training_text() -> None:
+    mirrors = (("https://a", "server", 0, "https://a answers 503"), ("https://b", "server", 300, ""))
+    trainer = TrainerStatus(
+        data_stall_share=0.25,
+        data_bytes_fetched=300,
+        data_bytes_trained=200,
+        data_blocks=(1, 0, 2, 3),
+        data_mirrors=mirrors,
+    )
+    status = live_status(Envelope.parse(Envelope(0, trainer).line()).body, None)  # type: ignore[arg-type]
+    found = status.to_json(0, 0)
+    assert found["data_fetched_per_trained"] == 1.5
+    assert found["data_blocks"] == {"cache": 1, "directory": 0, "server": 2, "members": 3}
+    assert found["data_mirrors"][0]["problem"] == "https://a answers 503"
+    sent = status.to_proto(0, 0)
+    assert (sent.data_stall_share, sent.data_bytes_fetched, sent.data_bytes_trained) == (0.25, 300, 200)
+    assert "https" not in str(sent)  # addresses of mirrors stay with the owner
 
 
 def test_loading_progress_is_reported_only_while_the_node_joins() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -277,7 +277,8 @@ def _facts(run: wire.RunView) -> list[tuple[str, object]]:
         *([("nodes not ready", _first_few(run.uncounted))] if run.uncounted else []),
         ("plan", run.plan_version or "–"),
         *([("no plan is possible", run.missing)] if run.missing else []),
-        ("validation loss", _losses(run)),
+        ("validation loss", _losses([(item.round, item.loss) for item in run.evaluations])),
+        *_source_losses(run),
         ("layers", _layers(run)),
         ("spec", "\n" + run.spec_toml.rstrip()),
     ]
@@ -297,8 +298,20 @@ def _layers(run: wire.RunView) -> str:
     return f"{len(rows)}, {count_or_dash(sum(row.parameters for row in rows))} parameters{frozen_text}"
 
 
-def _losses(run: wire.RunView) -> str:
-    if not run.evaluations:
+def _losses(curve: Sequence[tuple[int, float]]) -> str:
+    """First and last of the losses by round."""
+    if not curve:
         return "–"
-    first, last = run.evaluations[0], run.evaluations[-1]
-    return f"{first.loss:.4f} (round {first.round}) → {last.loss:.4f} (round {last.round})"
+    (first_round, first), (last_round, last) = curve[0], curve[-1]
+    return f"{first:.4f} (round {first_round}) → {last:.4f} (round {last_round})"
+
+
+def _source_losses(run: wire.RunView) -> Iterator[tuple[str, str]]:
+    """One fact for each source of the newest evaluation that has sources."""
+    newest = [item for item in run.evaluations if item.sources][-1:]
+    for source in newest[0].sources if newest else ():
+        name = clean(source.name, 64)
+        rounds = [(item.round, {it.name: it.loss for it in item.sources}) for item in run.evaluations]
+        curve = [(number, losses[source.name]) for number, losses in rounds if source.name in losses]
+        trained = f", {count_or_dash(source.tokens)} tokens trained" if source.tokens else ""
+        yield f"loss on {name}", f"{_losses(curve)}{trained}"

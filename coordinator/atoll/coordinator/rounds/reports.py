@@ -19,6 +19,7 @@ from atoll.coordinator.rounds.round_checks import (
     report_key,
     row_from_report,
 )
+from atoll.coordinator.rounds.source_losses import MAX_LOSS, check_sources, to_text
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import run_states
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE, STORED_ROWS_RATE
@@ -37,7 +38,6 @@ from atoll.core.manifest import (
 from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import membership_pb2 as mb
 
-MAX_LOSS = 1e6
 RECENT_MANIFESTS = 32  # kept in memory, so that a second result of one of these rounds proves who voted twice
 DROPPED_SECONDS = 10.0  # dropped reports of this period share one event
 _MAX_NAMED_NODES = 5  # in one event
@@ -68,14 +68,16 @@ def apply_evaluation_report(draft: Draft, peer_id: str, run_id: str, report: mb.
         return  # the node sends it again once the round is known
     try:
         tokens = _check_evaluation(peer_id, memory, report)
+        check_sources(memory.spec, report.sources)
     except AtollError as error:
         reject(draft, run_id, peer_id, "evaluation", error)
         return
     if (run.loss and report.round <= run.loss_round) and not _charge_row(draft, peer_id):
         return
-    draft.log(Evaluation(run_id, report.round, report.loss, tokens))
+    sources = to_text(report.sources)
+    draft.log(Evaluation(run_id, report.round, report.loss, tokens, sources))
     if report.round >= run.loss_round:
-        draft.put(replace(run, loss_round=report.round, loss=report.loss))
+        draft.put(replace(run, loss_round=report.round, loss=report.loss, sources=sources))
 
 
 def apply_genesis_report(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisReport) -> None:

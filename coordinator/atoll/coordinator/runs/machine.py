@@ -140,6 +140,7 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
         raise InvalidRequest(f"lost_layers has {len(request.status.lost_layers)} entries; the model has {count} layers")
     draft = Draft(state, now)
     status = sanitized_message(request.status, MAX_SENTENCE_CHARACTERS)
+    status.data_stall_share = min(1.0, status.data_stall_share)
     if request.HasField("deny_list"):
         admission.merge_deny_list(draft, request.deny_list)
     _take_addresses(draft, node, request)

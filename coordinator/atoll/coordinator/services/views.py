@@ -10,6 +10,7 @@ from typing import cast
 
 from atoll.coordinator.live.attendance import ready_count, uncounted
 from atoll.coordinator.rounds.coordinator_seat import VoteReply
+from atoll.coordinator.rounds.source_losses import from_text
 from atoll.coordinator.runs import checkpoints
 from atoll.coordinator.services.plan_views import plan_fields
 from atoll.coordinator.state.availability import availability, failures_per_hour
@@ -22,6 +23,8 @@ from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
+
+MAX_SOURCE_POINTS = 400  # evaluations whose losses by source a view has, evenly picked: a source is 45 bytes or so
 
 
 def token_view(token: Token) -> admin.TokenView:
@@ -76,7 +79,7 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
 
 def run_view(state: State, run: Run, evaluations: tuple[Evaluation, ...] = ()) -> admin.RunView:
     """View of a run; `evaluations` are read from the store because they are many."""
-    memory = state.memory[run.run_id]
+    memory, every = state.memory[run.run_id], max(1, -(-len(evaluations) // MAX_SOURCE_POINTS))
     return admin.RunView(
         run_id=run.run_id,
         state=run_state(run),
@@ -92,8 +95,13 @@ def run_view(state: State, run: Run, evaluations: tuple[Evaluation, ...] = ()) -
         min_nodes=memory.spec.run.min_nodes,
         layers=plan_pb2.LayerTable.FromString(run.layers) if run.layers else None,
         evaluations=[
-            mb.EvaluationReport(round=item.round, loss=item.loss, committed_tokens=item.committed_tokens)
-            for item in evaluations
+            mb.EvaluationReport(
+                round=item.round,
+                loss=item.loss,
+                committed_tokens=item.committed_tokens,
+                sources=from_text(item.sources) if (len(evaluations) - index) % every == 0 else (),
+            )
+            for index, item in enumerate(evaluations, 1)
         ],
         missing=memory.no_plan_reason or memory.undecidable_reason,
         uncounted=uncounted(state, run.run_id),

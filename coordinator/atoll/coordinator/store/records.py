@@ -79,6 +79,7 @@ class Run:
     plan_floor: int = 0  # after a restore: higher plans up to this version may have been issued
     rounds_opened: int = 0  # all attempts that are known or must have been; rows of old ones are deleted
     parts_zeroed: int = 0  # in all known rounds
+    sources: str = ""  # of the newest evaluation
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,7 @@ class Evaluation:
     round: int
     loss: float  # nats per token
     committed_tokens: int
+    sources: str = ""  # of a corpus with several (`rounds/source_losses.py`)
 
 
 @dataclass(frozen=True)

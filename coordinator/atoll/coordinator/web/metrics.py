@@ -1,6 +1,7 @@
 """Prometheus metrics of the coordinator: read from the state at each scrape; errors are counted as they happen.
 
-Labels are runs, node states, methods and error names, which are all bounded. No label names a peer.
+Labels are runs, node states, methods, error names and sources of a corpus (at most 64), which are all bounded. No
+label names a peer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.live.attendance import ready_count
+from atoll.coordinator.rounds.source_losses import from_text
 from atoll.coordinator.sanitize import enum_word
 from atoll.coordinator.state.snapshot import State
 from atoll.v1 import membership_pb2 as mb
@@ -46,7 +48,20 @@ class StateCollector(Collector):
 def _nodes(state: State) -> Iterator[Metric]:
     nodes = GaugeMetricFamily("atoll_nodes", "Connected nodes and seeds by state", labels=["run", "state"])
     pace = GaugeMetricFamily("atoll_tokens_per_second", "Sum of the rates that connected nodes measure", labels=["run"])
+    stall = GaugeMetricFamily(
+        "atoll_data_stall_ratio",
+        "Share of recent training time that waited for training text, of nodes that train",
+        labels=["run", "statistic"],
+    )
+    fetched = GaugeMetricFamily(
+        "atoll_data_fetched_bytes", "Training text that connected nodes fetched", labels=["run"]
+    )
+    trained = GaugeMetricFamily(
+        "atoll_data_trained_bytes", "Stored bytes of corpus samples that connected nodes trained", labels=["run"]
+    )
     counts: Counts[tuple[str, str]] = Counts()
+    text: Counts[tuple[str, str]] = Counts()
+    stalls: defaultdict[str, list[float]] = defaultdict(list)
     speeds: defaultdict[str, float] = defaultdict(float)
     for node in state.nodes.values():
         live = state.live.get(node.peer_id)
@@ -54,12 +69,20 @@ def _nodes(state: State) -> Iterator[Metric]:
             name = enum_word(mb.NodeState.DESCRIPTOR, live.status.state)
             counts[node.run_id, name] += 1
             speeds[node.run_id] += live.status.tokens_per_second
+            text[node.run_id, "fetched"] += live.status.data_bytes_fetched
+            text[node.run_id, "trained"] += live.status.data_bytes_trained
+            if live.status.state == mb.NODE_STATE_TRAINING:
+                stalls[node.run_id].append(live.status.data_stall_share)
     for (run_id, name), count in sorted(counts.items()):
         nodes.add_metric([run_id, name], count)
     for run_id in sorted(state.runs):
         pace.add_metric([run_id], speeds[run_id])
-    yield nodes
-    yield pace
+        fetched.add_metric([run_id], text[run_id, "fetched"])
+        trained.add_metric([run_id], text[run_id, "trained"])
+        if shares := stalls[run_id]:
+            stall.add_metric([run_id, "mean"], sum(shares) / len(shares))
+            stall.add_metric([run_id, "max"], max(shares))
+    yield from (nodes, pace, stall, fetched, trained)
 
 
 def _runs(state: State) -> Iterator[Metric]:
@@ -71,6 +94,12 @@ def _runs(state: State) -> Iterator[Metric]:
     plan = GaugeMetricFamily("atoll_run_plan_version", "Newest plan", labels=["run"])
     loss = GaugeMetricFamily("atoll_run_validation_loss", "Newest validation loss, nats per token", labels=["run"])
     ready = GaugeMetricFamily("atoll_run_nodes_ready", "Nodes that train or could", labels=["run"])
+    source_loss = GaugeMetricFamily(
+        "atoll_run_source_validation_loss", "Newest validation loss by source, nats per token", labels=["run", "source"]
+    )
+    source_tokens = GaugeMetricFamily(
+        "atoll_run_source_tokens", "Tokens of a source in committed rounds, of a mixture", labels=["run", "source"]
+    )
     for run_id, run in sorted(state.runs.items()):
         memory = state.memory[run_id]
         head.add_metric([run_id], run.head_round)
@@ -92,4 +121,8 @@ def _runs(state: State) -> Iterator[Metric]:
         ready.add_metric([run_id], ready_count(state, run_id))
         if run.loss:
             loss.add_metric([run_id], run.loss)
-    yield from (head, tokens, rounds, members, zeroed, plan, loss, ready)
+        for source in from_text(run.sources):
+            source_loss.add_metric([run_id, source.name], source.loss)
+            if source.tokens:
+                source_tokens.add_metric([run_id, source.name], source.tokens)
+    yield from (head, tokens, rounds, members, zeroed, plan, loss, ready, source_loss, source_tokens)

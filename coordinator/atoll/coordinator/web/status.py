@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
+from atoll.coordinator.rounds.source_losses import from_text
 from atoll.coordinator.sanitize import enum_word
 from atoll.coordinator.services import views
 from atoll.coordinator.state.snapshot import State, StepTime
@@ -74,11 +75,21 @@ def _run(state: State, run: Run, evaluations: Sequence[Evaluation], rounds: Sequ
         "validation_loss": view.validation_loss,
         "parameters": sum(layer.parameters for layer in view.layers.layers),
         "losses": [
-            {"round": item.round, "loss": item.loss, "committed_tokens": item.committed_tokens}
+            {"round": item.round, "loss": item.loss, "committed_tokens": item.committed_tokens, **_sources(item)}
             for item in downsample(evaluations)
+        ],
+        "sources": [
+            {"name": source.name, "loss": source.loss, "windows": source.windows, "tokens": source.tokens}
+            for source in from_text(run.sources)
         ],
         "rounds": [_round(state, row) for row in rounds[-RECENT_ROUNDS:]],
     }
+
+
+def _sources(item: Evaluation) -> dict[str, object]:
+    """Losses by source, where the corpus has several."""
+    found = {source.name: source.loss for source in from_text(item.sources)}
+    return {"sources": found} if found else {}
 
 
 def _plan(plan: Plan | None) -> dict[str, object] | None:
@@ -142,6 +153,9 @@ def _node(state: State, node: Node, now: StepTime) -> dict[str, object]:
         "steps": view.status.steps,
         "tokens": view.status.tokens,
         "train_loss": view.status.train_loss,
+        "data_stall_share": view.status.data_stall_share,
+        "data_bytes_fetched": view.status.data_bytes_fetched,
+        "data_bytes_trained": view.status.data_bytes_trained,
         "head_round": view.status.head_round,
         "averaging_bytes_sent": view.status.averaging_bytes_sent,
         "averaging_bytes_fp32": view.status.averaging_bytes_fp32,

@@ -48,7 +48,7 @@ class Finding:
 
 
 def doctor(data_dir: DataDir = None, config: ConfigFile = None, output: OutputOption = Output.TEXT) -> None:
-    """Check Python, packages, device, limits, disk, port, keys, certificate and the connection to the coordinator."""
+    """Check Python, packages, device, limits, disk, port, keys, coordinator, and how the run's text would come."""
     loaded = load_settings(data_dir, config).config
     findings = []
     for check in _CHECKS:
@@ -201,6 +201,22 @@ def _coordinator(endpoint: str) -> Iterator[Finding]:
         yield Finding("coordinator", False, f"{endpoint}: {error}", "check the network; training goes on without it")
 
 
+def _corpus(config: NodeConfig) -> Iterator[Finding]:
+    from atoll.core.run_spec import parse_run_spec
+    from atoll.node.control.credentials import Credentials
+
+    try:
+        credentials = Credentials.load(config.data_dir)
+        spec = parse_run_spec(credentials.run_spec_toml) if credentials is not None else None
+    except AtollError as error:
+        yield Finding("run spec", False, str(error), error.remedy)
+        return
+    if spec is not None and spec.data.source == "corpus":
+        from atoll.node.cli.doctor_corpus import corpus_findings
+
+        yield from corpus_findings(config, spec)
+
+
 _CHECKS: tuple[Callable[[NodeConfig], Iterator[Finding]], ...] = (
     _python,
     _device,
@@ -208,4 +224,5 @@ _CHECKS: tuple[Callable[[NodeConfig], Iterator[Finding]], ...] = (
     _disk,
     _port,
     _membership,
+    _corpus,
 )

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _REFRESH_SECONDS = 1.0
+_MIRRORS_SHOWN = 5
+_PLACES = {"cache": "this disk's cache", "directory": "--data", "server": "mirrors", "members": "members"}
 _COLOURS = {"training": "green", "finished": "cyan", "paused": "yellow", "failed": "red", "draining": "yellow"}
 
 
@@ -47,6 +49,7 @@ def _watch(draw: Callable[[], RenderableType]) -> None:
 
 
 def _view(report: dict[str, Any]) -> RenderableType:
+    from rich.markup import escape
     from rich.panel import Panel
     from rich.table import Table
 
@@ -66,7 +69,7 @@ def _view(report: dict[str, Any]) -> RenderableType:
     month = f"{report['month_bytes'] / 1e9:.2f} GB{allowed} this month"
     table.add_row("other traffic", f"{bytes_text(report['other_bytes_sent'])} sent · to and from peers {month}")
     for warning in report["warnings"]:
-        table.add_row("warning", f"[yellow]{warning}[/]")
+        table.add_row("warning", f"[yellow]{escape(warning)}[/]")
     return Panel(
         table,
         title=f"[bold]{report['name']}[/] · run {report['run']}",
@@ -96,10 +99,43 @@ def _training_rows(table: Any, report: dict[str, Any]) -> None:
         "averaging",
         f"{bytes_text(report['averaging_bytes_sent'])} sent" + (f" · {saved:.1f}× less than fp32" if saved else ""),
     )
-    if report.get("data_bytes_fetched"):  # a daemon of an earlier release does not report it
-        table.add_row("text", f"{bytes_text(report['data_bytes_fetched'])} fetched")
+    _text_rows(table, report)
+
+
+def _text_rows(table: Any, report: dict[str, Any]) -> None:
+    """How the training text comes. A daemon of an earlier release reports less of it."""
+    from rich.markup import escape
+
+    if report.get("data_bytes_fetched"):
+        told = [f"{bytes_text(report['data_bytes_fetched'])} fetched"]
+        if report.get("data_fetched_per_trained") is not None:
+            told.append(f"{report['data_fetched_per_trained']:.2f} × what was trained")
+        table.add_row("text", " · ".join([*told, *_block_shares(report.get("data_blocks", {}))]))
     if report["data_stall_seconds"] >= 1:
-        table.add_row("data stall", f"{report['data_stall_seconds']:.1f} s waited for the loader")
+        share = f"{report['data_stall_share']:.1%} of recent training time · " if "data_stall_share" in report else ""
+        table.add_row("data stall", f"{share}{report['data_stall_seconds']:.1f} s waited for training text")
+    for source in report.get("sources", []):
+        cells = []
+        if "tokens" in source:
+            cells.append(f"{count_text(source['tokens'])} tokens · {source['epochs']:.2f} epochs")
+            cells.append(f"{source['share']:.1%} of what was trained, {source['share_wanted']:.1%} wanted")
+        if "validation_loss" in source:
+            cells.append(f"validation {source['validation_loss']:.3f}")
+        table.add_row(f"source {escape(source['name'])}", " · ".join(cells))
+    failing = [mirror for mirror in report.get("data_mirrors", []) if mirror["problem"]]
+    for mirror in failing[:_MIRRORS_SHOWN]:
+        table.add_row("mirror", f"[yellow]{escape(mirror['problem'])}[/]")
+    if len(failing) > _MIRRORS_SHOWN:
+        table.add_row("mirror", f"[yellow]{len(failing) - _MIRRORS_SHOWN} more fail: --output json[/]")
+
+
+def _block_shares(blocks: dict[str, int]) -> list[str]:
+    """Tell where blocks came from, if there are several places."""
+    total, told = sum(blocks.values()), []
+    for place, name in _PLACES.items():
+        if blocks.get(place):
+            told.append(f"{blocks[place] / total:.0%} from {name}")
+    return [f"blocks: {', '.join(told)}"] if told else []
 
 
 def _bar(fraction: float, width: int = 24) -> str:

@@ -44,6 +44,7 @@ HEARTBEAT_INTERVAL = timedelta(seconds=1)
 CALL_TIMEOUT = timedelta(seconds=10)
 VOTE_TIMEOUT = timedelta(seconds=8)
 MAX_REPORTS = 200  # in one heartbeat
+MAX_REPORTED_SOURCES = 2048  # losses in one heartbeat: the coordinator bounds the entries of a message
 MAX_REPORT_BYTES = 1 << 20  # in one heartbeat
 MAX_KEPT = 4096  # reports that wait for the coordinator; the oldest are dropped
 MAX_KEPT_ROUNDS = 256  # of these, reports of rounds, which are large
@@ -88,10 +89,11 @@ class ReportQueue:
 
     def take(self, sequence: int) -> list[Report]:
         """Move the oldest pending reports to heartbeat `sequence`, as many as one heartbeat may carry."""
-        size = count = 0
+        size = sources = count = 0
         for report in self.pending[:MAX_REPORTS]:
             size += report.ByteSize()
-            if size > MAX_REPORT_BYTES and count:
+            sources += len(report.sources) if isinstance(report, mb.EvaluationReport) else 0
+            if (size > MAX_REPORT_BYTES or sources > MAX_REPORTED_SOURCES) and count:
                 break
             count += 1
         batch, self.pending = self.pending[:count], self.pending[count:]

@@ -3,7 +3,8 @@
 A chunk of a shard has one file: the digests of its blocks, and from `DATA_OFFSET` on its bytes, with holes where
 nothing was fetched. Readers check the hash of every block that they read (`data/block_reader.py`): a hole, a torn write
 and a changed byte look alike, as a block that must be fetched. So files are not synced, several processes may write
-one, and a node that was killed goes on with what is there. What was not used for longest is deleted first.
+one, and a node that was killed goes on with what is there. What was not used for longest is deleted first. Held-out
+text is *pinned*: an evaluation must not wait for mirrors.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,6 +26,7 @@ _LOCK_SECONDS = 5.0
 _LOOK_SHARE = 0.05  # of the budget, after which a process looks at what others wrote
 _POLL_SECONDS = 0.02
 _KEPT_SHARE = 0.9  # of the budget, after old files were deleted
+_PINNED_SHARE = 0.25  # of the budget, at most
 
 
 def chunk_file(shard: ShardName, chunk: int) -> str:
@@ -45,6 +47,24 @@ class BlockCache:
         self._lock = threading.Lock()
         self._written = float("inf")  # since this process looked; the first write looks at what is there
         self._complained = False
+        self._pinned = frozenset[str]()
+
+    def pin(self, files: Mapping[str, int]) -> bool:
+        """Never delete these files from now on, unless they can take more than a quarter of the budget. `files`: sizes.
+
+        Returns whether they are pinned.
+        """
+        most = sum(files.values())
+        if most > self.budget_bytes * _PINNED_SHARE:
+            log.get("corpus").warning(
+                "held_out_text_not_pinned",
+                bytes=most,
+                budget=self.budget_bytes,
+                remedy="an evaluation may fetch it again: set disk_gigabytes higher",
+            )
+            return False
+        self._pinned = frozenset(files)
+        return True
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Return bytes of a file, as many as are there; empty if it is absent."""
@@ -115,6 +135,8 @@ class BlockCache:
         for _, size, path in sorted(found):
             if total <= self.budget_bytes * _KEPT_SHARE:
                 break
+            if path.name in self._pinned:
+                continue
             with suppress(OSError):
                 path.unlink()
                 total -= size

@@ -7,8 +7,8 @@ all chunks of a shard against its root, those of a chunk's blocks against the ch
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -27,6 +27,7 @@ from atoll.node.data.blocks import (
     wrong_blocks,
 )
 from atoll.node.data.card import CorpusCard, Shard, ShardName
+from atoll.node.data.data_report import BlockCounts
 from atoll.node.data.fetcher import Fetcher
 
 CHUNKS_IN_MEMORY = 1024  # 64 MiB
@@ -54,8 +55,17 @@ class BlockReader:
         self._shards: OrderedDict[ShardName, bytes] = OrderedDict()
         self._cached_shards = set[ShardName]()  # of them, whose digests are in the cache
         self._lock = threading.Lock()
-        self.blocks_read = 0
-        self.blocks_fetched = 0
+        self._blocks: Counter[str] = Counter()
+
+    @property
+    def blocks(self) -> BlockCounts:
+        """Where the blocks that were read came from."""
+        with self._lock:
+            return BlockCounts(*(self._blocks[place] for place in BlockCounts._fields))
+
+    def _count(self, place: str, blocks: int) -> None:
+        with self._lock:
+            self._blocks[place] += blocks
 
     def read(self, source: int, shard: int, start: int, stop: int) -> bytes:
         """Return bytes `start` to `stop` of a shard. Raises `Unreachable` if no mirror gives what is missing."""
@@ -64,6 +74,18 @@ class BlockReader:
             chunk = self._ready(source, shard, number, first // BLOCK_BYTES, -(-last // BLOCK_BYTES))
             found += chunk.data[first:last]
         return bytes(found)
+
+    def pin(self, places: Iterable[tuple[int, int, int, int]]) -> None:
+        """Keep the blocks of these ranges in the cache once they are there: source, shard, first and last byte."""
+        if self._cache is None:
+            return
+        files: dict[str, int] = {}
+        for source, shard, start, stop in places:
+            name, facts = ShardName(self._card.sources[source].name, shard), self._card.sources[source].shards[shard]
+            first, last = chunk_digests_range(self._card.shard_bytes(facts))
+            files[shard_file(name)] = last - first
+            files |= {chunk_file(name, number): DATA_OFFSET + CHUNK_BYTES for number, _, _ in _pieces(start, stop)}
+        self._cache.pin(files)
 
     def ensure(self, source: int, shard: int, chunk: int, first: int, last: int) -> None:
         """Have blocks `first` to `last` (exclusive) of a chunk ready, for a later `read`. Raises `Unreachable`."""
@@ -75,7 +97,6 @@ class BlockReader:
         chunk = self._chunk(name, number, chunk_size(size, number))
         last = min(last, len(chunk.known))
         with chunk.lock:
-            self.blocks_read += last - first
             if all(chunk.known[first:last]):
                 return chunk
             file = chunk_file(name, number)
@@ -121,10 +142,11 @@ class BlockReader:
         begin, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, len(chunk.data))
         data = self._cache.read(file, DATA_OFFSET + begin, DATA_OFFSET + end)
         if len(data) == end - begin:
-            wrong = set(wrong_blocks(data, first, chunk.digests))
-            for block in range(first, last):
-                if block not in wrong:
-                    self._keep(chunk, block, data[(block - first) * BLOCK_BYTES : (block + 1 - first) * BLOCK_BYTES])
+            right = {block for block in range(first, last) if not chunk.known[block]}
+            right -= set(wrong_blocks(data, first, chunk.digests))
+            self._count("cache", len(right))
+            for block in sorted(right):
+                self._keep(chunk, block, data[(block - first) * BLOCK_BYTES : (block + 1 - first) * BLOCK_BYTES])
 
     def _recall_chunk_digests(self, name: ShardName, shard: Shard) -> bytes | None:
         with self._lock:
@@ -174,8 +196,8 @@ class BlockReader:
         data = fetched.data
         for block in range(first, last):
             self._keep(chunk, block, data[(block - first) * BLOCK_BYTES : (block + 1 - first) * BLOCK_BYTES])
-        self.blocks_fetched += last - first
-        if self._cache is not None and not fetched.local:  # the cache is no copy of a directory of this machine
+        self._count(fetched.kind, last - first)
+        if self._cache is not None and fetched.kind != "directory":  # the cache is no copy of the owner's directory
             self._cache_digests(self._cache, chunk, file, name)
             self._cache.write(file, DATA_OFFSET + start, data)
 

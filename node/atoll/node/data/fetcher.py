@@ -21,7 +21,7 @@ from atoll.core.clock import Clock
 from atoll.core.errors import Unreachable
 from atoll.node.data.blocks import BlockMismatch
 from atoll.node.data.mirror_health import FORGET_SECONDS, Absences, MirrorHealth
-from atoll.node.data.mirrors import BlockAbsent, Cancelled, Mirror, MirrorFailed
+from atoll.node.data.mirrors import BlockAbsent, Cancelled, Kind, Mirror, MirrorFailed
 
 PATIENCE = timedelta(minutes=10)
 _ATTEMPT_SECONDS = 120.0  # for a short answer; a slower one counts as a failure
@@ -38,10 +38,10 @@ Read = Callable[[Mirror, Cancelled], bytes]
 
 @dataclass(frozen=True)
 class Fetched:
-    """Verified bytes, and whether they came from this machine."""
+    """Verified bytes, and the kind of mirror that gave them."""
 
     data: bytes
-    local: bool
+    kind: Kind
 
 
 @dataclass
@@ -79,18 +79,18 @@ class Fetcher:
     @property
     def all_local(self) -> bool:
         """True if every mirror is a directory of this machine."""
-        return all(health.mirror.local for health in self.mirrors)
+        return all(health.local for health in self.mirrors)
 
     @property
     def prefers_local(self) -> bool:
         """True if the next read is from a directory of this machine."""
         now = self._clock.monotonic()
-        return any(health.mirror.local and health.rests_until <= now for health in self.mirrors)
+        return any(health.local and health.rests_until <= now for health in self.mirrors)
 
     @property
     def bytes_fetched(self) -> int:
         """Verified bytes that came over the network."""
-        return sum(health.bytes for health in self.mirrors if not health.mirror.local)
+        return sum(health.bytes for health in self.mirrors if not health.local)
 
     @property
     def trouble(self) -> str:
@@ -160,7 +160,7 @@ class Fetcher:
                     attempts.remove(attempt)
                 if isinstance(answer, bytes):
                     self._learn_from_losers(attempts)
-                    return Fetched(answer, attempt.health.mirror.local)
+                    return Fetched(answer, attempt.health.mirror.kind)
                 if isinstance(answer, BlockAbsent):
                     absences.add(attempt.health, self._clock.monotonic(), str(answer))
                     self._note_absences(attempts, absences)
@@ -196,8 +196,8 @@ class Fetcher:
             rested = [health for health in free if asked_from(health) <= now]
             if rested:
                 unknown = [health for health in rested if now - health.asked_at >= FORGET_SECONDS]
-                chosen = min(rested, key=lambda health: (not health.mirror.local, health.expected_seconds(size)))
-                if unknown and not chosen.mirror.local:
+                chosen = min(rested, key=lambda health: (not health.local, health.expected_seconds(size)))
+                if unknown and not chosen.local:
                     chosen = unknown[0]
                 return chosen, 0.0
             if free and not busy:  # nobody answers: one of them is asked now and then, so that its return is noticed
@@ -229,7 +229,7 @@ class Fetcher:
             except Exception as error:
                 answers.put((attempt, error))
 
-        if health.mirror.local:
+        if health.local:
             run()
         else:
             threading.Thread(target=run, name="corpus-read", daemon=True).start()
@@ -242,7 +242,7 @@ class Fetcher:
             check(data)
         except BlockMismatch as error:
             problem = f"{health.mirror.name} sends wrong bytes: {error}"
-            if health.mirror.local:  # one file has changed: the others are read on
+            if health.local:  # one file has changed: the others are read on
                 with self._lock:
                     health.lies, health.last_problem = health.lies + 1, problem
                 if health.lies == 1:

@@ -31,6 +31,16 @@ class MirrorHealth:
     bytes: int = 0  # verified
     last_problem: str = ""
 
+    @property
+    def local(self) -> bool:
+        """True for a directory of this machine."""
+        return self.mirror.kind == "directory"
+
+    @property
+    def problem(self) -> str:
+        """Why it fails now; empty after a good answer."""
+        return self.last_problem if self.failures else ""
+
     def expected_seconds(self, size: int) -> float:
         """Seconds that a read of `size` bytes takes, with the time that goes into answers without the bytes."""
         return (self.seconds + size * self.seconds_per_byte) / (1 - min(self.absences, 0.99))

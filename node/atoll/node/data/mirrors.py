@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
 from atoll.core.errors import ConfigError
@@ -28,6 +28,7 @@ _WEB = ("http", "https")
 _STORES = frozenset({"abfs", "az", "gcs", "gs", "hf", "s3"})  # of fsspec
 
 Cancelled = Callable[[], bool]
+Kind = Literal["directory", "server", "members"]
 
 
 class MirrorFailed(Exception):
@@ -42,7 +43,7 @@ class Mirror(Protocol):
     """A place that has the files of a corpus. Its methods may be called from several threads at once."""
 
     name: str  # for messages; has no secrets
-    local: bool  # reading again costs nothing, so that nothing is kept in the cache
+    kind: Kind  # to read a directory of this machine again costs nothing, so nothing of it is kept in the cache
 
     def read(self, path: str, start: int, stop: int, cancelled: Cancelled) -> bytes:
         """Return exactly bytes `start` to `stop` of a file. Raises `MirrorFailed`, `BlockAbsent`."""
@@ -87,7 +88,7 @@ def open_mirror(address: str) -> Mirror:
 class UnusableMirror:
     """A mirror that this node cannot open, beside others that it can."""
 
-    local = False
+    kind: Kind = "server"
 
     def __init__(self, reason: str) -> None:
         self.name, self._reason = "a mirror", reason
@@ -105,7 +106,7 @@ class UnusableMirror:
 class DirectoryMirror:
     """A corpus in a directory of this machine."""
 
-    local = True
+    kind: Kind = "directory"
 
     def __init__(self, root: Path) -> None:
         self.name, self._root = str(root), root
@@ -137,7 +138,7 @@ class DirectoryMirror:
 class HttpMirror:
     """A corpus behind a web server that serves ranges. Redirects lead to web servers only."""
 
-    local = False
+    kind: Kind = "server"
 
     def __init__(self, address: str) -> None:
         import httpx
@@ -190,7 +191,7 @@ class HttpMirror:
 class FsspecMirror:
     """A corpus in a store that `fsspec` knows. Credentials come from the environment of the node, never from a spec."""
 
-    local = False
+    kind: Kind = "server"
 
     def __init__(self, address: str) -> None:
         scheme = urlsplit(address).scheme

@@ -72,6 +72,7 @@ class OpenedCorpus:
             raise
         try:
             held_out = corpus.validation_windows()
+            self.reader.pin(map(corpus.place, held_out))
             for start in range(0, len(held_out), _HELD_OUT_AT_ONCE):
                 corpus.windows(held_out[start : start + _HELD_OUT_AT_ONCE])
                 on_progress()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from atoll.core.errors import AtollError
 from atoll.node.data.card import MAX_CARD_BYTES, MAX_TOKENIZER_BYTES
-from atoll.node.data.mirrors import BlockAbsent, Cancelled, MirrorFailed
+from atoll.node.data.mirrors import BlockAbsent, Cancelled, Kind, MirrorFailed
 from atoll.node.data.peer_socket import (
     ABSENT,
     ANSWER_START,
@@ -35,7 +35,8 @@ _MAX_IDLE = 16
 class PeerMirror:
     """The run's members. Methods may be called from several threads at once."""
 
-    name, local = "other members", False
+    name = "other members"
+    kind: Kind = "members"
 
     def __init__(self, path: Path) -> None:
         self._path = path

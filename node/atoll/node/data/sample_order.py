@@ -12,20 +12,20 @@ mix text from many places:
   that follow each other come from several places.
 
 A mixture weighs the sources. Sample numbers are dealt to sources so evenly that each has its share of every run of
-samples, up to a few samples (`_deal` gives the bound).
+samples, up to a few samples (`data/source_deal.py`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
+
+from atoll.node.data.source_deal import SourceDeal, WeighedSources
 
 _MASK = (1 << 64) - 1
 _FEISTEL_ROUNDS = 6
@@ -37,7 +37,6 @@ GROUP_BYTES = 1 << 13
 WOVEN_UNITS = 4  # rows of 32 KiB: where a lease begins or ends within a row, two members fetch all of it
 WOVEN_SMALL_UNITS = 32  # in a small source, which is fetched whole anyway
 SHUFFLED_SHARDS = 16
-PATTERN_SAMPLES = 1 << 16  # the pattern of sources repeats after these
 
 
 def splitmix64(value: int) -> int:
@@ -96,14 +95,6 @@ class SampleOrder:
 
 
 @dataclass(frozen=True)
-class WeighedSources:
-    """A stage of a mixture: from sample `start` on, sources have these weights. Their sum does not matter."""
-
-    start: int
-    weights: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class SourceWindows:
     """What of a source is trained: windows of each shard, and how many of them make a unit."""
 
@@ -132,15 +123,10 @@ class ShardedOrder:
         self, seed: int, sources: Sequence[SourceWindows], stages: Sequence[WeighedSources], window_bytes: int
     ) -> None:
         """`stages` begin at sample 0 and are in order. `window_bytes`: stored bytes of a window."""
-        if not stages or stages[0].start != 0 or any(b.start <= a.start for a, b in pairwise(stages)):
-            raise ValueError("stages of a mixture begin at sample 0 and follow each other")
+        self._deal = SourceDeal(stages)
         for stage in stages:
             if any(weight and not source.windows for weight, source in zip(stage.weights, sources, strict=True)):
                 raise ValueError("a source that has a weight needs a window")
-        self._stages = tuple(_Stage(stage) for stage in stages)
-        self._starts = [stage.start for stage in stages]
-        for earlier, later in pairwise(self._stages):
-            later.begin_after(earlier)
         mixed, per_group = splitmix64(seed & _MASK), max(1, GROUP_BYTES // window_bytes)
         self._sources = tuple(
             _SourceOrder(splitmix64(mixed + number), source, per_group) for number, source in enumerate(sources)
@@ -148,83 +134,8 @@ class ShardedOrder:
 
     def place(self, sample: int) -> tuple[int, int, int]:
         """Return source, shard, and window in the shard, of sample number `sample` (0 or more)."""
-        source, turn = self._stages[bisect_right(self._starts, sample) - 1].deal(sample)
+        source, turn = self._deal.deal(sample)
         return (source, *self._sources[source].place(turn))
-
-    def shares(self, start: int, stop: int) -> Mapping[int, int]:
-        """Return how many of the samples from `start` to `stop` each source has."""
-        ends = [*self._starts[1:], stop]
-        counts = np.zeros(len(self._sources), dtype=np.int64)
-        for stage, begin, end in zip(self._stages, self._starts, ends, strict=True):
-            first, last = max(start, begin), min(stop, end)
-            if first < last:
-                counts += stage.turns(last) - stage.turns(first)
-        return {number: int(count) for number, count in enumerate(counts) if count}
-
-
-class _Stage:
-    """Deals sample numbers to sources by weight, in a pattern that repeats."""
-
-    def __init__(self, stage: WeighedSources) -> None:
-        self._start = stage.start
-        self._pattern = _deal(stage.weights)
-        self._counts = np.bincount(self._pattern, minlength=len(stage.weights)).astype(np.int64)
-        self._turns = np.zeros(len(self._pattern), dtype=np.int64)  # how often the same source came before
-        for source in range(len(stage.weights)):
-            (at,) = np.nonzero(self._pattern == source)
-            self._turns[at] = np.arange(len(at))
-        self._before = np.zeros(len(stage.weights), dtype=np.int64)  # turns of each source in earlier stages
-
-    def begin_after(self, earlier: _Stage) -> None:
-        """Let each source go on where it is when the earlier stage ends."""
-        self._before = earlier.turns(self._start)
-
-    def turns(self, sample: int) -> NDArray[np.int64]:
-        """Return how many samples each source has had before `sample`."""
-        times, rest = divmod(sample - self._start, len(self._pattern))
-        return self._before + times * self._counts + np.bincount(self._pattern[:rest], minlength=len(self._counts))
-
-    def deal(self, sample: int) -> tuple[int, int]:
-        times, slot = divmod(sample - self._start, len(self._pattern))
-        source = int(self._pattern[slot])
-        return source, int(self._before[source] + times * self._counts[source] + self._turns[slot])
-
-
-def apportion(weights: Sequence[float], total: int) -> list[int]:
-    """Return shares of `total` by weight, as integers with that sum (largest remainder).
-
-    In fractions, because Python 3.12 adds floats otherwise than 3.11, and nodes of both must agree.
-    """
-    exact = [Fraction(weight) for weight in weights]
-    if not sum(exact) > 0:
-        raise ValueError("weights need a positive sum")
-    shares = [weight * total / sum(exact) for weight in exact]
-    counts = [int(share) for share in shares]
-    by_rest = sorted(range(len(weights)), key=lambda number: (counts[number] - shares[number], number))
-    for number in by_rest[: total - sum(counts)]:
-        counts[number] += 1
-    return counts
-
-
-def _deal(weights: Sequence[float]) -> NDArray[np.int64]:
-    """Return the source of each slot of a pattern, spread evenly.
-
-    A source with n of the slots wants slots (j + ½) / n of the way through the pattern, j = 0 … n − 1, and all wishes
-    are served in order. n is the weight's share of the slots, rounded so that the sum is right (largest remainder).
-
-    In any run of slots, a source of share s among k sources has its share up to 1 + k·s samples: where all wishes up to
-    x of the way are served, each source has x·n up to ½, so the slot is x of the way up to k/2 slots.
-    """
-    if sum(weight > 0 for weight in weights) == 1:
-        return np.array([next(number for number, weight in enumerate(weights) if weight > 0)], dtype=np.int64)
-    counts = apportion(weights, PATTERN_SAMPLES)
-    if any(weight and not count for weight, count in zip(weights, counts, strict=True)):
-        raise ValueError(f"a source has less than 1/{PATTERN_SAMPLES} of the samples")
-    # integers, so that every machine sorts alike: (2j + 1) · (all slots) // n stands for (j + ½) / n
-    wishes = [((2 * np.arange(n, dtype=np.int64) + 1) << 32) // n for n in counts if n]
-    sources = [np.full(n, number, dtype=np.int64) for number, n in enumerate(counts) if n]
-    order = np.argsort(np.concatenate(wishes), kind="stable")
-    return np.concatenate(sources)[order]
 
 
 class _SourceOrder:

@@ -31,15 +31,11 @@ from atoll.node.data.block_reader import BlockReader
 from atoll.node.data.blocks import BLOCK_BYTES, CHUNK_BYTES
 from atoll.node.data.card import CorpusCard, first_windows
 from atoll.node.data.corpus import Corpus
+from atoll.node.data.data_report import DataReport, MirrorReport
 from atoll.node.data.fetcher import Fetcher
 from atoll.node.data.prefetch import AHEAD_BYTES, AHEAD_SAMPLES, Piece, Prefetcher
-from atoll.node.data.sample_order import (
-    ORDER_VERSION,
-    ShardedOrder,
-    WeighedSources,
-    apportion,
-    cut_into_units,
-)
+from atoll.node.data.sample_order import ORDER_VERSION, ShardedOrder, cut_into_units
+from atoll.node.data.source_deal import WeighedSources, apportion
 from atoll.node.model.tokenizer import Tokenizer
 
 _SOON_SECONDS = 15.0
@@ -95,6 +91,8 @@ class ShardedCorpus:
         ]
         self._per_unit = [source.per_unit for source, group in zip(sources, grouped, strict=True) for _ in group]
         dealt = stages if section.mixture else (WeighedSources(0, (1.0,)),)
+        self.mixture = stages if section.mixture else ()
+        self.sources = tuple((source.name, sum(windows)) for source, windows in zip(card.sources, trained, strict=True))
         weighed = [number for number in range(len(sources)) if any(stage.weights[number] for stage in dealt)]
         self.training_samples = sum(sources[number].windows for number in weighed)
         try:
@@ -134,8 +132,12 @@ class ShardedCorpus:
 
     def validation_windows(self) -> Sequence[int]:
         """Return the numbers of the held-out windows."""
-        ends = self._source_starts[1:]
-        return [window for end, held in zip(ends, self._held_out, strict=True) for window in range(end - held, end)]
+        return [window for _, windows in self.held_out_sets() for window in windows]
+
+    def held_out_sets(self) -> list[tuple[str, Sequence[int]]]:
+        """Return them with the names of their sources. Sources without any are left out."""
+        ends = zip(self.card.sources, self._source_starts[1:], self._held_out, strict=True)
+        return [(source.name, range(end - held, end)) for source, end, held in ends if held]
 
     def follow(self, ranges: Sequence[SampleRange]) -> None:
         """Fetch what the first samples of these ranges need. Returns at once."""
@@ -145,6 +147,15 @@ class ShardedCorpus:
     def trouble(self) -> str:
         """Why nothing can be fetched now; empty while some mirror answers."""
         return self.fetcher.trouble
+
+    def data_report(self, samples_trained: int) -> DataReport:
+        """Return what was read until now."""
+        return DataReport(
+            self.fetcher.bytes_fetched,
+            samples_trained * self.sequence_length * self.card.token_bytes,
+            self.reader.blocks,
+            tuple(MirrorReport(it.mirror.name, it.mirror.kind, it.bytes, it.problem) for it in self.fetcher.mirrors),
+        )
 
     def close(self) -> None:
         """End the threads."""

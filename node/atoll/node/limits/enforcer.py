@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -119,12 +119,12 @@ class LimitEnforcer:
         self._save_intent(OwnerIntent(paused=True, finished=True))
         return self._warnings.get("intent", "")
 
-    def status_json(self, problem: str) -> dict[str, Any]:
-        """Traffic and warnings for `atoll status`; a non-empty `problem` becomes one more warning."""
+    def status_json(self, problems: Sequence[str]) -> dict[str, Any]:
+        """Traffic and warnings for `atoll status`; `problems` become further warnings."""
         return {
             "month_bytes": self._traffic.month_bytes,
             "month_bytes_allowed": int(self.config.policy.monthly_bytes),
-            "warnings": [*self._warnings.values(), *([problem] if problem else [])],
+            "warnings": [*self._warnings.values(), *problems],
         }
 
     def commands(self) -> dict[str, Command]:

@@ -11,37 +11,44 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import AtollError
+from atoll.node.data.held_out import HeldOutLoss, SourceLoss, held_out_sets
 from atoll.node.data.sharded_corpus import TrainingCorpus
 
-Outcome = float | AtollError
+Outcome = HeldOutLoss | AtollError
 
 
 class Evaluation:
-    """One evaluation. `done` gets the loss in nats per token, or the error that prevents it."""
+    """One evaluation. `done` gets the loss, or the error that prevents it."""
 
     def __init__(self, corpus: TrainingCorpus, samples: int, anchor: int, done: Callable[[Outcome], None]) -> None:
         """`samples` of a micro-batch. `anchor`: the committed tokens of the anchor to evaluate."""
         self.anchor, self._done = anchor, done
         self._corpus, self._samples = corpus, samples
-        self._windows = list(corpus.validation_windows())
-        self._flush_samples = 0
-        self._total, self._count = 0.0, 0
+        self._sets = held_out_sets(corpus)
+        self._done_sets: list[SourceLoss] = []
+        self._flush_samples = self._taken = 0  # of the set under way
+        self._total = 0.0
 
     def next(self, most: int) -> list[Tensor]:
-        """Tokens [B,T+1] of the next flush: at most `most` micro-batches, all of the same size."""
-        size = min(self._samples, len(self._windows))
-        count = min(most, len(self._windows) // size)
-        taken, self._windows = self._windows[: count * size], self._windows[count * size :]
+        """Tokens [B,T+1] of the next flush: at most `most` micro-batches of one set, all of the same size."""
+        windows = self._sets[0][1][self._taken :]
+        size = min(self._samples, len(windows))
+        taken = windows[: min(most, len(windows) // size) * size]
         self._flush_samples = len(taken)
         return list(torch.split(torch.from_numpy(self._corpus.windows(taken, soon=True)), size))
 
     def add(self, loss: float) -> bool:
         """Add the mean loss of the flush. Returns True, and calls `done`, after the last one."""
         self._total += loss * self._flush_samples
-        self._count += self._flush_samples
-        if not self._windows:
-            self._done(self._total / self._count)
-        return not self._windows
+        self._taken += self._flush_samples
+        name, windows = self._sets[0]
+        if self._taken < len(windows):
+            return False
+        self._done_sets.append(SourceLoss(name, self._total / len(windows), len(windows)))
+        self._sets, self._taken, self._total = self._sets[1:], 0, 0.0
+        if not self._sets:
+            self._done(HeldOutLoss.of(self._done_sets))
+        return not self._sets
 
     def fail(self, error: AtollError) -> None:
         """End the evaluation without a loss."""

@@ -19,6 +19,7 @@ from atoll.v1 import membership_pb2 as mb
 _TIMEOUT = timedelta(seconds=10)  # over a route, until all its stages stand at the same round
 _LAST_TIMEOUT = timedelta(seconds=60)
 _AGAIN_SECONDS = 0.5
+MAX_SOURCES = 64  # in a report
 
 _log = log.get("rounds")
 
@@ -80,5 +81,20 @@ class Evaluation:
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _evaluate(self, head: Head) -> None:
-        loss = await self._trainer.evaluate()
-        self._report(mb.EvaluationReport(round=head.round, loss=loss, committed_tokens=head.committed_tokens))
+        self._report(await evaluation_report(self._trainer, head))
+
+
+async def evaluation_report(trainer: Trainer, head: Head) -> mb.EvaluationReport:
+    """Measure the anchor of `head`, which the trainer has, and tell what of each source was trained up to it."""
+    loss = await trainer.evaluate()
+    progress = trainer.facts.mixture_progress if loss.sources else None
+    trained = {row.name: row.tokens for row in progress.at(head.data)} if progress is not None else {}
+    return mb.EvaluationReport(
+        round=head.round,
+        loss=loss.value,
+        committed_tokens=head.committed_tokens,
+        sources=[
+            mb.SourceLoss(name=name, loss=value, windows=windows, tokens=trained.get(name, 0))
+            for name, value, windows in loss.sources[:MAX_SOURCES]
+        ],
+    )

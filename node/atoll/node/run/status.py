@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from atoll.core.data_position import DataPosition
+from atoll.node.data.data_report import BlockCounts, MirrorReport
 from atoll.node.rounds.callbacks import RoundCounters
 from atoll.node.run.local_state import LocalState
 from atoll.node.run.route_membership import RouteMembership
@@ -33,8 +36,10 @@ class LiveStatus:
     head_hash: bytes = b""
     committed_tokens: int = 0
     plan_version: int = 0
+    data_position: DataPosition | None = None  # of the head
     members: int = 0
     validation_loss: float | None = None
+    source_losses: Mapping[str, float] = field(default_factory=dict)
     anchor_path: str = ""
     trainer_restarts: int = 0
     route: RouteMembership | None = None
@@ -65,6 +70,9 @@ class LiveStatus:
             step_seconds=training.step_seconds,
             train_loss=training.train_loss,
             data_stall_seconds=training.data_stall_seconds,
+            data_stall_share=training.data_stall_share,
+            data_bytes_fetched=training.data_bytes_fetched,
+            data_bytes_trained=training.data_bytes_trained,
             samples_repeated=training.samples_repeated,
             head_round=self.head_round,
             head_hash=self.head_hash,
@@ -101,7 +109,7 @@ class LiveStatus:
             "train_loss": round(message.train_loss, 4),
             "validation_loss": self.validation_loss,
             "data_stall_seconds": round(message.data_stall_seconds, 3),
-            "data_bytes_fetched": self._training.data_bytes_fetched,
+            **self._data_json(),
             "samples_repeated": message.samples_repeated,
             "round": self.head_round,
             "committed_tokens": self.committed_tokens,
@@ -119,6 +127,35 @@ class LiveStatus:
             "anchor": self.anchor_path,
             **self._route_json(),
         }
+
+    def _data_json(self) -> dict[str, Any]:
+        """Rows about the training text: how much came, and from where."""
+        training = self._training
+        fetched, trained = training.data_bytes_fetched, training.data_bytes_trained
+        return {
+            "data_stall_share": round(training.data_stall_share, 4),
+            "data_bytes_fetched": fetched,
+            "data_bytes_trained": trained,
+            "data_fetched_per_trained": round(fetched / trained, 3) if trained else None,
+            "data_blocks": BlockCounts(*training.data_blocks)._asdict(),
+            "sources": self._source_rows(),
+            "data_mirrors": [MirrorReport(*row)._asdict() for row in training.data_mirrors],
+        }
+
+    def _source_rows(self) -> list[dict[str, Any]]:
+        """What of each source the run has trained up to the head, and its held-out loss here, of several sources."""
+        progress = self.facts.mixture_progress if self.facts is not None else None
+        trained = progress.at(self.data_position) if progress is not None and self.data_position is not None else ()
+        rows: dict[str, dict[str, Any]] = {row.name: row._asdict() for row in trained}
+        for name, loss in self.source_losses.items():
+            rows.setdefault(name, {"name": name})["validation_loss"] = loss
+        return list(rows.values())
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the owner should look at."""
+        left_out = self.facts.text_left_out if self.facts is not None else ""
+        return [f"training text: {left_out}"] if left_out else []
 
     def _route_json(self) -> dict[str, Any]:
         """Rows about the layers that this node holds and the route of which they are a stage."""

@@ -84,6 +84,12 @@ class LayerTimesCache:
         valid = seconds.keys() == kinds and len(seconds) == len(entry.times) and sum(seconds.values()) > 0
         return tuple(entry.times) if valid else ()
 
+    def newest(self, kinds: Set[str]) -> LayerTimes:
+        """Times of exactly these kinds, whatever they were measured with. Empty without any."""
+        entries = sorted(self._entries().values(), key=lambda entry: -entry.unix)
+        found = (entry.times for entry in entries if {kind for kind, _, _ in entry.times} == kinds)
+        return tuple(next(found, ()))
+
     def keep(self, key: str, times: LayerTimes) -> None:
         """Store the times. Drops the oldest entries beyond `ENTRIES`, and entries dated in the future."""
         now = self._clock.unix()

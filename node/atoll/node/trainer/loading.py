@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,6 +112,7 @@ class TrainerState:
             layer_times=self.times,
             span=self.span,
             whole_model_bytes=whole_model_bytes(self.spec, self.run, len(self.devices)),
+            **_text_facts(self.corpus),
         )
 
     def probe(self, scratch_E: Tensor, minimum_step_seconds: float, compute_share: float = 1.0) -> float:
@@ -133,6 +135,17 @@ class TrainerState:
         times = 1 if span.last == len(self.run.table.layers) - 1 else 2
         seconds = {kind: times * forward + backward for kind, forward, backward in self.times}
         return sum(seconds[row.kind] for row in self.run.table.layers[span.first : span.last + 1])
+
+
+def _text_facts(corpus: TrainingCorpus) -> dict[str, Any]:
+    """Return fields of `Ready`."""
+    if not isinstance(corpus, ShardedCorpus):
+        return {"text_left_out": corpus.report.left_out()}
+    return {
+        "sample_tokens": corpus.sequence_length,
+        "sources": corpus.sources,
+        "mixture": tuple((stage.start, stage.weights) for stage in corpus.mixture),
+    }
 
 
 def measure_layer_times(spec: RunSpec, run: RunModel, facts: DeviceFacts, clock: Clock) -> LayerTimes:

@@ -12,6 +12,7 @@ import json
 from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any, get_args
 
+from atoll.node.data.data_report import BlockCounts
 from atoll.node.pipeline.rank_order import RankOrder
 from atoll.node.training.progress import Snapshot
 
@@ -53,7 +54,11 @@ class TrainerStatus:
     busy_seconds_per_token: float = 0.0  # compute time and the rest that `compute_share` requires; 0: not measured yet
     train_loss: float = 0.0  # nats per token, mean over the last steps
     data_stall_seconds: float = 0.0
+    data_stall_share: float = 0.0  # of the recent training time, 0 to 1
     data_bytes_fetched: int = 0  # of a corpus behind mirrors
+    data_bytes_trained: int = 0  # stored bytes of the samples that training took from it
+    data_blocks: tuple[int, ...] = BlockCounts()
+    data_mirrors: tuple[tuple[str, str, int, str], ...] = ()  # the fields of a `MirrorReport`
     data_trouble: str = ""  # why the next batch does not come
     samples_repeated: int = 0
     training: bool = False
@@ -230,6 +235,10 @@ class Ready:
     layer_times: tuple[tuple[str, float, float], ...]  # kind; seconds per token, forward and backward
     span: tuple[int, int] | None = None  # first and last held layer; None: no layers, because the model is too large
     whole_model_bytes: int = 0  # device memory that all layers would take
+    text_left_out: str = ""  # what of the training text is unusable, one clause
+    sample_tokens: int = 0
+    sources: tuple[tuple[str, int], ...] = ()  # of a corpus: name, and samples of an epoch
+    mixture: tuple[tuple[int, tuple[float, ...]], ...] = ()  # its stages: first sample, weights of the sources
 
 
 @dataclass(frozen=True)
@@ -251,6 +260,7 @@ class Loss:
     """Answer to `Evaluate`."""
 
     value: float  # nats per token
+    sources: tuple[tuple[str, float, int], ...] = ()  # if there are several: name, loss, held-out windows
 
 
 @dataclass(frozen=True)

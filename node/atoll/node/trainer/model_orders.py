@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from atoll.core.errors import InvalidTransition, ModelTooLarge
+from atoll.node.data.held_out import HeldOutLoss
 from atoll.node.pipeline.rank_stage import RankStage
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.system.shared_vectors import allocate_vector, map_vector
@@ -36,7 +37,8 @@ class ModelOrders:
         """Execute an order. Raises `InvalidTransition`, `ModelTooLarge`."""
         match order:
             case messages.Evaluate():
-                return messages.Loss(self._whole_model("or the driver of a route evaluates").evaluate(self.anchor_E))
+                whole = self._whole_model("or the driver of a route evaluates")
+                return loss_message(whole.held_out_loss(self.anchor_E))
             case messages.Audit(own, other):
                 check_allowed(self.anchor_loaded, "audit an update before an anchor was loaded")
                 check_allowed(not self._has_snapshot, "audit an update in the place of its own")
@@ -106,6 +108,11 @@ class ModelOrders:
         if not isinstance(self.state.loop, InnerLoop):
             raise InvalidTransition(f"only a trainer with the whole model {does}")
         return self.state.loop
+
+
+def loss_message(found: HeldOutLoss) -> messages.Loss:
+    """Convert a held-out loss to an answer."""
+    return messages.Loss(found.value, found.sources)
 
 
 def check_allowed(holds: bool, what: str) -> None:

@@ -29,12 +29,13 @@ from atoll.node.pipeline.stage_io import RouteEvent, StageIO
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.trainer import messages
 from atoll.node.trainer.loading import load_trainer_state
-from atoll.node.trainer.model_orders import ModelOrders, check_allowed
+from atoll.node.trainer.model_orders import ModelOrders, check_allowed, loss_message
 from atoll.node.trainer.rank_processes import RankProcesses
 from atoll.node.trainer.step_pacing import StepPacer, WorkTime
 from atoll.node.training.device import compute_clock_seconds, limit_device_memory, synchronize
 from atoll.node.training.device_group import Rendezvous, choose_devices, combined_facts
 from atoll.node.training.loop import InnerLoop
+from atoll.node.training.stall_share import StallShare
 
 STATUS_INTERVAL_SECONDS = 0.5
 TIMED_FIRST, TIMED_EVERY = 4, 16  # on a GPU, time the first 4 steps and then each 16th
@@ -62,6 +63,7 @@ class TrainerSession:
     ) -> None:
         self._channel, self._clock = channel, clock or SystemClock()
         self._pace = StepPacer(config.minimum_step_seconds, config.compute_share)
+        self._stall_share = StallShare()
         self._training = self._stopping = False
         self._pushed_at = 0.0
         self._steps = 0
@@ -216,7 +218,7 @@ class TrainerSession:
         self._channel.answer(order.number, answer)
 
     def _answer(self, number: int, outcome: Outcome) -> None:
-        self._channel.answer(number, refusal(outcome) if isinstance(outcome, AtollError) else messages.Loss(outcome))
+        self._channel.answer(number, refusal(outcome) if isinstance(outcome, AtollError) else loss_message(outcome))
 
     def _execute(self, order: messages.Message) -> messages.Answer:
         match order:
@@ -276,7 +278,8 @@ class TrainerSession:
         if self._loop is None:
             self._channel.answer(0, messages.TrainerStatus())
             return
-        loop, progress = self._loop, self._loop.progress
+        loop, progress, text = self._loop, self._loop.progress, self._loop.data_report
+        self._stall_share.look(now, loop.data_stall_seconds, self._training and loop.has_data)
         step_seconds = self._pace.step_seconds(now)
         stage = loop if isinstance(loop, StageLoop) else None
         self._channel.answer(
@@ -289,7 +292,11 @@ class TrainerSession:
                 busy_seconds_per_token=self._pace.busy_seconds_per_token(),
                 train_loss=self._pace.loss(),
                 data_stall_seconds=loop.data_stall_seconds,
-                data_bytes_fetched=loop.data_bytes_fetched,
+                data_stall_share=self._stall_share.value,
+                data_bytes_fetched=text.bytes_fetched,
+                data_bytes_trained=text.bytes_trained,
+                data_blocks=text.blocks,
+                data_mirrors=text.mirrors,
                 data_trouble=loop.data_trouble if self._training else "",
                 samples_repeated=progress.samples_repeated,
                 training=self._training and loop.has_data,

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from atoll.core.data_position import SampleRange
 from atoll.core.errors import ChildDied, DeadlineExceeded, error_class
+from atoll.node.data.source_deal import WeighedSources
+from atoll.node.data.source_progress import MixtureProgress
 from atoll.node.model.built_in_shape import layer_offsets
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.stage_socket import StageSocket
@@ -59,6 +61,12 @@ class TrainerFacts(messages.Ready):
     def layer_offsets(self) -> tuple[int, ...]:
         """First element of each layer of the whole model, and one entry more: the end of the last layer."""
         return layer_offsets(self.layers)
+
+    @cached_property
+    def mixture_progress(self) -> MixtureProgress | None:
+        """Counts what of each source is trained; None without a mixture."""
+        stages = [WeighedSources(start, weights) for start, weights in self.mixture]
+        return MixtureProgress(self.sources, stages, self.sample_tokens) if stages else None
 
     @property
     def elements(self) -> int:
@@ -236,11 +244,11 @@ class Trainer:
         """Forget the snapshot of an abandoned round; keep all progress."""
         await self._order(messages.Discard(), timeout)
 
-    async def evaluate(self, *, timeout: timedelta = ORDER_TIMEOUT) -> float:
-        """Compute the held-out loss of `anchor`, in nats per token, between two steps."""
+    async def evaluate(self, *, timeout: timedelta = ORDER_TIMEOUT) -> messages.Loss:
+        """Compute the held-out loss of `anchor` between two steps."""
         loss = await self._order(messages.Evaluate(), timeout)
         assert isinstance(loss, messages.Loss)
-        return loss.value
+        return loss
 
     async def audit(
         self, own: Sequence[int], other: Sequence[int], *, timeout: timedelta = ORDER_TIMEOUT
@@ -363,7 +371,15 @@ class Trainer:
                 self.stage_socket.close()
         returncode = await self._child.process.wait()
         self.died.set_result(TrainerExit(returncode, self._child.last_line()))
-        self.status = TrainerStatus(steps=self.status.steps, tokens=self.status.tokens)
+        last = self.status
+        self.status = TrainerStatus(
+            steps=last.steps,
+            tokens=last.tokens,
+            data_stall_seconds=last.data_stall_seconds,
+            data_bytes_fetched=last.data_bytes_fetched,
+            data_bytes_trained=last.data_bytes_trained,
+            data_blocks=last.data_blocks,
+        )
         for waiting in self._pending_answers.values():
             if not waiting.done():
                 waiting.set_exception(self._died_error())

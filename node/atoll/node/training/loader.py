@@ -20,6 +20,7 @@ from torch import Tensor
 
 from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, DeadlineExceeded, Unreachable
+from atoll.node.data.data_report import DataReport
 from atoll.node.data.sharded_corpus import ShardedCorpus, TrainingCorpus
 from atoll.node.training.sample_feed import SampleFeed, SampleNumbers
 
@@ -41,6 +42,7 @@ class Loader:
 
     def __init__(self, corpus: TrainingCorpus, samples_per_step: int, clock: Clock, pin: bool = False) -> None:
         self.stall_seconds = 0.0
+        self._samples_taken = 0
         self._corpus, self._samples_per_step, self._clock, self._pin = corpus, samples_per_step, clock, pin
         self._feed = SampleFeed()
         self._generation = 0
@@ -66,9 +68,11 @@ class Loader:
             self._changed.notify_all()
 
     @property
-    def bytes_fetched(self) -> int:
-        """Bytes of text that came over the network."""
-        return self._corpus.fetcher.bytes_fetched if isinstance(self._corpus, ShardedCorpus) else 0
+    def report(self) -> DataReport:
+        """What was read until now. Empty for text that a node has whole."""
+        return (
+            self._corpus.data_report(self._samples_taken) if isinstance(self._corpus, ShardedCorpus) else DataReport()
+        )
 
     @property
     def trouble(self) -> str:
@@ -99,6 +103,7 @@ class Loader:
             if not self._ready and self._failure is not None:
                 raise self._failure
             batch = self._ready.popleft()
+            self._samples_taken += len(batch.taken.samples)
             self._changed.notify_all()
             return batch
 

@@ -18,6 +18,7 @@ from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import InvalidTransition
 from atoll.core.run_spec import RunSpec
 from atoll.core.training_audits import Gains, gains
+from atoll.node.data.held_out import HeldOutLoss, SourceLoss, held_out_sets
 from atoll.node.data.sharded_corpus import TrainingCorpus
 from atoll.node.model.generate import generate
 from atoll.node.model.run_model import RunModel, allocate_span, initialise_into, run_model
@@ -142,16 +143,28 @@ class InnerLoop(Replica):
 
     def evaluate(self, flat_E: Tensor) -> float:
         """Compute the held-out loss of any parameters, nats per token. Weights, optimiser and data do not change."""
-        windows = self.corpus.validation_windows()
+        return self.held_out_loss(flat_E).value
+
+    def held_out_loss(self, flat_E: Tensor) -> HeldOutLoss:
+        """Compute it for each source, too."""
+        with self._with_parameters(flat_E) as logits_of:
+            return HeldOutLoss.of(
+                [
+                    SourceLoss(name, self._mean_over(windows, logits_of), len(windows))
+                    for name, windows in held_out_sets(self.corpus)
+                ]
+            )
+
+    def _mean_over(self, windows: Sequence[int], logits_of: Callable[[Tensor], Tensor]) -> float:
+        """Compute the mean loss over windows, nats per token."""
         size = self.spec.optimizer.micro_batch_samples
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        with self._with_parameters(flat_E) as logits_of:
-            for start in range(0, len(windows), size):
-                batch_BT = torch.from_numpy(self.corpus.windows(windows[start : start + size], soon=True))
-                for share_BT, times in self._micro_batches(batch_BT):
-                    tokens_BT = share_BT.to(self.device)
-                    loss = cross_entropy(logits_of(tokens_BT[:, :-1]), tokens_BT[:, 1:])
-                    total += loss.double() / times * len(batch_BT)
+        for start in range(0, len(windows), size):
+            batch_BT = torch.from_numpy(self.corpus.windows(windows[start : start + size], soon=True))
+            for share_BT, times in self._micro_batches(batch_BT):
+                tokens_BT = share_BT.to(self.device)
+                loss = cross_entropy(logits_of(tokens_BT[:, :-1]), tokens_BT[:, 1:])
+                total += loss.double() / times * len(batch_BT)
         return self._mean(total) / len(windows)
 
     def audit(self, anchor_E: Tensor, update_E: Tensor, own: Sequence[int], other: Sequence[int]) -> Gains:

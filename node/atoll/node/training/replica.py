@@ -24,6 +24,7 @@ from torch import Tensor
 from atoll.core.data_position import SampleRange
 from atoll.core.errors import WeightsNotFinite
 from atoll.core.run_spec import RunSpec
+from atoll.node.data.data_report import DataReport
 from atoll.node.exchange.codecs import is_finite
 from atoll.node.model.local_weights import ALL, Weights
 from atoll.node.training.loader import Loader
@@ -167,9 +168,9 @@ class Replica:
         return self._loader.stall_seconds
 
     @property
-    def data_bytes_fetched(self) -> int:
-        """Bytes of training text that came over the network."""
-        return self._loader.bytes_fetched
+    def data_report(self) -> DataReport:
+        """What was read of the training text, and from where."""
+        return self._loader.report
 
     @property
     def data_trouble(self) -> str:

@@ -46,11 +46,26 @@ function draw() {
   document.title = run.validation_loss ? `${run.validation_loss.toFixed(3)} · ${run.run_id} · Atoll` : `${run.run_id} · Atoll`;
   drawCards(run, nodes);
   $("loss-note").textContent = run.losses.length ? "nats per token, over committed tokens" : "";
-  lossChart($("loss"), run.losses);
+  drawSources(run.sources);
+  lossChart($("loss"), run.losses, curves(run.sources));
   $("rounds-note").textContent = run.rounds.length ? `the latest ${run.rounds.length}` : "";
   roundsChart($("rounds"), run.rounds);
   drawPlan(run.plan, nodes);
   drawNodes(nodes);
+}
+
+const SOURCE_CURVES = 8;
+const curves = (sources) => [...sources].sort((a, b) => b.windows - a.windows).slice(0, SOURCE_CURVES).map((source) => source.name);
+
+// A legend of the curves by source. Only for a corpus of several.
+function drawSources(sources) {
+  $("loss-legend").hidden = !sources.length;
+  const trained = sources.reduce((sum, source) => sum + source.tokens, 0);
+  const told = new Map(sources.map((source) => [source.name, source]));
+  const share = (source) => (trained ? ` (${percent(source.tokens / trained)} of what was trained)` : "");
+  show("loss-legend", el("i", { class: "swatch all" }), "all ", ...curves(sources).flatMap((name, i) =>
+    [el("i", { class: `swatch s${i}` }), `${name} ${told.get(name).loss.toFixed(4)}${share(told.get(name))} `]),
+  sources.length > SOURCE_CURVES ? `and ${sources.length - SOURCE_CURVES} more: see JSON` : "");
 }
 
 // Only where the model is cut: replicas are all alike.
@@ -99,14 +114,14 @@ function drawNodes(nodes) {
   $("nodes-note").textContent = `${here.length} connected of ${nodes.length}`;
   const fastest = Math.max(...nodes.map((node) => node.tokens_per_second), 1);
   const ordered = [...nodes].sort((a, b) => rank(a) - rank(b) || a.name.localeCompare(b.name));
-  const heads = ["name", "state", "device", ">tokens/s", ">steps", ">tokens", ">round", ">loss", ">sent", ">last seen"];
+  const heads = ["name", "state", "device", ">tokens/s", ">data stall", ">steps", ">tokens", ">round", ">loss", ">sent", ">last seen"];
   show("nodes",
     el("thead", {}, el("tr", {}, ...heads.map((head) => el("th",
       { class: head.startsWith(">") ? "right" : null }, head.replace(">", ""))))),
     el("tbody", {}, ...(ordered.length ? ordered.map((node) => row(node, fastest)) : [nobody()])));
 }
 
-const nobody = () => el("tr", {}, el("td", { colspan: 10, class: "quiet" }, "Nobody has enrolled yet: atollctl token create, then atoll join"));
+const nobody = () => el("tr", {}, el("td", { colspan: 11, class: "quiet" }, "Nobody has enrolled yet: atollctl token create, then atoll join"));
 const rank = (node) => (node.banned || node.left ? 3 : node.connected ? (node.roles.includes("seed") ? 0 : 1) : 2);
 
 function row(node, fastest) {
@@ -121,10 +136,15 @@ function row(node, fastest) {
     el("td", {}, node.device || "–"),
     el("td", { class: "right" }, seed ? "" : node.connected ? count(node.tokens_per_second) : "–",
       seed ? null : el("meter", { min: 0, max: fastest, value: node.connected ? node.tokens_per_second : 0 })),
+    el("td", { class: "right", title: textStory(node) }, seed ? "" : node.connected && node.state === "training" ? percent(node.data_stall_share) : "–"),
     right(seed ? "" : node.steps ? node.steps.toLocaleString("en") : "–"), right(seed ? "" : count(node.tokens)), right(seed ? "" : String(node.head_round || "–")),
     right(node.train_loss ? node.train_loss.toFixed(3) : seed ? "" : "–"), right(seed ? "" : bytes(node.averaging_bytes_sent)),
     right(node.last_seen_unix_ms ? `${duration(Math.max(0, (latest.unix_ms - node.last_seen_unix_ms) / 1000))} ago` : "never"));
 }
+
+const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
+const textStory = (node) => (node.data_bytes_fetched
+  ? `${bytes(node.data_bytes_fetched)} of training text fetched, ${bytes(node.data_bytes_trained)} trained` : "");
 
 function drawEvents(events) {
   const kind = (name) => (/lost|banned|abandoned|rejected|differs/.test(name) ? "bad" : /committed|finished|training/.test(name) ? "good" : null);

@@ -4,7 +4,8 @@ import { count, duration, el, svg } from "./dom.js";
 
 const PAD = { left: 44, right: 14, top: 8, bottom: 24 };
 
-export function lossChart(box, losses) {
+// `sources`: names of the parts of a loss that get a curve of their own, in the order of their colours.
+export function lossChart(box, losses, sources) {
   if (losses.length < 2) {
     box.replaceChildren(el("div", { class: "empty" }, "The curve begins with the second evaluated round."));
     return;
@@ -13,7 +14,10 @@ export function lossChart(box, losses) {
   const xs = losses.map((item) => item.committed_tokens);
   const ys = losses.map((item) => item.loss);
   const x = scale(Math.min(...xs), Math.max(...xs), PAD.left, width - PAD.right);
-  const [low, high] = [Math.min(...ys), Math.max(...ys)];
+  const parts = sources.map((name) => losses.filter((item) => item.sources && name in item.sources)
+    .map((item) => [item.committed_tokens, item.sources[name]]));
+  const all = [...ys, ...parts.flat().map((point) => point[1])];
+  const [low, high] = [Math.min(...all), Math.max(...all)];
   const room = (high - low || Math.abs(high) || 1) * 0.08;
   const y = scale(low - room, high + room, height - PAD.bottom, PAD.top);
   const points = losses.map((item) => [x(item.committed_tokens), y(item.loss)]);
@@ -25,6 +29,8 @@ export function lossChart(box, losses) {
     ...ticks(xs[0], xs[xs.length - 1], 6).map((value) =>
       svg("text", { x: x(value), y: height - 6, "text-anchor": "middle" }, short(value))),
     svg("polygon", { class: "area", points: `${points[0][0]},${floor} ${line} ${lastX},${floor}` }),
+    ...parts.map((part, i) => svg("polyline", { class: `curve source s${i}`,
+      points: part.map(([px, py]) => `${x(px).toFixed(1)},${y(py).toFixed(1)}`).join(" ") })),
     svg("polyline", { class: "curve", points: line }),
     svg("circle", { class: "dot", cx: lastX, cy: lastY, r: 4.5 }));
   const hover = svg("g");
@@ -38,7 +44,9 @@ export function lossChart(box, losses) {
       svg("line", { class: "cross", x1: px, x2: px, y1: PAD.top, y2: floor }),
       svg("circle", { class: "dot", cx: px, cy: py, r: 4.5 }));
     tip.hidden = false;
-    tip.textContent = `${ys[nearest].toFixed(4)} after round ${losses[nearest].round}, ${count(xs[nearest])} tokens`;
+    const found = losses[nearest].sources ?? {};
+    const told = sources.filter((name) => name in found).map((name) => `; ${name} ${found[name].toFixed(4)}`).join("");
+    tip.textContent = `${ys[nearest].toFixed(4)} after round ${losses[nearest].round}, ${count(xs[nearest])} tokens${told}`;
     tip.style.left = `${Math.min(Math.max(px, 110), width - 110)}px`;
     tip.style.top = `${Math.max(py, 40)}px`;
   });

@@ -1,0 +1,49 @@
+"""Held-out losses by source: checked when a node reports them, and stored as text beside the loss of all. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from atoll.coordinator.store.records import MAX_INTEGER
+from atoll.core.errors import PeerMisbehaved
+from atoll.core.run_spec import RunSpec
+from atoll.v1 import membership_pb2 as mb
+
+MAX_SOURCES = 64
+MAX_LOSS = 1e6
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")  # of a source in a corpus card
+
+
+def check_sources(spec: RunSpec, sources: Sequence[mb.SourceLoss]) -> None:
+    """Raise `PeerMisbehaved` for sources that the run cannot have."""
+    if not sources:
+        return
+    names = [source.name for source in sources]
+    if spec.data.source != "corpus":
+        raise PeerMisbehaved("an evaluation by source of a run whose text has no sources")
+    if len(sources) > MAX_SOURCES or len(set(names)) != len(names):
+        raise PeerMisbehaved(f"an evaluation may have at most {MAX_SOURCES} sources, each once")
+    if not all(_NAME.fullmatch(name) for name in names):
+        raise PeerMisbehaved("an evaluation has a source whose name no corpus can have")
+    known = {name for stage in spec.data.mixture for name in (stage.weights or stage.epochs or {})}
+    if known and not known.issuperset(names):
+        raise PeerMisbehaved("an evaluation has a source that the run's mixture does not name")
+    for source in sources:
+        if not 0 <= source.loss <= MAX_LOSS or not source.windows:  # false for NaN too
+            raise PeerMisbehaved(f"the loss of the source {source.name} is {source.loss} over {source.windows} samples")
+        if source.tokens > MAX_INTEGER:
+            raise PeerMisbehaved(f"the source {source.name} has {source.tokens} tokens trained")
+
+
+def to_text(sources: Sequence[mb.SourceLoss]) -> str:
+    """Write checked sources for the database; empty without any."""
+    rows = [[source.name, source.loss, source.windows, source.tokens] for source in sources]
+    return json.dumps(rows) if rows else ""
+
+
+def from_text(stored: str) -> list[mb.SourceLoss]:
+    """Read what `to_text` wrote."""
+    rows = json.loads(stored) if stored else []
+    return [mb.SourceLoss(name=name, loss=loss, windows=windows, tokens=tokens) for name, loss, windows, tokens in rows]

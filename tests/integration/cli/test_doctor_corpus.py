@@ -1,0 +1,126 @@
+"""What `atoll doctor` finds about a run's corpus: mirrors, line and disk."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmarks.corpus_server import CorpusServer, files_of, write_corpus
+
+from atoll.core.run_spec import RunSpec, parse_run_spec
+from atoll.node.cli import doctor_corpus
+from atoll.node.cli.doctor import Finding
+from atoll.node.cli.doctor_corpus import corpus_findings
+from atoll.node.config import NodeConfig
+
+MIB = 1 << 20
+
+
+def spec_of(digest: str, *mirrors: str) -> RunSpec:
+    return parse_run_spec(
+        f'version = 1\n[run]\nname = "a"\nstop_tokens = 1000\n[sync]\nround_tokens = 100\n[data]\nsource = "corpus"\n'
+        f'corpus = "{digest}"\nmirrors = {json.dumps(mirrors)}\nsequence_length = 64\n'
+    )
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("doctor") / "corpus"
+
+
+@pytest.fixture(scope="module")
+def digest(root: Path) -> str:
+    text = np.random.default_rng(1).integers(1, 256, 6 * MIB, dtype=np.uint8).tobytes()
+    return write_corpus(root, {"web": [text]})
+
+
+@pytest.fixture
+def servers(root: Path, digest: str) -> Iterator[list[CorpusServer]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(CorpusServer(files_of(root))) for _ in range(4)]
+
+
+def found(tmp_path: Path, spec: RunSpec, **settings: object) -> list[Finding]:
+    return list(corpus_findings(NodeConfig(data_dir=tmp_path, **settings), spec))  # type: ignore[arg-type]
+
+
+def named(findings: list[Finding], name: str) -> list[Finding]:
+    return [finding for finding in findings if finding.name == name]
+
+
+def test_mirrors_that_fail_stall_or_lie_are_named_and_the_others_are_measured(
+    servers: list[CorpusServer], digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_corpus, "_CARD_SECONDS", 3.0)
+    good, down, stalled, other = servers
+    down.faults.status = 503
+    stalled.faults.stalls = True
+    other.faults.spoil = lambda path, start, body: body + b" " if path.endswith("json") else body
+    began = time.monotonic()
+    findings = found(tmp_path, spec_of(digest, *(server.address for server in servers)))
+    assert time.monotonic() - began < 60
+    mirrors = named(findings, "mirror")
+    assert [mirror.ok for mirror in mirrors] == [True, False, False, False]
+    words = ("has the corpus, answers in", "503", "did not answer within 3 s", "has another corpus")
+    for mirror, server, word in zip(mirrors, servers, words, strict=True):
+        assert server.address in mirror.found
+        assert word in mirror.found
+        assert mirror.ok or "mirrors that answer" in mirror.remedy
+    assert good.body_bytes < 5 * MIB
+    (line,) = named(findings, "line")
+    assert line.ok
+    assert "100.00 k tokens/s, assumed" in line.found
+    assert [finding.ok for finding in findings if "disk" in finding.name] == [True, True]
+
+
+def test_a_slow_line_is_not_enough_and_is_measured_in_a_bounded_time(
+    servers: list[CorpusServer], digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_corpus, "_RATE_SECONDS", 1.0)
+    servers[0].faults.bytes_per_second = 50_000.0  # 110,000 are needed
+    (line,) = named(found(tmp_path, spec_of(digest, servers[0].address)), "line")
+    assert not line.ok
+    assert "--data" in line.remedy
+    assert servers[0].body_bytes < MIB
+
+
+def test_a_copy_on_this_machine_needs_no_line_and_no_cache(root: Path, digest: str, tmp_path: Path) -> None:
+    findings = found(tmp_path, spec_of(digest), data=str(root), disk_gigabytes=1e6)
+    assert [(finding.name, finding.ok) for finding in findings] == [("mirror", True), ("line", True)]
+    assert "from --data" in findings[1].found
+
+
+def test_no_mirror_that_works_leaves_one_remedy(digest: str, tmp_path: Path) -> None:
+    (mirror,) = found(tmp_path, spec_of(digest, str(tmp_path / "nowhere")))
+    assert not mirror.ok
+    assert "--data" in mirror.remedy
+    (mirrors,) = found(tmp_path, spec_of(digest))
+    assert mirrors.ok
+    assert "other members" in mirrors.found
+
+
+def test_the_pace_comes_from_the_layer_times_of_the_last_start(
+    servers: list[CorpusServer], digest: str, tmp_path: Path
+) -> None:
+    times = [[kind, 1e-4, 2e-4] for kind in ("embedding", "block", "head")]
+    entries = {"old": {"unix": 1.0, "times": [["block", 1.0, 1.0]]}, "new": {"unix": 2.0, "times": times}}
+    (tmp_path / "layer-times.json").write_text(json.dumps({"entries": entries}))
+    spec = spec_of(digest, servers[0].address)
+    (line,) = named(found(tmp_path, spec, compute_share=0.5), "line")
+    layers = 2 + (spec.model.layers or 4)  # type: ignore[union-attr]
+    assert f"{0.5 / (3e-4 * layers):.0f} tokens/s, from the layer times" in line.found
+
+
+def test_a_disk_without_room_says_what_to_do(
+    servers: list[CorpusServer], digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = doctor_corpus.shutil.disk_usage(tmp_path)._replace(free=MIB)
+    monkeypatch.setattr(doctor_corpus.shutil, "disk_usage", lambda _: full)
+    (disk,) = named(found(tmp_path, spec_of(digest, servers[0].address)), "text disk")
+    assert not disk.ok
+    assert disk.remedy == "free 5.0 MiB, or set disk_gigabytes lower"
