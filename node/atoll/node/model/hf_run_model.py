@@ -41,6 +41,8 @@ class HuggingFaceRunModel:
         `UnsupportedModel`, `ConfigError`, `PretrainedWeightsUnusable`.
         """
         self.architecture = architecture_of(section, vocabulary, spec.data.sequence_length)
+        if spec.data.document_masks:
+            self.architecture.check_document_masks()
         self.table = layer_table(self.architecture, spec.data.sequence_length, spec.model_hash())
         self._spec, self._seed = spec, spec.run.seed
         self._base = BaseFiles(section.base, base) if section.base is not None else None

@@ -10,8 +10,17 @@ Shape suffixes: B batch, T sequence, D model, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
+
+
+class MicroBatch(NamedTuple):
+    """What the driver feeds its first span, [B,T] each."""
+
+    tokens_BT: Tensor  # int64
+    targets_BT: Tensor  # int64
+    starts_BT: Tensor | None = None  # as in `Activation`
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class Begin:
     flush: int
     micro_batches: int
     anchor: int | None = None  # evaluate, forward only, the anchor with these committed tokens; None: train
+    targets: int | None = None  # that the loss counts, of all micro-batches; None: all tokens
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class Activation:
     micro_batch: int
     x_BTD: Tensor  # fp32
     targets_BT: Tensor  # int64
+    starts_BT: Tensor | None = None  # bool: where documents start, in a run with document masks
 
 
 @dataclass(frozen=True)
