@@ -48,6 +48,8 @@ def random(*shape: int) -> Tensor:
 MESSAGES: list[messages.Message] = [
     messages.Begin(7, 3),
     messages.Begin(7, 3, 0),
+    messages.Begin(7, 3, None, 0),
+    messages.Begin(7, 3, 12, 345),
     messages.Report(7, (), 3.25, at_same_anchor=False),
     messages.Activation(7, 2, random(2, 5, 8), torch.arange(10).view(2, 5)),
     messages.Gradient(7, 1, random(1, 5, 8)),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from atoll.core.errors import AtollError
 from atoll.node.data.sharded_corpus import TrainingCorpus
+from atoll.node.training.targets import count_targets
 
 Outcome = float | AtollError
 
@@ -24,23 +25,24 @@ class Evaluation:
         self.anchor, self._done = anchor, done
         self._corpus, self._samples = corpus, samples
         self._windows = list(corpus.validation_windows())
-        self._flush_samples = 0
-        self._total, self._count = 0.0, 0
+        self._flush_weight = 0.0  # its targets, in samples
+        self._total, self._weight = 0.0, 0.0
 
     def next(self, most: int) -> list[Tensor]:
         """Tokens [B,T+1] of the next flush: at most `most` micro-batches, all of the same size."""
         size = min(self._samples, len(self._windows))
         count = min(most, len(self._windows) // size)
         taken, self._windows = self._windows[: count * size], self._windows[count * size :]
-        self._flush_samples = len(taken)
-        return list(torch.split(torch.from_numpy(self._corpus.windows(taken, soon=True)), size))
+        tokens_BT = torch.from_numpy(self._corpus.windows(taken, soon=True))
+        self._flush_weight = count_targets(tokens_BT) / self._corpus.sequence_length
+        return list(torch.split(tokens_BT, size))
 
     def add(self, loss: float) -> bool:
         """Add the mean loss of the flush. Returns True, and calls `done`, after the last one."""
-        self._total += loss * self._flush_samples
-        self._count += self._flush_samples
+        self._total += loss * self._flush_weight
+        self._weight += self._flush_weight
         if not self._windows:
-            self._done(self._total / self._count)
+            self._done(self._total / self._weight if self._weight else 0.0)
         return not self._windows
 
     def fail(self, error: AtollError) -> None:

@@ -46,6 +46,7 @@ from atoll.node.pipeline.schedule import (
     stage_credits,
 )
 from atoll.node.training.inner_optimizer import clip_factor
+from atoll.node.training.targets import IGNORED
 
 
 class StageCompute(Protocol):
@@ -59,8 +60,8 @@ class StageCompute(Protocol):
         """Raise `PeerMisbehaved` for tensors whose shape or dtype this span does not accept."""
         ...
 
-    def begin(self, micro_batches: int) -> None:
-        """Begin a flush of this many micro-batches. Gradients are zero."""
+    def begin(self, micro_batches: int, targets: int | None) -> None:
+        """Begin a flush of this many micro-batches and targets (None: all count). Gradients are zero."""
         ...
 
     def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ class StageCompute(Protocol):
         """Forget the flush. Gradients are zero, and weights are the trained ones, not the anchor."""
         ...
 
-    def begin_evaluation(self, micro_batches: int) -> None:
+    def begin_evaluation(self, micro_batches: int, targets: int | None) -> None:
         """Begin a flush without gradients, over the anchor's parameters."""
         ...
 
@@ -267,7 +268,9 @@ class FlushMachine:
                 "no flush can begin: this stage is not the first, its route is not ready, or a flush is under way"
             )
         self.last_result = None
-        self._inbox.put(Begin(flush, len(micro_batches), anchor))
+        targets = sum(int((targets_BT != IGNORED).sum()) for _, targets_BT in micro_batches)
+        all_count = targets == sum(targets_BT.numel() for _, targets_BT in micro_batches)
+        self._inbox.put(Begin(flush, len(micro_batches), anchor, None if all_count else targets))
         for number, (tokens_BT, targets_BT) in enumerate(micro_batches):
             self._inbox.put(Activation(flush, number, tokens_BT, targets_BT))
         return flush
@@ -320,10 +323,10 @@ class FlushMachine:
         if begin is None:
             return None
         if begin.anchor is None:
-            self._compute.begin(begin.micro_batches)
+            self._compute.begin(begin.micro_batches, begin.targets)
             self._actions.extend(flush_actions(begin.micro_batches, place.credits(begin.micro_batches)))
         else:
-            self._compute.begin_evaluation(begin.micro_batches)
+            self._compute.begin_evaluation(begin.micro_batches, begin.targets)
             self._actions.extend(evaluation_actions(begin.micro_batches))
         lent = (
             [(place.stages - 1, TiedWeights(begin.flush, self._compute.tied_weights()))]

@@ -94,8 +94,8 @@ def pack(message: Message, link_format: LinkFormat, codec: Codec = CODECS["fp32"
             header.join.CopyFrom(pb.StageJoin(decided=_decision(decided) if decided is not None else None))
         case Ready():
             header.ready.SetInParent()
-        case Begin(micro_batches=count, anchor=anchor):
-            header.begin.CopyFrom(pb.FlushBegin(micro_batches=count, anchor_committed_tokens=anchor))
+        case Begin(micro_batches=count, anchor=anchor, targets=counted):
+            header.begin.CopyFrom(pb.FlushBegin(micro_batches=count, anchor_committed_tokens=anchor, targets=counted))
         case Activation(micro_batch=number, x_BTD=x_BTD, targets_BT=targets_BT):
             targets = targets_BT.cpu().numpy().astype("<i4").tobytes()
             body = b"".join((_put(header.activation, x_BTD, codec, number), targets))
@@ -198,8 +198,9 @@ def unpack(header: pb.StageMessage, body: Buffer, link_format: LinkFormat) -> Me
     if kind == "ready":
         return Ready()
     if kind == "begin":
-        evaluates = header.begin.HasField("anchor_committed_tokens")
-        return Begin(flush, header.begin.micro_batches, header.begin.anchor_committed_tokens if evaluates else None)
+        begin = header.begin
+        anchor = begin.anchor_committed_tokens if begin.HasField("anchor_committed_tokens") else None
+        return Begin(flush, begin.micro_batches, anchor, begin.targets if begin.HasField("targets") else None)
     if kind == "report":
         return Report(flush, tuple(header.report.norms), header.report.loss, not header.report.other_anchor)
     if kind == "verdict":

@@ -45,6 +45,7 @@ class Begin:
     flush: int
     micro_batches: int
     anchor: int | None = None  # evaluate, forward only, the anchor with these committed tokens; None: train
+    targets: int | None = None  # how many count in all micro-batches; None: all
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Activation:
     flush: int
     micro_batch: int
     x_BTD: Tensor  # fp32
-    targets_BT: Tensor  # int64
+    targets_BT: Tensor  # int64; -100 where none counts
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Report:
 
     flush: int
     norms: tuple[float, ...]  # one per layer, from the sender's first layer to the model's last
-    loss: float  # nats per token, mean over the flush
+    loss: float  # nats per token, mean over the flush's targets
     at_same_anchor: bool = True  # evaluation: the sender and all stages after it have the evaluated anchor
 
 

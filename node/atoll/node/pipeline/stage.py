@@ -18,9 +18,9 @@ from torch import Tensor
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.span_model import StageModel
-from atoll.node.pipeline.messages import Activation, Gradient, Message, Report, TiedGradient, TiedWeights
+from atoll.node.pipeline.messages import Activation, Begin, Gradient, Message, Report, TiedGradient, TiedWeights
 from atoll.node.training.inner_optimizer import InnerOptimizer
-from atoll.node.training.loop import cross_entropy
+from atoll.node.training.targets import IGNORED, cross_entropy, divisor
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,10 @@ class MicroBatchShape:
 
     samples: int  # at most
     tokens: int  # per sample, exactly
+
+    @property
+    def targets(self) -> int:
+        return self.samples * self.tokens
 
 
 class Stage:
@@ -48,6 +52,8 @@ class Stage:
         self._evaluates = False
         self._flush_tokens = 0
         self._micro_batches = 1
+        self._targets: int | None = None  # of the flush; None: all count
+        self._divisor = 1.0  # turns a micro-batch's mean loss into its share of the flush's
         self._inputs: dict[int, Tensor] = {}
         self._losses: dict[int, Tensor] = {}
         self._loss_sum = torch.zeros((), device=model.device)
@@ -58,9 +64,9 @@ class Stage:
 
     # --- a flush ------------------------------------------------------------------------------------
 
-    def begin(self, micro_batches: int) -> None:
-        """Begin a flush of this many micro-batches."""
-        self._micro_batches, self._flush_tokens = micro_batches, 0
+    def begin(self, micro_batches: int, targets: int | None = None) -> None:
+        """Begin a flush of this many micro-batches and targets (None: all count)."""
+        self._micro_batches, self._targets, self._flush_tokens = micro_batches, targets, 0
         self._loss_sum.zero_()
 
     def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
@@ -68,6 +74,7 @@ class Stage:
         self._flush_tokens += targets_BT.numel()
         x = x.to(self.model.device, non_blocking=True)
         if self.model.span_definition.is_last:
+            self._divisor = self._divisor_of(targets_BT)
             return self._forward_loss(micro_batch, x, targets_BT.to(self.model.device, non_blocking=True))
         if not self._evaluates:
             self._inputs[micro_batch] = x
@@ -88,7 +95,12 @@ class Stage:
 
     def _mean_loss(self, x: Tensor, targets_BT: Tensor) -> Tensor:
         """Share of a micro-batch in the flush's mean loss."""
-        return cross_entropy(self._run(x), targets_BT) / self._micro_batches
+        return cross_entropy(self._run(x), targets_BT) / self._divisor
+
+    def _divisor_of(self, targets_BT: Tensor) -> float:
+        if self._targets is None:
+            return self._micro_batches
+        return divisor(self._targets, int((targets_BT != IGNORED).sum()))
 
     def backward(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
         """Compute the gradient [B,T,D] of the span's input; None on the first stage.
@@ -137,9 +149,9 @@ class Stage:
 
     # --- an evaluation ------------------------------------------------------------------------------
 
-    def begin_evaluation(self, micro_batches: int) -> None:
+    def begin_evaluation(self, micro_batches: int, targets: int | None = None) -> None:
         """Begin a forward-only flush over the anchor's parameters."""
-        self.begin(micro_batches)
+        self.begin(micro_batches, targets)
         self._swap_weights_and_anchor()
         self._evaluates = True
 
@@ -194,6 +206,8 @@ class Stage:
         """Raise `PeerMisbehaved` unless the message's tensors have the shapes and dtypes of this run."""
         span_definition, problem = self.model.span_definition, ""
         match message:
+            case Begin(micro_batches=count, targets=int(targets)) if targets > count * self._micro_batch_shape.targets:
+                problem = f"has {targets} targets in {count} micro-batches"
             case Activation(x_BTD=x, targets_BT=targets):
                 problem = self._misfit(x) or self._mistarget(x, targets)
             case Gradient(micro_batch=number, gradient_BTD=gradient):
@@ -225,7 +239,7 @@ class Stage:
     def _mistarget(self, x_BTD: Tensor, targets_BT: Tensor) -> str:
         if targets_BT.shape != x_BTD.shape[:2] or targets_BT.dtype is not torch.int64:
             return f"has targets that are {_described(targets_BT)}"
-        low, high = (int(end) for end in torch.aminmax(targets_BT))
+        low, high = (int(end) for end in torch.aminmax(targets_BT.masked_fill(targets_BT == IGNORED, 0)))
         return "" if 0 <= low <= high < self.model.span_definition.vocabulary else f"has targets from {low} to {high}"
 
     def _run(self, x: Tensor) -> Tensor:

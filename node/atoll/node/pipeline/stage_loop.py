@@ -51,6 +51,7 @@ from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loader import Batch, Loader
 from atoll.node.training.replica import Replica, StepResult
 from atoll.node.training.sample_feed import SampleNumbers
+from atoll.node.training.targets import inputs_and_targets
 
 MIN_FLUSH_DEADLINE_SECONDS = 5.0
 MAX_FLUSH_DEADLINE_SECONDS = 300.0  # enough for many micro-batches on slow nodes; orders wait for a flush's end
@@ -278,11 +279,11 @@ class StageLoop(Replica):
         self._flush_began_at = self.clock.monotonic()
         if self._evaluation is not None:
             windows = self._evaluation.next(self._machine.max_evaluation_micro_batches)
-            self._machine.begin_flush(_pairs(windows), self._evaluation.anchor)
+            self._machine.begin_flush([inputs_and_targets(each) for each in windows], self._evaluation.anchor)
             return
         self._batch = self._batch or self._loader.next()
         tokens = torch.split(self._batch.tokens_BT, self.spec.optimizer.micro_batch_samples)
-        self._machine.begin_flush(_pairs(tokens))
+        self._machine.begin_flush([inputs_and_targets(each) for each in tokens])
 
     def _collect_evaluation(self) -> None:
         """Take the result of an evaluation's flush."""
@@ -339,8 +340,3 @@ def build_stage(spec: RunSpec, run: RunModel, span: Span, device: torch.device) 
         )
     room = MicroBatchShape(spec.optimizer.micro_batch_samples, spec.data.sequence_length)
     return Stage(allocate_span(run, span, device), spec.optimizer, room, precision)
-
-
-def _pairs(tokens: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and targets [B,T] of tokens [B,T+1]."""
-    return [(tokens_BT[:, :-1], tokens_BT[:, 1:]) for tokens_BT in tokens]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import InvalidTransition
@@ -31,6 +31,7 @@ from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loader import Loader
 from atoll.node.training.progress import Progress
 from atoll.node.training.replica import Replica, StepResult
+from atoll.node.training.targets import count_targets, cross_entropy, divisor, inputs_and_targets
 
 PROBE_STEPS = 8
 
@@ -102,13 +103,13 @@ class InnerLoop(Replica):
     def _micro_batches(self, batch_BT: Tensor) -> Iterator[tuple[Tensor, float]]:
         """Yield this process's micro-batches of a batch, each with its divisor.
 
-        A micro-batch's mean loss divided by its divisor is its part of the mean over the batch.
+        A micro-batch's mean loss divided by its divisor is its part of the mean over the batch's targets.
         """
         at_most = self.spec.optimizer.micro_batch_samples
         if self._group is not None:
             return self._group.rank_micro_batches(batch_BT, at_most)
-        micro_batches = torch.split(batch_BT, at_most)
-        return ((tokens_BT, len(batch_BT) / len(tokens_BT)) for tokens_BT in micro_batches)
+        targets = count_targets(batch_BT)
+        return ((part_BT, divisor(targets, count_targets(part_BT))) for part_BT in torch.split(batch_BT, at_most))
 
     def _mean(self, mine: Tensor) -> float:
         """Sum the parts of a mean over all processes."""
@@ -123,11 +124,11 @@ class InnerLoop(Replica):
         return self.has_data
 
     def loss(self, tokens_BT: Tensor) -> Tensor:
-        """Compute the mean cross-entropy of next-token prediction over [B, T+1] tokens, nats per token."""
-        tokens_BT = tokens_BT.to(self.device, non_blocking=True)
+        """Compute the mean cross-entropy over the targets of [B, T+1] tokens, nats per token; 0 without any."""
+        inputs_BT, targets_BT = inputs_and_targets(tokens_BT.to(self.device, non_blocking=True))
         with autocast(self.device, self.precision):
-            logits_BTV = self._forward(tokens_BT[:, :-1])
-        return cross_entropy(logits_BTV, tokens_BT[:, 1:])
+            logits_BTV = self._forward(inputs_BT)
+        return cross_entropy(logits_BTV, targets_BT)
 
     def initialise_into(self, anchor_E: Tensor) -> None:
         """Write the run's initial parameters into `anchor_E`, for genesis."""
@@ -144,15 +145,16 @@ class InnerLoop(Replica):
         """Compute the held-out loss of any parameters, nats per token. Weights, optimiser and data do not change."""
         windows = self.corpus.validation_windows()
         size = self.spec.optimizer.micro_batch_samples
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total, weights = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
         with self._with_parameters(flat_E) as logits_of:
             for start in range(0, len(windows), size):
                 batch_BT = torch.from_numpy(self.corpus.windows(windows[start : start + size], soon=True))
+                weight = count_targets(batch_BT) / self.corpus.sequence_length  # in samples
                 for share_BT, times in self._micro_batches(batch_BT):
-                    tokens_BT = share_BT.to(self.device)
-                    loss = cross_entropy(logits_of(tokens_BT[:, :-1]), tokens_BT[:, 1:])
-                    total += loss.double() / times * len(batch_BT)
-        return self._mean(total) / len(windows)
+                    inputs_BT, targets_BT = inputs_and_targets(share_BT.to(self.device))
+                    total += cross_entropy(logits_of(inputs_BT), targets_BT).double() / times * weight
+                weights += weight
+        return self._mean(total) / weights if weights else 0.0
 
     def audit(self, anchor_E: Tensor, update_E: Tensor, own: Sequence[int], other: Sequence[int]) -> Gains:
         """Compare what an update gains on `own` samples and on `other` ones: anchor against anchor − update.
@@ -174,10 +176,11 @@ class InnerLoop(Replica):
             for start in range(0, len(samples), size):
                 windows = [self.corpus.window(sample) for sample in samples[start : start + size]]
                 tokens_BT = torch.from_numpy(self.corpus.windows(windows, soon=True)).to(self.device)
-                logits_BTV = logits_of(tokens_BT[:, :-1]).float()
+                inputs_BT, targets_BT = inputs_and_targets(tokens_BT)
+                logits_BTV = logits_of(inputs_BT).float()
                 losses += [
-                    float(cross_entropy(logits_TV, tokens_T[1:]))
-                    for logits_TV, tokens_T in zip(logits_BTV, tokens_BT, strict=True)
+                    float(cross_entropy(logits_TV, targets_T))
+                    for logits_TV, targets_T in zip(logits_BTV, targets_BT, strict=True)
                 ]
         return losses
 
@@ -246,11 +249,6 @@ class InnerLoop(Replica):
             self.stepper = Stepper(self.model, self.spec.optimizer, self.precision)
             self.stepper.set_learning_rate(learning_rate(self.spec, self.committed_tokens))
         return self.stepper
-
-
-def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Compute the mean cross-entropy in nats per token, in fp32 for logits of any dtype."""
-    return nn.functional.cross_entropy(logits_BTV.reshape(-1, logits_BTV.shape[-1]).float(), targets_BT.flatten())
 
 
 class _WithParameters:
