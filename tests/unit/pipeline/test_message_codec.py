@@ -48,8 +48,6 @@ def random(*shape: int) -> Tensor:
 MESSAGES: list[messages.Message] = [
     messages.Begin(7, 3),
     messages.Begin(7, 3, 0),
-    messages.Begin(7, 3, None, 0),
-    messages.Begin(7, 3, 12, 345),
     messages.Report(7, (), 3.25, at_same_anchor=False),
     messages.Activation(7, 2, random(2, 5, 8), torch.arange(10).view(2, 5)),
     messages.Gradient(7, 1, random(1, 5, 8)),
@@ -62,6 +60,8 @@ MESSAGES: list[messages.Message] = [
     messages.Ready(),
     messages.TiedGradient(7, random(11, 8)),
     messages.TiedWeights(7, random(11, 8)),
+    messages.Begin(7, 3, None, 0),
+    messages.Begin(7, 3, 12, 345),
 ]
 by_kind = pytest.mark.parametrize("message", MESSAGES, ids=lambda each: type(each).__name__)
 
