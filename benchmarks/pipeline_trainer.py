@@ -72,12 +72,12 @@ class SimulatedStage(FlushRecorder):
         )
         self.optimizer.step = lambda: None  # type: ignore[method-assign]
 
-    def _forward_loss(self, micro_batch: int, x: Tensor, targets_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
+    def _forward_loss(self, micro_batch: int, x: Tensor, targets_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
         time.sleep(self._forward_seconds)
         self._inputs[micro_batch] = x
         return torch.zeros(())
 
-    def _run(self, x: Tensor) -> Tensor:
+    def _run(self, x: Tensor, starts_BT: Tensor | None) -> Tensor:
         time.sleep(self._forward_seconds)
         return self._passed_BTD[: len(x)]
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.documents import document_spec
 from support.families import config_of
 
 from atoll.core.errors import ConfigError, CorpusError, UnsupportedModel
@@ -22,7 +23,6 @@ from atoll.node.model.document_masks import (
 from atoll.node.model.huggingface import HuggingFaceArchitecture
 from atoll.node.model.tokenizer import ByteTokenizer
 from atoll.node.training.targets import IGNORED, inputs_and_targets
-from support.documents import document_spec
 
 SEPARATOR = 7
 

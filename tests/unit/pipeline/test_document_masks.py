@@ -129,9 +129,6 @@ BAD: dict[str, tuple[bool, Message, str]] = {
     "another dtype": (True, Activation(1, 1, X_BTD, TARGETS_BT, STARTS_BT.long()), "int64"),
     "no first document": (True, Activation(1, 1, X_BTD, TARGETS_BT, ~STARTS_BT), "begins with no document"),
     "an unknown negative target": (True, Activation(1, 1, X_BTD, TARGETS_BT - 7, STARTS_BT), "targets from -7"),
-    "an ignored target without masks": (False, Activation(1, 1, X_BTD, TARGETS_BT - 100), "targets from -100"),
-    "no number of targets": (True, Begin(2, 1), "has no number"),
-    "a number of targets without masks": (False, Begin(2, 1, None, 5), "has a number"),
     "too many targets": (True, Begin(2, 1, None, 3 * TOKENS + 1), "has 73 targets"),
 }
 

@@ -99,7 +99,7 @@ def test_the_key_changes_neither_the_corpus_nor_generated_text(text: Path) -> No
 def test_without_ignored_targets_a_part_of_a_batch_counts_bit_for_bit_by_its_samples(
     rows: int, part: int, tokens: int
 ) -> None:
-    assert divisor(part * tokens, rows * tokens) == rows / part
+    assert divisor(rows * tokens, part * tokens) == rows / part
 
 
 def test_without_ignored_targets_the_loss_has_the_bits_of_torch_s_mean() -> None:
@@ -119,7 +119,7 @@ def test_without_ignored_targets_the_loss_has_the_bits_of_torch_s_mean() -> None
 
 def test_a_batch_without_any_target_has_no_loss_and_no_gradient() -> None:
     logits_BTV = torch.randn(2, 3, 5, requires_grad=True)
-    loss = cross_entropy(logits_BTV, torch.full((2, 3), IGNORED)) / divisor(0, 10)
+    loss = cross_entropy(logits_BTV, torch.full((2, 3), IGNORED)) / divisor(10, 0)
     loss.backward()
     assert loss.item() == 0
     assert logits_BTV.grad is not None
@@ -132,9 +132,7 @@ def test_a_run_without_the_key_makes_the_steps_of_a_plain_loop_bit_for_bit(text:
     with started(spec, text) as (loop, anchor_E):
         corpus = loop.corpus
         assert isinstance(corpus, Corpus)
-        named = (
-            b'{"sequence_length": 24, "tokenizer": "bytes", "validation_samples": 5, "vocabulary": 256}\n'
-        )
+        named = b'{"sequence_length": 24, "tokenizer": "bytes", "validation_samples": 5, "vocabulary": 256}\n'
         assert corpus.digest == hashlib.sha256(named + corpus.tokens.tobytes()).hexdigest()
         plain = InnerLoop(spec, corpus, "cpu")
         plain.load(anchor_E)

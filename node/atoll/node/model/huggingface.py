@@ -155,7 +155,6 @@ class HuggingFaceArchitecture:
                 "choose a decoder whose body is embedding, blocks and final norm",
             )
 
-
     def check_document_masks(self) -> None:
         """Check that every block gets a mask of documents, and positions that restart. Raises `UnsupportedModel`.
 

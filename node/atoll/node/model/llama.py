@@ -70,9 +70,7 @@ class Attention(nn.Module):
         mixed_BHTE = self._attend(query_BHTE, key_BKTE, value_BKTE, documents)
         return cast("Tensor", self.output(mixed_BHTE.transpose(1, 2).flatten(2)))
 
-    def _attend(
-        self, query_BHTE: Tensor, key_BKTE: Tensor, value_BKTE: Tensor, documents: Documents | None
-    ) -> Tensor:
+    def _attend(self, query_BHTE: Tensor, key_BKTE: Tensor, value_BKTE: Tensor, documents: Documents | None) -> Tensor:
         if documents is None:
             return nn.functional.scaled_dot_product_attention(
                 query_BHTE, key_BKTE, value_BKTE, is_causal=True, enable_gqa=self.grouped

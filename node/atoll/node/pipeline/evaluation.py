@@ -25,7 +25,7 @@ class Evaluation:
         self.anchor, self._done = anchor, done
         self._corpus, self._samples = corpus, samples
         self._windows = list(corpus.validation_windows())
-        self._flush_weight = 0.0  # targets that count, in samples
+        self._flush_weight = 0.0  # its targets, in samples
         self._total, self._weight = 0.0, 0.0
 
     def next(self, most: int) -> list[Tensor]:
@@ -34,7 +34,7 @@ class Evaluation:
         count = min(most, len(self._windows) // size)
         taken, self._windows = self._windows[: count * size], self._windows[count * size :]
         tokens_BT = torch.from_numpy(self._corpus.windows(taken, soon=True))
-        self._flush_weight = count_targets(tokens_BT[:, 1:]) / self._corpus.sequence_length
+        self._flush_weight = count_targets(tokens_BT) / self._corpus.sequence_length
         return list(torch.split(tokens_BT, size))
 
     def add(self, loss: float) -> bool:

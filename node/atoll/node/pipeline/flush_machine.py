@@ -47,7 +47,7 @@ from atoll.node.pipeline.schedule import (
     stage_credits,
 )
 from atoll.node.training.inner_optimizer import clip_factor
-from atoll.node.training.targets import count_targets
+from atoll.node.training.targets import IGNORED
 
 
 class StageCompute(Protocol):
@@ -61,11 +61,11 @@ class StageCompute(Protocol):
         """Raise `PeerMisbehaved` for tensors whose shape or dtype this span does not accept."""
         ...
 
-    def begin(self, micro_batches: int, targets: int | None = None) -> None:
-        """Begin a flush of this many micro-batches. Gradients are zero. `targets` as in `Begin`."""
+    def begin(self, micro_batches: int, targets: int | None) -> None:
+        """Begin a flush of this many micro-batches and targets (None: all count). Gradients are zero."""
         ...
 
-    def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
+    def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
         """Compute the span's output; on the last stage, the loss. `starts_BT` as in `Activation`."""
         ...
 
@@ -89,7 +89,7 @@ class StageCompute(Protocol):
         """Forget the flush. Gradients are zero, and weights are the trained ones, not the anchor."""
         ...
 
-    def begin_evaluation(self, micro_batches: int, targets: int | None = None) -> None:
+    def begin_evaluation(self, micro_batches: int, targets: int | None) -> None:
         """Begin a flush without gradients, over the anchor's parameters."""
         ...
 
@@ -269,10 +269,11 @@ class FlushMachine:
                 "no flush can begin: this stage is not the first, its route is not ready, or a flush is under way"
             )
         self.last_result = None
-        counted = [count_targets(each.targets_BT) for each in micro_batches if each.starts_BT is not None]
-        self._inbox.put(Begin(flush, len(micro_batches), anchor, sum(counted) if counted else None))
-        for number, each in enumerate(micro_batches):
-            self._inbox.put(Activation(flush, number, each.tokens_BT, each.targets_BT, each.starts_BT))
+        targets = sum(int((targets_BT != IGNORED).sum()) for _, targets_BT, _ in micro_batches)
+        all_count = targets == sum(targets_BT.numel() for _, targets_BT, _ in micro_batches)
+        self._inbox.put(Begin(flush, len(micro_batches), anchor, None if all_count else targets))
+        for number, micro_batch in enumerate(micro_batches):
+            self._inbox.put(Activation(flush, number, *micro_batch))
         return flush
 
     # --- actions ------------------------------------------------------------------------------------

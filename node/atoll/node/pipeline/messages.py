@@ -19,7 +19,7 @@ class MicroBatch(NamedTuple):
     """What the driver feeds its first span, [B,T] each."""
 
     tokens_BT: Tensor  # int64
-    targets_BT: Tensor  # int64
+    targets_BT: Tensor  # int64; -100 where none counts
     starts_BT: Tensor | None = None  # as in `Activation`
 
 
@@ -54,7 +54,7 @@ class Begin:
     flush: int
     micro_batches: int
     anchor: int | None = None  # evaluate, forward only, the anchor with these committed tokens; None: train
-    targets: int | None = None  # that the loss counts, of all micro-batches; None: all tokens
+    targets: int | None = None  # how many count in all micro-batches; None: all
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Activation:
     flush: int
     micro_batch: int
     x_BTD: Tensor  # fp32
-    targets_BT: Tensor  # int64
+    targets_BT: Tensor  # int64; -100 where none counts
     starts_BT: Tensor | None = None  # bool: where documents start, in a run with document masks
 
 
@@ -86,7 +86,7 @@ class Report:
 
     flush: int
     norms: tuple[float, ...]  # one per layer, from the sender's first layer to the model's last
-    loss: float  # nats per token, mean over the flush
+    loss: float  # nats per token, mean over the flush's targets
     at_same_anchor: bool = True  # evaluation: the sender and all stages after it have the evaluated anchor
 
 

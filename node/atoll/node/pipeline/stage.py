@@ -20,7 +20,7 @@ from atoll.core.run_spec import OptimizerSection, RunSpec
 from atoll.node.model.span_model import StageModel
 from atoll.node.pipeline.messages import Activation, Begin, Gradient, Message, Report, TiedGradient, TiedWeights
 from atoll.node.training.inner_optimizer import InnerOptimizer
-from atoll.node.training.targets import IGNORED, count_targets, cross_entropy, divisor
+from atoll.node.training.targets import IGNORED, cross_entropy, divisor
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,16 @@ class MicroBatchShape:
 
     samples: int  # at most
     tokens: int  # per sample, exactly
-    document_masks: bool = False  # activations tell where documents start, and not every target counts
+    document_masks: bool = False  # activations tell where documents start
 
     @classmethod
     def of(cls, spec: RunSpec) -> MicroBatchShape:
         """Bounds of the micro-batches of a run."""
         return cls(spec.optimizer.micro_batch_samples, spec.data.sequence_length, spec.data.document_masks)
+
+    @property
+    def targets(self) -> int:
+        return self.samples * self.tokens
 
 
 class Stage:
@@ -54,9 +58,10 @@ class Stage:
         self._evaluates = False
         self._flush_tokens = 0
         self._micro_batches = 1
-        self._targets: int | None = None  # of the flush that the loss counts; None: all tokens
+        self._targets: int | None = None  # of the flush; None: all count
+        self._divisor = 1.0  # turns a micro-batch's mean loss into its share of the flush's
         self._inputs: dict[int, Tensor] = {}
-        self._starts: dict[int, Tensor | None] = {}  # of documents, by micro-batch
+        self._starts: dict[int, Tensor | None] = {}  # of documents, by micro-batch in flight
         self._losses: dict[int, Tensor] = {}
         self._loss_sum = torch.zeros((), device=model.device)
 
@@ -67,7 +72,7 @@ class Stage:
     # --- a flush ------------------------------------------------------------------------------------
 
     def begin(self, micro_batches: int, targets: int | None = None) -> None:
-        """Begin a flush of this many micro-batches. `targets` as in `Begin`."""
+        """Begin a flush of this many micro-batches and targets (None: all count)."""
         self._micro_batches, self._targets, self._flush_tokens = micro_batches, targets, 0
         self._loss_sum.zero_()
 
@@ -78,10 +83,10 @@ class Stage:
         """
         self._flush_tokens += targets_BT.numel()
         x = x.to(self.model.device, non_blocking=True)
-        if starts_BT is not None:
-            starts_BT = starts_BT.to(self.model.device, non_blocking=True)
+        starts_BT = None if starts_BT is None else starts_BT.to(self.model.device, non_blocking=True)
         if self.model.span_definition.is_last:
-            return self._forward_loss(micro_batch, x, targets_BT, starts_BT)
+            self._divisor = self._divisor_of(targets_BT)
+            return self._forward_loss(micro_batch, x, targets_BT.to(self.model.device, non_blocking=True), starts_BT)
         if not self._evaluates:
             self._inputs[micro_batch], self._starts[micro_batch] = x, starts_BT
         with torch.no_grad():
@@ -101,11 +106,12 @@ class Stage:
 
     def _mean_loss(self, x: Tensor, targets_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
         """Share of a micro-batch in the flush's mean loss."""
-        times = float(self._micro_batches)
-        if self._targets is not None:
-            times = divisor(count_targets(targets_BT), self._targets)
-        mean = cross_entropy(self._run(x, starts_BT), targets_BT.to(self.model.device, non_blocking=True))
-        return mean / times
+        return cross_entropy(self._run(x, starts_BT), targets_BT) / self._divisor
+
+    def _divisor_of(self, targets_BT: Tensor) -> float:
+        if self._targets is None:
+            return self._micro_batches
+        return divisor(self._targets, int((targets_BT != IGNORED).sum()))
 
     def backward(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
         """Compute the gradient [B,T,D] of the span's input; None on the first stage.
@@ -212,8 +218,8 @@ class Stage:
         """Raise `PeerMisbehaved` unless the message's tensors have the shapes and dtypes of this run."""
         span_definition, problem = self.model.span_definition, ""
         match message:
-            case Begin(micro_batches=count, targets=targets):
-                problem = self._miscount(count, targets)
+            case Begin(micro_batches=count, targets=int(targets)) if targets > count * self._micro_batch_shape.targets:
+                problem = f"has {targets} targets in {count} micro-batches"
             case Activation(x_BTD=x, targets_BT=targets_BT, starts_BT=starts_BT):
                 problem = self._misfit(x) or self._mistarget(x, targets_BT) or self._misstart(x, starts_BT)
             case Gradient(micro_batch=number, gradient_BTD=gradient):
@@ -245,17 +251,8 @@ class Stage:
     def _mistarget(self, x_BTD: Tensor, targets_BT: Tensor) -> str:
         if targets_BT.shape != x_BTD.shape[:2] or targets_BT.dtype is not torch.int64:
             return f"has targets that are {_described(targets_BT)}"
-        if self._micro_batch_shape.document_masks:
-            targets_BT = targets_BT.where(targets_BT != IGNORED, 0)
-        low, high = (int(end) for end in torch.aminmax(targets_BT))
+        low, high = (int(end) for end in torch.aminmax(targets_BT.masked_fill(targets_BT == IGNORED, 0)))
         return "" if 0 <= low <= high < self.model.span_definition.vocabulary else f"has targets from {low} to {high}"
-
-    def _miscount(self, micro_batches: int, targets: int | None) -> str:
-        room = self._micro_batch_shape
-        if (targets is not None) != room.document_masks:
-            return "has a number of targets" if targets is not None else "has no number of targets"
-        fits = targets is None or 0 <= targets <= micro_batches * room.samples * room.tokens
-        return "" if fits else f"has {targets} targets in {micro_batches} micro-batches"
 
     def _misstart(self, x_BTD: Tensor, starts_BT: Tensor | None) -> str:
         if (starts_BT is not None) != self._micro_batch_shape.document_masks:

@@ -109,9 +109,8 @@ class InnerLoop(Replica):
         at_most = self.spec.optimizer.micro_batch_samples
         if self._group is not None:
             return self._group.rank_micro_batches(batch_BT, at_most)
-        whole = count_targets(batch_BT[:, 1:])
-        micro_batches = torch.split(batch_BT, at_most)
-        return ((tokens_BT, divisor(count_targets(tokens_BT[:, 1:]), whole)) for tokens_BT in micro_batches)
+        targets = count_targets(batch_BT)
+        return ((part_BT, divisor(targets, count_targets(part_BT))) for part_BT in torch.split(batch_BT, at_most))
 
     def _mean(self, mine: Tensor) -> float:
         """Sum the parts of a mean over all processes."""
@@ -126,7 +125,7 @@ class InnerLoop(Replica):
         return self.has_data
 
     def loss(self, tokens_BT: Tensor) -> Tensor:
-        """Compute the mean cross-entropy of next-token prediction over [B, T+1] tokens, nats per token."""
+        """Compute the mean cross-entropy over the targets of [B, T+1] tokens, nats per token; 0 without any."""
         with autocast(self.device, self.precision):
             logits_BTV, targets_BT = self._logits_and_targets(self._forward, tokens_BT)
         return cross_entropy(logits_BTV, targets_BT)
@@ -156,11 +155,11 @@ class InnerLoop(Replica):
         with self._with_parameters(flat_E) as logits_of:
             for start in range(0, len(windows), size):
                 batch_BT = torch.from_numpy(self.corpus.windows(windows[start : start + size], soon=True))
-                weight = count_targets(batch_BT[:, 1:]) / self.corpus.sequence_length  # in samples
-                weights += weight
+                weight = count_targets(batch_BT) / self.corpus.sequence_length  # in samples
                 for share_BT, times in self._micro_batches(batch_BT):
                     loss = cross_entropy(*self._logits_and_targets(logits_of, share_BT))
                     total += loss.double() / times * weight
+                weights += weight
         return self._mean(total) / weights if weights else 0.0
 
     def audit(self, anchor_E: Tensor, update_E: Tensor, own: Sequence[int], other: Sequence[int]) -> Gains:

@@ -1,7 +1,10 @@
-"""Targets of next-token prediction: which tokens a loss counts, and the mean over those of a whole batch.
+"""Inputs and targets of windows, and the loss over the targets that count.
 
-A token that is an input but no target is stored as its bitwise complement, which is negative. Shape suffixes: B batch,
-T sequence, V vocabulary.
+A corpus gives a token that is input only, and no target, as its bitwise complement (`~token`, negative). The loss of an
+inner step is the mean over all targets that count in its batch: a part of the batch contributes its own mean, divided
+by how many times as many targets the batch has (`divisor`).
+
+Shape suffixes: B batch, T sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,32 +14,31 @@ import math
 import torch
 from torch import Tensor, nn
 
-IGNORED = -100  # target of a place that the loss does not count
+IGNORED = -100  # a target that does not count
+ZERO_WEIGHT_DIVISOR = math.inf  # divisor of a loss that must not count
 
 
 def inputs_and_targets(tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Split windows [B, T+1] into inputs and targets [B,T]; targets are `IGNORED` where the loss does not count."""
+    """Return the inputs and the targets, int64 [B,T] each, of a corpus's windows [B,T+1]."""
     inputs_BT, targets_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
-    return torch.where(inputs_BT < 0, ~inputs_BT, inputs_BT), targets_BT.where(targets_BT >= 0, IGNORED)
+    return inputs_BT ^ (inputs_BT >> 63), targets_BT.masked_fill(targets_BT < 0, IGNORED)
 
 
-def count_targets(targets_BT: Tensor) -> int:
-    """Count the targets that the loss counts, of targets [B,T] or of windows without their first token."""
-    return int((targets_BT >= 0).sum())
+def count_targets(tokens_BT: Tensor) -> int:
+    """Count the targets of windows [B,T+1]; windows on the host cost no wait for a device."""
+    return int((tokens_BT[:, 1:] >= 0).sum())
 
 
-def divisor(targets: int, whole: int) -> float:
-    """Return what turns the mean over some targets into their part of the mean over the `whole` batch's."""
-    return whole / targets if whole and targets else math.inf
+def divisor(targets_of_all: int, targets_of_part: int) -> float:
+    """Return by what to divide the mean loss of a part, so that the parts add up to the mean of all."""
+    return targets_of_all / targets_of_part if targets_of_part else ZERO_WEIGHT_DIVISOR
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Compute the mean cross-entropy over the targets that count, nats per token, in fp32 for logits of any dtype.
 
-    It is 0 if none counts.
+    Without any such target it is 0, with a gradient of 0.
     """
-    targets = targets_BT.flatten()
-    mean = nn.functional.cross_entropy(
-        logits_BTV.reshape(-1, logits_BTV.shape[-1]).float(), targets, ignore_index=IGNORED
-    )
-    return torch.where((targets != IGNORED).any(), mean, 0.0)
+    logits = logits_BTV.reshape(-1, logits_BTV.shape[-1]).float()
+    mean = nn.functional.cross_entropy(logits, targets_BT.flatten(), ignore_index=IGNORED)
+    return torch.where((targets_BT != IGNORED).any(), mean, torch.zeros_like(mean))
