@@ -18,7 +18,7 @@ from atoll.node.model.span import Span
 SEPARATOR = 0  # of the byte tokenizer
 TOKENS = 24
 _RATE, _EPSILON = 10.0, 100.0
-BUILT_IN = "[model]\ndimension = 32\nlayers = 2\nheads = 4\nkv_heads = 2\nhidden_dimension = 48"
+BUILT_IN = "[model]\ndimension = 64\nlayers = 2\nheads = 4\nkv_heads = 2\nhidden_dimension = 48"
 
 
 def document_spec(family: str = "", *, masks: bool = True, model: str = "", optimizer: str = "") -> RunSpec:

@@ -9,10 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.documents import document_spec
 from support.families import config_of
+from torch._dynamo.utils import counters
+from torch.nn.attention import flex_attention
 
 from atoll.core.errors import ConfigError, CorpusError, UnsupportedModel
 from atoll.node.data.documents import check_separated, document_separator, ignore_first_tokens
+from atoll.node.model import llama
+from atoll.node.model.built_in import BuiltInArchitecture
+from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.document_masks import (
+    Documents,
     attends,
     block_mask,
     document_positions,
@@ -21,6 +27,8 @@ from atoll.node.model.document_masks import (
     flex_attention_of,
 )
 from atoll.node.model.huggingface import HuggingFaceArchitecture
+from atoll.node.model.span import Span
+from atoll.node.model.span_model import SpanModel
 from atoll.node.model.tokenizer import ByteTokenizer
 from atoll.node.training.targets import IGNORED, inputs_and_targets
 
@@ -90,6 +98,37 @@ def test_flex_attention_computes_the_same() -> None:
     )
     found = flex_attention_of(query, key, value, block_mask(starts_BT), grouped=True)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_compiled_model_gets_a_block_mask_in_one_graph(monkeypatch: pytest.MonkeyPatch, checkpointing: bool) -> None:
+    """As on CUDA: torch traces the whole of it, and refuses only to run its backward on a CPU."""
+    torch._dynamo.reset()
+    counters.clear()
+
+    def documents(starts_BT: torch.Tensor) -> Documents:
+        if not torch.compiler.is_compiling():
+            return documents_of(starts_BT)
+        return Documents(document_positions(starts_BT), block_mask(starts_BT))
+
+    monkeypatch.setattr(llama, "documents_of", documents)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    shape = ModelShape(64, 64, 2, 4, 2, 96)
+    model = SpanModel(BuiltInArchitecture(shape).span_definition(Span(0, 3), checkpointing), torch.device("cpu"))
+    model.weights_E.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+    compiled = torch.compile(model.run, backend="aot_eager", fullgraph=True)
+    for seed in range(2):
+        tokens_BT = torch.randint(0, 64, (2, 160), generator=torch.Generator().manual_seed(seed))
+        starts_BT = document_starts(tokens_BT, SEPARATOR)
+        gradients = []
+        for run in (model.run, compiled):
+            model.zero_gradients()
+            logits_BTV = run(tokens_BT, starts_BT)
+            logits_BTV.square().mean().backward()
+            gradients.append((logits_BTV.detach(), model.gradients_E.clone()))
+        torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 1  # for all micro-batches
 
 
 # --- what is refused --------------------------------------------------------------------------------------

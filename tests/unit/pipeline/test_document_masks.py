@@ -15,6 +15,7 @@ from unit.pipeline.test_message_codec import carried
 from atoll.core.errors import PeerMisbehaved
 from atoll.node.data.corpus import Corpus, load_corpus
 from atoll.node.model.run_model import RunModel, run_model
+from atoll.node.model.span import Span
 from atoll.node.pipeline.evaluation import Evaluation
 from atoll.node.pipeline.message_codec import LinkFormat, pack
 from atoll.node.pipeline.messages import Activation, Begin, Message
@@ -34,14 +35,11 @@ def route_of(run: RunModel, stages: int, family: str = "", *, masks: bool = True
     spec = document_spec(family, masks=masks)
     link_format = LinkFormat.of(spec, run.table, 1, 0)
     separator = SEPARATOR if masks else None
-    room = MicroBatchShape.of(spec)
-    carry = carried(link_format, "fp32")
+    room, carry = MicroBatchShape.of(spec), carried(link_format, "fp32")
     return RouteStages(run.architecture, stages, spec.optimizer, room, carry=carry, separator=separator)
 
 
 def initial_weights(run: RunModel) -> torch.Tensor:
-    from atoll.node.model.span import Span
-
     drawn = run.initial_parameters(Span(0, run.architecture.layers - 1))
     return 5 * torch.cat([values.flatten() for _, values in drawn])
 
@@ -113,13 +111,13 @@ def test_without_the_key_messages_are_those_of_earlier_releases(corpus: Corpus) 
     parts.route._carry = lambda message: sent.append(message) or message  # type: ignore[func-returns-value]
     parts.route.flush([windows_of(corpus, [0, 1])])
     begin = next(each for each in sent if isinstance(each, Begin))
-    header, _ = pack(begin, LinkFormat(1, 0, 3, TOKENS, 32, 256))
+    header, _ = pack(begin, LinkFormat(1, 0, 3, TOKENS, 64, 256))
     assert header.begin == pb.FlushBegin(micro_batches=1)
     activation = next(each for each in sent if isinstance(each, Activation))
     assert activation.starts_BT is None
 
 
-X_BTD, TARGETS_BT = torch.zeros(2, TOKENS, 32), torch.zeros(2, TOKENS, dtype=torch.int64)
+X_BTD, TARGETS_BT = torch.zeros(2, TOKENS, 64), torch.zeros(2, TOKENS, dtype=torch.int64)
 STARTS_BT = torch.arange(TOKENS).expand(2, TOKENS) == 0
 BAD: dict[str, tuple[bool, Message, str]] = {
     "no starts": (True, Activation(1, 1, X_BTD, TARGETS_BT), "does not tell"),
