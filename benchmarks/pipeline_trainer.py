@@ -34,9 +34,9 @@ class FlushRecorder(Stage):
         self._computed = [0.0, 0.0]
         self._counted = 0
 
-    def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
+    def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
         began = time.thread_time()
-        output = super().forward(micro_batch, x, targets_BT)
+        output = super().forward(micro_batch, x, targets_BT, starts_BT)
         self._computed[0] += time.thread_time() - began
         self._counted += 1
         self._most = max(self._most, len(self._inputs))
@@ -72,12 +72,12 @@ class SimulatedStage(FlushRecorder):
         )
         self.optimizer.step = lambda: None  # type: ignore[method-assign]
 
-    def _forward_loss(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
+    def _forward_loss(self, micro_batch: int, x: Tensor, targets_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
         time.sleep(self._forward_seconds)
         self._inputs[micro_batch] = x
         return torch.zeros(())
 
-    def _run(self, x: Tensor) -> Tensor:
+    def _run(self, x: Tensor, starts_BT: Tensor | None) -> Tensor:
         time.sleep(self._forward_seconds)
         return self._passed_BTD[: len(x)]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.documents import document_spec, unpacked, windows_of, write_documents
 from support.hf_runs import config_of, model_section
 
 from atoll.core.run_spec import parse_run_spec
@@ -57,5 +58,27 @@ def test_the_loss_falls_and_a_round_is_exact(tmp_path: Path, optimizer: str, mod
         carried_E = loop.weights_E.cpu() - weights_E
         loop.apply(anchor_E)
         assert torch.equal(loop.weights_E.cpu(), carried_E + anchor_E)
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    ["", "compile = true", "compile = true\nactivation_checkpointing = true"],
+    ids=["plain", "flex", "both"],
+)
+@pytest.mark.parametrize("family", ["", "llama"], ids=["built in", "llama"])
+def test_documents_are_kept_apart(tmp_path: Path, optimizer: str, family: str) -> None:
+    spec = document_spec(family, optimizer=optimizer)
+    corpus = load_corpus(spec, str(write_documents(tmp_path / "text.jsonl")))
+    loop = InnerLoop(spec, corpus, "auto")
+    try:
+        anchor_E = torch.empty(loop.layout.elements)
+        loop.initialise_into(anchor_E)
+        loop.load(anchor_E.mul_(5), ranges=((0, 1000),))
+        loss, _ = unpacked(loop.run, anchor_E, windows_of(corpus, [corpus.window(sample) for sample in range(6)]))
+        held_out, _ = unpacked(loop.run, anchor_E, windows_of(corpus, corpus.validation_windows()))
+        assert abs(loop.step().loss - loss) < 1e-2  # matrix products of TF32
+        assert abs(loop.evaluate(anchor_E) - held_out) < 1e-2
     finally:
         loop.close()

@@ -14,6 +14,7 @@ from torch import Tensor
 from atoll.core.errors import InvalidTransition
 from atoll.node.pipeline.flush_machine import FlushMachine, FlushResult
 from atoll.node.pipeline.messages import Message
+from atoll.node.pipeline.stage_loop import micro_batches
 
 Link = tuple[int, int]  # from stage, to stage; from a stage to itself: its next action
 Pick = Callable[[Sequence[Link]], Link]
@@ -33,9 +34,14 @@ class InProcessRoute:
     """Runners in the order of their stages, and what is on its way between them; `carry` is what links do to it."""
 
     def __init__(
-        self, machines: Sequence[FlushMachine], pick: Pick = oldest, carry: Callable[[Message], Message] = as_it_is
+        self,
+        machines: Sequence[FlushMachine],
+        pick: Pick = oldest,
+        carry: Callable[[Message], Message] = as_it_is,
+        separator: int | None = None,
     ) -> None:
         self.machines, self._pick, self._carry = tuple(machines), pick, carry
+        self._separator = separator  # with document masks
         self._links: dict[Link, deque[Message]] = {}  # with something on its way, or that may be able to work
         self._incarnation = 0
         self.reconnect()
@@ -52,7 +58,7 @@ class InProcessRoute:
     def begin(self, tokens: Sequence[Tensor], anchor: int | None = None) -> int:
         """Feed the driver when all stages are ready; the flush's number."""
         self.settle()
-        flush = self.machines[0].begin_flush([(tokens_BT[:, :-1], tokens_BT[:, 1:]) for tokens_BT in tokens], anchor)
+        flush = self.machines[0].begin_flush(micro_batches(tokens, self._separator), anchor)
         self._wake(0)
         return flush
 

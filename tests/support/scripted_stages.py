@@ -29,11 +29,11 @@ class ScriptedStage:
     def check(self, message: Message) -> None:
         """Everything fits."""
 
-    def begin(self, micro_batches: int) -> None:
+    def begin(self, micro_batches: int, targets: int | None = None) -> None:
         assert self._gradient == 0
         assert not self._held
 
-    def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
+    def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
         assert int(x) == micro_batch
         self._held.add(micro_batch)
         self.most_held = max(self.most_held, len(self._held))
@@ -60,7 +60,7 @@ class ScriptedStage:
             self.added_gradient += self._gradient
         self._gradient = 0
 
-    def begin_evaluation(self, micro_batches: int) -> None:
+    def begin_evaluation(self, micro_batches: int, targets: int | None = None) -> None:
         self.begin(micro_batches)
 
     def end_evaluation(self) -> int:

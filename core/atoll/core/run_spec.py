@@ -77,6 +77,7 @@ class DataSection(Section):
     tokenizer: str = "bytes"  # or a Hugging Face tokenizer's name or path
     sequence_length: Annotated[int, Field(ge=8, le=1 << 20)] = 128
     validation_samples: Annotated[int, Field(ge=1, le=65536)] = 64  # taken from the end of the corpus, never trained
+    document_masks: bool = False  # tokens attend only within their document; positions restart in each
 
     @model_validator(mode="after")
     def _check_source(self) -> DataSection:

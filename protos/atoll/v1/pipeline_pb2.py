@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from atoll.v1 import common_pb2 as atoll_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x61toll/v1/pipeline.proto\x12\x08\x61toll.v1\x1a\x15\x61toll/v1/common.proto\"b\n\rFlushDecision\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\r\n\x05\x66lush\x18\x02 \x01(\x04\x12\x10\n\x06\x66\x61\x63tor\x18\x03 \x01(\x01H\x00\x12\x11\n\x07skipped\x18\x04 \x01(\x08H\x00\x42\x08\n\x06\x65nding\"5\n\tStageJoin\x12(\n\x07\x64\x65\x63ided\x18\x01 \x01(\x0b\x32\x17.atoll.v1.FlushDecision\"\x0c\n\nStageReady\"e\n\nFlushBegin\x12\x15\n\rmicro_batches\x18\x01 \x01(\r\x12$\n\x17\x61nchor_committed_tokens\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x1a\n\x18_anchor_committed_tokens\"e\n\x0bStageTensor\x12\x13\n\x0bmicro_batch\x18\x01 \x01(\r\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x1e\n\x05\x63odec\x18\x03 \x01(\x0e\x32\x0f.atoll.v1.Codec\x12\x12\n\nnot_finite\x18\x04 \x01(\x08\"@\n\x0bStageReport\x12\r\n\x05norms\x18\x01 \x03(\x01\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x14\n\x0cother_anchor\x18\x03 \x01(\x08\"=\n\x0c\x46lushVerdict\x12\x10\n\x06\x66\x61\x63tor\x18\x01 \x01(\x01H\x00\x12\x11\n\x07skipped\x18\x02 \x01(\x08H\x00\x42\x08\n\x06\x65nding\"\xf4\x03\n\x0cStageMessage\x12\x14\n\x0cplan_version\x18\x01 \x01(\x04\x12\r\n\x05route\x18\x02 \x01(\r\x12\r\n\x05\x66lush\x18\x03 \x01(\x04\x12\x12\n\nbody_bytes\x18\x04 \x01(\x04\x12\x13\n\x0bincarnation\x18\x0c \x01(\x04\x12%\n\x05\x62\x65gin\x18\x05 \x01(\x0b\x32\x14.atoll.v1.FlushBeginH\x00\x12+\n\nactivation\x18\x06 \x01(\x0b\x32\x15.atoll.v1.StageTensorH\x00\x12)\n\x08gradient\x18\x07 \x01(\x0b\x32\x15.atoll.v1.StageTensorH\x00\x12\'\n\x06report\x18\x08 \x01(\x0b\x32\x15.atoll.v1.StageReportH\x00\x12)\n\x07verdict\x18\t \x01(\x0b\x32\x16.atoll.v1.FlushVerdictH\x00\x12.\n\rtied_gradient\x18\n \x01(\x0b\x32\x15.atoll.v1.StageTensorH\x00\x12-\n\x0ctied_weights\x18\x0b \x01(\x0b\x32\x15.atoll.v1.StageTensorH\x00\x12#\n\x04join\x18\r \x01(\x0b\x32\x13.atoll.v1.StageJoinH\x00\x12%\n\x05ready\x18\x0e \x01(\x0b\x32\x14.atoll.v1.StageReadyH\x00\x42\t\n\x07\x63ontentb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x61toll/v1/pipeline.proto\x12\x08\x61toll.v1\x1a\x15\x61toll/v1/common.proto\"b\n\rFlushDecision\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\r\n\x05\x66lush\x18\x02 \x01(\x04\x12\x10\n\x06\x66\x61\x63tor\x18\x03 \x01(\x01H\x00\x12\x11\n\x07skipped\x18\x04 \x01(\x08H\x00\x42\x08\n\x06\x65nding\"5\n\tStageJoin\x12(\n\x07\x64\x65\x63ided\x18\x01 \x01(\x0b\x32\x17.atoll.v1.FlushDecision\"\x0c\n\nStageReady\"\x87\x01\n\nFlushBegin\x12\x15\n\rmicro_batches\x18\x01 \x01(\r\x12$\n\x17\x61nchor_committed_tokens\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x14\n\x07targets\x18\x03 \x01(\x04H\x01\x88\x01\x01\x42\x1a\n\x18_anchor_committed_tokensB\n\n\x08_targets\"e\n\x0bStageTensor\x12\x13\n\x0bmicro_batch\x18\x01 \x01(\r\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x1e\n\x05\x63odec\x18\x03 \x01(\x0e\x32\x0f.atoll.v1.Codec\x12\x12\n\nnot_finite\x18\x04 \x01(\x08\"@\n\x0bStageReport\x12\r\n\x05norms\x18\x01 \x03(\x01\x12\x0c\n\x04loss\x18\x02 \x01(\x01\x12\x14\n\x0cother_anchor\x18\x03 \x01(\x08\"=\n\x0c\x46lushVerdict\x12\x10\n\x06\x66\x61\x63tor\x18\x01 \x01(\x01H\x00\x12\x11\n\x07skipped\x18\x02 \x01(\x08H\x00\x42\x08\n\x06\x65nding\"\xf4\x03\n\x0cStageMessage\x12\x14\n\x0cplan_version\x18\x01 \x01(\x04\x12\r\n\x05route\x18\x02 \x01(\r\x12\r\n\x05\x66lush\x18\x03 \x01(\x04\x12\x12\n\nbody_bytes\x18\x04 \x01(\x04\x12\x13\n\x0bincarnation\x18\x0c \x01(\x04\x12%\n\x05\x62\x65gin\x18\x05 \x01(\x0b\x32\x14.atoll.v1.FlushBeginH\x00\x12+\n\nactivation\x18\x06 \x01(\x0b\x32\x15.atoll.v1.StageTensorH\x00\x12)\n\x08gradient\x18\x07 \x01(\x0b\x32\x15.atoll.v1.StageTensorH\x00\x12\'\n\x06report\x18\x08 \x01(\x0b\x32\x15.atoll.v1.StageReportH\x00\x12)\n\x07verdict\x18\t \x01(\x0b\x32\x16.atoll.v1.FlushVerdictH\x00\x12.\n\rtied_gradient\x18\n \x01(\x0b\x32\x15.atoll.v1.StageTensorH\x00\x12-\n\x0ctied_weights\x18\x0b \x01(\x0b\x32\x15.atoll.v1.StageTensorH\x00\x12#\n\x04join\x18\r \x01(\x0b\x32\x13.atoll.v1.StageJoinH\x00\x12%\n\x05ready\x18\x0e \x01(\x0b\x32\x14.atoll.v1.StageReadyH\x00\x42\t\n\x07\x63ontentb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,14 +38,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STAGEJOIN']._serialized_end=213
   _globals['_STAGEREADY']._serialized_start=215
   _globals['_STAGEREADY']._serialized_end=227
-  _globals['_FLUSHBEGIN']._serialized_start=229
-  _globals['_FLUSHBEGIN']._serialized_end=330
-  _globals['_STAGETENSOR']._serialized_start=332
-  _globals['_STAGETENSOR']._serialized_end=433
-  _globals['_STAGEREPORT']._serialized_start=435
-  _globals['_STAGEREPORT']._serialized_end=499
-  _globals['_FLUSHVERDICT']._serialized_start=501
-  _globals['_FLUSHVERDICT']._serialized_end=562
-  _globals['_STAGEMESSAGE']._serialized_start=565
-  _globals['_STAGEMESSAGE']._serialized_end=1065
+  _globals['_FLUSHBEGIN']._serialized_start=230
+  _globals['_FLUSHBEGIN']._serialized_end=365
+  _globals['_STAGETENSOR']._serialized_start=367
+  _globals['_STAGETENSOR']._serialized_end=468
+  _globals['_STAGEREPORT']._serialized_start=470
+  _globals['_STAGEREPORT']._serialized_end=534
+  _globals['_FLUSHVERDICT']._serialized_start=536
+  _globals['_FLUSHVERDICT']._serialized_end=597
+  _globals['_STAGEMESSAGE']._serialized_start=600
+  _globals['_STAGEMESSAGE']._serialized_end=1100
 # @@protoc_insertion_point(module_scope)

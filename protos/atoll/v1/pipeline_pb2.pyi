@@ -30,12 +30,14 @@ class StageReady(_message.Message):
     def __init__(self) -> None: ...
 
 class FlushBegin(_message.Message):
-    __slots__ = ("micro_batches", "anchor_committed_tokens")
+    __slots__ = ("micro_batches", "anchor_committed_tokens", "targets")
     MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
     ANCHOR_COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
     micro_batches: int
     anchor_committed_tokens: int
-    def __init__(self, micro_batches: _Optional[int] = ..., anchor_committed_tokens: _Optional[int] = ...) -> None: ...
+    targets: int
+    def __init__(self, micro_batches: _Optional[int] = ..., anchor_committed_tokens: _Optional[int] = ..., targets: _Optional[int] = ...) -> None: ...
 
 class StageTensor(_message.Message):
     __slots__ = ("micro_batch", "shape", "codec", "not_finite")

@@ -110,8 +110,16 @@ def test_a_route_measures_each_source_for_itself(corpus: ShardedCorpus, size: in
     assert found.value == pytest.approx(sum(seen) / 40)
 
 
+def test_sources_count_by_their_targets_and_one_without_any_is_left_out() -> None:
+    parts = [SourceLoss.of("chat", 4.0, 2.0, 8), SourceLoss.of("web", 6.0, 6.0, 6), SourceLoss.of("none", 0.0, 0.0, 3)]
+    found = HeldOutLoss.of(parts)
+    assert found.value == (4.0 + 6.0) / 8
+    assert [(part.name, part.loss, part.windows) for part in found.sources] == [("chat", 2.0, 8), ("web", 1.0, 6)]
+    assert HeldOutLoss.of(parts[2:]) == HeldOutLoss(0.0)
+
+
 def test_one_source_has_no_loss_of_its_own(root: Path, digest: str) -> None:
-    assert HeldOutLoss.of([SourceLoss("web", 2.0, 8)]) == HeldOutLoss(2.0)
+    assert HeldOutLoss.of([SourceLoss("web", 2.0, 8, 8.0)]) == HeldOutLoss(2.0)
     spec = spec_of(digest, str(root), "web = 1")
     opened = open_corpus(spec.data, None, None, SystemClock()).for_training(spec)
     assert [name for name, _ in opened.held_out_sets()] == ["web"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.documents import write_documents
 from support.families import config_of, lora_of
 from support.hf_runs import config_of as run_config
 from support.hf_runs import model_section, spec_text, text_of
@@ -128,12 +129,26 @@ def test_credits_cost_inputs_and_nothing_else() -> None:
         span_memory(table, Span(1, 5), TRAFFIC)
 
 
-@pytest.mark.parametrize("optimizer", ["", "activation_checkpointing = true"], ids=["plain", "recomputed"])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "mixtral"])
-def test_a_whole_replica_takes_about_the_estimated_memory(family: str, optimizer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "optimizer", "masks"),
+    [
+        (family, optimizer, False)
+        for family in ("llama", "gpt_neox", "mixtral")
+        for optimizer in ("", "activation_checkpointing = true")
+    ]
+    + [("llama", "", True), ("llama", "activation_checkpointing = true", True)],
+)
+def test_a_whole_replica_takes_about_the_estimated_memory(
+    family: str, optimizer: str, masks: bool, tmp_path: Path
+) -> None:
     (tmp_path / "text.txt").write_text(text_of())
     sizes = {"hidden_size": 128, "intermediate_size": 288, "num_hidden_layers": 4, "max_position_embeddings": 96}
     text = spec_text(model_section(run_config(family, **sizes)), optimizer).replace("length = 16", "length = 96")
+    if masks:
+        write_documents(tmp_path / "text.txt")
+        text = text.replace("[data]\n", '[data]\nsource = "jsonl"\ndocument_masks = true\n')
+        text = text.replace("length = 96", "length = 384").replace("embeddings = 96", "embeddings = 384")
+        text = text.replace("validation_samples = 8", "validation_samples = 2")
     spec = parse_run_spec(text)
     run = run_model(spec, 256)
     corpus = load_corpus(spec, str(tmp_path / "text.txt"))

@@ -60,6 +60,8 @@ MESSAGES: list[messages.Message] = [
     messages.Ready(),
     messages.TiedGradient(7, random(11, 8)),
     messages.TiedWeights(7, random(11, 8)),
+    messages.Begin(7, 3, None, 0),
+    messages.Begin(7, 3, 12, 345),
 ]
 by_kind = pytest.mark.parametrize("message", MESSAGES, ids=lambda each: type(each).__name__)
 

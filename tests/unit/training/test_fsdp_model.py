@@ -79,14 +79,14 @@ def test_parameters_are_split_where_torch_splits_them(shapes, size):
 
 @given(rows=st.integers(1, 20), size=st.integers(1, 5), at_most=st.integers(1, 6))
 def test_every_sample_counts_once_and_all_devices_compute_equally_many_micro_batches(rows, size, at_most):
-    batch_BT = torch.arange(rows).view(rows, 1)
+    batch_BT = torch.arange(rows).view(rows, 1).expand(rows, 2)
     weights, turns = torch.zeros(rows), set()
     for rank in range(size):
         shares = list(DeviceGroup(rank, size, CPU, None, no_other_ranks).rank_micro_batches(batch_BT, at_most))  # type: ignore[arg-type]
         turns.add(len(shares))
         for share_BT, times in shares:
             assert 1 <= len(share_BT) <= -(-at_most // size)
-            for row in share_BT.flatten().tolist():  # a mean over the rows, over `times`
+            for row in share_BT[:, 0].tolist():  # a mean over the rows, over `times`
                 weights[row] += 1 / len(share_BT) / times
     assert len(turns) == 1
     torch.testing.assert_close(weights, torch.full((rows,), 1 / rows))

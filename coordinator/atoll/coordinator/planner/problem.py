@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.coordinator.planner.question import Preferences
+from atoll.core.document_masks import NO_MASKS, MaskMemory
 from atoll.core.layer_kinds import is_block
 from atoll.v1 import plan_pb2
 
@@ -114,6 +115,7 @@ class Training:
     host_bytes_per_parameter: float = 12.0  # anchor, outer momentum, pseudo-gradient
     tie_bytes_per_parameter: float = 4.0  # values to the user, gradient to the owner, once a flush each
     backward_per_forward: float = 2.0  # FLOPs, for machines without a measured time
+    masks: MaskMemory = NO_MASKS  # of documents
     activation_checkpointing: bool = False  # on machines that hold all layers; stages always recompute
     link_efficiency: float = 0.9  # share of a measured bandwidth that transfers reach
     protocol_round_trips: float = 6.0  # of an outer round, beside its transfers

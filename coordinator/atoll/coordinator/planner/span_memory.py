@@ -22,6 +22,7 @@ from atoll.coordinator.planner.problem import (
 )
 from atoll.coordinator.planner.question import shares_memory
 from atoll.coordinator.planner.span_tables import SpanTables
+from atoll.core.document_masks import mask_memory
 from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
@@ -111,6 +112,7 @@ def training_of(spec: RunSpec) -> Training:
         activation_ratio=_PIPELINE_RATIO[spec.pipeline.codec],
         gradient_ratio=_PIPELINE_RATIO[spec.pipeline.codec],
         outer_bytes_per_parameter=_CODEC_BYTES.get(spec.sync.codec, _CODEC_BYTES["int4"]),
+        masks=mask_memory(spec, optimizer.micro_batch_samples),
         activation_checkpointing=optimizer.activation_checkpointing,
         device_bytes_per_parameter=_DEVICE_BYTES,
         tied_user_bytes_per_parameter=16.0,  # values and gradient, each also in a transfer buffer

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from atoll.coordinator.planner.problem import FP32_BYTES, BoolArray, FloatArray, Problem
+from atoll.core.layer_kinds import is_block
 
 _TOKENS_BYTES = 16  # a token of a sample and the token to predict
 
@@ -40,6 +41,8 @@ class SpanTables:
         held = self.parameters * training.device_bytes_per_parameter + self.frozen * FP32_BYTES
         held += self.borrowed_parameters * training.tied_user_bytes_per_parameter
         held += self.lent_parameters * training.tied_owner_bytes_per_parameter
+        blocks = self._sums([int(is_block(it.kind)) for it in layers])
+        held += (blocks > 0) * training.masks.once + blocks * training.masks.per_block
         kept = self._sums([it.saved_bytes_per_token or it.activation_bytes_per_token for it in layers[:-1]] + [0])
         stages = len(layers) - np.arange(len(layers))  # most stages from this layer on
         most = np.array([*(training.in_flight(int(it)) for it in stages), 1])[:, None]

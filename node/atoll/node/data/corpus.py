@@ -33,6 +33,7 @@ from atoll.core.errors import CorpusError
 from atoll.core.run_spec import RunSpec
 from atoll.node.data.byte_streams import unreadable
 from atoll.node.data.digest_records import DigestRecord
+from atoll.node.data.documents import check_separated, document_separator, ignore_first_tokens
 from atoll.node.data.encoders import description_of
 from atoll.node.data.heartbeat import heartbeat, repeated
 from atoll.node.data.inputs import (
@@ -74,6 +75,7 @@ class Corpus:
     digest: str  # hex SHA-256
     report: SourceReport
     seed: int  # of the order of samples
+    separator: int | None = None  # the token that ends documents, if the run has document masks
 
     @property
     def training_samples(self) -> int:
@@ -95,10 +97,10 @@ class Corpus:
         """End nothing: no thread reads a local corpus."""
 
     def windows(self, indices: Sequence[int], soon: bool = False) -> NDArray[np.int64]:
-        """Return windows by number, [B, T+1]."""
+        """Return windows by number, [B, T+1]; tokens that are no targets are negative (`documents.py`)."""
         length = self.sequence_length
         rows = [self.tokens[index * length : index * length + length + 1] for index in indices]
-        return np.stack(rows).astype(np.int64)
+        return ignore_first_tokens(np.stack(rows).astype(np.int64), self.separator)
 
     def validation_windows(self) -> range:
         """Return the numbers of the held-out windows."""
@@ -121,11 +123,13 @@ def load_corpus(
     section = spec.data
     where = path or section.path
     tokenizer = tokenizer or load_tokenizer(section.tokenizer)
-    source = input_spec(section, path)
+    source, separator = input_spec(section, path), document_separator(section, tokenizer)
     if section.source in TOKEN_SOURCES:
         tokens, documents = map_tokens(section.source, where)
         report = SourceReport(files=1, documents=documents)
         digest = _digest_once(cache_path, tokens, spec, tokenizer, on_progress, checked=where)
+        if separator is not None:
+            check_separated(tokens, separator, where)
         return _cut(tokens, spec, where, tokenizer, digest, report)
     with heartbeat(partial(on_progress, 0)):
         plan = plan_units(source)
@@ -160,7 +164,16 @@ def _cut(
             f"{section.sequence_length} tokens, of which {section.validation_samples} are held out for validation",
             "use more text, or lower [data] validation_samples or sequence_length",
         )
-    return Corpus(tokens, tokenizer, section.sequence_length, section.validation_samples, digest, report, spec.run.seed)
+    return Corpus(
+        tokens,
+        tokenizer,
+        section.sequence_length,
+        section.validation_samples,
+        digest,
+        report,
+        spec.run.seed,
+        document_separator(section, tokenizer),
+    )
 
 
 def _sum_of(*reports: SourceReport) -> SourceReport:

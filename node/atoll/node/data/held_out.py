@@ -10,16 +10,22 @@ from atoll.node.data.sharded_corpus import ShardedCorpus, TrainingCorpus
 
 
 class SourceLoss(NamedTuple):
-    """Mean loss over the held-out windows of one source, nats per token."""
+    """Mean loss over the targets in the held-out windows of one source, nats per token."""
 
     name: str
     loss: float
     windows: int
+    weight: float  # its targets, in windows: all tokens of a window may be targets, or few
+
+    @classmethod
+    def of(cls, name: str, total: float, weight: float, windows: int) -> SourceLoss:
+        """`total`: the sum of mean losses, each times its weight. Without any target the loss is 0."""
+        return cls(name, total / weight if weight else 0.0, windows, weight)
 
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Mean loss over all held-out windows, nats per token. `sources`: parts of it, if there are several."""
+    """Mean loss over all held-out targets, nats per token. `sources`: parts of it, if there are several."""
 
     value: float
     sources: tuple[SourceLoss, ...] = ()
@@ -27,9 +33,9 @@ class HeldOutLoss:
     @classmethod
     def of(cls, parts: Sequence[SourceLoss]) -> HeldOutLoss:
         """Add up the sources, at least one."""
-        windows = sum(part.windows for part in parts)
-        mean = sum(part.loss * part.windows for part in parts) / windows
-        return cls(mean, tuple(parts) if len(parts) > 1 else ())
+        weight = sum(part.weight for part in parts)
+        mean = sum(part.loss * part.weight for part in parts) / weight if weight else 0.0
+        return cls(mean, tuple(part for part in parts if part.weight) if len(parts) > 1 else ())
 
 
 def held_out_sets(corpus: TrainingCorpus) -> list[tuple[str, Sequence[int]]]:

@@ -32,6 +32,7 @@ from atoll.node.data.blocks import BLOCK_BYTES, CHUNK_BYTES
 from atoll.node.data.card import CorpusCard, first_windows
 from atoll.node.data.corpus import Corpus
 from atoll.node.data.data_report import DataReport, MirrorReport
+from atoll.node.data.documents import document_separator, ignore_first_tokens
 from atoll.node.data.fetcher import Fetcher
 from atoll.node.data.prefetch import AHEAD_BYTES, AHEAD_SAMPLES, Piece, Prefetcher
 from atoll.node.data.sample_order import ORDER_VERSION, ShardedOrder, cut_into_units
@@ -54,7 +55,12 @@ class ShardedCorpus:
         fetcher: Fetcher,
         reader: BlockReader,
     ) -> None:
-        """`digest` is that of the card. Raises `CorpusError` if the run's mixture does not fit the corpus."""
+        """`digest` is that of the card.
+
+        Raises `CorpusError` if the run's mixture does not fit the corpus, `ConfigError` for document masks without a
+        separator.
+        """
+        self.separator = document_separator(section, tokenizer)  # None: the run has no document masks
         self.card, self.tokenizer, self.fetcher, self.reader = card, tokenizer, fetcher, reader
         self.sequence_length = section.sequence_length
         self._shard_starts = [first_windows(source, section.sequence_length) for source in card.sources]
@@ -113,7 +119,7 @@ class ShardedCorpus:
         return self._source_starts[source] + self._shard_starts[source][shard] + window
 
     def windows(self, indices: Sequence[int], soon: bool = False) -> NDArray[np.int64]:
-        """Return windows by number, [B, T+1]. Raises `Unreachable` if a block cannot be fetched.
+        """Return windows by number, [B, T+1], like `Corpus.windows`. Raises `Unreachable` if a block cannot be fetched.
 
         `soon`: within some seconds, for a caller who has other things to do.
         """
@@ -128,7 +134,7 @@ class ShardedCorpus:
         windows_BT = np.stack(rows).astype(np.int64)
         if windows_BT.max() >= self.card.tokenizer.vocabulary:  # the builder of the corpus lied: hashes are right
             raise CorpusError("the corpus contains tokens that are not in its vocabulary", "build the corpus again")
-        return windows_BT
+        return ignore_first_tokens(windows_BT, self.separator)
 
     def validation_windows(self) -> Sequence[int]:
         """Return the numbers of the held-out windows."""

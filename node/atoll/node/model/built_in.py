@@ -41,7 +41,7 @@ class BuiltInArchitecture:
             self.shape.dimension,
             self.shape.vocabulary,
             decoder,
-            lambda x: cast("Tensor", decoder(x)),
+            lambda x, starts_BT=None: cast("Tensor", decoder(x, starts_BT)),
             tuple({name: each for name, each in named.items() if name.startswith(start)} for start in names),
             "layers.0.weight",
             Tie("layers.0.weight", f"layers.{last}.weight") if self.shape.tie_embeddings else None,

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from atoll.core.document_masks import mask_memory
 from atoll.core.errors import UnsupportedModel
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.core.run_spec import RunSpec
@@ -41,6 +42,8 @@ class HuggingFaceRunModel:
         `UnsupportedModel`, `ConfigError`, `PretrainedWeightsUnusable`.
         """
         self.architecture = architecture_of(section, vocabulary, spec.data.sequence_length)
+        if spec.data.document_masks:
+            self.architecture.check_document_masks()
         self.table = layer_table(self.architecture, spec.data.sequence_length, spec.model_hash())
         self._spec, self._seed = spec, spec.run.seed
         self._base = BaseFiles(section.base, base) if section.base is not None else None
@@ -49,7 +52,8 @@ class HuggingFaceRunModel:
         """Estimate the memory of a trainer of all layers, frozen parameters included."""
         length, section = self._spec.data.sequence_length, self._spec.optimizer
         half_precision, checkpointing = section.precision != "fp32", section.activation_checkpointing
-        return replica_memory_bytes(
+        masks = mask_memory(self._spec, samples).of(1 if checkpointing else self.architecture.layers - 2)
+        return masks + replica_memory_bytes(
             self.table, samples * length, length, half_precision=half_precision, checkpointing=checkpointing
         )
 

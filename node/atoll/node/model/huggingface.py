@@ -9,7 +9,6 @@ Shape suffixes: B batch, T sequence, D model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.errors import AtollError, ConfigError, UnsupportedModel
+from atoll.node.model.document_masks import document_positions
+from atoll.node.model.hf_document_masks import RecordingBlock, gets_documents
 from atoll.node.model.module_paths import PassThroughBlock, find_module_paths, rebuild_buffers
 from atoll.node.model.span import Span
-from atoll.node.model.span_model import SpanDefinition, Tie
+from atoll.node.model.span_model import Run, SpanDefinition, Tie
 
 
 class HuggingFaceArchitecture:
@@ -123,14 +124,15 @@ class HuggingFaceArchitecture:
             model.set_submodule(module_paths.norm, nn.Identity())
             model.set_submodule(module_paths.head, nn.Identity())
 
-    def _runner(self, model: Any, span: Span) -> Callable[[Tensor], Tensor]:
+    def _runner(self, model: Any, span: Span) -> Run:
         """Return a function of tokens or activations that computes logits, or activations after the body."""
         whole = span.last == self.layers - 1
         part = model if whole else model.get_submodule(self.module_paths.body)
         key = "input_ids" if span.first == 0 else "inputs_embeds"
 
-        def run(x: Tensor) -> Tensor:
-            output = part(**{key: x}, use_cache=False)
+        def run(x: Tensor, starts_BT: Tensor | None = None) -> Tensor:
+            given = {key: x} if starts_BT is None else {key: x, "position_ids": document_positions(starts_BT)}
+            output = part(**given, use_cache=False)  # the library masks documents where positions restart
             return cast("Tensor", output.logits if whole else output.last_hidden_state)
 
         return run
@@ -151,6 +153,30 @@ class HuggingFaceArchitecture:
                 "activations than its blocks do (scaled or positional embeddings, several streams, blocks that return "
                 "tuples)",
                 "choose a decoder whose body is embedding, blocks and final norm",
+            )
+
+    def check_document_masks(self) -> None:
+        """Check that every block gets a mask of documents, and positions that restart. Raises `UnsupportedModel`.
+
+        Placeholders for the blocks record what the family's body gives them for a sample of three documents.
+        """
+        model, paths = self._build(), self.module_paths
+        blocks = [model.get_submodule(f"{paths.blocks}.{index}") for index in range(paths.blocks_count)]
+        mixes = any(isinstance(part, nn.Conv1d) for block in blocks for part in block.modules())  # state-space blocks
+        recorders = [RecordingBlock() for _ in blocks]
+        self._remove_other_layers(model, Span(0, 0))
+        for index, recorder in enumerate(recorders):
+            model.set_submodule(f"{paths.blocks}.{index}", recorder)
+        rebuild_buffers(model, self.config)
+        starts_BT = torch.tensor([[True, False, True, False, False, True]])
+        given_BTD = torch.zeros(1, starts_BT.shape[1], self.config.get_text_config().hidden_size)
+        with torch.no_grad():
+            self._runner(model, Span(1, 1))(given_BTD, starts_BT)
+        if mixes or not all(gets_documents(recorder.given, starts_BT) for recorder in recorders):
+            raise UnsupportedModel(
+                f"{self.config.model_type} cannot be trained with document_masks: its blocks do not keep documents "
+                "apart with a mask of attention and positions that restart",
+                "remove document_masks from [data], or choose a decoder such as Llama, Qwen 3 or GPT-NeoX",
             )
 
 

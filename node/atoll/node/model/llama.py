@@ -1,6 +1,7 @@
 """The built-in Llama-compatible decoder, as a list of layers with one interface.
 
-Every layer is an `nn.Module` that takes one tensor and returns one: `Embedding` tokens [B,T] → [B,T,D], `Block` [B,T,D]
+Every layer is an `nn.Module` that takes one tensor (a block also `Documents`, which are the same for all blocks) and
+returns one: `Embedding` tokens [B,T] → [B,T,D], `Block` [B,T,D]
 → [B,T,D], `Head` [B,T,D] → logits [B,T,V]. A span of a pipeline is a slice of that list. The equations are those of
 Llama 2 and 3: RoPE (Su et al. 2021, arXiv:2104.09864) in the rotate-half form, RMSNorm before attention and MLP,
 SwiGLU, grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with PyTorch's scaled dot-product attention.
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from atoll.node.model.built_in_shape import ModelShape
+from atoll.node.model.document_masks import Documents, documents_of, flex_attention_of
 
 NORM_EPSILON = 1e-5
 INITIAL_STD = 0.02
@@ -60,24 +62,40 @@ class Attention(nn.Module):
         self.output = nn.Linear(shape.dimension, shape.dimension, bias=False)
         self._rope: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        cos_TE, sin_TE = self._rotation(x_BTD)
+    def forward(self, x_BTD: Tensor, documents: Documents | None = None) -> Tensor:
+        cos_TE, sin_TE = self._rotation(x_BTD, documents)
         query_BHTE = apply_rope(self._split(self.query(x_BTD)), cos_TE, sin_TE)
         key_BKTE = apply_rope(self._split(self.key(x_BTD)), cos_TE, sin_TE)
         value_BKTE = self._split(self.value(x_BTD))
-        mixed_BHTE = nn.functional.scaled_dot_product_attention(
-            query_BHTE, key_BKTE, value_BKTE, is_causal=True, enable_gqa=self.grouped
-        )
+        mixed_BHTE = self._attend(query_BHTE, key_BKTE, value_BKTE, documents)
         return cast("Tensor", self.output(mixed_BHTE.transpose(1, 2).flatten(2)))
+
+    def _attend(self, query_BHTE: Tensor, key_BKTE: Tensor, value_BKTE: Tensor, documents: Documents | None) -> Tensor:
+        if documents is None:
+            return nn.functional.scaled_dot_product_attention(
+                query_BHTE, key_BKTE, value_BKTE, is_causal=True, enable_gqa=self.grouped
+            )
+        if not isinstance(documents.mask, Tensor):
+            return flex_attention_of(query_BHTE, key_BKTE, value_BKTE, documents.mask, grouped=self.grouped)
+        groups = query_BHTE.shape[1] // key_BKTE.shape[1]  # repeated: no fused kernel takes a mask and fewer key heads
+        return nn.functional.scaled_dot_product_attention(
+            query_BHTE,
+            key_BKTE.repeat_interleave(groups, dim=1),
+            value_BKTE.repeat_interleave(groups, dim=1),
+            attn_mask=documents.mask,
+        )
 
     def _split(self, x_BTD: Tensor) -> Tensor:
         return x_BTD.view(*x_BTD.shape[:2], -1, self.head_dimension).transpose(1, 2)
 
-    def _rotation(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotation(self, x_BTD: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
+        """Return cos and sin by position [T,E], or by each token's position in its document [B,1,T,E]."""
         length = x_BTD.shape[1]
         if self._rope is None or self._rope[0].shape[0] < length or self._rope[0].device != x_BTD.device:
             self._rope = rope_tables(length, self.head_dimension, self.rope_theta, x_BTD.device)
         cos_TE, sin_TE = self._rope
+        if documents is not None:
+            return cos_TE[documents.positions_BT].unsqueeze(1), sin_TE[documents.positions_BT].unsqueeze(1)
         return cos_TE[:length], sin_TE[:length]
 
 
@@ -119,8 +137,8 @@ class Block(nn.Module):
         self.mlp_norm = Norm(shape.dimension)
         self.mlp = Mlp(shape)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+    def forward(self, x_BTD: Tensor, documents: Documents | None = None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), documents)
         return cast("Tensor", x_BTD + self.mlp(self.mlp_norm(x_BTD)))
 
 
@@ -147,11 +165,17 @@ class Decoder(nn.Module):
         head = Head(shape, embedding.weight if shape.tie_embeddings else None)
         self.layers = nn.ModuleList([embedding, *blocks, head])
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
+        """`starts_BT` (bool) tells where documents start, if each is computed alone (`document_masks.py`)."""
         x = tokens_BT
+        documents = documents_of(starts_BT) if starts_BT is not None else None
         for layer in self.layers:
-            recompute = self.activation_checkpointing and self.training and isinstance(layer, Block)
-            x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+            if not isinstance(layer, Block):
+                x = layer(x)
+            elif self.activation_checkpointing and self.training:
+                x = checkpoint(layer, x, documents, use_reentrant=False)
+            else:
+                x = layer(x, documents)
         return x
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from atoll.core.document_masks import NO_MASKS, MaskMemory, mask_memory
 from atoll.core.layer_kinds import is_block
 from atoll.core.run_spec import RunSpec
 from atoll.node.model.built_in_shape import FP32_BYTES, ModelShape
@@ -34,6 +35,7 @@ class StageTraffic:
     micro_batch_tokens: int
     sequence_length: int
     credits: int  # most micro-batches between forward and backward here: the credits of the upstream stage
+    masks: MaskMemory = NO_MASKS  # of documents
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def _working(table: plan_pb2.LayerTable, span: Span, traffic: StageTraffic) -> i
     if blocks:
         largest = _LARGEST_MATRIX * max(map(_dense, blocks))
         phases.append(kept + tokens * (2 * width + _MOVING_OUTPUTS * max(outputs)) + largest)
-    return int(FP32_BYTES * max(phases))
+    return int(FP32_BYTES * max(phases)) + traffic.masks.of(len(blocks))
 
 
 def _dense(row: plan_pb2.LayerInfo) -> int:
@@ -166,7 +168,8 @@ def built_in_memory_bytes(spec: RunSpec, shape: ModelShape, samples: int) -> int
     saved = blocks * _SAVED_PER_BLOCK * shape.dimension + shape.layers * shape.dimension
     borrowed = shape.vocabulary * shape.dimension if shape.tie_embeddings else 0  # the head's gradient of a tied matrix
     flat = FP32_BYTES * (FLAT_COPIES * shape.parameters + borrowed)
-    return flat + tokens * (width * saved + 2 * FP32_BYTES * shape.vocabulary)
+    masks = mask_memory(spec, samples).of(shape.layers)
+    return flat + tokens * (width * saved + 2 * FP32_BYTES * shape.vocabulary) + masks
 
 
 # --- several devices (training/fsdp_model.py) -------------------------------------------------------

@@ -9,7 +9,7 @@ Shape suffixes: B batch, T sequence, D model, V vocabulary, E all elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -30,6 +30,12 @@ class Tie:
     borrower: str
 
 
+class Run(Protocol):
+    """A span as a function. `starts_BT`: where documents start, bool, if each is computed alone; None: all of it."""
+
+    def __call__(self, x: Tensor, starts_BT: Tensor | None = None) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class SpanDefinition:
     """A model on the meta device without the layers outside `span`."""
@@ -39,7 +45,7 @@ class SpanDefinition:
     dimension: int  # D of the activations between spans
     vocabulary: int
     module: nn.Module
-    run: Callable[[Tensor], Tensor]  # tokens [B,T] or activations [B,T,D] → activations, or logits [B,T,V]
+    run: Run  # tokens [B,T] or activations [B,T,D] → activations, or logits [B,T,V]
     parameters: tuple[Mapping[str, nn.Parameter], ...]  # by layer of the span; frozen ones require no gradient
     embedding: str  # name of the embedding's parameter, which has no weight decay
     tie: Tie | None = None  # if trained
@@ -64,8 +70,8 @@ class SpanModule(nn.Module):
         super().__init__()
         self.module, self._run = span_definition.module, span_definition.run
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._run(x)
+    def forward(self, x: Tensor, starts_BT: Tensor | None = None) -> Tensor:
+        return self._run(x, starts_BT)
 
 
 class Architecture(Protocol):
@@ -100,8 +106,8 @@ class TrainableModel(Protocol):
         """
         ...
 
-    def run(self, x: Tensor) -> Tensor:
-        """Compute the span: tokens or activations to activations or logits."""
+    def run(self, x: Tensor, starts_BT: Tensor | None = None) -> Tensor:
+        """Compute the span as `Run` does: tokens or activations to activations or logits."""
         ...
 
     def parameters(self) -> list[nn.Parameter]:
@@ -213,8 +219,8 @@ class SpanModel:
             if slot.layer in within and len(slot.shape) == 2
         ]
 
-    def run(self, x: Tensor) -> Tensor:
-        return self.span_definition.run(x)
+    def run(self, x: Tensor, starts_BT: Tensor | None = None) -> Tensor:
+        return self.span_definition.run(x, starts_BT)
 
     def gather_gradients(self) -> None:
         """Add the head's gradient of a tied matrix to the owner's and reset it, if this span contains both."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from atoll.core.errors import AtollError
 from atoll.node.data.held_out import HeldOutLoss, SourceLoss, held_out_sets
 from atoll.node.data.sharded_corpus import TrainingCorpus
+from atoll.node.training.targets import count_targets
 
 Outcome = HeldOutLoss | AtollError
 
@@ -26,26 +27,29 @@ class Evaluation:
         self._corpus, self._samples = corpus, samples
         self._sets = held_out_sets(corpus)
         self._done_sets: list[SourceLoss] = []
-        self._flush_samples = self._taken = 0  # of the set under way
-        self._total = 0.0
+        self._flush_weight = 0.0  # its targets, in samples
+        self._taken = self._flush_windows = 0  # of the set under way
+        self._total = self._weight = 0.0  # likewise
 
     def next(self, most: int) -> list[Tensor]:
         """Tokens [B,T+1] of the next flush: at most `most` micro-batches of one set, all of the same size."""
         windows = self._sets[0][1][self._taken :]
         size = min(self._samples, len(windows))
         taken = windows[: min(most, len(windows) // size) * size]
-        self._flush_samples = len(taken)
-        return list(torch.split(torch.from_numpy(self._corpus.windows(taken, soon=True)), size))
+        tokens_BT = torch.from_numpy(self._corpus.windows(taken, soon=True))
+        self._flush_windows, self._flush_weight = len(taken), count_targets(tokens_BT) / self._corpus.sequence_length
+        return list(torch.split(tokens_BT, size))
 
     def add(self, loss: float) -> bool:
         """Add the mean loss of the flush. Returns True, and calls `done`, after the last one."""
-        self._total += loss * self._flush_samples
-        self._taken += self._flush_samples
+        self._total += loss * self._flush_weight
+        self._weight += self._flush_weight
+        self._taken += self._flush_windows
         name, windows = self._sets[0]
         if self._taken < len(windows):
             return False
-        self._done_sets.append(SourceLoss(name, self._total / len(windows), len(windows)))
-        self._sets, self._taken, self._total = self._sets[1:], 0, 0.0
+        self._done_sets.append(SourceLoss.of(name, self._total, self._weight, len(windows)))
+        self._sets, self._taken, self._total, self._weight = self._sets[1:], 0, 0.0, 0.0
         if not self._sets:
             self._done(HeldOutLoss.of(self._done_sets))
         return not self._sets

@@ -29,6 +29,7 @@ from atoll.node.pipeline.messages import (
     Gradient,
     Join,
     Message,
+    MicroBatch,
     Ready,
     Report,
     TiedGradient,
@@ -46,6 +47,7 @@ from atoll.node.pipeline.schedule import (
     stage_credits,
 )
 from atoll.node.training.inner_optimizer import clip_factor
+from atoll.node.training.targets import IGNORED
 
 
 class StageCompute(Protocol):
@@ -59,12 +61,12 @@ class StageCompute(Protocol):
         """Raise `PeerMisbehaved` for tensors whose shape or dtype this span does not accept."""
         ...
 
-    def begin(self, micro_batches: int) -> None:
-        """Begin a flush of this many micro-batches. Gradients are zero."""
+    def begin(self, micro_batches: int, targets: int | None) -> None:
+        """Begin a flush of this many micro-batches and targets (None: all count). Gradients are zero."""
         ...
 
-    def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
-        """Compute the span's output; on the last stage, the loss."""
+    def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
+        """Compute the span's output; on the last stage, the loss. `starts_BT` as in `Activation`."""
         ...
 
     def backward(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
@@ -87,7 +89,7 @@ class StageCompute(Protocol):
         """Forget the flush. Gradients are zero, and weights are the trained ones, not the anchor."""
         ...
 
-    def begin_evaluation(self, micro_batches: int) -> None:
+    def begin_evaluation(self, micro_batches: int, targets: int | None) -> None:
         """Begin a flush without gradients, over the anchor's parameters."""
         ...
 
@@ -256,8 +258,8 @@ class FlushMachine:
             )
         self._tied_weights = weights
 
-    def begin_flush(self, micro_batches: Sequence[tuple[Tensor, Tensor]], anchor: int | None = None) -> int:
-        """Driver: begin the next flush with inputs and targets, int64 [B,T] each. Returns the flush's number.
+    def begin_flush(self, micro_batches: Sequence[MicroBatch], anchor: int | None = None) -> int:
+        """Driver: begin the next flush. Returns the flush's number.
 
         With `anchor` (committed tokens) it is an evaluation of at most `max_evaluation_micro_batches` micro-batches.
         """
@@ -267,9 +269,11 @@ class FlushMachine:
                 "no flush can begin: this stage is not the first, its route is not ready, or a flush is under way"
             )
         self.last_result = None
-        self._inbox.put(Begin(flush, len(micro_batches), anchor))
-        for number, (tokens_BT, targets_BT) in enumerate(micro_batches):
-            self._inbox.put(Activation(flush, number, tokens_BT, targets_BT))
+        targets = sum(int((targets_BT != IGNORED).sum()) for _, targets_BT, _ in micro_batches)
+        all_count = targets == sum(targets_BT.numel() for _, targets_BT, _ in micro_batches)
+        self._inbox.put(Begin(flush, len(micro_batches), anchor, None if all_count else targets))
+        for number, micro_batch in enumerate(micro_batches):
+            self._inbox.put(Activation(flush, number, *micro_batch))
         return flush
 
     # --- actions ------------------------------------------------------------------------------------
@@ -320,10 +324,10 @@ class FlushMachine:
         if begin is None:
             return None
         if begin.anchor is None:
-            self._compute.begin(begin.micro_batches)
+            self._compute.begin(begin.micro_batches, begin.targets)
             self._actions.extend(flush_actions(begin.micro_batches, place.credits(begin.micro_batches)))
         else:
-            self._compute.begin_evaluation(begin.micro_batches)
+            self._compute.begin_evaluation(begin.micro_batches, begin.targets)
             self._actions.extend(evaluation_actions(begin.micro_batches))
         lent = (
             [(place.stages - 1, TiedWeights(begin.flush, self._compute.tied_weights()))]
@@ -336,9 +340,9 @@ class FlushMachine:
         if number == 0 and self.place.receives_tied_weights and self._tied_weights is not None:
             self._compute.set_tied_weights(self._tied_weights.weights_VD)
         taken = self._inbox.pop(Activation, number)
-        output = self._compute.forward(number, taken.x_BTD, taken.targets_BT)
+        output = self._compute.forward(number, taken.x_BTD, taken.targets_BT, taken.starts_BT)
         self._inbox.forwarded += 1
-        return self._downstream(Activation(taken.flush, number, output, taken.targets_BT))
+        return self._downstream(Activation(taken.flush, number, output, taken.targets_BT, taken.starts_BT))
 
     def _backward(self, number: int) -> list[Outgoing]:
         taken = None if self.place.last else self._inbox.pop(Gradient, number).gradient_BTD

@@ -66,6 +66,7 @@ class LinkFormat:
     dimension: int
     vocabulary: int
     incarnation: int = 0  # of the route; 0: none has begun
+    document_masks: bool = False  # activations tell where documents start
 
     @classmethod
     def of(cls, spec: RunSpec, table: plan_pb2.LayerTable, plan_version: int, route: int) -> LinkFormat:
@@ -77,6 +78,7 @@ class LinkFormat:
             spec.data.sequence_length,
             table.layers[0].activation_bytes_per_token // FP32_BYTES,
             table.layers[-1].activation_bytes_per_token // FP32_BYTES,
+            document_masks=spec.data.document_masks,
         )
 
 
@@ -94,11 +96,12 @@ def pack(message: Message, link_format: LinkFormat, codec: Codec = CODECS["fp32"
             header.join.CopyFrom(pb.StageJoin(decided=_decision(decided) if decided is not None else None))
         case Ready():
             header.ready.SetInParent()
-        case Begin(micro_batches=count, anchor=anchor):
-            header.begin.CopyFrom(pb.FlushBegin(micro_batches=count, anchor_committed_tokens=anchor))
-        case Activation(micro_batch=number, x_BTD=x_BTD, targets_BT=targets_BT):
+        case Begin(micro_batches=count, anchor=anchor, targets=counted):
+            header.begin.CopyFrom(pb.FlushBegin(micro_batches=count, anchor_committed_tokens=anchor, targets=counted))
+        case Activation(micro_batch=number, x_BTD=x_BTD, targets_BT=targets_BT, starts_BT=starts_BT):
             targets = targets_BT.cpu().numpy().astype("<i4").tobytes()
-            body = b"".join((_put(header.activation, x_BTD, codec, number), targets))
+            starts = b"" if starts_BT is None else np.packbits(starts_BT.cpu().numpy()).tobytes()
+            body = b"".join((_put(header.activation, x_BTD, codec, number), targets, starts))
         case Gradient(micro_batch=number, gradient_BTD=gradient_BTD):
             body = _put(header.gradient, gradient_BTD, codec, number)
         case Report(norms=norms, loss=loss, at_same_anchor=at_same_anchor):
@@ -165,16 +168,22 @@ def read_header(data: bytes, link_format: LinkFormat) -> pb.StageMessage:
     return header
 
 
-def _body_bytes(kind: str, header: pb.StageMessage, link_format: LinkFormat) -> tuple[int, int]:
-    """Bytes of the encoded tensor and of the targets. Raises `PeerMisbehaved` for a shape or codec out of bounds."""
+def _body_bytes(kind: str, header: pb.StageMessage, link_format: LinkFormat) -> tuple[int, int, int]:
+    """Bytes of the encoded tensor, of the targets and of the document starts.
+
+    Raises `PeerMisbehaved` for a shape or codec out of bounds.
+    """
     if kind in ("join", "ready", "begin", "report", "verdict"):
-        return 0, 0
+        return 0, 0, 0
     tensor: pb.StageTensor = getattr(header, kind)
     shape, codec = tuple(tensor.shape), BY_NUMBER.get(tensor.codec)
     if codec is None or codec.name not in ACTIVATION_CODECS or not _fits(kind, shape, link_format):
         raise PeerMisbehaved(f"{kind}: shape {list(shape)[:4]} or codec {tensor.codec} is not allowed on this route")
     coded = 0 if tensor.not_finite else codec.encoded_bytes(math.prod(shape))
-    return coded, _TARGET_BYTES * shape[0] * shape[1] if kind == "activation" else 0
+    if kind != "activation":
+        return coded, 0, 0
+    tokens = shape[0] * shape[1]
+    return coded, _TARGET_BYTES * tokens, -(-tokens // 8) if link_format.document_masks else 0
 
 
 def _fits(kind: str, shape: tuple[int, ...], link_format: LinkFormat) -> bool:
@@ -198,17 +207,20 @@ def unpack(header: pb.StageMessage, body: Buffer, link_format: LinkFormat) -> Me
     if kind == "ready":
         return Ready()
     if kind == "begin":
-        evaluates = header.begin.HasField("anchor_committed_tokens")
-        return Begin(flush, header.begin.micro_batches, header.begin.anchor_committed_tokens if evaluates else None)
+        begin = header.begin
+        anchor = begin.anchor_committed_tokens if begin.HasField("anchor_committed_tokens") else None
+        return Begin(flush, begin.micro_batches, anchor, begin.targets if begin.HasField("targets") else None)
     if kind == "report":
         return Report(flush, tuple(header.report.norms), header.report.loss, not header.report.other_anchor)
     if kind == "verdict":
         return _verdict(header)
     tensor: pb.StageTensor = getattr(header, kind)
-    coded, _ = _body_bytes(kind, header, link_format)
+    coded, targets, starts = _body_bytes(kind, header, link_format)
     values = _get(tensor, memoryview(body)[:coded])
     if kind == "activation":
-        return Activation(flush, tensor.micro_batch, values, _targets(memoryview(body)[coded:], tensor.shape))
+        targets_BT = _targets(memoryview(body)[coded : coded + targets], tensor.shape)
+        starts_BT = _starts(memoryview(body)[coded + targets :], tensor.shape) if starts else None
+        return Activation(flush, tensor.micro_batch, values, targets_BT, starts_BT)
     if kind == "gradient":
         return Gradient(flush, tensor.micro_batch, values)
     return TiedGradient(flush, values) if kind == "tied_gradient" else TiedWeights(flush, values)
@@ -244,3 +256,8 @@ def _get(tensor: pb.StageTensor, coded: Buffer) -> Tensor:
 
 def _targets(data: Buffer, shape: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, dtype="<i4").astype(np.int64)).view(shape[0], shape[1])
+
+
+def _starts(data: Buffer, shape: Sequence[int]) -> Tensor:
+    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), count=shape[0] * shape[1])
+    return torch.from_numpy(bits).view(shape[0], shape[1]).bool()

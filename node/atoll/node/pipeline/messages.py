@@ -10,8 +10,17 @@ Shape suffixes: B batch, T sequence, D model, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
+
+
+class MicroBatch(NamedTuple):
+    """What the driver feeds its first span, [B,T] each."""
+
+    tokens_BT: Tensor  # int64
+    targets_BT: Tensor  # int64; -100 where none counts
+    starts_BT: Tensor | None = None  # as in `Activation`
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class Begin:
     flush: int
     micro_batches: int
     anchor: int | None = None  # evaluate, forward only, the anchor with these committed tokens; None: train
+    targets: int | None = None  # how many count in all micro-batches; None: all
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,8 @@ class Activation:
     flush: int
     micro_batch: int
     x_BTD: Tensor  # fp32
-    targets_BT: Tensor  # int64
+    targets_BT: Tensor  # int64; -100 where none counts
+    starts_BT: Tensor | None = None  # bool: where documents start, in a run with document masks
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,7 @@ class Report:
 
     flush: int
     norms: tuple[float, ...]  # one per layer, from the sender's first layer to the model's last
-    loss: float  # nats per token, mean over the flush
+    loss: float  # nats per token, mean over the flush's targets
     at_same_anchor: bool = True  # evaluation: the sender and all stages after it have the evaluated anchor
 
 

@@ -22,8 +22,9 @@ from atoll.node.pipeline.messages import Message
 from atoll.node.pipeline.rank_order import RankOrder
 from atoll.node.pipeline.stage import MicroBatchShape, Stage
 from atoll.node.training.device import working_precision
-from atoll.node.training.device_group import ZERO_WEIGHT_DIVISOR, DeviceGroup
+from atoll.node.training.device_group import DeviceGroup
 from atoll.node.training.fsdp_model import FsdpModel, shard_model
+from atoll.node.training.targets import IGNORED, divisor
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -38,17 +39,33 @@ class ShardedStage(Stage):
         super().__init__(model, section, room, precision)
         self._fsdp_model, self._group = model, group
         self._rows: dict[int, int] = {}  # micro-batch in flight → its samples on all devices
-        self._loss_divisor = 1.0  # turns the mean over this device's samples into its share of the micro-batch's mean
+        self._targets_by_rank: tuple[int, ...] = ()  # of the micro-batch: those of each device's samples
+        self._loss_divisor = 1.0  # turns the mean over this device's targets into its share of the micro-batch's mean
         self._tied_gradient_VD: Tensor | None = None
 
-    def forward_part(self, micro_batch: int, rows: int, x: Tensor | None, targets_BT: Tensor | None) -> Tensor:
-        """Run `forward` on this device's share of `rows` samples. Rank 0 returns the output of all samples."""
+    def targets_by_rank(self, targets_BT: Tensor) -> tuple[int, ...]:
+        """Count the targets in the samples of each device."""
+        counts = [int((targets_BT[rows] != IGNORED).sum()) for rows in self._group.rows_by_rank(len(targets_BT))]
+        return tuple(counts)
+
+    def forward_part(
+        self,
+        micro_batch: int,
+        rows: int,
+        targets: tuple[int, ...],
+        x: Tensor | None,
+        targets_BT: Tensor | None,
+        starts_BT: Tensor | None,
+    ) -> Tensor:
+        """Run `forward` on this device's share of `rows` samples. Rank 0 returns the output of all samples.
+
+        `targets`: what `targets_by_rank` returned on rank 0.
+        """
         span_definition, tokens, before = (
             self._fsdp_model.span_definition,
             self._micro_batch_shape.tokens,
             self._flush_tokens,
         )
-        own = self._group.own_rows(rows)
         shape, dtype = (
             ((tokens,), torch.int64)
             if span_definition.is_first
@@ -57,8 +74,12 @@ class ShardedStage(Stage):
         x_here = self._group.scatter(rows, shape, dtype, x)
         targets_here = self._group.scatter(rows, (tokens,), torch.int64, targets_BT)
         self._rows[micro_batch] = rows
-        self._loss_divisor = rows / (own.stop - own.start) if own.stop > own.start else ZERO_WEIGHT_DIVISOR
-        output = self.forward(micro_batch, x_here, targets_here)
+        self._targets_by_rank = targets
+        self._loss_divisor = divisor(sum(targets), targets[self._group.rank])
+        starts_here = None
+        if self._micro_batch_shape.document_masks:
+            starts_here = self._group.scatter(rows, (tokens,), torch.uint8, starts_BT).bool()
+        output = self.forward(micro_batch, x_here, targets_here, starts_here)
         self._flush_tokens = before + rows * tokens
         return output if span_definition.is_last else self._group.gather(rows, output)
 
@@ -70,8 +91,13 @@ class ShardedStage(Stage):
         found = self.backward(micro_batch, gradient)
         return None if found is None else self._group.gather(rows, found)
 
-    def _mean_loss(self, x: Tensor, targets_BT: Tensor) -> Tensor:
-        return super()._mean_loss(x, targets_BT) / self._loss_divisor
+    def _mean_loss(self, x: Tensor, targets_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
+        return super()._mean_loss(x, targets_BT, starts_BT) / self._loss_divisor
+
+    def _divisor_of(self, targets_BT: Tensor) -> float:
+        if self._targets is None:
+            return self._micro_batches
+        return divisor(self._targets, sum(self._targets_by_rank))
 
     def _samples(self, micro_batch: int) -> int | None:
         return self._rows.get(micro_batch)
@@ -133,7 +159,7 @@ RANK_METHODS = frozenset(
 def build_sharded_stage(spec: RunSpec, run: RunModel, span: Span, group: DeviceGroup) -> ShardedStage:
     """Load this device's part of a span. Raises `InvalidRequest`, `ConfigError`."""
     section = spec.optimizer
-    room = MicroBatchShape(section.micro_batch_samples, spec.data.sequence_length)
+    room = MicroBatchShape.of(spec)
     precision = working_precision(section.precision, group.device)
     return ShardedStage(shard_model(run, span, group, section), section, room, precision, group)
 
@@ -154,11 +180,12 @@ class LeaderStage:
     def check(self, message: Message) -> None:
         self._part.check(message)
 
-    def begin(self, micro_batches: int) -> None:
-        self._on_all_ranks(self._part.begin, micro_batches)
+    def begin(self, micro_batches: int, targets: int | None = None) -> None:
+        self._on_all_ranks(self._part.begin, micro_batches, targets)
 
-    def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
-        return self._on_all_ranks(self._part.forward_part, micro_batch, len(targets_BT), x, targets_BT)
+    def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
+        targets, rows = self._part.targets_by_rank(targets_BT), len(targets_BT)
+        return self._on_all_ranks(self._part.forward_part, micro_batch, rows, targets, x, targets_BT, starts_BT)
 
     def backward(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
         return self._on_all_ranks(self._part.backward_part, micro_batch, gradient_BTD)
@@ -175,8 +202,8 @@ class LeaderStage:
     def abort(self) -> None:
         self._on_all_ranks(self._part.abort)
 
-    def begin_evaluation(self, micro_batches: int) -> None:
-        self._on_all_ranks(self._part.begin_evaluation, micro_batches)
+    def begin_evaluation(self, micro_batches: int, targets: int | None = None) -> None:
+        self._on_all_ranks(self._part.begin_evaluation, micro_batches, targets)
 
     def end_evaluation(self) -> int:
         return self._on_all_ranks(self._part.end_evaluation)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from atoll.core.errors import PeerMisbehaved
-from atoll.core.run_spec import OptimizerSection
+from atoll.core.run_spec import OptimizerSection, RunSpec
 from atoll.node.model.span_model import StageModel
-from atoll.node.pipeline.messages import Activation, Gradient, Message, Report, TiedGradient, TiedWeights
+from atoll.node.pipeline.messages import Activation, Begin, Gradient, Message, Report, TiedGradient, TiedWeights
 from atoll.node.training.inner_optimizer import InnerOptimizer
-from atoll.node.training.loop import cross_entropy
+from atoll.node.training.targets import IGNORED, cross_entropy, divisor
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,16 @@ class MicroBatchShape:
 
     samples: int  # at most
     tokens: int  # per sample, exactly
+    document_masks: bool = False  # activations tell where documents start
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> MicroBatchShape:
+        """Bounds of the micro-batches of a run."""
+        return cls(spec.optimizer.micro_batch_samples, spec.data.sequence_length, spec.data.document_masks)
+
+    @property
+    def targets(self) -> int:
+        return self.samples * self.tokens
 
 
 class Stage:
@@ -48,7 +58,10 @@ class Stage:
         self._evaluates = False
         self._flush_tokens = 0
         self._micro_batches = 1
+        self._targets: int | None = None  # of the flush; None: all count
+        self._divisor = 1.0  # turns a micro-batch's mean loss into its share of the flush's
         self._inputs: dict[int, Tensor] = {}
+        self._starts: dict[int, Tensor | None] = {}  # of documents, by micro-batch in flight
         self._losses: dict[int, Tensor] = {}
         self._loss_sum = torch.zeros((), device=model.device)
 
@@ -58,49 +71,59 @@ class Stage:
 
     # --- a flush ------------------------------------------------------------------------------------
 
-    def begin(self, micro_batches: int) -> None:
-        """Begin a flush of this many micro-batches."""
-        self._micro_batches, self._flush_tokens = micro_batches, 0
+    def begin(self, micro_batches: int, targets: int | None = None) -> None:
+        """Begin a flush of this many micro-batches and targets (None: all count)."""
+        self._micro_batches, self._targets, self._flush_tokens = micro_batches, targets, 0
         self._loss_sum.zero_()
 
-    def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
-        """Compute activations [B,T,D]; on the last stage, the micro-batch's share of the flush's mean loss (scalar)."""
+    def forward(self, micro_batch: int, x: Tensor, targets_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
+        """Compute activations [B,T,D]; on the last stage, the micro-batch's share of the flush's mean loss (scalar).
+
+        `starts_BT` tells where documents start, in a run with document masks.
+        """
         self._flush_tokens += targets_BT.numel()
         x = x.to(self.model.device, non_blocking=True)
+        starts_BT = None if starts_BT is None else starts_BT.to(self.model.device, non_blocking=True)
         if self.model.span_definition.is_last:
-            return self._forward_loss(micro_batch, x, targets_BT.to(self.model.device, non_blocking=True))
+            self._divisor = self._divisor_of(targets_BT)
+            return self._forward_loss(micro_batch, x, targets_BT.to(self.model.device, non_blocking=True), starts_BT)
         if not self._evaluates:
-            self._inputs[micro_batch] = x
+            self._inputs[micro_batch], self._starts[micro_batch] = x, starts_BT
         with torch.no_grad():
-            return self._run(x)
+            return self._run(x, starts_BT)
 
-    def _forward_loss(self, micro_batch: int, x: Tensor, targets_BT: Tensor) -> Tensor:
+    def _forward_loss(self, micro_batch: int, x: Tensor, targets_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
         if self._evaluates:
             with torch.no_grad():
-                loss = self._mean_loss(x, targets_BT)
+                loss = self._mean_loss(x, targets_BT, starts_BT)
             self._loss_sum += loss
             return loss
         x = _leaf(x)
-        loss = self._mean_loss(x, targets_BT)
+        loss = self._mean_loss(x, targets_BT, starts_BT)
         self._inputs[micro_batch], self._losses[micro_batch] = x, loss
         self._loss_sum += loss.detach()
         return loss.detach()
 
-    def _mean_loss(self, x: Tensor, targets_BT: Tensor) -> Tensor:
+    def _mean_loss(self, x: Tensor, targets_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
         """Share of a micro-batch in the flush's mean loss."""
-        return cross_entropy(self._run(x), targets_BT) / self._micro_batches
+        return cross_entropy(self._run(x, starts_BT), targets_BT) / self._divisor
+
+    def _divisor_of(self, targets_BT: Tensor) -> float:
+        if self._targets is None:
+            return self._micro_batches
+        return divisor(self._targets, int((targets_BT != IGNORED).sum()))
 
     def backward(self, micro_batch: int, gradient_BTD: Tensor | None) -> Tensor | None:
         """Compute the gradient [B,T,D] of the span's input; None on the first stage.
 
         `gradient_BTD` is the gradient of the span's output; None on the last stage.
         """
-        x = self._inputs.pop(micro_batch)
+        x, starts_BT = self._inputs.pop(micro_batch), self._starts.pop(micro_batch, None)
         if gradient_BTD is None:
             output = self._losses.pop(micro_batch)
         else:
             x = _leaf(x)
-            output = self._run(x)
+            output = self._run(x, starts_BT)
             gradient_BTD = gradient_BTD.to(self.model.device, non_blocking=True)
         if output.requires_grad:
             output.backward(gradient_BTD)  # type: ignore[no-untyped-call]
@@ -130,6 +153,7 @@ class Stage:
         if self._evaluates:
             self.end_evaluation()
         self._inputs.clear()
+        self._starts.clear()
         self._losses.clear()
         self.model.zero_gradients()
         if self.model.span_definition.tie is not None and self.model.span_definition.is_last:
@@ -137,9 +161,9 @@ class Stage:
 
     # --- an evaluation ------------------------------------------------------------------------------
 
-    def begin_evaluation(self, micro_batches: int) -> None:
+    def begin_evaluation(self, micro_batches: int, targets: int | None = None) -> None:
         """Begin a forward-only flush over the anchor's parameters."""
-        self.begin(micro_batches)
+        self.begin(micro_batches, targets)
         self._swap_weights_and_anchor()
         self._evaluates = True
 
@@ -194,8 +218,10 @@ class Stage:
         """Raise `PeerMisbehaved` unless the message's tensors have the shapes and dtypes of this run."""
         span_definition, problem = self.model.span_definition, ""
         match message:
-            case Activation(x_BTD=x, targets_BT=targets):
-                problem = self._misfit(x) or self._mistarget(x, targets)
+            case Begin(micro_batches=count, targets=int(targets)) if targets > count * self._micro_batch_shape.targets:
+                problem = f"has {targets} targets in {count} micro-batches"
+            case Activation(x_BTD=x, targets_BT=targets_BT, starts_BT=starts_BT):
+                problem = self._misfit(x) or self._mistarget(x, targets_BT) or self._misstart(x, starts_BT)
             case Gradient(micro_batch=number, gradient_BTD=gradient):
                 problem = self._misfit(gradient) or _unlike(gradient, self._samples(number))
             case Report(norms=norms) if len(norms) != (
@@ -225,12 +251,21 @@ class Stage:
     def _mistarget(self, x_BTD: Tensor, targets_BT: Tensor) -> str:
         if targets_BT.shape != x_BTD.shape[:2] or targets_BT.dtype is not torch.int64:
             return f"has targets that are {_described(targets_BT)}"
-        low, high = (int(end) for end in torch.aminmax(targets_BT))
+        low, high = (int(end) for end in torch.aminmax(targets_BT.masked_fill(targets_BT == IGNORED, 0)))
         return "" if 0 <= low <= high < self.model.span_definition.vocabulary else f"has targets from {low} to {high}"
 
-    def _run(self, x: Tensor) -> Tensor:
+    def _misstart(self, x_BTD: Tensor, starts_BT: Tensor | None) -> str:
+        if (starts_BT is not None) != self._micro_batch_shape.document_masks:
+            return "tells where documents start" if starts_BT is not None else "does not tell where documents start"
+        if starts_BT is None:
+            return ""
+        if starts_BT.shape != x_BTD.shape[:2] or starts_BT.dtype is not torch.bool:
+            return f"has document starts that are {_described(starts_BT)}"
+        return "" if starts_BT[:, 0].all() else "has a sample that begins with no document"
+
+    def _run(self, x: Tensor, starts_BT: Tensor | None) -> Tensor:
         with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self._precision == "bf16"):
-            return self.model.run(x)
+            return self.model.run(x, starts_BT)
 
 
 def _leaf(x: Tensor) -> Tensor:

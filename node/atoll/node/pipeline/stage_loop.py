@@ -28,6 +28,7 @@ from atoll.core.learned_deadline import LearnedDeadline
 from atoll.core.run_spec import RunSpec
 from atoll.node.data.sharded_corpus import TrainingCorpus
 from atoll.node.exchange.codecs import CODECS
+from atoll.node.model.document_masks import document_starts
 from atoll.node.model.run_model import RunModel, allocate_span, initialise_into, run_model
 from atoll.node.model.span import Span
 from atoll.node.pipeline.evaluation import Evaluation, Outcome
@@ -35,6 +36,7 @@ from atoll.node.pipeline.flush_machine import FlushMachine, StageCompute
 from atoll.node.pipeline.inbox import StagePosition
 from atoll.node.pipeline.link_codec import NARROW_CODEC
 from atoll.node.pipeline.message_codec import LinkFormat
+from atoll.node.pipeline.messages import MicroBatch
 from atoll.node.pipeline.sharded_stage import LeaderStage, build_sharded_stage
 from atoll.node.pipeline.stage import MicroBatchShape, Stage
 from atoll.node.pipeline.stage_io import (
@@ -51,6 +53,7 @@ from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loader import Batch, Loader
 from atoll.node.training.replica import Replica, StepResult
 from atoll.node.training.sample_feed import SampleNumbers
+from atoll.node.training.targets import inputs_and_targets
 
 MIN_FLUSH_DEADLINE_SECONDS = 5.0
 MAX_FLUSH_DEADLINE_SECONDS = 300.0  # enough for many micro-batches on slow nodes; orders wait for a flush's end
@@ -278,11 +281,11 @@ class StageLoop(Replica):
         self._flush_began_at = self.clock.monotonic()
         if self._evaluation is not None:
             windows = self._evaluation.next(self._machine.max_evaluation_micro_batches)
-            self._machine.begin_flush(_pairs(windows), self._evaluation.anchor)
+            self._machine.begin_flush(micro_batches(windows, self.corpus.separator), self._evaluation.anchor)
             return
         self._batch = self._batch or self._loader.next()
         tokens = torch.split(self._batch.tokens_BT, self.spec.optimizer.micro_batch_samples)
-        self._machine.begin_flush(_pairs(tokens))
+        self._machine.begin_flush(micro_batches(tokens, self.corpus.separator))
 
     def _collect_evaluation(self) -> None:
         """Take the result of an evaluation's flush."""
@@ -337,10 +340,14 @@ def build_stage(spec: RunSpec, run: RunModel, span: Span, device: torch.device) 
             f"{device} would train in fp16, which needs a loss scale; stages of a route do not share one",
             'set precision = "fp32" in the run spec, or "bf16" on devices that support it',
         )
-    room = MicroBatchShape(spec.optimizer.micro_batch_samples, spec.data.sequence_length)
-    return Stage(allocate_span(run, span, device), spec.optimizer, room, precision)
+    return Stage(allocate_span(run, span, device), spec.optimizer, MicroBatchShape.of(spec), precision)
 
 
-def _pairs(tokens: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and targets [B,T] of tokens [B,T+1]."""
-    return [(tokens_BT[:, :-1], tokens_BT[:, 1:]) for tokens_BT in tokens]
+def micro_batches(windows: Sequence[Tensor], separator: int | None = None) -> list[MicroBatch]:
+    """Inputs, targets and document starts of tokens [B,T+1]. `separator` ends documents; None: no document masks."""
+    made = []
+    for tokens_BT in windows:
+        inputs_BT, targets_BT = inputs_and_targets(tokens_BT)
+        starts_BT = None if separator is None else document_starts(inputs_BT, separator)
+        made.append(MicroBatch(inputs_BT, targets_BT, starts_BT))
+    return made

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from atoll.core import log
 from atoll.core.clock import Clock
+from atoll.core.document_masks import mask_memory
 from atoll.core.errors import CorpusError, ModelTooLarge
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.data.corpus import load_corpus
@@ -335,10 +336,11 @@ def stage_bytes(spec: RunSpec, run: RunModel, span: Span, samples: int = 0) -> i
 
     More following stages mean more micro-batches in flight. `samples`: samples computed at once; 0: a micro-batch.
     """
-    tokens = (samples or spec.optimizer.micro_batch_samples) * spec.data.sequence_length
+    samples = samples or spec.optimizer.micro_batch_samples
+    tokens = samples * spec.data.sequence_length
     micro_batches = spec.samples_per_flush // spec.optimizer.micro_batch_samples
     credits = max(stage_credits(run.architecture.layers - span.first, micro_batches, spec.pipeline.ahead))
-    traffic = StageTraffic(tokens, spec.data.sequence_length, credits)
+    traffic = StageTraffic(tokens, spec.data.sequence_length, credits, mask_memory(spec, samples))
     return stage_trainer_memory_bytes(run.table, span, traffic)
 
 

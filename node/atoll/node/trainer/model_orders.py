@@ -112,7 +112,7 @@ class ModelOrders:
 
 def loss_message(found: HeldOutLoss) -> messages.Loss:
     """Convert a held-out loss to an answer."""
-    return messages.Loss(found.value, found.sources)
+    return messages.Loss(found.value, tuple((part.name, part.loss, part.windows) for part in found.sources))
 
 
 def check_allowed(holds: bool, what: str) -> None:

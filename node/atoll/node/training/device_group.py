@@ -7,7 +7,6 @@ first process opened. They communicate over NCCL, or on CPUs over gloo, which li
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from atoll.node.training.device import DeviceFacts, choose_device, device_facts
 from atoll.node.training.device_names import parse_device_names
+from atoll.node.training.targets import ZERO_WEIGHT_DIVISOR, count_targets, divisor
 
 _INTERFACE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # overrides what the machine's owner has set
 _RENDEZVOUS_TIMEOUT = timedelta(minutes=8)  # long enough to load a corpus, shorter than the daemon's own timeout
-ZERO_WEIGHT_DIVISOR = math.inf  # divisor of a loss that must not count
 
 SendToRanks = Callable[[Any], object]
 
@@ -81,23 +80,30 @@ class DeviceGroup:
 
     def own_rows(self, rows: int) -> slice:
         """Return which rows of a batch are this process's; the last processes may have fewer or none."""
+        return self.rows_by_rank(rows)[self.rank]
+
+    def rows_by_rank(self, rows: int) -> list[slice]:
+        """Return which rows of a batch are each process's."""
         most = -(-rows // self.size)
-        return slice(min(self.rank * most, rows), min((self.rank + 1) * most, rows))
+        return [slice(min(rank * most, rows), min((rank + 1) * most, rows)) for rank in range(self.size)]
 
     def rank_micro_batches(self, batch_BT: Tensor, at_most: int) -> Iterator[tuple[Tensor, float]]:
         """Yield this process's rows in micro-batches, each with its divisor.
 
-        A micro-batch's mean loss divided by its divisor is its part of the mean over all rows. All processes get the
+        A micro-batch's mean loss divided by its divisor is its part of the mean over all targets. All processes get the
         same number of micro-batches, because each waits for the others in every one. A process without rows left gets a
         micro-batch with no weight. `at_most`: rows of all processes in one micro-batch; each process gets at least one
         row.
         """
-        rows, own = len(batch_BT), self.own_rows(len(batch_BT))
+        rows, own, targets = len(batch_BT), self.own_rows(len(batch_BT)), count_targets(batch_BT)
         most = -(-rows // self.size)
         size = max(1, min(-(-at_most // self.size), most))
         for start in range(own.start, own.start + most, size):
             mine_BT = batch_BT[start : min(start + size, own.stop)]
-            yield (mine_BT, rows / len(mine_BT)) if len(mine_BT) else (batch_BT[:1], ZERO_WEIGHT_DIVISOR)
+            if len(mine_BT):
+                yield mine_BT, divisor(targets, count_targets(mine_BT))
+            else:
+                yield batch_BT[:1], ZERO_WEIGHT_DIVISOR
 
     def scatter(self, rows: int, shape: Sequence[int], dtype: torch.dtype, whole: Tensor | None) -> Tensor:
         """Return this process's rows of `whole`, which rank 0 has; one row of zeros if it has none.

@@ -80,9 +80,9 @@ class FsdpModel:
         setattr(self.span_definition.module.get_submodule(module), name, bound)
         return bound
 
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor, starts_BT: Tensor | None = None) -> Tensor:
         """Compute the span for this process's samples. All processes of the group must call this at the same time."""
-        return cast("Tensor", self.whole(x))
+        return cast("Tensor", self.whole(x, starts_BT))
 
     def parameters(self) -> list[nn.Parameter]:
         """List this device's shards; an optimiser steps them as if they were whole."""

@@ -8,11 +8,11 @@ Shape suffixes: B batch, T sequence, V vocabulary, E all elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import InvalidTransition
@@ -20,10 +20,11 @@ from atoll.core.run_spec import RunSpec
 from atoll.core.training_audits import Gains, gains
 from atoll.node.data.held_out import HeldOutLoss, SourceLoss, held_out_sets
 from atoll.node.data.sharded_corpus import TrainingCorpus
+from atoll.node.model.document_masks import document_starts
 from atoll.node.model.generate import generate
 from atoll.node.model.run_model import RunModel, allocate_span, initialise_into, run_model
 from atoll.node.model.span import Span
-from atoll.node.model.span_model import SpanModule, TrainableModel
+from atoll.node.model.span_model import Run, SpanModule, TrainableModel
 from atoll.node.training.device import autocast, choose_device, device_facts, model_too_large, working_precision
 from atoll.node.training.device_group import DeviceGroup
 from atoll.node.training.fsdp_model import shard_model
@@ -32,6 +33,7 @@ from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loader import Loader
 from atoll.node.training.progress import Progress
 from atoll.node.training.replica import Replica, StepResult
+from atoll.node.training.targets import count_targets, cross_entropy, divisor, inputs_and_targets
 
 PROBE_STEPS = 8
 
@@ -103,13 +105,13 @@ class InnerLoop(Replica):
     def _micro_batches(self, batch_BT: Tensor) -> Iterator[tuple[Tensor, float]]:
         """Yield this process's micro-batches of a batch, each with its divisor.
 
-        A micro-batch's mean loss divided by its divisor is its part of the mean over the batch.
+        A micro-batch's mean loss divided by its divisor is its part of the mean over the batch's targets.
         """
         at_most = self.spec.optimizer.micro_batch_samples
         if self._group is not None:
             return self._group.rank_micro_batches(batch_BT, at_most)
-        micro_batches = torch.split(batch_BT, at_most)
-        return ((tokens_BT, len(batch_BT) / len(tokens_BT)) for tokens_BT in micro_batches)
+        targets = count_targets(batch_BT)
+        return ((part_BT, divisor(targets, count_targets(part_BT))) for part_BT in torch.split(batch_BT, at_most))
 
     def _mean(self, mine: Tensor) -> float:
         """Sum the parts of a mean over all processes."""
@@ -124,11 +126,16 @@ class InnerLoop(Replica):
         return self.has_data
 
     def loss(self, tokens_BT: Tensor) -> Tensor:
-        """Compute the mean cross-entropy of next-token prediction over [B, T+1] tokens, nats per token."""
-        tokens_BT = tokens_BT.to(self.device, non_blocking=True)
+        """Compute the mean cross-entropy over the targets of [B, T+1] tokens, nats per token; 0 without any."""
         with autocast(self.device, self.precision):
-            logits_BTV = self._forward(tokens_BT[:, :-1])
-        return cross_entropy(logits_BTV, tokens_BT[:, 1:])
+            logits_BTV, targets_BT = self._logits_and_targets(self._forward, tokens_BT)
+        return cross_entropy(logits_BTV, targets_BT)
+
+    def _logits_and_targets(self, logits_of: Run, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [B,T,V] and targets [B,T] of [B, T+1] tokens, the same for steps, evaluations and audits."""
+        inputs_BT, targets_BT = inputs_and_targets(tokens_BT.to(self.device, non_blocking=True))
+        separator = self.corpus.separator
+        return logits_of(inputs_BT, None if separator is None else document_starts(inputs_BT, separator)), targets_BT
 
     def initialise_into(self, anchor_E: Tensor) -> None:
         """Write the run's initial parameters into `anchor_E`, for genesis."""
@@ -149,23 +156,21 @@ class InnerLoop(Replica):
         """Compute it for each source, too."""
         with self._with_parameters(flat_E) as logits_of:
             return HeldOutLoss.of(
-                [
-                    SourceLoss(name, self._mean_over(windows, logits_of), len(windows))
-                    for name, windows in held_out_sets(self.corpus)
-                ]
+                [self._loss_of(name, windows, logits_of) for name, windows in held_out_sets(self.corpus)]
             )
 
-    def _mean_over(self, windows: Sequence[int], logits_of: Callable[[Tensor], Tensor]) -> float:
-        """Compute the mean loss over windows, nats per token."""
+    def _loss_of(self, name: str, windows: Sequence[int], logits_of: Run) -> SourceLoss:
+        """Compute the mean loss over the held-out windows of a source."""
         size = self.spec.optimizer.micro_batch_samples
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total, weights = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
         for start in range(0, len(windows), size):
             batch_BT = torch.from_numpy(self.corpus.windows(windows[start : start + size], soon=True))
+            weight = count_targets(batch_BT) / self.corpus.sequence_length  # in samples
             for share_BT, times in self._micro_batches(batch_BT):
-                tokens_BT = share_BT.to(self.device)
-                loss = cross_entropy(logits_of(tokens_BT[:, :-1]), tokens_BT[:, 1:])
-                total += loss.double() / times * len(batch_BT)
-        return self._mean(total) / len(windows)
+                loss = cross_entropy(*self._logits_and_targets(logits_of, share_BT))
+                total += loss.double() / times * weight
+            weights += weight
+        return SourceLoss.of(name, self._mean(total), weights, len(windows))
 
     def audit(self, anchor_E: Tensor, update_E: Tensor, own: Sequence[int], other: Sequence[int]) -> Gains:
         """Compare what an update gains on `own` samples and on `other` ones: anchor against anchor − update.
@@ -186,12 +191,9 @@ class InnerLoop(Replica):
         with self._with_parameters(flat_E) as logits_of:
             for start in range(0, len(samples), size):
                 windows = [self.corpus.window(sample) for sample in samples[start : start + size]]
-                tokens_BT = torch.from_numpy(self.corpus.windows(windows, soon=True)).to(self.device)
-                logits_BTV = logits_of(tokens_BT[:, :-1]).float()
-                losses += [
-                    float(cross_entropy(logits_TV, tokens_T[1:]))
-                    for logits_TV, tokens_T in zip(logits_BTV, tokens_BT, strict=True)
-                ]
+                tokens_BT = torch.from_numpy(self.corpus.windows(windows, soon=True))
+                logits_BTV, targets_BT = self._logits_and_targets(logits_of, tokens_BT)
+                losses += [float(cross_entropy(*sample)) for sample in zip(logits_BTV, targets_BT, strict=True)]
         return losses
 
     def generate(self, flat_E: Tensor, prompt: bytes, tokens: int, seed: int = 0) -> str:
@@ -202,7 +204,7 @@ class InnerLoop(Replica):
             return tokenizer.decode(generate(logits_of, begin, tokens, self.corpus.sequence_length, seed, self.device))
 
     @contextmanager
-    def _with_parameters(self, flat_E: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
+    def _with_parameters(self, flat_E: Tensor) -> Iterator[Run]:
         """Yield the model with other parameters, as a function of tokens [B,T] to logits [B,T,V]."""
         if self._group is None:
             with _WithParameters(self, flat_E) as logits_of:
@@ -216,9 +218,9 @@ class InnerLoop(Replica):
             self.weights.restore(trained)
 
     @torch.no_grad()
-    def _logits(self, tokens_BT: Tensor) -> Tensor:
+    def _logits(self, x: Tensor, starts_BT: Tensor | None = None) -> Tensor:
         with autocast(self.device, self.precision):
-            return self.model.run(tokens_BT)
+            return self.model.run(x, starts_BT)
 
     def probe(
         self, minimum_step_seconds: float = 0.0, compute_share: float = 1.0, scratch_E: Tensor | None = None
@@ -261,11 +263,6 @@ class InnerLoop(Replica):
         return self.stepper
 
 
-def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Compute the mean cross-entropy in nats per token, in fp32 for logits of any dtype."""
-    return nn.functional.cross_entropy(logits_BTV.reshape(-1, logits_BTV.shape[-1]).float(), targets_BT.flatten())
-
-
 class _WithParameters:
     """The model with other parameters inside a `with` block: tokens [B,T] → logits [B,T,V]."""
 
@@ -285,7 +282,7 @@ class _WithParameters:
         self._whole.train()
 
     @torch.no_grad()
-    def __call__(self, tokens_BT: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, starts_BT: Tensor | None = None) -> Tensor:
         with autocast(self._loop.device, self._loop.precision):
-            logits: Tensor = torch.func.functional_call(self._whole, self._parameters, (tokens_BT,))
+            logits: Tensor = torch.func.functional_call(self._whole, self._parameters, (x, starts_BT))
         return logits

@@ -13,6 +13,7 @@ from atoll.coordinator.planner.problem import Wishes
 from atoll.coordinator.planner.problem_from_nodes import problem_from_nodes
 from atoll.coordinator.planner.question import PlannerNode
 from atoll.coordinator.planner.span_memory import SpanMemory, span_memory
+from atoll.core.document_masks import mask_memory
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.model.memory_estimate import StageTraffic, stage_trainer_memory_bytes
 from atoll.node.model.span import Span
@@ -57,15 +58,17 @@ def test_what_fits_is_what_the_planner_may_place(device_bytes: int, host_bytes: 
     st.integers(1, 8),
     st.sampled_from([64, 512]),
     st.sampled_from(["own head", "tied", "adapters"]),
+    st.booleans(),
     st.data(),
 )
 def test_no_span_is_planned_that_its_trainer_would_refuse(
-    blocks: int, width: int, micro_batches: int, sequence_length: int, kind: str, data: st.DataObject
+    blocks: int, width: int, micro_batches: int, sequence_length: int, kind: str, masks: bool, data: st.DataObject
 ) -> None:
     """Nodes estimate what a stage takes, too: never more than the planner does."""
     spec = parse_run_spec(
         f'version = 1\n[run]\nname = "reef"\nstop_tokens = 1\n[data]\npath = "x"\nsequence_length = {sequence_length}\n'
-        f"[pipeline]\nmicro_batches = {micro_batches}\n[sync]\nround_tokens = 1000\n"
+        f"document_masks = {str(masks).lower()}\n[pipeline]\nmicro_batches = {micro_batches}\n"
+        "[sync]\nround_tokens = 1000\n"
     )
     parameters, vocabulary, tied = 12 * width * width, 512, kind == "tied"
     flops = 2.0 * parameters + 2.0 * width * sequence_length
@@ -104,7 +107,7 @@ def test_no_span_is_planned_that_its_trainer_would_refuse(
     assert planned is not None
     ahead = spec.pipeline.ahead
     most = min(micro_batches, (1 + ahead) * (blocks + 1 - first) + 1)  # credits of a stage, before one stage a layer
-    traffic = StageTraffic(4 * sequence_length, sequence_length, credits=most)
+    traffic = StageTraffic(4 * sequence_length, sequence_length, most, mask_memory(spec, 4))
     needed = stage_trainer_memory_bytes(table, Span(first, last), traffic)
     assert planned.device_bytes(first, last) >= 0.97 * needed
     assert planned.device_bytes(first, last) <= 1.1 * needed

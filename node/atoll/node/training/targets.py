@@ -1,0 +1,44 @@
+"""Inputs and targets of windows, and the loss over the targets that count.
+
+A corpus gives a token that is input only, and no target, as its bitwise complement (`~token`, negative). The loss of an
+inner step is the mean over all targets that count in its batch: a part of the batch contributes its own mean, divided
+by how many times as many targets the batch has (`divisor`).
+
+Shape suffixes: B batch, T sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+IGNORED = -100  # a target that does not count
+ZERO_WEIGHT_DIVISOR = math.inf  # divisor of a loss that must not count
+
+
+def inputs_and_targets(tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the inputs and the targets, int64 [B,T] each, of a corpus's windows [B,T+1]."""
+    inputs_BT, targets_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
+    return inputs_BT ^ (inputs_BT >> 63), targets_BT.masked_fill(targets_BT < 0, IGNORED)
+
+
+def count_targets(tokens_BT: Tensor) -> int:
+    """Count the targets of windows [B,T+1]; windows on the host cost no wait for a device."""
+    return int((tokens_BT[:, 1:] >= 0).sum())
+
+
+def divisor(targets_of_all: int, targets_of_part: int) -> float:
+    """Return by what to divide the mean loss of a part, so that the parts add up to the mean of all."""
+    return targets_of_all / targets_of_part if targets_of_part else ZERO_WEIGHT_DIVISOR
+
+
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Compute the mean cross-entropy over the targets that count, nats per token, in fp32 for logits of any dtype.
+
+    Without any such target it is 0, with a gradient of 0.
+    """
+    logits = logits_BTV.reshape(-1, logits_BTV.shape[-1]).float()
+    mean = nn.functional.cross_entropy(logits, targets_BT.flatten(), ignore_index=IGNORED)
+    return torch.where((targets_BT != IGNORED).any(), mean, torch.zeros_like(mean))
