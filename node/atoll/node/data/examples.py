@@ -1,8 +1,7 @@
 """Instruction data becomes tokens of which those of the answers are targets, and all others are input only.
 
-The text of an example is tokenised once, as a whole. A token is a target if the first character that it stands for is
-in an answer. So a token that begins before an answer and reaches into it is input only. One that begins in an answer and
-reaches beyond it is a target.
+The text of an example is tokenised once, as a whole. A token is a target if any character that it stands for is in an
+answer. So a token that begins before an answer and reaches into it is a target, as is one that reaches beyond it.
 
 Input only is the top bit of a stored token. Special tokens that a chat template writes are special; those that
 messages, prompts or completions spell are text.
@@ -66,8 +65,8 @@ class ExampleEncoder:
             return self._pair(example)
         assert self._template is not None
         rendered = self._template.render(example.messages, example.place)
-        tokens, starts = self._chat_tokens(rendered)
-        return Encoded(tokens, _begin_in(rendered.answers, starts))
+        tokens, spans = self._chat_tokens(rendered)
+        return Encoded(tokens, _reach_into(rendered.answers, spans))
 
     def _pair(self, pair: Pair) -> Encoded:
         text, begin = pair.prompt + pair.completion, len(pair.prompt)
@@ -75,31 +74,30 @@ class ExampleEncoder:
             raise TooLong
         if not pair.completion.strip():
             return Encoded(np.zeros(0, np.uint32), np.zeros(0, np.bool_))
-        tokens, starts = self._text_tokens(text)
-        is_target = _begin_in([(begin, len(text))], starts)
+        tokens, spans = self._text_tokens(text)
+        is_target = _reach_into([(begin, len(text))], spans)
         if not is_target.any():
             return Encoded(tokens, is_target)
         separator = np.asarray(self.tokenizer.separator, dtype=tokens.dtype)
         return Encoded(np.concatenate([tokens, separator]), np.append(is_target, [True] * len(separator)))
 
     def _text_tokens(self, text: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return the tokens of plain text, and the character at which each begins."""
+        """Return the tokens of plain text, and the characters [start, end) of each, one row for each token."""
         if self._fast is None:
             return _bytes(text)
         encoded = self._fast.encode_pieces([(0, text)])[0]
-        begins = [[at + start for start, _ in part.offsets] for at, part in encoded.parts]
-        return encoded.ids, np.asarray([*itertools.chain(*begins)], dtype=np.int64)
+        return encoded.ids, np.concatenate([_spans(at, part) for at, part in encoded.parts])
 
     def _chat_tokens(self, rendered: Rendered) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return the tokens of a conversation, and the character at which each begins."""
+        """Return the tokens of a conversation, and the characters [start, end) of each."""
         if self._with_special is None:
             return _bytes(rendered.text)
-        ids, starts = list[int](), list[int]()
+        ids, spans = list[int](), list[NDArray[np.int64]]()
         for first, stop in itertools.pairwise((0, *rendered.cuts, len(rendered.text))):
             found = self._with_special.encode(rendered.text[first:stop], add_special_tokens=False)
             ids += found.ids
-            starts += [first + start for start, _ in found.offsets]
-        return np.asarray(ids, dtype=np.uint32), np.asarray(starts, dtype=np.int64)
+            spans.append(_spans(first, found))
+        return np.asarray(ids, dtype=np.uint32), np.concatenate(spans)
 
 
 def example_parts(
@@ -182,12 +180,19 @@ def _recognising_special_tokens(encoder: FastEncoder) -> Any:
 
 def _bytes(text: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     data = np.frombuffer(text.encode(), dtype=np.uint8)
-    return data, np.cumsum((data & 0xC0) != 0x80) - 1  # bytes that go on with a character begin with the bits 10
+    starts = np.cumsum((data & 0xC0) != 0x80) - 1  # bytes that go on with a character begin with the bits 10
+    return data, np.stack([starts, starts + 1], axis=1)
 
 
-def _begin_in(answers: Iterable[tuple[int, int]], starts: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which tokens begin in an answer."""
-    found = np.zeros(len(starts), dtype=np.bool_)
+def _spans(offset: int, encoding: Any) -> NDArray[np.int64]:
+    """Return the characters of each token of a piece of text that begins at `offset`."""
+    return offset + np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+
+
+def _reach_into(answers: Iterable[tuple[int, int]], spans: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which tokens stand for a character of an answer; one of no characters counts as the next one."""
+    starts, ends = spans[:, 0], np.maximum(spans[:, 1], spans[:, 0] + 1)
+    found = np.zeros(len(spans), dtype=np.bool_)
     for start, end in answers:
-        found |= (starts >= start) & (starts < end)
+        found |= (starts < end) & (ends > start)
     return found
