@@ -14,6 +14,7 @@ from torch import Tensor
 from atoll.core.errors import InvalidTransition
 from atoll.node.pipeline.flush_machine import FlushMachine, FlushResult
 from atoll.node.pipeline.messages import Message
+from atoll.node.training.targets import inputs_and_targets
 
 Link = tuple[int, int]  # from stage, to stage; from a stage to itself: its next action
 Pick = Callable[[Sequence[Link]], Link]
@@ -52,7 +53,7 @@ class InProcessRoute:
     def begin(self, tokens: Sequence[Tensor], anchor: int | None = None) -> int:
         """Feed the driver when all stages are ready; the flush's number."""
         self.settle()
-        flush = self.machines[0].begin_flush([(tokens_BT[:, :-1], tokens_BT[:, 1:]) for tokens_BT in tokens], anchor)
+        flush = self.machines[0].begin_flush([inputs_and_targets(tokens_BT) for tokens_BT in tokens], anchor)
         self._wake(0)
         return flush
 
