@@ -29,7 +29,7 @@ from atoll.node.model.tokenizer import HF_REMEDY
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TEXT_CHARACTERS = 1 << 21  # of one example: its encoding takes about 165 bytes of memory a character
 MAX_MESSAGES = 1024
-RENDER_SECONDS = 10.0  # of the processor, for one conversation
+RENDER_SECONDS = 5.0  # of the processor, for one conversation
 RENDER_BYTES = 256 << 20
 ASSISTANT = "assistant"
 MARKERS = "\ufdd0\ufdd1\ufdd2"
