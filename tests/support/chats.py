@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -96,9 +94,3 @@ def talk(*turns: str, system: str = "") -> list[Message]:
     roles = ("user", "assistant")
     spoken = [{"role": roles[number % 2], "content": text} for number, text in enumerate(turns)]
     return [{"role": "system", "content": system}, *spoken] if system else spoken
-
-
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write one object a line."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path

@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from support.chats import CHATML, save, talk, write_rows
-from support.corpora import SMALL, build_inline, files_of
+from support.chats import CHATML, save, talk
+from support.corpora import SMALL, build_inline, files_of, write_rows
 from torch import nn
 
 from atoll.core.clock import SystemClock

@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("transformers")
+
 from hypothesis import given
 from hypothesis import strategies as st
-from support.chats import library, save, talk, write_rows
-from support.corpora import SMALL, build_inline, files_of, small_spec, tokens_of, write_jsonl
+from support.chats import library, save, talk
+from support.corpora import SMALL, build_inline, files_of, small_spec, tokens_of, write_jsonl, write_rows
 from support.inline_pool import InlinePool
 from support.power_cut import FailingDisk
 
@@ -27,8 +30,6 @@ from atoll.node.data.open_corpus import CacheFolder, open_corpus
 from atoll.node.data.sample import sample_texts
 from atoll.node.data.tokenise import token_dtype
 from atoll.node.data.verify import verify_corpus
-
-pytest.importorskip("transformers")
 
 TALKS = [
     talk(f"the tide {number}?", "yes " * (number % 5), "and coral?", f"no {number}", system="be plain")
