@@ -129,7 +129,7 @@ def _save_tokenizer(spec: BuildSpec, directory: Path, disk: Disk, start_pool: St
 
 def _spec_digest(spec: BuildSpec, tokenizer: CorpusTokenizer, limits: Limits) -> str:
     """Identify what decides the corpus, but the input. The number of workers does not."""
-    sources = [source.model_dump(mode="json", exclude={"path"}) for source in spec.sources]
+    sources = [source.model_dump(mode="json", exclude={"path", *_unset(source)}) for source in spec.sources]
     named: dict[str, object] = {
         "order": spec.order,
         "seed": spec.seed,
@@ -141,6 +141,11 @@ def _spec_digest(spec: BuildSpec, tokenizer: CorpusTokenizer, limits: Limits) ->
     if spec.has_answers:
         named["examples"] = [spec.longest_example, spec.long_examples, tokenizer.chat and vars(tokenizer.chat)]
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
+
+
+def _unset(source: BuildSource) -> list[str]:
+    """Return the keys of answers that a source does not have, so that builds of earlier releases go on."""
+    return [key for key in ("messages", "prompt", "completion") if getattr(source, key) is None]
 
 
 def _inputs_digest(plans: list[Plan]) -> str:

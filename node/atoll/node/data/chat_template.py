@@ -78,7 +78,10 @@ class ChatTemplate:
         spelt = sorted((each for each in chat.special if len(each) > 1), key=len, reverse=True)
         self._spelt = re.compile("|".join(map(re.escape, spelt)) or "(?!)")
         self._special = re.compile("|".join(map(re.escape, sorted(chat.special, key=len, reverse=True))) or "(?!)")
-        self._template = self._guarded(lambda: _compile(chat.template), lambda: "while it was compiled")
+        try:
+            self._template = self._guarded(lambda: _compile(chat.template), lambda: "while it was compiled")
+        except Unusable as error:
+            raise ConfigError(f"the chat template does not compile: {error}", "repair the template") from error
 
     def render(self, messages: Sequence[Message], place: Callable[[], str]) -> Rendered:
         """Render a conversation, whose `place` errors name.

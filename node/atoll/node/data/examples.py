@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,12 +117,7 @@ def example_parts(
         try:
             encoded = encoder.encode(example)
         except Unusable as error:
-            bad = (
-                Bad(example.place(), str(error), _UNUSABLE_REMEDY)
-                if strict or not report.bad_lines
-                else Bad("", "", "")
-            )
-            refuse(report, strict, lambda bad=bad: bad)  # type: ignore[misc]
+            refuse(report, strict, partial(_bad, example, str(error)))
             continue
         except TooLong:
             report.count_example("long_examples", example.place)
@@ -131,6 +126,10 @@ def example_parts(
             report.documents += 1
             require_known_tokens(kept.tokens, encoder.tokenizer)
             yield stored(kept.tokens.astype(dtype), ~kept.is_target), True
+
+
+def _bad(example: Pair | Conversation, why: str) -> Bad:
+    return Bad(example.place(), why, _UNUSABLE_REMEDY)
 
 
 def _kept(
