@@ -96,8 +96,10 @@ class ChatTemplate:
 
     def _guarded(self, run: Callable[[], Any], when: Callable[[], str]) -> Any:
         """Run a template's code within the limits."""
-        from jinja2.exceptions import SecurityError, TemplateError
-
+        try:
+            from jinja2.exceptions import SecurityError, TemplateError
+        except ImportError as error:
+            raise ConfigError("chat templates need the jinja2 library", HF_REMEDY) from error
         try:
             with render_limits(RENDER_SECONDS, RENDER_BYTES):
                 return run()
@@ -200,13 +202,10 @@ class _Marked:
 
 def _compile(source: str) -> Any:
     """Compile a template in Jinja's sandbox, with what `transformers` gives templates, but no clock."""
-    try:
-        from jinja2 import nodes
-        from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise ConfigError("chat templates need the jinja2 library", HF_REMEDY) from error
+    from jinja2 import nodes
+    from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
         tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
