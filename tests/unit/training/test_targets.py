@@ -135,7 +135,7 @@ def test_a_step_takes_the_mean_over_all_micro_batches(corpus: Corpus) -> None:
         loss, gradient_E = gradient_of(loop, tokens_BT)
         expected = by_hand(loop.model.run(plain(tokens_BT)[:, :-1]), tokens_BT)
         expected.backward()  # type: ignore[no-untyped-call]
-        assert loss == pytest.approx(float(expected), rel=1e-6)
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
         torch.testing.assert_close(gradient_E, loop.model.gradients_E, rtol=1e-4, atol=1e-7)  # type: ignore[attr-defined]
     finally:
         loop.close()
