@@ -26,6 +26,12 @@ def write_jsonl(path: Path, documents: Sequence[str]) -> Path:
     return path
 
 
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Write one object a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
 def small_spec(*paths: Path, shard_bytes: int = 256, **values: Any) -> BuildSpec:
     """A spec of sources "s0", "s1", …, with shards smaller than a user may ask for."""
     sources = tuple(BuildSource(name=f"s{i}", source="jsonl", path=str(path)) for i, path in enumerate(paths))

@@ -15,6 +15,7 @@ from support.corpora import SMALL, small_spec
 
 from atoll.core.disk import File, OsDisk
 from atoll.node.data.build import build_corpus
+from atoll.node.data.build_spec import read_build_spec
 
 
 @dataclass
@@ -42,4 +43,7 @@ class KillingDisk(OsDisk):
 def main() -> None:
     path, corpus, operation, name = sys.argv[1:]
     disk = KillingDisk(operation, name, os.getpid())
-    print(build_corpus(small_spec(Path(path)), Path(corpus), workers=2, limits=SMALL, disk=disk).digest)
+    spec = small_spec(Path(path))
+    if path.endswith(".toml"):
+        spec = read_build_spec(Path(path)).model_copy(update={"shard_bytes": 512})
+    print(build_corpus(spec, Path(corpus), workers=2, limits=SMALL, disk=disk).digest)

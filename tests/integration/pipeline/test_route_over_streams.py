@@ -14,6 +14,7 @@ from typing import cast
 import psutil
 import pytest
 import torch
+from support.corpora import build_inline, write_rows
 from support.eventually import eventually
 from support.loopback_hosts import DIRECT, Lab
 from support.stage_threads import connected_route, trainers_of
@@ -22,7 +23,9 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import ChildDied
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.run_spec import parse_run_spec
+from atoll.node.data.build_spec import BuildSource, BuildSpec
 from atoll.node.data.corpus import load_corpus
+from atoll.node.data.open_corpus import open_corpus
 from atoll.node.direct.direct_path import DirectConfig
 from atoll.node.exchange.codecs import BY_NUMBER
 from atoll.node.pipeline import link_codec, stage_streams
@@ -113,15 +116,17 @@ async def test_through_libp2p_too_until_its_daemon_dies_which_costs_a_flush(lab:
 class Swarm:
     """Trainer processes on hosts; stage by stage one route."""
 
-    def __init__(self, corpus: Path, hosts: list[SwarmHost], stack: AsyncExitStack) -> None:
+    def __init__(self, corpus: Path, hosts: list[SwarmHost], stack: AsyncExitStack, spec: str = SPEC) -> None:
         self.trainers: list[Trainer] = []
-        self._corpus, self._hosts, self._stack = corpus, hosts, stack
+        self._corpus, self._hosts, self._stack, self._spec = corpus, hosts, stack, spec
         self._dispatchers = [RouteDispatcher(host) for host in hosts]
         self._peers = tuple(host.peer_id for host in hosts)
 
     async def spawn(self, stage: int, device: str = "cpu") -> Trainer:
         pace = 0.1 if stage == 0 else 0.0  # nothing here needs many steps
-        config = TrainerConfig(SPEC, str(self._corpus), device=device, span=SPANS[stage], minimum_step_seconds=pace)
+        config = TrainerConfig(
+            self._spec, str(self._corpus), device=device, span=SPANS[stage], minimum_step_seconds=pace
+        )
         log_path = self._corpus.parent / f"{stage}.log"
         trainer = await Trainer.spawn(config, log_path=log_path, timeout=DEADLINE)
         self._stack.push_async_callback(self._end, trainer)
@@ -138,7 +143,7 @@ class Swarm:
         place = RoutePlace(1, 0, self._peers, stage)
         await trainer.enter_route(place)
         assert trainer.stage_socket is not None
-        spec, layers = parse_run_spec(SPEC), trainer.facts.layers
+        spec, layers = parse_run_spec(self._spec), trainer.facts.layers
         connection = RouteConnection(self._dispatchers[stage], trainer.stage_socket, place, spec, layers, SystemClock())
         task = asyncio.create_task(connection.run())
         self._stack.push_async_callback(self._leave, task)
@@ -159,10 +164,10 @@ async def struck_in_a_flush(pid: int) -> None:
 
 
 @asynccontextmanager
-async def swarm_on(lab: Lab, corpus: Path, device: str = "cpu") -> AsyncIterator[Swarm]:
+async def swarm_on(lab: Lab, corpus: Path, device: str = "cpu", spec: str = SPEC) -> AsyncIterator[Swarm]:
     hosts = await hosts_of(lab, DIRECT)
     async with AsyncExitStack() as stack:
-        swarm = Swarm(corpus, hosts, stack)
+        swarm = Swarm(corpus, hosts, stack, spec)
         for host in hosts:
             await host.ready()
         swarm.trainers += await asyncio.gather(*(swarm.spawn(stage, device) for stage in range(3)))
@@ -293,6 +298,43 @@ async def test_nodes_with_several_devices_are_stages_like_others(lab: Lab, corpu
         await eventually(lambda: driver.status.steps >= before + 3, 60)
         taken = await driver.snapshot()
         assert taken == whole_steps(taken.steps, samples=True)
+
+
+@pytest.mark.timeout(180)
+async def test_stages_with_several_devices_take_the_mean_over_all_targets(lab: Lab, tmp_path: Path) -> None:
+    """Prompts of many lengths: micro-batches, and the devices' parts of them, differ in their targets."""
+    rows = [{"ask": "which reef? " * (n * 13 % 17), "say": f"reef {n % 7}, a ring"} for n in range(900)]
+    source = BuildSource(
+        name="p", source="jsonl", path=str(write_rows(tmp_path / "in.jsonl", rows)), prompt="ask", completion="say"
+    )
+    built = build_inline(BuildSpec(sources=(source,)), tmp_path / "corpus")
+    text = SPEC.replace('path = "overridden"', f'source = "corpus"\ncorpus = "{built.digest}"')
+    spec = parse_run_spec(text)
+    opened = open_corpus(spec.data, str(tmp_path / "corpus"), None, SystemClock())
+    loop = InnerLoop(spec, opened.for_training(spec), "cpu")
+    try:
+        async with swarm_on(lab, tmp_path / "corpus", "cpu,cpu", text) as swarm:
+            driver, _, last = swarm.trainers
+            for trainer in swarm.trainers:
+                await trainer.initialise()
+            genesis_E = torch.cat([trainer.anchor for trainer in swarm.trainers])
+            for stage, trainer in enumerate(swarm.trainers):
+                await swarm.join(stage, trainer)
+            await eventually(lambda: driver.status.steps >= 4, 60)
+            await driver.pause()
+            steps = driver.status.steps
+            await eventually(lambda: last.status.steps == steps)
+            for trainer in swarm.trainers:
+                assert (await trainer.snapshot()).steps == steps
+            moved_E = torch.cat([trainer.pseudo_gradient for trainer in swarm.trainers])
+            loop.load(genesis_E, ranges=RANGES)
+            for _ in range(steps):
+                loop.step()
+            torch.testing.assert_close(moved_E, genesis_E - loop.weights_E, atol=2e-4, rtol=1e-2)
+            await driver.train()
+            assert await driver.evaluate() == pytest.approx(loop.evaluate(genesis_E), abs=1e-4)
+    finally:
+        loop.close()
 
 
 def whole_steps(steps: int, *, samples: bool) -> Snapshot:

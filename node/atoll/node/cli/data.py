@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from atoll.node.data.build import BuildProgress, BuiltCorpus
     from atoll.node.data.build_spec import BuildSpec
     from atoll.node.data.card import CorpusCard
+    from atoll.node.data.sample import SampleText
 
 app = typer.Typer(help="Build a corpus from text; show, verify and sample one.", no_args_is_help=True)
 _SHOWN_PROBLEMS = 20
@@ -60,6 +61,12 @@ def build(
     to: Annotated[Path, typer.Option("--to", help="Directory of the corpus.", show_default=False)],
     source: Annotated[Format | None, typer.Option("--source", help="Format of the text; default: text.")] = None,
     field: Annotated[str | None, typer.Option("--field", help="Column or key of the text; default: text.")] = None,
+    messages: Annotated[str | None, typer.Option("--messages", help="Column or key of conversations.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Column or key of prompts.")] = None,
+    completion: Annotated[str | None, typer.Option("--completion", help="Column or key of completions.")] = None,
+    chat_template: Annotated[
+        str | None, typer.Option("--chat-template", help="File of a chat template; default: the tokenizer's.")
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", help="bytes, or a Hugging Face tokenizer's name or path.")
     ] = None,
@@ -78,13 +85,25 @@ def build(
     from atoll.node.data.build_spec import read_build_spec
     from atoll.node.system.child_processes import treat_sigterm_as_sigint
 
-    options = {"source": source, "field": field, "tokenizer": tokenizer, "name": name, "seed": seed, "order": order}
+    options = {
+        "source": source,
+        "field": field,
+        "messages": messages,
+        "prompt": prompt,
+        "completion": completion,
+        "chat_template": chat_template,
+        "tokenizer": tokenizer,
+        "name": name,
+        "seed": seed,
+        "order": order,
+    }
     given = {key: value for key, value in options.items() if value is not None}
     if not what.endswith(".toml"):
         spec = _spec_of(what, given)
     elif given:
         raise UsageError(
-            f"--{next(iter(given))} cannot be combined with a build spec", "set it in the spec, or name the text itself"
+            f"--{next(iter(given)).replace('_', '-')} cannot be combined with a build spec",
+            "set it in the spec, or name the text itself",
         )
     else:
         spec = read_build_spec(Path(what).expanduser())
@@ -163,11 +182,21 @@ def sample(
     card, _ = read_card(directory)
     found = list(sample_texts(directory, card, source, count, tokens, seed))
     if output is Output.JSON:
-        print_json({"samples": [vars(one) for one in found]})
+        print_json({"samples": [_sample_values(one) for one in found]})
         return
     for one in found:
         typer.echo(f"--- {one.source}, shard {one.shard}, token {one.token:,}")
-        typer.echo(one.text)
+        typer.echo("".join(_shown(text) if trained else text for trained, text in one.parts) or one.text)
+
+
+def _shown(trained: str) -> str:
+    """Show text that is trained in brackets, and bold on a terminal."""
+    return typer.style(f"⟦{trained}⟧", bold=True)
+
+
+def _sample_values(sample: SampleText) -> dict[str, object]:
+    values = vars(sample) | {"parts": [{"trained": trained, "text": text} for trained, text in sample.parts]}
+    return values if sample.parts else {key: value for key, value in values.items() if key != "parts"}
 
 
 def _spec_of(path: str, given: dict[str, Any]) -> BuildSpec:
@@ -206,11 +235,12 @@ def _print_card(card: CorpusCard, digest: str) -> None:
 
     table = Table()
     table.add_column("source")
-    for column in ("tokens", "documents", "shards", "bytes"):
+    for column in ("tokens", *(["targets"] if card.marks else []), "documents", "shards", "bytes"):
         table.add_column(column, justify="right")
     for source in card.sources:
         size = bytes_text(source.tokens * card.token_bytes)
-        table.add_row(source.name, f"{source.tokens:,}", f"{source.documents:,}", f"{len(source.shards):,}", size)
+        counts = [source.tokens, *([source.targets] if card.marks else []), source.documents, len(source.shards)]
+        table.add_row(source.name, *(f"{count:,}" for count in counts), size)
     console = Console()
     console.print(f"corpus {digest}", highlight=False, soft_wrap=True)
     console.print(table)
@@ -221,5 +251,5 @@ def _print_card(card: CorpusCard, digest: str) -> None:
         soft_wrap=True,
     )
     if card.left_out:
-        told = ", ".join(f"{count:,} {kind}" for kind, count in card.left_out.items())
+        told = ", ".join(f"{count:,} {kind.replace('_', ' ')}" for kind, count in card.left_out.items())
         console.print(f"left out: {told}", markup=False, highlight=False, soft_wrap=True)

@@ -24,12 +24,13 @@ from atoll.core.disk import OS_DISK, Disk
 from atoll.core.errors import CorpusError
 from atoll.node.data.build_directory import BuildDirectory, BuildState
 from atoll.node.data.build_schedule import Limits, OpenGroup, SourceSchedule
-from atoll.node.data.build_spec import BuildSource, BuildSpec
+from atoll.node.data.build_spec import BuildSource, BuildSpec, read_chat_template
 from atoll.node.data.build_tasks import SaveTokenizer, TokeniseUnit, WriteShard
 from atoll.node.data.byte_streams import unreadable
 from atoll.node.data.card import MAX_SHARDS, CorpusCard, Shard, Source, card_digest, parse_card
-from atoll.node.data.corpus_tokenizer import CorpusTokenizer
+from atoll.node.data.corpus_tokenizer import CorpusTokenizer, TokenizerUse
 from atoll.node.data.durable_files import GO_ON
+from atoll.node.data.examples import ExampleLength
 from atoll.node.data.inputs import InputSpec, Plan, SourceReport, plan_units
 from atoll.node.data.shard_writer import Group
 from atoll.node.data.shuffle import permutation
@@ -84,7 +85,7 @@ def build_corpus(
         _check_place(source, directory)
     plans = [plan_units(_input_spec(source), limits.unit_bytes) for source in spec.sources]
     with files.locked():
-        tokenizer = _save_tokenizer(spec.tokenizer, files.staged_tokenizer(), disk, start_pool)
+        tokenizer = _save_tokenizer(spec, files.staged_tokenizer(), disk, start_pool)
         inputs = _inputs_digest(plans)
         state = BuildState(_spec_digest(spec, tokenizer, limits), inputs, tuple(it.name for it in spec.sources))
         files.open(state, restart)
@@ -101,7 +102,8 @@ def build_corpus(
 
 
 def _input_spec(source: BuildSource) -> InputSpec:
-    return InputSpec(source.source, source.path, source.field, source.subset, source.split)
+    pair = (source.prompt, source.completion) if source.prompt and source.completion else ()
+    return InputSpec(source.source, source.path, source.field, source.subset, source.split, source.messages or "", pair)
 
 
 def _check_place(source: BuildSource, directory: Path) -> None:
@@ -111,18 +113,24 @@ def _check_place(source: BuildSource, directory: Path) -> None:
         raise CorpusError(f"{directory} is inside {read}, which is the text", "choose a directory elsewhere with --to")
 
 
-def _save_tokenizer(name: str, directory: Path, disk: Disk, start_pool: StartPool) -> CorpusTokenizer:
+def _save_tokenizer(spec: BuildSpec, directory: Path, disk: Disk, start_pool: StartPool) -> CorpusTokenizer:
     """Write the tokenizer's files in a process of its own, whose memory is free afterwards."""
+    use = TokenizerUse(
+        answers=spec.has_answers,
+        pairs=any(source.prompt for source in spec.sources),
+        chat=any(source.messages for source in spec.sources),
+        template=read_chat_template(spec.chat_template) if spec.chat_template is not None else None,
+    )
     with start_pool(1, GO_ON) as pool:
-        pool.submit(SaveTokenizer(name, directory, disk))
+        pool.submit(SaveTokenizer(spec.tokenizer, directory, disk, use))
         saved: CorpusTokenizer = pool.wait()[1]
     return saved
 
 
 def _spec_digest(spec: BuildSpec, tokenizer: CorpusTokenizer, limits: Limits) -> str:
     """Identify what decides the corpus, but the input. The number of workers does not."""
-    sources = [source.model_dump(mode="json", exclude={"path"}) for source in spec.sources]
-    named = {
+    sources = [source.model_dump(mode="json", exclude={"path", *_unset(source)}) for source in spec.sources]
+    named: dict[str, object] = {
         "order": spec.order,
         "seed": spec.seed,
         "shard_bytes": spec.shard_bytes,
@@ -130,7 +138,14 @@ def _spec_digest(spec: BuildSpec, tokenizer: CorpusTokenizer, limits: Limits) ->
         "tokenizer": tokenizer.card.model_dump(mode="json"),
         "limits": vars(limits),
     }
+    if spec.has_answers:
+        named["examples"] = [spec.longest_example, spec.long_examples, tokenizer.chat and vars(tokenizer.chat)]
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
+
+
+def _unset(source: BuildSource) -> list[str]:
+    """Return the keys of answers that a source does not have, so that builds of earlier releases go on."""
+    return [key for key in ("messages", "prompt", "completion") if getattr(source, key) is None]
 
 
 def _inputs_digest(plans: list[Plan]) -> str:
@@ -196,7 +211,8 @@ class _Build:
     ) -> None:
         self._spec, self._files, self._tokenizer, self._disk = spec, files, tokenizer, disk
         self._limits, self._strict, self._on_progress = limits, strict, on_progress
-        self._dtype = token_dtype(tokenizer.card.vocabulary)
+        self._dtype = token_dtype(tokenizer.card.vocabulary, spec.has_answers)
+        self._length = ExampleLength(spec.longest_example, spec.long_examples == "cut")
         self._shard_tokens = spec.shard_bytes // self._dtype.itemsize
         self._waiting: deque[WriteShard] = deque()
         self._progress = BuildProgress("tokenise", bytes_all=sum(plan.size_bytes for plan in plans))
@@ -222,8 +238,14 @@ class _Build:
         for source in self.sources:
             report = source.report()
             left_out.update(files=report.skipped_files, lines=report.bad_lines, rows=report.skipped_rows)
+            left_out.update(
+                unanswered_examples=report.unanswered_examples,
+                long_examples=report.long_examples,
+                ends_of_long_examples=report.cut_examples,
+            )
         return CorpusCard(
             token_bytes=self._dtype.itemsize,  # type: ignore[arg-type]  # 1, 2 or 4
+            marks=self._spec.has_answers,
             tokenizer=self._tokenizer.card,
             sources=tuple(Source(name=it.name, shards=tuple(it.shards)) for it in self.sources),
             left_out={kind: count for kind, count in sorted(left_out.items()) if count},
@@ -266,7 +288,17 @@ class _Build:
             if unit is not None:
                 path = self._files.spill_path(source.name, unit)
                 input_unit = source.plan.units[source.order[unit]]
-                return TokeniseUnit(source.number, unit, input_unit, self._tokenizer, path, self._strict, self._disk)
+                return TokeniseUnit(
+                    source.number,
+                    unit,
+                    input_unit,
+                    self._tokenizer,
+                    path,
+                    self._strict,
+                    self._disk,
+                    self._spec.has_answers,
+                    self._length,
+                )
         return None
 
     def _task_done(self, task: Any, result: Spill | Shard) -> None:
@@ -290,7 +322,8 @@ class _Build:
                 )
             source.open_groups.append(group)
             seed = self._spec.seed if self._shuffled else None
-            tokens = Group(source.name, group.number, group.spills, seed, self._dtype, self._shard_tokens)
+            marks = self._spec.has_answers
+            tokens = Group(source.name, group.number, group.spills, seed, self._dtype, self._shard_tokens, marks)
             for number in range(group.shards):
                 shard = self._files.shard(source.name, group.first_shard + number)
                 if shard is not None:

@@ -17,6 +17,7 @@ from atoll.core.errors import BuildSpecError
 from atoll.core.model_spec import Section
 from atoll.node.data.blocks import MAX_SHARD_BYTES
 from atoll.node.data.card import MAX_SOURCES, SOURCE_NAME, TOKENIZER_DIRECTORY
+from atoll.node.data.chat_template import MAX_TEMPLATE_BYTES
 
 _REMEDY = "docs/guide/data.md lists every key of a build spec"
 
@@ -25,7 +26,7 @@ SHARD_STEP_BYTES = 1 << 20  # a multiple of a chunk
 
 
 class BuildSource(Section):
-    """A named part of the corpus: where its text is, with the keys of `[data]` in a run spec."""
+    """A named part of the corpus: where its text is, with the keys of `[data]` in a run spec, and of answers."""
 
     name: str
     source: Literal["text", "jsonl", "parquet", "huggingface"] = "text"
@@ -33,6 +34,26 @@ class BuildSource(Section):
     field: str = "text"
     subset: str | None = None
     split: str = "train"
+    messages: Annotated[str, Field(min_length=1)] | None = None
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    completion: Annotated[str, Field(min_length=1)] | None = None
+
+    @property
+    def has_answers(self) -> bool:
+        """True for conversations, and for prompts with completions."""
+        return self.messages is not None or self.prompt is not None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> BuildSource:
+        if (self.prompt is None) != (self.completion is None):
+            raise ValueError("prompt and completion come together")
+        if self.messages is not None and self.prompt is not None:
+            raise ValueError("a source has messages, or prompt and completion, not both")
+        if self.has_answers and self.source == "text":
+            raise ValueError("messages, prompt and completion need the source jsonl, parquet or huggingface")
+        if self.has_answers and "field" in self.model_fields_set:
+            raise ValueError("field is for plain text: leave it out beside messages, prompt and completion")
+        return self
 
     @field_validator("name")
     @classmethod
@@ -52,7 +73,25 @@ class BuildSpec(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     shard_bytes: Annotated[int, Field(ge=SHARD_STEP_BYTES, le=MAX_SHARD_BYTES)] = 64 << 20
     order: Literal["shuffled", "input"] = "shuffled"
+    chat_template: str | None = None  # a file
+    longest_example: Annotated[int, Field(ge=2, lt=2**31)] | None = None
+    long_examples: Literal["leave-out", "cut"] = "leave-out"
     sources: tuple[BuildSource, ...]
+
+    @property
+    def has_answers(self) -> bool:
+        """True if a source does, so that the corpus has tokens that are input only."""
+        return any(source.has_answers for source in self.sources)
+
+    @model_validator(mode="after")
+    def _keys_of_answers(self) -> BuildSpec:
+        if self.chat_template is not None and all(source.messages is None for source in self.sources):
+            raise ValueError("chat_template needs a source with messages")
+        if self.longest_example is not None and not self.has_answers:
+            raise ValueError("longest_example needs a source with messages, or with prompt and completion")
+        if self.longest_example is None and self.long_examples == "cut":
+            raise ValueError("long_examples needs longest_example")
+        return self
 
     @field_validator("shard_bytes")
     @classmethod
@@ -88,7 +127,8 @@ def parse_build_spec(text: str, where: str, directory: Path) -> BuildSpec:
         for source in spec.sources
     )
     tokenizer = _resolved(spec.tokenizer, directory) if spec.tokenizer.startswith((".", "~")) else spec.tokenizer
-    return spec.model_copy(update={"sources": sources, "tokenizer": tokenizer})
+    template = _resolved(spec.chat_template, directory) if spec.chat_template is not None else None
+    return spec.model_copy(update={"sources": sources, "tokenizer": tokenizer, "chat_template": template})
 
 
 def spec_of_one_source(path: str, values: Mapping[str, object]) -> BuildSpec:
@@ -100,6 +140,21 @@ def spec_of_one_source(path: str, values: Mapping[str, object]) -> BuildSpec:
     except ValidationError as error:
         first = error.errors()[0]
         raise BuildSpecError(f"--{_problem(first['loc'][-1:], first['msg'], first['type'])}", "see --help") from error
+
+
+def read_chat_template(path: str) -> str:
+    """Read the file that `chat_template` names. Raises `BuildSpecError`."""
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            data = file.read(MAX_TEMPLATE_BYTES + 1)
+        text = data.decode()
+    except OSError as error:
+        raise BuildSpecError(f"cannot read {path}: {error.strerror or error}", "check chat_template") from error
+    except UnicodeDecodeError as error:
+        raise BuildSpecError(f"{path} is no chat template: it is not UTF-8", "check chat_template") from error
+    if len(data) > MAX_TEMPLATE_BYTES:
+        raise BuildSpecError(f"{path} is no chat template: it is larger than 1 MiB", "check chat_template")
+    return text
 
 
 def read_build_spec(path: Path) -> BuildSpec:

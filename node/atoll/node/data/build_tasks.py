@@ -7,9 +7,10 @@ from pathlib import Path
 
 from atoll.core.disk import OS_DISK, Disk
 from atoll.node.data.card import Shard
-from atoll.node.data.corpus_tokenizer import CorpusTokenizer, load_saved, save_tokenizer
+from atoll.node.data.corpus_tokenizer import NO_ANSWERS, CorpusTokenizer, TokenizerUse, load_saved, save_tokenizer
 from atoll.node.data.durable_files import write_file
-from atoll.node.data.inputs import SourceReport, Unit, read_unit
+from atoll.node.data.examples import WHOLE_EXAMPLES, ExampleLength, example_parts, load_example_encoder
+from atoll.node.data.inputs import SourceReport, Unit, read_examples, read_unit
 from atoll.node.data.shard_writer import Group, write_shard
 from atoll.node.data.spill import Spill, write_spill
 from atoll.node.data.tokenise import token_parts
@@ -22,9 +23,13 @@ class SaveTokenizer:
     name: str
     directory: Path
     disk: Disk = OS_DISK
+    use: TokenizerUse = NO_ANSWERS
 
     def __call__(self) -> CorpusTokenizer:
-        return save_tokenizer(self.name, self.directory, self.disk)
+        saved = save_tokenizer(self.name, self.directory, self.disk, self.use)
+        if self.use.answers:
+            load_example_encoder(saved)  # refuses what no worker could use
+        return saved
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,19 @@ class TokeniseUnit:
     path: Path
     strict: bool
     disk: Disk = OS_DISK
+    marks: bool = False  # the corpus has tokens that are input only
+    length: ExampleLength = WHOLE_EXAMPLES
 
     def __call__(self) -> Spill:
         report = SourceReport()
-        documents = read_unit(self.unit, report, self.strict)
-        return write_spill(self.path, token_parts(documents, load_saved(self.tokenizer)), report, self.disk)
+        if self.unit.spec.has_answers:
+            examples = read_examples(self.unit, report, self.strict)
+            encoder = load_example_encoder(self.tokenizer)
+            parts = example_parts(examples, encoder, self.length, report, self.strict)
+        else:
+            documents = read_unit(self.unit, report, self.strict)
+            parts = token_parts(documents, load_saved(self.tokenizer), marks=self.marks)
+        return write_spill(self.path, parts, report, self.disk)
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atoll.core.errors import CorpusError
@@ -89,6 +90,7 @@ class Shard(_Strict):
     sha256: _Sha256  # of the file of tokens, for people and for `sha256sum`
     root: _Sha256  # of its tree of hashes
     documents_sha256: _Sha256  # of the file of documents
+    targets: _Number | None = None  # tokens that are not input only, in a corpus with marks
 
 
 class Source(_Strict):
@@ -105,6 +107,11 @@ class Source(_Strict):
     def documents(self) -> int:
         return sum(shard.documents for shard in self.shards)
 
+    @cached_property
+    def targets(self) -> int:
+        """The number of tokens that are not input only."""
+        return sum(shard.tokens if shard.targets is None else shard.targets for shard in self.shards)
+
 
 class CorpusCard(_Strict):
     """A corpus. Make one with `CorpusCard(...)`, read one with `parse_card`."""
@@ -112,6 +119,7 @@ class CorpusCard(_Strict):
     format: Literal["atoll-corpus"] = "atoll-corpus"
     version: Literal[1] = 1
     token_bytes: Literal[1, 2, 4]
+    marks: bool = False  # the top bit of a token says: input only, not a target
     tokenizer: CardTokenizer
     sources: Annotated[tuple[Source, ...], Field(min_length=1, max_length=MAX_SOURCES, strict=False)]
     left_out: dict[str, _Number] = {}  # what the build did not use, by kind: rows without text, lines that are no JSON
@@ -131,11 +139,27 @@ class CorpusCard(_Strict):
 
     def to_json(self) -> bytes:
         """Return the card's bytes, of which `card_digest` is the name of the corpus."""
-        return json.dumps(self.model_dump(mode="json"), separators=(",", ":"), sort_keys=True).encode() + b"\n"
+        values = self.model_dump(mode="json")
+        if not self.marks:  # as earlier releases wrote it
+            del values["marks"]
+            for source in values["sources"]:
+                for shard in source["shards"]:
+                    del shard["targets"]
+        return json.dumps(values, separators=(",", ":"), sort_keys=True).encode() + b"\n"
 
     def shard_bytes(self, shard: Shard) -> int:
         """Return the size of a shard's file of tokens."""
         return shard.tokens * self.token_bytes
+
+
+def top_bit(dtype: np.dtype[Any]) -> int:
+    """Return the bit of a stored token that says: input only."""
+    return 1 << (8 * dtype.itemsize - 1)
+
+
+def count_marks(tokens: NDArray[Any]) -> int:
+    """Count the stored tokens that are input only."""
+    return int(np.count_nonzero(tokens & tokens.dtype.type(top_bit(tokens.dtype))))
 
 
 @dataclass(frozen=True)
@@ -192,7 +216,7 @@ def _find_problem(card: CorpusCard) -> str:
             return f"{name[:80]!r} cannot be the name of a source"
     if len(set(names)) != len(names):
         return "two sources have one name"
-    if card.tokenizer.vocabulary > 1 << (8 * card.token_bytes):
+    if card.tokenizer.vocabulary << card.marks > 1 << (8 * card.token_bytes):
         return f"tokens of {card.token_bytes} bytes are too narrow for {card.tokenizer.vocabulary:,} values"
     if any(token >= card.tokenizer.vocabulary for token in card.tokenizer.separator):
         return "the separator is not in the vocabulary"
@@ -201,7 +225,10 @@ def _find_problem(card: CorpusCard) -> str:
         return "it names a tokenizer file that no tokenizer has"
     if sum(file.size for file in card.tokenizer.files) > MAX_TOKENIZER_BYTES:
         return f"the files of its tokenizer are larger than {MAX_TOKENIZER_BYTES >> 20} MiB"
-    if any(card.shard_bytes(shard) > MAX_SHARD_BYTES for source in card.sources for shard in source.shards):
+    shards = [shard for source in card.sources for shard in source.shards]
+    if any((shard.targets is not None) != card.marks or (shard.targets or 0) > shard.tokens for shard in shards):
+        return "its shards do not tell how many of their tokens are targets, or impossible numbers"
+    if any(card.shard_bytes(shard) > MAX_SHARD_BYTES for shard in shards):
         return f"a shard is larger than {MAX_SHARD_BYTES >> 30} GiB"
     return ""
 
@@ -223,6 +250,7 @@ def summary(card: CorpusCard) -> dict[str, object]:
         "tokenizer": card.tokenizer.model_dump(mode="json", exclude={"files"}),
         "sources": [
             {"name": s.name, "tokens": s.tokens, "documents": s.documents, "shards": len(s.shards)}
+            | ({"targets": s.targets} if card.marks else {})
             for s in card.sources
         ],
         "left_out": card.left_out,

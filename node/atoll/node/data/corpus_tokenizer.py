@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,26 @@ from typing import Any
 from atoll.core.disk import OS_DISK, Disk
 from atoll.core.errors import ConfigError
 from atoll.node.data.card import TOKENIZER_FILES, CardTokenizer, TokenizerFile
+from atoll.node.data.chat_template import ChatFormat
 from atoll.node.data.durable_files import explained, write_file
+from atoll.node.data.encoders import FastEncoder, encoder_of
 from atoll.node.model.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 _RUST_FILE = "tokenizer.json"
 _ORIGIN_KEYS = frozenset({"is_local", "local_files_only", "name_or_path", "_commit_hash", "transformers_version"})
+
+
+@dataclass(frozen=True)
+class TokenizerUse:
+    """What a build needs of a tokenizer besides its tokens."""
+
+    answers: bool = False  # instruction data
+    pairs: bool = False  # prompts with completions, which end with the separator
+    chat: bool = False  # conversations
+    template: str | None = None  # instead of the tokenizer's own
+
+
+NO_ANSWERS = TokenizerUse()
 
 
 @dataclass(frozen=True)
@@ -34,11 +49,19 @@ class CorpusTokenizer:
     directory: Path
     special: tuple[int, ...]  # numbers of its special tokens
     rust: bool  # its tokenizer.json says all
+    chat: ChatFormat | None = None
 
 
-def save_tokenizer(name: str, directory: Path, disk: Disk = OS_DISK) -> CorpusTokenizer:
+def save_tokenizer(name: str, directory: Path, disk: Disk = OS_DISK, use: TokenizerUse = NO_ANSWERS) -> CorpusTokenizer:
     """Load the tokenizer `name` and write its files. Raises `ConfigError`, `DataDirUnusable`."""
-    saved = write_tokenizer(load_tokenizer(name), directory, disk)
+    tokenizer = load_tokenizer(name)
+    chat = _chat_format(tokenizer, use.template) if use.chat else None
+    if use.pairs and not tokenizer.separator:
+        raise ConfigError(
+            f"tokenizer {name!r} has no end-of-sequence token, so no completion would have an end",
+            "set eos_token in the tokenizer's files, or write conversations with a chat template",
+        )
+    saved = replace(write_tokenizer(tokenizer, directory, disk), chat=chat)
     if saved.card.files and not saved.rust and load_tokenizer(str(directory)).digest != saved.card.digest:
         raise ConfigError(
             f"the files of tokenizer {name!r} do not encode as it does, so nobody could use the corpus",
@@ -65,6 +88,34 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path, disk: Disk = OS_DISK)
     )
     rust = any(file.name == _RUST_FILE for file in files) and _rust_digest(directory, card) == card.digest
     return CorpusTokenizer(card, directory, special, rust)
+
+
+def _chat_format(tokenizer: Tokenizer, template: str | None) -> ChatFormat:
+    """Return how conversations are written; a template from outside becomes the tokenizer's own."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        if template is None:
+            raise _no_template(tokenizer.name)
+        return ChatFormat(template, (("bos_token", ""), ("eos_token", "\0")), ("\0",))
+    library = tokenizer.library
+    if template is not None:
+        library.chat_template = template
+    own = getattr(library, "chat_template", None)
+    found = own.get("default") if isinstance(own, dict) else own
+    if not isinstance(found, str):
+        raise _no_template(tokenizer.name)
+    variables = {key: value for key, value in library.special_tokens_map.items() if isinstance(value, str)}
+    encoder = encoder_of(tokenizer)
+    special = set(variables.values())
+    if isinstance(encoder, FastEncoder):
+        special |= {each["content"] for each in json.loads(encoder.description)["added_tokens"] if each["special"]}
+    return ChatFormat(found, tuple(sorted(variables.items())), tuple(sorted(special - {""})))
+
+
+def _no_template(name: str) -> ConfigError:
+    return ConfigError(
+        f"tokenizer {name!r} has no chat template, and conversations need one",
+        'name a file with a Jinja template beside the build spec: chat_template = "chat.jinja"',
+    )
 
 
 def open_saved(card: CardTokenizer, directory: Path) -> Tokenizer:

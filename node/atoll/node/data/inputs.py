@@ -29,6 +29,7 @@ from atoll.node.data.readers import (
     read_rows,
     read_text,
 )
+from atoll.node.data.row_values import Conversation, Pair, Row, conversation_of, pair_of, text_of
 from atoll.node.data.source_report import SourceReport
 from atoll.node.data.token_files import TOKEN_SOURCES
 
@@ -52,6 +53,18 @@ class InputSpec:
     field: str = "text"
     subset: str | None = None
     split: str = "train"
+    messages: str = ""  # conversations instead of text
+    pair: tuple[str, ...] = ()  # prompt and completion instead of text
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The columns or keys of a row that make a document."""
+        return self.pair or (self.messages or self.field,)
+
+    @property
+    def has_answers(self) -> bool:
+        """True for conversations, and for prompts with completions."""
+        return bool(self.pair or self.messages)
 
 
 @dataclass(frozen=True)
@@ -96,7 +109,7 @@ def plan_units(spec: InputSpec, unit_bytes: int = UNIT_BYTES) -> Plan:
     if spec.source in TOKEN_SOURCES:
         raise CorpusError(f"{spec.path} holds tokens, not text", "set [data] source to the format of the text")
     if spec.source == "huggingface":
-        rows = load_rows(spec.path, spec.subset, spec.split, spec.field, again=True)
+        rows = load_rows(spec.path, spec.subset, spec.split, spec.fields, again=True)
         return Plan(_row_units(spec, rows, unit_bytes), spec.path, (), str(getattr(rows, "_fingerprint", "")), report)
     files, several = find_files(spec.source, spec.path, report)
     try:
@@ -113,19 +126,36 @@ def read_unit(unit: Unit, report: SourceReport, strict: bool = True) -> Iterator
     A `strict` reader raises `CorpusError` for a line or row that is not what the format says; others count it. Raises
     `CorpusError` also for files that cannot be read to their end, and `ConfigError` without the library.
     """
+    if unit.spec.source == "text":
+        for piece in unit.pieces:
+            yield from read_text(piece, unit.several, report)
+        return
+    for row in _rows(unit, report, strict):
+        yield from text_of(row, unit.spec.field, report, strict)
+
+
+def read_examples(unit: Unit, report: SourceReport, strict: bool = True) -> Iterator[Pair | Conversation]:
+    """Yield the conversations, or prompts with completions, of a unit. Raises what `read_unit` raises."""
+    spec = unit.spec
+    for row in _rows(unit, report, strict):
+        if spec.messages:
+            yield from conversation_of(row, spec.messages, report, strict)
+        else:
+            yield from pair_of(row, spec.pair, report, strict)
+
+
+def _rows(unit: Unit, report: SourceReport, strict: bool) -> Iterator[Row]:
     spec = unit.spec
     if spec.source == "huggingface":
-        rows = load_rows(spec.path, spec.subset, spec.split, spec.field, again=False)
+        rows = load_rows(spec.path, spec.subset, spec.split, spec.fields, again=False)
     for piece in unit.pieces:
         match spec.source:
-            case "text":
-                yield from read_text(piece, unit.several, report)
             case "jsonl":
-                yield from read_jsonl(piece, spec.field, report, strict)
+                yield from read_jsonl(piece, spec.fields, report, strict)
             case "parquet":
-                yield from read_parquet(piece, spec.field, report, strict)
+                yield from read_parquet(piece, spec.fields, report)
             case _:
-                yield from read_rows(rows, piece, spec.field, report, strict)
+                yield from read_rows(rows, piece, spec.fields, report)
 
 
 # --- units ----------------------------------------------------------------------------------------------
@@ -144,7 +174,7 @@ def _pieces(spec: InputSpec, file: str, size: int, unit_bytes: int) -> Iterator[
 
 
 def _row_groups(spec: InputSpec, file: str, size: int, unit_bytes: int) -> Iterator[Piece]:
-    with open_parquet(file, spec.field) as table:
+    with open_parquet(file, spec.fields) as table:
         metadata = table.metadata
         groups = metadata.num_row_groups
         sizes = [metadata.row_group(group).total_byte_size for group in range(groups)]

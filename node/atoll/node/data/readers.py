@@ -1,7 +1,7 @@
-"""Readers of input files: each yields the documents of one piece of an input, UTF-8, in bounded memory.
+"""Readers of input files: each yields the texts or rows of one piece of an input, UTF-8, in bounded memory.
 
-Rows with null and empty text are counted and left out, alike in JSONL, Parquet and Hugging Face data sets. Lines that
-are not what the format says are errors, or counted where the caller asks for that (`strict=False`).
+`row_values.py` makes documents of rows. Lines that are not what the format says are errors, or counted where the caller
+asks for that (`strict=False`).
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import codecs
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from atoll.core.errors import ConfigError, CorpusError
 from atoll.node.data.byte_streams import PATH_REMEDY, format_of, is_compressed, opened, unreadable
+from atoll.node.data.row_values import Bad, Row, plain_name, refuse
 from atoll.node.data.source_report import SourceReport, iconv
 from atoll.node.model.tokenizer import HF_REMEDY
 
@@ -24,13 +25,6 @@ MAX_LINE_BYTES = 1 << 28  # of JSONL: one document
 _CHUNK_BYTES = 1 << 18
 _ROWS = 256  # read at once; rows of training text have kilobytes
 _FIELD_REMEDY = "check [data] field in the run spec"
-_SCALARS: dict[type, str] = {
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    list: "a list",
-    dict: "an object",
-}
 
 
 @dataclass(frozen=True)
@@ -63,14 +57,6 @@ class LongText:
 
 
 Document = bytes | LongText
-
-
-class _Bad(NamedTuple):
-    """A line or row that is not what the format says: "{place} {why}"."""
-
-    place: str
-    why: str
-    remedy: str
 
 
 class Rows(Protocol):
@@ -136,8 +122,8 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 # --- JSON Lines -----------------------------------------------------------------------------------------
 
 
-def read_jsonl(piece: Piece, field: str, report: SourceReport, strict: bool) -> Iterator[bytes]:
-    """Yield the texts of the lines that start in [start, stop) of the file's uncompressed bytes."""
+def read_jsonl(piece: Piece, fields: Sequence[str], report: SourceReport, strict: bool) -> Iterator[Row]:
+    """Yield the values of the lines that start in [start, stop) of the file's uncompressed bytes."""
     if not piece.start:
         report.files += 1
     for offset, number, line in _lines(piece):
@@ -146,13 +132,14 @@ def read_jsonl(piece: Piece, field: str, report: SourceReport, strict: bool) -> 
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict):
-            _refuse(report, strict, partial(_bad_line, piece.path, offset, number, line))
-        elif field in row:
-            yield from _text(row[field], partial(_place, piece.path, offset, number), field, report, strict)
+            refuse(report, strict, partial(_bad_line, piece.path, offset, number, line))
+        elif not (missing := [field for field in fields if field not in row]):
+            yield Row(tuple(row[field] for field in fields), partial(_place, piece.path, offset, number))
         elif strict:
             keys = ", ".join(repr(key) for key in list(row)[:5]) or "none"
             raise CorpusError(
-                f"{_place(piece.path, offset, number)} has no text under {field!r}; its keys are: {keys}", _FIELD_REMEDY
+                f"{_place(piece.path, offset, number)} has no text under {missing[0]!r}; its keys are: {keys}",
+                _FIELD_REMEDY,
             )
         else:
             report.skipped_rows += 1
@@ -193,18 +180,18 @@ def _place(path: str, offset: int, number: int) -> str:
     return f"line {number} of {path}"
 
 
-def _bad_line(path: str, offset: int, number: int, line: bytes) -> _Bad:
+def _bad_line(path: str, offset: int, number: int, line: bytes) -> Bad:
     """Say what a line is instead of a JSON object: part of an array, compressed, not UTF-8, cut, or another value."""
     with opened(path) as file:
         head = file.read(4096)
     if name := format_of(head):
         fits = {"gzip": ".gz", "Zstandard": ".zst"}.get(name, "")
         remedy = f"rename it to end in {fits}" if fits else "decompress it, or set [data] source to its format"
-        return _Bad(path, f"is {name} data, not lines of JSON, and its name does not say so", remedy)
+        return Bad(path, f"is {name} data, not lines of JSON, and its name does not say so", remedy)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return _Bad(path, "is UTF-16, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8")
+        return Bad(path, "is UTF-16, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8")
     if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-        return _Bad(
+        return Bad(
             path,
             "is a JSON array; JSON Lines has one object a line, without brackets around them",
             f"convert it: jq -c '.[]' {os.path.basename(path)} > converted.jsonl",
@@ -213,23 +200,23 @@ def _bad_line(path: str, offset: int, number: int, line: bytes) -> _Bad:
     try:
         value = json.loads(line)
     except UnicodeDecodeError as error:
-        return _Bad(place, f"is not UTF-8 (at byte {error.start:,} of the line)", "convert the file to UTF-8")
+        return Bad(place, f"is not UTF-8 (at byte {error.start:,} of the line)", "convert the file to UTF-8")
     except RecursionError:
-        return _Bad(place, "is nested too deeply", "remove that line")
+        return Bad(place, "is nested too deeply", "remove that line")
     except ValueError as error:
-        return _Bad(
+        return Bad(
             place,
             f"is not a whole JSON object: the line is cut or damaged ({error})",
             "repair or remove that line; if it is the last one, copy or download the file again",
         )
-    return _Bad(place, f"is {plain_name(value)}, not a JSON object", "write one JSON object a line")
+    return Bad(place, f"is {plain_name(value)}, not a JSON object", "write one JSON object a line")
 
 
 # --- Parquet and Hugging Face data sets ------------------------------------------------------------------
 
 
-def open_parquet(path: str, field: str) -> Any:
-    """Open a Parquet file that has the column. Raises `CorpusError`, `ConfigError`."""
+def open_parquet(path: str, fields: Sequence[str]) -> Any:
+    """Open a Parquet file that has the columns. Raises `CorpusError`, `ConfigError`."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -243,8 +230,9 @@ def open_parquet(path: str, field: str) -> Any:
         raise _bad_parquet(path, error) from error
     except ArrowException as error:
         raise _bad_parquet(path, error) from error
-    if field not in table.schema_arrow.names:
-        raise CorpusError(f"{path} has no column {field!r}", _FIELD_REMEDY)
+    for field in fields:
+        if field not in table.schema_arrow.names:
+            raise CorpusError(f"{path} has no column {field!r}", _FIELD_REMEDY)
     return table
 
 
@@ -252,18 +240,18 @@ def _bad_parquet(path: str, error: Exception) -> CorpusError:
     return CorpusError(f"{path} cannot be read as Parquet: {error}", PATH_REMEDY)
 
 
-def read_parquet(piece: Piece, field: str, report: SourceReport, strict: bool) -> Iterator[bytes]:
-    """Yield the column's texts of the row groups [start, stop)."""
+def read_parquet(piece: Piece, fields: Sequence[str], report: SourceReport) -> Iterator[Row]:
+    """Yield the columns' values of the row groups [start, stop)."""
     if not piece.start:
         report.files += 1
-    with open_parquet(piece.path, field) as table:
+    with open_parquet(piece.path, fields) as table:
         from pyarrow import ArrowException
 
         groups = range(piece.start, min(piece.stop, table.num_row_groups))
         try:
-            for batch in table.iter_batches(_ROWS, list(groups), [field]):
-                for value in batch.column(0).to_pylist():
-                    yield from _text(value, lambda: f"a row of {piece.path}", field, report, strict)
+            for batch in table.iter_batches(_ROWS, list(groups), list(fields)):
+                columns = [batch.column(field).to_pylist() for field in fields]
+                yield from (Row(values, lambda: f"a row of {piece.path}") for values in zip(*columns, strict=True))
         except (ArrowException, OSError) as error:
             raise _bad_parquet(piece.path, error) from error
 
@@ -271,16 +259,17 @@ def read_parquet(piece: Piece, field: str, report: SourceReport, strict: bool) -
 _loaded: dict[tuple[str, str | None, str], Rows] = {}  # the data set that this process loaded last
 
 
-def load_rows(name: str, subset: str | None, split: str, field: str, again: bool) -> Rows:
-    """Load a Hugging Face data set and return the column. Raises `CorpusError`, `ConfigError`."""
+def load_rows(name: str, subset: str | None, split: str, fields: Sequence[str], again: bool) -> Rows:
+    """Load a Hugging Face data set and return the columns. Raises `CorpusError`, `ConfigError`."""
     key = name, subset, split
     if again or key not in _loaded:
         _loaded.clear()
         _loaded[key] = _load(name, subset, split)
     rows = _loaded[key]
-    if field not in (rows.column_names or ()):
-        raise CorpusError(f"data set {name!r} has no column {field!r}", _FIELD_REMEDY)
-    return rows.select_columns([field])
+    for field in fields:
+        if field not in (rows.column_names or ()):
+            raise CorpusError(f"data set {name!r} has no column {field!r}", _FIELD_REMEDY)
+    return rows.select_columns(list(fields))
 
 
 def _load(name: str, subset: str | None, split: str) -> Any:
@@ -304,44 +293,11 @@ def _load(name: str, subset: str | None, split: str) -> Any:
         ) from error
 
 
-def read_rows(rows: Rows, piece: Piece, field: str, report: SourceReport, strict: bool) -> Iterator[bytes]:
-    """Yield the texts of the rows [start, stop) of a data set."""
+def read_rows(rows: Rows, piece: Piece, fields: Sequence[str], report: SourceReport) -> Iterator[Row]:
+    """Yield the values of the rows [start, stop) of a data set."""
     if not piece.start:
         report.files += 1
     for first in range(piece.start, piece.stop, _ROWS):
-        for value in rows[first : min(first + _ROWS, piece.stop)][field]:
-            yield from _text(value, lambda: f"a row of {piece.path}", field, report, strict)
-
-
-# --- values ---------------------------------------------------------------------------------------------
-
-
-def _text(value: object, place: Callable[[], str], field: str, report: SourceReport, strict: bool) -> Iterator[bytes]:
-    """Yield the value if it is text that is not empty. `place` names it in messages."""
-    if value is None:
-        report.skipped_rows += 1
-    elif not isinstance(value, str):
-        why = f"holds {plain_name(value)} under {field!r}, not text"
-        _refuse(report, strict, lambda: _Bad(place(), why, "leave that row out, or put text there"))
-    # byte 0 separates documents; JSON may contain lone surrogates, which have no UTF-8
-    elif data := value.replace("\0", "").encode("utf-8", errors="replace"):
-        report.documents += 1
-        yield data
-    else:
-        report.skipped_rows += 1
-
-
-def plain_name(value: object) -> str:
-    """Name a JSON value in plain English."""
-    return _SCALARS.get(type(value), "null" if value is None else "text" if isinstance(value, str) else "another value")
-
-
-def _refuse(report: SourceReport, strict: bool, describe: Callable[[], _Bad]) -> None:
-    """Raise the error of a bad line, or count it. Only the first one of a report is described."""
-    if not strict and report.bad_lines:
-        report.bad_lines += 1
-        return
-    bad = describe()
-    if strict:
-        raise CorpusError(f"{bad.place} {bad.why}", bad.remedy)
-    report.bad_line(bad.place, bad.why)
+        found = rows[first : min(first + _ROWS, piece.stop)]
+        columns = [found[field] for field in fields]
+        yield from (Row(values, lambda: f"a row of {piece.path}") for values in zip(*columns, strict=True))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from atoll.core.errors import CorpusError, NotFound
-from atoll.node.data.card import CorpusCard, ShardName
+from atoll.node.data.card import CorpusCard, ShardName, top_bit
 from atoll.node.data.corpus_files import open_tokenizer
 
 
@@ -23,6 +23,7 @@ class SampleText:
     shard: int
     token: int  # the first one, in the shard
     text: str
+    parts: tuple[tuple[bool, str], ...] = ()  # in a corpus with marks: whether it is trained, and text
 
 
 def sample_texts(
@@ -55,8 +56,13 @@ def sample_texts(
             raise CorpusError(f"cannot read {path}: {error.strerror or error}", "check the corpus") from error
         if len(data) != size:
             raise CorpusError(f"{path} is cut short", "run `atoll data verify` on the corpus")
-        window = np.frombuffer(data, dtype=card.dtype)
-        yield SampleText(name.source, name.number, first, printable(tokenizer.decode(window.tolist())))
+        stored = np.frombuffer(data, dtype=card.dtype)
+        top = stored.dtype.type(top_bit(stored.dtype) if card.marks else 0)
+        window = stored & ~top
+        text = printable(tokenizer.decode(window.tolist()))
+        runs = np.split(np.arange(len(window)), np.flatnonzero(np.diff(stored & top)) + 1) if card.marks else []
+        parts = ((not stored[run[0]] & top, printable(tokenizer.decode(window[run].tolist()))) for run in runs)
+        yield SampleText(name.source, name.number, first, text, tuple(parts))
 
 
 def printable(text: str) -> str:

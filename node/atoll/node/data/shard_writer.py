@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from atoll.core.disk import OS_DISK, Disk
 from atoll.core.errors import DataDirUnusable
 from atoll.node.data.blocks import CHUNK_BYTES, hash_shard
-from atoll.node.data.card import Shard, ShardName
+from atoll.node.data.card import Shard, ShardName, count_marks
 from atoll.node.data.durable_files import new_file, write_file
 from atoll.node.data.shuffle import permutation
 from atoll.node.data.spill import Spill, document_lengths
@@ -40,6 +40,7 @@ class Group:
     seed: int | None  # None: the order of the input
     dtype: np.dtype[Any]
     shard_tokens: int
+    marks: bool = False  # some tokens are input only
 
     @property
     def tokens(self) -> int:
@@ -130,14 +131,16 @@ def write_shard(group: Group, number: int, first_shard: int, directory: Path, di
         np.searchsorted(layout.end, first, side="right") : np.searchsorted(layout.end, stop, side="right")
     ]
     documents = (ends - first).astype("<u8").tobytes()
-    checksum = hashlib.sha256()
+    checksum, marked = hashlib.sha256(), 0
     with ExitStack() as files:
         file = files.enter_context(new_file(directory / name.path("tokens"), disk))
 
         def written() -> Iterator[memoryview]:
+            nonlocal marked
             for chunk in _chunks(group, runs_of(layout, first, stop)):
                 file.write(chunk)
                 checksum.update(chunk)
+                marked += count_marks(np.frombuffer(chunk, group.dtype)) if group.marks else 0
                 yield chunk
 
         root, digests = hash_shard(written())
@@ -149,6 +152,7 @@ def write_shard(group: Group, number: int, first_shard: int, directory: Path, di
         sha256=checksum.hexdigest(),
         root=root,
         documents_sha256=hashlib.sha256(documents).hexdigest(),
+        targets=stop - first - marked if group.marks else None,
     )
 
 

@@ -29,7 +29,7 @@ from atoll.core.errors import CorpusError
 from atoll.core.run_spec import DataSection
 from atoll.node.data.block_reader import BlockReader
 from atoll.node.data.blocks import BLOCK_BYTES, CHUNK_BYTES
-from atoll.node.data.card import CorpusCard, first_windows
+from atoll.node.data.card import CorpusCard, first_windows, top_bit
 from atoll.node.data.corpus import Corpus
 from atoll.node.data.data_report import DataReport, MirrorReport
 from atoll.node.data.documents import document_separator, ignore_first_tokens
@@ -61,6 +61,11 @@ class ShardedCorpus:
         separator.
         """
         self.separator = document_separator(section, tokenizer)  # None: the run has no document masks
+        if self.separator is not None and card.marks:  # chat templates end each turn with it
+            raise CorpusError(
+                "[data] document_masks needs documents that the separator ends, and the corpus has conversations",
+                "remove document_masks",
+            )
         self.card, self.tokenizer, self.fetcher, self.reader = card, tokenizer, fetcher, reader
         self.sequence_length = section.sequence_length
         self._shard_starts = [first_windows(source, section.sequence_length) for source in card.sources]
@@ -121,6 +126,8 @@ class ShardedCorpus:
     def windows(self, indices: Sequence[int], soon: bool = False) -> NDArray[np.int64]:
         """Return windows by number, [B, T+1], like `Corpus.windows`. Raises `Unreachable` if a block cannot be fetched.
 
+        A token that is input only comes as its bitwise complement, which is negative.
+
         `soon`: within some seconds, for a caller who has other things to do.
         """
         with self.fetcher.impatient(_SOON_SECONDS) if soon else nullcontext():
@@ -131,10 +138,13 @@ class ShardedCorpus:
         for index in indices:
             source, shard, start, stop = self.place(index)
             rows.append(np.frombuffer(self.reader.read(source, shard, start, stop), dtype=dtype))
-        windows_BT = np.stack(rows).astype(np.int64)
+        stored_BT = np.stack(rows).astype(np.int64)
+        top = top_bit(dtype) if self.card.marks else 0
+        windows_BT = stored_BT & ~top
         if windows_BT.max() >= self.card.tokenizer.vocabulary:  # the builder of the corpus lied: hashes are right
             raise CorpusError("the corpus contains tokens that are not in its vocabulary", "build the corpus again")
-        return ignore_first_tokens(windows_BT, self.separator)
+        marked_BT = np.where(stored_BT & top, ~windows_BT, windows_BT) if top else windows_BT
+        return ignore_first_tokens(marked_BT, self.separator)
 
     def validation_windows(self) -> Sequence[int]:
         """Return the numbers of the held-out windows."""

@@ -5,11 +5,17 @@ Each worker process fills a report of its own; the reports are added up in the o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from atoll.core.errors import CorpusError
+
+_EXAMPLES = {
+    "unanswered_examples": "without an answer left out (the first is ",
+    "long_examples": "left out as too long (the first is ",
+    "cut_examples": "cut at the longest length (the first is ",
+}
 
 
 @dataclass
@@ -25,6 +31,12 @@ class SourceReport:
     bad_lines: int = 0
     first_bad_line: str = ""
     first_bad_why: str = ""
+    unanswered_examples: int = 0  # without an answer to learn
+    first_unanswered_examples: str = ""
+    long_examples: int = 0  # longer than the build allows
+    first_long_examples: str = ""
+    cut_examples: int = 0  # at that length
+    first_cut_examples: str = ""
 
     def skip_file(self, name: str, why: str) -> None:
         """Count a file that is left out."""
@@ -34,12 +46,22 @@ class SourceReport:
         """Count a line or row that is left out although it should have held text."""
         self.add(SourceReport(bad_lines=1, first_bad_line=place, first_bad_why=why))
 
+    def count_example(self, kind: str, place: Callable[[], str]) -> None:
+        """Count an example of which all or the end is left out, by the name of a field."""
+        if not getattr(self, kind):
+            setattr(self, f"first_{kind}", place())
+        setattr(self, kind, getattr(self, kind) + 1)
+
     def add(self, other: SourceReport) -> None:
         """Add the counts of a later part of the same source."""
         if not self.skipped_files:
             self.first_skipped_file, self.first_skipped_why = other.first_skipped_file, other.first_skipped_why
         if not self.bad_lines:
             self.first_bad_line, self.first_bad_why = other.first_bad_line, other.first_bad_why
+        for kind in _EXAMPLES:
+            if not getattr(self, kind):
+                setattr(self, f"first_{kind}", getattr(other, f"first_{kind}"))
+            setattr(self, kind, getattr(self, kind) + getattr(other, kind))
         self.files += other.files
         self.documents += other.documents
         self.skipped_files += other.skipped_files
@@ -52,7 +74,11 @@ class SourceReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SourceReport:
-        """Rebuild a report. Raises `ValueError` for missing, unknown or mistyped fields."""
+        """Rebuild a report. Raises `ValueError` for missing, unknown or mistyped fields.
+
+        Those of examples may be missing: earlier releases did not write them.
+        """
+        values = {name: value for name, value in asdict(cls()).items() if name.endswith("_examples")} | dict(values)
         types = {field.name: int if field.type == "int" else str for field in fields(cls)}
         if values.keys() != types.keys() or any(type(values[name]) is not kind for name, kind in types.items()):
             raise ValueError("this is not a report of training text")
@@ -69,6 +95,11 @@ class SourceReport:
             parts.append(f"{lines} (the first is {self.first_bad_line}: {self.first_bad_why})")
         if self.skipped_rows:
             parts.append(f"{self.skipped_rows} {'row' if self.skipped_rows == 1 else 'rows'} without text left out")
+        for kind, told in _EXAMPLES.items():
+            if count := getattr(self, kind):
+                parts.append(
+                    f"{count} {'example' if count == 1 else 'examples'} {told}{getattr(self, f'first_{kind}')})"
+                )
         return "; ".join(parts)
 
     def nothing_read(self, where: str) -> CorpusError:
@@ -77,6 +108,8 @@ class SourceReport:
         if not left_out:
             return CorpusError(f"the training text at {where} is empty", "use more text")
         remedy = "check [data] field and path in the run spec"
+        if self.unanswered_examples or self.long_examples:
+            remedy = "check the roles of the messages, the chat template and longest_example"
         if self.skipped_files:
             remedy = f"convert the files to UTF-8 ({iconv(self.first_skipped_why)}), or set [data] source to theirs"
         return CorpusError(f"there is no usable training text at {where}: {left_out}", remedy)

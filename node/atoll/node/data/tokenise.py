@@ -26,9 +26,10 @@ def no_progress_callback(_: int) -> None:
     """Ignore progress."""
 
 
-def token_dtype(vocabulary: int) -> np.dtype[Any]:
-    """Return the narrowest little-endian unsigned integer that holds every token."""
-    return np.dtype("u1" if vocabulary <= 1 << 8 else "<u2" if vocabulary <= 1 << 16 else "<u4")
+def token_dtype(vocabulary: int, marks: bool = False) -> np.dtype[Any]:
+    """Return the narrowest little-endian unsigned integer that holds every token, and a bit more with `marks`."""
+    values = 2 * vocabulary if marks else vocabulary
+    return np.dtype("u1" if values <= 1 << 8 else "<u2" if values <= 1 << 16 else "<u4")
 
 
 def tokenise(
@@ -48,22 +49,33 @@ def tokenise(
 
 
 def token_parts(
-    documents: Iterable[Document], tokenizer: Tokenizer, on_progress: OnProgress = no_progress_callback
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    on_progress: OnProgress = no_progress_callback,
+    marks: bool = False,
 ) -> Iterator[tuple[NDArray[Any], bool]]:
-    """Yield the arrays of `tokenise` in parts of bounded size, each with whether it ends its document."""
-    dtype, done = token_dtype(tokenizer.vocabulary), 0
+    """Yield the arrays of `tokenise` in parts of bounded size, each with whether it ends its document.
+
+    `marks`: with a bit to spare, which is not set.
+    """
+    dtype, done = token_dtype(tokenizer.vocabulary, marks), 0
     separator = np.asarray(tokenizer.separator, dtype=dtype)
     for tokens, ends in _encode(documents, tokenizer):
-        if len(tokens) and dtype != tokens.dtype and (largest := int(tokens.max())) >= tokenizer.vocabulary:
-            raise ConfigError(
-                f"tokenizer {tokenizer.name!r} gave token {largest}, but has {tokenizer.vocabulary} tokens",
-                "repair the tokenizer's files: its added tokens must follow its vocabulary without gaps",
-            )
+        require_known_tokens(tokens, tokenizer)
         part = tokens.astype(dtype, copy=False)
         part = np.concatenate([part, separator]) if ends and len(separator) else part
         done += len(part)
         on_progress(done)
         yield part, ends
+
+
+def require_known_tokens(tokens: NDArray[Any], tokenizer: Tokenizer) -> None:
+    """Raise `ConfigError` for a token beyond the vocabulary."""
+    if len(tokens) and tokens.dtype != np.uint8 and (largest := int(tokens.max())) >= tokenizer.vocabulary:
+        raise ConfigError(
+            f"tokenizer {tokenizer.name!r} gave token {largest}, but has {tokenizer.vocabulary} tokens",
+            "repair the tokenizer's files: its added tokens must follow its vocabulary without gaps",
+        )
 
 
 def _encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[NDArray[Any], bool]]:

@@ -22,7 +22,7 @@ from atoll.node.data.blocks import (
     digests_size,
     wrong_blocks,
 )
-from atoll.node.data.card import TOKENIZER_DIRECTORY, CorpusCard, Shard, ShardName, TokenizerFile
+from atoll.node.data.card import TOKENIZER_DIRECTORY, CorpusCard, Shard, ShardName, TokenizerFile, count_marks, top_bit
 from atoll.node.system.worker_pool import StartPool, WorkerPool, usable_cores
 
 OnVerified = Callable[[int, int], object]  # called with bytes verified and bytes of all shards
@@ -44,6 +44,7 @@ class _VerifyShard:
     shard: Shard
     token_bytes: int
     vocabulary: int
+    marks: bool = False
 
     def __call__(self) -> str:
         try:
@@ -70,16 +71,19 @@ class _VerifyShard:
     def _tokens(self, digests: bytes) -> None:
         name = self.name.path("tokens")
         _check_size(self.directory, name, self._size)
-        checksum = hashlib.sha256()
+        checksum, marked = hashlib.sha256(), 0
         with (self.directory / name).open("rb") as file:
             for number in range(-(-self._size // CHUNK_BYTES)):
                 chunk = file.read(CHUNK_BYTES)
                 checksum.update(chunk)
-                self._chunk(name, number, chunk, digests)
+                marked += self._chunk(name, number, chunk, digests)
         if checksum.hexdigest() != self.shard.sha256:
             raise Wrong(name, "has another SHA-256 than the card demands, but the right blocks: the card is forged")
+        if self.marks and self.shard.tokens - marked != self.shard.targets:
+            raise Wrong(name, f"has {self.shard.tokens - marked:,} targets, and the card says {self.shard.targets:,}")
 
-    def _chunk(self, name: str, number: int, chunk: bytes, digests: bytes) -> None:
+    def _chunk(self, name: str, number: int, chunk: bytes, digests: bytes) -> int:
+        """Verify a chunk; return how many of its tokens are input only."""
         start, stop = block_digests_range(self._size, number)
         blocks = digests[start:stop]
         try:
@@ -89,10 +93,12 @@ class _VerifyShard:
         first = number * (CHUNK_BYTES // BLOCK_BYTES)
         if wrong := wrong_blocks(chunk, 0, blocks):
             raise Wrong(name, f"is damaged in block {first + wrong[0]} (of {BLOCK_BYTES >> 10} KiB)")
-        tokens = np.frombuffer(chunk, dtype=f"<u{self.token_bytes}")
+        stored = np.frombuffer(chunk, dtype=f"<u{self.token_bytes}")
+        tokens = stored & stored.dtype.type(top_bit(stored.dtype) - 1) if self.marks else stored
         if (largest := int(tokens.max())) >= self.vocabulary:
             block = first + int(tokens.argmax()) * self.token_bytes // BLOCK_BYTES
             raise Wrong(name, f"has the token {largest} in block {block}, and the vocabulary has {self.vocabulary}")
+        return count_marks(stored) if self.marks else 0
 
     def _documents(self) -> None:
         name = self.name.path("documents")
@@ -134,7 +140,14 @@ def verify_corpus(
         _VerifyTokenizerFile(directory, file) for file in card.tokenizer.files
     ]
     tasks += [
-        _VerifyShard(directory, ShardName(source.name, number), shard, card.token_bytes, card.tokenizer.vocabulary)
+        _VerifyShard(
+            directory,
+            ShardName(source.name, number),
+            shard,
+            card.token_bytes,
+            card.tokenizer.vocabulary,
+            card.marks,
+        )
         for source in card.sources
         for number, shard in enumerate(source.shards)
     ]

@@ -1,0 +1,262 @@
+"""Conversations become text by a tokenizer's chat template (Jinja), with the places of the answers in it.
+
+A template comes with a tokenizer, so it is code of a stranger. It runs in Jinja's sandbox and within limits of time,
+memory and output (`render_limits.py`). The clock and random numbers are not there: equal input gives equal text.
+
+Answers are what stands between the tags `generation` and `endgeneration`, if the template has them. Otherwise the
+answer of message i is what the render of the messages up to i has more than the render of those before i with the
+prompt for an answer. Both must be beginnings of the render of the whole conversation. White space that follows the
+last special token of an answer is the template's, and no part of the answer.
+
+Noncharacters of Unicode, which input cannot contain, mark places while a template runs: the tags, and the inside of
+text that spells a special token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from atoll.core.errors import ConfigError
+from atoll.node.data.render_limits import TimeExceeded, render_limits
+from atoll.node.model.tokenizer import HF_REMEDY
+
+MAX_TEMPLATE_BYTES = 1 << 20
+MAX_TEXT_CHARACTERS = 1 << 21  # of one example: its encoding takes about 165 bytes of memory a character
+MAX_MESSAGES = 1024
+RENDER_SECONDS = 5.0  # of the processor, for one conversation
+RENDER_BYTES = 256 << 20
+ASSISTANT = "assistant"
+MARKERS = "\ufdd0\ufdd1\ufdd2"
+_START, _END, _CUT = tuple(MARKERS)
+_MARKER = re.compile(f"[{MARKERS}]")
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+_MAX_FACTOR_BITS = 4096
+_HARMFUL = "do not use this tokenizer's template: name one of your own with chat_template"
+
+Message = Mapping[str, Any]
+
+
+class Unusable(Exception):
+    """A conversation of which the template makes no text with answers; the message says why."""
+
+
+class TooLong(Exception):
+    """A conversation whose text is longer than `MAX_TEXT_CHARACTERS`."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """A chat template, and what it needs of its tokenizer."""
+
+    template: str
+    variables: tuple[tuple[str, str], ...]  # bos_token, eos_token, …
+    special: tuple[str, ...]  # spellings of all special tokens
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text."""
+
+    text: str
+    cuts: tuple[int, ...]  # characters inside text that spells a special token and is none
+    answers: tuple[tuple[int, int], ...]  # characters [start, end) of each answer
+
+
+class ChatTemplate:
+    """A compiled template."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        """Raises `ConfigError` for a template that does not compile, or reaches for what it must not."""
+        self._chat = chat
+        self._marks = bool(_GENERATION.search(chat.template))
+        spelt = sorted((each for each in chat.special if len(each) > 1), key=len, reverse=True)
+        self._spelt = re.compile("|".join(map(re.escape, spelt)) or "(?!)")
+        self._special = re.compile("|".join(map(re.escape, sorted(chat.special, key=len, reverse=True))) or "(?!)")
+        try:
+            self._template = self._guarded(lambda: _compile(chat.template), lambda: "while it was compiled")
+        except Unusable as error:
+            raise ConfigError(f"the chat template does not compile: {error}", "repair the template") from error
+
+    def render(self, messages: Sequence[Message], place: Callable[[], str]) -> Rendered:
+        """Render a conversation, whose `place` errors name.
+
+        Raises `Unusable`, `TooLong`, and `ConfigError` for a template that is harmful.
+        """
+        if len(messages) > MAX_MESSAGES:
+            raise Unusable(f"has more than {MAX_MESSAGES} messages")
+        protected = [self._protected(message) for message in messages]
+        rendered: Rendered = self._guarded(lambda: self._render(protected), lambda: f"for {place()}")
+        return rendered
+
+    def _guarded(self, run: Callable[[], Any], when: Callable[[], str]) -> Any:
+        """Run a template's code within the limits."""
+        try:
+            from jinja2.exceptions import SecurityError, TemplateError
+        except ImportError as error:
+            raise ConfigError("chat templates need the jinja2 library", HF_REMEDY) from error
+        try:
+            with render_limits(RENDER_SECONDS, RENDER_BYTES):
+                return run()
+        except TimeExceeded:
+            why = f"takes more than {RENDER_SECONDS:.0f} s of processor time"
+        except MemoryError:
+            why = f"takes more than {RENDER_BYTES >> 20} MiB of memory"
+        except SecurityError as error:
+            why = f"does what the sandbox forbids ({error})"
+        except (Unusable, TooLong, ConfigError):
+            raise
+        except (
+            TemplateError,
+            ArithmeticError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as e:
+            raise Unusable(f"cannot be rendered by the chat template: {(str(e) or type(e).__name__)[:200]}") from e
+        raise ConfigError(f"the chat template {why} {when()}", _HARMFUL)
+
+    def _protected(self, value: Any) -> Any:
+        """Mark text that spells a special token, so that no encoder takes it for one."""
+        if isinstance(value, str):
+            return self._spelt.sub(lambda found: found[0][0] + _CUT + found[0][1:], value)
+        if isinstance(value, Mapping):
+            return {key: self._protected(each) for key, each in value.items()}
+        return [self._protected(each) for each in value] if isinstance(value, list) else value
+
+    def _text(self, messages: Sequence[Message], prompt: bool = False) -> str:
+        blocks, size = list[str](), 0
+        for block in self._template.generate(
+            messages=list(messages),
+            add_generation_prompt=prompt,
+            tools=None,
+            documents=None,
+            **dict(self._chat.variables),
+        ):
+            blocks.append(block)
+            size += len(block)
+            if size > MAX_TEXT_CHARACTERS:
+                raise TooLong
+        return "".join(blocks)
+
+    def _render(self, messages: Sequence[Message]) -> Rendered:
+        marked = _Marked(self._text(messages))
+        if self._marks:
+            answers = marked.generated()
+        else:
+            answers = [self._trimmed(marked.text, *span) for span in self._spans(messages, marked)]
+        answered = [span for span in answers if self._special.sub("", marked.text[slice(*span)]).strip()]
+        return Rendered(marked.text, tuple(marked.places(_CUT)), tuple(answered))
+
+    def _spans(self, messages: Sequence[Message], whole: _Marked) -> Iterator[tuple[int, int]]:
+        """Yield the places of answers by renders of the beginnings of the conversation."""
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            before = self._text(messages[:number], prompt=True)
+            until = whole.marked if number + 1 == len(messages) else self._text(messages[: number + 1])
+            if not until.startswith(before):
+                raise Unusable(f"gives no prompt for an answer that its answer follows (message {number + 1})")
+            if not whole.marked.startswith(until):
+                raise Unusable(f"is rendered differently once more messages follow message {number + 1}")
+            yield whole.place(len(before)), whole.place(len(until))
+
+    def _trimmed(self, text: str, start: int, end: int) -> tuple[int, int]:
+        answer = text[start:end].rstrip()
+        ends_turn = any(answer.endswith(special) for special in self._chat.special)
+        return start, start + len(answer) if ends_turn else end
+
+
+class _Marked:
+    """Text with markers, and without."""
+
+    def __init__(self, marked: str) -> None:
+        self.marked, self.text = marked, _MARKER.sub("", marked)
+
+    @cached_property
+    def _markers(self) -> list[int]:
+        return [found.start() for found in _MARKER.finditer(self.marked)]
+
+    def place(self, position: int) -> int:
+        """Return where a place of the marked text is in the text."""
+        return position - bisect_left(self._markers, position)
+
+    def places(self, marker: str) -> list[int]:
+        return [self.place(at) for at in self._markers if self.marked[at] == marker]
+
+    def generated(self) -> list[tuple[int, int]]:
+        """Return what stands between the tags. Raises `Unusable` if they do not come in pairs."""
+        tags = [at for at in self._markers if self.marked[at] != _CUT]
+        if "".join(self.marked[at] for at in tags) != (_START + _END) * (len(tags) // 2):
+            raise Unusable("is rendered with generation tags that do not come in pairs")
+        places = [self.place(at) for at in tags]
+        return list(zip(places[::2], places[1::2], strict=True))
+
+
+def _compile(source: str) -> Any:
+    """Compile a template in Jinja's sandbox, with what `transformers` gives templates, but no clock."""
+    from jinja2 import nodes
+    from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return [_written(_START), *body, _written(_END)]
+
+    def _written(marker: str) -> Any:
+        return nodes.Output([nodes.TemplateData(marker)])
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "**" or _is_huge(left) or _is_huge(right):
+                raise SecurityError(f"{operator} with large or any numbers")
+            return super().call_binop(context, operator, left, right)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = raise_exception
+    del environment.filters["random"], environment.globals["lipsum"]  # equal input must give equal text
+    try:
+        tree = environment.parse(source)
+        for node in tree.find_all((nodes.Getattr, nodes.NSRef)):
+            name = str(getattr(node, "attr"))  # noqa: B009  (Jinja's types do not say that both have it)
+            if name.startswith("_"):
+                raise SecurityError(f"access to the attribute {name!r}")
+        return environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the chat template is no Jinja template: line {error.lineno}: {error.message}", "repair the template"
+        ) from error
+    except RecursionError as error:
+        raise ConfigError("the chat template is nested too deeply", _HARMFUL) from error
+
+
+def _is_huge(value: Any) -> bool:
+    return isinstance(value, int) and value.bit_length() > _MAX_FACTOR_BITS
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
