@@ -8,6 +8,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -225,6 +226,19 @@ def test_a_hugging_face_data_set_is_read_by_name(monkeypatch: pytest.MonkeyPatch
             load_corpus(spec_for(name, field=field, **where))
     with pytest.raises(CorpusError, match="holds a number under 'number', not text"):
         load_corpus(spec_for("stories", field="number", **where))
+
+
+def test_a_data_set_whose_files_are_gone_is_a_problem_of_the_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(FakeRows):
+        def __getitem__(self, rows: object) -> NoReturn:
+            raise OSError(5, "Input/output error")
+
+        def select_columns(self, names: list[str]) -> Gone:
+            return self
+
+    fake_library(monkeypatch, "datasets", load_dataset=lambda *_, **__: Gone([{"text": "a"}]))
+    with pytest.raises(CorpusError, match=r"data set 'stories' cannot be read after row 0: .*Input/output"):
+        load_corpus(spec_for("stories", source="huggingface"))
 
 
 def test_a_hugging_face_tokenizer_with_a_large_vocabulary_gets_wide_tokens(

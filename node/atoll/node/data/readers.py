@@ -294,10 +294,16 @@ def _load(name: str, subset: str | None, split: str) -> Any:
 
 
 def read_rows(rows: Rows, piece: Piece, fields: Sequence[str], report: SourceReport) -> Iterator[Row]:
-    """Yield the values of the rows [start, stop) of a data set."""
+    """Yield the values of the rows [start, stop) of a data set. Raises `CorpusError`."""
     if not piece.start:
         report.files += 1
     for first in range(piece.start, piece.stop, _ROWS):
-        found = rows[first : min(first + _ROWS, piece.stop)]
+        try:
+            found = rows[first : min(first + _ROWS, piece.stop)]
+        except (OSError, ValueError) as error:  # all that pyarrow raises for files that are cut or gone
+            raise CorpusError(
+                f"data set {piece.path!r} cannot be read after row {first:,}: {error}",
+                "delete its copy in the cache of the datasets library, so that it is downloaded again",
+            ) from error
         columns = [found[field] for field in fields]
         yield from (Row(values, lambda: f"a row of {piece.path}") for values in zip(*columns, strict=True))
