@@ -226,7 +226,7 @@ def test_the_field_remedy_is_for_a_missing_key_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (gzip.compress(GOOD.encode()), "is gzip data.*rename it to end in .gz"),
+        (gzip.compress(GOOD.encode(), mtime=0), "is gzip data.*rename it to end in .gz"),
         (zst(GOOD.encode()), "is Zstandard data.*rename it to end in .zst"),
         (b"PK\x03\x04rest", "is zip data.*decompress it"),
         (GOOD.encode("utf-16"), "is UTF-16"),
