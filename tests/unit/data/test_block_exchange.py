@@ -146,7 +146,7 @@ async def test_many_reads_at_once_use_few_streams(swarm: CorpusSwarm) -> None:
 
 async def test_a_silent_member_holds_up_few_reads(swarm: CorpusSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two reads learn that it is silent; the others go on to the next member, and later ones do not ask it."""
-    monkeypatch.setattr(block_streams, "_ANSWER_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(block_streams, "_ANSWER_TIMEOUT", timedelta(seconds=6))
     monkeypatch.setattr(block_client, "_SLOT_SECONDS", 0.05)
     silent: list[str] = []
 
@@ -224,7 +224,9 @@ async def test_a_member_that_takes_answers_too_slowly_is_left(
     swarm: CorpusSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It holds one of the few places for as long as an honest slow line needs, and then rests."""
-    monkeypatch.setattr(block_server, "_SEND_SECONDS", 0.2)
+    monkeypatch.setattr(block_server, "_SEND_SECONDS", 6.0)
+    monkeypatch.setattr(block_server, "_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(block_streams, "_ANSWER_TIMEOUT", timedelta(seconds=60))
     monkeypatch.setattr(block_server, "_SLOWEST_BYTES_PER_SECOND", 1 << 20)
     monkeypatch.setattr(block_server, "SENT_AT_ONCE", 1)
 

@@ -128,6 +128,80 @@ def test_special_tokens_that_messages_spell_are_text() -> None:
     assert trained("chatml", found) == ["no<|im_end|><|im_start|>yes<|im_end|>"]
 
 
+def test_special_tokens_that_a_template_joins_from_parts_or_keys_are_text() -> None:
+    joins = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {% for part in m.content %}{{ part.text }}{% endfor %}"
+        "{{ m.call | tojson }}{{ m.call | tojson(ensure_ascii=true) }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    )
+    own = encoder("chatml")
+    special = {own.tokenizer.library.convert_tokens_to_ids(each) for each in ("<|im_end|>", "<|im_start|>")}
+    changed = ExampleEncoder(own.tokenizer, ChatFormat(joins, (), format_of("chatml").special))
+    for first, second in (
+        ("a<|im_", "end|>b"),
+        ("a<", "|im_end|>"),
+        ("<|im_end|", ">"),
+        ("<", "b"),
+        ("", "<|im_start|>"),
+    ):
+        parts = [{"text": first}, {"text": second}]
+        messages = [
+            {"role": role, "content": parts, "call": {"<|im_end|>": "<|im_start|>"}} for role in ("user", "assistant")
+        ]
+        found = changed.encode(Conversation(tuple(messages), place))
+        assert sum(token in special for token in found.tokens.tolist()) == 4, (first, second)
+        text = own.tokenizer.decode(found.tokens.tolist())
+        assert "ufdd" not in text
+        assert text.count(first + second) >= 2
+
+
+def test_spaces_around_answers_count_where_a_tokenizer_trims_what_it_tells() -> None:
+    from tokenizers import processors
+
+    own = encoder("chatml").tokenizer
+    trimming = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
+    trimming.__dict__.update(own.__dict__)
+    trimming._tokenizer = library.__wrapped__("chatml") if hasattr(library, "__wrapped__") else library("chatml")
+    trimming._tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    trims = ExampleEncoder(trimming, None)
+    for prompt, completion in (("Q:", "ok  "), ("def f():\n    ", "   return"), ("a ", " b ")):
+        found = trims.encode(Pair(prompt, completion, place))
+        plain = encoder("chatml").encode(Pair(prompt, completion, place))
+        assert found.is_target.tolist() == plain.is_target.tolist()
+        assert found.tokens.tolist() == plain.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in messages %}" * 25 + "{% endfor %}" * 25,
+        "{% macro f(a, a) %}{% endmacro %}",
+        "{% break %}",
+        "{{ cycler() }}",
+        "{{ messages[0].content | truncate(1) }}",
+        "{{ raise_exception }}",
+        "{{ messages[0].items }}",
+    ],
+)
+def test_a_template_that_fails_in_any_way_is_unusable(source: str) -> None:
+    with pytest.raises((Unusable, ConfigError)):
+        ChatTemplate(ChatFormat(source, (), ())).render(talk("a", "b"), place)
+
+
+def test_a_comment_about_generation_tags_is_none() -> None:
+    commented = "{# {% generation %} #}" + CHATML
+    found = ChatTemplate(ChatFormat(commented, (), format_of("chatml").special)).render(talk("a", "b"), place)
+    assert [found.text[start:end] for start, end in found.answers] == ["b<|im_end|>"]
+
+
+def test_a_conversation_that_takes_many_long_renders_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARACTERS", 10_000)
+    template = ChatTemplate(format_of("chatml"))
+    template.render(talk(*["a", "b"] * 5), place)
+    with pytest.raises(TooLong):
+        template.render(talk(*["a", "b"] * 50), place)
+
+
 def test_other_roles_are_the_templates_business() -> None:
     tool = {"role": "tool", "content": "the tide is high"}
     messages = [*talk("the tide?", "I look"), tool, {"role": "assistant", "content": "high"}]

@@ -180,19 +180,44 @@ def test_a_second_start_reads_no_token_before_it_trains(text: Text, readings: li
     assert len(readings) == 3
 
 
-def test_a_file_of_tokens_is_read_whole_only_when_it_has_changed(tmp_path: Path, readings: list[int]) -> None:
-    def load(tokens: int) -> str:
-        path = tmp_path / "tokens.npy"
-        if not path.exists() or len(np.load(path)) != tokens:
-            np.save(path, np.arange(tokens, dtype=np.uint8) % 250)
+def test_a_file_of_tokens_is_read_whole_only_when_it_has_changed(
+    tmp_path: Path, readings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tokens.npy"
+
+    def load(tokens: int, first: int = 0) -> str:
+        if not path.exists() or np.load(path).tolist() != [*range(first, first + tokens)]:
+            np.save(path, np.arange(first, first + tokens, dtype=np.uint16))
         return load_corpus(spec_for(path, source="npy"), cache_path=tmp_path / "cache").digest
 
+    load(200)
+    load(200)
+    assert readings == [200, 200]  # somebody may still be writing it
+    monkeypatch.setattr(digest_records, "QUIET_SECONDS", -60.0)
     first, again, other = load(200), load(200), load(220)
     assert first == again != other
-    assert readings == [200, 220]
+    assert readings == [200] * 3 + [220]
+    found = path.stat()
+    same_size = load(220, first=1)
+    assert path.stat().st_size == found.st_size
+    assert same_size != other
+    assert readings == [200] * 3 + [220] * 2
     for number in range(digest_records.RECORDS + 3):
-        load(221 + number)
+        load(180 - number)
     assert len(json.loads((tmp_path / "cache" / "digests").read_bytes())) == digest_records.RECORDS
+
+
+def test_the_record_of_a_file_is_that_of_its_cut(tmp_path: Path) -> None:
+    """Another file may say how the bytes are cut into tokens, as Megatron's index does."""
+    (tmp_path / "a.bin").write_bytes(bytes(64))
+
+    def record(dtype: str, offset: int = 0, what: bytes = b"") -> digest_records.DigestRecord:
+        tokens = np.memmap(tmp_path / "a.bin", dtype=dtype, mode="r", offset=offset)
+        return digest_records.DigestRecord(tmp_path, tokens, what, own=True)
+
+    record("u2").write("a digest")
+    assert record("u2").read() == "a digest"
+    assert [record("u1").read(), record("u2", 2).read(), record("u2", what=b"other").read()] == [None] * 3
 
 
 def test_text_that_changes_while_it_is_read_is_refused(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.data.corpus import Corpus, load_corpus
+from atoll.node.data.held_out import HeldOutLoss
 from atoll.node.model.run_model import run_model
 from atoll.node.pipeline.evaluation import Evaluation
 from atoll.node.pipeline.messages import Activation, Begin
@@ -182,7 +183,7 @@ def test_the_held_out_loss_is_the_mean_over_all_held_out_targets(corpus: Corpus)
             flush_BT = torch.cat(evaluation.next(1))
             logits_BTV = loop.model.run(plain(flush_BT)[:, :-1]).detach()
             evaluation.add(float(by_hand(logits_BTV, flush_BT)) if count_targets(flush_BT) else 0.0)
-        assert outcomes == [pytest.approx(float(expected), rel=1e-6)]
+        assert outcomes == [HeldOutLoss(pytest.approx(float(expected), rel=1e-6))]
     finally:
         loop.close()
 

@@ -179,9 +179,10 @@ def _tokens_per_second(config: NodeConfig, spec: RunSpec, card: CorpusCard) -> t
     from atoll.node.control.local_client import call
 
     with suppress(AtollError):
-        pace = float(call(config.data_dir, "status").get("tokens_per_second") or 0)
-        if pace > 0:
-            return pace, "as the node trains now"
+        status = call(config.data_dir, "status")
+        busy = 1.0 - min(0.99, float(status.get("data_stall_share") or 0.0))  # the pace is that with all waits for text
+        if pace := float(status.get("tokens_per_second") or 0) / busy:
+            return pace, "as the node trains now, without waits for text"
     if pace := _pace_of_layer_times(config, spec, card):
         return pace, "from the layer times of the last start"
     return _ASSUMED_TOKENS_PER_SECOND, "assumed: this device has not trained the model yet"

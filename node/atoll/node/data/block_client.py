@@ -152,7 +152,7 @@ class BlockClient:
             return data
 
         first = self._begun[0] if self._begun is not None and self._begun[1] == file.path else None
-        return await self._ask(file.path, file.path, fetch, check, WHOLE_FILE_SECONDS, first)
+        return await self._ask(file.path, file.path, fetch, check, RANGE_SECONDS, first)
 
     async def _read(self, wanted: ChunkDigests | BlockDigests | Blocks) -> bytes:
         """Read a range, and before it the digests that verify it, if they are not here."""
@@ -197,9 +197,10 @@ class BlockClient:
         peers = self._choice.order(shard, what, known.others, known.seeds, self._me, now())
         if first is not None and self._choice.may_ask(first, what, now()):
             peers = [first, *(peer for peer in peers if peer != first)]
+        rest = {peer for peer in peers if not self._choice.may_ask(peer, what, now())}  # all rest, and one is asked
         for number, peer in enumerate(peers, 1):
             async with self._streams.slot(peer, _SLOT_SECONDS if number < len(peers) else None) as is_free:
-                if not is_free or (number < len(peers) and not self._choice.may_ask(peer, what, now())):
+                if not is_free or (peer not in rest and not self._choice.may_ask(peer, what, now())):
                     problems.append(f"{peer} is asked for other text")
                     continue
                 began = now()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from datetime import timedelta
 
 from google.protobuf.message import DecodeError
@@ -23,7 +24,6 @@ from atoll.v1 import dataplane_pb2 as dp
 
 PROTOCOL = "/atoll/corpus/1"
 STREAMS_PER_PEER = 4
-ANSWERS_PER_PEER = 2
 ANSWERS_AT_ONCE = 32  # with those that wait
 SENT_AT_ONCE = 4  # each of usually 64 KiB, at most 4 MiB, in memory; rounds share the line with them
 _WAIT_SECONDS = 5.0  # for one of them
@@ -44,7 +44,8 @@ class BlockServer:
         self.bytes_sent = 0
         self._run_id, self._files, self._may_share = run_id, files, may_share
         self._streams = PeerSlots[str](STREAMS_PER_PEER)
-        self._answers = PeerSlots[str](ANSWERS_PER_PEER, ANSWERS_AT_ONCE)
+        self._answers = PeerSlots[str](STREAMS_PER_PEER, ANSWERS_AT_ONCE)
+        self._turns: dict[str, asyncio.Lock] = {}  # one answer at a time to each member
         self._sending = asyncio.Semaphore(SENT_AT_ONCE)  # first come, first served
         self._slow_until = OrderedDict[str, float]()
         network.handle(PROTOCOL, self._handle)
@@ -74,22 +75,24 @@ class BlockServer:
         if self._slow_until.get(stream.peer_id, 0.0) > asyncio.get_running_loop().time():
             raise Busy("your line took an answer of this node too slowly; ask another member")
         if not self._answers.try_take(stream.peer_id):
-            raise Busy(f"{ANSWERS_AT_ONCE} requests for training text wait at this node; ask another member")
+            raise Busy("too many requests for training text wait at this node; ask another member")
+        turn = self._turns.setdefault(stream.peer_id, asyncio.Lock())
         try:
-            await self._answer_in_turn(stream, request)
+            await self._answer_in_turn(stream, request, turn)
         finally:
             self._answers.release(stream.peer_id)
+            if not self._answers.in_use(stream.peer_id):
+                del self._turns[stream.peer_id]
 
-    async def _answer_in_turn(self, stream: Stream, request: dp.CorpusRequest) -> None:
-        try:
-            async with asyncio.timeout(_WAIT_SECONDS):
-                await self._sending.acquire()
-        except TimeoutError as error:
-            raise Busy("this node's line is full; ask another member") from error
-        try:
+    async def _answer_in_turn(self, stream: Stream, request: dp.CorpusRequest, turn: asyncio.Lock) -> None:
+        async with AsyncExitStack() as held:
+            try:
+                async with asyncio.timeout(_WAIT_SECONDS):
+                    await held.enter_async_context(turn)
+                    await held.enter_async_context(self._sending)
+            except TimeoutError as error:
+                raise Busy("this node's line is full; ask another member") from error
             await self._send(stream, await self._find(request))
-        finally:
-            self._sending.release()
 
     async def _find(self, request: dp.CorpusRequest) -> tuple[bytes, int] | None:
         """Return the bytes and the size of the file, which is 0 for a range; None if they are not here."""

@@ -19,7 +19,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from atoll.core.errors import ConfigError
@@ -29,13 +29,13 @@ from atoll.node.model.tokenizer import HF_REMEDY
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TEXT_CHARACTERS = 1 << 21  # of one example: its encoding takes about 165 bytes of memory a character
 MAX_MESSAGES = 1024
-RENDER_SECONDS = 5.0  # of the processor, for one conversation
+RENDER_SECONDS = 5.0  # of the processor, to render a conversation or its beginning once
+MAX_RENDERED_CHARACTERS = 1 << 29  # in all renders of one conversation: there are two for each answer
 RENDER_BYTES = 256 << 20
 ASSISTANT = "assistant"
 MARKERS = "\ufdd0\ufdd1\ufdd2"
 _START, _END, _CUT = tuple(MARKERS)
 _MARKER = re.compile(f"[{MARKERS}]")
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _MAX_FACTOR_BITS = 4096
 _HARMFUL = "do not use this tokenizer's template: name one of your own with chat_template"
 
@@ -74,12 +74,14 @@ class ChatTemplate:
     def __init__(self, chat: ChatFormat) -> None:
         """Raises `ConfigError` for a template that does not compile, or reaches for what it must not."""
         self._chat = chat
-        self._marks = bool(_GENERATION.search(chat.template))
         spelt = sorted((each for each in chat.special if len(each) > 1), key=len, reverse=True)
-        self._spelt = re.compile("|".join(map(re.escape, spelt)) or "(?!)")
+        begun = {each[:length] for each in spelt for length in range(1, len(each))}
+        endings = "|".join(map(re.escape, sorted(begun, key=len, reverse=True)))
+        self._spelt = re.compile("|".join([*map(re.escape, spelt), rf"(?:{endings})\Z"]) if spelt else "(?!)")
         self._special = re.compile("|".join(map(re.escape, sorted(chat.special, key=len, reverse=True))) or "(?!)")
         try:
-            self._template = self._guarded(lambda: _compile(chat.template), lambda: "while it was compiled")
+            compiled = self._guarded(lambda: _compile(chat.template), lambda: "while it was compiled")
+            self._template, self._marks = compiled
         except Unusable as error:
             raise ConfigError(f"the chat template does not compile: {error}", "repair the template") from error
 
@@ -91,13 +93,12 @@ class ChatTemplate:
         if len(messages) > MAX_MESSAGES:
             raise Unusable(f"has more than {MAX_MESSAGES} messages")
         protected = [self._protected(message) for message in messages]
-        rendered: Rendered = self._guarded(lambda: self._render(protected), lambda: f"for {place()}")
-        return rendered
+        return self._render(_Renders(partial(self._rendered, place), protected))
 
     def _guarded(self, run: Callable[[], Any], when: Callable[[], str]) -> Any:
         """Run a template's code within the limits."""
         try:
-            from jinja2.exceptions import SecurityError, TemplateError
+            from jinja2.exceptions import SecurityError
         except ImportError as error:
             raise ConfigError("chat templates need the jinja2 library", HF_REMEDY) from error
         try:
@@ -111,27 +112,23 @@ class ChatTemplate:
             why = f"does what the sandbox forbids ({error})"
         except (Unusable, TooLong, ConfigError):
             raise
-        except (
-            TemplateError,
-            ArithmeticError,
-            LookupError,
-            RecursionError,
-            TypeError,
-            ValueError,
-            AttributeError,
-        ) as e:
-            raise Unusable(f"cannot be rendered by the chat template: {(str(e) or type(e).__name__)[:200]}") from e
+        except Exception as error:  # a template's code raises what it likes
+            raise Unusable(f"cannot be rendered by the chat template: {_sentence(error)}") from error
         raise ConfigError(f"the chat template {why} {when()}", _HARMFUL)
 
     def _protected(self, value: Any) -> Any:
-        """Mark text that spells a special token, so that no encoder takes it for one."""
+        """Mark text that spells a special token, or begins to at its end, so that no encoder takes it for one."""
         if isinstance(value, str):
             return self._spelt.sub(lambda found: found[0][0] + _CUT + found[0][1:], value)
         if isinstance(value, Mapping):
-            return {key: self._protected(each) for key, each in value.items()}
+            return {self._protected(key): self._protected(each) for key, each in value.items()}
         return [self._protected(each) for each in value] if isinstance(value, list) else value
 
-    def _text(self, messages: Sequence[Message], prompt: bool = False) -> str:
+    def _rendered(self, place: Callable[[], str], messages: Sequence[Message], prompt: bool = False) -> str:
+        text: str = self._guarded(lambda: self._text(messages, prompt), lambda: f"for {place()}")
+        return text
+
+    def _text(self, messages: Sequence[Message], prompt: bool) -> str:
         blocks, size = list[str](), 0
         for block in self._template.generate(
             messages=list(messages),
@@ -146,22 +143,30 @@ class ChatTemplate:
                 raise TooLong
         return "".join(blocks)
 
-    def _render(self, messages: Sequence[Message]) -> Rendered:
-        marked = _Marked(self._text(messages))
+    def _render(self, renders: _Renders) -> Rendered:
+        marked = _Marked(renders.until(len(renders.messages)))
         if self._marks:
             answers = marked.generated()
         else:
-            answers = [self._trimmed(marked.text, *span) for span in self._spans(messages, marked)]
+            answers = [self._trimmed(marked.text, *span) for span in self._spans(renders, marked)]
         answered = [span for span in answers if self._special.sub("", marked.text[slice(*span)]).strip()]
-        return Rendered(marked.text, tuple(marked.places(_CUT)), tuple(answered))
+        return Rendered(marked.text, tuple(self._cuts(marked)), tuple(answered))
 
-    def _spans(self, messages: Sequence[Message], whole: _Marked) -> Iterator[tuple[int, int]]:
+    def _cuts(self, marked: _Marked) -> Iterator[int]:
+        """Yield the marked places inside text that spells a special token; what only begins like one is left whole."""
+        places = marked.places(_CUT)
+        for found in self._special.finditer(marked.text) if places else ():
+            first = bisect_left(places, found.start() + 1)
+            if first < len(places) and places[first] < found.end():
+                yield places[first]
+
+    def _spans(self, renders: _Renders, whole: _Marked) -> Iterator[tuple[int, int]]:
         """Yield the places of answers by renders of the beginnings of the conversation."""
-        for number, message in enumerate(messages):
+        for number, message in enumerate(renders.messages):
             if message["role"] != ASSISTANT:
                 continue
-            before = self._text(messages[:number], prompt=True)
-            until = whole.marked if number + 1 == len(messages) else self._text(messages[: number + 1])
+            before = renders.until(number, prompt=True)
+            until = whole.marked if number + 1 == len(renders.messages) else renders.until(number + 1)
             if not until.startswith(before):
                 raise Unusable(f"gives no prompt for an answer that its answer follows (message {number + 1})")
             if not whole.marked.startswith(until):
@@ -172,6 +177,22 @@ class ChatTemplate:
         answer = text[start:end].rstrip()
         ends_turn = any(answer.endswith(special) for special in self._chat.special)
         return start, start + len(answer) if ends_turn else end
+
+
+class _Renders:
+    """Renders of the beginnings of one conversation, with a bound for all together."""
+
+    def __init__(self, render: Callable[[Sequence[Message], bool], str], messages: Sequence[Message]) -> None:
+        self.messages = messages
+        self._render, self._characters = render, 0
+
+    def until(self, number: int, prompt: bool = False) -> str:
+        """Render the messages before `number`. Raises `TooLong`."""
+        text = self._render(self.messages[:number], prompt)
+        self._characters += len(text)
+        if self._characters > MAX_RENDERED_CHARACTERS:
+            raise TooLong
+        return text
 
 
 class _Marked:
@@ -200,18 +221,29 @@ class _Marked:
         return list(zip(places[::2], places[1::2], strict=True))
 
 
-def _compile(source: str) -> Any:
-    """Compile a template in Jinja's sandbox, with what `transformers` gives templates, but no clock."""
-    from jinja2 import nodes
+def _sentence(error: Exception) -> str:
+    return (str(error) or type(error).__name__)[:200]
+
+
+def _compile(source: str) -> tuple[Any, bool]:
+    """Compile a template in Jinja's sandbox, with what `transformers` gives templates, but no clock.
+
+    Also return whether it has generation tags.
+    """
+    from jinja2 import Undefined, nodes
     from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    has_tags = False
 
     class Generation(Extension):
         tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
 
         def parse(self, parser: Any) -> Any:
+            nonlocal has_tags
             next(parser.stream)
+            has_tags = True
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return [_written(_START), *body, _written(_END)]
 
@@ -229,7 +261,14 @@ def _compile(source: str) -> Any:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    def printable(value: Any) -> Any:
+        if callable(value) and not isinstance(value, Undefined):  # its text has an address: equal input, other text
+            raise TemplateError("writes a function")
+        return value
+
+    environment = Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], finalize=printable
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = raise_exception
     del environment.filters["random"], environment.globals["lipsum"]  # equal input must give equal text
@@ -239,7 +278,7 @@ def _compile(source: str) -> Any:
             name = str(getattr(node, "attr"))  # noqa: B009  (Jinja's types do not say that both have it)
             if name.startswith("_"):
                 raise SecurityError(f"access to the attribute {name!r}")
-        return environment.from_string(source)
+        return environment.from_string(source), has_tags
     except TemplateSyntaxError as error:
         raise ConfigError(
             f"the chat template is no Jinja template: line {error.lineno}: {error.message}", "repair the template"
@@ -259,4 +298,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return text.replace(json.dumps(_CUT)[1:-1], _CUT)  # a marker is no text

@@ -229,7 +229,8 @@ def cache_key(source: InputSpec, plan: Plan, tokenizer: Tokenizer) -> str:
         except OSError as error:
             raise unreadable(file, error) from error
         files.append((os.path.abspath(file), found.st_size, found.st_mtime_ns, found.st_ino))
-    parts = (CACHE_VERSION, asdict(source), plan.fingerprint, files, tokenizer.name, description_of(tokenizer))
+    named = {key: value for key, value in asdict(source).items() if value or key not in ("messages", "pair")}
+    parts = (CACHE_VERSION, named, plan.fingerprint, files, tokenizer.name, description_of(tokenizer))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -308,7 +309,7 @@ def _digest_once(
 
     `checksum`: the CRC-32 that the tokens should have, if it is known. Returns an empty string if it is another.
     """
-    record = None if folder is None else DigestRecord(folder, tokens, _named(spec, tokenizer))
+    record = None if folder is None else DigestRecord(folder, tokens, _named(spec, tokenizer), own=checksum is not None)
     if record is not None and (recorded := record.read()) is not None:
         return recorded
     digest, found = _digest(tokens, spec, tokenizer, on_progress, checked)

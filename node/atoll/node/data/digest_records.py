@@ -1,7 +1,8 @@
 """Digests of files of tokens that were read whole once, so that a node that starts again need not read them again.
 
 A record holds for one state of a file: its place on disk, its size and its times. A file that anybody has written to
-has another state, and is read again.
+has another state, and is read again. Files of an owner are recorded only when nobody has written to them for a minute:
+times of a file that is being written may stand still. Damage of a disk that changes no time is not noticed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.core import log
-from atoll.core.files import data_dir_unusable, make_private_dir, write_atomic
+from atoll.core.files import make_private_dir, write_atomic
 
+QUIET_SECONDS = 60.0
 RECORDS = 64  # in a folder; the newest ones are kept
 
 _log = log.get("data")
@@ -27,17 +30,20 @@ _log = log.get("data")
 class DigestRecord:
     """The record of one file in a folder. Tokens that are not in a file have none."""
 
-    def __init__(self, folder: Path, tokens: NDArray[Any], what: bytes) -> None:
-        """`what` names what is made of the tokens. Raises `DataDirUnusable` for the folder."""
+    def __init__(self, folder: Path, tokens: NDArray[Any], what: bytes, *, own: bool) -> None:
+        """`what` names what is made of the tokens; `own`: nobody but this program writes the file.
+
+        Raises `DataDirUnusable` for the folder.
+        """
         self._path = make_private_dir(folder) / "digests"
-        self._key = _state(tokens, what)
+        self._key = _state(tokens, what, 0.0 if own else QUIET_SECONDS)
 
     def read(self) -> str | None:
         """Return the digest, if this state of the file was read before."""
         return None if self._key is None else self._all().get(self._key)
 
     def write(self, digest: str) -> None:
-        """Remember the digest. Raises `DataDirUnusable`."""
+        """Remember the digest; without room for it, the file is read again at the next start."""
         if self._key is None:
             return
         others = [(key, value) for key, value in self._all().items() if key != self._key]
@@ -45,7 +51,7 @@ class DigestRecord:
         try:
             write_atomic(self._path, json.dumps(newest).encode(), mode=0o600)
         except OSError as error:
-            raise data_dir_unusable(self._path.parent, error) from error
+            _log.warning("digests_not_kept", path=str(self._path), reason=str(error))
 
     def _all(self) -> Mapping[str, str]:
         try:
@@ -59,12 +65,15 @@ class DigestRecord:
         return {key: value for key, value in items if isinstance(value, str)}
 
 
-def _state(tokens: NDArray[Any], what: bytes) -> str | None:
+def _state(tokens: NDArray[Any], what: bytes, quiet_seconds: float) -> str | None:
     if not isinstance(tokens, np.memmap) or not isinstance(tokens.filename, (str, os.PathLike)):
         return None
     try:
         found = os.stat(tokens.filename)
     except OSError:
         return None
+    if time.time() - max(found.st_mtime, found.st_ctime) < quiet_seconds:
+        return None
     state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    return hashlib.sha256(repr((state, what)).encode()).hexdigest()
+    cut = (tokens.dtype.str, len(tokens), tokens.offset)  # another file may say it
+    return hashlib.sha256(repr((state, cut, what)).encode()).hexdigest()

@@ -107,6 +107,10 @@ class FastEncoder:
         longest = max(len(piece) for piece, _ in description["model"]["vocab"]) if model == "Unigram" else 0
         return cls(json.dumps(description), spelt, model, longest)
 
+    def with_description(self, description: str) -> FastEncoder:
+        """Return an encoder with another description of the same tokens."""
+        return FastEncoder(description, self._separator, self.model, self.longest_piece)
+
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Encode each text, 1-D."""
         found = [

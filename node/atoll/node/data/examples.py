@@ -10,6 +10,7 @@ messages, prompts or completions spell are text.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -168,7 +169,8 @@ def _fast_encoder(tokenizer: Tokenizer) -> FastEncoder:
             f"tokenizer {tokenizer.name!r} does not tell which text a token stands for, so no answer can be found",
             "use a tokenizer of the tokenizers library, which has a tokenizer.json",
         )
-    return encoder
+    # no post-processor: some leave out the spaces around a token where they tell its characters
+    return encoder.with_description(json.dumps(json.loads(encoder.description) | {"post_processor": None}))
 
 
 def _recognising_special_tokens(encoder: FastEncoder) -> Any:

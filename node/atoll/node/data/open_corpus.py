@@ -73,9 +73,16 @@ class OpenedCorpus:
         try:
             held_out = corpus.validation_windows()
             self.reader.pin(map(corpus.place, held_out))
+            targets = 0
             for start in range(0, len(held_out), _HELD_OUT_AT_ONCE):
-                corpus.windows(held_out[start : start + _HELD_OUT_AT_ONCE])
+                windows_BT = corpus.windows(held_out[start : start + _HELD_OUT_AT_ONCE])
+                targets += int((windows_BT[:, 1:] >= 0).sum())
                 on_progress()
+            if not targets:
+                raise CorpusError(
+                    "no held-out sample has an answer, so there would be no validation loss",
+                    "raise [data] validation_samples or sequence_length",
+                )
         except BaseException:
             corpus.close()
             raise

@@ -169,6 +169,9 @@ def built_in_memory_bytes(spec: RunSpec, shape: ModelShape, samples: int) -> int
     borrowed = shape.vocabulary * shape.dimension if shape.tie_embeddings else 0  # the head's gradient of a tied matrix
     flat = FP32_BYTES * (FLAT_COPIES * shape.parameters + borrowed)
     masks = mask_memory(spec, samples).of(shape.layers)
+    if spec.data.document_masks:  # each block keeps rotations of its tokens, and repeats keys and values for all heads
+        repeated = 2 * width * (shape.dimension - shape.kv_heads * shape.head_dimension)
+        masks += blocks * tokens * (2 * FP32_BYTES * shape.head_dimension + repeated)
     return flat + tokens * (width * saved + 2 * FP32_BYTES * shape.vocabulary) + masks
 
 

@@ -31,7 +31,7 @@ def count_targets(tokens_BT: Tensor) -> int:
 
 def divisor(targets_of_all: int, targets_of_part: int) -> float:
     """Return by what to divide the mean loss of a part, so that the parts add up to the mean of all."""
-    return targets_of_all / targets_of_part if targets_of_part else ZERO_WEIGHT_DIVISOR
+    return targets_of_all / targets_of_part if targets_of_all and targets_of_part else ZERO_WEIGHT_DIVISOR
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

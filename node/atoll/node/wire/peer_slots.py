@@ -23,6 +23,10 @@ class PeerSlots(Generic[Key]):
     def __len__(self) -> int:
         return self._in_use.total()
 
+    def in_use(self, key: Key) -> int:
+        """How many slots a key holds."""
+        return self._in_use[key]
+
     def try_take(self, key: Key, extra: int = 0) -> bool:
         """Take a slot and return True, or return False if none is left; `release` must follow a True.
 

@@ -14,7 +14,7 @@ export function lossChart(box, losses, sources) {
   const xs = losses.map((item) => item.committed_tokens);
   const ys = losses.map((item) => item.loss);
   const x = scale(Math.min(...xs), Math.max(...xs), PAD.left, width - PAD.right);
-  const parts = sources.map((name) => losses.filter((item) => item.sources && name in item.sources)
+  const parts = sources.map((name) => losses.filter((item) => item.sources && Object.hasOwn(item.sources, name))
     .map((item) => [item.committed_tokens, item.sources[name]]));
   const all = [...ys, ...parts.flat().map((point) => point[1])];
   const [low, high] = [Math.min(...all), Math.max(...all)];
@@ -45,7 +45,7 @@ export function lossChart(box, losses, sources) {
       svg("circle", { class: "dot", cx: px, cy: py, r: 4.5 }));
     tip.hidden = false;
     const found = losses[nearest].sources ?? {};
-    const told = sources.filter((name) => name in found).map((name) => `; ${name} ${found[name].toFixed(4)}`).join("");
+    const told = sources.filter((name) => Object.hasOwn(found, name)).map((name) => `; ${name} ${found[name].toFixed(4)}`).join("");
     tip.textContent = `${ys[nearest].toFixed(4)} after round ${losses[nearest].round}, ${count(xs[nearest])} tokens${told}`;
     tip.style.left = `${Math.min(Math.max(px, 110), width - 110)}px`;
     tip.style.top = `${Math.max(py, 40)}px`;
