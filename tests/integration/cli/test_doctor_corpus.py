@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -81,7 +82,7 @@ def test_mirrors_that_fail_stall_or_lie_are_named_and_the_others_are_measured(
 def test_a_slow_line_is_not_enough_and_is_measured_in_a_bounded_time(
     servers: list[CorpusServer], digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_corpus, "_RATE_SECONDS", 1.0)
+    monkeypatch.setattr(doctor_corpus, "_RATE_SECONDS", 4.0)
     servers[0].faults.bytes_per_second = 50_000.0  # 110,000 are needed
     (line,) = named(found(tmp_path, spec_of(digest, servers[0].address)), "line")
     assert not line.ok
@@ -93,6 +94,19 @@ def test_a_copy_on_this_machine_needs_no_line_and_no_cache(root: Path, digest: s
     findings = found(tmp_path, spec_of(digest), data=str(root), disk_gigabytes=1e6)
     assert [(finding.name, finding.ok) for finding in findings] == [("mirror", True), ("line", True)]
     assert "from --data" in findings[1].found
+
+
+def test_a_directory_without_shards_needs_a_line(
+    root: Path, servers: list[CorpusServer], digest: str, tmp_path: Path
+) -> None:
+    part = tmp_path / "part"
+    shutil.copytree(root, part)
+    max(part.glob("*/*.tokens"), key=lambda path: path.stat().st_size).unlink()
+    findings = found(tmp_path, spec_of(digest, servers[0].address), data=str(part))
+    assert "has the corpus card and no shard" in named(findings, "mirror")[0].found
+    (line,) = named(findings, "line")
+    assert "from the fastest mirror" in line.found
+    assert named(findings, "text disk")
 
 
 def test_no_mirror_that_works_leaves_one_remedy(digest: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from atoll.core.units import bytes_text, count_text
 from atoll.node.cli.doctor import Finding
 from atoll.node.config import CORPORA, NodeConfig
 from atoll.node.data.card import CARD_NAME, MAX_CARD_BYTES, CorpusCard, ShardName, card_digest, parse_card
-from atoll.node.data.mirrors import Cancelled, Mirror, MirrorFailed
+from atoll.node.data.mirrors import BlockAbsent, Cancelled, Mirror, MirrorFailed
 from atoll.node.data.open_corpus import mirrors_of
 
 _CARD_SECONDS = 10.0
@@ -81,7 +81,8 @@ def corpus_findings(config: NodeConfig, spec: RunSpec) -> Iterator[Finding]:
     if card is None:
         return
     need = _need(config, spec, card)
-    own = next((probe for probe in working if probe.mirror.kind == "directory"), None)
+    directories = (probe for probe in working if probe.mirror.kind == "directory")
+    own = next((probe for probe in directories if _has_all(Path(probe.mirror.name), card)), None)
     fastest = own or max(working, key=lambda probe: probe.bytes_per_second)
     yield _line_finding(fastest, need)
     if own is None:
@@ -99,24 +100,37 @@ def _look(probe: _Probe, digest: str, late: Cancelled) -> None:
 
 
 def _measure(probe: _Probe, most: int, late: Cancelled) -> None:
-    """Read the start of the largest shard, in pieces that grow."""
+    """Read the start of the largest shard that is there, in pieces that grow."""
     assert probe.card is not None
-    sizes = {
-        ShardName(source.name, number): probe.card.shard_bytes(shard)
-        for source in probe.card.sources
-        for number, shard in enumerate(source.shards)
-    }
-    name = max(sizes, key=lambda name: sizes[name])
-    most, done, piece = min(most, sizes[name]), 0, _FIRST_PIECE_BYTES
-    began = time.monotonic()
-    probe.mirror.read(name.path("tokens"), 0, 1, late)
+    sizes = _shard_sizes(probe.card)
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        began = time.monotonic()
+        with suppress(BlockAbsent):  # the directory has a part of the corpus
+            probe.mirror.read(name.path("tokens"), 0, 1, late)
+            break
+    else:
+        raise MirrorFailed(f"{probe.mirror.name} has the corpus card and no shard")
     probe.latency_seconds = time.monotonic() - began
+    most, done, piece = min(most, sizes[name]), 0, _FIRST_PIECE_BYTES
     began = time.monotonic()
     while done < most and time.monotonic() - began < _RATE_SECONDS:
         stop = min(most, done + piece)
         probe.mirror.read(name.path("tokens"), done, stop, late)
         done, piece = stop, 2 * piece
         probe.bytes_per_second = done / max(time.monotonic() - began, 1e-6)
+
+
+def _shard_sizes(card: CorpusCard) -> dict[ShardName, int]:
+    return {
+        ShardName(source.name, number): card.shard_bytes(shard)
+        for source in card.sources
+        for number, shard in enumerate(source.shards)
+    }
+
+
+def _has_all(directory: Path, card: CorpusCard) -> bool:
+    """Whether a directory has all shards; if not, the others come over the line."""
+    return all((directory / name.path("tokens")).is_file() for name in _shard_sizes(card))
 
 
 def _each_within(seconds: float, probes: Sequence[_Probe], check: Callable[[_Probe, Cancelled], None]) -> None:

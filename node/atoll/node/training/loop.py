@@ -17,7 +17,7 @@ from torch import Tensor
 from atoll.core.clock import Clock, SystemClock
 from atoll.core.errors import InvalidTransition
 from atoll.core.run_spec import RunSpec
-from atoll.core.training_audits import Gains, gains
+from atoll.core.training_audits import MIN_SAMPLES, Gains, gains
 from atoll.node.data.held_out import HeldOutLoss, SourceLoss, held_out_sets
 from atoll.node.data.sharded_corpus import TrainingCorpus
 from atoll.node.model.document_masks import document_starts
@@ -175,14 +175,19 @@ class InnerLoop(Replica):
     def audit(self, anchor_E: Tensor, update_E: Tensor, own: Sequence[int], other: Sequence[int]) -> Gains:
         """Compare what an update gains on `own` samples and on `other` ones: anchor against anchor − update.
 
-        Overwrites `update_E`. Raises `InvalidTransition` where the model is on several devices.
+        Samples without a target tell nothing. Overwrites `update_E`. Raises `InvalidTransition` where the model is on
+        several devices, or too few samples have a target.
         """
         if self._group is not None:
             raise InvalidTransition("a model on several devices cannot audit updates")
         before = self._sample_losses(anchor_E, (*own, *other))
         after = self._sample_losses(torch.sub(anchor_E, update_E, out=update_E), (*own, *other))
-        gained = [first - second for first, second in zip(before, after, strict=True)]
-        return gains(gained[: len(own)], gained[len(own) :])
+        pairs = list(zip(before, after, strict=True))
+        kinds = pairs[: len(own)], pairs[len(own) :]
+        gained = [[first - second for first, second in kind if first or second] for kind in kinds]
+        if sum(map(len, gained)) < len(pairs) and min(map(len, gained)) < MIN_SAMPLES:
+            raise InvalidTransition("too few of the audit's samples have a target")
+        return gains(*gained)
 
     def _sample_losses(self, flat_E: Tensor, samples: Sequence[int]) -> list[float]:
         """The loss of each sample with any parameters, nats per token."""
