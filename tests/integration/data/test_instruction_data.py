@@ -180,7 +180,7 @@ async def test_trainers_learn_the_answers(devices: str, folder: Path, tmp_path: 
         genesis_E = trainer.anchor.clone()
         loop.load(genesis_E, ranges=((0, 10_000),))
         await trainer.load(ranges=((0, 10_000),), committed_tokens=0)
-        first = await trainer.evaluate()
+        first = (await trainer.evaluate()).value
         assert first == pytest.approx(by_hand(loop), rel=1e-5)
         assert first == pytest.approx(loop.evaluate(genesis_E), rel=1e-5)
         await trainer.train()

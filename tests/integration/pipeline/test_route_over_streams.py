@@ -332,7 +332,7 @@ async def test_stages_with_several_devices_take_the_mean_over_all_targets(lab: L
                 loop.step()
             torch.testing.assert_close(moved_E, genesis_E - loop.weights_E, atol=2e-4, rtol=1e-2)
             await driver.train()
-            assert await driver.evaluate() == pytest.approx(loop.evaluate(genesis_E), abs=1e-4)
+            assert (await driver.evaluate()).value == pytest.approx(loop.evaluate(genesis_E), abs=1e-4)
     finally:
         loop.close()
 
