@@ -125,6 +125,7 @@ async def test_a_corpus_may_take_longer_than_a_child_may_be_silent(tmp_path: Pat
 async def test_a_child_that_hangs_while_it_loads_is_given_up(tmp_path: Path) -> None:
     slow, _ = slow_corpus(tmp_path)
     child = await TrainerProcess.start(tmp_path / "log")
+    os.kill(child.process.pid, signal.SIGSTOP)  # a read that takes long would tell that the child is alive
     async with asyncio.timeout(DEADLINE.total_seconds()):
         with pytest.raises(DeadlineExceeded, match="no loading progress"):
             await Trainer.take(child, slow, timeout=timedelta(seconds=2))
