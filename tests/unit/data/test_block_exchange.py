@@ -220,6 +220,22 @@ async def test_a_slow_line_gets_a_whole_file_in_several_attempts(
     await client.close()
 
 
+async def test_a_disk_that_hangs_is_told_as_busy(swarm: CorpusSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_server, "_WAIT_SECONDS", 0.2)
+    files = swarm.files(swarm.corpus)
+
+    async def hang(*_: object) -> None:
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(files, "in_thread", hang)
+    swarm.serve("seed", files)
+    stream = await swarm.hub.join("me").open("seed", PROTOCOL, SOON)
+    request = dp.CorpusRequest(run_id=RUN, path=WEB, stop=BLOCK_BYTES)
+    await stream.send(FrameKind.MESSAGE, request.SerializeToString())
+    with pytest.raises(Busy, match="disk is slow"):
+        await stream.receive(timedelta(seconds=60))
+
+
 async def test_a_member_that_takes_answers_too_slowly_is_left(
     swarm: CorpusSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

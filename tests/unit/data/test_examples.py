@@ -194,6 +194,12 @@ def test_a_comment_about_generation_tags_is_none() -> None:
     assert [found.text[start:end] for start, end in found.answers] == ["b<|im_end|>"]
 
 
+def test_a_template_that_takes_a_little_too_long_many_times_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "CONVERSATION_SECONDS", -1.0)
+    with pytest.raises(ConfigError, match="processor time for line 7"):
+        ChatTemplate(format_of("chatml")).render(talk("a", "b"), place)
+
+
 def test_a_conversation_that_takes_many_long_renders_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARACTERS", 10_000)
     template = ChatTemplate(format_of("chatml"))

@@ -26,7 +26,7 @@ PROTOCOL = "/atoll/corpus/1"
 STREAMS_PER_PEER = 4
 ANSWERS_AT_ONCE = 32  # with those that wait
 SENT_AT_ONCE = 4  # each of usually 64 KiB, at most 4 MiB, in memory; rounds share the line with them
-_WAIT_SECONDS = 5.0  # for one of them
+_WAIT_SECONDS = 5.0  # for one of them, and then for the disk
 _SEND_SECONDS = 5.0  # for an answer, and as long as its bytes take at this rate:
 _SLOWEST_BYTES_PER_SECOND = 50_000
 _REST_OF_SLOW_SECONDS = 60.0  # of a member that did not take an answer in this time
@@ -92,7 +92,12 @@ class BlockServer:
                     await held.enter_async_context(self._sending)
             except TimeoutError as error:
                 raise Busy("this node's line is full; ask another member") from error
-            await self._send(stream, await self._find(request))
+            try:
+                async with asyncio.timeout(_WAIT_SECONDS):
+                    found = await self._find(request)
+            except TimeoutError as error:
+                raise Busy("this node's disk is slow; ask another member") from error
+            await self._send(stream, found)
 
     async def _find(self, request: dp.CorpusRequest) -> tuple[bytes, int] | None:
         """Return the bytes and the size of the file, which is 0 for a range; None if they are not here."""

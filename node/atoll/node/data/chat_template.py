@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ MAX_TEMPLATE_BYTES = 1 << 20
 MAX_TEXT_CHARACTERS = 1 << 21  # of one example: its encoding takes about 165 bytes of memory a character
 MAX_MESSAGES = 1024
 RENDER_SECONDS = 5.0  # of the processor, to render a conversation or its beginning once
+CONVERSATION_SECONDS = 60.0  # of the processor, for all renders of one conversation
 MAX_RENDERED_CHARACTERS = 1 << 29  # in all renders of one conversation: there are two for each answer
 RENDER_BYTES = 256 << 20
 ASSISTANT = "assistant"
@@ -93,7 +95,7 @@ class ChatTemplate:
         if len(messages) > MAX_MESSAGES:
             raise Unusable(f"has more than {MAX_MESSAGES} messages")
         protected = [self._protected(message) for message in messages]
-        return self._render(_Renders(partial(self._rendered, place), protected))
+        return self._render(_Renders(partial(self._rendered, place), protected, place))
 
     def _guarded(self, run: Callable[[], Any], when: Callable[[], str]) -> Any:
         """Run a template's code within the limits."""
@@ -182,13 +184,23 @@ class ChatTemplate:
 class _Renders:
     """Renders of the beginnings of one conversation, with a bound for all together."""
 
-    def __init__(self, render: Callable[[Sequence[Message], bool], str], messages: Sequence[Message]) -> None:
+    def __init__(
+        self,
+        render: Callable[[Sequence[Message], bool], str],
+        messages: Sequence[Message],
+        place: Callable[[], str],
+    ) -> None:
         self.messages = messages
-        self._render, self._characters = render, 0
+        self._render, self._place, self._characters, self._began = render, place, 0, time.process_time()
 
     def until(self, number: int, prompt: bool = False) -> str:
-        """Render the messages before `number`. Raises `TooLong`."""
+        """Render the messages before `number`. Raises `TooLong`, and `ConfigError` for a template without an end."""
         text = self._render(self.messages[:number], prompt)
+        if time.process_time() - self._began > CONVERSATION_SECONDS:
+            why = (
+                f"the chat template takes more than {CONVERSATION_SECONDS:.0f} s of processor time for {self._place()}"
+            )
+            raise ConfigError(why, _HARMFUL)
         self._characters += len(text)
         if self._characters > MAX_RENDERED_CHARACTERS:
             raise TooLong
