@@ -8,7 +8,9 @@ non-members of a training set is the signal of membership inference: Yeom et al.
 sample is its own control, because its loss is measured with and without the contribution.)
 
 A seed in the manifest draws the contribution. It is a hash of the round and of random numbers that all members but the
-opener told only after the exchange. So nobody knows beforehand who will be audited, and everybody can check it.
+opener told only after the exchange. So nobody knows beforehand who will be audited, and everybody can check it. Where
+rounds average one of N fragments in turn, one round in N is audited, as the seed draws too. A fragment's contribution is
+trained on the samples of N rounds, so an audit measures as many as in a round of the whole model.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def audit_seed(round_id: RoundId, nonces: Iterable[bytes]) -> bytes:
 
 
 def draw(manifest: manifest_pb2.Manifest) -> Drawn | None:
-    """The audit of a committed round; None if fewer than two members contributed and are still there.
+    """The audit of a committed round; None if there is none, or fewer than two members contributed and are still there.
 
     The contributor is drawn: every second round among all, else among those on probation, if there are any. The auditor
     is the one that follows it by as many places as the round's number says, so that a member is audited by all others
@@ -60,6 +62,8 @@ def draw(manifest: manifest_pb2.Manifest) -> Drawn | None:
     """
     there = [item for item in manifest.contributions if item.weight and item.samples and item.present]
     if len(there) < 2 or len(manifest.audit_seed) != SEED_BYTES:
+        return None
+    if int.from_bytes(manifest.audit_seed[8:16], "big") % max(manifest.fragments, 1):
         return None
     turn = manifest.round.number
     on_probation = [item for item in there if item.on_probation]

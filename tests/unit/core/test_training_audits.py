@@ -58,6 +58,19 @@ def test_members_on_probation_are_audited_more_often_and_audit_nobody_while_ther
     assert len(auditors) == 2 * len(NAMES) + len(NAMES) * (len(NAMES) - 1)  # by all others in turn
 
 
+def test_where_fragments_take_turns_one_round_in_as_many_is_audited_and_none_is_spared() -> None:
+    rounds = 4000
+    for fragments in (1, 2, 4):
+        audited = Counter[int]()
+        for number in range(1, rounds + 1):
+            made = manifest(number)
+            made.fragments = fragments
+            audited[number % fragments] += draw(made) is not None
+        expected = rounds / fragments**2  # of each fragment
+        assert set(audited) == set(range(fragments))
+        assert all(0.7 * expected < count <= 1.3 * expected for count in audited.values())
+
+
 def test_who_brought_nothing_or_has_gone_is_not_drawn() -> None:
     for fields in ({"weight": 0}, {"samples": 0}, {"present": False}):
         assert draw(manifest(3, **fields)) is None

@@ -376,6 +376,9 @@ def test_an_audit_tells_an_update_from_samples_that_it_was_trained_on(tmp_path: 
     assert auditor.audit(anchor_E, update_E.clone(), other, own).score < -4
     assert auditor.audit(anchor_E, torch.zeros_like(anchor_E), own, other).score == 0
     assert abs(auditor.audit(anchor_E, update_E.clone(), range(300, 332), other).score) < 3
+    end = trainer.layout.layer_offsets[1]  # the embedding learns samples by heart, blocks hardly
+    update_E[end:] = torch.nan
+    assert auditor.audit(anchor_E, update_E, own, other, slice(end)).score > 2
     assert torch.equal(auditor.weights_E, weights_E)
     for loop in (auditor, trainer):
         loop.close()

@@ -51,7 +51,8 @@ def apply_training_audit(draft: Draft, peer_id: str, run_id: str, report: mb.Tra
         return
     draft.set_live(peer_id, replace(live, refusal_allowance=remaining))  # also if it is right: reading takes time
     committed = manifest_pb2.CommittedManifest.FromString(held)
-    drawn = draw(manifest_pb2.Manifest.FromString(committed.payload))
+    manifest = manifest_pb2.Manifest.FromString(committed.payload)
+    drawn = draw(manifest)
     in_range = abs(report.score) <= MAX_SCORE and report.samples <= MAX_SAMPLES  # false for NaN
     if drawn is None or (drawn.contributor, drawn.auditor) != (report.contributor, peer_id) or not in_range:
         what = f"audit of round {report.round} that was not this node's to report, or with impossible figures"
@@ -59,7 +60,8 @@ def apply_training_audit(draft: Draft, peer_id: str, run_id: str, report: mb.Tra
         return
     found = TrainingScore(report.round, peer_id, report.score if report.given else None)
     members = set(memory.plan.members) if memory.plan is not None else set()
-    oldest = run.head_round - KEPT_SCORES * max(len(members), 1)  # a run's scores change as it learns
+    between = max(len(members), 1) * max(manifest.fragments, 1)  # rounds between two audits of a member, on average
+    oldest = run.head_round - KEPT_SCORES * between  # a run's scores change as it learns
     kept = {
         peer: tuple(score for score in scores if score.round > oldest)
         for peer, scores in memory.training_scores.items()

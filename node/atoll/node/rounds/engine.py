@@ -39,7 +39,7 @@ from atoll.node.rounds.signatures import IdentityVoteSigner
 from atoll.node.rounds.snapshot_ledger import CountedShare
 from atoll.node.rounds.staged_results import RoundResults
 from atoll.node.rounds.token_account import TokenAccount
-from atoll.node.rounds.training_audits import TrainingAudits
+from atoll.node.rounds.training_audits import InstalledRound, TrainingAudits
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
 from atoll.node.state.manifests import ManifestStore
@@ -119,7 +119,7 @@ class AveragingEngine:
             self._me, trainer, clock, self._background, lambda: self.head, callbacks.evaluated
         )
         self._training_audits = TrainingAudits(
-            self._me, trainer, self._background, self._orders.put_nowait, callbacks.audited
+            self._me, trainer, manifests, self._background, self._orders.put_nowait, callbacks.audited
         )
         self._catching_up = False
         self._plans_sent: dict[str, float] = {}  # peer → when it was told our plan
@@ -363,18 +363,19 @@ class AveragingEngine:
         self._results.forget()
         self._counters.committed += 1
         own = self._state.slice(staged.start, staged.start + len(staged.anchor_E))
-        await self._take_anchor(head, share, (own.start, own.stop))
+        moved = own.start, own.stop
+        await self._take_anchor(head, share, moved)
         _log.info("round committed", round=head.round, tokens=head.committed_tokens)
         self._look_at_verdicts(head.manifest)
-        await self._audit_training(head, before)
+        await self._audit_training(head, before, moved)
         await self._end_turn(head, opened_here)
 
-    async def _audit_training(self, head: Head, before: Head) -> None:
-        """Only where every contribution is an update of the whole model."""
+    async def _audit_training(self, head: Head, before: Head, moved: tuple[int, int]) -> None:
+        """Only where members train the whole model."""
         await self._training_audits.stop()
-        if self._results.served is not None and self._state.is_whole and self.turns == 1:
-            lease = self._machine.policy.round_samples
-            self._training_audits.begin(head, before, self._machine.plan, lease, self._results.served)
+        if self._results.served is not None and self._state.is_whole:
+            plan, lease = self._machine.plan, self._machine.policy.round_samples
+            self._training_audits.begin(InstalledRound(head, before, plan, lease, self._results.served, moved))
 
     async def _take_anchor(self, head: Head, share: CountedShare, moved: tuple[int, int] | None = None) -> None:
         """Go on from `head`, with the progress that is not part of it: with none, where that cannot be told.

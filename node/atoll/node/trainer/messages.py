@@ -146,6 +146,8 @@ class Audit:
 
     own: tuple[int, ...]  # sample numbers
     other: tuple[int, ...]
+    start: int  # the elements that the update is of
+    end: int
 
 
 @dataclass(frozen=True)

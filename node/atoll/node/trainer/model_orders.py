@@ -39,10 +39,11 @@ class ModelOrders:
             case messages.Evaluate():
                 whole = self._whole_model("or the driver of a route evaluates")
                 return loss_message(whole.held_out_loss(self.anchor_E))
-            case messages.Audit(own, other):
+            case messages.Audit(own, other, start, end):
                 check_allowed(self.anchor_loaded, "audit an update before an anchor was loaded")
                 check_allowed(not self._has_snapshot, "audit an update in the place of its own")
-                found = self._whole_model("audits updates").audit(self.anchor_E, self.gradient_E, own, other)
+                whole = self._whole_model("audits updates")
+                found = whole.audit(self.anchor_E, self.gradient_E, own, other, slice(start, end))
                 return messages.AuditGains(*found)
             case messages.Generate(prompt, tokens, seed):
                 whole = self._whole_model("generates text")

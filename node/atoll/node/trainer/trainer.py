@@ -251,14 +251,14 @@ class Trainer:
         return loss
 
     async def audit(
-        self, own: Sequence[int], other: Sequence[int], *, timeout: timedelta = ORDER_TIMEOUT
+        self, own: Sequence[int], other: Sequence[int], part: SampleRange, *, timeout: timedelta = ORDER_TIMEOUT
     ) -> messages.AuditGains:
-        """Measure what the update that the caller wrote to `pseudo_gradient` gains on these samples, between two steps.
+        """Measure what an update gains on these samples, between two steps.
 
-        The update is lost. Raises `InvalidTransition` while a snapshot is there, and where the model is on several
-        devices.
+        The caller wrote it to `part` of `pseudo_gradient`, all of which is lost. Raises `InvalidTransition` while a
+        snapshot is there, and where the model is on several devices.
         """
-        found = await self._order(messages.Audit(tuple(own), tuple(other)), timeout)
+        found = await self._order(messages.Audit(tuple(own), tuple(other), *part), timeout)
         assert isinstance(found, messages.AuditGains)
         return found
 

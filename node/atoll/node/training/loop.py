@@ -22,6 +22,7 @@ from atoll.node.data.held_out import HeldOutLoss, SourceLoss, held_out_sets
 from atoll.node.data.sharded_corpus import TrainingCorpus
 from atoll.node.model.document_masks import document_starts
 from atoll.node.model.generate import generate
+from atoll.node.model.local_weights import ALL
 from atoll.node.model.run_model import RunModel, allocate_span, initialise_into, run_model
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import Run, SpanModule, TrainableModel
@@ -172,16 +173,22 @@ class InnerLoop(Replica):
             weights += weight
         return SourceLoss.of(name, self._mean(total), weights, len(windows))
 
-    def audit(self, anchor_E: Tensor, update_E: Tensor, own: Sequence[int], other: Sequence[int]) -> Gains:
+    def audit(
+        self, anchor_E: Tensor, update_E: Tensor, own: Sequence[int], other: Sequence[int], part: slice = ALL
+    ) -> Gains:
         """Compare what an update gains on `own` samples and on `other` ones: anchor against anchor − update.
 
-        Samples without a target tell nothing. Overwrites `update_E`. Raises `InvalidTransition` where the model is on
-        several devices, or too few samples have a target.
+        The update is of `part` of the elements. Samples without a target tell nothing. Overwrites all of `update_E`.
+        Raises `InvalidTransition` where the model is on several devices, or too few samples have a target.
         """
         if self._group is not None:
             raise InvalidTransition("a model on several devices cannot audit updates")
         before = self._sample_losses(anchor_E, (*own, *other))
-        after = self._sample_losses(torch.sub(anchor_E, update_E, out=update_E), (*own, *other))
+        start, end, _ = part.indices(len(update_E))
+        torch.sub(anchor_E[start:end], update_E[start:end], out=update_E[start:end])
+        for rest in (slice(start), slice(end, None)):
+            update_E[rest] = anchor_E[rest]
+        after = self._sample_losses(update_E, (*own, *other))
         pairs = list(zip(before, after, strict=True))
         kinds = pairs[: len(own)], pairs[len(own) :]
         gained = [[first - second for first, second in kind if first or second] for kind in kinds]
