@@ -119,7 +119,7 @@ def evaluate_export(export: ExportedModel, options: EvaluationOptions) -> Evalua
     Raises `NotFound` for an unknown task or directory, `Unreachable` if data cannot be downloaded, `TaskUnusable`,
     `ConfigError`, `ModelTooLarge`.
     """
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings are about its own command
+    logging.getLogger("lm_eval").setLevel(logging.CRITICAL)  # what it logs is told by errors here, or counted
     device = choose_device(options.device)
     with _no_downloaded_code(), redirect_stdout(sys.stderr):  # the library prints
         tasks = _load_tasks(options)
@@ -149,10 +149,10 @@ def _load_tasks(options: EvaluationOptions) -> Any:
     for name in options.tasks:
         if name not in manager.all_tasks:
             near = ", ".join(get_close_matches(name, manager.all_tasks, 3))
+            meant = f"did you mean {near}? " if near else ""
             raise NotFound(
                 f"there is no task {name!r}",
-                (f"did you mean {near}? " if near else "")
-                + "own tasks need --include DIR, with the directory of the YAML",
+                f"{meant}name the directory of your own tasks' YAML with --include",
             )
     chosen: list[Any] = []
     for name in options.tasks:  # one at a time, so that an error can name it
