@@ -199,7 +199,9 @@ def _task_errors(what: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise ModelTooLarge("the device has too little memory for a batch", "lower --batch-size") from error
     except ModuleNotFoundError as error:
-        raise TaskUnusable(f"{what} needs the package {error.name}", f"pip install {error.name}") from error
+        raise TaskUnusable(
+            f"{what} needs the package {error.name}", "install it into the environment of atoll, or leave the task out"
+        ) from error
     except (ConnectionError, TransportError) as error:
         raise Unreachable(
             f"the data set of {what} could not be downloaded: {_sentence(error)}",
