@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,16 @@ def test_a_task_that_cannot_or_must_not_run_says_why(reef, tmp_path, line, told)
     assert isinstance(found, TaskUnusable)
     assert told in str(found)
     assert found.remedy
+
+
+def test_the_task_in_the_guide_can_be_run(reef, tmp_path):
+    guide = (Path(__file__).parents[3] / "docs/guide/checkpoints.md").read_text()
+    yaml = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)[0]
+    quiz = tmp_path / "quiz.jsonl"
+    (tmp_path / "reef_quiz.yaml").write_text(yaml.replace("/srv/quiz.jsonl", str(quiz)))
+    quiz.write_text('{"question": "a reef is", "choices": [" a ring", " a fish"], "answer": 0}\n')
+    (result,) = evaluate(reef[1], tmp_path, "reef_quiz").results
+    assert (result.version, result.samples) == ("1", 1)
 
 
 def test_data_that_is_missing_is_named(reef, tmp_path):

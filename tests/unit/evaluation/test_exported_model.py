@@ -56,6 +56,13 @@ def test_an_export_tells_its_origin_and_loads_with_its_document_end(export):
     assert (loaded.end_token, loaded.dtype, loaded.model.training) == (0, "float32", False)
 
 
+def test_padding_needs_no_new_token_and_changes_no_text(export):
+    tokenizer = load(open_export(export, None), CPU).tokenizer
+    assert (tokenizer.pad_token_id, len(tokenizer)) == (0, 256)
+    text = f"Lagune {tokenizer.pad_token} \0 <|pad|>"
+    assert tokenizer.encode(text) == list(text.encode())
+
+
 def test_the_digests_are_those_of_all_files(export):
     digests = open_export(export, None).digests()
     assert digests == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in export.iterdir()}

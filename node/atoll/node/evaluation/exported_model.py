@@ -105,7 +105,12 @@ def load(export: ExportedModel, device: torch.device) -> LoadedModel:
     end = tokenizer.eos_token_id
     if end is None:  # the byte tokenizer: its end is a byte of text, too, so the tokenizer must not know it
         end = model.config.eos_token_id
-    return LoadedModel(model, tokenizer, end if isinstance(end, int) else None)
+    end = end if isinstance(end, int) else None
+    if (
+        tokenizer.pad_token is None and end is not None
+    ):  # masked in any case; a new token would have no row in the model
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(end)
+    return LoadedModel(model, tokenizer, end)
 
 
 def _load(export: ExportedModel) -> tuple[Any, Any]:

@@ -13,9 +13,8 @@ from __future__ import annotations
 import logging
 import random
 import sys
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
@@ -25,14 +24,14 @@ from typing import Any
 import evaluate
 import numpy as np
 import torch
-from httpx import TransportError
 from lm_eval.evaluator import evaluate as run_tasks
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from atoll.core.errors import AtollError, ModelTooLarge, NotFound, TaskUnusable, Unreachable
+from atoll.core.errors import NotFound, TaskUnusable
 from atoll.node.evaluation.exported_model import ExportedModel, LoadedModel, load
 from atoll.node.evaluation.report import Evaluation, task_results
+from atoll.node.evaluation.task_errors import LEAVE_OUT, no_downloaded_metrics, task_errors
 from atoll.node.training.device import choose_device
 
 _SEED = 1234  # the library's default for few-shot examples
@@ -57,14 +56,10 @@ class HarnessModel(HFLM):  # type: ignore[misc]  # the library has no types
     def __init__(self, export: ExportedModel, loaded: LoadedModel, batch_size: int | str) -> None:
         self.truncated_requests = 0
         self._end_token = loaded.end_token
-        tokenizer = loaded.tokenizer
-        if tokenizer.pad_token is None and loaded.end_token is not None:
-            # Masked in any case. Otherwise the library adds a token, for which the model has no row.
-            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(loaded.end_token)
         alone = export.trained_by_atoll
         super().__init__(
             pretrained=loaded.model,
-            tokenizer=tokenizer,
+            tokenizer=loaded.tokenizer,
             batch_size=batch_size,
             add_bos_token=False if alone else None,
             prefix_token_id=loaded.end_token if alone else None,
@@ -121,20 +116,21 @@ def evaluate_export(export: ExportedModel, options: EvaluationOptions) -> Evalua
     """
     logging.getLogger("lm_eval").setLevel(logging.CRITICAL)  # what it logs is told by errors here, or counted
     device = choose_device(options.device)
-    with _no_downloaded_code(), redirect_stdout(sys.stderr):  # the library prints
+    with no_downloaded_metrics(evaluate), redirect_stdout(sys.stderr):  # the library prints
         tasks = _load_tasks(options)
         loaded = load(export, device)
         model = HarnessModel(export, loaded, options.batch_size)
         random.seed(_SEED)
         np.random.seed(_SEED)  # tasks use the global generator
         torch.manual_seed(_SEED)
-        with _task_errors("the tasks"):
+        with task_errors("the tasks"):
             found = run_tasks(lm=model, task_dict=tasks, limit=options.limit, log_samples=False)
     settings = {
         "device": str(device),
         "dtype": loaded.dtype,
         "batch_size": options.batch_size,
         "limit": options.limit,
+        "include": [str(path) for path in options.include],
         "seed": _SEED,
         "context_tokens": model.max_length,
         "special_tokens": not export.trained_by_atoll,
@@ -156,14 +152,14 @@ def _load_tasks(options: EvaluationOptions) -> Any:
             )
     chosen: list[Any] = []
     for name in options.tasks:  # one at a time, so that an error can name it
-        with _task_errors(f"task {name!r}"):
+        with task_errors(f"task {name!r}"):
             part = manager.load([name])
             chosen += [part["groups"][name]] if name in part["groups"] else part["tasks"].values()
-    with _task_errors("the tasks"):
+    with task_errors("the tasks"):
         tasks = manager.load(chosen)
     for name, task in tasks["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False):
-            raise TaskUnusable(f"task {name!r} runs code that the model writes, which Atoll does not do", _LEAVE_OUT)
+            raise TaskUnusable(f"task {name!r} runs code that the model writes, which Atoll does not do", LEAVE_OUT)
         _set_few_shot(task, options.few_shot)
     return tasks
 
@@ -184,61 +180,3 @@ def _set_few_shot(task: Any, wanted: int | None) -> None:
     if own is None or (wanted is not None and own != 0):
         task.set_config(key="num_fewshot", value=wanted or 0)
     task.set_fewshot_seed(seed=_SEED)
-
-
-_LEAVE_OUT = "leave out this task"
-
-
-@contextmanager
-def _task_errors(what: str) -> Iterator[None]:
-    """Turn what tasks raise into errors of ours: their code and data are other people's."""
-    try:
-        yield
-    except AtollError:
-        raise
-    except torch.OutOfMemoryError as error:
-        raise ModelTooLarge("the device has too little memory for a batch", "lower --batch-size") from error
-    except ModuleNotFoundError as error:
-        raise TaskUnusable(
-            f"{what} needs the package {error.name}", "install it into the environment of atoll, or leave the task out"
-        ) from error
-    except (ConnectionError, TransportError) as error:
-        raise Unreachable(
-            f"the data set of {what} could not be downloaded: {_sentence(error)}",
-            "connect to the internet once, or copy the cache of Hugging Face from a machine that has it (HF_HOME)",
-        ) from error
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise TaskUnusable(
-            f"{what} cannot be run: {_sentence(error)} ({Path(place.filename).name}, line {place.lineno})",
-            "correct its YAML, data or code, or leave it out",
-        ) from error
-
-
-def _sentence(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
-
-
-@contextmanager
-def _no_downloaded_code() -> Iterator[None]:
-    """Refuse metrics whose code would come from the Hub.
-
-    The library catches errors while it loads metrics, so they are raised at the end.
-    """
-    refused: list[str] = []
-
-    def refuse(path: str, *_: Any, **__: Any) -> Any:
-        refused.append(path)
-        raise TaskUnusable(f"the metric {path!r} is code on the Hugging Face Hub, and Atoll runs none", _LEAVE_OUT)
-
-    original = evaluate.load
-    evaluate.load = refuse
-    try:
-        yield
-    except AtollError:
-        if not refused:
-            raise
-    finally:
-        evaluate.load = original
-    if refused:
-        refuse(refused[0])
