@@ -102,6 +102,7 @@ def test_without_the_library_the_extra_is_named(folder):
     program = f"import sys; sys.modules['lm_eval'] = sys.modules['evaluate'] = None\n{PROGRAM}"
     done = atoll_eval(folder, folder / "export", "--tasks", "hellaswag", program=program)
     assert (done.returncode, done.stdout) == (78, "")
+    assert "lm_eval is not installed" in done.stderr
     assert "pip install -c constraints.txt '.[eval]'" in done.stderr
 
 

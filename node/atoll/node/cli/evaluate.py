@@ -72,6 +72,8 @@ def eval_(
     size = _batch_size(batch_size)
     if not sys.stderr.isatty():  # the library's progress: in a log, a line every ten seconds
         os.environ.setdefault("TQDM_MININTERVAL", _SECONDS_BETWEEN_PROGRESS)
+    import lm_eval  # noqa: F401  # first: if it is missing, it is the one to name
+
     from atoll.node.evaluation.harness import EvaluationOptions, evaluate_export  # here: torch takes seconds
     from atoll.node.system.child_processes import treat_sigterm_as_sigint
 
