@@ -244,6 +244,19 @@ def test_a_task_that_cannot_or_must_not_run_says_why(reef, tmp_path, line, told)
     assert found.remedy
 
 
+def test_a_group_counts_the_samples_that_its_figure_is_of(reef, tmp_path):
+    for name, answer, count in (("one", 0, 2), ("two", 1, 1)):
+        write_choices(tmp_path, name, [{"question": "a", "choices": ["b", "b c"], "answer": answer}] * count)
+    write_answers(tmp_path, "text", [{"question": "a", "answer": ""}], 4)
+    group = "group: all\ntask: [one, two, text]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    (tmp_path / "all.yaml").write_text(group)
+    found = {result.task: result for result in evaluate(reef[1], tmp_path, "all").results}
+    assert found.keys() == {"one", "two", "text", "all"}
+    assert (found["all"].samples, found["all"].samples_in_all) == (3, None)
+    parts = [found[name].metrics[0].value for name in ("one", "two")]
+    assert found["all"].metrics[0].value == pytest.approx((2 * parts[0] + parts[1]) / 3)
+
+
 def test_the_task_in_the_guide_can_be_run(reef, tmp_path):
     guide = (Path(__file__).parents[3] / "docs/guide/checkpoints.md").read_text()
     yaml = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)[0]

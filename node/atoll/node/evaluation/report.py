@@ -55,12 +55,13 @@ def task_results(found: Mapping[str, Any]) -> tuple[TaskResult, ...]:
             continue
         version, few_shot = found.get("versions", {}).get(name), found.get("n-shot", {}).get(name)
         samples = found.get("n-samples", {}).get(name) or {}
+        of_group = max((values.get("sample_count") or {}).values(), default=values.get("sample_len"))
         rows.append(
             TaskResult(
                 task=name,
                 version="" if version is None else str(version),
                 few_shot=few_shot if isinstance(few_shot, int) else None,
-                samples=samples.get("effective", values.get("sample_len")),
+                samples=samples.get("effective", of_group),
                 samples_in_all=samples.get("original"),
                 metrics=metrics,
             )
