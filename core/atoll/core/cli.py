@@ -18,6 +18,7 @@ INTERRUPTED = 130
 _EXTRAS = {
     "node": ("hivemind", "msgpack", "numpy", "psutil", "pynvml", "safetensors", "torch"),
     "coordinator": ("alembic", "prometheus_client", "scipy", "sqlalchemy", "starlette", "uvicorn"),
+    "eval": ("evaluate", "lm_eval"),
     "hf": ("datasets", "peft", "pyarrow", "tokenizers", "transformers"),
 }
 

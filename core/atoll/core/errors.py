@@ -80,6 +80,10 @@ class UnsupportedModel(ConfigError):
     """Atoll cannot split this architecture into layers."""
 
 
+class TaskUnusable(ConfigError):
+    """A task of `atoll eval` cannot be loaded or run."""
+
+
 class PlanInputInvalid(ConfigError):
     """The planner's input contradicts itself or has a value that is not a number."""
 

@@ -39,6 +39,7 @@ COMMANDS = (
     "doctor --help",
     "join --help",
     "data build --help",
+    "eval --help",
     "--help",
 )
 STATUS = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.decoders import initialise
-from support.small_state import of_vectors, stored
+from support.exports import MODELS, spec_of, trained
+from support.small_state import stored
 from typer.testing import CliRunner
 
 from atoll.core.errors import (
@@ -20,50 +20,11 @@ from atoll.core.errors import (
     NotFound,
     UsageError,
 )
-from atoll.core.run_spec import parse_run_spec
 from atoll.node.cli.main import app
 from atoll.node.export.huggingface_export import export_huggingface
-from atoll.node.model.built_in_shape import layer_table, resolve_shape
-from atoll.node.model.flat_layout import FlatLayout
-from atoll.node.model.llama import Decoder
 from atoll.node.state.checkpoint import CheckpointStore, read_checkpoint
-from atoll.node.state.tensor_file import LayerLayout
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-MODELS = {
-    "untied": "dimension = 64\nlayers = 3\nheads = 4\nkv_heads = 4\nhidden_dimension = 96",
-    "tied": "dimension = 64\nlayers = 2\nheads = 4\nkv_heads = 4\nhidden_dimension = 96\ntie_embeddings = true",
-    "grouped": "dimension = 96\nlayers = 2\nheads = 6\nkv_heads = 2\nhidden_dimension = 64\nrope_theta = 500000.0",
-    "one key-value head, padded vocabulary": (
-        "dimension = 32\nlayers = 1\nheads = 4\nkv_heads = 1\nhidden_dimension = 32\nvocabulary = 300"
-    ),
-    "nano": "",
-}
-
-
-def spec_of(model: str, tokenizer: str = "bytes", run: str = "reef"):
-    return parse_run_spec(
-        f'version = 1\n[run]\nname = "{run}"\nstop_tokens = 1000\n[model]\n{model}\n'
-        f'[data]\npath = "corpus"\ntokenizer = "{tokenizer}"\nsequence_length = 128\n[sync]\nround_tokens = 100\n'
-    )
-
-
-def trained(model: str, run: str = "reef", number: int = 7, tokenizer: str = "bytes", vocabulary: int = 256):
-    """A decoder with weights large enough to matter, and its checkpoint."""
-    spec = spec_of(model, tokenizer, run)
-    shape = resolve_shape(spec.model, vocabulary)
-    decoder = Decoder(shape)
-    initialise(decoder, 5)
-    anchor_E = torch.empty(FlatLayout.of(decoder).elements)
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            parameter.mul_(2.0).add_(torch.randn(parameter.shape) * 0.02)
-        named = dict(decoder.named_parameters())
-        for name, view_E in FlatLayout.of(decoder).views(anchor_E):
-            view_E.copy_(named[name])
-    layers = LayerLayout.of(layer_table(spec, shape))
-    return decoder.eval(), spec, of_vectors(number, anchor_E, torch.zeros_like(anchor_E), layers, run)
 
 
 def export(spec, state, target: Path, *how, **more) -> None:

@@ -78,14 +78,14 @@ def export(
         )
     with ExitStack() as exit_stack:
         if checkpoint:
-            found = _open_and_join(checkpoint, exit_stack)
+            found = open_and_join(checkpoint, exit_stack)
         else:
             found = _open_own_checkpoint(
                 _checkpoints_directory(data_directory(data_dir), run), round_number, exit_stack
             )
         from atoll.node.export.huggingface_export import export_huggingface  # here, because torch takes seconds
 
-        with _temporary_torch_cache(), _corpus_cache(data_directory(data_dir)) as cache:
+        with temporary_torch_cache(), corpus_cache(data_directory(data_dir)) as cache:
             export_huggingface(found, to, dtype, base, 1e9 * shard_gigabytes, cache)
     if output is Output.JSON:
         facts = {"run": found.spec.run.name, "round": found.head.round, "manifest_hash": found.head.hash.hex()}
@@ -108,7 +108,7 @@ def base(
     r"""Print the \[model] section of a run that starts from these weights. It pins every file by its digest."""
     from atoll.node.model.describe_base import describe  # here, because torch and transformers take seconds
 
-    with _temporary_torch_cache():
+    with temporary_torch_cache():
         text, notes = describe(directory, name)
     for note in notes:
         print_to_stderr(note)
@@ -116,7 +116,7 @@ def base(
 
 
 @contextmanager
-def _corpus_cache(data_dir: Path) -> Iterator[CacheFolder]:
+def corpus_cache(data_dir: Path) -> Iterator[CacheFolder]:
     """Where the tokenizer of a corpus is, or comes to: the node's cache, or on a machine without a node for once."""
     from atoll.node.data.open_corpus import CacheFolder  # here, because numpy takes long
 
@@ -173,14 +173,15 @@ def _open_own_checkpoint(checkpoints: Path, round_number: int | None, exit_stack
     )
 
 
-def _open_and_join(paths: list[Path], exit_stack: ExitStack) -> StoredModel:
+def open_and_join(paths: list[Path], exit_stack: ExitStack) -> StoredModel:
+    """Open checkpoints of one round, or directories of them. Raises `CheckpointCorrupt`, `NotFound`."""
     from atoll.node.export.stored_model import checkpoints_in, join_checkpoints, open_checkpoint
 
     return join_checkpoints([open_checkpoint(found, exit_stack) for path in paths for found in checkpoints_in(path)])
 
 
 @contextmanager
-def _temporary_torch_cache() -> Iterator[None]:
+def temporary_torch_cache() -> Iterator[None]:
     """Give torch a cache directory that is deleted at the end; by default it leaves one in the temporary directory."""
     with tempfile.TemporaryDirectory(prefix="atoll-") as folder:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)

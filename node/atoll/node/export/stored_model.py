@@ -108,6 +108,11 @@ def checkpoints_in(directory: Path) -> Sequence[Path]:
     return sorted(path.parent for path in directory.glob(f"*/{SUMS}")) or [directory]
 
 
+def holds_checkpoints(directory: Path) -> bool:
+    """Whether a directory is a checkpoint or contains some."""
+    return any((path / SUMS).exists() for path in checkpoints_in(directory))
+
+
 def join_checkpoints(models: Sequence[StoredModel]) -> StoredModel:
     """Join checkpoints of one round to all layers of the model, without reading tensors.
 
