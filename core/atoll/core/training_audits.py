@@ -9,7 +9,7 @@ sample is its own control, because its loss is measured with and without the con
 
 A seed in the manifest draws the contribution. It is a hash of the round and of random numbers that all members but the
 opener told only after the exchange. So nobody knows beforehand who will be audited, and everybody can check it. Where
-rounds average one of N fragments in turn, one round in N is audited, as the seed draws too. A fragment's contribution is
+rounds average one of N fragments in turn, one round in N is audited, as the seed draws too. A contribution is then
 trained on the samples of N rounds, so an audit measures as many as in a round of the whole model.
 """
 
