@@ -18,10 +18,9 @@ from atoll.core.errors import ChildDied, DataDirUnusable, DeadlineExceeded, RunS
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
 from atoll.node.trainer.trainer_process import TrainerProcess
 
-DEADLINE = timedelta(seconds=60)
-SILENCE = timedelta(seconds=12)
+DEADLINE = timedelta(seconds=120)
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def open_files() -> set[str]:
@@ -97,27 +96,38 @@ async def feed(fifo: Path) -> None:
 def slow_corpus(tmp_path: Path) -> tuple[TrainerConfig, list[Path]]:
     """Of files that have something to read when the test says so."""
     fifos = [tmp_path / "corpus" / f"{number}.txt" for number in range(6)]
-    fifos[0].parent.mkdir()
+    fifos[0].parent.mkdir(parents=True)
     for fifo in fifos:
         os.mkfifo(fifo)
     return replace(config(tmp_path), corpus_path=str(fifos[0].parent)), fifos
 
 
-async def test_a_corpus_may_take_longer_than_a_child_may_be_silent(tmp_path: Path) -> None:
+async def loads_slowly(tmp_path: Path, silence: timedelta) -> list[int]:
+    """What a child told while it loaded for longer than it may be silent. Raises `DeadlineExceeded`."""
     slow, fifos = slow_corpus(tmp_path)
     child = await TrainerProcess.start(tmp_path / "log")
     await has_torch(child.process.pid)
     heard: list[int] = []
     taking = asyncio.create_task(
-        Trainer.take(child, slow, timeout=SILENCE, on_progress=lambda loading: heard.append(loading.tokens))
+        Trainer.take(child, slow, timeout=silence, on_progress=lambda loading: heard.append(loading.tokens))
     )
-    async with asyncio.timeout(DEADLINE.total_seconds()):
-        for fifo in fifos:
-            await asyncio.wait([taking], timeout=SILENCE.total_seconds() / 4)
-            if not taking.done():
-                await feed(fifo)
-        trainer = await taking
+    for fifo in fifos:
+        await asyncio.wait([taking], timeout=silence.total_seconds() / 4)
+        feeding = asyncio.create_task(feed(fifo))
+        await asyncio.wait([taking, feeding], return_when=asyncio.FIRST_COMPLETED)
+        feeding.cancel()
+    trainer = await taking
     await trainer.stop(DEADLINE)
+    return heard
+
+
+@pytest.mark.timeout(400)
+async def test_a_corpus_may_take_longer_than_a_child_may_be_silent(tmp_path: Path) -> None:
+    heard: list[int] = []
+    for seconds in (6, 24, 96):  # a machine that is busy may stop a child for that long
+        with suppress(DeadlineExceeded):
+            heard = await loads_slowly(tmp_path / str(seconds), timedelta(seconds=seconds))
+            break
     assert heard == sorted(heard)
     assert len(set(heard) - {0}) > 1
 
