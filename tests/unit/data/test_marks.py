@@ -173,7 +173,9 @@ def test_cards_that_contradict_their_marks_are_refused(built: BuiltCorpus, folde
 
 
 def test_a_corpus_without_marks_has_the_card_of_earlier_releases(tmp_path: Path) -> None:
-    built = build_inline(small_spec(write_jsonl(tmp_path / "in.jsonl", ["a text"] * 9)), tmp_path / "corpus")
+    path = write_jsonl(tmp_path / "in.jsonl", [f"a text {number}" for number in range(40)])
+    built = build_inline(small_spec(path), tmp_path / "corpus")
+    assert built.digest == "14d0a630557fa64b361a34beb4b753713ede7e1ba83f7b23ab40a1b81212c374"
     data = (tmp_path / "corpus/corpus.json").read_bytes()
     assert b"marks" not in data
     assert b"targets" not in data
