@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from support.hf_runs import config_of, model_section
 from torch import Tensor, nn
 
 from atoll.core.run_spec import RunSpec, parse_run_spec
+from atoll.node.data.card import ShardName, start_bit, top_bit
 from atoll.node.data.corpus import Corpus
+from atoll.node.data.sharded_corpus import ShardedCorpus
 from atoll.node.model.run_model import RunModel, allocate_span
 from atoll.node.model.span import Span
 
@@ -59,17 +63,17 @@ def windows_of(corpus: Corpus, windows: Sequence[int]) -> Tensor:
 
 def unpacked(run: RunModel, weights_E: Tensor, windows_BT: Tensor) -> tuple[float, Tensor]:
     """Mean loss and gradient of the windows' documents, each in a row of its own that is padded and not masked."""
-    rows = [
-        document
-        for window in windows_BT.tolist()
-        for document in _documents(window)
-        if len(document) > 1  # else nothing is predicted
-    ]
-    inputs_BT = torch.zeros(len(rows), windows_BT.shape[1] - 1, dtype=torch.int64)
+    return unpacked_pieces(run, weights_E, [piece for window in windows_BT.tolist() for piece in _documents(window)])
+
+
+def unpacked_pieces(run: RunModel, weights_E: Tensor, pieces: Sequence[Sequence[int]]) -> tuple[float, Tensor]:
+    """The same of pieces of documents. A token that is input only is its complement."""
+    rows = [torch.tensor(piece) for piece in pieces if len(piece) > 1]  # else nothing is predicted
+    inputs_BT = torch.zeros(len(rows), max(map(len, rows)) - 1, dtype=torch.int64)
     targets_BT = torch.full_like(inputs_BT, -100)
-    for row, document in enumerate(rows):
-        inputs_BT[row, : len(document) - 1] = torch.tensor(document[:-1])
-        targets_BT[row, : len(document) - 1] = torch.tensor(document[1:])
+    for row, tokens_T in enumerate(rows):
+        inputs_BT[row, : len(tokens_T) - 1] = torch.where(tokens_T < 0, ~tokens_T, tokens_T)[:-1]
+        targets_BT[row, : len(tokens_T) - 1] = torch.where(tokens_T < 0, -100, tokens_T)[1:]
     model = allocate_span(run, Span(0, run.architecture.layers - 1), torch.device("cpu"))
     model.weights_E.copy_(weights_E)
     logits_BTV = model.run(inputs_BT)
@@ -77,6 +81,22 @@ def unpacked(run: RunModel, weights_E: Tensor, windows_BT: Tensor) -> tuple[floa
     loss.backward()
     model.gather_gradients()
     return loss.item(), model.gradients_E
+
+
+def pieces_of(folder: Path, corpus: ShardedCorpus, windows: Sequence[int]) -> list[list[list[int]]]:
+    """The pieces of documents in each window, as its files tell them; a token that is input only is its complement."""
+    found, card = [], corpus.card
+    for window in windows:
+        source, shard, start, stop = corpus.place(window)
+        name = ShardName(card.sources[source].name, shard)
+        stored = np.fromfile(folder / name.path("tokens"), card.dtype).astype(np.int64)
+        first, last = start // card.token_bytes, stop // card.token_bytes
+        ends = np.fromfile(folder / name.path("documents"), "<u8").astype(np.int64)
+        bounds = [first, *ends[(ends > first) & (ends < last)].tolist(), last]
+        numbers = stored & (start_bit(card.dtype) - 1)
+        tokens = np.where(stored & top_bit(card.dtype), ~numbers, numbers).tolist()
+        found.append([tokens[begin:end] for begin, end in itertools.pairwise(bounds)])
+    return found
 
 
 def _documents(window: list[int]) -> list[list[int]]:

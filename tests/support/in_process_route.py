@@ -38,10 +38,10 @@ class InProcessRoute:
         machines: Sequence[FlushMachine],
         pick: Pick = oldest,
         carry: Callable[[Message], Message] = as_it_is,
-        separator: int | None = None,
+        document_masks: bool = False,
     ) -> None:
         self.machines, self._pick, self._carry = tuple(machines), pick, carry
-        self._separator = separator  # with document masks
+        self._document_masks = document_masks
         self._links: dict[Link, deque[Message]] = {}  # with something on its way, or that may be able to work
         self._incarnation = 0
         self.reconnect()
@@ -58,7 +58,7 @@ class InProcessRoute:
     def begin(self, tokens: Sequence[Tensor], anchor: int | None = None) -> int:
         """Feed the driver when all stages are ready; the flush's number."""
         self.settle()
-        flush = self.machines[0].begin_flush(micro_batches(tokens, self._separator), anchor)
+        flush = self.machines[0].begin_flush(micro_batches(tokens, self._document_masks), anchor)
         self._wake(0)
         return flush
 

@@ -76,8 +76,12 @@ class MemoryStore(Store):
     def newest_rounds(self, run_id: str, limit: int) -> tuple[Round, ...]:
         return self.rounds(run_id, 0, len(self._tables[Round]))[-limit:]
 
-    def evaluations(self, run_id: str) -> tuple[Evaluation, ...]:
-        return tuple(row for row in self._rows(Evaluation) if row.run_id == run_id)
+    def evaluations(self, run_id: str, most: int | None = None) -> tuple[Evaluation, ...]:
+        rows = [row for row in self._rows(Evaluation) if row.run_id == run_id]
+        if most is not None and len(rows) > most:
+            width = -(-(rows[-1].round + 1) // most)
+            rows = list({row.round // width: row for row in rows}.values())
+        return tuple(rows)
 
     def plan(self, run_id: str, version: int) -> PlanRow | None:
         return cast("PlanRow | None", self._tables[PlanRow].get((run_id, version)))

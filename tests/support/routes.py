@@ -42,7 +42,7 @@ class RouteStages:
         ahead: int = 0,
         pick: Pick = oldest,
         carry: Callable[[Message], Message] = as_it_is,
-        separator: int | None = None,
+        document_masks: bool = False,
     ) -> None:
         spans = equal_cuts(architecture.layers, stages) if isinstance(stages, int) else tuple(stages)
         self.models = [SpanModel(architecture.span_definition(span), torch.device("cpu")) for span in spans]
@@ -52,7 +52,7 @@ class RouteStages:
         self.machines = [
             FlushMachine(place, stage, section.clip_norm) for place, stage in zip(places, self.stages, strict=True)
         ]
-        self.route = InProcessRoute(self.machines, pick, carry, separator)
+        self.route = InProcessRoute(self.machines, pick, carry, document_masks)
 
     def load(self, flat_E: Tensor) -> None:
         """Every layer's trained parameters, from all of them in order."""

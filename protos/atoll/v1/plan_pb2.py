@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from atoll.v1 import common_pb2 as atoll_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x61toll/v1/plan.proto\x12\x08\x61toll.v1\x1a\x15\x61toll/v1/common.proto\"\xac\x01\n\tLayerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nparameters\x18\x02 \x01(\x04\x12\x1f\n\x17\x66lops_per_token_forward\x18\x03 \x01(\x01\x12\"\n\x1a\x61\x63tivation_bytes_per_token\x18\x04 \x01(\x04\x12\x0f\n\x07tied_to\x18\x05 \x03(\t\x12\x0c\n\x04kind\x18\x06 \x01(\t\x12\x19\n\x11\x66rozen_parameters\x18\x07 \x01(\x04\"E\n\nLayerTable\x12#\n\x06layers\x18\x01 \x03(\x0b\x32\x13.atoll.v1.LayerInfo\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\"#\n\x04Span\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0c\n\x04last\x18\x02 \x01(\r\"\xbc\x01\n\nAssignment\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x1c\n\x04span\x18\x02 \x01(\x0b\x32\x0e.atoll.v1.Span\x12*\n\x0b\x64\x61ta_ranges\x18\x03 \x03(\x0b\x32\x15.atoll.v1.SampleRange\x12\x18\n\x10max_round_tokens\x18\x04 \x01(\x04\x12#\n\x1bmax_reduce_bytes_per_second\x18\x05 \x01(\x04\x12\x14\n\x0con_probation\x18\x06 \x01(\x08\"@\n\x05Route\x12\x10\n\x08peer_ids\x18\x01 \x03(\t\x12\x15\n\rsince_version\x18\x02 \x01(\x04\x12\x0e\n\x06number\x18\x03 \x01(\r\"R\n\x04\x42\x61se\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x15\n\rmanifest_hash\x18\x02 \x01(\x0c\x12\x15\n\rsince_version\x18\x03 \x01(\x04\x12\r\n\x05seats\x18\x04 \x03(\t\"\x8c\x02\n\x04Plan\x12+\n\x08protocol\x18\x01 \x01(\x0b\x32\x19.atoll.v1.ProtocolVersion\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12)\n\x0b\x61ssignments\x18\x04 \x03(\x0b\x32\x14.atoll.v1.Assignment\x12\x1f\n\x06routes\x18\x05 \x03(\x0b\x32\x0f.atoll.v1.Route\x12\x1c\n\x04\x62\x61se\x18\x06 \x01(\x0b\x32\x0e.atoll.v1.Base\x12\x16\n\x0eissued_unix_ms\x18\x07 \x01(\x03\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\x0e\n\x06\x66ormer\x18\t \x03(\t\x12\x14\n\x0croutes_begun\x18\n \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x61toll/v1/plan.proto\x12\x08\x61toll.v1\x1a\x15\x61toll/v1/common.proto\"\xcc\x01\n\tLayerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nparameters\x18\x02 \x01(\x04\x12\x1f\n\x17\x66lops_per_token_forward\x18\x03 \x01(\x01\x12\"\n\x1a\x61\x63tivation_bytes_per_token\x18\x04 \x01(\x04\x12\x0f\n\x07tied_to\x18\x05 \x03(\t\x12\x0c\n\x04kind\x18\x06 \x01(\t\x12\x19\n\x11\x66rozen_parameters\x18\x07 \x01(\x04\x12\x1e\n\x16masked_bytes_per_token\x18\x08 \x01(\x04\"E\n\nLayerTable\x12#\n\x06layers\x18\x01 \x03(\x0b\x32\x13.atoll.v1.LayerInfo\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\"#\n\x04Span\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0c\n\x04last\x18\x02 \x01(\r\"\xbc\x01\n\nAssignment\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x1c\n\x04span\x18\x02 \x01(\x0b\x32\x0e.atoll.v1.Span\x12*\n\x0b\x64\x61ta_ranges\x18\x03 \x03(\x0b\x32\x15.atoll.v1.SampleRange\x12\x18\n\x10max_round_tokens\x18\x04 \x01(\x04\x12#\n\x1bmax_reduce_bytes_per_second\x18\x05 \x01(\x04\x12\x14\n\x0con_probation\x18\x06 \x01(\x08\"@\n\x05Route\x12\x10\n\x08peer_ids\x18\x01 \x03(\t\x12\x15\n\rsince_version\x18\x02 \x01(\x04\x12\x0e\n\x06number\x18\x03 \x01(\r\"R\n\x04\x42\x61se\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x15\n\rmanifest_hash\x18\x02 \x01(\x0c\x12\x15\n\rsince_version\x18\x03 \x01(\x04\x12\r\n\x05seats\x18\x04 \x03(\t\"\x8c\x02\n\x04Plan\x12+\n\x08protocol\x18\x01 \x01(\x0b\x32\x19.atoll.v1.ProtocolVersion\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12)\n\x0b\x61ssignments\x18\x04 \x03(\x0b\x32\x14.atoll.v1.Assignment\x12\x1f\n\x06routes\x18\x05 \x03(\x0b\x32\x0f.atoll.v1.Route\x12\x1c\n\x04\x62\x61se\x18\x06 \x01(\x0b\x32\x0e.atoll.v1.Base\x12\x16\n\x0eissued_unix_ms\x18\x07 \x01(\x03\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\x0e\n\x06\x66ormer\x18\t \x03(\t\x12\x14\n\x0croutes_begun\x18\n \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'atoll.v1.plan_pb2', _global
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LAYERINFO']._serialized_start=57
-  _globals['_LAYERINFO']._serialized_end=229
-  _globals['_LAYERTABLE']._serialized_start=231
-  _globals['_LAYERTABLE']._serialized_end=300
-  _globals['_SPAN']._serialized_start=302
-  _globals['_SPAN']._serialized_end=337
-  _globals['_ASSIGNMENT']._serialized_start=340
-  _globals['_ASSIGNMENT']._serialized_end=528
-  _globals['_ROUTE']._serialized_start=530
-  _globals['_ROUTE']._serialized_end=594
-  _globals['_BASE']._serialized_start=596
-  _globals['_BASE']._serialized_end=678
-  _globals['_PLAN']._serialized_start=681
-  _globals['_PLAN']._serialized_end=949
+  _globals['_LAYERINFO']._serialized_end=261
+  _globals['_LAYERTABLE']._serialized_start=263
+  _globals['_LAYERTABLE']._serialized_end=332
+  _globals['_SPAN']._serialized_start=334
+  _globals['_SPAN']._serialized_end=369
+  _globals['_ASSIGNMENT']._serialized_start=372
+  _globals['_ASSIGNMENT']._serialized_end=560
+  _globals['_ROUTE']._serialized_start=562
+  _globals['_ROUTE']._serialized_end=626
+  _globals['_BASE']._serialized_start=628
+  _globals['_BASE']._serialized_end=710
+  _globals['_PLAN']._serialized_start=713
+  _globals['_PLAN']._serialized_end=981
 # @@protoc_insertion_point(module_scope)

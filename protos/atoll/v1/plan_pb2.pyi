@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LayerInfo(_message.Message):
-    __slots__ = ("name", "parameters", "flops_per_token_forward", "activation_bytes_per_token", "tied_to", "kind", "frozen_parameters")
+    __slots__ = ("name", "parameters", "flops_per_token_forward", "activation_bytes_per_token", "tied_to", "kind", "frozen_parameters", "masked_bytes_per_token")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     FLOPS_PER_TOKEN_FORWARD_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class LayerInfo(_message.Message):
     TIED_TO_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     FROZEN_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    MASKED_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     name: str
     parameters: int
     flops_per_token_forward: float
@@ -23,7 +24,8 @@ class LayerInfo(_message.Message):
     tied_to: _containers.RepeatedScalarFieldContainer[str]
     kind: str
     frozen_parameters: int
-    def __init__(self, name: _Optional[str] = ..., parameters: _Optional[int] = ..., flops_per_token_forward: _Optional[float] = ..., activation_bytes_per_token: _Optional[int] = ..., tied_to: _Optional[_Iterable[str]] = ..., kind: _Optional[str] = ..., frozen_parameters: _Optional[int] = ...) -> None: ...
+    masked_bytes_per_token: int
+    def __init__(self, name: _Optional[str] = ..., parameters: _Optional[int] = ..., flops_per_token_forward: _Optional[float] = ..., activation_bytes_per_token: _Optional[int] = ..., tied_to: _Optional[_Iterable[str]] = ..., kind: _Optional[str] = ..., frozen_parameters: _Optional[int] = ..., masked_bytes_per_token: _Optional[int] = ...) -> None: ...
 
 class LayerTable(_message.Message):
     __slots__ = ("layers", "model_hash")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -128,6 +131,57 @@ def test_the_pace_comes_from_the_layer_times_of_the_last_start(
     (line,) = named(found(tmp_path, spec, compute_share=0.5), "line")
     layers = 2 + (spec.model.layers or 4)  # type: ignore[union-attr]
     assert f"{0.5 / (3e-4 * layers):.0f} tokens/s, from the layer times" in line.found
+
+
+class _CardMirror:
+    """A mirror that sends one card in small pieces, when all mirrors send, and notes the memory at the end of it."""
+
+    kind = "server"
+
+    def __init__(self, name: str, card: bytes, together: threading.Barrier) -> None:
+        self.name, self._card, self._together = name, card, together
+        self.memory = 0
+
+    def pieces(self, path: str, at_most: int, cancelled: object) -> Iterator[bytes]:
+        for start in range(0, len(self._card), 1 << 16):
+            yield self._card[start : start + (1 << 16)]
+        self._together.wait(60)
+        self.memory = tracemalloc.get_traced_memory()[0]
+        self._together.wait(60)
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_cards_of_all_mirrors_are_compared_in_the_memory_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card, together = b" " * (4 * MIB), threading.Barrier(32)
+    mirrors = [_CardMirror(f"mirror {number}", card, together) for number in range(32)]
+    monkeypatch.setattr(doctor_corpus, "mirrors_of", lambda *_: mirrors)
+    monkeypatch.setattr(doctor_corpus, "_CARD_SECONDS", 60.0)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        findings = found(tmp_path, spec_of(hashlib.sha256(card).hexdigest(), "https://a.example/corpus"))
+    finally:
+        tracemalloc.stop()
+    assert max(mirror.memory for mirror in mirrors) - before < 4 * len(card)
+    assert len(named(findings, "mirror")) == 32
+
+
+def test_a_disk_that_hangs_is_named_after_a_while(
+    servers: list[CorpusServer], digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(doctor_corpus, "_DISK_SECONDS", 0.3)
+    monkeypatch.setattr(doctor_corpus.os, "fsync", lambda _: released.wait(60))
+    try:
+        (disk,) = named(found(tmp_path, spec_of(digest, servers[0].address)), "disk speed")
+    finally:
+        released.set()
+    assert not disk.ok
+    assert "did not answer" in disk.found
 
 
 def test_a_disk_without_room_says_what_to_do(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,11 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from benchmarks.corpus_server import CorpusServer
+from benchmarks.corpus_server import files_of as files_of_directory
 from support.chats import CHATML, save, talk
 from support.corpora import SMALL, build_inline, files_of, write_rows
+from support.documents import pieces_of, unpacked_pieces
 from torch import nn
 
 from atoll.core.clock import SystemClock
@@ -25,6 +29,8 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.node.data.build import build_corpus
 from atoll.node.data.build_spec import BuildSpec, read_build_spec
 from atoll.node.data.open_corpus import CacheFolder, open_corpus
+from atoll.node.data.sharded_corpus import ShardedCorpus
+from atoll.node.model.run_model import run_model
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
 from atoll.node.training.loop import InnerLoop
 
@@ -33,6 +39,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"),
 ATOLL = [sys.executable, "-c", "from atoll.lab.cli.main import main; main()"]
 DEADLINE = timedelta(seconds=60)
 STEPS = 5
+MIRROR = "http://mirror"
 TALKS = [
     talk(f"is the lagoon {number} wide?", "yes, it is", f"and {number * 37 % 101}?", "no " * (1 + number % 9))
     for number in range(300)
@@ -160,6 +167,41 @@ def by_hand(loop: InnerLoop) -> float:
         each = nn.functional.cross_entropy(logits_TV, read_T[1:], reduction="none")
         losses += [float(loss) for loss, token in zip(each, tokens_T[1:], strict=True) if token >= 0]
     return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+async def test_trainers_keep_conversations_apart(devices: str, folder: Path, tmp_path: Path) -> None:
+    """From a mirror: the held-out loss is that of conversations one by one, and training lowers it."""
+    digest = json.loads(atoll("show", folder / "corpus", "--output", "json").stdout)["corpus"]["digest"]
+    masked = f'sequence_length = 64\ndocument_masks = true\nmirrors = ["{MIRROR}"]'
+    with CorpusServer(files_of_directory(folder / "corpus")) as server:
+        text = RUN_SPEC.format(digest=digest).replace("sequence_length = 16", masked).replace(MIRROR, server.address)
+        spec = parse_run_spec(text)
+        config = TrainerConfig(text, device=devices, cache_path=str(tmp_path / "cache"), minimum_step_seconds=0.1)
+        trainer = await Trainer.spawn(config, log_path=tmp_path / "trainer.log", timeout=DEADLINE)
+        opened = open_corpus(spec.data, str(folder / "corpus"), CacheFolder(tmp_path / "own"), SystemClock())
+        corpus = opened.for_training(spec)
+        try:
+            assert isinstance(corpus, ShardedCorpus)
+            await trainer.initialise()
+            pieces = pieces_of(folder / "corpus", corpus, corpus.validation_windows())
+            alone, _ = unpacked_pieces(
+                run_model(spec, corpus.tokenizer.vocabulary), trainer.anchor, list(chain(*pieces))
+            )
+            await trainer.load(ranges=((0, 10_000),), committed_tokens=0)
+            first = (await trainer.evaluate()).value
+            assert first == pytest.approx(alone, rel=1e-5)
+            await trainer.train()
+            async with asyncio.timeout(DEADLINE.total_seconds()):
+                while trainer.status.steps < STEPS:
+                    await asyncio.sleep(0.01)
+            await trainer.pause()
+            await trainer.snapshot(0, trainer.facts.layer_offsets[-1])
+            trainer.anchor.sub_(trainer.pseudo_gradient)
+            assert (await trainer.evaluate()).value < 0.8 * first
+        finally:
+            corpus.close()
+            await trainer.stop(DEADLINE)
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])

@@ -6,37 +6,28 @@ import asyncio
 import errno
 import json
 import math
+import re
 import socket
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from support.memory_store import MemoryStore
 from unit.coordinator.world import CORPUS, RUN, World
 
 from atoll.coordinator import server
 from atoll.coordinator.controller import Controller
+from atoll.coordinator.rounds.source_losses import from_text
 from atoll.coordinator.runs import machine
 from atoll.coordinator.state.snapshot import Policy
 from atoll.coordinator.store.records import Evaluation
 from atoll.coordinator.web.metrics import StateCollector
-from atoll.coordinator.web.status import Logs, downsample, status
+from atoll.coordinator.web.status import Logs, status
 from atoll.core.clock import ManualClock
 from atoll.core.identity import Identity
 from atoll.core.sdnotify import notify, watchdog_seconds
 from atoll.v1 import membership_pb2 as mb
-
-
-@given(st.lists(st.integers(), max_size=1000), st.integers(1, 50))
-def test_thinning_keeps_order_and_the_last(items: list[int], most: int) -> None:
-    numbered = list(enumerate(items))
-    kept = downsample(numbered, most)
-    assert len(kept) == min(most, len(items))
-    assert kept == sorted(kept)
-    assert kept[-1:] == numbered[-1:]
 
 
 def test_status_is_json_whatever_nodes_report() -> None:
@@ -118,6 +109,30 @@ def test_the_page_and_metrics_have_a_loss_for_each_source() -> None:
     assert 'atoll_run_source_validation_loss{run="reef",source="code"} 6.5' in text
     assert 'atoll_run_source_tokens{run="reef",source="web"} 3000.0' in text
     assert 'atoll_run_source_tokens{run="reef",source="code"}' not in text  # unknown
+
+
+def test_labels_of_sources_are_bounded_however_many_names_a_member_invents() -> None:
+    world = World()
+    world.train("ann", "bob", data=f'source = "corpus"\ncorpus = "{CORPUS}"')
+    labels = set[str]()
+    for first in range(0, 640, 64):
+        sources = [mb.SourceLoss(name=f"s{first + at}", loss=1.0 + at % 2, windows=2) for at in range(63)]
+        sources.append(mb.SourceLoss(name="s0", loss=4.5, windows=48, tokens=3000))
+        if first == 0:
+            sources = sources[1:]
+        world.say("ann", evaluations=[mb.EvaluationReport(loss=5.0, sources=sources)])
+        labels |= set(re.findall(r'validation_loss{run="reef",source="([^"]*)"}', metrics_of(world)))
+        if first == 320:
+            world.restart()
+            for name in ("ann", "bob"):
+                world.connect(name, mb.NODE_STATE_TRAINING)
+    assert labels == {*(f"s{number}" for number in range(63)), "s64", "other"}
+    found = {source.name: source for source in from_text(world.run.sources)}
+    assert (found["s0"].loss, found["s0"].windows) == (4.5, 48)
+    assert (found["other"].windows, found["other"].loss) == (
+        126,
+        pytest.approx(sum(1 + at % 2 for at in range(63)) / 63),
+    )
 
 
 def test_systemd_is_notified_over_its_socket(tmp_path: Path) -> None:

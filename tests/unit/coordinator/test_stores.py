@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from sqlalchemy import create_engine
 from support.memory_store import MemoryStore
 from support.postgres import Postgres, missing, postgres
@@ -141,6 +143,22 @@ def test_logs_are_ordered_and_cut(store: Store) -> None:
     assert store.newest_rounds("other", 10) == ()
     store.apply([replace(LOSS, round=number) for number in (12, 2)])
     assert [loss.round for loss in store.evaluations("reef")] == [2, 12]
+
+
+@given(rounds=st.sets(st.integers(0, 5000), max_size=60), most=st.integers(1, 70))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+def test_a_bounded_series_of_losses_is_even_and_has_the_newest(store: Store, rounds: set[int], most: int) -> None:
+    run_id = f"run {sorted(rounds)} {most}"
+    store.apply([replace(LOSS, run_id=run_id, round=number) for number in rounds])
+    kept = [loss.round for loss in store.evaluations(run_id, most)]
+    assert kept == sorted(set(kept) & rounds)
+    assert len(kept) <= most
+    assert kept[-1:] == sorted(rounds)[-1:]
+    if len(rounds) <= most:
+        assert len(kept) == len(rounds)
+    else:  # the newest of each range
+        width = -(-(max(rounds) + 1) // most)
+        assert {number // width for number in kept} == {number // width for number in rounds}
 
 
 def thin_in_steps(store: Store, rounds: int, step: int) -> None:

@@ -12,6 +12,7 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import CorpusError
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.data.corpus import Corpus, load_corpus
+from atoll.node.data.documents import DOCUMENT_START
 from atoll.node.data.open_corpus import open_corpus
 from atoll.node.data.sharded_corpus import ShardedCorpus
 
@@ -32,7 +33,7 @@ def assert_marked(marked: Corpus | ShardedCorpus, plain: Corpus | ShardedCorpus)
     coded_BT, tokens_BT = marked.windows(windows), plain.windows(windows)
     assert tokens_BT.min() == 0
     first_BT = np.pad(tokens_BT[:, :-1] == 0, ((0, 0), (1, 0)))
-    assert (coded_BT == np.where(first_BT, ~tokens_BT, tokens_BT)).all()
+    assert (coded_BT == np.where(first_BT, ~(tokens_BT + DOCUMENT_START), tokens_BT)).all()
 
 
 def test_windows_of_a_file_of_tokens_mark_the_first_token_of_each_document(tmp_path: Path) -> None:

@@ -74,15 +74,15 @@ def test_a_mark_and_its_token_come_back(pairs: list[tuple[int, bool]]) -> None:
         assert count_marks(found) == marks.sum()
 
 
-def test_tokens_are_as_narrow_as_twice_the_vocabulary_allows() -> None:
-    widths = [(128, 1), (129, 2), (1 << 15, 2), ((1 << 15) + 1, 4), (1 << 31, 4)]
+def test_tokens_are_as_narrow_as_four_times_the_vocabulary_allows() -> None:
+    widths = [(64, 1), (65, 2), (1 << 14, 2), ((1 << 14) + 1, 4), (1 << 30, 4)]
     assert [(size, token_dtype(size, marks=True).itemsize) for size, _ in widths] == widths
 
 
 def test_sources_are_marked_apart(built: BuiltCorpus, folder: Path) -> None:
     card = parse_card((folder / "corpus/corpus.json").read_bytes(), built.digest)
     assert card == built.card
-    assert (card.marks, card.token_bytes) == (True, 2)
+    assert (card.version, card.marks, card.token_bytes) == (2, True, 2)
     talks, pairs, text = card.sources
     assert text.targets == text.tokens
     assert 0 < talks.targets < talks.tokens
@@ -124,7 +124,8 @@ def test_windows_have_the_complement_of_what_is_input_only(built: BuiltCorpus, f
             raw = np.frombuffer((folder / "corpus" / name).read_bytes()[start:stop], built.card.dtype).astype(int)
             (found,) = corpus.windows([window])
             assert found.dtype == np.int64
-            assert found.tolist() == [~(token & (top - 1)) if token & top else token for token in raw.tolist()]
+            numbers = [(token & top, token & (top // 2 - 1)) for token in raw.tolist()]  # also without the start bit
+            assert found.tolist() == [~number if marked else number for marked, number in numbers]
     finally:
         corpus.close()
 
@@ -149,8 +150,12 @@ def forged(card: CorpusCard, **values: Any) -> bytes:
 
 def test_cards_that_contradict_their_marks_are_refused(built: BuiltCorpus, folder: Path) -> None:
     card = built.card
-    with pytest.raises(CorpusError, match="targets"):
+    with pytest.raises(CorpusError, match="no marks"):
         parse_card(forged(card, marks=False))
+    with pytest.raises(CorpusError, match="targets"):
+        parse_card(forged(card, marks=False, version=1))
+    with pytest.raises(CorpusError, match="version"):
+        parse_card(forged(card, version=3))
     with pytest.raises(CorpusError, match="too narrow"):
         parse_card(forged(card, token_bytes=1))
     shards = card.sources[0].shards
@@ -168,7 +173,9 @@ def test_cards_that_contradict_their_marks_are_refused(built: BuiltCorpus, folde
 
 
 def test_a_corpus_without_marks_has_the_card_of_earlier_releases(tmp_path: Path) -> None:
-    built = build_inline(small_spec(write_jsonl(tmp_path / "in.jsonl", ["a text"] * 9)), tmp_path / "corpus")
+    path = write_jsonl(tmp_path / "in.jsonl", [f"a text {number}" for number in range(40)])
+    built = build_inline(small_spec(path), tmp_path / "corpus")
+    assert built.digest == "14d0a630557fa64b361a34beb4b753713ede7e1ba83f7b23ab40a1b81212c374"
     data = (tmp_path / "corpus/corpus.json").read_bytes()
     assert b"marks" not in data
     assert b"targets" not in data
@@ -285,7 +292,7 @@ def test_added_tokens_count_and_those_beyond_the_vocabulary_are_refused(tmp_path
     spec = BuildSpec(sources=(source,), tokenizer=str(tmp_path / "t"))
     built = build_inline(spec, tmp_path / "corpus")
     assert built.card.tokenizer.vocabulary == before + 2
-    found = tokens_of(tmp_path / "corpus", built.card, "s0") & 0x7FFF
+    found = tokens_of(tmp_path / "corpus", built.card, "s0") & built.card.token_mask
     assert {before, before + 1} <= set(found.tolist())
     file = tmp_path / "t/tokenizer.json"
     rules = json.loads(file.read_text())

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
 
 from atoll.core.errors import ConfigError, CorpusError, UnsupportedModel
-from atoll.node.data.documents import check_separated, document_separator, ignore_first_tokens
+from atoll.node.data.documents import check_separated, document_separator, mark_starts, starts_after
 from atoll.node.model import llama
 from atoll.node.model.built_in import BuiltInArchitecture
 from atoll.node.model.built_in_shape import ModelShape
@@ -22,7 +22,6 @@ from atoll.node.model.document_masks import (
     attends,
     block_mask,
     document_positions,
-    document_starts,
     documents_of,
     flex_attention_of,
 )
@@ -30,7 +29,7 @@ from atoll.node.model.huggingface import HuggingFaceArchitecture
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanModel
 from atoll.node.model.tokenizer import ByteTokenizer
-from atoll.node.training.targets import IGNORED, inputs_and_targets
+from atoll.node.training.targets import IGNORED, document_starts, inputs_and_targets
 
 SEPARATOR = 7
 
@@ -43,21 +42,32 @@ def windows(draw: st.DrawFn) -> np.ndarray:
     return np.array(draw(st.lists(st.lists(token, min_size=length, max_size=length), min_size=rows, max_size=rows)))
 
 
+def marked(windows_BT: np.ndarray, tokens_BT: np.ndarray | None = None) -> np.ndarray:
+    """Windows of which some are marked already. `tokens_BT`: without marks, if they differ."""
+    return mark_starts(windows_BT, starts_after(windows_BT if tokens_BT is None else tokens_BT, SEPARATOR))
+
+
+def starts_of(inputs_BT: torch.Tensor) -> torch.Tensor:
+    """What trainers read from marked windows, whose last token is no input."""
+    tokens_BT = torch.nn.functional.pad(inputs_BT, (0, 1))
+    return document_starts(torch.from_numpy(marked(tokens_BT.numpy())))
+
+
 @given(windows())
 def test_a_place_counts_unless_it_is_a_document_s_last_token(tokens_BT: np.ndarray) -> None:
-    coded_BT = ignore_first_tokens(tokens_BT, SEPARATOR)
+    coded_BT = marked(tokens_BT)
     inputs_BT, targets_BT = (each.numpy() for each in inputs_and_targets(torch.from_numpy(coded_BT)))
     assert (inputs_BT == tokens_BT[:, :-1]).all()
     last_BT = inputs_BT == SEPARATOR
     assert (targets_BT[last_BT] == IGNORED).all()
     assert (targets_BT[~last_BT] == tokens_BT[:, 1:][~last_BT]).all()
-    assert (ignore_first_tokens(coded_BT, SEPARATOR) == coded_BT).all()
+    assert (marked(coded_BT, tokens_BT) == coded_BT).all()
 
 
 @given(windows(), st.data())
 def test_tokens_that_were_no_targets_before_are_none_afterwards(tokens_BT: np.ndarray, data: st.DataObject) -> None:
     before_BT = np.where(data.draw(st.booleans()), ~tokens_BT, tokens_BT)
-    after_BT = ignore_first_tokens(before_BT, SEPARATOR)
+    after_BT = marked(before_BT, tokens_BT)
     assert (after_BT[before_BT < 0] < 0).all()
     inputs_BT, _ = inputs_and_targets(torch.from_numpy(after_BT))
     assert (inputs_BT.numpy() == tokens_BT[:, :-1]).all()
@@ -65,7 +75,7 @@ def test_tokens_that_were_no_targets_before_are_none_afterwards(tokens_BT: np.nd
 
 @given(windows())
 def test_positions_and_masks_are_those_of_each_document_alone(tokens_BT: np.ndarray) -> None:
-    starts_BT = document_starts(torch.from_numpy(tokens_BT), SEPARATOR)
+    starts_BT = starts_of(torch.from_numpy(tokens_BT))
     positions_BT, mask_B1TT = document_positions(starts_BT), attends(starts_BT)
     for row, tokens in enumerate(tokens_BT.tolist()):
         begin = 0
@@ -77,7 +87,7 @@ def test_positions_and_masks_are_those_of_each_document_alone(tokens_BT: np.ndar
 
 @given(windows())
 def test_flex_attention_gets_the_same_mask(tokens_BT: np.ndarray) -> None:
-    starts_BT = document_starts(torch.from_numpy(tokens_BT), SEPARATOR)
+    starts_BT = starts_of(torch.from_numpy(tokens_BT))
     mask = block_mask(starts_BT)
     samples, length = starts_BT.shape
     places = torch.arange(length)
@@ -120,7 +130,7 @@ def test_a_compiled_model_gets_a_block_mask_in_one_graph(monkeypatch: pytest.Mon
     compiled = torch.compile(model.run, backend="aot_eager", fullgraph=True)
     for seed in range(2):
         tokens_BT = torch.randint(0, 64, (2, 160), generator=torch.Generator().manual_seed(seed))
-        starts_BT = document_starts(tokens_BT, SEPARATOR)
+        starts_BT = starts_of(tokens_BT)
         gradients = []
         for run in (model.run, compiled):
             model.zero_gradients()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from support.hf_runs import config_of as run_config
 from support.hf_runs import model_section, spec_text, text_of
 from support.live_bytes import LiveBytes
 
+from atoll.core.document_masks import mask_memory
 from atoll.core.errors import InvalidRequest
 from atoll.core.run_spec import OptimizerSection, parse_run_spec
 from atoll.node.data.corpus import load_corpus
@@ -39,22 +41,22 @@ SHAPES = {
 SPANS = [Span(0, 0), Span(0, 2), Span(1, 1), Span(1, 3), Span(3, 4), Span(4, 4), Span(0, 4)]
 
 
-def peak_bytes(architecture: Architecture, span: Span) -> tuple[int, int]:
+def peak_bytes(architecture: Architecture, span: Span, masks: bool = False) -> tuple[int, int]:
     """Of weights and gradients, and of everything at worst in a flush that is not the first."""
     with LiveBytes() as live:
         stage = Stage(
             SpanModel(architecture.span_definition(span), torch.device("cpu")),
             OptimizerSection(name="adamw", learning_rate=2e-3, weight_decay=0.1),
-            MicroBatchShape(SAMPLES, TOKENS),
+            MicroBatchShape(SAMPLES, TOKENS, masks),
         )
         built = live.now
-        flush(stage)
+        flush(stage, masks)
         live.peak = live.now
-        flush(stage)
+        flush(stage, masks)
     return built, live.peak
 
 
-def flush(stage: Stage) -> None:
+def flush(stage: Stage, masks: bool = False) -> None:
     """With as many micro-batches at once as there are credits; the last stage has none waiting."""
     span_definition = stage.model.span_definition
     stage.begin(CREDITS)
@@ -67,7 +69,8 @@ def flush(stage: Stage) -> None:
     inputs = [x.clone() for x in waiting]
     del waiting
     for number in range(CREDITS):
-        output = stage.forward(number, inputs.pop(0), targets_BT[number])
+        starts_BT = torch.arange(TOKENS).expand(SAMPLES, TOKENS) % 40 == 0 if masks else None
+        output = stage.forward(number, inputs.pop(0), targets_BT[number], starts_BT)
         if span_definition.is_last:
             stage.backward(number, None)
     if not span_definition.is_last:
@@ -104,6 +107,26 @@ def test_other_families_take_about_the_estimated_memory(family: str, span: Span)
     estimate = span_memory(table_of(architecture, TOKENS, ""), span, TRAFFIC)
     assert built == pytest.approx(estimate.weights + estimate.gradients, rel=0.001)
     assert peak == pytest.approx(estimate.total, rel=0.15)
+
+
+MASKED = "document_masks = true"
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (8, 8)], ids=["grouped", "not grouped"])
+@pytest.mark.parametrize("family", ["", "llama"])
+@pytest.mark.parametrize("span", [Span(0, 3), Span(1, 3)], ids=str)
+def test_stages_with_document_masks_take_the_estimated_memory(span: Span, family: str, heads: tuple[int, int]) -> None:
+    """Repeated keys and values are a large part of it where eight heads share one."""
+    sizes = {"hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 4, "max_position_embeddings": TOKENS}
+    config = run_config(family or "llama", **sizes, num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    section = f"[model]\ndimension = 128\nlayers = 4\nheads = {heads[0]}\nkv_heads = {heads[1]}\nhidden_dimension = 160"
+    text = spec_text(model_section(config) if family else section, "").replace("[data]\n", f"[data]\n{MASKED}\n")
+    spec = parse_run_spec(re.sub(r"sequence_length = \d+", f"sequence_length = {TOKENS}", text))
+    run = run_model(spec, 256)
+    masks = mask_memory(spec, run.table.layers, SAMPLES)
+    _, peak = peak_bytes(run.architecture, span, masks=True)
+    estimate = span_memory(run.table, span, StageTraffic(SAMPLES * TOKENS, TOKENS, CREDITS, masks))
+    assert peak == pytest.approx(estimate.total, rel=0.15 if family else 0.05)
 
 
 def test_adapters_need_no_gradients_or_moments_of_frozen_parameters() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.documents import SEPARATOR, TOKENS, document_spec, gradient_of, unpacked, windows_of, write_documents
+from support.documents import TOKENS, document_spec, gradient_of, unpacked, windows_of, write_documents
 from support.routes import RouteStages
 from unit.pipeline.test_message_codec import carried
 
@@ -35,9 +35,8 @@ def corpus(tmp_path: Path) -> Corpus:
 def route_of(run: RunModel, stages: int, family: str = "", *, masks: bool = True) -> RouteStages:
     spec = document_spec(family, masks=masks)
     link_format = LinkFormat.of(spec, run.table, 1, 0)
-    separator = SEPARATOR if masks else None
     room, carry = MicroBatchShape.of(spec), carried(link_format, "fp32")
-    return RouteStages(run.architecture, stages, spec.optimizer, room, carry=carry, separator=separator)
+    return RouteStages(run.architecture, stages, spec.optimizer, room, carry=carry, document_masks=masks)
 
 
 def initial_weights(run: RunModel) -> torch.Tensor:

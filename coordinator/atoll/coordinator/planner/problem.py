@@ -64,6 +64,7 @@ class Layer:
     saved_bytes_per_token: int = 0  # held while other layers of its span are differentiated; 0: its output
     workspace_bytes: int = 0  # independent of the tokens: a matrix's gradient before it is accumulated
     frozen_parameters: int = 0  # held beside `parameters`; neither trained nor averaged
+    masked_bytes_per_token: int = 0  # held besides in a run with document masks (`core/document_masks.py`)
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,7 @@ def _read(row: plan_pb2.LayerInfo, width: float, sequence_length: int) -> Layer:
         workspace_bytes_per_token=int(moving if block else FP32_BYTES * 2 * width + logits),
         saved_bytes_per_token=int(kept) if block else 0,
         frozen_parameters=row.frozen_parameters,
+        masked_bytes_per_token=row.masked_bytes_per_token,
         workspace_bytes=0 if row.frozen_parameters else _dense_bytes(row.parameters, block),
     )
 

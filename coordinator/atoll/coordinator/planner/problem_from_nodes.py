@@ -70,7 +70,7 @@ def problem_from_nodes(
 ) -> NodeProblem:
     """Build the problem of placing these nodes. Raises nothing: `checks.check_problem` validates the result."""
     doubts: dict[str, str] = {}
-    training = training_of(spec)
+    training = training_of(spec, layers)
     every = [_machine(node, layers) for node in nodes]
     refused = {machine.name: why for machine in every if (why := problem_with(machine, layers))}
     nodes = [node for node in nodes if node.name not in refused]

@@ -91,7 +91,8 @@ def span_memory(table: bytes, spec: RunSpec) -> SpanMemory | None:
     rows = plan_pb2.LayerTable.FromString(table)
     if not 0 < len(rows.layers) <= MOST_LAYERS:
         return None
-    return SpanMemory(read_layers(rows, spec.data.sequence_length), training_of(spec))
+    layers = read_layers(rows, spec.data.sequence_length)
+    return SpanMemory(layers, training_of(spec, layers))
 
 
 def holds_whole(profile: mb.NodeProfile) -> bool | None:
@@ -101,8 +102,8 @@ def holds_whole(profile: mb.NodeProfile) -> bool | None:
     return profile.whole_model_bytes <= profile.device_memory_bytes
 
 
-def training_of(spec: RunSpec) -> Training:
-    """Translate the run spec into the planner's training parameters."""
+def training_of(spec: RunSpec, layers: tuple[Layer, ...]) -> Training:
+    """Translate the run spec and the run's layers into the planner's training parameters."""
     optimizer = spec.optimizer
     micro_batches = spec.samples_per_flush // optimizer.micro_batch_samples
     return Training(
@@ -112,7 +113,7 @@ def training_of(spec: RunSpec) -> Training:
         activation_ratio=_PIPELINE_RATIO[spec.pipeline.codec],
         gradient_ratio=_PIPELINE_RATIO[spec.pipeline.codec],
         outer_bytes_per_parameter=_CODEC_BYTES.get(spec.sync.codec, _CODEC_BYTES["int4"]),
-        masks=mask_memory(spec, optimizer.micro_batch_samples),
+        masks=mask_memory(spec, layers, optimizer.micro_batch_samples),
         activation_checkpointing=optimizer.activation_checkpointing,
         device_bytes_per_parameter=_DEVICE_BYTES,
         tied_user_bytes_per_parameter=16.0,  # values and gradient, each also in a transfer buffer

@@ -19,7 +19,7 @@ from atoll.coordinator.rounds.round_checks import (
     report_key,
     row_from_report,
 )
-from atoll.coordinator.rounds.source_losses import MAX_LOSS, check_sources, to_text
+from atoll.coordinator.rounds.source_losses import MAX_LOSS, check_sources, fold, to_text
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import run_states
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE, STORED_ROWS_RATE
@@ -74,7 +74,11 @@ def apply_evaluation_report(draft: Draft, peer_id: str, run_id: str, report: mb.
         return
     if (run.loss and report.round <= run.loss_round) and not _charge_row(draft, peer_id):
         return
-    sources = to_text(report.sources)
+    names, folded = fold(run.source_names, report.sources)
+    sources = to_text(folded)
+    if names != run.source_names:
+        run = replace(run, source_names=names)
+        draft.put(run)
     draft.log(Evaluation(run_id, report.round, report.loss, tokens, sources))
     if report.round >= run.loss_round:
         draft.put(replace(run, loss_round=report.round, loss=report.loss, sources=sources))

@@ -1,4 +1,8 @@
-"""Held-out losses by source: checked when a node reports them, and stored as text beside the loss of all. Pure."""
+"""Held-out losses by source: checked when a node reports them, and stored as text beside the loss of all. Pure.
+
+Without a mixture the coordinator does not know a run's sources, since it does not have the corpus card. So the first
+names that come are a run's for good, and all others count as one source.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,10 @@ from atoll.core.errors import PeerMisbehaved
 from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 
-MAX_SOURCES = 64
+MAX_SOURCES = 64  # of an evaluation, and names of a run for good
+OTHER = "other"  # the source of all further names
 MAX_LOSS = 1e6
+MAX_WINDOWS = 2**32 - 1  # of the message
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")  # of a source in a corpus card
 
 
@@ -35,6 +41,25 @@ def check_sources(spec: RunSpec, sources: Sequence[mb.SourceLoss]) -> None:
             raise PeerMisbehaved(f"the loss of the source {source.name} is {source.loss} over {source.windows} samples")
         if source.tokens > MAX_INTEGER:
             raise PeerMisbehaved(f"the source {source.name} has {source.tokens} tokens trained")
+
+
+def fold(known: Sequence[str], sources: Sequence[mb.SourceLoss]) -> tuple[tuple[str, ...], list[mb.SourceLoss]]:
+    """Return a run's names after these checked sources, and the sources by those names; the rest is `OTHER`."""
+    new = [source.name for source in sources if source.name not in known and source.name != OTHER]
+    names = (*known, *new[: max(0, MAX_SOURCES - len(known))])
+    rest = [source for source in sources if source.name not in names]
+    named = [source for source in sources if source.name in names]
+    return names, [*named, *([_sum_of(rest)] if rest else [])]
+
+
+def _sum_of(sources: Sequence[mb.SourceLoss]) -> mb.SourceLoss:
+    windows = sum(source.windows for source in sources)
+    return mb.SourceLoss(
+        name=OTHER,
+        loss=sum(source.loss * source.windows for source in sources) / windows,
+        windows=min(windows, MAX_WINDOWS),
+        tokens=min(sum(source.tokens for source in sources), MAX_INTEGER),
+    )
 
 
 def to_text(sources: Sequence[mb.SourceLoss]) -> str:

@@ -171,9 +171,17 @@ class SqlStore(Store):
         with self._reading() as connection:
             return _all(connection, Round, wanted)[::-1]
 
-    def evaluations(self, run_id: str) -> tuple[Evaluation, ...]:
+    def evaluations(self, run_id: str, most: int | None = None) -> tuple[Evaluation, ...]:
+        table = TABLES[Evaluation]
+        ours = table.c.run_id == run_id
+        wanted = _select(Evaluation).where(ours)
         with self._reading() as connection:
-            return _all(connection, Evaluation, _select(Evaluation).where(TABLES[Evaluation].c.run_id == run_id))
+            if most is not None:
+                count, last = connection.execute(select(func.count(), func.max(table.c.round)).where(ours)).one()
+                if count > most:  # read from the index of keys
+                    kept = select(func.max(table.c.round)).where(ours).group_by(table.c.round // -(-(last + 1) // most))
+                    wanted = wanted.where(table.c.round.in_(kept))
+            return _all(connection, Evaluation, wanted)
 
     def plan(self, run_id: str, version: int) -> PlanRow | None:
         table = TABLES[PlanRow]

@@ -81,8 +81,11 @@ class Store(ABC):
         """The last `limit` rounds of a run, in the same order."""
 
     @abstractmethod
-    def evaluations(self, run_id: str) -> tuple[Evaluation, ...]:
-        """All evaluations of a run that are left. MUST be ordered by round."""
+    def evaluations(self, run_id: str, most: int | None = None) -> tuple[Evaluation, ...]:
+        """Evaluations of a run that are left: all, or at most `most`, the newest among them. MUST be ordered by round.
+
+        If there are more, it MUST return the newest of each of equal ranges of rounds, and MUST NOT read the others.
+        """
 
     @abstractmethod
     def plan(self, run_id: str, version: int) -> PlanRow | None:

@@ -20,7 +20,7 @@ from starlette.staticfiles import StaticFiles
 
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.store.store import Store
-from atoll.coordinator.web.status import RECENT_EVENTS, RECENT_ROUNDS, Logs, status
+from atoll.coordinator.web.status import MAX_LOSSES, RECENT_EVENTS, RECENT_ROUNDS, Logs, status
 
 ASSETS = Path(__file__).parent / "assets"
 LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
@@ -77,7 +77,7 @@ class _Site:
     def _logs(self, store: Store) -> Logs:
         state = self._controller.state
         return Logs(
-            evaluations={run_id: store.evaluations(run_id) for run_id in state.runs},
+            evaluations={run_id: store.evaluations(run_id, MAX_LOSSES) for run_id in state.runs},
             rounds={run_id: store.newest_rounds(run_id, RECENT_ROUNDS) for run_id in state.runs},
             events=store.events(max(0, state.last_event_id - RECENT_EVENTS), RECENT_EVENTS),
         )

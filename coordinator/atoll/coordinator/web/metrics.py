@@ -1,7 +1,7 @@
 """Prometheus metrics of the coordinator: read from the state at each scrape; errors are counted as they happen.
 
-Labels are runs, node states, methods, error names and sources of a corpus (at most 64), which are all bounded. No
-label names a peer.
+Labels are runs, node states, methods, error names and sources of a corpus (64 of a run and one for the rest), which are
+all bounded. No label names a peer.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Data of the status page and of `/api/status`: one JSON object, built from the state and the logs. Pure.
 
-`version` grows when a field changes its meaning. Long series are thinned here, so that the page stays quick in long
-runs.
+`version` grows when a field changes its meaning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TypeVar
 
 from atoll.coordinator.rounds.source_losses import from_text
 from atoll.coordinator.sanitize import enum_word
@@ -19,10 +17,9 @@ from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
 VERSION = 1
-MAX_POINTS = 400
+MAX_LOSSES = 400
 RECENT_ROUNDS = 60
 RECENT_EVENTS = 40
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,13 +48,6 @@ def status(state: State, now: StepTime, logs: Logs, atoll_version: str) -> dict[
     }
 
 
-def downsample(items: Sequence[T], most: int = MAX_POINTS) -> list[T]:
-    """At most `most` items, evenly picked; the last item is always among them."""
-    if len(items) <= most:
-        return list(items)
-    return [items[(index + 1) * len(items) // most - 1] for index in range(most)]
-
-
 def _run(state: State, run: Run, evaluations: Sequence[Evaluation], rounds: Sequence[Round]) -> dict[str, object]:
     view = views.run_view(state, run)
     return {
@@ -76,7 +66,7 @@ def _run(state: State, run: Run, evaluations: Sequence[Evaluation], rounds: Sequ
         "parameters": sum(layer.parameters for layer in view.layers.layers),
         "losses": [
             {"round": item.round, "loss": item.loss, "committed_tokens": item.committed_tokens, **_sources(item)}
-            for item in downsample(evaluations)
+            for item in evaluations
         ],
         "sources": [
             {"name": source.name, "loss": source.loss, "windows": source.windows, "tokens": source.tokens}

@@ -1,11 +1,14 @@
 """The part of `atoll doctor` about a run's corpus: can its mirrors, the line and the disk feed the device?
 
-Every check has a deadline, and all mirrors together send some MB. One mirror that fails does not end the others.
+Every check has a deadline. All mirrors together send some MB, and each its corpus card; one card at a time is kept in
+memory. One mirror that fails does not end the others.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import queue
 import shutil
 import tempfile
 import threading
@@ -15,17 +18,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, CorpusError
 from atoll.core.run_spec import RunSpec
 from atoll.core.units import bytes_text, count_text
 from atoll.node.cli.doctor import Finding
 from atoll.node.config import CORPORA, NodeConfig
-from atoll.node.data.card import CARD_NAME, MAX_CARD_BYTES, CorpusCard, ShardName, card_digest, parse_card
+from atoll.node.data.card import CARD_NAME, MAX_CARD_BYTES, CorpusCard, ShardName, parse_card
 from atoll.node.data.mirrors import BlockAbsent, Cancelled, Mirror, MirrorFailed
 from atoll.node.data.open_corpus import mirrors_of
 
 _CARD_SECONDS = 10.0
 _RATE_SECONDS = 5.0
+_DISK_SECONDS = 20.0
 _ALL_BYTES = 16 << 20  # from all mirrors together
 _MOST_BYTES = 4 << 20  # from one
 _LEAST_BYTES = 1 << 19
@@ -41,7 +45,6 @@ class _Probe:
 
     mirror: Mirror
     problem: str = ""
-    card: CorpusCard | None = None
     latency_seconds: float = 0.0
     bytes_per_second: float = 0.0
 
@@ -68,17 +71,24 @@ def corpus_findings(config: NodeConfig, spec: RunSpec) -> Iterator[Finding]:
     except AtollError as error:
         yield Finding("mirrors", False, str(error), error.remedy)
         return
-    _each_within(_CARD_SECONDS, probes, lambda probe, late: _look(probe, digest, late))
+    keeper = _CardKeeper(digest)
+    _each_within(_CARD_SECONDS, probes, keeper.look)
+    answering = [probe for probe in probes if not probe.problem]
+    for probe in answering:  # the mirror failed of which the card was kept
+        if keeper.card is None and not keeper.problem:
+            _each_within(_CARD_SECONDS, [probe], keeper.look)
+        probe.problem = probe.problem or keeper.problem
+    card = keeper.card
     answering = [probe for probe in probes if not probe.problem]
     most = max(_LEAST_BYTES, min(_MOST_BYTES, _ALL_BYTES // max(1, len(answering))))
+    sizes = _shard_sizes(card) if card is not None else {}
     for probe in answering:  # one after the other: they share the line
-        _each_within(2 * _RATE_SECONDS, [probe], lambda probe, late: _measure(probe, most, late))
+        _each_within(2 * _RATE_SECONDS, [probe], lambda probe, late: _measure(probe, sizes, most, late))
     for probe in probes:
         yield _mirror_finding(probe, others=any(not one.problem for one in probes))
         probe.mirror.close()
     working = [probe for probe in probes if not probe.problem]
-    card = next((probe.card for probe in working), None)
-    if card is None:
+    if card is None or not working:
         return
     need = _need(config, spec, card)
     directories = (probe for probe in working if probe.mirror.kind == "directory")
@@ -86,23 +96,46 @@ def corpus_findings(config: NodeConfig, spec: RunSpec) -> Iterator[Finding]:
     fastest = own or max(working, key=lambda probe: probe.bytes_per_second)
     yield _line_finding(fastest, need)
     if own is None:
-        yield from _disk_findings(config, card, need)
+        yield from _disk_findings_in_time(config, card, need)
 
 
-def _look(probe: _Probe, digest: str, late: Cancelled) -> None:
-    """Ask for the card."""
-    data = probe.mirror.read_whole(CARD_NAME, MAX_CARD_BYTES, late)
-    if card_digest(data) != digest:
-        raise MirrorFailed(
-            f"{probe.mirror.name} has another corpus: {card_digest(data)[:12]}… instead of {digest[:12]}…"
-        )
-    probe.card = parse_card(data, digest)
+class _CardKeeper:
+    """Compares the cards of all mirrors with the run's digest, piece by piece, and keeps the bytes of one at a time."""
+
+    def __init__(self, digest: str) -> None:
+        self.card: CorpusCard | None = None
+        self.problem = ""  # of the card that the run names, wherever it is
+        self._digest, self._keeping = digest, threading.Lock()
+
+    def look(self, probe: _Probe, late: Cancelled) -> None:
+        """Read the card of a mirror. Raises `MirrorFailed`, `CorpusError`."""
+        if self.card is None and self._keeping.acquire(blocking=False):
+            try:
+                kept = bytearray()
+                self._compare(probe, late, kept)
+                self.card = self.card or parse_card(bytes(kept))
+            except CorpusError as error:
+                self.problem = str(error)
+                raise
+            finally:
+                self._keeping.release()
+        else:
+            self._compare(probe, late, None)
+
+    def _compare(self, probe: _Probe, late: Cancelled, kept: bytearray | None) -> None:
+        found = hashlib.sha256()
+        for piece in probe.mirror.pieces(CARD_NAME, MAX_CARD_BYTES, late):
+            found.update(piece)
+            if kept is not None:
+                kept += piece
+        if found.hexdigest() != self._digest:
+            raise MirrorFailed(
+                f"{probe.mirror.name} has another corpus: {found.hexdigest()[:12]}… instead of {self._digest[:12]}…"
+            )
 
 
-def _measure(probe: _Probe, most: int, late: Cancelled) -> None:
+def _measure(probe: _Probe, sizes: dict[ShardName, int], most: int, late: Cancelled) -> None:
     """Read the start of the largest shard that is there, in pieces that grow."""
-    assert probe.card is not None
-    sizes = _shard_sizes(probe.card)
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         began = time.monotonic()
         with suppress(BlockAbsent):  # the directory has a part of the corpus
@@ -215,6 +248,28 @@ def _pace_of_layer_times(config: NodeConfig, spec: RunSpec, card: CorpusCard) ->
     times = LayerTimesCache(path, SystemClock()).newest({layer.kind for layer in layers})
     seconds = {kind: forward + backward for kind, forward, backward in times}
     return config.compute_share / sum(seconds[layer.kind] for layer in layers) if seconds else 0.0
+
+
+def _disk_findings_in_time(config: NodeConfig, card: CorpusCard, need: _Need) -> Iterator[Finding]:
+    """Check the disk in a thread of its own: a disk that hangs ends no call."""
+    folder, found = config.path(CORPORA), queue.SimpleQueue[list[Finding]]()
+
+    def run() -> None:
+        try:
+            found.put(list(_disk_findings(config, card, need)))
+        except OSError as error:
+            found.put([Finding("disk speed", False, f"cannot use {folder}: {error.strerror}", "check its owner")])
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        yield from found.get(timeout=_DISK_SECONDS)
+    except queue.Empty:
+        yield Finding(
+            "disk speed",
+            False,
+            f"the disk of {folder} did not answer within {_DISK_SECONDS:.0f} s",
+            "choose another disk with --data-dir",
+        )
 
 
 def _disk_findings(config: NodeConfig, card: CorpusCard, need: _Need) -> Iterator[Finding]:

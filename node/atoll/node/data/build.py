@@ -139,6 +139,7 @@ def _spec_digest(spec: BuildSpec, tokenizer: CorpusTokenizer, limits: Limits) ->
         "limits": vars(limits),
     }
     if spec.has_answers:
+        named["card"] = 2
         named["examples"] = [spec.longest_example, spec.long_examples, tokenizer.chat and vars(tokenizer.chat)]
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
@@ -246,6 +247,7 @@ class _Build:
         return CorpusCard(
             token_bytes=self._dtype.itemsize,  # type: ignore[arg-type]  # 1, 2 or 4
             marks=self._spec.has_answers,
+            version=2 if self._spec.has_answers else 1,
             tokenizer=self._tokenizer.card,
             sources=tuple(Source(name=it.name, shards=tuple(it.shards)) for it in self.sources),
             left_out={kind: count for kind, count in sorted(left_out.items()) if count},

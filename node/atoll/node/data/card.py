@@ -117,7 +117,7 @@ class CorpusCard(_Strict):
     """A corpus. Make one with `CorpusCard(...)`, read one with `parse_card`."""
 
     format: Literal["atoll-corpus"] = "atoll-corpus"
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 1  # 2: with marks, and with starts of documents in the tokens
     token_bytes: Literal[1, 2, 4]
     marks: bool = False  # the top bit of a token says: input only, not a target
     tokenizer: CardTokenizer
@@ -131,6 +131,16 @@ class CorpusCard(_Strict):
     @property
     def documents(self) -> int:
         return sum(source.documents for source in self.sources)
+
+    @property
+    def starts(self) -> bool:
+        """Whether the second bit of a token says: a document starts here."""
+        return self.version == 2
+
+    @property
+    def token_mask(self) -> int:
+        """Return the bits of a stored token that are its number."""
+        return (1 << (8 * self.token_bytes - self.marks - self.starts)) - 1
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
@@ -155,6 +165,11 @@ class CorpusCard(_Strict):
 def top_bit(dtype: np.dtype[Any]) -> int:
     """Return the bit of a stored token that says: input only."""
     return 1 << (8 * dtype.itemsize - 1)
+
+
+def start_bit(dtype: np.dtype[Any]) -> int:
+    """Return the bit of a stored token that says: a document starts here."""
+    return top_bit(dtype) >> 1
 
 
 def count_marks(tokens: NDArray[Any]) -> int:
@@ -216,7 +231,9 @@ def _find_problem(card: CorpusCard) -> str:
             return f"{name[:80]!r} cannot be the name of a source"
     if len(set(names)) != len(names):
         return "two sources have one name"
-    if card.tokenizer.vocabulary << card.marks > 1 << (8 * card.token_bytes):
+    if card.starts and not card.marks:
+        return "it is of version 2 and has no marks"
+    if card.tokenizer.vocabulary > card.token_mask + 1:
         return f"tokens of {card.token_bytes} bytes are too narrow for {card.tokenizer.vocabulary:,} values"
     if any(token >= card.tokenizer.vocabulary for token in card.tokenizer.separator):
         return "the separator is not in the vocabulary"

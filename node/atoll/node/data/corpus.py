@@ -33,7 +33,7 @@ from atoll.core.errors import CorpusError
 from atoll.core.run_spec import RunSpec
 from atoll.node.data.byte_streams import unreadable
 from atoll.node.data.digest_records import DigestRecord
-from atoll.node.data.documents import check_separated, document_separator, ignore_first_tokens
+from atoll.node.data.documents import check_separated, document_separator, mark_starts, starts_after
 from atoll.node.data.encoders import description_of
 from atoll.node.data.heartbeat import heartbeat, repeated
 from atoll.node.data.inputs import (
@@ -97,10 +97,13 @@ class Corpus:
         """End nothing: no thread reads a local corpus."""
 
     def windows(self, indices: Sequence[int], soon: bool = False) -> NDArray[np.int64]:
-        """Return windows by number, [B, T+1]; tokens that are no targets are negative (`documents.py`)."""
+        """Return windows by number, [B, T+1]; what starts documents or is no target is marked (`documents.py`)."""
         length = self.sequence_length
         rows = [self.tokens[index * length : index * length + length + 1] for index in indices]
-        return ignore_first_tokens(np.stack(rows).astype(np.int64), self.separator)
+        windows_BT = np.stack(rows).astype(np.int64)
+        return (
+            windows_BT if self.separator is None else mark_starts(windows_BT, starts_after(windows_BT, self.separator))
+        )
 
     def validation_windows(self) -> range:
         """Return the numbers of the held-out windows."""

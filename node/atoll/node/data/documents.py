@@ -1,7 +1,11 @@
-"""Bounds of packed documents, for runs with `document_masks`: a document ends with the tokenizer's separator. Pure.
+"""Bounds of packed documents, for runs with `document_masks`. Pure.
 
-A token that is an input but no target is stored as its bitwise complement, which is negative. So is the first token of
-each document: nothing before it in its window says what it is. A window's first token is never a target.
+A document ends with the tokenizer's separator. In a corpus of instruction data it need not, and may contain separators:
+there a bit of each token tells whether a document starts (`data/card.py`).
+
+In windows, the first token of a document has `DOCUMENT_START` added. A token that is an input but no target is its
+bitwise complement, which is negative. So is the first token of each document: nothing before it in its window says what
+it is. A window's first token is never a target, and always starts a document.
 
 Shape suffixes: B batch, T sequence.
 """
@@ -17,6 +21,7 @@ from atoll.core.errors import ConfigError, CorpusError
 from atoll.core.run_spec import DataSection
 from atoll.node.model.tokenizer import Tokenizer
 
+DOCUMENT_START = 1 << 40  # beyond all tokens
 _SEARCHED_TOKENS = 1 << 24  # at once
 
 
@@ -48,11 +53,14 @@ def check_separated(tokens: NDArray[Any], separator: int, where: str) -> None:
     )
 
 
-def ignore_first_tokens(windows_BT: NDArray[np.int64], separator: int | None) -> NDArray[np.int64]:
-    """Store the first token of each document as its complement, in windows [B, T+1]; the result may share memory."""
-    if separator is None:
-        return windows_BT
-    tokens_BT = np.where(windows_BT < 0, ~windows_BT, windows_BT)
-    first_BT = np.zeros(tokens_BT.shape, dtype=bool)
-    first_BT[:, 1:] = tokens_BT[:, :-1] == separator
-    return np.where(first_BT, ~tokens_BT, windows_BT)
+def starts_after(windows_BT: NDArray[np.int64], separator: int) -> NDArray[np.bool_]:
+    """Tell where documents start in windows [B, T+1] without marks: after each separator."""
+    starts_BT = np.zeros(windows_BT.shape, dtype=np.bool_)
+    starts_BT[:, 1:] = windows_BT[:, :-1] == separator
+    return starts_BT
+
+
+def mark_starts(windows_BT: NDArray[np.int64], starts_BT: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Write into windows [B, T+1] where documents start, which is no target."""
+    tokens_BT = windows_BT ^ (windows_BT >> 63)
+    return np.where(starts_BT, ~(tokens_BT | DOCUMENT_START), windows_BT)

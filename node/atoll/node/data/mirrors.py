@@ -11,7 +11,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal, Protocol
@@ -21,6 +21,7 @@ from atoll.core.errors import ConfigError
 
 SILENCE = timedelta(seconds=15)  # without a byte, after which a read from a server fails
 _MAX_REDIRECTS = 5
+_PIECE_BYTES = 4 << 20  # of a file of unknown size
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _LOCAL_REMEDY = "check [data] mirrors in the run spec, or give a directory with the corpus with --data"
 
@@ -51,6 +52,10 @@ class Mirror(Protocol):
 
     def read_whole(self, path: str, at_most: int, cancelled: Cancelled) -> bytes:
         """Return a file of unknown size. Raises `MirrorFailed`, also if it has more than `at_most` bytes."""
+        ...
+
+    def pieces(self, path: str, at_most: int, cancelled: Cancelled) -> Iterator[bytes]:
+        """Yield the same file in parts of a few MB at most, of which it keeps none. Raises likewise."""
         ...
 
     def close(self) -> None:
@@ -99,6 +104,9 @@ class UnusableMirror:
     def read_whole(self, path: str, at_most: int, cancelled: Cancelled) -> bytes:
         raise MirrorFailed(self._reason)
 
+    def pieces(self, path: str, at_most: int, cancelled: Cancelled) -> Iterator[bytes]:
+        raise MirrorFailed(self._reason)
+
     def close(self) -> None:
         pass
 
@@ -124,12 +132,14 @@ class DirectoryMirror:
         return data
 
     def read_whole(self, path: str, at_most: int, cancelled: Cancelled) -> bytes:
+        return b"".join(self.pieces(path, at_most, cancelled))
+
+    def pieces(self, path: str, at_most: int, cancelled: Cancelled) -> Iterator[bytes]:
         try:
             with (self._root / path).open("rb") as file:
-                data = file.read(at_most + 1)
+                yield from _no_more(iter(lambda: file.read(_PIECE_BYTES), b""), at_most, path, self.name)
         except OSError as error:
             raise MirrorFailed(f"cannot read {path} in {self.name}: {error.strerror or error}") from error
-        return _no_more(data, at_most, path, self.name)
 
     def close(self) -> None:
         pass
@@ -151,17 +161,22 @@ class HttpMirror:
         )
 
     def read(self, path: str, start: int, stop: int, cancelled: Cancelled) -> bytes:
-        return _exactly(self._get(path, start, stop, cancelled), stop - start, path, self.name)
+        data = b"".join(self._get(path, start, stop, cancelled, stop - start))
+        return _exactly(data, stop - start, path, self.name)
 
     def read_whole(self, path: str, at_most: int, cancelled: Cancelled) -> bytes:
+        return b"".join(self.pieces(path, at_most, cancelled))
+
+    def pieces(self, path: str, at_most: int, cancelled: Cancelled) -> Iterator[bytes]:
         return _no_more(self._get(path, 0, None, cancelled, at_most + 1), at_most, path, self.name)
 
     def close(self) -> None:
         self._client.close()
 
-    def _get(self, path: str, start: int, stop: int | None, cancelled: Cancelled, at_most: int = 0) -> bytes:
+    def _get(self, path: str, start: int, stop: int | None, cancelled: Cancelled, wanted: int) -> Iterator[bytes]:
+        """Yield at most `wanted` bytes."""
         headers = {} if stop is None else {"Range": f"bytes={start}-{stop - 1}"}
-        wanted, address = at_most if stop is None else stop - start, f"{self._base}/{path}"
+        address = f"{self._base}/{path}"
         try:
             for _ in range(_MAX_REDIRECTS + 1):
                 with self._client.stream("GET", address, headers=headers) as answer:
@@ -175,14 +190,14 @@ class HttpMirror:
                         raise MirrorFailed(f"{self.name} answers {answer.status_code} to {path}")
                     if stop is not None and answer.status_code == 200 and start:
                         raise MirrorFailed(f"{self.name} does not serve byte ranges")
-                    data = bytearray()
                     for piece in answer.iter_raw():
-                        data += piece
-                        if len(data) >= wanted:
-                            return bytes(data[:wanted])
+                        yield piece[:wanted]
+                        wanted -= len(piece)
+                        if wanted <= 0:
+                            return
                         if cancelled():
                             raise MirrorFailed(f"{self.name} was too slow")
-                    return bytes(data)
+                    return
             raise MirrorFailed(f"{self.name} redirects {path} more than {_MAX_REDIRECTS} times")
         except (self._httpx.HTTPError, self._httpx.InvalidURL, RuntimeError, OSError) as error:  # RuntimeError: closed
             raise MirrorFailed(f"{self.name} does not give {path}: {error or type(error).__name__}") from error
@@ -208,10 +223,23 @@ class FsspecMirror:
         return _exactly(self._cat(path, start, stop), stop - start, path, self.name)
 
     def read_whole(self, path: str, at_most: int, cancelled: Cancelled) -> bytes:
-        return _no_more(self._cat(path, 0, at_most + 1), at_most, path, self.name)
+        return b"".join(self.pieces(path, at_most, cancelled))
+
+    def pieces(self, path: str, at_most: int, cancelled: Cancelled) -> Iterator[bytes]:
+        return _no_more(self._parts(path, at_most + 1, cancelled), at_most, path, self.name)
 
     def close(self) -> None:
         pass
+
+    def _parts(self, path: str, wanted: int, cancelled: Cancelled) -> Iterator[bytes]:
+        try:
+            size = min(wanted, int(self._files.info(f"{self._root}/{path}")["size"]))
+        except Exception as error:
+            raise MirrorFailed(f"{self.name} does not give {path}: {error or type(error).__name__}") from error
+        for start in range(0, size, _PIECE_BYTES):
+            if cancelled():
+                raise MirrorFailed(f"{self.name} was too slow")
+            yield self._cat(path, start, min(size, start + _PIECE_BYTES))
 
     def _cat(self, path: str, start: int, stop: int) -> bytes:
         try:
@@ -235,7 +263,10 @@ def _exactly(data: bytes, size: int, path: str, name: str) -> bytes:
     return data
 
 
-def _no_more(data: bytes, at_most: int, path: str, name: str) -> bytes:
-    if len(data) > at_most:
-        raise MirrorFailed(f"{path} at {name} is larger than {at_most} bytes")
-    return data
+def _no_more(pieces: Iterable[bytes], at_most: int, path: str, name: str) -> Iterator[bytes]:
+    left = at_most
+    for piece in pieces:
+        left -= len(piece)
+        if left < 0:
+            raise MirrorFailed(f"{path} at {name} is larger than {at_most} bytes")
+        yield piece

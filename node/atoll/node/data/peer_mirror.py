@@ -10,6 +10,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from atoll.core.errors import AtollError
@@ -56,6 +57,9 @@ class PeerMirror:
     def read_whole(self, path: str, at_most: int, cancelled: Cancelled) -> bytes:
         most = min(at_most, max(MAX_CARD_BYTES, MAX_TOKENIZER_BYTES))
         return self._ask({"path": path, "at_most": most}, most, cancelled)
+
+    def pieces(self, path: str, at_most: int, cancelled: Cancelled) -> Iterator[bytes]:
+        yield self.read_whole(path, at_most, cancelled)
 
     def close(self) -> None:
         with self._lock:

@@ -58,7 +58,7 @@ def sample_texts(
             raise CorpusError(f"{path} is cut short", "run `atoll data verify` on the corpus")
         stored = np.frombuffer(data, dtype=card.dtype)
         top = stored.dtype.type(top_bit(stored.dtype) if card.marks else 0)
-        window = stored & ~top
+        window = stored & stored.dtype.type(card.token_mask)
         text = printable(tokenizer.decode(window.tolist()))
         runs = np.split(np.arange(len(window)), np.flatnonzero(np.diff(stored & top)) + 1) if card.marks else []
         parts = ((not stored[run[0]] & top, printable(tokenizer.decode(window[run].tolist()))) for run in runs)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from atoll.core.disk import OS_DISK, Disk
 from atoll.core.errors import DataDirUnusable
 from atoll.node.data.blocks import CHUNK_BYTES, hash_shard
-from atoll.node.data.card import Shard, ShardName, count_marks
+from atoll.node.data.card import Shard, ShardName, count_marks, start_bit
 from atoll.node.data.durable_files import new_file, write_file
 from atoll.node.data.shuffle import permutation
 from atoll.node.data.spill import Spill, document_lengths
@@ -40,7 +40,7 @@ class Group:
     seed: int | None  # None: the order of the input
     dtype: np.dtype[Any]
     shard_tokens: int
-    marks: bool = False  # some tokens are input only
+    marks: bool = False  # some tokens are input only; the first one of each document tells so
 
     @property
     def tokens(self) -> int:
@@ -137,10 +137,15 @@ def write_shard(group: Group, number: int, first_shard: int, directory: Path, di
 
         def written() -> Iterator[memoryview]:
             nonlocal marked
+            position = first
             for chunk in _chunks(group, runs_of(layout, first, stop)):
+                stored = np.frombuffer(chunk, group.dtype)
+                if group.marks:
+                    _mark_starts(stored, layout, position)
+                    marked += count_marks(stored)
                 file.write(chunk)
                 checksum.update(chunk)
-                marked += count_marks(np.frombuffer(chunk, group.dtype)) if group.marks else 0
+                position += len(stored)
                 yield chunk
 
         root, digests = hash_shard(written())
@@ -154,6 +159,14 @@ def write_shard(group: Group, number: int, first_shard: int, directory: Path, di
         documents_sha256=hashlib.sha256(documents).hexdigest(),
         targets=stop - first - marked if group.marks else None,
     )
+
+
+def _mark_starts(stored: NDArray[Any], layout: Layout, position: int) -> None:
+    """Set the start bit of the first token of each document, in place. `position`: in the group, of the first token."""
+    ends = layout.end[np.searchsorted(layout.end, position) : np.searchsorted(layout.end, position + len(stored))]
+    stored[ends - position] |= stored.dtype.type(start_bit(stored.dtype))
+    if position == 0:
+        stored[0] |= stored.dtype.type(start_bit(stored.dtype))
 
 
 def _chunks(group: Group, runs: Iterator[Run]) -> Iterator[memoryview]:

@@ -29,10 +29,10 @@ from atoll.core.errors import CorpusError
 from atoll.core.run_spec import DataSection
 from atoll.node.data.block_reader import BlockReader
 from atoll.node.data.blocks import BLOCK_BYTES, CHUNK_BYTES
-from atoll.node.data.card import CorpusCard, first_windows, top_bit
+from atoll.node.data.card import CorpusCard, first_windows, start_bit, top_bit
 from atoll.node.data.corpus import Corpus
 from atoll.node.data.data_report import DataReport, MirrorReport
-from atoll.node.data.documents import document_separator, ignore_first_tokens
+from atoll.node.data.documents import document_separator, mark_starts, starts_after
 from atoll.node.data.fetcher import Fetcher
 from atoll.node.data.prefetch import AHEAD_BYTES, AHEAD_SAMPLES, Piece, Prefetcher
 from atoll.node.data.sample_order import ORDER_VERSION, ShardedOrder, cut_into_units
@@ -57,15 +57,17 @@ class ShardedCorpus:
     ) -> None:
         """`digest` is that of the card.
 
-        Raises `CorpusError` if the run's mixture does not fit the corpus, `ConfigError` for document masks without a
-        separator.
+        Raises `CorpusError` if the run's mixture does not fit the corpus, and for document masks if it does not tell
+        where documents start; `ConfigError` for document masks without a separator.
         """
-        self.separator = document_separator(section, tokenizer)  # None: the run has no document masks
-        if self.separator is not None and card.marks:  # chat templates end each turn with it
+        self._masks = section.document_masks
+        if self._masks and card.marks and not card.starts:  # chat templates end each turn with the separator
             raise CorpusError(
-                "[data] document_masks needs documents that the separator ends, and the corpus has conversations",
-                "remove document_masks",
+                "[data] document_masks needs to know where documents start, and this corpus of instruction data, which "
+                "an earlier release built, does not tell it",
+                "build the corpus again, or remove document_masks",
             )
+        self._separator = None if card.starts else document_separator(section, tokenizer)
         self.card, self.tokenizer, self.fetcher, self.reader = card, tokenizer, fetcher, reader
         self.sequence_length = section.sequence_length
         self._shard_starts = [first_windows(source, section.sequence_length) for source in card.sources]
@@ -126,7 +128,7 @@ class ShardedCorpus:
     def windows(self, indices: Sequence[int], soon: bool = False) -> NDArray[np.int64]:
         """Return windows by number, [B, T+1], like `Corpus.windows`. Raises `Unreachable` if a block cannot be fetched.
 
-        A token that is input only comes as its bitwise complement, which is negative.
+        What is input only, or starts a document of a run with document masks, is marked (`documents.py`).
 
         `soon`: within some seconds, for a caller who has other things to do.
         """
@@ -139,12 +141,17 @@ class ShardedCorpus:
             source, shard, start, stop = self.place(index)
             rows.append(np.frombuffer(self.reader.read(source, shard, start, stop), dtype=dtype))
         stored_BT = np.stack(rows).astype(np.int64)
-        top = top_bit(dtype) if self.card.marks else 0
-        windows_BT = stored_BT & ~top
+        windows_BT = stored_BT & self.card.token_mask
         if windows_BT.max() >= self.card.tokenizer.vocabulary:  # the builder of the corpus lied: hashes are right
             raise CorpusError("the corpus contains tokens that are not in its vocabulary", "build the corpus again")
-        marked_BT = np.where(stored_BT & top, ~windows_BT, windows_BT) if top else windows_BT
-        return ignore_first_tokens(marked_BT, self.separator)
+        starts_BT: NDArray[np.bool_] | None = None
+        if self._masks and self.card.starts:
+            starts_BT = (stored_BT & start_bit(dtype)) > 0
+        elif self._separator is not None:
+            starts_BT = starts_after(windows_BT, self._separator)
+        if self.card.marks:
+            windows_BT = np.where(stored_BT & top_bit(dtype), ~windows_BT, windows_BT)
+        return windows_BT if starts_BT is None else mark_starts(windows_BT, starts_BT)
 
     def validation_windows(self) -> Sequence[int]:
         """Return the numbers of the held-out windows."""

@@ -27,8 +27,8 @@ def no_progress_callback(_: int) -> None:
 
 
 def token_dtype(vocabulary: int, marks: bool = False) -> np.dtype[Any]:
-    """Return the narrowest little-endian unsigned integer that holds every token, and a bit more with `marks`."""
-    values = 2 * vocabulary if marks else vocabulary
+    """Return the narrowest little-endian unsigned integer that holds every token, and two bits more with `marks`."""
+    values = 4 * vocabulary if marks else vocabulary
     return np.dtype("u1" if values <= 1 << 8 else "<u2" if values <= 1 << 16 else "<u4")
 
 
@@ -56,7 +56,7 @@ def token_parts(
 ) -> Iterator[tuple[NDArray[Any], bool]]:
     """Yield the arrays of `tokenise` in parts of bounded size, each with whether it ends its document.
 
-    `marks`: with a bit to spare, which is not set.
+    `marks`: with two bits to spare, which are not set.
     """
     dtype, done = token_dtype(tokenizer.vocabulary, marks), 0
     separator = np.asarray(tokenizer.separator, dtype=dtype)

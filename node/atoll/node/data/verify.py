@@ -7,8 +7,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from atoll.node.data.blocks import (
     BLOCK_BYTES,
@@ -22,7 +24,15 @@ from atoll.node.data.blocks import (
     digests_size,
     wrong_blocks,
 )
-from atoll.node.data.card import TOKENIZER_DIRECTORY, CorpusCard, Shard, ShardName, TokenizerFile, count_marks, top_bit
+from atoll.node.data.card import (
+    TOKENIZER_DIRECTORY,
+    CorpusCard,
+    Shard,
+    ShardName,
+    TokenizerFile,
+    count_marks,
+    start_bit,
+)
 from atoll.node.system.worker_pool import StartPool, WorkerPool, usable_cores
 
 OnVerified = Callable[[int, int], object]  # called with bytes verified and bytes of all shards
@@ -42,21 +52,21 @@ class _VerifyShard:
     directory: Path
     name: ShardName
     shard: Shard
-    token_bytes: int
-    vocabulary: int
-    marks: bool = False
+    card: CorpusCard  # without its sources
 
     def __call__(self) -> str:
         try:
-            self._tokens(self._digests())
-            self._documents()
+            starts = self._tokens(self._digests())
+            ends = self._documents()
+            if self.card.starts:
+                self._starts(starts, ends)
         except Wrong as wrong:
             return str(wrong)
         return ""
 
     @property
     def _size(self) -> int:
-        return self.shard.tokens * self.token_bytes
+        return self.card.shard_bytes(self.shard)
 
     def _digests(self) -> bytes:
         name = self.name.path("digests")
@@ -68,22 +78,28 @@ class _VerifyShard:
             raise Wrong(name, "does not have the root that the card demands") from None
         return data
 
-    def _tokens(self, digests: bytes) -> None:
+    def _tokens(self, digests: bytes) -> NDArray[np.int64]:
+        """Verify the tokens; return where documents start, as far as the tokens tell it."""
         name = self.name.path("tokens")
         _check_size(self.directory, name, self._size)
-        checksum, marked = hashlib.sha256(), 0
+        checksum, marked, starts, position = hashlib.sha256(), 0, list[NDArray[np.int64]](), 0
         with (self.directory / name).open("rb") as file:
             for number in range(-(-self._size // CHUNK_BYTES)):
                 chunk = file.read(CHUNK_BYTES)
                 checksum.update(chunk)
-                marked += self._chunk(name, number, chunk, digests)
+                stored = self._chunk(name, number, chunk, digests)
+                marked += count_marks(stored) if self.card.marks else 0
+                if self.card.starts:
+                    starts.append(position + np.flatnonzero(stored & stored.dtype.type(start_bit(stored.dtype))))
+                position += len(stored)
         if checksum.hexdigest() != self.shard.sha256:
             raise Wrong(name, "has another SHA-256 than the card demands, but the right blocks: the card is forged")
-        if self.marks and self.shard.tokens - marked != self.shard.targets:
+        if self.card.marks and self.shard.tokens - marked != self.shard.targets:
             raise Wrong(name, f"has {self.shard.tokens - marked:,} targets, and the card says {self.shard.targets:,}")
+        return np.concatenate(starts) if starts else np.zeros(0, np.int64)
 
-    def _chunk(self, name: str, number: int, chunk: bytes, digests: bytes) -> int:
-        """Verify a chunk; return how many of its tokens are input only."""
+    def _chunk(self, name: str, number: int, chunk: bytes, digests: bytes) -> NDArray[Any]:
+        """Verify a chunk; return its tokens as they are stored."""
         start, stop = block_digests_range(self._size, number)
         blocks = digests[start:stop]
         try:
@@ -93,14 +109,15 @@ class _VerifyShard:
         first = number * (CHUNK_BYTES // BLOCK_BYTES)
         if wrong := wrong_blocks(chunk, 0, blocks):
             raise Wrong(name, f"is damaged in block {first + wrong[0]} (of {BLOCK_BYTES >> 10} KiB)")
-        stored = np.frombuffer(chunk, dtype=f"<u{self.token_bytes}")
-        tokens = stored & stored.dtype.type(top_bit(stored.dtype) - 1) if self.marks else stored
-        if (largest := int(tokens.max())) >= self.vocabulary:
-            block = first + int(tokens.argmax()) * self.token_bytes // BLOCK_BYTES
-            raise Wrong(name, f"has the token {largest} in block {block}, and the vocabulary has {self.vocabulary}")
-        return count_marks(stored) if self.marks else 0
+        stored = np.frombuffer(chunk, dtype=self.card.dtype)
+        tokens = stored & stored.dtype.type(self.card.token_mask)
+        if (largest := int(tokens.max())) >= self.card.tokenizer.vocabulary:
+            block, vocabulary = first + tokens[: tokens.argmax()].nbytes // BLOCK_BYTES, self.card.tokenizer.vocabulary
+            raise Wrong(name, f"has the token {largest} in block {block}, and the vocabulary has {vocabulary}")
+        return stored
 
-    def _documents(self) -> None:
+    def _documents(self) -> NDArray[np.int64]:
+        """Verify and return the ends of documents."""
         name = self.name.path("documents")
         data = _read(self.directory, name, 8 * self.shard.documents)
         if hashlib.sha256(data).hexdigest() != self.shard.documents_sha256:
@@ -108,6 +125,17 @@ class _VerifyShard:
         ends = np.frombuffer(data, dtype="<u8")
         if len(ends) and (ends[0] < 1 or ends[-1] > self.shard.tokens or bool((ends[1:] <= ends[:-1]).any())):
             raise Wrong(name, "has ends of documents that are not in order, or not in the shard")
+        return ends.astype(np.int64)
+
+    def _starts(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Compare the starts that tokens tell with the ends of the documents before.
+
+        Only the first shard of a source tells whether its first token starts a document.
+        """
+        if not self.name.number and not starts[:1].tolist() == [0]:
+            raise Wrong(self.name.path("tokens"), "does not tell that a document starts with its first token")
+        if not np.array_equal(starts[starts > 0], ends[ends < self.shard.tokens]):
+            raise Wrong(self.name.path("tokens"), "has starts of documents where no document ends before")
 
 
 @dataclass(frozen=True)
@@ -136,6 +164,7 @@ def verify_corpus(
     start_pool: StartPool = WorkerPool,
 ) -> list[str]:
     """Return what is wrong with the files of a corpus, in the card's order: one sentence for each shard."""
+    without_sources = card.model_copy(update={"sources": ()})
     tasks: list[_VerifyShard | _VerifyTokenizerFile] = [
         _VerifyTokenizerFile(directory, file) for file in card.tokenizer.files
     ]
@@ -144,9 +173,7 @@ def verify_corpus(
             directory,
             ShardName(source.name, number),
             shard,
-            card.token_bytes,
-            card.tokenizer.vocabulary,
-            card.marks,
+            without_sources,
         )
         for source in card.sources
         for number, shard in enumerate(source.shards)

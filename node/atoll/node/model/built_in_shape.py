@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+from atoll.core.document_masks import repeated_bytes_per_token
 from atoll.core.errors import UnsupportedModel
 from atoll.core.model_spec import ModelSection
 from atoll.core.run_spec import RunSpec
@@ -94,6 +95,7 @@ def layer_table(spec: RunSpec, shape: ModelShape) -> plan_pb2.LayerTable:
         parameters=shape.block_parameters,
         flops_per_token_forward=_block_flops(shape, spec.data.sequence_length),
         activation_bytes_per_token=activation_bytes,
+        masked_bytes_per_token=_masked_bytes(spec, shape),
     )
     table = plan_pb2.LayerTable(model_hash=spec.model_hash())
     table.layers.add(name="embedding", kind="embedding", parameters=matrix, activation_bytes_per_token=activation_bytes)
@@ -110,6 +112,14 @@ def layer_table(spec: RunSpec, shape: ModelShape) -> plan_pb2.LayerTable:
         tied_to=["embedding"] if shape.tie_embeddings else [],
     )
     return table
+
+
+def _masked_bytes(spec: RunSpec, shape: ModelShape) -> int:
+    """Count what a block keeps for each token besides, with document masks: its rotations, repeated keys and values."""
+    if not spec.data.document_masks:
+        return 0
+    rotations = 2 * FP32_BYTES * shape.head_dimension
+    return rotations + repeated_bytes_per_token(spec, shape.heads, shape.kv_heads, shape.head_dimension)
 
 
 def _block_flops(shape: ModelShape, sequence_length: int) -> float:

@@ -25,13 +25,6 @@ class Documents(NamedTuple):
     mask: Tensor | BlockMask  # Tensor: [B,1,T,T], 0 where a token attends and -inf elsewhere
 
 
-def document_starts(inputs_BT: Tensor, separator: int) -> Tensor:
-    """Tell where documents start, bool [B,T]: at a sample's first token, and after each separator."""
-    starts_BT = torch.ones_like(inputs_BT, dtype=torch.bool)
-    starts_BT[:, 1:] = inputs_BT[:, :-1] == separator
-    return starts_BT
-
-
 def document_positions(starts_BT: Tensor) -> Tensor:
     """Count each token's position in its document, int64 [B,T]."""
     places_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)

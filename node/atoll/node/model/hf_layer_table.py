@@ -15,12 +15,14 @@ from atoll.node.model.span_model import SpanDefinition
 from atoll.v1 import plan_pb2
 
 
-def layer_table(architecture: HuggingFaceArchitecture, sequence_length: int, model_hash: str) -> plan_pb2.LayerTable:
+def layer_table(
+    architecture: HuggingFaceArchitecture, sequence_length: int, model_hash: str, masked_bytes_per_token: int = 0
+) -> plan_pb2.LayerTable:
     """Build the layer table, one row per layer, like that of the built-in decoder (`built_in_shape.py`).
 
     Frozen parameters are counted apart from trained ones. Blocks that differ from one another are of different kinds.
     The FLOPs of a mixture of experts are those of the experts that one token is routed to; its parameters are those of
-    all experts.
+    all experts. `masked_bytes_per_token`: what a block keeps besides, with document masks.
     """
     last = architecture.layers - 1
     span_definition = architecture.span_definition(Span(0, last))
@@ -45,6 +47,7 @@ def layer_table(architecture: HuggingFaceArchitecture, sequence_length: int, mod
             flops_per_token_forward=_flops(kind, parameters, span_definition, sequence_length, architecture.config),
             activation_bytes_per_token=FP32_BYTES * (span_definition.vocabulary if head else span_definition.dimension),
             tied_to=[EMBEDDING] if span_definition.tie is not None and head else [],
+            masked_bytes_per_token=masked_bytes_per_token if block else 0,
         )
     return table
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from atoll.core.document_masks import mask_memory
+from atoll.core.document_masks import mask_memory, repeated_bytes_per_token
 from atoll.core.errors import UnsupportedModel
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.core.run_spec import RunSpec
@@ -44,7 +44,12 @@ class HuggingFaceRunModel:
         self.architecture = architecture_of(section, vocabulary, spec.data.sequence_length)
         if spec.data.document_masks:
             self.architecture.check_document_masks()
-        self.table = layer_table(self.architecture, spec.data.sequence_length, spec.model_hash())
+        self.table = layer_table(
+            self.architecture,
+            spec.data.sequence_length,
+            spec.model_hash(),
+            repeated_bytes_per_token(spec, *self.architecture.attention_heads),
+        )
         self._spec, self._seed = spec, spec.run.seed
         self._base = BaseFiles(section.base, base) if section.base is not None else None
 
@@ -52,7 +57,9 @@ class HuggingFaceRunModel:
         """Estimate the memory of a trainer of all layers, frozen parameters included."""
         length, section = self._spec.data.sequence_length, self._spec.optimizer
         half_precision, checkpointing = section.precision != "fp32", section.activation_checkpointing
-        masks = mask_memory(self._spec, samples).of(1 if checkpointing else self.architecture.layers - 2)
+        masks = mask_memory(self._spec, self.table.layers, samples).of(
+            1 if checkpointing else self.architecture.layers - 2
+        )
         return masks + replica_memory_bytes(
             self.table, samples * length, length, half_precision=half_precision, checkpointing=checkpointing
         )

@@ -104,6 +104,14 @@ class HuggingFaceArchitecture:
                 _adapt(model, self._lora)
         return model.train()
 
+    @property
+    def attention_heads(self) -> tuple[int, int, int]:
+        """Heads of a block, its key-value heads, and a head's dimension."""
+        text = self.config.get_text_config()
+        heads = int(getattr(text, "num_attention_heads", None) or 1)
+        dimension = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return heads, int(getattr(text, "num_key_value_heads", None) or heads), int(dimension)
+
     def _checkpoint(self, model: Any) -> None:
         try:
             model.activation_checkpointing_enable({"use_reentrant": False})

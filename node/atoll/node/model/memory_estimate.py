@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from atoll.core.document_masks import NO_MASKS, MaskMemory, mask_memory
 from atoll.core.layer_kinds import is_block
 from atoll.core.run_spec import RunSpec
-from atoll.node.model.built_in_shape import FP32_BYTES, ModelShape
+from atoll.node.model.built_in_shape import FP32_BYTES, ModelShape, layer_table
 from atoll.node.model.span import Span
 from atoll.v1 import plan_pb2
 
@@ -168,10 +168,7 @@ def built_in_memory_bytes(spec: RunSpec, shape: ModelShape, samples: int) -> int
     saved = blocks * _SAVED_PER_BLOCK * shape.dimension + shape.layers * shape.dimension
     borrowed = shape.vocabulary * shape.dimension if shape.tie_embeddings else 0  # the head's gradient of a tied matrix
     flat = FP32_BYTES * (FLAT_COPIES * shape.parameters + borrowed)
-    masks = mask_memory(spec, samples).of(shape.layers)
-    if spec.data.document_masks:  # each block keeps rotations of its tokens, and repeats keys and values for all heads
-        repeated = 2 * width * (shape.dimension - shape.kv_heads * shape.head_dimension)
-        masks += blocks * tokens * (2 * FP32_BYTES * shape.head_dimension + repeated)
+    masks = mask_memory(spec, layer_table(spec, shape).layers, samples).of(blocks)
     return flat + tokens * (width * saved + 2 * FP32_BYTES * shape.vocabulary) + masks
 
 

@@ -234,6 +234,8 @@ class FlushMachine:
         inbox = self._inboxes.get(message.flush) or Inbox(self.place)
         inbox.check(sender, message)
         self._compute.check(message)
+        if isinstance(message, Activation):
+            inbox.check_targets(sender, message)
         if isinstance(message, TiedWeights):
             self._store_tied_weights(message)
         else:

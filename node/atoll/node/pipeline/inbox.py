@@ -23,6 +23,7 @@ from atoll.node.pipeline.messages import (
     Verdict,
 )
 from atoll.node.pipeline.schedule import stage_credits
+from atoll.node.training.targets import IGNORED
 
 MAX_MICRO_BATCHES = 2**16
 
@@ -91,6 +92,7 @@ class Inbox:
         self._place = place
         self._messages: dict[tuple[type, int], Message] = {}
         self._seen: set[tuple[type, int]] = set()
+        self._arrived = self._targets = self._places = 0  # micro-batches, their targets that count, and all of them
 
     def check(self, sender: int, message: Message) -> None:
         """Raise `PeerMisbehaved` if `sender` may not send this message, not at this time, or not twice."""
@@ -108,6 +110,10 @@ class Inbox:
         key = (type(message), number_of(message))
         self._seen.add(key)
         self._messages[key] = message
+        if isinstance(message, Activation):
+            self._arrived += 1
+            self._targets += _count_targets(message)
+            self._places += message.targets_BT.numel()
 
     def _problem(self, message: Message) -> str:
         begin = self.get(Begin)
@@ -122,7 +128,8 @@ class Inbox:
             return "before it began"
         if isinstance(message, Activation):
             most = self.backwarded + self._place.credits_upstream(begin.micro_batches)
-            return "" if 0 <= message.micro_batch < min(most, begin.micro_batches) else "without credit"
+            allowed = 0 <= message.micro_batch < min(most, begin.micro_batches)
+            return "" if allowed else "without credit"
         if begin.anchor is not None and not isinstance(message, Report):
             return "in an evaluation"
         if isinstance(message, Gradient):
@@ -131,6 +138,30 @@ class Inbox:
         if isinstance(message, Report | TiedGradient):
             return "" if self.forwarded == begin.micro_batches else "before all micro-batches were sent"
         return "" if self.reported else "before this stage reported"  # a verdict needs the reports of all stages
+
+    def check_targets(self, sender: int, message: Activation) -> None:
+        """Raise `PeerMisbehaved` if the targets of a well-formed micro-batch contradict what `Begin` tells of all.
+
+        The last stage scales gradients by that number before all micro-batches are there. No stage reports before.
+        """
+        if problem := self._miscount(message):
+            raise PeerMisbehaved(
+                f"stage {sender} sent stage {self._place.stage} micro-batch {message.micro_batch} of flush "
+                f"{message.flush} {problem}"
+            )
+
+    def _miscount(self, message: Activation) -> str:
+        begin = self.get(Begin)
+        assert begin is not None
+        count, places = _count_targets(message), message.targets_BT.numel()
+        if begin.targets is None:
+            if count < places:
+                return f"with {places - count} targets that do not count, in a flush whose targets all count"
+            unlike = self._places != self._arrived * places
+            return "of another size than the micro-batches before it" if unlike else ""
+        told, found = begin.targets, self._targets + count
+        wrong = found > told or (found < told and self._arrived + 1 == begin.micro_batches)
+        return f"with {count} targets: the flush has {found} with these, and was to have {told}" if wrong else ""
 
     def has(self, kind: type[Message], number: int = 0) -> bool:
         return (kind, number) in self._messages
@@ -144,6 +175,10 @@ class Inbox:
         found = self._messages.pop((kind, number))
         assert isinstance(found, kind)
         return found
+
+
+def _count_targets(message: Activation) -> int:
+    return int((message.targets_BT != IGNORED).sum())
 
 
 def number_of(message: Message) -> int:

@@ -28,7 +28,6 @@ from atoll.core.learned_deadline import LearnedDeadline
 from atoll.core.run_spec import RunSpec
 from atoll.node.data.sharded_corpus import TrainingCorpus
 from atoll.node.exchange.codecs import CODECS
-from atoll.node.model.document_masks import document_starts
 from atoll.node.model.run_model import RunModel, allocate_span, initialise_into, run_model
 from atoll.node.model.span import Span
 from atoll.node.pipeline.evaluation import Evaluation, Outcome
@@ -53,7 +52,7 @@ from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loader import Batch, Loader
 from atoll.node.training.replica import Replica, StepResult
 from atoll.node.training.sample_feed import SampleNumbers
-from atoll.node.training.targets import inputs_and_targets
+from atoll.node.training.targets import document_starts, inputs_and_targets
 
 MIN_FLUSH_DEADLINE_SECONDS = 5.0
 MAX_FLUSH_DEADLINE_SECONDS = 300.0  # enough for many micro-batches on slow nodes; orders wait for a flush's end
@@ -281,11 +280,11 @@ class StageLoop(Replica):
         self._flush_began_at = self.clock.monotonic()
         if self._evaluation is not None:
             windows = self._evaluation.next(self._machine.max_evaluation_micro_batches)
-            self._machine.begin_flush(micro_batches(windows, self.corpus.separator), self._evaluation.anchor)
+            self._machine.begin_flush(micro_batches(windows, self.spec.data.document_masks), self._evaluation.anchor)
             return
         self._batch = self._batch or self._loader.next()
         tokens = torch.split(self._batch.tokens_BT, self.spec.optimizer.micro_batch_samples)
-        self._machine.begin_flush(micro_batches(tokens, self.corpus.separator))
+        self._machine.begin_flush(micro_batches(tokens, self.spec.data.document_masks))
 
     def _collect_evaluation(self) -> None:
         """Take the result of an evaluation's flush."""
@@ -343,11 +342,9 @@ def build_stage(spec: RunSpec, run: RunModel, span: Span, device: torch.device) 
     return Stage(allocate_span(run, span, device), spec.optimizer, MicroBatchShape.of(spec), precision)
 
 
-def micro_batches(windows: Sequence[Tensor], separator: int | None = None) -> list[MicroBatch]:
-    """Inputs, targets and document starts of tokens [B,T+1]. `separator` ends documents; None: no document masks."""
-    made = []
-    for tokens_BT in windows:
-        inputs_BT, targets_BT = inputs_and_targets(tokens_BT)
-        starts_BT = None if separator is None else document_starts(inputs_BT, separator)
-        made.append(MicroBatch(inputs_BT, targets_BT, starts_BT))
-    return made
+def micro_batches(windows: Sequence[Tensor], document_masks: bool = False) -> list[MicroBatch]:
+    """Return inputs, targets and, with `document_masks`, document starts of tokens [B,T+1]."""
+    return [
+        MicroBatch(*inputs_and_targets(tokens_BT), document_starts(tokens_BT) if document_masks else None)
+        for tokens_BT in windows
+    ]

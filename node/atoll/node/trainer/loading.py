@@ -340,7 +340,7 @@ def stage_bytes(spec: RunSpec, run: RunModel, span: Span, samples: int = 0) -> i
     tokens = samples * spec.data.sequence_length
     micro_batches = spec.samples_per_flush // spec.optimizer.micro_batch_samples
     credits = max(stage_credits(run.architecture.layers - span.first, micro_batches, spec.pipeline.ahead))
-    traffic = StageTraffic(tokens, spec.data.sequence_length, credits, mask_memory(spec, samples))
+    traffic = StageTraffic(tokens, spec.data.sequence_length, credits, mask_memory(spec, run.table.layers, samples))
     return stage_trainer_memory_bytes(run.table, span, traffic)
 
 

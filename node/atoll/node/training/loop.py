@@ -20,7 +20,6 @@ from atoll.core.run_spec import RunSpec
 from atoll.core.training_audits import MIN_SAMPLES, Gains, gains
 from atoll.node.data.held_out import HeldOutLoss, SourceLoss, held_out_sets
 from atoll.node.data.sharded_corpus import TrainingCorpus
-from atoll.node.model.document_masks import document_starts
 from atoll.node.model.generate import generate
 from atoll.node.model.local_weights import ALL
 from atoll.node.model.run_model import RunModel, allocate_span, initialise_into, run_model
@@ -34,7 +33,7 @@ from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loader import Loader
 from atoll.node.training.progress import Progress
 from atoll.node.training.replica import Replica, StepResult
-from atoll.node.training.targets import count_targets, cross_entropy, divisor, inputs_and_targets
+from atoll.node.training.targets import count_targets, cross_entropy, divisor, document_starts, inputs_and_targets
 
 PROBE_STEPS = 8
 
@@ -134,9 +133,10 @@ class InnerLoop(Replica):
 
     def _logits_and_targets(self, logits_of: Run, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [B,T,V] and targets [B,T] of [B, T+1] tokens, the same for steps, evaluations and audits."""
-        inputs_BT, targets_BT = inputs_and_targets(tokens_BT.to(self.device, non_blocking=True))
-        separator = self.corpus.separator
-        return logits_of(inputs_BT, None if separator is None else document_starts(inputs_BT, separator)), targets_BT
+        tokens_BT = tokens_BT.to(self.device, non_blocking=True)
+        inputs_BT, targets_BT = inputs_and_targets(tokens_BT)
+        starts_BT = document_starts(tokens_BT) if self.spec.data.document_masks else None
+        return logits_of(inputs_BT, starts_BT), targets_BT
 
     def initialise_into(self, anchor_E: Tensor) -> None:
         """Write the run's initial parameters into `anchor_E`, for genesis."""

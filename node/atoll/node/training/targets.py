@@ -1,8 +1,10 @@
-"""Inputs and targets of windows, and the loss over the targets that count.
+"""Inputs, targets and document starts of windows, and the loss over the targets that count.
 
-A corpus gives a token that is input only, and no target, as its bitwise complement (`~token`, negative). The loss of an
-inner step is the mean over all targets that count in its batch: a part of the batch contributes its own mean, divided
-by how many times as many targets the batch has (`divisor`).
+A corpus gives a token that is input only, and no target, as its bitwise complement (`~token`, negative). For a run with
+document masks it marks the first token of each document (`data/documents.py`).
+
+The loss of an inner step is the mean over all targets that count in its batch: a part of the batch contributes its own
+mean, divided by how many times as many targets the batch has (`divisor`).
 
 Shape suffixes: B batch, T sequence, V vocabulary.
 """
@@ -14,6 +16,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from atoll.node.data.documents import DOCUMENT_START
+
 IGNORED = -100  # a target that does not count
 ZERO_WEIGHT_DIVISOR = math.inf  # divisor of a loss that must not count
 
@@ -21,7 +25,19 @@ ZERO_WEIGHT_DIVISOR = math.inf  # divisor of a loss that must not count
 def inputs_and_targets(tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Return the inputs and the targets, int64 [B,T] each, of a corpus's windows [B,T+1]."""
     inputs_BT, targets_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
-    return inputs_BT ^ (inputs_BT >> 63), targets_BT.masked_fill(targets_BT < 0, IGNORED)
+    return _numbers(inputs_BT) & (DOCUMENT_START - 1), targets_BT.masked_fill(targets_BT < 0, IGNORED)
+
+
+def document_starts(tokens_BT: Tensor) -> Tensor:
+    """Tell which inputs of a corpus's windows [B,T+1] start a document, bool [B,T]; the first of a window does."""
+    starts_BT = _numbers(tokens_BT[:, :-1]) >= DOCUMENT_START
+    starts_BT[:, 0] = True
+    return starts_BT
+
+
+def _numbers(tokens_BT: Tensor) -> Tensor:
+    """Undo the complement."""
+    return tokens_BT ^ (tokens_BT >> 63)
 
 
 def count_targets(tokens_BT: Tensor) -> int:

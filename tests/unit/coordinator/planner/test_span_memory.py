@@ -84,6 +84,7 @@ def test_no_span_is_planned_that_its_trainer_would_refuse(
                     parameters=parameters,
                     flops_per_token_forward=flops,
                     activation_bytes_per_token=4 * width,
+                    masked_bytes_per_token=7 * width if masks else 0,  # of heads that share keys and values
                 )
                 for number in range(blocks)
             ),
@@ -107,7 +108,7 @@ def test_no_span_is_planned_that_its_trainer_would_refuse(
     assert planned is not None
     ahead = spec.pipeline.ahead
     most = min(micro_batches, (1 + ahead) * (blocks + 1 - first) + 1)  # credits of a stage, before one stage a layer
-    traffic = StageTraffic(4 * sequence_length, sequence_length, most, mask_memory(spec, 4))
+    traffic = StageTraffic(4 * sequence_length, sequence_length, most, mask_memory(spec, table.layers, 4))
     needed = stage_trainer_memory_bytes(table, Span(first, last), traffic)
     assert planned.device_bytes(first, last) >= 0.97 * needed
     assert planned.device_bytes(first, last) <= 1.1 * needed
