@@ -103,7 +103,7 @@ def loaded(kind: str, directory: Path, **settings: Any) -> HuggingFaceTokenizer:
 
 
 def fast(kind: str) -> FastEncoder:
-    return FastEncoder.of(backend(kind), [0], [])
+    return FastEncoder.of(backend(kind).to_str(), [0], [])
 
 
 def in_pieces(kind: str, text: str, piece: int = 300, overlap: int = 80) -> list[int]:
