@@ -201,10 +201,10 @@ class Program:
         return ended
 
     def kill(self) -> None:
-        """Kill the first process, without warning; the others end with it."""
-        assert self._child is not None
-        self._child.kill()
-        self._child.communicate()
+        """Kill the first process, if it runs, without warning; the others end with it."""
+        if self._child is not None and self._child.returncode is None:
+            self._child.kill()
+            self._child.communicate()
 
     def _end(self) -> None:
         assert self._child is not None
@@ -286,9 +286,14 @@ class Build(Program):
 def alternate(programs: Sequence[Program]) -> None:
     """Run programs to their ends, one of them at a time."""
     running = list(programs)
-    while running:
-        seconds = SLICE_SECONDS if len(running) > 1 else 3600.0
-        running = [program for program in running if not program.run(seconds)]
+    try:
+        while running:
+            seconds = SLICE_SECONDS if len(running) > 1 else 3600.0
+            running = [program for program in running if not program.run(seconds)]
+    except BaseException:
+        for program in running:
+            program.kill()
+        raise
 
 
 def run_with_kills(directory: Path, seconds: float) -> tuple[int, list[Build]]:
