@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -11,13 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.corpora import SMALL, build_inline, files_of, small_spec, write_jsonl
+from support.corpora import SMALL, build_inline, files_of, small_spec, tokens_of, write_jsonl
 
 from atoll.node.data.build import build_corpus
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])}
 DOCUMENTS = [f"document {number}: " + "words and " * (number % 7) for number in range(60)]
+END = "<|endoftext|>"
 ATOLL = [sys.executable, "-c", "from atoll.lab.cli.main import main; main()"]
 
 
@@ -33,6 +35,35 @@ def test_workers_give_what_one_process_gives(workers: int, tmp_path: Path) -> No
     expected = build_inline(spec, tmp_path / "inline")
     assert build_corpus(spec, tmp_path / "corpus", workers=workers, limits=SMALL).digest == expected.digest
     assert files_of(tmp_path / "corpus") == files_of(tmp_path / "inline")
+
+
+def byte_level_bpe(directory: Path) -> str:
+    """Write a tokenizer with a few merges, by hand: no release of a library changes it."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    letters = "".join(chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324)))
+    merges = [tuple(pair.split("+")) for pair in ["w+o", "wo+r", "wor+d", "word+s", "Ġ+a", "Ġa+n", "Ġan+d", "Ġ+words"]]
+    vocabulary = [*letters, *map("".join, merges), END]
+    library = tokenizers.Tokenizer(
+        tokenizers.models.BPE({token: number for number, token in enumerate(vocabulary)}, merges)
+    )
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=library, eos_token=END).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "sha256"),
+    [
+        ("bytes", "6a04427c1071b4745924a944a1e38cfbdef5e806ece81951177182c4b92770f5"),
+        ("BPE", "45fe9f7b2a9b03660f2352f82563d018dd60d3b0cad6f7edcd822abccaead77f"),
+    ],
+)
+def test_a_corpus_has_the_same_bytes_in_every_release(tokenizer: str, sha256: str, tmp_path: Path) -> None:
+    documents = [*DOCUMENTS, f"text that spells {END}", "naïve words \N{SNOWMAN} 12  \n" * 9]
+    name = tokenizer if tokenizer == "bytes" else byte_level_bpe(tmp_path / "tokenizer")
+    spec = small_spec(write_jsonl(tmp_path / "in.jsonl", documents), tokenizer=name)
+    card = build_corpus(spec, tmp_path / "corpus", workers=2, limits=SMALL).card
+    assert hashlib.sha256(tokens_of(tmp_path / "corpus", card, "s0").tobytes()).hexdigest() == sha256
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from atoll.core.errors import ConfigError, CorpusError
 from atoll.node.data import tokenise as tokenise_module
+from atoll.node.data.corpus_tokenizer import load_saved, save_tokenizer
 from atoll.node.data.encoders import FastEncoder, encoder_of
 from atoll.node.data.long_documents import LongDocument
 from atoll.node.data.readers import LongText
@@ -103,7 +104,7 @@ def loaded(kind: str, directory: Path, **settings: Any) -> HuggingFaceTokenizer:
 
 
 def fast(kind: str) -> FastEncoder:
-    return FastEncoder.of(backend(kind), [0], [])
+    return FastEncoder.of(backend(kind).to_str(), [0], [])
 
 
 def in_pieces(kind: str, text: str, piece: int = 300, overlap: int = 80) -> list[int]:
@@ -277,6 +278,15 @@ def test_a_token_beyond_the_vocabulary_is_an_error(in_python: HuggingFaceTokeniz
     in_python.vocabulary = 4
     with pytest.raises(ConfigError, match=r"gave token 5, but has 4 tokens"):
         [*tokenise([b"three"], in_python)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokenizer_of_a_corpus_gives_the_tokens_of_the_original(kind: str, tmp_path: Path) -> None:
+    original = loaded(kind, tmp_path, fox=True)
+    saved = load_saved(save_tokenizer(str(tmp_path), tmp_path / "corpus"))
+    documents = [f"The quick {END} fox".encode(), *(text.encode() for text in SENTENCES)]
+    found, expected = ([array.tolist() for array in tokenise(documents, it)] for it in (saved, original))
+    assert found == expected
 
 
 def test_a_tokenizer_with_parts_in_python_is_used_as_it_is(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import json
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,10 @@ class RustTokenizer(HuggingFaceTokenizer):
         self.name = saved.card.name
         self.vocabulary = saved.card.vocabulary
         self.separator = saved.card.separator
-        self._tokenizer: Any = _Library(_load_rust(saved.directory), saved.special)
+        self._tokenizer: Any = _Library(saved)
+
+    def rust_description(self) -> str:
+        return (self._saved.directory / _RUST_FILE).read_text(encoding="utf-8")
 
     def save(self, directory: Path) -> None:
         for file in self._saved.card.files:
@@ -154,9 +157,16 @@ class RustTokenizer(HuggingFaceTokenizer):
 class _Library:
     """What `HuggingFaceTokenizer` and the encoders use of `transformers`."""
 
-    def __init__(self, backend: Any, special: tuple[int, ...]) -> None:
-        self.backend_tokenizer = backend
-        self.all_special_ids = special
+    def __init__(self, saved: CorpusTokenizer) -> None:
+        self._directory = saved.directory
+        self.all_special_ids = saved.special
+
+    @cached_property
+    def backend_tokenizer(self) -> Any:
+        """Loaded when it is first used: a process that only encodes text for a build needs `FastEncoder`'s alone."""
+        from tokenizers import Tokenizer as Rust
+
+        return Rust.from_file(str(self._directory / _RUST_FILE))
 
     def encode(self, text: str, add_special_tokens: bool) -> Any:
         return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -165,18 +175,11 @@ class _Library:
         return str(self.backend_tokenizer.decode(tokens, skip_special_tokens=False))
 
 
-def _load_rust(directory: Path) -> Any:
-    from tokenizers import Tokenizer as Rust
-
-    return Rust.from_file(str(directory / _RUST_FILE))
-
-
 def _rust_digest(directory: Path, card: CardTokenizer) -> str:
     try:
-        backend = _load_rust(directory)
+        return RustTokenizer(CorpusTokenizer(card, directory, (), True)).digest
     except Exception:  # the library raises `Exception` itself, as for parts that are written in Python
         return ""
-    return RustTokenizer(CorpusTokenizer(card, directory, (), True)).digest if backend else ""
 
 
 def _write(tokenizer: Tokenizer, directory: Path, disk: Disk) -> tuple[TokenizerFile, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.metadata import version
@@ -69,12 +69,9 @@ class Encoding:
         return low
 
 
-def describe(backend: Any, separator: Sequence[int], special: Sequence[int]) -> dict[str, Any]:
-    """Return the library's description of a tokenizer, with all special tokens marked as such.
-
-    Raises an error of the library if the tokenizer has parts written in Python.
-    """
-    description: dict[str, Any] = json.loads(backend.to_str())
+def describe(rust_description: str, separator: Sequence[int], special: Sequence[int]) -> dict[str, Any]:
+    """Return the library's description of a tokenizer, which is JSON, with all special tokens marked as such."""
+    description: dict[str, Any] = json.loads(rust_description)
     never = {*separator, *special}
     for token in description["added_tokens"]:
         token["special"] = token["special"] or token["id"] in never
@@ -85,31 +82,30 @@ def describe(backend: Any, separator: Sequence[int], special: Sequence[int]) -> 
 class FastEncoder:
     """Encodes with a copy of the Rust tokenizer in which no special token is recognised in text."""
 
-    def __init__(self, description: str, separator: Mapping[int, str], model: str, longest_piece: int) -> None:
-        """`description`: the library's JSON; `separator`: tokens that end a document, with how they are spelt.
+    def __init__(self, description: str, separator: Sequence[int], model: str, longest_piece: int) -> None:
+        """`description`: the library's JSON; `separator`: tokens that end a document.
 
         `model` is the description's kind of model; `longest_piece` has the characters of a Unigram model's longest
         piece.
         """
         from tokenizers import Tokenizer
 
-        self.description, self._separator = description, separator
-        self.model, self.longest_piece = model, longest_piece
+        self.description, self.model, self.longest_piece = description, model, longest_piece
         self._tokenizer = Tokenizer.from_str(description)
+        self._separator = {number: str(self._tokenizer.id_to_token(number)) for number in separator}
         self._tokenizer.encode_special_tokens = True
 
     @classmethod
-    def of(cls, backend: Any, separator: Sequence[int], special: Sequence[int]) -> FastEncoder:
-        """Copy a tokenizer of the library. Raises an error of the library if it has parts written in Python."""
-        description = describe(backend, separator, special)
-        spelt = {number: str(backend.id_to_token(number)) for number in separator}
+    def of(cls, rust_description: str, separator: Sequence[int], special: Sequence[int]) -> FastEncoder:
+        """Make an encoder from the library's description of a tokenizer."""
+        description = describe(rust_description, separator, special)
         model = str(description["model"].get("type"))
         longest = max(len(piece) for piece, _ in description["model"]["vocab"]) if model == "Unigram" else 0
-        return cls(json.dumps(description), spelt, model, longest)
+        return cls(json.dumps(description), separator, model, longest)
 
     def with_description(self, description: str) -> FastEncoder:
         """Return an encoder with another description of the same tokens."""
-        return FastEncoder(description, self._separator, self.model, self.longest_piece)
+        return FastEncoder(description, [*self._separator], self.model, self.longest_piece)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Encode each text, 1-D."""
@@ -179,14 +175,10 @@ class SlowEncoder:
 @lru_cache(maxsize=2)
 def encoder_of(tokenizer: HuggingFaceTokenizer) -> FastEncoder | SlowEncoder:
     """Return the fastest encoder for a tokenizer; the same one for the same object: to make one takes up to 1 s."""
-    library = tokenizer.library
-    backend = getattr(library, "backend_tokenizer", None)
-    if backend is None:
-        return SlowEncoder(library)
     try:
-        return FastEncoder.of(backend, tokenizer.separator, library.all_special_ids)
+        return FastEncoder.of(tokenizer.rust_description(), tokenizer.separator, tokenizer.library.all_special_ids)
     except Exception:  # the library raises `Exception` itself for parts that are written in Python
-        return SlowEncoder(library)
+        return SlowEncoder(tokenizer.library)
 
 
 def description_of(tokenizer: Tokenizer) -> str:
@@ -196,7 +188,7 @@ def description_of(tokenizer: Tokenizer) -> str:
         library = tokenizer.library
         parts += [type(library).__name__, tokenizers_version(), sorted(library.all_special_ids)]
         try:
-            parts.append(describe(library.backend_tokenizer, tokenizer.separator, library.all_special_ids))
+            parts.append(describe(library.backend_tokenizer.to_str(), tokenizer.separator, library.all_special_ids))
         except Exception:  # as in `encoder_of`
             parts += [sorted(library.get_vocab().items()), repr(sorted(library.init_kwargs.items()))]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -109,6 +109,10 @@ class HuggingFaceTokenizer:
         kind = "" if fast is not None else type(self._tokenizer).__name__
         return hashlib.sha256(json.dumps([kind, rules, self.separator]).encode()).hexdigest()
 
+    def rust_description(self) -> str:
+        """Return the JSON of the Rust library, which makes the same tokenizer of it. Raises what the library raises."""
+        return str(self._tokenizer.backend_tokenizer.to_str())
+
     def encode(self, text: bytes) -> NDArray[Any]:
         numbers = self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False)
         return np.asarray(numbers, dtype=np.uint32)
