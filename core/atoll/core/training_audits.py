@@ -56,16 +56,17 @@ def audit_seed(round_id: RoundId, nonces: Iterable[bytes]) -> bytes:
 def draw(manifest: manifest_pb2.Manifest) -> Drawn | None:
     """The audit of a committed round; None if there is none, or fewer than two members contributed and are still there.
 
-    The contributor is drawn: every second round among all, else among those on probation, if there are any. The auditor
-    is the one that follows it by as many places as the round's number says, so that a member is audited by all others
+    The contributor is drawn: every second turn among all, else among those on probation, if there are any. The auditor
+    is the one that follows it by as many places as the turn's number says, so that a member is audited by all others
     in turn. Members on probation audit only one another, where nobody else contributed.
     """
     there = [item for item in manifest.contributions if item.weight and item.samples and item.present]
     if len(there) < 2 or len(manifest.audit_seed) != SEED_BYTES:
         return None
-    if int.from_bytes(manifest.audit_seed[8:16], "big") % max(manifest.fragments, 1):
+    fragments = max(manifest.fragments, 1)
+    if int.from_bytes(manifest.audit_seed[8:16], "big") % fragments:
         return None
-    turn = manifest.round.number
+    turn = manifest.round.number // fragments
     on_probation = [item for item in there if item.on_probation]
     drawn_from = on_probation if on_probation and turn % 2 else there
     contributor = drawn_from[int.from_bytes(manifest.audit_seed[:8], "big") % len(drawn_from)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from statistics import fmean
 
 import pytest
 from unit.coordinator.world import RUN, World, commit, round_report
@@ -145,3 +147,28 @@ def test_where_audits_tell_nothing_nobody_is_doubted() -> None:
     rng = random.Random(10)
     assert not doubted(scores_of(lambda name, *_: rng.gauss(-3.0 if name == "m1" else 0.3, 1.2)))
     assert not doubted(scores_of(lambda name, *_: 0.0 if name == "m1" else 5.0, members=2))
+
+
+@pytest.mark.parametrize(
+    "means", [(8, 2, 2, 5), (10, 1, 1, 6), (9, 1), (6, 6, 6, 0), (0, 6, 6, 0), (3.65, 0.3, 1.3, 2.5)]
+)
+def test_fragments_of_which_updates_say_little_make_no_honest_member_doubted_and_hide_no_cheat(
+    means: tuple[float, ...],
+) -> None:
+    """Five audits may all be of such fragments."""
+    rng = random.Random(11)
+    accused = caught = 0
+    for number in range(60):
+        share = 0.1 if number % 2 else 1.0  # of what it claims, that m3 trains
+        told: Scores = {}
+        for name, found in scores_of(lambda *_: 0.0).items():
+            fragments = [rng.randrange(len(means)) for _ in found]
+            of = [means[fragment] * (share if name == "m3" else 1.0) for fragment in fragments]
+            told[name] = tuple(
+                replace(it, score=rng.gauss(mean, 1.2), fragment=fragment)
+                for it, mean, fragment in zip(found, of, fragments, strict=True)
+            )
+        accused += len(doubted(told) - ({"m3"} if number % 2 else set()))
+        caught += number % 2 and "m3" in doubted(told)
+    assert accused == 0
+    assert caught >= 25 or fmean(means) < 3.5

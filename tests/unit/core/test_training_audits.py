@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,6 +70,18 @@ def test_where_fragments_take_turns_one_round_in_as_many_is_audited_and_none_is_
         expected = rounds / fragments**2  # of each fragment
         assert set(audited) == set(range(fragments))
         assert all(0.7 * expected < count <= 1.3 * expected for count in audited.values())
+
+
+@pytest.mark.parametrize("fragments", [2, 4, 6])
+def test_members_on_probation_are_audited_in_all_fragments_alike(fragments: int) -> None:
+    audited = Counter[int]()
+    for number in range(1, 8001):
+        made = manifest(number, (*NAMES, "s1"))
+        made.fragments, made.contributions[-1].on_probation = fragments, True
+        drawn = draw(made)
+        audited[number % fragments] += drawn is not None and drawn.contributor == "s1"
+    expected = 8000 / fragments**2 * (1 / 2 + 1 / 12)
+    assert all(0.7 * expected < audited[place] < 1.3 * expected for place in range(fragments))
 
 
 def test_who_brought_nothing_or_has_gone_is_not_drawn() -> None:

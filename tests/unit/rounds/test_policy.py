@@ -28,8 +28,12 @@ def test_a_small_model_waits_no_longer_than_a_minute_for_the_dead():
 
 
 def test_rounds_of_fragments_are_overdue_after_their_share_of_the_time():
-    spec = SPEC.model_copy(update={"sync": SPEC.sync.model_copy(update={"fragments": 2})})
-    whole, halves = policy_of(SPEC, (0, 10, 20, 1000)), policy_of(spec, (0, 10, 20, 1000))
+    whole, halves = (
+        policy_of(
+            SPEC.model_copy(update={"sync": SPEC.sync.model_copy(update={"fragments": count})}), (0, 10, 20, 1000)
+        )
+        for count in (1, 2)
+    )
     assert [len(policy.fragments) for policy in (whole, halves)] == [1, 2]
     assert 2 * halves.round_max == whole.round_max == SPEC.sync.round_max_seconds
 

@@ -58,7 +58,7 @@ def apply_training_audit(draft: Draft, peer_id: str, run_id: str, report: mb.Tra
         what = f"audit of round {report.round} that was not this node's to report, or with impossible figures"
         reject(draft, run_id, peer_id, "audit", PeerMisbehaved(what))
         return
-    found = TrainingScore(report.round, peer_id, report.score if report.given else None)
+    found = TrainingScore(report.round, peer_id, report.score if report.given else None, manifest.round.fragment)
     members = set(memory.plan.members) if memory.plan is not None else set()
     between = max(len(members), 1) * max(manifest.fragments, 1)  # rounds between two audits of a member, on average
     oldest = run.head_round - KEPT_SCORES * between  # a run's scores change as it learns
@@ -86,34 +86,46 @@ def compare(
 ) -> dict[str, TrainingComparison]:
     """Every member with a score beside those that are not on probation, by peer id.
 
-    Contributions that were not given say nothing.
+    Updates of some fragments tell samples better than those of others, so a score is compared with the usual one of its
+    fragment. Contributions that were not given say nothing.
     """
-    audits = {peer: sum(it.score is not None for it in found) for peer, found in scores.items()}
-    found = {peer: _median_auditor(told) for peer, told in scores.items() if audits[peer]}
-    if not found:
-        return {}
-    others = [score for peer, score in found.items() if peer not in on_probation]
-    typical = median(others or found.values())
-    comparable = len(others) >= LEAST_MEMBERS and typical >= LEAST_TYPICAL
-    return {
-        peer: TrainingComparison(
-            audits[peer],
+    typical, comparable = dict[int, float](), set[int]()
+    for fragment in {it.fragment for found in scores.values() for it in found if it.score is not None}:
+        of_it = {peer: [it for it in found if it.fragment == fragment] for peer, found in scores.items()}
+        found = {peer: value for peer, told in of_it.items() if (value := _median_auditor(told, {})) is not None}
+        others = [score for peer, score in found.items() if peer not in on_probation]
+        typical[fragment] = median(others or found.values())
+        if len(others) >= LEAST_MEMBERS:
+            comparable.add(fragment)
+    compared = {}
+    for peer, told in scores.items():
+        counted = [it for it in told if it.score is not None and it.fragment in (comparable or typical)]
+        beyond = _median_auditor(counted, typical)
+        if beyond is None:
+            continue
+        expected = fmean(typical[it.fragment] for it in counted)
+        score, audits = expected + beyond, len(counted)
+        can_tell = bool(comparable) and expected >= LEAST_TYPICAL
+        compared[peer] = TrainingComparison(
+            audits,
             score,
-            typical,
-            doubted=comparable and _is_behind(score, typical, audits[peer]),
-            proved=comparable and audits[peer] >= LEAST_AUDITS and 2 * score >= typical,
+            expected,
+            doubted=can_tell and _is_behind(score, expected, audits),
+            proved=can_tell and audits >= LEAST_AUDITS and 2 * score >= expected,
         )
-        for peer, score in found.items()
-    }
+    return compared
 
 
-def _median_auditor(scores: Sequence[TrainingScore]) -> float:
-    """The mean of the median auditor; of two, the one that found more. So one that lies does not count."""
+def _median_auditor(scores: Sequence[TrainingScore], usual: Mapping[int, float]) -> float | None:
+    """By how much scores exceed the `usual` ones of their fragments: the mean of the median auditor.
+
+    So one that lies does not count. Of two, the one that found more. None without scores.
+    """
     by_auditor: defaultdict[str, list[float]] = defaultdict(list)
     for it in scores:
         if it.score is not None:
-            by_auditor[it.auditor].append(it.score)
-    return median_high(map(fmean, by_auditor.values()))
+            by_auditor[it.auditor].append(it.score - usual.get(it.fragment, 0.0))
+    return median_high(map(fmean, by_auditor.values())) if by_auditor else None
 
 
 def _is_behind(score: float, typical: float, audits: int) -> bool:

@@ -168,6 +168,7 @@ class TrainingScore:
     round: int
     auditor: str  # peer id
     score: float | None  # None: the member did not give its contribution
+    fragment: int = 0  # that the round averaged
 
 
 @dataclass(frozen=True)

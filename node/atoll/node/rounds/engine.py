@@ -119,7 +119,13 @@ class AveragingEngine:
             self._me, trainer, clock, self._background, lambda: self.head, callbacks.evaluated
         )
         self._training_audits = TrainingAudits(
-            self._me, trainer, manifests, self._background, self._orders.put_nowait, callbacks.audited
+            self._me,
+            trainer,
+            manifests,
+            spec.data.sequence_length,
+            self._background,
+            self._orders.put_nowait,
+            callbacks.audited,
         )
         self._catching_up = False
         self._plans_sent: dict[str, float] = {}  # peer → when it was told our plan

@@ -17,7 +17,7 @@ from itertools import chain, islice
 from torch import Tensor
 
 from atoll.core import log
-from atoll.core.data_position import SampleRange
+from atoll.core.data_position import DataPosition
 from atoll.core.errors import AtollError, DataDirUnusable, PeerMisbehaved
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
@@ -35,8 +35,9 @@ _FRAME_TIMEOUT = timedelta(seconds=30)
 _ATTEMPTS = 15  # the contributor may install the round a little later
 _AGAIN_SECONDS = 2.0
 _MOST_SAMPLES = 2**12  # of which some are drawn
-_SHARE_OF_ROUND = 0.05  # of the auditor's compute time in a round: it delays its next step by so much
-_SHARE_OF_ALL = 0.01  # of the compute time of all
+_SHARE_OF_ROUND = 0.05  # of the auditor's compute time in all rounds between two audits
+_SHARE_OF_ALL = 0.01  # likewise, of the compute time of all
+_MOST_OF_ROUND = 0.2  # of its compute time in the round of the audit: it delays its next step by so much
 _FORWARD = 1 / 3  # of the time of a step on a sample
 _PASSES = 4  # forward passes for each sample of a kind: two kinds, with and without the contribution
 
@@ -63,6 +64,7 @@ class TrainingAudits:
         me: str,
         trainer: Trainer,
         manifests: ManifestStore,
+        sequence_length: int,
         background: BackgroundTasks,
         order: Callable[[Callable[[], Awaitable[None]]], None],
         report: Callable[[mb.TrainingAudit], None],
@@ -71,6 +73,7 @@ class TrainingAudits:
         self._me = me
         self._trainer = trainer
         self._manifests = manifests
+        self._sequence_length = sequence_length
         self._background = background
         self._order = order
         self._report = report
@@ -83,6 +86,9 @@ class TrainingAudits:
         manifest, exchange = installed.head.manifest, installed.exchange
         drawn = draw(manifest)
         if drawn is None or exchange.round_id != RoundId.from_proto(manifest.round):
+            return
+        whole = all(map(installed.plan.is_replica, (drawn.contributor, drawn.auditor)))
+        if not whole or installed.moved[0] == installed.moved[1]:
             return
         if self._me == drawn.contributor:
             self._given = exchange
@@ -104,7 +110,11 @@ class TrainingAudits:
     async def _audit(self, installed: InstalledRound, drawn: Drawn) -> None:
         round_number, exchange, moved = installed.head.round, installed.exchange, installed.moved
         update_E, still_open = self._trainer.pseudo_gradient[slice(*moved)], self._open
-        own, other = await asyncio.to_thread(self._samples, installed, drawn)
+        manifest, get = installed.head.manifest, self._manifests.get
+        own, other = [
+            draw_samples(manifest.audit_seed, told)[: _affordable(manifest, self._me)]
+            for told in await asyncio.to_thread(trained_samples, installed, drawn, get, self._sequence_length)
+        ]
         if min(len(own), len(other)) < MIN_SAMPLES:
             return
         reason = await self._fetch(drawn.contributor, exchange, update_E)
@@ -128,32 +138,6 @@ class TrainingAudits:
 
         self._order(measure)
 
-    def _samples(self, installed: InstalledRound, drawn: Drawn) -> list[list[int]]:
-        """Those of the contributor, and those of whom it is compared with: as many as this node may measure.
-
-        A fragment's update is of all samples since its last round, as far as this node knows the rounds between.
-        """
-        manifest, rounds = installed.head.manifest, [installed.head, installed.before]  # the newest first
-        with contextlib.suppress(DataDirUnusable):
-            for number in range(installed.before.round - 1, installed.head.round - 1 - max(manifest.fragments, 1), -1):
-                kept = self._manifests.get(number)
-                if kept is None or Head(kept).hash != rounds[-1].manifest.previous_hash:
-                    break
-                rounds.append(Head(kept))
-        positions = [position_at(installed.before, installed.plan, installed.lease), *(it.data for it in rounds[2:])]
-        each = _MOST_SAMPLES // len(positions)
-        return [
-            draw_samples(
-                manifest.audit_seed,
-                [
-                    sample
-                    for head, position in zip(rounds, positions, strict=False)
-                    for sample in _consumed(head.manifest, peer, position.holdings.get(peer, ()), each)
-                ],
-            )[: _affordable(manifest, self._me)]
-            for peer in (drawn.contributor, drawn.compared)
-        ]
-
     async def _fetch(self, peer: str, exchange: Exchange, update_E: Tensor) -> str:
         """Why the contribution of `peer` could not be fetched; empty if it was."""
         reason = ""
@@ -169,15 +153,54 @@ class TrainingAudits:
         return reason
 
 
+def trained_samples(
+    installed: InstalledRound,
+    drawn: Drawn,
+    get: Callable[[int], manifest_pb2.CommittedManifest | None],
+    sequence_length: int,
+) -> list[list[int]]:
+    """Sample numbers that the contributions of the one audited and the one compared are said to be trained on.
+
+    A contribution to a fragment is trained on what its member consumed since the fragment's round before. It is of less
+    if the member began anew since: its tokens say how many samples, and those are the newest. `get` reads manifests.
+    """
+    manifest, rounds = installed.head.manifest, [installed.head, installed.before]  # the newest first
+    with contextlib.suppress(DataDirUnusable):
+        for number in range(installed.before.round - 1, installed.head.round - 1 - max(manifest.fragments, 1), -1):
+            if rounds[-1].manifest.fragments != manifest.fragments:
+                break
+            kept = get(number)
+            if kept is None or Head(kept).hash != rounds[-1].manifest.previous_hash:
+                break
+            rounds.append(Head(kept))
+    positions = [position_at(installed.before, installed.plan, installed.lease), *(it.data for it in rounds[2:])]
+    return [
+        _newest(peer, [it.manifest for it in rounds], positions, sequence_length)
+        for peer in (drawn.contributor, drawn.compared)
+    ]
+
+
+def _newest(
+    peer: str, manifests: Sequence[manifest_pb2.Manifest], positions: Sequence[DataPosition], sequence_length: int
+) -> list[int]:
+    """Samples of the newest contribution of `manifests`; `positions` are those before each of them."""
+    found, there = list[int](), [_contribution(manifest, peer) for manifest in manifests]
+    left = max(there[0].weight, there[0].judged_tokens) // sequence_length
+    for contribution, position in zip(there, positions, strict=False):
+        ranges = chain.from_iterable(range(*held) for held in position.holdings.get(peer, ()))
+        consumed = contribution.samples  # the first ones of its ranges
+        found += islice(ranges, max(0, consumed - min(left, _MOST_SAMPLES // len(positions))), consumed)
+        left = max(0, left - consumed)
+    return found
+
+
+def _contribution(manifest: manifest_pb2.Manifest, peer: str) -> manifest_pb2.Contribution:
+    found = (item for item in manifest.contributions if item.peer_id == peer)
+    return next(found, manifest_pb2.Contribution())
+
+
 def _affordable(manifest: manifest_pb2.Manifest, me: str) -> int:
     """How many samples of each kind this node may measure. One in as many rounds as there are fragments is audited."""
-    there = [item for item in manifest.contributions if item.weight]
-    own = next(item.samples for item in there if item.peer_id == me)
-    trained = own * max(manifest.fragments, 1)
-    return int(min(_SHARE_OF_ROUND, _SHARE_OF_ALL * len(there)) * trained / (_FORWARD * _PASSES))
-
-
-def _consumed(manifest: manifest_pb2.Manifest, peer: str, ranges: Sequence[SampleRange], most: int) -> list[int]:
-    """Sample numbers that a contribution is said to be trained on: the first ones of the member's ranges."""
-    count = next((item.samples for item in manifest.contributions if item.peer_id == peer), 0)
-    return list(islice(chain.from_iterable(range(*held) for held in ranges), min(count, most)))
+    members, fragments = sum(bool(item.weight) for item in manifest.contributions), max(manifest.fragments, 1)
+    share = min(_MOST_OF_ROUND, fragments * min(_SHARE_OF_ROUND, _SHARE_OF_ALL * members))
+    return int(share * _contribution(manifest, me).samples / (_FORWARD * _PASSES))
