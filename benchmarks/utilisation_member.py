@@ -76,6 +76,7 @@ round_tokens = {round_tokens}
 round_growth = 1000000.0
 round_max_seconds = 600
 exchange_share = 1.0  # H is given
+fragments = 1  # as a round of the others is
 codec = "{codec}"
 """
 
