@@ -17,6 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from itertools import chain, islice, product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,9 +95,16 @@ def main() -> None:
     report.finish(NOTES)
 
 
-def _scores(path: str, fragments: int, turns: int) -> tuple[Mapping[str, list[float]], int]:
+class Score(NamedTuple):
+    """What one audit found."""
+
+    fragment: int
+    score: float
+
+
+def _scores(path: str, fragments: int, turns: int) -> tuple[Mapping[str, list[Score]], int]:
     """The scores of each kind of contribution, and how many samples of each kind they are of."""
-    scores, samples = defaultdict[str, list[float]](list), 0
+    scores, samples = defaultdict[str, list[Score]](list), 0
     job = byzantine.Job("", 0, True, byzantine.MEMBERS, "equal", turns * byzantine.INNER_STEPS, 0, 0)
     spec = byzantine.spec_of(job, path)
     spec = spec.model_copy(update={"sync": spec.sync.model_copy(update={"fragments": fragments})})
@@ -114,19 +122,22 @@ def _scores(path: str, fragments: int, turns: int) -> tuple[Mapping[str, list[fl
                 ("a copy", other, honest),
             ):
                 score, samples = swarm.audit(update, claims, third)
-                scores[kind].append(score)
+                scores[kind].append(Score((swarm.rounds - 1) % fragments, score))
     swarm.close()
     return scores, samples
 
 
-def _tell(report: Report, fragments: int, scores: Mapping[str, list[float]], samples: int) -> None:
+def _tell(report: Report, fragments: int, scores: Mapping[str, list[Score]], samples: int) -> None:
     where = f", {fragments} fragments" if fragments > 1 else ""
     for kind, found in scores.items():
-        low, middle, high = statistics.quantiles(found, n=4)
+        told = [it.score for it in found]
+        low, middle, high = statistics.quantiles(told, n=4)
+        of_each = [statistics.fmean(it.score for it in found if it.fragment == place) for place in range(fragments)]
         doubted = {f"doubted_{count}": _doubted(scores["honest"], found, count) for count in AUDITS}
         report.cell(
             fragments=fragments, contribution=kind, audits=len(found), samples=samples, q1=low, median=middle, q3=high,
-            mean=statistics.fmean(found), sd=statistics.stdev(found), **doubted,
+            mean=statistics.fmean(told), sd=statistics.stdev(told), **doubted,
+            of_each_fragment=", ".join(f"{mean:.1f}" for mean in of_each),
         )  # fmt: skip
     for kind, count in product(("a tenth", "a copy"), AUDITS):
         share = _doubted(scores["honest"], scores[kind], count)
@@ -137,14 +148,14 @@ def _tell(report: Report, fragments: int, scores: Mapping[str, list[float]], sam
         report.accept(f"honest{where}: doubted, {TRIALS} × {count} audits", target="0", value=share, holds=share == 0)
 
 
-def _doubted(honest: list[float], found: list[float], audits: int) -> float:
+def _doubted(honest: list[Score], found: list[Score], audits: int) -> float:
     """How often the coordinator doubts a member whose scores are drawn from `found`."""
     rng, doubted = random.Random(5), 0
     for _ in range(TRIALS):
         told = {
             f"m{place}": tuple(
-                TrainingScore(number, f"a{number}", rng.choice(found if place == CHEAT else honest))
-                for number in range(audits)
+                TrainingScore(number, f"a{number}", it.score, it.fragment)
+                for number, it in enumerate(rng.choices(found if place == CHEAT else honest, k=audits))
             )
             for place in range(byzantine.MEMBERS)
         }
