@@ -157,8 +157,14 @@ def test_a_bounded_series_of_losses_is_even_and_has_the_newest(store: Store, rou
     if len(rounds) <= most:
         assert len(kept) == len(rounds)
     else:  # the newest of each range
-        width = -(-(max(rounds) + 1) // most)
-        assert {number // width for number in kept} == {number // width for number in rounds}
+        first = min(rounds)
+        width = -(-(max(rounds) - first + 1) // most)
+        assert {(number - first) // width for number in kept} == {(number - first) // width for number in rounds}
+
+
+def test_losses_of_late_rounds_are_not_thinned_as_if_they_had_begun_at_genesis(store: Store) -> None:
+    store.apply([replace(LOSS, round=number) for number in range(100_000, 100_500)])
+    assert len(store.evaluations("reef", 400)) == 250
 
 
 def thin_in_steps(store: Store, rounds: int, step: int) -> None:
