@@ -79,8 +79,9 @@ class MemoryStore(Store):
     def evaluations(self, run_id: str, most: int | None = None) -> tuple[Evaluation, ...]:
         rows = [row for row in self._rows(Evaluation) if row.run_id == run_id]
         if most is not None and len(rows) > most:
-            width = -(-(rows[-1].round + 1) // most)
-            rows = list({row.round // width: row for row in rows}.values())
+            first = rows[0].round
+            width = -(-(rows[-1].round - first + 1) // most)
+            rows = list({(row.round - first) // width: row for row in rows}.values())
         return tuple(rows)
 
     def plan(self, run_id: str, version: int) -> PlanRow | None:

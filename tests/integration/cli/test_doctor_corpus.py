@@ -82,6 +82,35 @@ def test_mirrors_that_fail_stall_or_lie_are_named_and_the_others_are_measured(
     assert [finding.ok for finding in findings if "disk" in finding.name] == [True, True]
 
 
+def test_mirrors_that_hang_hide_no_mirror_that_works(
+    servers: list[CorpusServer], digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The card of the first mirror is the one that is kept, and its thread ends after the check."""
+    monkeypatch.setattr(doctor_corpus, "_CARD_SECONDS", 3.0)
+    servers[0].faults.stalls = servers[1].faults.stalls = True
+    findings = found(tmp_path, spec_of(digest, *(server.address for server in servers)))
+    assert [mirror.ok for mirror in named(findings, "mirror")] == [False, False, True, True]
+    assert named(findings, "line")
+
+
+def test_mirrors_that_hang_one_after_the_other_take_a_bounded_time(
+    digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    mirrors = [_HangingMirror(f"mirror {number}", int(number > 0), released) for number in range(20)]
+    monkeypatch.setattr(doctor_corpus, "mirrors_of", lambda *_: mirrors)
+    monkeypatch.setattr(doctor_corpus, "_CARD_SECONDS", 1.0)
+    monkeypatch.setattr(doctor_corpus, "_ALL_CARDS_SECONDS", 2.0)
+    began = time.monotonic()
+    try:
+        findings = found(tmp_path, spec_of(hashlib.sha256(b"card").hexdigest(), "https://a.example/corpus"))
+    finally:
+        released.set()
+    assert time.monotonic() - began < 12  # 21 with a second for each
+    assert [mirror.ok for mirror in named(findings, "mirror")] == [False] * 20
+    assert "mirror 19: not measured, other mirrors took too long" in named(findings, "mirror")[-1].found
+
+
 def test_a_slow_line_is_not_enough_and_is_measured_in_a_bounded_time(
     servers: list[CorpusServer], digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +160,24 @@ def test_the_pace_comes_from_the_layer_times_of_the_last_start(
     (line,) = named(found(tmp_path, spec, compute_share=0.5), "line")
     layers = 2 + (spec.model.layers or 4)  # type: ignore[union-attr]
     assert f"{0.5 / (3e-4 * layers):.0f} tokens/s, from the layer times" in line.found
+
+
+class _HangingMirror:
+    """A mirror that sends its card some times and then hangs."""
+
+    kind = "server"
+
+    def __init__(self, name: str, times: int, released: threading.Event) -> None:
+        self.name, self._times, self._released = name, times, released
+
+    def pieces(self, path: str, at_most: int, cancelled: object) -> Iterator[bytes]:
+        if not self._times:
+            self._released.wait(60)
+        self._times -= 1
+        yield b"card"
+
+    def close(self) -> None:
+        pass
 
 
 class _CardMirror:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -184,7 +185,9 @@ def test_text_has_the_special_tokens_that_it_had_in_training(tmp_path, origin, b
     assert found.settings["special_tokens"] is not bool(origin)
 
 
-def test_adapters_are_evaluated_on_their_base(tmp_path):
+@pytest.mark.parametrize("ours", [True, False])
+def test_adapters_are_evaluated_on_their_base_as_they_were_trained(tmp_path, ours):
+    """Adapters of others are read as the library reads them: <s> by their tokenizer."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(5)
@@ -192,13 +195,17 @@ def test_adapters_are_evaluated_on_their_base(tmp_path):
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     adapted.eval().save_pretrained(tmp_path / "adapters")
     save_words(tmp_path / "adapters")
+    if ours:
+        (tmp_path / "adapters/atoll.json").write_text(json.dumps(ORIGIN))
+    context, rest = ([0], []) if ours else ([1], [1])
     write_texts(tmp_path / "tasks", "texts", ["reef lagoon lagoon"])
     found = evaluate(tmp_path / "adapters", tmp_path / "tasks", "texts", base=tmp_path / "base")
-    expected = log_likelihood(lambda tokens: adapted(tokens).logits, [0], [2, 3, 3])
+    expected = log_likelihood(lambda tokens: adapted(tokens).logits, context, [*rest, 2, 3, 3])
     with adapted.disable_adapter():
-        alone = log_likelihood(lambda tokens: adapted(tokens).logits, [0], [2, 3, 3])
+        alone = log_likelihood(lambda tokens: adapted(tokens).logits, context, [*rest, 2, 3, 3])
     assert abs(expected - alone) > 0.01
     assert figures(found)["word_perplexity"] == pytest.approx(math.exp(-expected / 3), rel=1e-4)
+    assert found.settings["special_tokens"] is not ours
 
 
 def test_unknown_tasks_and_directories_are_named_with_their_neighbours(reef, tmp_path):

@@ -10,7 +10,8 @@ from unit.coordinator.world import CORPUS, RUN, World, abandoned_report, commit,
 
 from atoll.coordinator.rounds import reports
 from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT
-from atoll.coordinator.rounds.source_losses import to_text
+from atoll.coordinator.rounds.source_losses import from_text, to_text
+from atoll.coordinator.runs import admission
 from atoll.coordinator.services import views
 from atoll.coordinator.state import snapshot
 from atoll.coordinator.store import retention
@@ -664,3 +665,62 @@ def test_sources_of_text_without_any_and_too_many_are_refused(data: str, count: 
     if count > 64:
         world.say("ann", evaluations=[of_sources(*many[:64])])
         assert world.run.loss == 5.0
+
+
+UNMIXED = MIXED.rpartition("\n")[0]
+INVENTED = [(f"source-{number}", 1.0, 1, 0) for number in range(64)]
+
+
+def sources_of(world: World) -> set[str]:
+    """Names of the newest evaluation as it is stored."""
+    return {source.name for source in from_text(world.run.sources)}
+
+
+def test_a_member_on_probation_names_no_source_while_there_are_others() -> None:
+    world = World()
+    world.train("ann", "bob", data=UNMIXED)
+    world.take(admission.set_probation(world.state, world.now, world.identities["ann"].peer_id, on_probation=True))
+    world.say("ann", evaluations=[of_sources(*INVENTED)])
+    assert sources_of(world) == {"other"}
+    world.say("bob", evaluations=[of_sources(("web", 4.5, 48, 3000), ("code", 6.5, 16, 1000))])
+    assert sources_of(world) == {"web", "code"}
+    world.say("ann", evaluations=[of_sources(("web", 4.0, 48, 3000), ("books", 6.5, 16, 1000))])
+    assert sources_of(world) == {"web", "other"}
+
+
+def test_members_of_a_run_of_strangers_name_its_sources() -> None:
+    world = World()
+    both = world.train("ann", "bob", data=UNMIXED)
+    for one in both:
+        world.take(admission.set_probation(world.state, world.now, one.peer_id, on_probation=True))
+    world.say("ann", evaluations=[of_sources(("web", 4.5, 48, 3000))])
+    assert sources_of(world) == {"web"}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_invented_names_give_way_to_sources_that_members_report(
+    monkeypatch: pytest.MonkeyPatch, restarts: bool
+) -> None:
+    monkeypatch.setattr(reports, "KEPT_EVALUATIONS", 4)
+    world = World()
+    both = world.train("ann", "bob", data=UNMIXED, stop_tokens=10**6)
+    world.say("ann", evaluations=[of_sources(*INVENTED)])
+    if restarts:
+        world.restart()
+        for name in ("ann", "bob"):
+            world.connect(name, mb.NODE_STATE_TRAINING)
+    previous, found = genesis_hash(world), []
+    for number in range(1, 7):
+        report = round_report(number, previous, both, committed_before=1000 * (number - 1))
+        previous = hash_of(report)
+        told = of_sources(("web", 4.5, 48, 3000), ("source-0", 6.5, 16, 1000))
+        told.round = number
+        world.say("ann", rounds=[report], evaluations=[told])
+        found.append(sources_of(world))
+    assert found == [{"other", "source-0"}] * 3 + [{"web", "source-0"}] * 3
+    assert len(world.run.source_names) == 64
+    for _ in range(10):  # of a round that was evaluated: no time passes
+        told = of_sources(*[(f"new-{name}", *rest) for name, *rest in INVENTED])
+        told.round = 6
+        world.say("bob", evaluations=[told])
+    assert {"web", "source-0"} <= set(world.run.source_names)

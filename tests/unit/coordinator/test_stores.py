@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -157,8 +158,14 @@ def test_a_bounded_series_of_losses_is_even_and_has_the_newest(store: Store, rou
     if len(rounds) <= most:
         assert len(kept) == len(rounds)
     else:  # the newest of each range
-        width = -(-(max(rounds) + 1) // most)
-        assert {number // width for number in kept} == {number // width for number in rounds}
+        first = min(rounds)
+        width = -(-(max(rounds) - first + 1) // most)
+        assert {(number - first) // width for number in kept} == {(number - first) // width for number in rounds}
+
+
+def test_losses_of_late_rounds_are_not_thinned_as_if_they_had_begun_at_genesis(store: Store) -> None:
+    store.apply([replace(LOSS, round=number) for number in range(100_000, 100_500)])
+    assert len(store.evaluations("reef", 400)) == 250
 
 
 def thin_in_steps(store: Store, rounds: int, step: int) -> None:
@@ -368,6 +375,29 @@ def test_a_database_of_the_release_before_opens_with_its_rows(url: str) -> None:
     assert [(run.parts_zeroed, run.sources) for run in store.load().runs] == [(7, "")]
     assert store.evaluations("reef") == (Evaluation("reef", 1, 4.5, 1000),)
     store.close()
+
+
+def test_a_run_of_the_build_before_keeps_the_names_of_its_sources(url: str) -> None:
+    engine = create_engine(url)
+    migrations.upgrade(engine, "0014")
+    invented = [[f"source-{number}", 1.0, 1, 0] for number in range(64)]
+    known = [["web", 4.0, 48, 750], ["code", 4.0, 16, 250], ["other", 4.0, 16, 250]]
+    with engine.begin() as connection:
+        for run_id, head in (("reef", 3), ("bay", 0)):
+            connection.exec_driver_sql(
+                "INSERT INTO runs (run_id, spec_toml, state, created_ms, corpus_digest, layers, genesis, plan_version, "
+                "head_round, committed_tokens, loss_round, loss, plan_floor, rounds_opened, parts_zeroed) "
+                f"VALUES ('{run_id}', '', 'TRAINING', 1, '', '', '', 1, {head}, 3, 0, 0, 0, 9, 0)"
+            )
+        for number, sources in enumerate([json.dumps(invented), json.dumps(known), json.dumps(known), ""]):
+            connection.exec_driver_sql(f"INSERT INTO evaluations VALUES ('reef', {number}, 4.5, 1000, '{sources}')")
+    engine.dispose()
+    store = SqlStore(url)
+    names = {run.run_id: run.source_names for run in store.load().runs}
+    store.close()
+    assert names["bay"] == ()
+    assert (len(names["reef"]), names["reef"][:2]) == (64, ("web", "code"))
+    assert "other" not in names["reef"]
 
 
 def test_a_file_that_is_no_database_is_reported_and_left_alone(tmp_path: Path) -> None:

@@ -51,6 +51,17 @@ def test_a_whole_file_has_a_limit(mirror: Mirror) -> None:
         mirror.read_whole("web/000000.tokens", 299_999, never)
 
 
+@pytest.mark.parametrize("told", [{}, {"size": None}])
+def test_a_store_that_tells_no_size_is_read_within_the_limit(
+    server: CorpusServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, object]
+) -> None:
+    mirror = FsspecMirror(f"local://{tmp_path}")
+    monkeypatch.setattr(mirror._files, "info", lambda path: told)
+    assert mirror.read_whole("web/000000.tokens", 300_000, never) == CONTENT
+    with pytest.raises(MirrorFailed, match="larger than 299999"):
+        mirror.read_whole("web/000000.tokens", 299_999, never)
+
+
 def test_kinds_of_addresses() -> None:
     assert isinstance(open_mirror("/tmp/somewhere"), DirectoryMirror)
     assert isinstance(open_mirror("file:///tmp/somewhere"), DirectoryMirror)

@@ -132,3 +132,15 @@ def test_adapters_need_their_base_and_safetensors(export, tmp_path):
     assert "--base" in refusal(adapters).remedy
     (adapters / "adapter_model.bin").write_bytes(b"pickle")
     assert "adapter_model.safetensors" in str(refusal(adapters, export))
+
+
+@pytest.mark.parametrize("said", ["", "[" * 100_000, "[]", "{}", '{"run": "reef", "round": "x"}'])
+def test_adapters_without_an_origin_are_those_of_others(export, tmp_path, said):
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text("{}")
+    (adapters / "adapter_model.safetensors").touch()
+    shutil.copy(export / "tokenizer.json", adapters)
+    assert not open_export(adapters, export).trained_by_atoll
+    (adapters / "atoll.json").write_text(said)
+    assert not open_export(adapters, export).trained_by_atoll

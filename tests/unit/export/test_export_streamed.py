@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from atoll.core.errors import AtollError, CheckpointCorrupt, NotFound, UnsupportedModel
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.cli.main import app
+from atoll.node.evaluation.exported_model import open_export
 from atoll.node.export import safetensors_writer
 from atoll.node.export.huggingface_export import export_huggingface
 from atoll.node.model.run_model import run_model
@@ -199,6 +200,8 @@ def test_a_tied_head_stays_tied_unless_adapters_are_merged_into_it(targets: list
     with stored(spec, state_of(spec, base)) as model:
         export_huggingface(model, tmp_path / "adapter")
         export_huggingface(model, tmp_path / "merged", base=base)
+    adapters = open_export(tmp_path / "adapter", base)
+    assert (adapters.origin, adapters.trained_by_atoll) == (open_export(tmp_path / "merged", None).origin, True)
     merged = load(tmp_path / "merged")
     assert merged.config.tie_word_embeddings is ("lm_head" not in targets)
     assert ("lm_head.weight" in load_file(tmp_path / "merged/model.safetensors")) is ("lm_head" in targets)

@@ -19,9 +19,10 @@ from atoll.coordinator.rounds.round_checks import (
     report_key,
     row_from_report,
 )
-from atoll.coordinator.rounds.source_losses import MAX_LOSS, check_sources, fold, to_text
+from atoll.coordinator.rounds.source_losses import KEPT_EVALUATIONS, MAX_LOSS, by_names, check_sources, fold, to_text
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import run_states
+from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE, STORED_ROWS_RATE
 from atoll.coordinator.state.snapshot import Commit, Draft, RunMemory, attempt_key, charge_row, commit_from_row
 from atoll.coordinator.store.records import Evaluation, Round, Run
@@ -74,14 +75,31 @@ def apply_evaluation_report(draft: Draft, peer_id: str, run_id: str, report: mb.
         return
     if (run.loss and report.round <= run.loss_round) and not _charge_row(draft, peer_id):
         return
-    names, folded = fold(run.source_names, report.sources)
-    sources = to_text(folded)
-    if names != run.source_names:
-        run = replace(run, source_names=names)
-        draft.put(run)
+    sources = to_text(_fold_sources(draft, peer_id, run, report))
+    run = draft.state.runs[run_id]
     draft.log(Evaluation(run_id, report.round, report.loss, tokens, sources))
     if report.round >= run.loss_round:
         draft.put(replace(run, loss_round=report.round, loss=report.loss, sources=sources))
+
+
+def _fold_sources(draft: Draft, peer_id: str, run: Run, report: mb.EvaluationReport) -> list[mb.SourceLoss]:
+    """Return the sources of a checked report by the run's names, to which members not on probation add theirs."""
+    if not report.sources or not known_nodes(draft.state, [peer_id]):
+        return by_names(run.source_names, report.sources)
+    memory = draft.state.memory[run.run_id]
+    evaluated = memory.sources_evaluated + (not run.loss or report.round > run.loss_round)
+    oldest = evaluated - KEPT_EVALUATIONS
+    names, folded = fold(
+        run.source_names,
+        report.sources,
+        {name for name in run.source_names if memory.source_seen.get(name, 0) <= oldest},
+    )
+    reported = {source.name for source in report.sources}
+    seen = {name: evaluated if name in reported else memory.source_seen.get(name, 0) for name in names}
+    draft.remember(run.run_id, sources_evaluated=evaluated, source_seen=seen)
+    if names != run.source_names:
+        draft.put(replace(run, source_names=names))
+    return folded
 
 
 def apply_genesis_report(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisReport) -> None:

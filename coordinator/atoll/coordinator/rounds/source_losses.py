@@ -1,21 +1,23 @@
 """Held-out losses by source: checked when a node reports them, and stored as text beside the loss of all. Pure.
 
-Without a mixture the coordinator does not know a run's sources, since it does not have the corpus card. So the first
-names that come are a run's for good, and all others count as one source.
+Without a mixture the coordinator does not know a run's sources, since it does not have the corpus card. So a run has
+the first names that come, and all others count as one source. Members on probation name none. A name that no other
+member has reported for a while gives its place to a new one. So a member with invented names hides no curve for good.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from atoll.coordinator.store.records import MAX_INTEGER
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 
-MAX_SOURCES = 64  # of an evaluation, and names of a run for good
+MAX_SOURCES = 64  # of an evaluation, and names of a run at a time
+KEPT_EVALUATIONS = 32  # that a name outlives without a report
 OTHER = "other"  # the source of all further names
 MAX_LOSS = 1e6
 MAX_WINDOWS = 2**32 - 1  # of the message
@@ -43,13 +45,26 @@ def check_sources(spec: RunSpec, sources: Sequence[mb.SourceLoss]) -> None:
             raise PeerMisbehaved(f"the source {source.name} has {source.tokens} tokens trained")
 
 
-def fold(known: Sequence[str], sources: Sequence[mb.SourceLoss]) -> tuple[tuple[str, ...], list[mb.SourceLoss]]:
-    """Return a run's names after these checked sources, and the sources by those names; the rest is `OTHER`."""
+def fold(
+    known: Sequence[str], sources: Sequence[mb.SourceLoss], replaceable: Collection[str] = ()
+) -> tuple[tuple[str, ...], list[mb.SourceLoss]]:
+    """Return a run's names after these checked sources, and the sources by those names; the rest is `OTHER`.
+
+    New names replace as many of `replaceable` as they need.
+    """
+    reported = {source.name for source in sources}
     new = [source.name for source in sources if source.name not in known and source.name != OTHER]
-    names = (*known, *new[: max(0, MAX_SOURCES - len(known))])
+    lacking = max(0, len(known) + len(new) - MAX_SOURCES)
+    replaced = [name for name in known if name in replaceable and name not in reported][:lacking]
+    names = (*(name for name in known if name not in replaced), *new)[:MAX_SOURCES]
+    return names, by_names(names, sources)
+
+
+def by_names(names: Collection[str], sources: Sequence[mb.SourceLoss]) -> list[mb.SourceLoss]:
+    """Return the sources that have these names, and the sum of the rest as `OTHER`."""
     rest = [source for source in sources if source.name not in names]
     named = [source for source in sources if source.name in names]
-    return names, [*named, *([_sum_of(rest)] if rest else [])]
+    return [*named, *([_sum_of(rest)] if rest else [])]
 
 
 def _sum_of(sources: Sequence[mb.SourceLoss]) -> mb.SourceLoss:

@@ -245,6 +245,8 @@ class RunMemory:
     recoverable_since: float | None = None  # monotonic, since when the newest round is lost to its electorate
     training_scores: Mapping[str, tuple[TrainingScore, ...]] = field(default_factory=dict)  # by peer id, newest last
     training_compared: Mapping[str, TrainingComparison] = field(default_factory=dict)  # by peer id, of these scores
+    sources_evaluated: int = 0  # rounds whose losses by source came since the start, from members not on probation
+    source_seen: Mapping[str, int] = field(default_factory=dict)  # by source: which of those had it last
     genesis_writer: str = ""  # peer id
     genesis_writer_since: float = 0.0
     failed_genesis_writers: frozenset[str] = frozenset()  # asked in vain

@@ -80,7 +80,7 @@ class Run:
     rounds_opened: int = 0  # all attempts that are known or must have been; rows of old ones are deleted
     parts_zeroed: int = 0  # in all known rounds
     sources: str = ""  # of the newest evaluation
-    source_names: tuple[str, ...] = ()  # that evaluations had; at most 64 (`rounds/source_losses.py`)
+    source_names: tuple[str, ...] = ()  # of its evaluations; at most 64 (`rounds/source_losses.py`)
 
 
 @dataclass(frozen=True)

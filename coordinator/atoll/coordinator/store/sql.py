@@ -177,9 +177,11 @@ class SqlStore(Store):
         wanted = _select(Evaluation).where(ours)
         with self._reading() as connection:
             if most is not None:
-                count, last = connection.execute(select(func.count(), func.max(table.c.round)).where(ours)).one()
+                of_all = select(func.count(), func.min(table.c.round), func.max(table.c.round))
+                count, first, last = connection.execute(of_all.where(ours)).one()
                 if count > most:  # read from the index of keys
-                    kept = select(func.max(table.c.round)).where(ours).group_by(table.c.round // -(-(last + 1) // most))
+                    place = (table.c.round - first) // -(-(last - first + 1) // most)
+                    kept = select(func.max(table.c.round)).where(ours).group_by(place)
                     wanted = wanted.where(table.c.round.in_(kept))
             return _all(connection, Evaluation, wanted)
 

@@ -84,7 +84,8 @@ class Store(ABC):
     def evaluations(self, run_id: str, most: int | None = None) -> tuple[Evaluation, ...]:
         """Evaluations of a run that are left: all, or at most `most`, the newest among them. MUST be ordered by round.
 
-        If there are more, it MUST return the newest of each of equal ranges of rounds, and MUST NOT read the others.
+        If there are more, it MUST return the newest of each of equal ranges from the first of these rounds to the last,
+        and MUST NOT read the others.
         """
 
     @abstractmethod

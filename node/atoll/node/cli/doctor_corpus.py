@@ -28,6 +28,7 @@ from atoll.node.data.mirrors import BlockAbsent, Cancelled, Mirror, MirrorFailed
 from atoll.node.data.open_corpus import mirrors_of
 
 _CARD_SECONDS = 10.0
+_ALL_CARDS_SECONDS = 20.0  # after which no other mirror is asked for the card to keep
 _RATE_SECONDS = 5.0
 _DISK_SECONDS = 20.0
 _ALL_BYTES = 16 << 20  # from all mirrors together
@@ -73,9 +74,13 @@ def corpus_findings(config: NodeConfig, spec: RunSpec) -> Iterator[Finding]:
         return
     keeper = _CardKeeper(digest)
     _each_within(_CARD_SECONDS, probes, keeper.look)
-    answering = [probe for probe in probes if not probe.problem]
-    for probe in answering:  # the mirror failed of which the card was kept
-        if keeper.card is None and not keeper.problem:
+    ends = time.monotonic() + _ALL_CARDS_SECONDS
+    for probe in [probe for probe in probes if not probe.problem]:
+        if keeper.card is None and not keeper.problem:  # the mirror failed of which the card was kept
+            if time.monotonic() >= ends:
+                probe.problem = f"{probe.mirror.name}: not measured, other mirrors took too long"
+                continue
+            keeper = _CardKeeper(digest)  # a mirror that hangs holds the lock of the other
             _each_within(_CARD_SECONDS, [probe], keeper.look)
         probe.problem = probe.problem or keeper.problem
     card = keeper.card

@@ -233,9 +233,13 @@ class FsspecMirror:
 
     def _parts(self, path: str, wanted: int, cancelled: Cancelled) -> Iterator[bytes]:
         try:
-            size = min(wanted, int(self._files.info(f"{self._root}/{path}")["size"]))
+            told = self._files.info(f"{self._root}/{path}").get("size")
+            size = min(wanted, int(told)) if told is not None else None
         except Exception as error:
             raise MirrorFailed(f"{self.name} does not give {path}: {error or type(error).__name__}") from error
+        if size is None:  # some stores do not know where a file ends, and refuse to read from there on
+            yield self._cat(path, 0, wanted)
+            return
         for start in range(0, size, _PIECE_BYTES):
             if cancelled():
                 raise MirrorFailed(f"{self.name} was too slow")

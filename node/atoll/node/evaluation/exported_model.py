@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from atoll.core.errors import ConfigError, ModelTooLarge, NotFound, UsageError
+from atoll.node.export.huggingface_export import ORIGIN_FILE
 from atoll.node.model.base_files import file_sha256
 from atoll.node.model.hf_configuration import require_library
 
@@ -35,7 +36,7 @@ class ExportedModel:
     @property
     def trained_by_atoll(self) -> bool:
         """Whether Atoll trained it: then its text had no special tokens but the one between documents."""
-        return self.base is not None or bool(self.origin)
+        return bool(self.origin)
 
     def digests(self) -> dict[str, str]:
         """Compute the hex SHA-256 of every file by its name; files of the base begin with `base/`."""
@@ -80,7 +81,7 @@ def open_export(directory: Path, base: Path | None) -> ExportedModel:
     if not (directory / "adapter_model.safetensors").is_file():
         raise ConfigError(f"{directory} has no adapter_model.safetensors; other formats are not read", _REMEDY)
     _model_config(base)
-    return ExportedModel(directory, base, {})
+    return ExportedModel(directory, base, _adapter_origin(directory))
 
 
 def load(export: ExportedModel, device: torch.device) -> LoadedModel:
@@ -156,6 +157,13 @@ def _origin(said: object) -> dict[str, object]:
     if not isinstance(said, dict) or any(type(said.get(key)) is not kind for key, kind in _ORIGIN.items()):
         return {}
     return {key: said[key] for key in _ORIGIN}
+
+
+def _adapter_origin(directory: Path) -> dict[str, object]:
+    try:
+        return _origin(json.loads((directory / ORIGIN_FILE).read_text()))
+    except (OSError, ValueError, RecursionError):
+        return {}
 
 
 def _files(directory: Path) -> list[Path]:

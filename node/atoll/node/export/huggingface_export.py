@@ -30,6 +30,7 @@ from atoll.node.model.llama import NORM_EPSILON, Decoder
 from atoll.node.model.tokenizer import Tokenizer
 from atoll.node.state.tensor_file import LayerLayout
 
+ORIGIN_FILE = "atoll.json"  # of adapters: `peft` warns of keys that it does not know
 DEFAULT_SHARD_BYTES = 50e9  # the default of `transformers`
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,9 +57,9 @@ def export_huggingface(
 ) -> None:
     """Write config.json, generation_config.json, model.safetensors or its shards, and the tokenizer to `target`.
 
-    A run of adapters gives adapter_config.json and adapter_model.safetensors instead. With `base`, the directory of its
-    pretrained weights, it gives the whole model with the adapters merged. One parameter is in memory at a time; one
-    layer if adapters are merged. `cache`: where the node keeps its corpus, which may have the tokenizer.
+    A run of adapters gives adapter_config.json, adapter_model.safetensors and atoll.json instead. With `base`, the
+    directory of its pretrained weights, it gives the whole model with the adapters merged. One parameter is in memory
+    at a time; one layer if adapters are merged. `cache`: where the node keeps its corpus, which may have the tokenizer.
 
     Raises `AlreadyExists`, `ConfigError` if the checkpoint does not match its run spec or the tokenizer cannot be
     loaded, `UsageError` for a `base` that the run does not use, `PretrainedWeightsUnusable`, `CheckpointCorrupt` and
@@ -78,6 +79,8 @@ def export_huggingface(
             from atoll.node.export.transformers_model import write_huggingface_model
 
             write_huggingface_model(model, section, output_format, tokenizer, _provenance(model), base)
+            if section.adapter is not None and base is None:
+                _write_json(temporary / ORIGIN_FILE, _provenance(model))
         elif base is not None:
             raise UsageError("this run trained the whole model, so there are no adapters to merge", "leave out --base")
         else:
