@@ -11,9 +11,10 @@ from unit.coordinator.world import PROMPT, RUN, SECRET, World, commit, round_rep
 from atoll.coordinator.live.probation import planned_probation
 from atoll.coordinator.planner.plan_builder import RoutePart
 from atoll.coordinator.runs import admission
-from atoll.coordinator.runs.recovery import newest_held_state
+from atoll.coordinator.runs.recovery import newest_held_state, recover
 from atoll.coordinator.state.deciding import is_behind
 from atoll.coordinator.store.records import Token
+from atoll.core.errors import InvalidTransition
 from atoll.core.quorum import COORDINATOR
 from atoll.core.tokens import hash_secret
 from atoll.v1 import manifest_pb2
@@ -253,3 +254,38 @@ def test_a_run_whose_known_nodes_are_away_waits_for_them() -> None:
     assert on_probation(world) == {"sue", "tim"}
     assert {"ann", "bob"} <= {world.name_of(peer) for peer in world.plans[-1].members}  # nobody else may decide
     assert world.state.memory[RUN].undecidable_reason
+
+
+def test_a_run_whose_known_nodes_are_lost_goes_on_with_a_node_that_the_operator_vouches_for() -> None:
+    world = joined_by_strangers("sue", "tim", known=("ann",))
+    world.take(admission.leave(world.state, world.now, world.identities["ann"].peer_id, ""))
+    settle_plan(world)
+    reason = world.state.memory[RUN].undecidable_reason
+    assert "Missing: ann" in reason
+    assert "`atollctl node vouch` for a node that is there, then `atollctl run recover`" in reason
+    with pytest.raises(InvalidTransition):
+        recover(world.state, world.now, RUN, force=True)
+    vouch(world, "sue")
+    head = world.state.memory[RUN].committed[world.run.head_round]
+    world.heads["sue"] = (world.run.head_round, head.manifest_hash)
+    world.say("sue")
+    world.take(recover(world.state, world.now, RUN, force=True))
+    settle_plan(world)
+    assert on_probation(world) == {"tim"}
+    assert not world.state.memory[RUN].undecidable_reason
+
+
+def test_genesis_says_that_it_waits_for_a_known_node() -> None:
+    world = World()
+    world.create_run(min_nodes=1)
+    world.enrol("ann")  # and is not there
+    world.enrol("sue", strangers_token(world))
+    world.connect("sue")
+    world.wait(1)
+    assert world.run.state == "WAITING"
+    (told,) = events(world, "plan.impossible")
+    assert "genesis waits: all nodes that are there are on probation" in told
+    world.connect("ann")
+    world.wait(1)
+    assert world.run.state == "GENESIS"
+    assert not world.state.memory[RUN].no_plan_reason

@@ -110,11 +110,17 @@ def uncounted(state: State, run_id: str) -> list[str]:
 
 def ready_nodes(state: State, run_id: str, digest: str) -> list[str]:
     """Peer ids of the eligible nodes with that corpus, ordered."""
-    return [
-        node.peer_id
-        for node in state.members_of(run_id)
-        if _is_eligible(state, node) and state.live[node.peer_id].corpus_digest == digest
-    ]
+    return [peer for peer in _eligible(state, run_id) if state.live[peer].corpus_digest == digest]
+
+
+def only_strangers_are_there(state: State, run_id: str) -> bool:
+    """Whether the run waits for its known nodes: all eligible nodes are on probation, and it has others."""
+    eligible = _eligible(state, run_id)
+    return bool(eligible) and not known_nodes(state, eligible)
+
+
+def _eligible(state: State, run_id: str) -> list[str]:
+    return [node.peer_id for node in state.members_of(run_id) if _is_eligible(state, node)]
 
 
 def corpus_expected(state: State, run_id: str) -> str:
@@ -125,8 +131,7 @@ def corpus_expected(state: State, run_id: str) -> str:
 
 def most_common_corpus(state: State, run_id: str) -> str:
     """Corpus digest that most eligible nodes share; of equals, that of the lowest peer id."""
-    eligible = [node.peer_id for node in state.members_of(run_id) if _is_eligible(state, node)]
-    digests = Counter(state.live[peer].corpus_digest for peer in known_nodes(state, eligible))
+    digests = Counter(state.live[peer].corpus_digest for peer in known_nodes(state, _eligible(state, run_id)))
     digests.pop("", None)
     return max(digests, key=lambda digest: digests[digest], default="")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from atoll.coordinator.live.attendance import ELIGIBLE_STATES, live_of
+from atoll.coordinator.live.attendance import ELIGIBLE_STATES, live_of, only_strangers_are_there
 from atoll.coordinator.live.span_fit import span_fits
 from atoll.coordinator.state import deciding
 from atoll.coordinator.state.snapshot import Draft, State
@@ -100,10 +100,11 @@ def _why_undecidable(state: State, run_id: str, members: set[str]) -> str:
     missing = sorted(_name(state, peer) for peer in electorate.members - voting)
     more = f" and {len(missing) - _MAX_NAMED_NODES} more" if len(missing) > _MAX_NAMED_NODES else ""
     number = state.runs[run_id].head_round + 1
+    first = "`atollctl node vouch` for a node that is there, then " if only_strangers_are_there(state, run_id) else ""
     return (
         f"{len(electorate.members)} seats decide round {number}, and {len(voting)} of them "
         f"can vote, which is no majority. Missing: {', '.join(missing[:_MAX_NAMED_NODES])}{more}. The present plan "
-        "stays until enough of them are back; if they are lost for good: `atollctl run recover`"
+        f"stays until enough of them are back; if they are lost for good: {first}`atollctl run recover`"
     )
 
 

@@ -18,6 +18,7 @@ from atoll.coordinator.live.attendance import (
     corpus_expected,
     most_common_corpus,
     nodes_with_other_corpus,
+    only_strangers_are_there,
     ready_nodes,
 )
 from atoll.coordinator.live.plan_upkeep import update_plan
@@ -30,6 +31,10 @@ from atoll.coordinator.store.records import Run
 from atoll.core.errors import AlreadyExists, InvalidTransition, RunSpecError
 from atoll.core.run_spec import parse_run_spec
 from atoll.core.units import bytes_text
+
+NEEDS_KNOWN_NODE = (
+    "all nodes that are there are on probation; start one of the others, or `atollctl node vouch` for one of these"
+)
 
 
 def create_run(state: State, now: StepTime, spec_toml: str, *, start: bool) -> Step[Run]:
@@ -102,14 +107,16 @@ def _begin_genesis_if_ready(draft: Draft, run_id: str) -> None:
     if digest != state.memory[run_id].most_common_corpus_digest:
         draft.remember(run_id, most_common_corpus_digest=digest)
     ready = ready_nodes(state, run_id, digest)
-    if not digest or len(ready) < needed:
-        _log_corpus_mismatches(draft, run_id, digest)
-        return
-    missing = _memory_shortage(state, run_id, ready)
+    missing = NEEDS_KNOWN_NODE if only_strangers_are_there(state, run_id) else ""
+    if digest and len(ready) >= needed and not missing:
+        missing = _memory_shortage(state, run_id, ready)
     if missing != state.memory[run_id].no_plan_reason:
         draft.remember(run_id, no_plan_reason=missing)
         if missing:
             draft.event("plan.impossible", run_id, run_id, f"genesis waits: {missing}")
+    if not digest or len(ready) < needed:
+        _log_corpus_mismatches(draft, run_id, digest)
+        return
     if missing:
         return
     draft.put(replace(state.runs[run_id], corpus_digest=digest))
