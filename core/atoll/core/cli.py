@@ -8,10 +8,12 @@ missing package of an extra is also reported as a sentence that names the extra.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from atoll.core.errors import AtollError, ConfigError
+from atoll.core.errors import AtollError, ConfigError, UsageError
 from atoll.core.output import print_to_stderr
 
 INTERRUPTED = 130
@@ -21,6 +23,17 @@ _EXTRAS = {
     "eval": ("evaluate", "lm_eval"),
     "hf": ("datasets", "peft", "pyarrow", "tokenizers", "transformers"),
 }
+
+
+def local_path(path: Path) -> Path:
+    """Return the path. Raises `UsageError` for a URL: it would become a directory with a colon in its name."""
+    url = re.match(r"([a-z][a-z0-9+.-]+:)/+", str(path))
+    if url:
+        raise UsageError(
+            f"{url[1]}//{str(path)[url.end() :]} is a URL, and not a directory of this machine",
+            "name a directory; programs such as `aws s3 sync` copy one from and to other places",
+        )
+    return path
 
 
 def run_cli(app: Callable[[], object]) -> None:

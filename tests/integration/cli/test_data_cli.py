@@ -29,8 +29,9 @@ print("heavy:", code, sorted(heavy & set(sys.modules)), file=sys.stderr)
 DOCUMENTS = [f"document {number} of a small corpus" for number in range(200)]
 
 
-def atoll(*arguments: object, program: list[str] = ATOLL) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*program, "data", *map(str, arguments)], capture_output=True, text=True, timeout=120)
+def atoll(*arguments: object, program: list[str] = ATOLL, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [*program, "data", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
 
 
 def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
@@ -82,6 +83,13 @@ def test_text_is_built_without_a_spec(folder: Path, tmp_path: Path) -> None:
     refused(atoll("build", folder / "none.toml", "--to", tmp_path / "x"), 78, "cannot read")
     refused(atoll("build", folder / "none.txt", "--to", tmp_path / "x"), 78, "no training text")
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("command", ["build text.txt --to", "verify", "sample"])
+def test_a_url_is_refused_where_a_directory_is_needed(command: str, folder: Path) -> None:
+    before = sorted(folder.iterdir())
+    refused(atoll(*command.split(), "s3://bucket/corpus", cwd=folder), 2, "s3://bucket/corpus is a URL")
+    assert sorted(folder.iterdir()) == before
 
 
 def test_left_out_lines_are_named_or_end_the_build(folder: Path, tmp_path: Path) -> None:

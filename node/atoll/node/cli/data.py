@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from atoll.core.cli import local_path
 from atoll.core.errors import CorpusError, UsageError
 from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.core.units import bytes_text, count_text
@@ -42,7 +43,7 @@ class Order(StrEnum):
 Workers = Annotated[
     int | None, typer.Option("--workers", min=1, max=4096, help="Worker processes; default: one a core.")
 ]
-Corpus = Annotated[Path, typer.Argument(help="Directory of a corpus.", show_default=False)]
+Corpus = Annotated[Path, typer.Argument(callback=local_path, help="Directory of a corpus.", show_default=False)]
 
 
 @app.callback()
@@ -58,7 +59,7 @@ def build(
             metavar="SPEC|PATH", help="A build spec (.toml), or text: a file, directory or glob.", show_default=False
         ),
     ],
-    to: Annotated[Path, typer.Option("--to", help="Directory of the corpus.", show_default=False)],
+    to: Annotated[Path, typer.Option("--to", callback=local_path, help="Directory of the corpus.", show_default=False)],
     source: Annotated[Format | None, typer.Option("--source", help="Format of the text; default: text.")] = None,
     field: Annotated[str | None, typer.Option("--field", help="Column or key of the text; default: text.")] = None,
     messages: Annotated[str | None, typer.Option("--messages", help="Column or key of conversations.")] = None,

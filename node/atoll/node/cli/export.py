@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.core.cli import local_path
 from atoll.core.errors import Ambiguous, AtollError, CheckpointCorrupt, NotFound, UsageError
 from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.node.cli.options import DataDir, data_directory
@@ -42,7 +43,12 @@ class Dtype(StrEnum):
 
 
 def export(
-    to: Annotated[Path, typer.Option("--to", help="Directory to write; it must not exist yet.", show_default=False)],
+    to: Annotated[
+        Path,
+        typer.Option(
+            "--to", callback=local_path, help="Directory to write; it must not exist yet.", show_default=False
+        ),
+    ],
     format_: Annotated[Format, typer.Option("--format", help="hf: for Hugging Face transformers.")] = Format.HF,
     checkpoint: Annotated[
         list[Path] | None,
