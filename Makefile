@@ -61,9 +61,9 @@ protos: $(VENV)/ready  ## regenerate the committed protobuf code
 protos-check: protos  ## fails when the committed code is not what the .proto files say
 	git diff --exit-code --stat -- protos
 
-lock:  ## resolve all extras but eval afresh into constraints.txt
+lock:  ## resolve all extras but eval afresh into constraints.txt (a library of eval needs the older dateutil)
 	rm -rf .make/lock && $(PYTHON) -m venv .make/lock
-	.make/lock/bin/pip install --quiet "torch==2.13.0" -e ".[node,coordinator,postgres,hf,dev]"
+	.make/lock/bin/pip install --quiet "torch==2.13.0" "python-dateutil<3" -e ".[node,coordinator,postgres,hf,dev]"
 	{ echo "# The full lock of all extras but eval; \`make lock\` renews it."; \
 	  .make/lock/bin/pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.txt
 

@@ -42,18 +42,22 @@ def live_view(quiet: bool) -> Iterator[Callable[[DemoView], None]]:
 
 
 class _Lines:
-    """Plain progress for logs: a line whenever the phase or the round changes."""
+    """Plain progress for logs: a line for each phase, for each new loss, and for the status page."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._last: tuple[str, int] = ("", -1)
+        self._last: tuple[str, float] = ("", 0.0)
+        self._page = ""
         self._told = 0
 
     def show(self, view: DemoView) -> None:
-        now = (view.phase, view.rounds_committed)
+        if view.page != self._page:
+            self._page = view.page
+            self._console.print(f"[{time.monotonic() - view.started:5.0f} s] status page: {view.page}")
+        now = (view.phase, view.losses[-1][1] if view.losses else 0.0)
         if now != self._last:
             self._last = now
-            at = f": round {now[1]}" if now[1] else ""
+            at = f": round {view.rounds_committed}" if view.rounds_committed else ""
             loss = f", validation loss {view.losses[-1][1]:.3f}" if view.losses else ""
             for event in view.faults[self._told :]:
                 self._console.print(f"[{time.monotonic() - view.started:5.0f} s] {event}")

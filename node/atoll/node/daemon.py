@@ -388,6 +388,9 @@ class Daemon:
                 _log.warning("second signal: stopping at once")
                 os._exit(128 + number)  # children die with us
             self.leave(f"stopped by {number.name}")
+            _log.info(
+                "finishing the round, then leaving", seconds=self._drain_timeout.total_seconds(), again="stops now"
+            )
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)

@@ -16,5 +16,5 @@ CredentialsOption = Annotated[
         help="directory of the operator's credential; default: the one of this machine's `atoll-coordinator serve`",
     ),
 ]
-RunOption = Annotated[str, typer.Option("--run", metavar="NAME", help="the run; needed only if several are under way")]
+RunOption = Annotated[str, typer.Option("--run", metavar="NAME", help="the run; needed only if there are several")]
 NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="name, peer id, or the end of a peer id")]

@@ -24,7 +24,7 @@ from atoll.v1 import membership_pb2 as mb
 
 _SHOWN = 8
 app = typer.Typer(help="Runs: create, list, show, rounds, start, pause, stop, recover.", no_args_is_help=True)
-RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="needed only if several runs are under way")]
+RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="needed only if there are several runs")]
 _COLUMNS = [
     Column("run", "run_id"),
     Column("state"),

@@ -192,13 +192,17 @@ def _print_result(result: DemoResult, keep: Path | None) -> None:
     console.print(f"  steps             {steps}")
     console.print(
         f"  averaging         {bytes_text(result.averaging_bytes_sent)} sent, {saved:.1f}× less than fp32"
-        f" ({bytes_text(result.averaging_bytes_fp32)}); everything else {bytes_text(result.other_bytes_sent)}"
+        f" ({bytes_text(result.averaging_bytes_fp32)})"
     )
+    console.print(f"  other traffic     {bytes_text(result.other_bytes_sent)} sent")
     console.print(
         f"\n[bold]Sample of its text[/] [dim](a million parameters, minutes old)[/]\n[cyan]{_indent(result.sample)}[/]"
     )
-    where = result.checkpoint if keep else "not kept; run with --keep DIR to keep it"
-    console.print(f"\nThe model: {where}")
+    if keep:
+        typer.echo(f"\nThe model: {result.checkpoint}")
+        typer.echo(f"  atoll export --to my-model --checkpoint {Path(result.checkpoint).parent}")
+    else:
+        console.print("\nThe model: not kept; run with --keep DIR to keep it")
 
 
 def _indent(text: str) -> str:

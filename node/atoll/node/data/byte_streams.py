@@ -19,7 +19,9 @@ from atoll.node.model.tokenizer import HF_REMEDY
 
 READ_SUFFIXES = {".gz": "gzip", ".zst": "Zstandard"}
 OTHER_SUFFIXES = {".bz2": "bzip2", ".xz": "xz", ".zip": "zip", ".lz4": "LZ4", ".7z": "7-Zip", ".br": "Brotli"}
-PATH_REMEDY = "check [data] path in the run spec, or give the path of your copy with --data"
+PATH_REMEDY = (
+    "check the path: of a build spec or command, or [data] path of the run spec, for which --data names a copy"
+)
 _BUFFER_BYTES = 1 << 18
 _MAGIC = {
     b"\x1f\x8b": "gzip",
