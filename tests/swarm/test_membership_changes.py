@@ -23,7 +23,8 @@ def tokens_in_last_round(data_dir: Path, peer: str) -> int:
     kept = ManifestStore(data_dir / "runs/reef/manifests", "reef")
     newest = kept.newest()
     assert newest is not None
-    rounds = [manifest_pb2.Manifest.FromString(kept.get(number).payload) for number in range(1, newest.round + 1)]
+    there = [found for number in range(1, newest.round + 1) if (found := kept.get(number)) is not None]
+    rounds = [manifest_pb2.Manifest.FromString(committed.payload) for committed in there]
     own = [item for made in rounds for item in made.contributions if item.peer_id == peer]
     return next(item.tokens for item in own if not item.present)
 
