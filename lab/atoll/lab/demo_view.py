@@ -54,14 +54,14 @@ class _Lines:
         if view.page != self._page:
             self._page = view.page
             self._console.print(f"[{time.monotonic() - view.started:5.0f} s] status page: {view.page}")
+        for event in view.faults[self._told :]:
+            self._console.print(f"[{time.monotonic() - view.started:5.0f} s] {event}")
+        self._told = len(view.faults)
         now = (view.phase, view.losses[-1][1] if view.losses else 0.0)
         if now != self._last:
             self._last = now
             at = f": round {view.rounds_committed}" if view.rounds_committed else ""
             loss = f", validation loss {view.losses[-1][1]:.3f}" if view.losses else ""
-            for event in view.faults[self._told :]:
-                self._console.print(f"[{time.monotonic() - view.started:5.0f} s] {event}")
-            self._told = len(view.faults)
             self._console.print(f"[{time.monotonic() - view.started:5.0f} s] {view.phase}{at}{loss}")
 
 

@@ -337,6 +337,10 @@ class Daemon:
         sdnotify.notify(self._notify_socket, "STOPPING=1")
         if self._session is not None and not self._session.finished.is_set():
             self._status.detail = "finishing the round, then leaving"  # the node stays in the plan until then
+            _log.info(
+                "finishing the round, then leaving; a second signal stops at once",
+                most_seconds=self._drain_timeout.total_seconds(),
+            )
             await self._session.next_round(self._drain_timeout)
         plan, drained = self._directives.plan, self._directives.order == mb.ORDER_DRAIN
         if drained and plan is not None and self._identity.peer_id in plan.former:
@@ -388,9 +392,6 @@ class Daemon:
                 _log.warning("second signal: stopping at once")
                 os._exit(128 + number)  # children die with us
             self.leave(f"stopped by {number.name}")
-            _log.info(
-                "finishing the round, then leaving", seconds=self._drain_timeout.total_seconds(), again="stops now"
-            )
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)

@@ -19,9 +19,7 @@ from atoll.node.model.tokenizer import HF_REMEDY
 
 READ_SUFFIXES = {".gz": "gzip", ".zst": "Zstandard"}
 OTHER_SUFFIXES = {".bz2": "bzip2", ".xz": "xz", ".zip": "zip", ".lz4": "LZ4", ".7z": "7-Zip", ".br": "Brotli"}
-PATH_REMEDY = (
-    "check the path: of a build spec or command, or [data] path of the run spec, for which --data names a copy"
-)
+PATH_REMEDY = "check the path; if it is [data] path of a run spec, --data names your copy"
 _BUFFER_BYTES = 1 << 18
 _MAGIC = {
     b"\x1f\x8b": "gzip",

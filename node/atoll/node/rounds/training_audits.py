@@ -187,9 +187,10 @@ def _newest(
     found, there = list[int](), [_contribution(manifest, peer) for manifest in manifests]
     left = max(there[0].weight, there[0].judged_tokens) // sequence_length
     for contribution, position in zip(there, positions, strict=False):
-        ranges = chain.from_iterable(range(*held) for held in position.holdings.get(peer, ()))
-        consumed = contribution.samples  # the first ones of its ranges
-        found += islice(ranges, max(0, consumed - min(left, _MOST_SAMPLES // len(positions))), consumed)
+        held = position.holdings.get(peer, ())
+        consumed = min(contribution.samples, sum(end - start for start, end in held))  # the first ones of its ranges
+        first = max(0, consumed - min(left, _MOST_SAMPLES // len(positions)))
+        found += islice(chain.from_iterable(range(*piece) for piece in held), first, consumed)
         left = max(0, left - consumed)
     return found
 
