@@ -23,6 +23,7 @@ def audits_of_short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds here are too short for audits to be cheap."""
     monkeypatch.setattr(training_audits, "_SHARE_OF_ROUND", 4.0)
     monkeypatch.setattr(training_audits, "_SHARE_OF_ALL", 4.0)
+    monkeypatch.setattr(training_audits, "_MOST_OF_ROUND", 4.0)
 
 
 async def audits_of(made, count: int, contributor: str = "") -> list[mb.TrainingAudit]:
@@ -54,9 +55,9 @@ async def test_the_drawn_member_audits_the_drawn_contribution_and_finds_that_it_
                 assert (drawn.contributor, drawn.auditor) == (audit.contributor, member.identity.peer_id)
         assert all(manifest.fragments == fragments for manifest in manifests.values() if manifest.round.number)
         given = [audit for audit in audits if audit.given]
-        assert len(given) >= count / 4  # a busy machine begins the next round before a contribution is fetched
+        assert len(given) >= count / 2  # a busy machine begins the next round before a contribution is fetched
         if len(given) >= 8:  # fewer say little
-            assert fmean(audit.score for audit in given) > -0.5  # some 1.4 is usual, with a deviation of 1.3 for each
+            assert fmean(audit.score for audit in given) > 0  # some 1.2 is usual, with a deviation of 1 for each
 
 
 @pytest.mark.timeout(400)
