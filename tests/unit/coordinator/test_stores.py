@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -266,6 +267,16 @@ def test_a_database_has_one_owner_at_a_time_named_in_the_error(url: str) -> None
     with pytest.raises(AlreadyRunning, match="lagoon"):
         SqlStore(url, "process 9")
     second.close()
+
+
+def test_a_coordinator_waits_for_the_lock_of_one_that_has_just_ended(server: Postgres) -> None:
+    """A PostgreSQL server may notice the end of a session after the next coordinator has asked for the lock."""
+    url = server.fresh()
+    first = SqlStore(url, "first")
+    ending = threading.Timer(0.3, first.close)
+    ending.start()
+    SqlStore(url, "second").close()
+    ending.join()
 
 
 def test_an_owner_whose_lock_was_lost_and_taken_writes_nothing_over(url: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sqlalchemy import BigInteger, Column, Connection, Engine, MetaData, Table, Text, select, text
+from sqlalchemy.exc import OperationalError
 
 from atoll.core.errors import AlreadyRunning, DataDirUnusable
 from atoll.core.file_lock import FileLocked, lock_file
@@ -26,6 +27,7 @@ OWNER_TABLE = Table(
 )
 _ONLY_ROW = 1
 _ADVISORY_LOCK = int.from_bytes(b"atoll", "big")  # advisory locks of PostgreSQL are per database
+_PATIENCE_MS = 5_000  # a server notices a little later that the session of a coordinator is over, and ends its lock
 
 
 class DatabaseLock:
@@ -52,10 +54,13 @@ class DatabaseLock:
 
     def _lock_session(self, engine: Engine) -> None:
         session = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        if not session.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _ADVISORY_LOCK}):
-            first = _holder(session)
-            session.close()
-            raise already_owned(first)
+        session.execute(text(f"SET lock_timeout = {_PATIENCE_MS}"))
+        try:
+            session.execute(text("SELECT pg_advisory_lock(:key)"), {"key": _ADVISORY_LOCK})
+        except OperationalError as error:
+            first = _holder(session)  # raises again if the session is lost
+            session.invalidate()  # the pool would keep its time limit
+            raise already_owned(first) from error
 
         def end() -> None:
             session.invalidate()  # the pool would keep the session, and with it the lock
