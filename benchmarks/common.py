@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
@@ -102,4 +103,6 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(each)}" for name, each in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))

@@ -43,6 +43,7 @@ class SwarmConfig:
     codec: str
     delay: float  # 0: nobody trains during the exchange; otherwise everyone does, and carries
     screening: bool = False
+    device: str = "cpu"  # of the members' inner loops
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class VirtualSwarm:
         self.bandwidth: Mapping[str, int] = {}  # in proportion to which members reduce; none: equally
         self.averaged: list[RoundAverage] = []  # every round's, without its average
         self.members = list(members) or member_names(len(config.step_times))
-        self._make = make or (lambda peer: InnerLoop(spec, corpus, "cpu"))
+        self._make = make or (lambda peer: InnerLoop(spec, corpus, config.device))
         self.loops = {peer: self._make(peer) for peer in self.members}
         self._fragments = split_into_fragments(self.loops[self.members[0]].layout.layer_offsets, spec.sync.fragments)
         self._minimum_lease = _round_samples(spec)
