@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import concurrent.futures
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -36,6 +37,7 @@ import torch
 from support.memory_network import MemoryHub
 from torch import Tensor, nn
 
+from atoll.core.files import open_anonymous_file
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.lab.corpus import write_python_corpus
 from atoll.lab.demo import RUN
@@ -46,14 +48,15 @@ from atoll.node.model.llama import Decoder
 from atoll.node.model.span import Span
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
+from atoll.node.system.shared_vectors import allocate_vector, map_vector
 from atoll.node.trainer.trainer import TrainerConfig
-from atoll.node.training.device import autocast, synchronize
+from atoll.node.training.device import autocast, lock_host_pages, synchronize
 from atoll.node.training.loop import InnerLoop
 from benchmarks.process_swarm import LabSwarm
 from benchmarks.stage_process import StageProcess
 
 VOCABULARY = 32_000
-ROUNDS_WATCHED_SECONDS = 75
+ROUNDS_WATCHED_SECONDS = 45
 MIXED_ROUNDS = 6
 _GIB = 2**30
 _READY = timedelta(seconds=180)
@@ -170,9 +173,19 @@ def write_corpus(path: Path, small: bool) -> None:
 
 def tests(hour: Hour) -> None:
     """Run `tests/gpu`."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", str(min(6, os.cpu_count() or 1)), "-m", "gpu", "tests/gpu"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    plugins = ("pytest_asyncio.plugin", "pytest_timeout", "xdist.plugin")  # others that are installed are not ours
+    named = [word for plugin in plugins for word in ("-p", plugin)]
+    workers = str(min(6, os.cpu_count() or 1))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *named, "-q", "-n", workers, "-m", "gpu", "tests/gpu"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )
     print(done.stdout, done.stderr)
+    if done.returncode not in (0, 1):
+        sys.exit(done.returncode)
     counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+.*)$", done.stdout, re.MULTILINE)
     hour.say("tests/gpu", passed=counts.get("passed", 0), skipped=counts.get("skipped", 0), failed=failed)
@@ -182,7 +195,8 @@ def speed(hour: Hour) -> None:
     """Inner steps beside plain ones."""
     peak = _matrix_flops(hour)
     hour.say("matrix product", tflops=peak / 1e12)
-    for size in hour.sizes(Size("125m", 1024, 16), Size("1b", 2048, 8)):
+    sizes = hour.sizes(Size("125m", 1024, 16), Size("1b", 2048, 8))
+    for compiled, size in itertools.product((False, True), sizes):
         shape = resolve_shape(hour.spec(size).model, 256)
         flops = size.tokens * (6 * shape.parameters + 6 * shape.layers * shape.dimension * size.sequence_length)
 
@@ -196,16 +210,15 @@ def speed(hour: Hour) -> None:
                 peak_gib=hour.peak(),
             )
 
-        for compiled in (False, True):
-            words = "compiled" if compiled else "eager"
-            for name in ("adamw", "muon"):
-                hour.forget()
-                with hour.loop(hour.spec(size, name=name, compile=compiled)) as (loop, _):
-                    told(f"atoll {name} {words}", _seconds(hour, loop.step), hour.seconds_of(loop.step))
+        words = "compiled" if compiled else "eager"
+        hour.forget()
+        step = _plain_step(hour, shape, size, compiled)
+        told(f"plain adamw {words}", _seconds(hour, step), hour.seconds_of(step))
+        del step
+        for name in ("adamw", "muon"):
             hour.forget()
-            step = _plain_step(hour, shape, size, compiled)
-            told(f"plain adamw {words}", _seconds(hour, step), hour.seconds_of(step))
-            del step
+            with hour.loop(hour.spec(size, name=name, compile=compiled)) as (loop, _):
+                told(f"atoll {name} {words}", _seconds(hour, loop.step), hour.seconds_of(loop.step))
 
 
 def _matrix_flops(hour: Hour) -> float:
@@ -285,34 +298,40 @@ def _seconds(hour: Hour, work: Callable[[], object]) -> float:
 
 
 def rounds(hour: Hour) -> None:
-    """What a round asks of the trainer, seconds each, and raw copies of as many bytes."""
+    """What a round asks of the trainer, seconds each, with host vectors as they are, and with locked pages."""
     for size in hour.sizes(Size("125m", 1024, 16), Size("1b", 2048, 4)):
-        with hour.loop(hour.spec(size)) as (loop, anchor_E):
-            out_E = torch.empty_like(anchor_E)
-            took: dict[str, list[float]] = {}
+        with hour.loop(hour.spec(size)) as (loop, first_E):
+            vectors = [_shared_vector(len(first_E)) for _ in range(2)]
+            vectors[0].copy_(first_E)
+            figures = {"pageable": _seconds_of_a_round(hour, loop, *vectors)}
+            locking = _seconds(hour, lambda vectors=vectors: [lock_host_pages(it, hour.device) for it in vectors])
+            figures["locked"] = _seconds_of_a_round(hour, loop, *vectors)
+            hour.say(str(size), parameters=len(first_E), gb=4 * len(first_E) / 1e9, locking=locking, **figures)
 
-            def timed(name: str, work: Callable[[], object], took: dict[str, list[float]] = took) -> None:
-                took.setdefault(name, []).append(_seconds(hour, work))
 
-            for _ in range(3):
-                timed("step", loop.step)
-                timed("snapshot", loop.snapshot)
-                timed("pseudo_gradient", lambda loop=loop, out_E=out_E: loop.pseudo_gradient_into(out_E))
-                loop.step()
-                anchor_E = anchor_E - out_E
-                timed("apply", lambda loop=loop, anchor_E=anchor_E: loop.apply(anchor_E))
-                timed("evaluate", lambda loop=loop, anchor_E=anchor_E: loop.evaluate(anchor_E))
-            on_device = torch.empty(len(anchor_E), device=hour.device)
-            kinds = (
-                {"pageable": out_E} if hour.cpu else {"pageable": out_E, "pinned": torch.empty_like(out_E).pin_memory()}
-            )
-            for name, host_E in kinds.items():
-                for _ in range(3):
-                    timed(f"{name}_to_host", lambda host_E=host_E, it=on_device: host_E.copy_(it, non_blocking=True))
-                    timed(f"{name}_to_device", lambda host_E=host_E, it=on_device: it.copy_(host_E, non_blocking=True))
-            del on_device
-            seconds = {name: float(f"{statistics.median(samples):.3g}") for name, samples in took.items()}
-            hour.say(str(size), parameters=len(anchor_E), gb=4 * len(anchor_E) / 1e9, seconds=seconds)
+def _shared_vector(elements: int) -> Tensor:
+    """Memory that a daemon and its trainer share."""
+    descriptor = open_anonymous_file("atoll-bench")
+    allocate_vector(descriptor, elements)
+    return map_vector(descriptor, elements)
+
+
+def _seconds_of_a_round(hour: Hour, loop: InnerLoop, anchor_E: Tensor, gradient_E: Tensor) -> dict[str, float]:
+    """Median seconds of each of a round's orders, and of raw copies of as many bytes."""
+    took: dict[str, list[float]] = {}
+    raw_E = torch.empty(len(anchor_E), device=hour.device)
+    for _ in range(3):
+        for name, work in (
+            ("step", loop.step),
+            ("snapshot", loop.snapshot),
+            ("pseudo_gradient", lambda: loop.pseudo_gradient_into(gradient_E)),
+            ("to_host", lambda: gradient_E.copy_(raw_E)),
+            ("apply", lambda: loop.apply(anchor_E)),
+            ("evaluate", lambda: loop.evaluate(anchor_E)),
+            ("to_device", lambda: raw_E.copy_(anchor_E)),
+        ):
+            took.setdefault(name, []).append(_seconds(hour, work))
+    return {name: float(f"{statistics.median(samples):.3g}") for name, samples in took.items()}
 
 
 def memory(hour: Hour) -> None:

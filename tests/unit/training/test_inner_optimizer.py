@@ -3,7 +3,11 @@
 import copy
 from dataclasses import replace
 
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
 from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.built_in import BuiltInArchitecture
@@ -11,7 +15,9 @@ from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.llama import initial_parameters
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanModel
+from atoll.node.training import stacked_muon
 from atoll.node.training.inner_optimizer import InnerOptimizer, Stepper
+from atoll.node.training.stacked_muon import STACK_ELEMENTS, StackedMuon, stacks
 
 SHAPE = ModelShape(256, 32, 2, 4, 2, 48)
 CPU = torch.device("cpu")
@@ -90,3 +96,44 @@ def test_a_tied_model_is_one_graph_for_the_compiler_and_learns_the_same():
             steps.step()
     assert losses[True] == losses[False]
     assert losses[True][-1] < losses[True][0]
+
+
+SHAPES = [(24, 24), (24, 40), (40, 24), (24, 24), (24, 40), (24, 24)]
+
+
+def test_stacked_muon_steps_as_muon_does_whatever_the_stack(monkeypatch: pytest.MonkeyPatch):
+    generator = torch.Generator().manual_seed(2)
+    begin = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    gradients = [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(3)]
+
+    def stepped(kind: type[torch.optim.Muon], restart: bool = False) -> list[Tensor]:
+        matrices = [torch.nn.Parameter(values.clone()) for values in begin]
+        settings = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+        optimizer = kind(matrices, **settings)
+        for each in gradients:
+            if restart:
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer = kind(matrices, **settings)
+                optimizer.load_state_dict(state)
+            for matrix, gradient in zip(matrices, each, strict=True):
+                matrix.grad = gradient.clone()
+            optimizer.step()
+        return [matrix.detach() for matrix in matrices]
+
+    expected = stepped(torch.optim.Muon)
+    for elements in (STACK_ELEMENTS, 24 * 24, 1):
+        monkeypatch.setattr(stacked_muon, "STACK_ELEMENTS", elements)
+        for restart in (False, True):
+            for mine, theirs, first in zip(stepped(StackedMuon, restart), expected, begin, strict=True):
+                assert float((mine - theirs).norm() / (theirs - first).norm()) < 0.02  # both round to bf16
+
+
+@given(st.lists(st.sampled_from([(2, 3), (3, 2), (4, 4), (1, 9)]), max_size=12), st.integers(1, 40))
+def test_stacks_hold_each_matrix_once_and_one_shape_each(shapes: list[tuple[int, int]], most: int):
+    matrices = [torch.empty(shape) for shape in shapes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stacked_muon, "STACK_ELEMENTS", most)
+        found = list(stacks(matrices))
+    assert sorted(id(matrix) for stack in found for matrix in stack) == sorted(map(id, matrices))
+    assert all(len({matrix.shape for matrix in stack}) == 1 for stack in found)
+    assert all(len(stack) == 1 or sum(matrix.numel() for matrix in stack) <= most for stack in found)

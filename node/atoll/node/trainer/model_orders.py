@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from atoll.core import log
 from atoll.core.errors import InvalidTransition, ModelTooLarge
 from atoll.node.data.held_out import HeldOutLoss
 from atoll.node.pipeline.rank_stage import RankStage
@@ -15,7 +16,7 @@ from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.system.shared_vectors import allocate_vector, map_vector
 from atoll.node.trainer import messages
 from atoll.node.trainer.loading import TrainerState
-from atoll.node.training.device import limit_device_memory
+from atoll.node.training.device import limit_device_memory, lock_host_pages
 from atoll.node.training.device_group import combined_facts
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.progress import Snapshot
@@ -32,6 +33,9 @@ class ModelOrders:
         for descriptor in (anchor_fd, gradient_fd):
             allocate_vector(descriptor, state.elements)
         self.anchor_E, self.gradient_E = (map_vector(fd, state.elements) for fd in (anchor_fd, gradient_fd))
+        for vector in (self.anchor_E, self.gradient_E):
+            if not lock_host_pages(vector, state.device) and state.device.type == "cuda":
+                log.get("trainer").info("host_pages_not_locked", bytes=vector.nbytes)
 
     def execute(self, order: messages.ModelOrder) -> messages.Answer:
         """Execute an order. Raises `InvalidTransition`, `ModelTooLarge`."""

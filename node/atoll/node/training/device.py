@@ -10,11 +10,12 @@ import os
 import platform
 import resource
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from atoll.core.clock import Clock
 from atoll.core.errors import ConfigError, ModelTooLarge
@@ -146,6 +147,21 @@ def compute_clock_seconds(device: torch.device, clock: Clock) -> float:
     On a CPU it is the thread's CPU time, so that it stands still while the thread has no core.
     """
     return time.thread_time() if device.type == "cpu" else clock.monotonic()
+
+
+def lock_host_pages(vector: Tensor, device: torch.device) -> bool:
+    """Lock a host vector's pages for a GPU, which copies to and from locked pages several times as fast.
+
+    Returns whether they are locked, until this process ends. It is no error if the system refuses.
+    """
+    if device.type != "cuda" or not vector.numel():
+        return False
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(vector.data_ptr(), vector.nbytes, 0)) == 0:
+        return True
+    with suppress(RuntimeError):  # the next call reports the error, and forgets it
+        torch.zeros(1, device=device).add_(1)
+    return False
 
 
 def synchronize(device: torch.device) -> None:

@@ -22,6 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.span_model import TrainableModel
+from atoll.node.training.stacked_muon import StackedMuon
 
 _FUSED = ("cpu", "cuda", "mps")
 
@@ -47,7 +48,8 @@ class InnerOptimizer:
         rest = [parameter for parameter in parameters if id(parameter) not in taken]
         self.optimizers: list[torch.optim.Optimizer] = [_adamw(rest, embedding, section, device)] if rest else []
         if matrices:
-            self.optimizers.append(_muon(matrices, section))
+            sharded = any(parameter is not matrix for parameter, matrix in pairs)
+            self.optimizers.append(_muon(matrices, section, stacked=device.type == "cuda" and not sharded))
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of all parameters, from the next step on."""
@@ -90,8 +92,9 @@ def _adamw(
     )
 
 
-def _muon(matrices: Iterable[Tensor], section: OptimizerSection) -> torch.optim.Muon:
-    return torch.optim.Muon(
+def _muon(matrices: Iterable[Tensor], section: OptimizerSection, *, stacked: bool) -> torch.optim.Muon:
+    kind = StackedMuon if stacked else torch.optim.Muon
+    return kind(
         matrices,
         lr=section.learning_rate,
         weight_decay=section.weight_decay,
@@ -131,7 +134,10 @@ class Stepper:
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        """Clip the gradient by its global norm, step, and reset the gradient."""
+        """Clip the gradient by its global norm, step, and reset the gradient.
+
+        It waits once for the device, for the norms; all work that was queued before is then done.
+        """
         self._model.gather_gradients()
         for part in self.optimizer.optimizers:
             self.scaler.unscale_(part)
@@ -139,7 +145,8 @@ class Stepper:
         if factor is None:
             self.skipped_steps += 1
         else:
-            self._model.scale_gradients(factor)
+            if factor < 1.0:
+                self._model.scale_gradients(factor)
             for part in self.optimizer.optimizers:
                 self.scaler.step(part)
         self.scaler.update()

@@ -97,10 +97,11 @@ class InnerLoop(Replica):
             loss = self.loss(tokens_BT) / times
             stepper.backward(loss)
             loss_sum += loss.detach()
+        mean = self._sum(loss_sum).to("cpu", non_blocking=True)  # there when `step` has waited for the norms
         stepper.step()
         tokens = len(batch.taken.samples) * self.corpus.sequence_length
         self.progress.add(tokens, batch.taken)
-        return StepResult(self._mean(loss_sum), tokens, len(batch.taken.samples))
+        return StepResult(float(mean), tokens, len(batch.taken.samples))
 
     def _micro_batches(self, batch_BT: Tensor) -> Iterator[tuple[Tensor, float]]:
         """Yield this process's micro-batches of a batch, each with its divisor.
@@ -113,9 +114,9 @@ class InnerLoop(Replica):
         targets = count_targets(batch_BT)
         return ((part_BT, divisor(targets, count_targets(part_BT))) for part_BT in torch.split(batch_BT, at_most))
 
-    def _mean(self, mine: Tensor) -> float:
-        """Sum the parts of a mean over all processes."""
-        return float(mine if self._group is None else self._group.all_reduce_sum(mine))
+    def _sum(self, mine: Tensor) -> Tensor:
+        """Sum over all processes; the parts of a mean make the mean."""
+        return mine if self._group is None else self._group.all_reduce_sum(mine)
 
     work = step  # the name in the session's interface
     between_steps = True  # always true: a step is not interrupted
@@ -171,7 +172,7 @@ class InnerLoop(Replica):
                 loss = cross_entropy(*self._logits_and_targets(logits_of, share_BT))
                 total += loss.double() / times * weight
             weights += weight
-        return SourceLoss.of(name, self._mean(total), weights, len(windows))
+        return SourceLoss.of(name, float(self._sum(total)), weights, len(windows))
 
     def audit(
         self, anchor_E: Tensor, update_E: Tensor, own: Sequence[int], other: Sequence[int], part: slice = ALL

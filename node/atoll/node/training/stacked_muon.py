@@ -1,0 +1,75 @@
+"""Muon for GPUs: matrices of one shape are orthogonalised together.
+
+`torch.optim.Muon` takes one matrix after another, about forty kernels each. For a model of 125 M parameters on an H100
+the launches take longer than all other work of a step (`benchmarks/results/gpu_hour.json`). The update is the same
+(Jordan et al. 2024, kellerjordan.github.io/posts/muon), and so is the state.
+
+Shape suffixes: S stacked matrices, M rows, N columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STACK_ELEMENTS = 1 << 25  # orthogonalised at once; a larger matrix is alone
+
+
+class StackedMuon(torch.optim.Muon):
+    """`torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, for plain tensors that all have a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step all matrices along their gradients."""
+        for group in self.param_groups:
+            for stack in stacks(group["params"]):
+                self._step(stack, group)
+
+    def _step(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
+        gradients = [matrix.grad for matrix in matrices if matrix.grad is not None]
+        momenta = [self._momentum_of(matrix) for matrix in matrices]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        updates = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
+        update_SMN = torch.empty(len(updates), *updates[0].shape, dtype=torch.bfloat16, device=updates[0].device)
+        torch._foreach_copy_(list(update_SMN), updates)
+        del updates
+        update_SMN = orthogonal(update_SMN, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        rate = 0.2 * math.sqrt(max(matrices[0].shape)) * group["lr"]
+        torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(matrices, list(update_SMN), alpha=-float(rate))
+
+    def _momentum_of(self, matrix: Tensor) -> Tensor:
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        momentum: Tensor = state["momentum_buffer"]
+        return momentum
+
+
+def stacks(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Group matrices by shape, in stacks of at most `STACK_ELEMENTS`."""
+
+    def shape(matrix: Tensor) -> tuple[int, ...]:
+        return tuple(matrix.shape)
+
+    for _, equal in groupby(sorted(matrices, key=shape), key=shape):
+        alike = list(equal)
+        size = max(1, STACK_ELEMENTS // alike[0].numel())
+        yield from (alike[first : first + size] for first in range(0, len(alike), size))
+
+
+def orthogonal(update_SMN: Tensor, coefficients: tuple[float, float, float], iterations: int, epsilon: float) -> Tensor:
+    """Bring all singular values near 1, by quintic Newton–Schulz iterations in the tensors' precision."""
+    a, b, c = coefficients
+    tall = update_SMN.shape[1] > update_SMN.shape[2]
+    x_SMN = update_SMN.mT if tall else update_SMN
+    x_SMN = x_SMN / torch.linalg.vector_norm(x_SMN, dim=(1, 2), keepdim=True).clamp(min=epsilon)
+    for _ in range(iterations):
+        gram_SMM = x_SMN @ x_SMN.mT
+        x_SMN = torch.baddbmm(x_SMN, torch.baddbmm(gram_SMM, gram_SMM, gram_SMM, beta=b, alpha=c), x_SMN, beta=a)
+    return x_SMN.mT if tall else x_SMN
