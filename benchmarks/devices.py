@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import psutil
+import torch
 
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.lab.corpus import write_python_corpus
@@ -92,7 +93,14 @@ def planned(model: Model, devices: int) -> float:
     """Bytes of each, with which the trainer would take the model."""
     spec = parse_run_spec(model.toml)
     run = run_model(spec, 256)
-    return _least(lambda memory: whole_model_bytes(spec, run, devices) <= _usable(spec, run, devices, memory)) / devices
+    return (
+        _least(
+            lambda memory: (
+                whole_model_bytes(spec, run, [torch.device("cpu")] * devices) <= _usable(spec, run, devices, memory)
+            )
+        )
+        / devices
+    )
 
 
 def _usable(spec: RunSpec, run: RunModel, devices: int, memory: int) -> int:

@@ -345,17 +345,22 @@ def memory(hour: Hour) -> None:
         ):
             spec = hour.spec(size, name=name, activation_checkpointing=checkpointing, precision=precision)
             words = f"{size} {name} {precision}{' checkpointing' if checkpointing else ''}"
-            hour.forget()
-            peaks: dict[str, float] = {}
-            try:
-                with hour.loop(spec) as (loop, anchor_E):
-                    estimate = loop.run.whole_model_bytes(size.samples) / _GIB
-                    _peaks_of_a_round(hour, loop, anchor_E, peaks)
-            except torch.OutOfMemoryError as error:
-                hour.say(words, out_of_memory=str(error)[:120], **peaks)
-                continue
-            ratio = {} if hour.cpu else {"estimate_over_peak": estimate / max(peaks.values())}
-            hour.say(words, estimate_gib=estimate, **ratio, **peaks)
+            _memory_of(hour, spec, size, words)
+
+
+def _memory_of(hour: Hour, spec: RunSpec, size: Size, words: str) -> None:
+    """One pair; nothing of it is left afterwards."""
+    hour.forget()
+    peaks: dict[str, float] = {}
+    try:
+        with hour.loop(spec) as (loop, anchor_E):
+            estimate = loop.run.whole_model_bytes(size.samples, cuda=not hour.cpu) / _GIB
+            _peaks_of_a_round(hour, loop, anchor_E, peaks)
+    except torch.OutOfMemoryError as error:
+        hour.say(words, out_of_memory=str(error)[:120], **peaks)
+        return
+    ratio = {} if hour.cpu else {"estimate_over_peak": estimate / max(peaks.values())}
+    hour.say(words, estimate_gib=estimate, **ratio, **peaks)
 
 
 def _peaks_of_a_round(hour: Hour, loop: InnerLoop, anchor_E: Tensor, peaks: dict[str, float]) -> None:

@@ -16,6 +16,7 @@ from atoll.node.training.loop import InnerLoop
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),  # `fp32` means fp32
     pytest.mark.skipif(choose_device("auto").type == "cpu", reason="there is no accelerator here"),
 ]
 
@@ -78,7 +79,7 @@ def test_documents_are_kept_apart(tmp_path: Path, optimizer: str, family: str) -
         loop.load(anchor_E.mul_(5), ranges=((0, 1000),))
         loss, _ = unpacked(loop.run, anchor_E, windows_of(corpus, [corpus.window(sample) for sample in range(6)]))
         held_out, _ = unpacked(loop.run, anchor_E, windows_of(corpus, corpus.validation_windows()))
-        assert abs(loop.step().loss - loss) < 1e-2  # matrix products of TF32
+        assert abs(loop.step().loss - loss) < 1e-2  # products are rounded in another order
         assert abs(loop.evaluate(anchor_E) - held_out) < 1e-2
     finally:
         loop.close()

@@ -17,7 +17,7 @@ from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanModel
 from atoll.node.training import stacked_muon
 from atoll.node.training.inner_optimizer import InnerOptimizer, Stepper
-from atoll.node.training.stacked_muon import STACK_ELEMENTS, StackedMuon, stacks
+from atoll.node.training.stacked_muon import StackedMuon, stacks
 
 SHAPE = ModelShape(256, 32, 2, 4, 2, 48)
 CPU = torch.device("cpu")
@@ -121,7 +121,7 @@ def test_stacked_muon_steps_as_muon_does_whatever_the_stack(monkeypatch: pytest.
         return [matrix.detach() for matrix in matrices]
 
     expected = stepped(torch.optim.Muon)
-    for elements in (STACK_ELEMENTS, 24 * 24, 1):
+    for elements in (stacked_muon.STACK_ELEMENTS, 24 * 24, 1):
         monkeypatch.setattr(stacked_muon, "STACK_ELEMENTS", elements)
         for restart in (False, True):
             for mine, theirs, first in zip(stepped(StackedMuon, restart), expected, begin, strict=True):

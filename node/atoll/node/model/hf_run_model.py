@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from atoll.core.document_masks import mask_memory, repeated_bytes_per_token
+from atoll.core.document_masks import repeated_bytes_per_token
 from atoll.core.errors import UnsupportedModel
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.core.run_spec import RunSpec
@@ -53,16 +53,9 @@ class HuggingFaceRunModel:
         self._spec, self._seed = spec, spec.run.seed
         self._base = BaseFiles(section.base, base) if section.base is not None else None
 
-    def whole_model_bytes(self, samples: int) -> int:
-        """Estimate the memory of a trainer of all layers, frozen parameters included."""
-        length, section = self._spec.data.sequence_length, self._spec.optimizer
-        half_precision, checkpointing = section.precision != "fp32", section.activation_checkpointing
-        masks = mask_memory(self._spec, self.table.layers, samples).of(
-            1 if checkpointing else self.architecture.layers - 2
-        )
-        return masks + replica_memory_bytes(
-            self.table, samples * length, length, half_precision=half_precision, checkpointing=checkpointing
-        )
+    def whole_model_bytes(self, samples: int, *, cuda: bool = False) -> int:
+        """Estimate the memory of a trainer of all layers, frozen parameters included, on any device."""
+        return replica_memory_bytes(self.table, self._spec, samples)
 
     def check(self, span: Span | None, on_progress: Callable[[], object] = lambda: None) -> None:
         """Check all base files if `span` is None; files of a single span are checked when they are read."""

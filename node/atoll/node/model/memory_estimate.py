@@ -3,8 +3,8 @@
 Parameters and gradients are fp32. A stage recomputes activations: of each micro-batch in flight only the span's input
 stays in memory, and the tensors that backward needs exist for one micro-batch at a time. The layer table does not
 contain their size. For decoders it follows from the number of multiplications, which the table contains. The constants
-below were counted on `model/llama.py`. The planner has the same formula (`coordinator/planner/span_memory.py`); a test
-compares the two.
+below were counted on `model/llama.py`, and on an H100 (`benchmarks/results/gpu_hour.json`). The planner has the same
+formula for stages (`coordinator/planner/span_memory.py`); a test compares the two.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ TOKEN_BYTES = 8
 _KEPT_OUTPUTS = 4 / 3  # elements kept from forward to backward, per element that a block's matrices output
 _KEPT_WIDTHS = 5.0  # vectors of model width that a block keeps besides
 _MOVING_OUTPUTS = 1 / 3  # share of a block's output gradients that exist at once
-FLAT_COPIES = 6  # weights, gradients, two AdamW moments, anchor, weights at the snapshot: fp32 each
-_SAVED_PER_BLOCK = 14  # [B,T,D]-sized fp32 tensors that one block saves for backward, MLP included
+FLAT_COPIES = 6  # weights, gradients, anchor, weights at the snapshot, AdamW's two moments (Muon has one): fp32 each
 _LOGITS = 3  # logits, their log-softmax, its gradient
+_ROUNDING = 1.03  # what allocations are rounded up by, and small tensors that are not counted
+STACK_ELEMENTS = 1 << 25  # of matrices that Muon steps at once on a GPU; a larger matrix is alone
+_STACKED_BYTES = 16  # per element of the matrices that Muon steps at once: updates, bf16 copies, products
 _LARGEST_MATRIX = 0.25  # share of a block's elements; its gradient exists twice until it is added
 
 
@@ -86,28 +88,70 @@ def stage_trainer_memory_bytes(table: plan_pb2.LayerTable, span: Span, traffic: 
     return span_memory(table, span, traffic).total + 2 * FP32_BYTES * own + waiting
 
 
-def replica_memory_bytes(
-    table: plan_pb2.LayerTable,
-    micro_batch_tokens: int,
-    sequence_length: int,
-    *,
-    half_precision: bool,
-    checkpointing: bool,
-) -> int:
-    """Estimate the memory of a trainer of all layers, bytes.
+@dataclass(frozen=True)
+class BlockActivations:
+    """What the blocks of a whole model keep from forward to backward, bytes per token."""
 
-    `checkpointing`: every block's activations are recomputed; otherwise none are. `half_precision`: matrices are
-    multiplied in 16 bits, and their outputs are kept in 16 bits.
+    kept: float  # by a block
+    moving: float  # gradients of a block's widest tensors, which exist at once
+    width: int  # D
+    blocks: int
+
+    def peak(self, vocabulary: int, *, checkpointing: bool) -> float:
+        """Bytes per token in backward at worst: at the logits, or in a block."""
+        head = FP32_BYTES * _LOGITS * vocabulary + 10 * self.width
+        if not checkpointing:
+            return self.blocks * self.kept + max(head, self.moving)
+        return self.blocks * FP32_BYTES * self.width + max(head, self.kept + self.moving)
+
+
+def built_in_activations(shape: ModelShape, *, half_precision: bool, cuda: bool) -> BlockActivations:
+    """Count what the built-in decoder keeps.
+
+    The residual stream is fp32, and the input of each of a block's two norms is kept. In half precision each matrix
+    keeps a converted copy of its input. On a CPU, torch computes a norm in steps, and keeps what is between them.
     """
-    width = table.layers[0].activation_bytes_per_token / FP32_BYTES
-    vocabulary = table.layers[-1].activation_bytes_per_token / FP32_BYTES
+    element = FP32_BYTES // 2 if half_precision else FP32_BYTES
+    widths = (24 if half_precision else 26) + (0 if cuda else 6)
+    kept = widths * shape.dimension + 2 * element * shape.kv_heads * shape.head_dimension
+    hidden = element * shape.hidden_dimension
+    return BlockActivations(kept + 4 * hidden, 2 * hidden, shape.dimension, shape.layers)
+
+
+def replica_memory_bytes(table: plan_pb2.LayerTable, spec: RunSpec, samples: int) -> int:
+    """Estimate the memory of a trainer of all layers of any decoder, bytes.
+
+    Counted on Llama, GPT-NeoX and Mixtral. Elements that are kept are about twice the outputs of a block's matrices:
+    each output, and what is made of it. Experts compute in fp32, and AdamW steps them.
+    """
+    length, section = spec.data.sequence_length, spec.optimizer
+    half_precision = section.precision != "fp32"
+    width = table.layers[0].activation_bytes_per_token // FP32_BYTES
+    vocabulary = table.layers[-1].activation_bytes_per_token // FP32_BYTES
     blocks = [row for row in table.layers if is_block(row.kind)]
-    kept = [_KEPT_OUTPUTS * _outputs(row, width, sequence_length) + _KEPT_WIDTHS * width for row in blocks]
-    activations = max(kept, default=0.0) + len(kept) * width if checkpointing else sum(kept)
+    outputs = max((_outputs(row, width, length) for row in blocks), default=0.0)
+    experts = any(row.parameters + row.frozen_parameters > 1.2 * row.flops_per_token_forward / 2 for row in blocks)
+    element = FP32_BYTES // 2 if half_precision and not experts else FP32_BYTES
+    kept = 2 * element * outputs + (18 if half_precision else 8) * width
+    activations = BlockActivations(kept, element * outputs / 2, width, len(blocks))
     trained = sum(row.parameters for row in table.layers)
-    beside = sum(row.frozen_parameters for row in table.layers) + _borrowed(table, Span(0, len(table.layers) - 1))
-    per_token = activations * (FP32_BYTES / 2 if half_precision else FP32_BYTES) + 2 * FP32_BYTES * vocabulary
-    return FP32_BYTES * (FLAT_COPIES * trained + beside) + int(micro_batch_tokens * per_token)
+    frozen = sum(row.frozen_parameters for row in table.layers)
+    borrowed = _borrowed(table, Span(0, len(table.layers) - 1))
+    masks = mask_memory(spec, table.layers, samples).of(1 if section.activation_checkpointing else len(blocks))
+    flat = FLAT_COPIES * trained + frozen + borrowed
+    working = _working_bytes(spec, samples, activations, vocabulary, trained + frozen)
+    return FP32_BYTES * flat + working + masks
+
+
+def _working_bytes(spec: RunSpec, samples: int, activations: BlockActivations, vocabulary: int, multiplied: int) -> int:
+    """Count what a step needs besides what persists. `multiplied`: elements of the matrices, for converted copies."""
+    tokens, section = samples * spec.data.sequence_length, spec.optimizer
+    converted = FP32_BYTES // 2 * multiplied if section.precision != "fp32" else 0
+    peak = _ROUNDING * tokens * activations.peak(vocabulary, checkpointing=section.activation_checkpointing)
+    if not section.activation_checkpointing:
+        return int(peak) + converted
+    forward = tokens * (activations.blocks * FP32_BYTES * activations.width + activations.kept)
+    return int(max(peak, forward + converted))
 
 
 def _outputs(row: plan_pb2.LayerInfo, width: float, sequence_length: int) -> float:
@@ -157,19 +201,21 @@ def _dense(row: plan_pb2.LayerInfo) -> int:
     return 0 if row.frozen_parameters else row.parameters
 
 
-def built_in_memory_bytes(spec: RunSpec, shape: ModelShape, samples: int) -> int:
-    """Estimate the least memory for training the built-in decoder, bytes.
-
-    It counts the flat copies and the tensors that backward needs for `samples` samples at once.
-    """
-    tokens = samples * spec.data.sequence_length
-    width = FP32_BYTES if spec.optimizer.precision == "fp32" else FP32_BYTES // 2
-    blocks = 1 if spec.optimizer.activation_checkpointing else shape.layers
-    saved = blocks * _SAVED_PER_BLOCK * shape.dimension + shape.layers * shape.dimension
-    borrowed = shape.vocabulary * shape.dimension if shape.tie_embeddings else 0  # the head's gradient of a tied matrix
-    flat = FP32_BYTES * (FLAT_COPIES * shape.parameters + borrowed)
+def built_in_memory_bytes(spec: RunSpec, shape: ModelShape, samples: int, *, cuda: bool = False) -> int:
+    """Estimate the memory for training all layers of the built-in decoder, `samples` samples at once, bytes."""
+    section = spec.optimizer
+    activations = built_in_activations(shape, half_precision=section.precision != "fp32", cuda=cuda)
+    matrix = shape.vocabulary * shape.dimension
+    in_blocks = shape.layers * (shape.block_parameters - 2 * shape.dimension)
+    borrowed = matrix if shape.tie_embeddings else 0  # the head's gradient of a tied matrix
+    flat = FLAT_COPIES * shape.parameters - (in_blocks if section.name == "muon" else 0) + borrowed
+    blocks = 1 if section.activation_checkpointing else shape.layers
     masks = mask_memory(spec, layer_table(spec, shape).layers, samples).of(blocks)
-    return flat + tokens * (width * saved + 2 * FP32_BYTES * shape.vocabulary) + masks
+    working = _working_bytes(spec, samples, activations, shape.vocabulary, in_blocks + matrix)
+    working += FP32_BYTES * shape.dimension * shape.hidden_dimension  # a matrix's gradient, before it is added
+    if cuda and section.name == "muon":
+        working = max(working, _STACKED_BYTES * min(in_blocks, STACK_ELEMENTS))
+    return FP32_BYTES * flat + working + masks
 
 
 # --- several devices (training/fsdp_model.py) -------------------------------------------------------

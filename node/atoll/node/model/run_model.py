@@ -39,8 +39,8 @@ class RunModel(Protocol):
         """The layer table. Its `parameters` are the trained elements, which outer rounds exchange."""
         ...
 
-    def whole_model_bytes(self, samples: int) -> int:
-        """Estimate the least device memory for training all layers, with `samples` samples at once."""
+    def whole_model_bytes(self, samples: int, *, cuda: bool = False) -> int:
+        """Estimate the device memory for training all layers, with `samples` samples at once."""
         ...
 
     def check(self, span: Span | None, on_progress: Callable[[], object] = ...) -> None:
@@ -72,8 +72,8 @@ class BuiltInRunModel:
         self.table = layer_table(spec, shape)
         self._spec, self._shape, self._seed = spec, shape, spec.run.seed
 
-    def whole_model_bytes(self, samples: int) -> int:
-        return built_in_memory_bytes(self._spec, self._shape, samples)
+    def whole_model_bytes(self, samples: int, *, cuda: bool = False) -> int:
+        return built_in_memory_bytes(self._spec, self._shape, samples, cuda=cuda)
 
     def check(self, span: Span | None, on_progress: Callable[[], object] = lambda: None) -> None:
         """Do nothing: the built-in decoder needs no files."""

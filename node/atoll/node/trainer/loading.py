@@ -93,7 +93,7 @@ class TrainerState:
         """Raise `ModelTooLarge` if the held layers do not fit devices with these facts."""
         facts = usable_facts(facts, self.spec, self.run, len(self.devices))
         if isinstance(self.loop, InnerLoop):
-            check_fits(whole_model_bytes(self.spec, self.run, len(self.devices)), facts)
+            check_fits(whole_model_bytes(self.spec, self.run, self.devices), facts)
         elif self.loop is not None:
             check_stage_fits(self.spec, self.run, self.loop.span, facts)
 
@@ -112,7 +112,7 @@ class TrainerState:
             tokens_per_second=tokens_per_second,
             layer_times=self.times,
             span=self.span,
-            whole_model_bytes=whole_model_bytes(self.spec, self.run, len(self.devices)),
+            whole_model_bytes=whole_model_bytes(self.spec, self.run, self.devices),
             **_text_facts(self.corpus),
         )
 
@@ -209,10 +209,10 @@ def usable_facts(facts: DeviceFacts, spec: RunSpec, run: RunModel, devices: int)
     return replace(facts, memory_bytes=usable_bytes(run.table, facts.memory_bytes, devices, times))
 
 
-def whole_model_bytes(spec: RunSpec, run: RunModel, devices: int) -> int:
-    """Memory of all layers on `devices` devices, in the terms of `usable_facts`."""
-    aside = evaluation_copy_bytes(run.table) if devices > 1 else 0
-    return run.whole_model_bytes(spec.optimizer.micro_batch_samples) + aside
+def whole_model_bytes(spec: RunSpec, run: RunModel, devices: Sequence[torch.device]) -> int:
+    """Memory of all layers on these devices, in the terms of `usable_facts`."""
+    aside = evaluation_copy_bytes(run.table) if len(devices) > 1 else 0
+    return run.whole_model_bytes(spec.optimizer.micro_batch_samples, cuda=devices[0].type == "cuda") + aside
 
 
 def load_trainer_state(
@@ -239,7 +239,7 @@ def load_trainer_state(
     run = run_model(spec, tokenizer.vocabulary, Path(config.base_path) if config.base_path else None)
     span = Span(*config.span) if config.span is not None else None
     facts = usable_facts(facts, spec, run, len(devices))
-    holds = _has_room(spec, run, span, facts, len(devices))
+    holds = _has_room(spec, run, span, facts, devices)
     torch.set_num_threads(max(1, config.cpu_threads // len(devices)))
     times = config.layer_times or _layer_times(config, spec, run, device, clock, len(devices))
     _warm_up()
@@ -312,7 +312,9 @@ def _warm_up() -> None:
     torch.optim.AdamW([many_MM]).step()
 
 
-def _has_room(spec: RunSpec, run: RunModel, span: Span | None, facts: DeviceFacts, devices: int) -> bool:
+def _has_room(
+    spec: RunSpec, run: RunModel, span: Span | None, facts: DeviceFacts, devices: Sequence[torch.device]
+) -> bool:
     """True if the span or the whole model fits. False if the whole model does not fit but its smallest layer does.
 
     Raises `ModelTooLarge` otherwise.

@@ -10,6 +10,7 @@ import os
 import platform
 import resource
 import time
+import weakref
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,12 +153,13 @@ def compute_clock_seconds(device: torch.device, clock: Clock) -> float:
 def lock_host_pages(vector: Tensor, device: torch.device) -> bool:
     """Lock a host vector's pages for a GPU, which copies to and from locked pages several times as fast.
 
-    Returns whether they are locked, until this process ends. It is no error if the system refuses.
+    Returns whether they are locked: as long as `vector` itself exists. It is no error if the system refuses.
     """
     if device.type != "cuda" or not vector.numel():
         return False
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(vector.data_ptr(), vector.nbytes, 0)) == 0:
+    runtime, address = torch.cuda.cudart(), vector.data_ptr()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(address, vector.nbytes, 0)) == 0:
+        weakref.finalize(vector, runtime.cudaHostUnregister, address).atexit = False
         return True
     with suppress(RuntimeError):  # the next call reports the error, and forgets it
         torch.zeros(1, device=device).add_(1)

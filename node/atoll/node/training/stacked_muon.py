@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-STACK_ELEMENTS = 1 << 25  # orthogonalised at once; a larger matrix is alone
+from atoll.node.model.memory_estimate import STACK_ELEMENTS
 
 
 class StackedMuon(torch.optim.Muon):
