@@ -134,6 +134,8 @@ async def test_pauses_and_limits_of_a_real_node_last_over_a_restart(tmp_path):
         call(ann, "pause")
         await swarm.reach("ann", "paused")
         await swarm.stop("ann")
+        kept = ann / "runs" / "reef" / "optimizer.state"
+        assert kept.exists()
         await swarm.restart_member("ann")
         await swarm.reach("ann", "paused")
         assert swarm.status("ann")["detail"] == "paused by its owner"
@@ -143,6 +145,8 @@ async def test_pauses_and_limits_of_a_real_node_last_over_a_restart(tmp_path):
         assert not call(ann, "resume", force=True)["paused"]
         await swarm.reach("ann", "training")
         await swarm.until(lambda: swarm.status("ann")["step_seconds"] >= 0.2, "its pace was forgotten", READY)
+        assert "optimiser's state restored" in (ann / "log").read_text()
+        assert not kept.exists()
 
         p2pd = next(it for it in family(swarm.programs["ann"].pid) if "p2pd" in it.name())
         program = swarm.programs.pop("ann")

@@ -44,6 +44,8 @@ from atoll.v1 import membership_pb2 as mb
 
 LOAD_TIMEOUT = timedelta(minutes=10)  # between two signs of progress of a loading trainer
 STOP_TIMEOUT = timedelta(seconds=5)
+KEEP_TIMEOUT = timedelta(seconds=60)  # for writing the optimiser's state
+OPTIMIZER = "optimizer.state"  # in the run's folder
 LAST_EVALUATION_TIMEOUT = timedelta(seconds=60)  # the route stays up so long for the driver's last evaluation
 ROUND_END_TIMEOUT = timedelta(seconds=30)  # for a round under way to end before the engine stops
 FINISH_TIMEOUT = timedelta(minutes=10)  # for writing the last checkpoint
@@ -130,6 +132,7 @@ class TrainingSession:
             await asyncio.gather(prefetching, return_exceptions=True)
             await self._route.leave()
             await self._links.close()
+            await self._keep_optimizer()
             await self.stop_trainer()
 
     async def _prefetch(self) -> None:
@@ -211,6 +214,7 @@ class TrainingSession:
             return
         ranges = position_at(head, plan, round_samples(context.spec)).holdings.get(context.identity.peer_id, ())
         await trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
+        await self._restore_optimizer(trainer)
         self._on_head_moved(head)
         if self._first_evaluation is not None:  # reported after the genesis that it evaluates
             self._on_evaluation(self._first_evaluation)
@@ -423,6 +427,33 @@ class TrainingSession:
         if self._trainer is not None:
             trainer, self._trainer = self._trainer, None
             await trainer.stop(STOP_TIMEOUT)
+
+    async def _keep_optimizer(self) -> None:
+        """Keep the inner optimiser's state for the next start of this node, which goes on without it if that fails."""
+        if self._trainer is None or self._trainer.died.done() or self.finished.is_set():
+            return
+        try:
+            await self._trainer.keep_optimizer(self._optimizer_path, timeout=KEEP_TIMEOUT)
+        except AtollError as error:
+            _log.info("optimiser's state not kept", reason=str(error))
+
+    async def _restore_optimizer(self, trainer: Trainer) -> None:
+        """Go on with the state that an earlier process of this node kept; it is used once."""
+        path = self._optimizer_path
+        if path.exists():
+            try:
+                await trainer.restore_optimizer(path)
+                _log.info("optimiser's state restored")
+            except ChildDied:
+                raise
+            except AtollError as error:
+                _log.warning("optimiser's state not restored", reason=str(error))
+        path.with_name(f".{path.name}.tmp").unlink(missing_ok=True)  # of a process that was killed while it wrote
+        path.unlink(missing_ok=True)
+
+    @property
+    def _optimizer_path(self) -> Path:
+        return self._context.run_dir / OPTIMIZER
 
     # --- callbacks of rounds ---------------------------------------------------------------------------
 

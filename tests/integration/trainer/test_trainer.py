@@ -19,7 +19,7 @@ import pytest
 import torch
 from support.eventually import eventually
 
-from atoll.core.errors import ChildDied, CorpusError, DeadlineExceeded, InvalidTransition
+from atoll.core.errors import CheckpointCorrupt, ChildDied, CorpusError, DeadlineExceeded, InvalidTransition
 from atoll.node.trainer import messages
 from atoll.node.trainer.trainer import Snapshot, Trainer, TrainerConfig, TrainerStatus
 from atoll.node.trainer.worker import EXIT_ORPHANED
@@ -229,3 +229,27 @@ async def test_a_trainer_that_hangs_is_killed_and_told_as_dead(text: Path) -> No
         with pytest.raises(ChildDied, match="did not answer within 1 s: it was killed"):
             await trainer.snapshot(timeout=timedelta(seconds=1))
         assert (await asyncio.wait_for(asyncio.shield(trainer.died), 10)).returncode == -signal.SIGKILL
+
+
+async def test_a_trainer_goes_on_with_the_optimiser_of_the_one_before(text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "optimizer.state"
+    async with trainer_on(text) as trainer:
+        await trainer.initialise()
+        await trainer.load(ranges=((0, 4000),), committed_tokens=0)
+        with pytest.raises(InvalidTransition, match="no step"):
+            await trainer.keep_optimizer(path, timeout=DEADLINE)
+        await trainer.train()
+        await eventually(lambda: trainer.status.steps >= 3)
+        await trainer.keep_optimizer(path, timeout=DEADLINE)
+    kept = path.read_bytes()
+    async with trainer_on(text) as trainer:
+        await trainer.initialise()
+        await trainer.load(ranges=((0, 4000),), committed_tokens=0)
+        await trainer.restore_optimizer(path)
+        await trainer.keep_optimizer(path, timeout=DEADLINE)  # it has the state without a step of its own
+        assert torch.load(path)["state"][0][0]["step"] >= 3
+        path.write_bytes(kept[:-100])
+        with pytest.raises(CheckpointCorrupt):
+            await trainer.restore_optimizer(path)
+        await trainer.train()
+        await eventually(lambda: trainer.status.steps >= 2)

@@ -30,6 +30,7 @@ from atoll.node.data.sharded_corpus import TrainingCorpus
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.model.run_model import RunModel, allocate_span, initialise_into, run_model
 from atoll.node.model.span import Span
+from atoll.node.model.span_model import SpanModel
 from atoll.node.pipeline.evaluation import Evaluation, Outcome
 from atoll.node.pipeline.flush_machine import FlushMachine, StageCompute
 from atoll.node.pipeline.inbox import StagePosition
@@ -48,6 +49,7 @@ from atoll.node.pipeline.stage_io import (
 )
 from atoll.node.training.device import working_precision
 from atoll.node.training.device_group import DeviceGroup
+from atoll.node.training.inner_optimizer import InnerOptimizer
 from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loader import Batch, Loader
 from atoll.node.training.replica import Replica, StepResult
@@ -143,6 +145,11 @@ class StageLoop(Replica):
         return self.stage.skipped_steps
 
     # --- a route ------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> InnerOptimizer | None:
+        """The inner optimiser; None where its state is spread over several devices."""
+        return self.stage.optimizer if isinstance(self.stage.model, SpanModel) else None
 
     def enter_route(self, plan_version: int, route: int, stage: int, stages: int) -> None:
         """Make the span this stage of a route. Raises `InvalidRequest` for a stage that does not fit the span."""

@@ -200,6 +200,20 @@ class WriteInitial:
 
 
 @dataclass(frozen=True)
+class KeepOptimizer:
+    """Write the inner optimiser's state to a file of this node."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class RestoreOptimizer:
+    """Go on with the inner optimiser's state that an earlier trainer of this node kept."""
+
+    path: str
+
+
+@dataclass(frozen=True)
 class Stop:
     """End the process."""
 
@@ -207,7 +221,20 @@ class Stop:
 ModelOrder = (
     Load | TakeSnapshot | Apply | Rebase | SetRanges | Discard | Evaluate | Audit | Generate | SetLimits
 )  # on all ranks
-Order = ModelOrder | Initialise | Train | Pause | EnterRoute | WriteInitial | Probe | RankOrder | Step | Stop
+KeptOptimizer = KeepOptimizer | RestoreOptimizer
+Order = (
+    ModelOrder
+    | Initialise
+    | Train
+    | Pause
+    | EnterRoute
+    | WriteInitial
+    | KeptOptimizer
+    | Probe
+    | RankOrder
+    | Step
+    | Stop
+)
 
 
 # --- child → parent -------------------------------------------------------------------------------------

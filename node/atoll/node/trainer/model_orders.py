@@ -6,6 +6,8 @@ Rank 0 executes the daemon's orders (`session.py`); the other ranks execute the 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from atoll.core import log
@@ -16,6 +18,7 @@ from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.system.shared_vectors import allocate_vector, map_vector
 from atoll.node.trainer import messages
 from atoll.node.trainer.loading import TrainerState
+from atoll.node.training import optimizer_file
 from atoll.node.training.device import limit_device_memory, lock_host_pages
 from atoll.node.training.device_group import combined_facts
 from atoll.node.training.loop import InnerLoop
@@ -92,6 +95,21 @@ class ModelOrders:
         loop.pseudo_gradient_into(self.gradient_E)
         self._has_snapshot = True
         return snapshot
+
+    def move_optimizer(self, order: messages.KeptOptimizer) -> None:
+        """Write the inner optimiser's state to a file, or read it. Raises as `training/optimizer_file.py` does."""
+        loop, spec = self.require_model(), self.state.spec
+        optimizer = loop.optimizer if isinstance(loop, InnerLoop | StageLoop) else None
+        if optimizer is None:
+            raise InvalidTransition("a trainer with several devices does not keep its optimiser's state")
+        owner = {
+            "run": spec.run.name,
+            "model": spec.model_hash(),
+            "layers": str(self.state.span),
+            "optimizer": spec.optimizer.name,
+        }
+        move = optimizer_file.keep if isinstance(order, messages.KeepOptimizer) else optimizer_file.restore
+        move(optimizer, owner, Path(order.path))
 
     def _limit(self, limit: messages.SetLimits) -> None:
         facts = combined_facts(self.state.devices, limit.vram_fraction, self._memory_bytes)

@@ -179,7 +179,7 @@ class TrainerSession:
     def _on_event(self, event: messages.Envelope | RouteEvent | None) -> None:
         if isinstance(event, messages.Envelope):
             self._pending_orders.append(event)
-            if isinstance(event.body, messages.Stop) and isinstance(self._loop, StageLoop):
+            if isinstance(event.body, messages.Stop | messages.KeepOptimizer) and isinstance(self._loop, StageLoop):
                 # without this, the order waits for the end of a flush that other stages may never finish
                 self._loop.leave(FlushAborted("the trainer stops"))
         elif event is not None:
@@ -236,6 +236,8 @@ class TrainerSession:
                 self._stage().enter_route(plan_version, route, stage, stages)
             case messages.WriteInitial(path):
                 write_initial_weights(self._state.run, Path(path))
+            case messages.KeepOptimizer() | messages.RestoreOptimizer():
+                self._orders.move_optimizer(order)
             case messages.Stop():
                 if self._ranks is not None:
                     self._ranks.send_to_ranks(order)

@@ -289,6 +289,17 @@ class Trainer:
         """
         await self._order(messages.WriteInitial(str(path)), timeout)
 
+    async def keep_optimizer(self, path: Path, *, timeout: timedelta) -> None:
+        """Write the inner optimiser's state to `path`.
+
+        Raises `InvalidTransition` where there is none, or several devices have it, and `DataDirUnusable`.
+        """
+        await self._order(messages.KeepOptimizer(str(path)), timeout)
+
+    async def restore_optimizer(self, path: Path, *, timeout: timedelta = ORDER_TIMEOUT) -> None:
+        """Go on with a state that was kept. Raises `CheckpointCorrupt`, and then changes nothing."""
+        await self._order(messages.RestoreOptimizer(str(path)), timeout)
+
     async def stop(self, timeout: timedelta) -> None:
         """Order the child to stop; kill it after `timeout`. Safe to call twice, and when the child has ended."""
         with contextlib.suppress(ChildDied, DeadlineExceeded):

@@ -28,7 +28,7 @@ from atoll.node.model.span_model import Run, SpanModule, TrainableModel
 from atoll.node.training.device import autocast, choose_device, device_facts, model_too_large, working_precision
 from atoll.node.training.device_group import DeviceGroup
 from atoll.node.training.fsdp_model import shard_model
-from atoll.node.training.inner_optimizer import Stepper
+from atoll.node.training.inner_optimizer import InnerOptimizer, Stepper
 from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loader import Loader
 from atoll.node.training.progress import Progress
@@ -259,6 +259,11 @@ class InnerLoop(Replica):
         return tokens / seconds
 
     # --- helpers ----------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> InnerOptimizer | None:
+        """The inner optimiser; None where its state is spread over several devices."""
+        return self._ready_stepper().optimizer if self._group is None else None
 
     @property
     def skipped_steps(self) -> int:
