@@ -213,7 +213,7 @@ def _spec_of(path: str, given: dict[str, Any]) -> BuildSpec:
 def _show_build(show: ShowProgress, progress: BuildProgress) -> None:
     if progress.phase == "plan":
         return
-    told = f"{count_text(progress.tokens)} tokens, {progress.shards} shards"
+    told = f"{count_text(progress.tokens)} tokens, {progress.shards} shard{'' if progress.shards == 1 else 's'}"
     show(progress.bytes_done, progress.bytes_all, told)
 
 
