@@ -199,6 +199,12 @@ class IdentityInUse(Rejected):
     grpc_status = "FAILED_PRECONDITION"
 
 
+class IdentityReplaced(Rejected):
+    """The node has a new identity (`atoll identity rotate`), so this one is refused."""
+
+    grpc_status = "PERMISSION_DENIED"
+
+
 class NotPermitted(Rejected):
     """The credential lacks the role that this call needs."""
 

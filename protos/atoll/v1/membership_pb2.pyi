@@ -77,6 +77,26 @@ class RenewResponse(_message.Message):
     deny_list: _common_pb2.Signed
     def __init__(self, certificate_chain_pem: _Optional[bytes] = ..., membership: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
 
+class RotateIdentityRequest(_message.Message):
+    __slots__ = ("rotation", "csr_der", "csr_signature")
+    ROTATION_FIELD_NUMBER: _ClassVar[int]
+    CSR_DER_FIELD_NUMBER: _ClassVar[int]
+    CSR_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    rotation: _common_pb2.IdentityRotation
+    csr_der: bytes
+    csr_signature: bytes
+    def __init__(self, rotation: _Optional[_Union[_common_pb2.IdentityRotation, _Mapping]] = ..., csr_der: _Optional[bytes] = ..., csr_signature: _Optional[bytes] = ...) -> None: ...
+
+class RotateIdentityResponse(_message.Message):
+    __slots__ = ("certificate_chain_pem", "membership", "deny_list")
+    CERTIFICATE_CHAIN_PEM_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    DENY_LIST_FIELD_NUMBER: _ClassVar[int]
+    certificate_chain_pem: bytes
+    membership: _common_pb2.Signed
+    deny_list: _common_pb2.Signed
+    def __init__(self, certificate_chain_pem: _Optional[bytes] = ..., membership: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+
 class LayerTime(_message.Message):
     __slots__ = ("kind", "forward_seconds_per_token", "backward_seconds_per_token")
     KIND_FIELD_NUMBER: _ClassVar[int]

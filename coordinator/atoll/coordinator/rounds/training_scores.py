@@ -81,6 +81,15 @@ def forget(draft: Draft, node: Node) -> None:
     draft.remember(node.run_id, training_scores=scores, training_compared=compared)
 
 
+def move(draft: Draft, old: Node, node: Node) -> None:
+    """Give what audits found of a node to its new identity."""
+    memory = draft.state.memory[node.run_id]
+    names = {old.peer_id: node.peer_id}
+    scores = {names.get(peer, peer): it for peer, it in memory.training_scores.items()}
+    compared = {names.get(peer, peer): it for peer, it in memory.training_compared.items()}
+    draft.remember(node.run_id, training_scores=scores, training_compared=compared)
+
+
 def compare(
     scores: Mapping[str, Sequence[TrainingScore]], on_probation: Set[str] = frozenset()
 ) -> dict[str, TrainingComparison]:

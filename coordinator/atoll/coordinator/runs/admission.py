@@ -111,8 +111,7 @@ def enrol(state: State, now: StepTime, applicant: Applicant) -> Step[Node]:
     known = state.nodes.get(applicant.peer_id)
     repeated = known is not None and known.token_id == applicant.token_id
     token = _check_token(state, now, applicant, spent=repeated)
-    if applicant.peer_id in state.deny.peer_ids or (known and known.banned):
-        raise lookup.banned(applicant.peer_id)
+    lookup.refuse_denied(state, applicant.peer_id)
     live = state.live.get(applicant.peer_id)
     if known and known.run_id != token.run_id and live and live.connected:
         raise AlreadyExists(
@@ -142,8 +141,9 @@ def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, app
     name = _unique_name(state, token.run_id, applicant)
     if known is not None and known.run_id == token.run_id:
         admitted = replace(known, name=name, roles=token.roles, enrolled_ms=now.unix_ms, token_id=token.token_id)
-        draining = known.draining and known.token_id == token.token_id
-        return replace(admitted, epoch=known.epoch + 1, left=False, draining=draining)
+        repeated = known.token_id == token.token_id
+        draining, rotations = (known.draining, known.rotations) if repeated else (False, 0)
+        return replace(admitted, epoch=known.epoch + 1, left=False, draining=draining, rotations=rotations)
     return Node(
         peer_id=applicant.peer_id,
         name=name,
@@ -216,10 +216,11 @@ def ban(state: State, now: StepTime, text: str, reason: str) -> Step[Node]:
 
 
 def ban_node(draft: Draft, node: Node, reason: str) -> None:
-    """Put a node on the deny-list, if it is not there."""
+    """Put a node on the deny-list, if it is not there. A new identity does not escape what an earlier one did."""
+    node = lookup.newest(draft.state, node)
     if not node.banned:
         draft.put(replace(node, banned=True))
-        _change_deny_list(draft, draft.state.deny.peer_ids | {node.peer_id})
+        change_deny_list(draft, draft.state.deny.peer_ids | {node.peer_id})
         because = f": {reason}" if reason else ""
         draft.event("node.banned", node.run_id, node.peer_id, f"{node.name} was banned{because}")
 
@@ -228,18 +229,19 @@ def unban(state: State, now: StepTime, text: str) -> Step[Node | None]:
     """Take a peer off the deny-list; None if that is all that is known of it. Raises `NotFound`, `Ambiguous`."""
     draft = Draft(state, now)
     if text in state.deny.peer_ids - state.nodes.keys():  # a restore lost its row
-        _change_deny_list(draft, state.deny.peer_ids - {text})
+        change_deny_list(draft, state.deny.peer_ids - {text})
         draft.event("node.unbanned", "", text, f"{text} is not banned any more")
         return draft.done(None)
     node = lookup.node(state, text)
     if node.banned:
         draft.put(replace(node, banned=False))
-        _change_deny_list(draft, state.deny.peer_ids - {node.peer_id})
+        change_deny_list(draft, state.deny.peer_ids - {node.peer_id})
         draft.event("node.unbanned", node.run_id, node.peer_id, f"{node.name} is not banned any more")
     return draft.done(draft.state.nodes[node.peer_id])
 
 
-def _change_deny_list(draft: Draft, peer_ids: frozenset[str]) -> None:
+def change_deny_list(draft: Draft, peer_ids: frozenset[str]) -> None:
+    """Issue a deny-list of these peers."""
     number = max(draft.state.deny.number, draft.state.deny_reserved) + 1
     draft.issue_deny(DenyList(number, peer_ids))
 

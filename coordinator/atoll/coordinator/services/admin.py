@@ -85,7 +85,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         """Nodes of one run, or of all, by run and name."""
         state = self._controller.state
         run_id = lookup.run(state, request.run_id).run_id if request.run_id else ""
-        nodes = [node for node in state.nodes.values() if run_id in ("", node.run_id)]
+        nodes = [node for node in state.present_nodes() if run_id in ("", node.run_id)]
         nodes.sort(key=lambda node: (node.run_id, node.name))
         return wire.ListNodesResponse(nodes=[self._node(node) for node in nodes])
 

@@ -21,19 +21,21 @@ from typing import TYPE_CHECKING
 import grpc
 
 from atoll.core import log
-from atoll.core.certs import LEAF_LIFETIME, SERVER_NAME, new_tls_key_and_csr, not_after
+from atoll.core.certs import LEAF_LIFETIME, new_tls_key_and_csr, not_after
 from atoll.core.clock import Clock
 from atoll.core.errors import (
     Banned,
     CertificateInvalid,
     CorpusError,
     IdentityInUse,
+    IdentityReplaced,
     ProtocolMismatch,
     Unreachable,
 )
 from atoll.core.grpc_errors import from_rpc_error
 from atoll.core.identity import Identity
 from atoll.core.membership import CERTIFICATE_LIFETIME, RENEW_AT_FRACTION
+from atoll.node.control.channel import dial
 from atoll.node.control.checkpoint_upload import upload
 from atoll.node.control.clock_offset import ClockOffset
 from atoll.node.control.credentials import Credentials
@@ -54,7 +56,7 @@ _CLOCK_WARNING_SECONDS = 5.0  # a larger offset is logged; it stops nothing
 _BACKOFF = (timedelta(milliseconds=500), timedelta(seconds=15))  # first and longest pause between attempts
 _INSTANCE_BYTES = 16
 _SPARE_DESCRIPTORS = 16  # a new channel takes about six
-_NOT_RETRIED = (Banned, CorpusError, IdentityInUse, ProtocolMismatch)  # a retry gets the same answer
+_NOT_RETRIED = (Banned, CorpusError, IdentityInUse, IdentityReplaced, ProtocolMismatch)  # a retry gets the same answer
 
 if TYPE_CHECKING:  # generic only in its type stubs
     Call = grpc.aio.StreamStreamCall[mb.HeartbeatRequest, mb.HeartbeatResponse]
@@ -344,14 +346,7 @@ class CoordinatorLink:
         return self._dial()
 
     def _dial(self) -> grpc.aio.Channel:
-        tls = self.credentials.tls
-        channel_credentials = grpc.ssl_channel_credentials(tls.ca_pem, tls.key_pem, tls.chain_pem)
-        options = [
-            ("grpc.ssl_target_name_override", SERVER_NAME),
-            ("grpc.keepalive_time_ms", 15_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
-        ]
-        return grpc.aio.secure_channel(self.credentials.coordinator, channel_credentials, options)
+        return dial(self.credentials)
 
 
 def _descriptors_available(descriptors: int) -> bool:
