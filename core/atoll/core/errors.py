@@ -177,6 +177,10 @@ class CaMismatch(Rejected):
     """The server's certificate authority is not the one named in the token."""
 
 
+class AuthorityReplaced(Rejected):
+    """The coordinator has a new certificate authority, and this side knows only the old one."""
+
+
 class ClockSkew(Rejected):
     """The clocks of both sides differ too much to check certificates."""
 

@@ -58,6 +58,7 @@ class Applicant:
     peer_id: str
     public_key: bytes
     node_name: str
+    authority: str = ""  # that issues its certificate
 
 
 def create_token(state: State, now: StepTime, request: TokenRequest) -> Step[Token]:
@@ -141,6 +142,7 @@ def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, app
     name = _unique_name(state, token.run_id, applicant)
     if known is not None and known.run_id == token.run_id:
         admitted = replace(known, name=name, roles=token.roles, enrolled_ms=now.unix_ms, token_id=token.token_id)
+        admitted = replace(admitted, authority=applicant.authority)
         repeated = known.token_id == token.token_id
         draining, rotations = (known.draining, known.rotations) if repeated else (False, 0)
         return replace(admitted, epoch=known.epoch + 1, left=False, draining=draining, rotations=rotations)
@@ -155,6 +157,7 @@ def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, app
         last_seen_ms=known.last_seen_ms if known else 0,
         token_id=token.token_id,
         on_probation=token.on_probation,
+        authority=applicant.authority,
     )
 
 

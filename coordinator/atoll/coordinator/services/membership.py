@@ -16,7 +16,7 @@ import grpc
 
 from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.interceptors import NODE_SUBJECT_PREFIX, caller
+from atoll.coordinator.interceptors import NODE_SUBJECT_PREFIX, caller, issuer, refuse_retired
 from atoll.coordinator.rounds import coordinator_seat
 from atoll.coordinator.runs import admission, identity_claims, identity_rotation, machine
 from atoll.coordinator.services import views
@@ -119,8 +119,8 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
             first = await anext(requests, None)
             if first is None:
                 return
-            session = await self._open_session(peer_id, first.instance)
-        heartbeat_session = HeartbeatSession(self._controller, self._uploads, peer_id, session)
+            session = await self._open_session(peer_id, first.instance, issuer(context, self._keys.authorities))
+        heartbeat_session = HeartbeatSession(self._controller, self._keys, self._uploads, peer_id, session)
         try:
             with self._controller.change_event() as changed:
                 received = heartbeat_session.receive_requests(_all_of(first, requests), changed)
@@ -134,14 +134,14 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
             ending = self._controller.do(lambda state, now: machine.disconnect(state, now, peer_id, session))
             await asyncio.shield(ending)
 
-    async def _open_session(self, peer_id: str, instance: bytes) -> int:
+    async def _open_session(self, peer_id: str, instance: bytes, authority: str) -> int:
         """Wait until no other process of this node has a stream. Raises `IdentityInUse` if one shows that it lives."""
         challenge = secrets.token_bytes(_CHALLENGE_BYTES)
         with self._controller.change_event() as changed:
             while True:
                 changed.clear()
                 found = await self._controller.do(
-                    lambda state, now: identity_claims.claim(state, now, peer_id, instance, challenge)  # noqa: B023
+                    lambda state, now: identity_claims.claim(state, now, peer_id, instance, challenge, authority)  # noqa: B023
                 )
                 if found.session:
                     return found.session
@@ -166,6 +166,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
             async with asyncio.timeout(self._patience_seconds):
                 await changed.wait()
             changed.clear()
+            refuse_retired(context, self._keys.authorities)
             if listening.done():
                 listening.result()
                 return

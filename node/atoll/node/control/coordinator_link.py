@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 import grpc
 
 from atoll.core import log
-from atoll.core.certs import LEAF_LIFETIME, new_tls_key_and_csr, not_after
+from atoll.core.certs import LEAF_LIFETIME, is_handed_over, new_tls_key_and_csr, not_after, split_pem
 from atoll.core.clock import Clock
 from atoll.core.errors import (
+    AuthorityReplaced,
     Banned,
     CertificateInvalid,
     CorpusError,
@@ -39,6 +40,7 @@ from atoll.node.control.channel import dial
 from atoll.node.control.checkpoint_upload import upload
 from atoll.node.control.clock_offset import ClockOffset
 from atoll.node.control.credentials import Credentials
+from atoll.node.control.enrol import fetch_chain
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import membership_pb2_grpc
 
@@ -56,7 +58,14 @@ _CLOCK_WARNING_SECONDS = 5.0  # a larger offset is logged; it stops nothing
 _BACKOFF = (timedelta(milliseconds=500), timedelta(seconds=15))  # first and longest pause between attempts
 _INSTANCE_BYTES = 16
 _SPARE_DESCRIPTORS = 16  # a new channel takes about six
-_NOT_RETRIED = (Banned, CorpusError, IdentityInUse, IdentityReplaced, ProtocolMismatch)  # a retry gets the same answer
+_NOT_RETRIED = (
+    AuthorityReplaced,
+    Banned,
+    CorpusError,
+    IdentityInUse,
+    IdentityReplaced,
+    ProtocolMismatch,
+)  # a retry gets the same answer
 
 if TYPE_CHECKING:  # generic only in its type stubs
     Call = grpc.aio.StreamStreamCall[mb.HeartbeatRequest, mb.HeartbeatResponse]
@@ -156,6 +165,7 @@ class CoordinatorLink:
         self._sequence = 0
         self._instance = secrets.token_bytes(_INSTANCE_BYTES)
         self._challenge = b""  # the last one of this stream
+        self._renewed_in_vain = False
         self._tried = asyncio.Event()  # the coordinator answered this process, or cannot be reached
         self._heartbeat_due = asyncio.Event()
 
@@ -179,6 +189,8 @@ class CoordinatorLink:
                 problem = from_rpc_error(error, f"the coordinator at {self.credentials.coordinator}")
                 if isinstance(problem, _NOT_RETRIED):
                     raise problem from error
+                if isinstance(problem, Unreachable) and not self.connected:
+                    await self._refuse_replaced_authority()
                 self._log_unreachable(str(problem), backoff)
             except Unreachable as problem:
                 self._log_unreachable(str(problem), backoff)
@@ -317,6 +329,8 @@ class CoordinatorLink:
                 "this node did not reach its coordinator in time to renew its certificate, which has expired",
                 "ask your operator for a new token, then: atoll join",
             )
+        if self.credentials.is_of_older_authority and not self._renewed_in_vain:
+            return True
         return left < LEAF_LIFETIME.total_seconds() - CERTIFICATE_LIFETIME.total_seconds() * RENEW_AT_FRACTION
 
     async def _renew_if_due(self) -> None:
@@ -333,8 +347,23 @@ class CoordinatorLink:
             membership=response.membership,
             deny_list=response.deny_list,
         )
+        self._renewed_in_vain = self.credentials.is_of_older_authority  # the coordinator was restored: no endless loop
         self._on_renewed(self.credentials)
         _log.info("certificate renewed")
+
+    async def _refuse_replaced_authority(self) -> None:
+        """Raise `AuthorityReplaced` if the CA of this node's certificate says that it was replaced.
+
+        TLS only says that the other side's certificate is wrong, or ends the connection.
+        """
+        with contextlib.suppress(Unreachable):
+            chain = await asyncio.to_thread(fetch_chain, self.credentials.coordinator)
+            _, *authority = split_pem(self.credentials.tls_chain_pem.encode())
+            if is_handed_over(chain, b"".join(authority)):
+                raise AuthorityReplaced(
+                    "the coordinator has replaced its certificate authority while this node was away",
+                    "ask your operator for a new token, then: atoll join; the node keeps its identity",
+                )
 
     def _channel(self) -> grpc.aio.Channel:
         """Dial the coordinator. Raises `Unreachable` without free descriptors: gRPC would end the process."""
