@@ -1,5 +1,6 @@
 """A data directory that is copied or restored: one identity does not run twice, and does not vote twice."""
 
+import json
 import shutil
 
 import pytest
@@ -84,6 +85,24 @@ async def test_a_new_identity_trains_on_and_the_stolen_one_is_thrown_out(tmp_pat
         assert len(await events_of(swarm, "node.identity-rotated")) == 1
         await swarm.restart_member("stolen")
         await refused(swarm, "stolen")
+
+
+async def test_a_seed_with_a_new_identity_is_found_by_those_that_are_there_and_by_newcomers(tmp_path):
+    async with process_swarm(tmp_path) as swarm:
+        await begin(swarm)
+        old = swarm.status("seed")["peer_id"]
+        await swarm.stop("seed")
+        await swarm.command("atoll", "identity", "rotate", "--data-dir", str(tmp_path / "seed"))
+        await swarm.restart_member("seed")
+        await swarm.reach("seed", "ready")
+        new = swarm.status("seed")["peer_id"]
+        assert new != old
+        saved = tmp_path / "ann/credentials.json"
+        await swarm.until(lambda: new in saved.read_text(), "ann has the old address", READY)
+        assert all(seed.endswith(new) for seed in json.loads(saved.read_text())["seeds"])
+        await swarm.node("cid")
+        await swarm.reach("cid", "training")
+        await swarm.rounds("cid", 1)
 
 
 async def test_a_node_that_was_killed_starts_again_at_once_and_is_not_refused(tmp_path):

@@ -21,7 +21,7 @@ from typing import Any
 from atoll.core.certs import CertificateAuthority, issuer_name
 from atoll.core.disk import OS_DISK
 from atoll.core.errors import InvalidTransition, KeyFileCorrupt
-from atoll.core.files import data_dir_unusable, read_private, write_private
+from atoll.core.files import data_dir_unusable, read_private, remove_unfinished, write_private
 
 KEY, CERTIFICATE, NEXT, PREVIOUS = "ca.key", "ca.crt", "ca-next.json", "ca-previous.json"
 SHOWN = 4  # the last hand-overs: a node may be away during several
@@ -63,6 +63,7 @@ class Authorities:
     def __init__(self, data_dir: Path, now: float) -> None:
         self._dir = data_dir
         self._lock = threading.Lock()
+        remove_unfinished(data_dir, "ca")
         self._finish_retirement()
         self.now = self._load(now)
 

@@ -433,11 +433,12 @@ class Daemon:
 
     def _on_authorities(self, sealed: pb.Signed) -> None:
         """Trust the coordinator's new CA too, or no longer the old one; the link renews the certificate."""
+        known = self._link.credentials
         try:
-            self._credentials = self._link.credentials = self._link.credentials.with_authorities(sealed)
+            self._credentials = self._link.credentials = known.with_authorities(sealed)
         except Rejected as error:
             _log.warning("certificate authorities not adopted", reason=str(error))
-        else:
+        if self._credentials != known:
             self._save_credentials()
 
     def _deny_list_for_coordinator(self) -> pb.Signed | None:

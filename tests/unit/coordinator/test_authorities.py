@@ -171,3 +171,11 @@ def test_the_admin_credential_follows(tmp_path: Path) -> None:
     keys.authorities.retire(clock.unix())
     assert written() == (1, True)
     assert json.loads((tmp_path / "ca-previous.json").read_text())["number"] == 2
+
+
+def test_what_a_kill_left_half_written_is_removed(tmp_path: Path) -> None:
+    Authorities(tmp_path, NOW)
+    left = tmp_path / ".ca-next.json.123.tmp"
+    left.write_text("a secret")
+    Authorities(tmp_path, NOW)
+    assert not left.exists()

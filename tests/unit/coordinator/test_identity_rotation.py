@@ -173,6 +173,8 @@ def test_the_plan_goes_from_the_old_identity_to_the_new_one() -> None:
     world.hang_up("ann")
     old, new = rotate(world, "ann")
     world.identities["old"] = old
+    world.enrol("ann")  # while the plan has the old one
+    assert row(world, "ann").name == "ann"
     world.connect("ann", mb.NODE_STATE_TRAINING)
     world.wait(3)
     assert {new.peer_id, world.identities["bob"].peer_id} <= set(world.plans[-1].members)

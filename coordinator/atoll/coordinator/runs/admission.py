@@ -328,7 +328,7 @@ def _unique_name(state: State, run_id: str, applicant: Applicant) -> str:
     """The requested name, with a number added if another peer of the run, or of its plan, has it."""
     plan = state.memory[run_id].plan
     peers = {*(node.peer_id for node in state.members_of(run_id)), *(plan.members if plan else ())}
-    taken = {state.nodes[peer].name for peer in peers - {applicant.peer_id}}
+    taken = {state.nodes[peer].name for peer in peers - {applicant.peer_id} if not state.nodes[peer].replaced_by}
     name, number = applicant.node_name, 2
     while name in taken:
         name = f"{applicant.node_name[:58]}-{number}"

@@ -103,7 +103,10 @@ class AuthorityChanges:
             draft.event(kind, "", "", message)
             return draft.done(None)
 
-        await self._controller.do(log_event)
+        try:
+            await self._controller.do(log_event)
+        except AtollError as error:  # the change is on disk and in force
+            _log.error("an event is not in the log", kind=kind, message=message, error=str(error))
 
     def _may_return(self, state: State, node: Node) -> bool:
         """True unless the node is banned, or its certificate has expired because it was away for too long."""

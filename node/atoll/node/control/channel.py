@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 
-from atoll.core.certs import SERVER_NAME
+from atoll.core.certs import SERVER_NAME, is_handed_over, split_pem
+from atoll.core.errors import AuthorityReplaced, Unreachable
 from atoll.node.control.credentials import Credentials
+from atoll.node.control.enrol import fetch_chain
 
 
 def dial(credentials: Credentials) -> grpc.aio.Channel:
@@ -18,3 +22,20 @@ def dial(credentials: Credentials) -> grpc.aio.Channel:
         ("grpc.keepalive_timeout_ms", 10_000),
     ]
     return grpc.aio.secure_channel(credentials.coordinator, channel_credentials, options)
+
+
+async def refuse_replaced_authority(credentials: Credentials) -> None:
+    """Raise `AuthorityReplaced` if the CA of this node's certificate says that it was replaced.
+
+    Call it after a failed call: TLS only says that the other side's certificate is wrong, or ends the connection.
+    """
+    try:
+        chain = await asyncio.to_thread(fetch_chain, credentials.coordinator)
+    except Unreachable:
+        return
+    _, *authority = split_pem(credentials.tls_chain_pem.encode())
+    if is_handed_over(chain, b"".join(authority)):
+        raise AuthorityReplaced(
+            "the coordinator has replaced its certificate authority while this node was away",
+            "ask your operator for a new token, then: atoll join; the node keeps its identity",
+        )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from atoll.core import log
-from atoll.core.certs import LEAF_LIFETIME, is_handed_over, new_tls_key_and_csr, not_after, split_pem
+from atoll.core.certs import LEAF_LIFETIME, new_tls_key_and_csr, not_after
 from atoll.core.clock import Clock
 from atoll.core.errors import (
     AuthorityReplaced,
@@ -36,11 +36,10 @@ from atoll.core.errors import (
 from atoll.core.grpc_errors import from_rpc_error
 from atoll.core.identity import Identity
 from atoll.core.membership import CERTIFICATE_LIFETIME, RENEW_AT_FRACTION
-from atoll.node.control.channel import dial
+from atoll.node.control.channel import dial, refuse_replaced_authority
 from atoll.node.control.checkpoint_upload import upload
 from atoll.node.control.clock_offset import ClockOffset
 from atoll.node.control.credentials import Credentials
-from atoll.node.control.enrol import fetch_chain
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import membership_pb2_grpc
 
@@ -190,7 +189,7 @@ class CoordinatorLink:
                 if isinstance(problem, _NOT_RETRIED):
                     raise problem from error
                 if isinstance(problem, Unreachable) and not self.connected:
-                    await self._refuse_replaced_authority()
+                    await refuse_replaced_authority(self.credentials)
                 self._log_unreachable(str(problem), backoff)
             except Unreachable as problem:
                 self._log_unreachable(str(problem), backoff)
@@ -350,20 +349,6 @@ class CoordinatorLink:
         self._renewed_in_vain = self.credentials.is_of_older_authority  # the coordinator was restored: no endless loop
         self._on_renewed(self.credentials)
         _log.info("certificate renewed")
-
-    async def _refuse_replaced_authority(self) -> None:
-        """Raise `AuthorityReplaced` if the CA of this node's certificate says that it was replaced.
-
-        TLS only says that the other side's certificate is wrong, or ends the connection.
-        """
-        with contextlib.suppress(Unreachable):
-            chain = await asyncio.to_thread(fetch_chain, self.credentials.coordinator)
-            _, *authority = split_pem(self.credentials.tls_chain_pem.encode())
-            if is_handed_over(chain, b"".join(authority)):
-                raise AuthorityReplaced(
-                    "the coordinator has replaced its certificate authority while this node was away",
-                    "ask your operator for a new token, then: atoll join; the node keeps its identity",
-                )
 
     def _channel(self) -> grpc.aio.Channel:
         """Dial the coordinator. Raises `Unreachable` without free descriptors: gRPC would end the process."""

@@ -18,12 +18,12 @@ import grpc
 from atoll.core.certs import new_tls_key_and_csr, not_after
 from atoll.core.clock import Clock
 from atoll.core.disk import OS_DISK
-from atoll.core.errors import CertificateInvalid, UsageError
-from atoll.core.files import data_dir_unusable, make_private_dir, read_private, write_private
+from atoll.core.errors import CertificateInvalid, Unreachable, UsageError
+from atoll.core.files import data_dir_unusable, make_private_dir, read_private, remove_unfinished, write_private
 from atoll.core.grpc_errors import from_rpc_error
 from atoll.core.identity import Identity
 from atoll.core.identity_rotation import sign_rotation
-from atoll.node.control.channel import dial
+from atoll.node.control.channel import dial, refuse_replaced_authority
 from atoll.node.control.credentials import FILE_NAME, Credentials
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import membership_pb2_grpc
@@ -64,6 +64,8 @@ def finish_rotation(data_dir: Path) -> str | None:
     Every step can be repeated. Raises `KeyFileCorrupt`, `DataDirUnusable`.
     """
     folder = data_dir / FOLDER
+    for place in (data_dir, folder):
+        remove_unfinished(place, KEY_FILE)
     accepted = Credentials.load(folder)
     if accepted is None:
         return None
@@ -99,7 +101,10 @@ async def _ask(credentials: Credentials, old: Identity, new: Identity, clock: Cl
         try:
             answer = await stub.RotateIdentity(request, timeout=TIMEOUT.total_seconds())
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, f"the coordinator at {credentials.coordinator}") from error
+            problem = from_rpc_error(error, f"the coordinator at {credentials.coordinator}")
+            if isinstance(problem, Unreachable):
+                await refuse_replaced_authority(credentials)
+            raise problem from error
     credentials.authority.verify_membership(answer.membership, clock.unix(), expect_peer_id=new.peer_id)
     renewed = credentials.renewed(
         tls_key_pem=key_pem,
