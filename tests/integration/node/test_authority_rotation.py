@@ -281,3 +281,30 @@ async def test_the_open_stream_of_an_old_certificate_ends(tmp_path: Path) -> Non
         await retire(home, force=True)
         assert error_of(await ann.ended()).reason == "AuthorityReplaced"
         await ann.close()
+
+
+async def test_a_command_that_is_interrupted_still_tells_the_members(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(_: str, __: int) -> None:
+        begun.set()
+        await may_go_on.wait()
+
+    monkeypatch.setattr("atoll.coordinator.server.handshake", slow)
+    async with coordinator(tmp_path / "c") as home:
+        await home.create_run()
+        ann = await (await home.node("ann")).connect()
+        await ann.acknowledged(1)
+        interrupted = home.admin.RotateAuthority(admin.RotateAuthorityRequest(overlap_seconds=HOUR))
+        sent = asyncio.ensure_future(interrupted)
+        await begun.wait()
+        interrupted.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sent
+        await home.admin.ListNodes(admin.ListNodesRequest(), timeout=SECONDS)  # it comes after the interruption
+        may_go_on.set()
+        await ann.say()
+        await ann.hear(lambda response: response.HasField("authorities"))
+        await ann.close()

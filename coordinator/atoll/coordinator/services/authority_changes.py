@@ -38,24 +38,12 @@ class AuthorityChanges:
         """Introduce a new authority beside the present one. Raises `InvalidTransition`, `InvalidRequest`."""
         if not 1 <= overlap_seconds <= MAX_OVERLAP_SECONDS:
             raise InvalidRequest(f"overlap_seconds is {overlap_seconds}; must be 1 to {MAX_OVERLAP_SECONDS}")
-        async with self._changing:
-            now = self._controller.clock.unix()
-            until_ms = int(1000 * (now + overlap_seconds))
-            await asyncio.to_thread(self._keys.authorities.rotate, now, until_ms)
-            sha256 = self._keys.authorities.now.issuing.sha256
-            await self._announce("ca.rotated", f"members move to the certificate authority {sha256}")
+        await asyncio.shield(self._rotate(overlap_seconds))  # members hear of what is on disk, though the caller left
         return self.view()
 
     async def retire(self, *, force: bool) -> wire.AuthoritiesView:
         """End trust in the old authority. Raises `InvalidTransition` if members need it, unless `force` is set."""
-        async with self._changing:
-            waiting = self.view().waiting
-            if waiting and not force:
-                raise InvalidTransition(
-                    f"members still have certificates of the old authority only: {', '.join(waiting)}",
-                    "wait until they were here, or retire it with --force: each of them then needs a new token",
-                )
-            await self._retire()
+        await asyncio.shield(self._retire_unless_needed(force=force))
         return self.view()
 
     async def run(self) -> None:
@@ -87,6 +75,24 @@ class AuthorityChanges:
             until_unix_ms=trusted.until_ms,
             waiting=waiting[:MAX_NAMED],
         )
+
+    async def _rotate(self, overlap_seconds: int) -> None:
+        async with self._changing:
+            now = self._controller.clock.unix()
+            until_ms = int(1000 * (now + overlap_seconds))
+            await asyncio.to_thread(self._keys.authorities.rotate, now, until_ms)
+            sha256 = self._keys.authorities.now.issuing.sha256
+            await self._announce("ca.rotated", f"members move to the certificate authority {sha256}")
+
+    async def _retire_unless_needed(self, *, force: bool) -> None:
+        async with self._changing:
+            waiting = self.view().waiting
+            if waiting and not force:
+                raise InvalidTransition(
+                    f"members still have certificates of the old authority only: {', '.join(waiting)}",
+                    "wait until they were here, or retire it with --force: each of them then needs a new token",
+                )
+            await self._retire()
 
     async def _retire(self) -> None:
         old = self._keys.authorities.now.serving.sha256
