@@ -9,7 +9,8 @@ from unit.coordinator.world import RUN, World
 
 from atoll.coordinator.runs import admission, identity_rotation, machine, recovery
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import Step, StepTime
+from atoll.coordinator.state.rate_limits import CALLS_RATE, Allowance
+from atoll.coordinator.state.snapshot import Step, StepTime, TrainingComparison, TrainingScore
 from atoll.coordinator.store.records import Event, Node
 from atoll.core.errors import AlreadyExists, Banned, Busy, IdentityReplaced, NotPermitted
 from atoll.core.identity import Identity
@@ -154,7 +155,7 @@ def test_rotations_have_a_pause_and_a_number_for_each_use_of_a_token(world: Worl
     rotate(world, "ann")
 
 
-def test_allowances_and_audits_move(world: World) -> None:
+def test_reports_have_the_allowances_that_they_had(world: World) -> None:
     world.join("ann")
     world.hang_up("ann")
     used = world.state.live[world.identities["ann"].peer_id]
@@ -165,6 +166,35 @@ def test_allowances_and_audits_move(world: World) -> None:
     events = [record for record in world.records if isinstance(record, Event)]
     told = next(event for event in events if event.kind == "node.identity-rotated")
     assert (told.subject, new.peer_id in told.message) == (old.peer_id, True)
+
+
+def test_what_bounds_a_node_and_what_audits_found_move() -> None:
+    world = World()
+    world.train("ann", "bob")
+    ann, bob = (world.identities[name].peer_id for name in ("ann", "bob"))
+    found = TrainingComparison(audits=5, score=1.0, typical=4.0, doubted=True)
+    raised = Allowance().charge(CALLS_RATE, world.now.monotonic, 1)
+    memory = replace(
+        world.state.memory[RUN],
+        training_scores={ann: (TrainingScore(1, bob, 1.0),), bob: (TrainingScore(2, ann, 4.0),)},
+        training_compared={ann: found},
+        raise_allowances={ann: raised},
+        corrections={ann: 2.0, bob: 1.0},
+    )
+    world.state = replace(world.state, memory={RUN: memory})
+    joins = memory.plan_joins[ann]
+    world.hang_up("ann")
+    _, new = rotate(world, "ann")
+    memory = world.state.memory[RUN]
+    assert memory.training_scores == {
+        new.peer_id: (TrainingScore(1, bob, 1.0),),
+        bob: (TrainingScore(2, new.peer_id, 4.0),),  # one auditor does not become two
+    }
+    assert memory.training_compared == {new.peer_id: found}
+    assert memory.raise_allowances == {new.peer_id: raised}
+    assert memory.corrections == {new.peer_id: 2.0, bob: 1.0}
+    assert memory.plan_joins[new.peer_id] == joins
+    assert ann not in memory.plan_joins
 
 
 def test_the_plan_goes_from_the_old_identity_to_the_new_one() -> None:

@@ -20,6 +20,14 @@ from atoll.core.units import duration_text
 
 MAX_ROTATIONS = 8  # of one node, until a token admits it again
 PAUSE_SECONDS = 3600  # between two of them
+_MOVED = (  # of `RunMemory`, by peer id: what bounds or corrects a node
+    "claim_doubts",
+    "corrections",
+    "fetch_timeouts",
+    "plan_joins",
+    "prepare_retry_at",
+    "raise_allowances",
+)
 
 
 def rotate(state: State, now: StepTime, caller: str, rotation: Rotation) -> Step[Node]:
@@ -80,4 +88,9 @@ def _move_reports(draft: Draft, old: Node, node: Node) -> None:
     if held:
         draft.set_checkpoints(old.peer_id, ())
         draft.set_checkpoints(node.peer_id, tuple(replace(item, peer_id=node.peer_id) for item in held))
+    memory, names = draft.state.memory[node.run_id], {old.peer_id: node.peer_id}
+    moved_memory = {
+        field: {names.get(peer, peer): it for peer, it in getattr(memory, field).items()} for field in _MOVED
+    }
+    draft.remember(node.run_id, **moved_memory)
     training_scores.move(draft, old, node)
