@@ -226,6 +226,10 @@ async def test_a_second_rotation_waits_for_the_first(tmp_path: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await retire(home)
         assert error_of(refused.value).reason == "InvalidTransition"
+        for seconds in (0, 367 * 24 * HOUR):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await rotate(home, seconds)
+            assert error_of(refused.value).reason == "InvalidRequest"
         await rotate(home)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await rotate(home)

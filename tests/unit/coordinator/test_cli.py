@@ -384,6 +384,14 @@ def test_options_become_the_request(canned: Canned) -> None:
     ]
 
 
+@pytest.mark.parametrize(("overlap", "seconds"), [("12h", 43200), ("0s", 0)])
+def test_no_overlap_is_not_rounded_up_to_one_that_locks_members_out(
+    canned: Canned, overlap: str, seconds: int
+) -> None:
+    CliRunner().invoke(main.app, ["ca", "rotate", "--overlap", overlap])
+    assert canned.asked == [("RotateAuthority", wire.RotateAuthorityRequest(overlap_seconds=seconds))]
+
+
 def test_arguments_of_pin_become_the_request(canned: Canned) -> None:
     CliRunner().invoke(main.app, ["plan", "pin", "basement", "--layers", "4-11"])
     CliRunner().invoke(main.app, ["plan", "pin", "basement", "--out"])

@@ -52,7 +52,7 @@ def rotate(
 
       atollctl ca rotate --overlap 4d
     """
-    request = wire.RotateAuthorityRequest(overlap_seconds=max(1, int(parse_duration(overlap).total_seconds())))
+    request = wire.RotateAuthorityRequest(overlap_seconds=int(parse_duration(overlap).total_seconds()))
     with connect(credentials) as client:
         _show(output, client.call(client.stub.RotateAuthority, request))
 
