@@ -34,6 +34,13 @@ LEAF_LIFETIME = CERTIFICATE_LIFETIME + EXPIRY_GRACE  # members can still renew a
 CA_LIFETIME = dt.timedelta(days=3650)
 HAND_OVER_PREFIX = "atoll://ca/"
 _BACKDATE = dt.timedelta(minutes=5)  # tolerates a client clock that is slightly behind
+_UNREADABLE = (  # what the library raises for certificates that it cannot take apart, or that lack an extension
+    ValueError,
+    x509.DuplicateExtension,
+    x509.ExtensionNotFound,
+    x509.InvalidVersion,
+    x509.UnsupportedGeneralNameType,
+)
 
 
 @dataclass(frozen=True)
@@ -239,7 +246,7 @@ def subject_uri(pem_or_der: bytes) -> str:
     load = x509.load_pem_x509_certificate if pem_or_der.startswith(b"-----") else x509.load_der_x509_certificate
     try:
         names = load(pem_or_der).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (ValueError, x509.ExtensionNotFound) as error:
+    except _UNREADABLE as error:
         raise CertificateInvalid("the certificate has no subject name") from error
     uris = names.get_values_for_type(x509.UniformResourceIdentifier)
     if len(uris) != 1:

@@ -138,6 +138,26 @@ def test_only_the_old_authority_can_hand_over(tmp_path: Path) -> None:
     assert not is_handed_over([], old.pem)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (bytes.fromhex("a003020102"), bytes.fromhex("a003020109")),  # an X.509 version that does not exist
+        (bytes.fromhex("0603551d13"), bytes.fromhex("0603551d11")),  # two extensions of one kind
+        (bytes([0x86, 11 + 64]), bytes([0xA3, 11 + 64])),  # a kind of name that the library does not know
+        (bytes([0x86, 11 + 64]), bytes([0x86, 12 + 64])),  # no DER
+    ],
+)
+def test_a_server_that_shows_nonsense_hands_nothing_over(tmp_path: Path, before: bytes, after: bytes) -> None:
+    old, new = (CertificateAuthority.generate(NOW) for _ in range(2))
+    good, shown = (
+        x509.load_pem_x509_certificate(pem).public_bytes(Encoding.DER) for pem in (old.hand_over(new, NOW), new.pem)
+    )
+    assert good.count(before) == 1
+    bad = good.replace(before, after)
+    assert not is_handed_over([bad, shown], old.pem)
+    assert is_handed_over([bad, good, shown], old.pem)
+
+
 def test_one_at_a_time(tmp_path: Path) -> None:
     found = Authorities(tmp_path, NOW)
     with pytest.raises(InvalidTransition, match="only one"):
