@@ -153,6 +153,17 @@ def test_rotations_have_a_pause_and_a_number_for_each_use_of_a_token(world: Worl
     assert len(world.state.deny.peer_ids) == identity_rotation.MAX_ROTATIONS
     world.enrol("ann")
     rotate(world, "ann")
+    world.enrol("ann")
+    with pytest.raises(Busy, match="ago"):  # another token gives a number, not haste
+        rotate(world, "ann")
+
+
+def test_the_old_identity_cannot_say_that_the_node_left(world: World) -> None:
+    world.join("ann")
+    old, _ = rotate(world, "ann")
+    world.take(admission.leave(world.state, world.now, old.peer_id, ""))
+    assert "node.left" not in world.kinds()
+    assert not row(world, "ann").left
 
 
 def test_reports_have_the_allowances_that_they_had(world: World) -> None:

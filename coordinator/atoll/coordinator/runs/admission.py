@@ -275,7 +275,7 @@ def leave(state: State, now: StepTime, peer_id: str, reason: str, instance: byte
     """
     node, reason = lookup.caller(state, peer_id), clean(reason, MAX_REASON_CHARACTERS)
     draft = Draft(state, now)
-    if not node.left and not is_of_another_process(state.live.get(peer_id), instance):
+    if not (node.left or node.replaced_by) and not is_of_another_process(state.live.get(peer_id), instance):
         draft.put(replace(node, left=True, draining=False, last_seen_ms=now.unix_ms))
         because = f": {reason}" if reason else ""
         if charge_row(draft, peer_id):

@@ -70,7 +70,7 @@ def _check_rate(node: Node, now: StepTime) -> None:
             "ask your operator for a token, run `atoll join` with it, then try again",
         )
     since_ms = now.unix_ms - node.rotated_ms
-    if node.rotations and 0 <= since_ms < 1000 * PAUSE_SECONDS:
+    if 0 <= since_ms < 1000 * PAUSE_SECONDS:
         raise Busy(
             f"this node got a new identity {duration_text(since_ms / 1000)} ago",
             f"nothing is wrong here; another one is possible {duration_text(PAUSE_SECONDS)} after the last",
