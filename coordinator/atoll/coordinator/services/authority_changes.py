@@ -63,8 +63,10 @@ class AuthorityChanges:
         trusted, state = self._keys.authorities.now, self._controller.state
         newest = trusted.issuing.sha256
         nodes = [node for node in state.present_nodes() if self._may_return(state, node)]
-        waiting = sorted(node.name for node in nodes if trusted.until_ms and node.authority != newest)
-        members = {trusted.serving.sha256: len(waiting), newest: len(nodes) - len(waiting)}
+        first = () if trusted.number else ("",)  # of rows that do not tell, as long as there was only one
+        others = sorted(node.name for node in nodes if node.authority not in (newest, *first))
+        waiting = others if trusted.until_ms else []  # else they need tokens
+        members = {trusted.serving.sha256: len(waiting), newest: len(nodes) - len(others)}
         return wire.AuthoritiesView(
             trusted=[
                 wire.AuthorityView(
