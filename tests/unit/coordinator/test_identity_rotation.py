@@ -179,6 +179,14 @@ def test_reports_have_the_allowances_that_they_had(world: World) -> None:
     assert (told.subject, new.peer_id in told.message) == (old.peer_id, True)
 
 
+def test_a_new_identity_is_not_lost_because_a_thief_had_the_stream_of_the_old_one(world: World) -> None:
+    world.join("ann")
+    rotate(world, "ann")
+    world.wait(40)
+    assert "node.lost" not in world.kinds()
+    assert row(world, "ann").losses == 0
+
+
 def test_what_bounds_a_node_and_what_audits_found_move() -> None:
     world = World()
     world.train("ann", "bob")

@@ -83,7 +83,7 @@ def _move_reports(draft: Draft, old: Node, node: Node) -> None:
     if live is not None:
         last = draft.now.monotonic if live.connected else live.last_message_at
         moved = replace(live, session=0, last_message_at=last, instance=b"", challenge=b"", challenge_answered=False)
-        draft.set_live(node.peer_id, moved)
+        draft.set_live(node.peer_id, replace(moved, counted_as_lost=True))  # it was not there yet: that is no loss
     held = draft.state.checkpoints.get(old.peer_id, ())
     if held:
         draft.set_checkpoints(old.peer_id, ())
