@@ -385,9 +385,7 @@ def test_options_become_the_request(canned: Canned) -> None:
 
 
 @pytest.mark.parametrize(("overlap", "seconds"), [("12h", 43200), ("0s", 0)])
-def test_no_overlap_is_not_rounded_up_to_one_that_locks_members_out(
-    canned: Canned, overlap: str, seconds: int
-) -> None:
+def test_no_overlap_is_not_rounded_up_to_one_that_locks_members_out(canned: Canned, overlap: str, seconds: int) -> None:
     CliRunner().invoke(main.app, ["ca", "rotate", "--overlap", overlap])
     assert canned.asked == [("RotateAuthority", wire.RotateAuthorityRequest(overlap_seconds=seconds))]
 
