@@ -179,6 +179,21 @@ def test_reports_have_the_allowances_that_they_had(world: World) -> None:
     assert (told.subject, new.peer_id in told.message) == (old.peer_id, True)
 
 
+def test_who_was_banned_after_a_backup_does_not_rotate_before_members_tell_a_restored_coordinator(world: World) -> None:
+    ann, bob = world.enrol("ann"), world.enrol("bob")
+    world.state = replace(world.state, deny_reserved=1000)  # as after a restore
+    with pytest.raises(Busy, match="restored"):
+        step(world, ann, Identity.generate())
+    world.connect("bob")
+    with pytest.raises(Busy, match="restored"):
+        step(world, ann, Identity.generate())
+    wait_for_the_next(world)
+    rotate(world, "ann")  # bob had the time to show a newer list, and showed none
+    assert world.state.deny.number > 1000
+    with pytest.raises(AlreadyExists):
+        step(world, bob, ann)
+
+
 def test_a_new_identity_is_not_lost_because_a_thief_had_the_stream_of_the_old_one(world: World) -> None:
     world.join("ann")
     rotate(world, "ann")

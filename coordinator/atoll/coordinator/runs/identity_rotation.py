@@ -20,6 +20,7 @@ from atoll.core.units import duration_text
 
 MAX_ROTATIONS = 8  # of one node, until a token admits it again
 PAUSE_SECONDS = 3600  # between two of them
+SHOW_SECONDS = 30  # in which a member shows a deny-list that is newer than the coordinator's
 _MOVED = (  # of `RunMemory`, by peer id: what bounds or corrects a node
     "claim_doubts",
     "corrections",
@@ -44,6 +45,7 @@ def rotate(state: State, now: StepTime, caller: str, rotation: Rotation) -> Step
     if new in state.nodes or new in state.deny.peer_ids:
         raise AlreadyExists(f"peer {new} is known already", "a new identity needs a key that was never used")
     _check_rate(old, now)
+    _wait_for_bans(state, now, old)
     draft = Draft(state, now)
     node = replace(
         old,
@@ -74,6 +76,24 @@ def _check_rate(node: Node, now: StepTime) -> None:
         raise Busy(
             f"this node got a new identity {duration_text(since_ms / 1000)} ago",
             f"nothing is wrong here; another one is possible {duration_text(PAUSE_SECONDS)} after the last",
+        )
+
+
+def _wait_for_bans(state: State, now: StepTime, node: Node) -> None:
+    """After a restore, members must have had the time to show newer deny-lists: this node may be on one of them.
+
+    The list that a rotation issues is newer than all of those, so that bans in them would be forgotten.
+    """
+    if state.deny.number >= state.deny_reserved:
+        return
+    present = (it for it in state.present_nodes() if it.peer_id != node.peer_id and not (it.banned or it.left))
+    others = [state.live.get(it.peer_id) for it in present]
+    if others and not any(
+        it is not None and it.connected and now.monotonic - it.connected_at >= SHOW_SECONDS for it in others
+    ):
+        raise Busy(
+            "the coordinator was restored from a backup and waits for other members, who know which nodes are banned",
+            f"try again when another node has been connected for {SHOW_SECONDS} s",
         )
 
 
