@@ -26,13 +26,14 @@ from atoll.coordinator.store.records import Change, DenyRow, Event
 from atoll.coordinator.store.sql import SqlStore
 from atoll.core.certs import certificate_sha256
 from atoll.core.disk import OS_DISK
-from atoll.core.errors import AlreadyExists, DatabaseCorrupt, DataDirUnusable
-from atoll.core.files import data_dir_unusable
+from atoll.core.errors import AlreadyExists, Busy, DatabaseCorrupt, DataDirUnusable
+from atoll.core.files import data_dir_unusable, read_private
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY_LIST, issue_deny_list
 
 DATABASE = "coordinator.db"
 KEYS = ("ca.key", "ca.crt", "operator.key")
+AUTHORITIES = ("ca-next.json", "ca-previous.json")
 CREDENTIAL = ("admin/admin.key", "admin/admin.crt", "admin/ca.crt", "admin/admin.toml")
 SKIPPED_NUMBERS = 1000  # plan and deny-list numbers that may have been issued since the backup, plus
 SKIPPED_NUMBERS_PER_SECOND = 10  # this many for every second since
@@ -66,10 +67,12 @@ def write(data_dir: Path, database_url: str, target: Path, unix_ms: int) -> Back
             _copy_sqlite(_sqlite_path(database_url), copy)
         else:
             copy_rows(database_url, f"sqlite:///{copy}")
-        sources = {name: data_dir / name for name in (*KEYS, *CREDENTIAL) if (data_dir / name).is_file()}
+        sources = {name: data_dir / name for name in (*KEYS, *AUTHORITIES, *CREDENTIAL) if (data_dir / name).is_file()}
         sources[DATABASE] = copy
-        archive = staging / "archive"
+        archive, present = staging / "archive", read_private(data_dir / "ca.crt")
         pack(archive, sources, unix_ms)
+        if read_private(data_dir / "ca.crt") != present:
+            raise Busy("the certificate authority was replaced just now", "nothing was written; try again")
         try:
             os.link(archive, target)  # unlike a rename, this never replaces a file
             OS_DISK.sync_directory(target.parent)
@@ -90,7 +93,7 @@ def restore(archive: Path, data_dir: Path, database_url: str, unix_ms: int) -> B
     with _staging(data_dir) as staging:
         directory = staging / "data"
         directory.mkdir(mode=0o700)
-        created = unpack(archive, directory, (*KEYS, DATABASE), CREDENTIAL)
+        created = unpack(archive, directory, (*KEYS, DATABASE), (*AUTHORITIES, *CREDENTIAL))
         database = directory / DATABASE
         _mark_as_restored(f"sqlite:///{database}", directory / "operator.key", created, unix_ms)
         _check_and_merge_wal(database)

@@ -1,24 +1,28 @@
 """Secrets of the coordinator: certificate authority, operator key, and the certificates that they issue.
 
-All files are in the data directory with mode 0600; keys are created once and never replaced. The server's own leaf
-certificate exists only in memory and is renewed there.
+All files are in the data directory with mode 0600. The operator key is never replaced; the authority is, by
+`authorities.py`. The server's own leaf certificate exists only in memory and is renewed there.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import grpc
 
+from atoll.coordinator.authorities import Authorities, Trusted
 from atoll.core import certs
+from atoll.core.authority_list import issue_authority_list
 from atoll.core.clock import Clock
 from atoll.core.errors import CertificateInvalid
 from atoll.core.files import make_private_dir, write_private
 from atoll.core.identity import Identity
 from atoll.core.membership import RENEW_AT_FRACTION
+from atoll.v1 import common_pb2 as pb
 
 SERVER_SUBJECT = "atoll://coordinator/self"
 ADMIN_SUBJECT = "atoll://admin/operator"
@@ -32,13 +36,37 @@ class CoordinatorKeys:
     def __init__(self, data_dir: Path, clock: Clock) -> None:
         now = clock.unix()
         _remove_incomplete_authority(data_dir)
-        self.ca = certs.CertificateAuthority.load_or_create(data_dir / "ca.key", data_dir / "ca.crt", now)
+        self.authorities = Authorities(data_dir, now)
         self.operator = Identity.load_or_create(data_dir / "operator.key")
         self._clock = clock
+        self.announced: AuthorityAnnouncement | None = None
+        self.announce()
+
+    @property
+    def ca(self) -> certs.CertificateAuthority:
+        """The authority of the server's certificates, which tokens name."""
+        return self.authorities.now.serving
 
     def issue_node(self, csr_der: bytes, peer_id: str) -> bytes:
         """Issue a leaf certificate for a member's TLS key, with the CA's chain. Raises `CertificateInvalid`."""
-        return self.ca.issue(certs.csr_public_key(csr_der), f"atoll://node/{peer_id}", self._clock.unix())
+        issuing = self.authorities.now.issuing
+        return issuing.issue(certs.csr_public_key(csr_der), f"atoll://node/{peer_id}", self._clock.unix())
+
+    def announce(self) -> None:
+        """Tell members from now on which authorities there are, if these ever changed."""
+        trusted = self.authorities.now
+        if trusted.number:
+            pems = [authority.pem for authority in trusted.all]
+            signed = issue_authority_list(self.operator, trusted.number, pems)
+            self.announced = AuthorityAnnouncement(trusted.number, signed)
+
+
+@dataclass(frozen=True)
+class AuthorityAnnouncement:
+    """The signed list of authorities that members are told."""
+
+    number: int
+    signed: pb.Signed
 
 
 class ServerCertificate:
@@ -46,11 +74,13 @@ class ServerCertificate:
 
     gRPC's threads ask for it at every handshake, and must get None unless it has changed. When gRPC gets a
     configuration, it frees the one in use; a concurrent handshake then crashes the process (grpcio 1.85; 40 concurrent
-    handshakes did so within a second). So a leaf is valid for weeks and changes at a restart or rarely.
+    handshakes did so within a second). So a leaf is valid for weeks and changes at a restart or rarely. After a
+    change of authorities `server.py` makes the next handshake itself, before members come to renew.
     """
 
-    def __init__(self, ca: certs.CertificateAuthority, clock: Clock) -> None:
-        self._ca = ca
+    def __init__(self, authorities: Authorities, clock: Clock) -> None:
+        self._authorities = authorities
+        self._number = -1
         self._clock = clock
         self._lock = threading.Lock()
         self._renew_at = 0.0
@@ -61,27 +91,30 @@ class ServerCertificate:
         return grpc.dynamic_ssl_server_credentials(first, self.fetch, mutual)  # type: ignore[arg-type]  # may be None
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """A new configuration if the leaf is due for renewal; None: no change."""
+        """A new configuration if the leaf is due for renewal or the authorities changed; None: no change."""
         now = self._clock.unix()
         with self._lock:
-            return self._issue(now) if now >= self._renew_at else None
+            is_due = now >= self._renew_at or self._authorities.now.number != self._number
+            return self._issue(now) if is_due else None
 
     def _issue(self, now: float) -> grpc.ServerCertificateConfiguration:
-        leaf = self._ca.issue_with_new_key(SERVER_SUBJECT, now, server=True, lifetime=SERVER_LIFETIME)
+        trusted = self._authorities.now
+        leaf = trusted.serving.issue_with_new_key(SERVER_SUBJECT, now, server=True, lifetime=SERVER_LIFETIME)
+        self._number = trusted.number
         self._renew_at = now + RENEW_AT_FRACTION * SERVER_LIFETIME.total_seconds()
         return grpc.ssl_server_certificate_configuration(
-            [(leaf.key_pem, leaf.chain_pem)], root_certificates=self._ca.pem
+            [(leaf.key_pem, leaf.chain_pem + trusted.shown_pem)], root_certificates=trusted.pem
         )
 
 
 def write_admin_credential(keys: CoordinatorKeys, directory: Path, endpoint: str, now: float) -> None:
     """Create or renew `atollctl`'s credential, and write the endpoint where the coordinator listens."""
     make_private_dir(directory)
-    chain = directory / "admin.crt"
-    if not _is_renewal_not_due(chain, keys.ca, now):
-        fresh = keys.ca.issue_with_new_key(ADMIN_SUBJECT, now, lifetime=ADMIN_LIFETIME)
+    chain, trusted = directory / "admin.crt", keys.authorities.now
+    if not _is_renewal_not_due(chain, trusted, now):
+        fresh = trusted.issuing.issue_with_new_key(ADMIN_SUBJECT, now, lifetime=ADMIN_LIFETIME)
         write_private(directory / "admin.key", fresh.key_pem)
-        write_private(directory / "ca.crt", fresh.ca_pem)
+        write_private(directory / "ca.crt", trusted.pem)
         write_private(chain, fresh.chain_pem)
     settings = {"endpoint": endpoint, "server_name": certs.SERVER_NAME}
     lines = ["version = 1", *(f"{key} = {json.dumps(value)}" for key, value in settings.items())]
@@ -97,13 +130,14 @@ def _remove_incomplete_authority(data_dir: Path) -> None:
         (data_dir / "ca.key").unlink(missing_ok=True)
 
 
-def _is_renewal_not_due(chain: Path, ca: certs.CertificateAuthority, now: float) -> bool:
-    """True if the credential is from our CA and not in the last third of its lifetime."""
+def _is_renewal_not_due(chain: Path, trusted: Trusted, now: float) -> bool:
+    """True if the credential is from our newest CA, trusts what we do, and is not in its last third."""
     if not chain.exists() or not (chain.parent / "admin.key").exists() or not (chain.parent / "ca.crt").exists():
         return False
     pem = chain.read_bytes()
     try:
         fresh = certs.not_after(pem) - now > ADMIN_LIFETIME.total_seconds() / 3
-        return fresh and pem.endswith(ca.pem) and certs.subject_uri(pem) == ADMIN_SUBJECT
+        ours = pem.endswith(trusted.issuing.pem) and (chain.parent / "ca.crt").read_bytes() == trusted.pem
+        return fresh and ours and certs.subject_uri(pem) == ADMIN_SUBJECT
     except (ValueError, CertificateInvalid):
         return False

@@ -9,6 +9,8 @@ end within seconds, because their one call is short.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ssl
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -18,6 +20,7 @@ from atoll.coordinator import addresses
 from atoll.coordinator.interceptors import AuthInterceptor
 from atoll.core.errors import PortInUse
 
+HANDSHAKE_SECONDS = 5.0
 _UNAUTHENTICATED_OPTIONS = (
     ("grpc.max_concurrent_streams", 8),  # of one connection
     ("grpc.max_connection_idle_ms", 5_000),
@@ -78,6 +81,18 @@ class GrpcServer:
         """Accept no more calls; calls in progress may take `grace_seconds`."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_seconds)
+
+
+async def handshake(host: str, port: int) -> None:
+    """Make one TLS handshake with a port of ours, with which gRPC takes over a changed certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            _, writer = await asyncio.open_connection(addresses.dialable(host), port, ssl=context)
+            writer.close()
 
 
 async def stop_all(servers: list[GrpcServer], grace_seconds: float) -> None:

@@ -15,10 +15,11 @@ import grpc
 from google.protobuf.message import Message
 from prometheus_client import Counter
 
+from atoll.coordinator.authorities import Authorities
 from atoll.coordinator.call_rates import CallRates
 from atoll.core import grpc_errors, log
 from atoll.core.certs import subject_uri
-from atoll.core.errors import AtollError, NotPermitted
+from atoll.core.errors import AtollError, AuthorityReplaced, NotPermitted
 from atoll.core.message_bounds import message_class, parse_bounded
 
 MAX_ENTRIES = 32_768  # fields in one message of a node; 1 MiB of round reports has some 7,000
@@ -34,9 +35,10 @@ _log = log.get("rpc")
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Checks the caller's role and maps errors. Handlers are coroutines (streams use `context.write`)."""
 
-    def __init__(self, errors: Counter, rates: CallRates) -> None:
+    def __init__(self, errors: Counter, rates: CallRates, authorities: Authorities) -> None:
         self._errors = errors
         self._rates = rates
+        self._authorities = authorities
 
     async def intercept_service(
         self,
@@ -64,6 +66,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
                 peer_id = caller(context, required) if required else ""
+                if required:
+                    refuse_retired(context, self._authorities)
                 member = peer_id if required == NODE_SUBJECT_PREFIX else ""
                 if member:
                     self._rates.begin_call(member)
@@ -104,10 +108,29 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
 def caller(context: grpc.aio.ServicerContext[Any, Any], role: str) -> str:
     """Name after the subject prefix `role` in the client's certificate. Raises `NotPermitted`."""
-    pem = next(iter(context.auth_context().get("x509_pem_cert", ())), b"")
+    pem = _certificate(context)
     subject = subject_uri(pem) if pem else ""
     if not subject.startswith(role):
         raise NotPermitted(
             f"this call needs a certificate for {role}…, not {subject or 'none'}", "use a credential for that role"
         )
     return subject.removeprefix(role)
+
+
+def issuer(context: grpc.aio.ServicerContext[Any, Any], authorities: Authorities) -> str:
+    """Hex SHA-256 of the authority of the client's certificate; empty if that was retired during the connection."""
+    return authorities.now.issuer_of(_certificate(context))
+
+
+def refuse_retired(context: grpc.aio.ServicerContext[Any, Any], authorities: Authorities) -> None:
+    """Raise `AuthorityReplaced` if the authority of the client's certificate is not trusted any more."""
+    if not issuer(context, authorities):
+        raise AuthorityReplaced(
+            "the certificate of this client is of a certificate authority that was retired",
+            "a node needs a new token (`atoll join`) and keeps its identity; an operator copies the coordinator's "
+            "DATA-DIR/admin again",
+        )
+
+
+def _certificate(context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+    return next(iter(context.auth_context().get("x509_pem_cert", ())), b"")

@@ -23,10 +23,11 @@ from atoll.coordinator.ca import CoordinatorKeys, ServerCertificate, write_admin
 from atoll.coordinator.call_rates import CallRates
 from atoll.coordinator.config import CoordinatorConfig
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.grpc_server import GrpcServer, stop_all
+from atoll.coordinator.grpc_server import GrpcServer, handshake, stop_all
 from atoll.coordinator.interceptors import AuthInterceptor
 from atoll.coordinator.paths import credentials_dir
 from atoll.coordinator.services.admin import AdminService
+from atoll.coordinator.services.authority_changes import AuthorityChanges
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.services.enrolment import EnrolmentService
 from atoll.coordinator.services.membership import MembershipService
@@ -133,13 +134,13 @@ async def running_servers(
     """Run all servers inside the context; drain them at its end. Set `stopping` first: it ends open streams."""
     descriptors = raise_descriptor_limit(MAX_FILES)  # shared out, so that no port can take all of them
     registry = CollectorRegistry()
-    guard = AuthInterceptor(rpc_errors(registry), CallRates(controller.clock))
+    guard = AuthInterceptor(rpc_errors(registry), CallRates(controller.clock), keys.authorities)
     registry.register(StateCollector(controller))
     enrol = GrpcServer(
         config.listen,
         config.enrol_port,
         "--enrol-port",
-        ServerCertificate(keys.ca, controller.clock).credentials(mutual=False),
+        ServerCertificate(keys.authorities, controller.clock).credentials(mutual=False),
         guard,
         max_message_bytes=MAX_ENROLMENT_BYTES,
         max_connections=min(MAX_ENROLMENT_CONNECTIONS, descriptors // 8),
@@ -149,7 +150,7 @@ async def running_servers(
         config.listen,
         config.member_port,
         "--member-port",
-        ServerCertificate(keys.ca, controller.clock).credentials(mutual=True),
+        ServerCertificate(keys.authorities, controller.clock).credentials(mutual=True),
         guard,
         max_message_bytes=MAX_MEMBER_BYTES,
         max_connections=min(MAX_MEMBER_CONNECTIONS, descriptors // 2),
@@ -163,9 +164,21 @@ async def running_servers(
     membership_pb2_grpc.add_MembershipServiceServicer_to_server(
         MembershipService(controller, keys, uploads, stopping), member.server
     )
+
+    async def take_over() -> None:
+        await handshake(config.listen, enrol.port)
+        await handshake(config.listen, member.port)
+        _write_credential(keys, config.data_dir, endpoints.local, controller.clock)
+
+    authorities = AuthorityChanges(controller, keys, take_over)
     admin_pb2_grpc.add_AdminServicer_to_server(
         AdminService(
-            controller, uploads, ca_sha256=keys.ca.sha256, public_endpoint=endpoints.public, stopping=stopping
+            controller,
+            uploads,
+            keys=keys,
+            authorities=authorities,
+            public_endpoint=endpoints.public,
+            stopping=stopping,
         ),
         member.server,
     )
@@ -173,9 +186,11 @@ async def running_servers(
     await enrol.start()
     await member.start("atoll.v1.MembershipService", "atoll.v1.Admin")
     await http.start()
+    retiring = asyncio.create_task(authorities.run())
     try:
         yield endpoints
     finally:
+        retiring.cancel()
         await stop_all([enrol, member], config.drain_seconds)
         await http.stop()
 
@@ -253,7 +268,11 @@ async def _feed_watchdog(systemd: Systemd) -> None:
 async def _renew_credential(keys: CoordinatorKeys, data_dir: Path, endpoint: str, clock: Clock) -> None:
     while True:
         await asyncio.sleep(CREDENTIAL_SECONDS)
-        try:
-            write_admin_credential(keys, credentials_dir(data_dir), endpoint, clock.unix())
-        except (AtollError, OSError) as error:  # for example no file descriptors: retried in an hour
-            _log.error("cannot write the admin credential", error=str(error))
+        _write_credential(keys, data_dir, endpoint, clock)
+
+
+def _write_credential(keys: CoordinatorKeys, data_dir: Path, endpoint: str, clock: Clock) -> None:
+    try:
+        write_admin_credential(keys, credentials_dir(data_dir), endpoint, clock.unix())
+    except (AtollError, OSError) as error:  # for example no file descriptors: retried in an hour
+        _log.error("cannot write the admin credential", error=str(error))

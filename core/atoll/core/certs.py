@@ -4,12 +4,18 @@ gRPC refuses Ed25519 *leaf* certificates, so every TLS key is P-256; the authori
 Ed25519. A subject is a URI in the SAN: `atoll://node/<peer id>` or `atoll://admin/<name>`. The server's
 certificate also carries the DNS name `SERVER_NAME`; clients expect that name at any address. A private key
 never leaves the machine that made it: a node sends a CSR, which its identity key signs, too.
+
+An authority that is replaced signs a *hand-over*: a certificate whose URI, `atoll://ca/<SHA-256>`, names the next one.
+It is in no chain of trust, and servers show it beside their chain. A client that knows only the old authority learns by
+it why the server's certificate is from another.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import hashlib
+import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +32,15 @@ from atoll.core.membership import CERTIFICATE_LIFETIME, EXPIRY_GRACE
 SERVER_NAME = "coordinator.atoll"
 LEAF_LIFETIME = CERTIFICATE_LIFETIME + EXPIRY_GRACE  # members can still renew after a long coordinator outage
 CA_LIFETIME = dt.timedelta(days=3650)
+HAND_OVER_PREFIX = "atoll://ca/"
 _BACKDATE = dt.timedelta(minutes=5)  # tolerates a client clock that is slightly behind
+_UNREADABLE = (  # what the library raises for certificates that it cannot take apart, or that lack an extension
+    ValueError,
+    x509.DuplicateExtension,
+    x509.ExtensionNotFound,
+    x509.InvalidVersion,
+    x509.UnsupportedGeneralNameType,
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,7 @@ class CertificateAuthority:
         self._certificate = certificate
         self.pem = certificate.public_bytes(serialization.Encoding.PEM)
         self.sha256 = certificate_sha256(self.pem)
+        self.name = certificate.subject.rfc4514_string()
 
     @classmethod
     def load_or_create(cls, key_path: Path, certificate_path: Path, now: float) -> CertificateAuthority:
@@ -57,21 +72,30 @@ class CertificateAuthority:
                 "restore both from a backup: without them every node must enrol again",
             )
         if not key_path.exists():
-            cls._create(key_path, certificate_path, now)
+            fresh = cls.generate(now)
+            write_private(key_path, fresh.key_pem)
+            write_private(certificate_path, fresh.pem)
+        return cls.from_pem(read_private(key_path), read_private(certificate_path), f"{key_path} or its certificate")
+
+    @classmethod
+    def from_pem(cls, key_pem: bytes, certificate_pem: bytes, what: str) -> CertificateAuthority:
+        """Read key and certificate. Raises `KeyFileCorrupt` about `what`."""
         try:
-            key = serialization.load_pem_private_key(read_private(key_path), None)
-            certificate = x509.load_pem_x509_certificate(read_private(certificate_path))
+            key = serialization.load_pem_private_key(key_pem, None)
+            certificate = x509.load_pem_x509_certificate(certificate_pem)
         except ValueError as error:
-            raise KeyFileCorrupt(f"{key_path} or its certificate cannot be read: {error}") from error
+            raise KeyFileCorrupt(f"{what} cannot be read: {error}") from error
         if not isinstance(key, ed25519.Ed25519PrivateKey) or key.public_key() != certificate.public_key():
-            raise KeyFileCorrupt(f"{key_path} is not the key of {certificate_path}")
+            raise KeyFileCorrupt(f"{what}: the key is not the key of the certificate")
         return cls(key, certificate)
 
-    @staticmethod
-    def _create(key_path: Path, certificate_path: Path, now: float) -> None:
+    @classmethod
+    def generate(cls, now: float) -> CertificateAuthority:
+        """Create an authority. Its name is random, so that TLS finds the right one of two."""
         key = ed25519.Ed25519PrivateKey.generate()
         start = _moment(now)
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Atoll certificate authority")])
+        common_name = f"Atoll certificate authority {secrets.token_hex(8)}"
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
         certificate = (
             x509.CertificateBuilder()
             .subject_name(name)
@@ -84,8 +108,31 @@ class CertificateAuthority:
             .add_extension(_usage(signs_certificates=True), critical=True)
             .sign(key, None)
         )
-        write_private(key_path, _private_pem(key))
-        write_private(certificate_path, certificate.public_bytes(serialization.Encoding.PEM))
+        return cls(key, certificate)
+
+    @property
+    def key_pem(self) -> bytes:
+        """The private key. It leaves this process only for a file of mode 0600."""
+        return _private_pem(self._key)
+
+    def hand_over(self, successor: CertificateAuthority, now: float) -> bytes:
+        """Return a certificate (PEM) by which this authority names its successor."""
+        start = _moment(now)
+        uri = x509.UniformResourceIdentifier(HAND_OVER_PREFIX + successor.sha256)
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Atoll hand-over")])
+        signed = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(self._certificate.subject)
+            .public_key(successor._key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(start - _BACKDATE)
+            .not_valid_after(start + CA_LIFETIME)
+            .add_extension(x509.SubjectAlternativeName([uri]), critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .sign(self._key, None)
+        )
+        return signed.public_bytes(serialization.Encoding.PEM)
 
     def issue(
         self,
@@ -154,6 +201,41 @@ def certificate_sha256(pem: bytes) -> str:
     return hashlib.sha256(der).hexdigest()
 
 
+def issuer_name(pem: bytes) -> str:
+    """Issuer of the first certificate in `pem`. It tells authorities apart once TLS has checked the signature."""
+    return x509.load_pem_x509_certificate(pem).issuer.rfc4514_string()
+
+
+def is_issued_by(pem: bytes, ca_pem: bytes) -> bool:
+    """Tell whether the first certificate in `pem` is signed by the first in `ca_pem`; says nothing about time."""
+    try:
+        x509.load_pem_x509_certificate(pem).verify_directly_issued_by(x509.load_pem_x509_certificate(ca_pem))
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def is_handed_over(chain_der: Iterable[bytes], ca_pem: bytes) -> bool:
+    """Tell whether a server's certificates hold a hand-over of an authority in `ca_pem` to one that it shows."""
+    chain = list(chain_der)
+    shown = {HAND_OVER_PREFIX + hashlib.sha256(der).hexdigest() for der in chain}
+    for der in chain:
+        try:
+            names_shown = subject_uri(der) in shown
+        except CertificateInvalid:
+            continue
+        pem = x509.load_der_x509_certificate(der).public_bytes(serialization.Encoding.PEM)
+        if names_shown and any(is_issued_by(pem, known) for known in split_pem(ca_pem)):
+            return True
+    return False
+
+
+def split_pem(pem: bytes) -> list[bytes]:
+    """The certificates in `pem`, one each."""
+    end = b"-----END CERTIFICATE-----\n"
+    return [part + end for part in pem.split(end) if part.strip()]
+
+
 def not_after(pem: bytes) -> float:
     """Expiry of the first certificate in `pem`, in Unix seconds."""
     return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
@@ -164,7 +246,7 @@ def subject_uri(pem_or_der: bytes) -> str:
     load = x509.load_pem_x509_certificate if pem_or_der.startswith(b"-----") else x509.load_der_x509_certificate
     try:
         names = load(pem_or_der).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (ValueError, x509.ExtensionNotFound) as error:
+    except _UNREADABLE as error:
         raise CertificateInvalid("the certificate has no subject name") from error
     uris = names.get_values_for_type(x509.UniformResourceIdentifier)
     if len(uris) != 1:

@@ -177,6 +177,10 @@ class CaMismatch(Rejected):
     """The server's certificate authority is not the one named in the token."""
 
 
+class AuthorityReplaced(Rejected):
+    """The coordinator has a new certificate authority, and this side knows only the old one."""
+
+
 class ClockSkew(Rejected):
     """The clocks of both sides differ too much to check certificates."""
 
@@ -197,6 +201,12 @@ class IdentityInUse(Rejected):
     """Another process runs with this node's identity, as after a copy of its data directory."""
 
     grpc_status = "FAILED_PRECONDITION"
+
+
+class IdentityReplaced(Rejected):
+    """The node has a new identity (`atoll identity rotate`), so this one is refused."""
+
+    grpc_status = "PERMISSION_DENIED"
 
 
 class NotPermitted(Rejected):

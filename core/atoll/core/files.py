@@ -65,6 +65,16 @@ def write_atomic(path: Path, chunks: bytes | Iterable[Bytes], mode: int = 0o644,
         raise data_dir_unusable(path, error) from error
 
 
+def remove_unfinished(directory: Path, prefix: str) -> None:
+    """Remove what killed processes began to write by `write_atomic` under names with this prefix: it may be secret.
+
+    The caller holds the directory's lock.
+    """
+    for path in directory.glob(f".{prefix}*.tmp"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def write_synced(path: Path, chunks: bytes | Iterable[Bytes], mode: int = 0o644, disk: Disk = OS_DISK) -> None:
     """Write a file and make its bytes durable, but not its name. Raises `OSError`."""
     file = disk.create(path, mode)

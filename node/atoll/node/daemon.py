@@ -18,7 +18,7 @@ from typing import Any
 
 from atoll.core import log, sdnotify
 from atoll.core.clock import Clock
-from atoll.core.errors import AtollError, ChildDied, PortInUse
+from atoll.core.errors import AtollError, ChildDied, PortInUse, Rejected
 from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
 from atoll.core.membership import DenyList, Member
@@ -401,6 +401,8 @@ class Daemon:
 
     def _on_heartbeat_response(self, response: mb.HeartbeatResponse) -> None:
         self._directives.apply_heartbeat(response)
+        if response.HasField("authorities"):
+            self._on_authorities(response.authorities)
         self._uploads.take(response.uploads)
         if response.HasField("manifests"):
             self._manifest_answers.ask(response.manifests)
@@ -428,6 +430,16 @@ class Daemon:
             self._save_credentials()  # a restart must not forget a ban
         if self._host is not None:
             self._host.gate.set_deny_list(deny)
+
+    def _on_authorities(self, sealed: pb.Signed) -> None:
+        """Trust the coordinator's new CA too, or no longer the old one; the link renews the certificate."""
+        known = self._link.credentials
+        try:
+            self._credentials = self._link.credentials = known.with_authorities(sealed)
+        except Rejected as error:
+            _log.warning("certificate authorities not adopted", reason=str(error))
+        if self._credentials != known:
+            self._save_credentials()
 
     def _deny_list_for_coordinator(self) -> pb.Signed | None:
         """Return this node's deny-list if the coordinator's is older, as after a restore from a backup."""

@@ -7,23 +7,22 @@ after enrolment. The trainer's process imports torch at the same time.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 from atoll.core import log
 from atoll.core.clock import Clock
-from atoll.core.errors import AlreadyRunning, DataDirUnusable, UsageError
+from atoll.core.errors import UsageError
 from atoll.core.files import make_private_dir, raise_descriptor_limit
 from atoll.core.identity import Identity
 from atoll.core.tokens import JoinToken
 from atoll.node.config import LoadedConfig, NodeConfig
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.enrol import enrol
+from atoll.node.control.identity_rotation import KEY_FILE, finish_rotation
 from atoll.node.limits.owner_files import OwnerIntent, save_owner_intent
 from atoll.node.state.vote_store import VoteStore
 from atoll.node.swarm.lazy_hivemind import install_lazy_hivemind
+from atoll.node.system.data_dir_lock import data_dir_lock
 from atoll.node.system.malloc_arenas import limit_malloc_arenas
 from atoll.node.trainer.trainer_process import LOG_NAME, TrainerProcess
 
@@ -36,7 +35,8 @@ async def run_daemon(loaded: LoadedConfig, token: JoinToken | None, clock: Clock
     config = loaded.config
     make_private_dir(config.data_dir)
     with data_dir_lock(config.data_dir):
-        identity = Identity.load_or_create(config.path("identity.key"))
+        finish_rotation(config.data_dir)
+        identity = Identity.load_or_create(config.path(KEY_FILE))
         name = config.name or f"node-{identity.peer_id[-6:].lower()}"
         log.configure(config.log_level, config.log_format, node=name)  # type: ignore[arg-type]
         credentials = await load_or_enrol(config, identity, name, token, clock)
@@ -90,23 +90,3 @@ async def load_or_enrol(
         VoteStore(make_private_dir(run_dir)).begin()
     credentials.save(config.data_dir)
     return credentials
-
-
-@contextlib.contextmanager
-def data_dir_lock(data_dir: Path) -> Iterator[None]:
-    """Lock the data directory, so that only one daemon uses it. Raises `AlreadyRunning`, `DataDirUnusable`."""
-    try:
-        descriptor = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise DataDirUnusable(f"cannot write in {data_dir}: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise AlreadyRunning(
-            f"another atoll daemon uses {data_dir}",
-            f"stop it with `atoll leave --data-dir {data_dir}`, or choose another --data-dir",
-        ) from error
-    else:
-        yield
-    finally:
-        os.close(descriptor)

@@ -9,6 +9,42 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class GetAuthoritiesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RotateAuthorityRequest(_message.Message):
+    __slots__ = ("overlap_seconds",)
+    OVERLAP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    overlap_seconds: int
+    def __init__(self, overlap_seconds: _Optional[int] = ...) -> None: ...
+
+class RetireAuthorityRequest(_message.Message):
+    __slots__ = ("force",)
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    force: bool
+    def __init__(self, force: _Optional[bool] = ...) -> None: ...
+
+class AuthoritiesView(_message.Message):
+    __slots__ = ("trusted", "until_unix_ms", "waiting")
+    TRUSTED_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    trusted: _containers.RepeatedCompositeFieldContainer[AuthorityView]
+    until_unix_ms: int
+    waiting: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, trusted: _Optional[_Iterable[_Union[AuthorityView, _Mapping]]] = ..., until_unix_ms: _Optional[int] = ..., waiting: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class AuthorityView(_message.Message):
+    __slots__ = ("sha256", "expires_unix_ms", "members")
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    sha256: str
+    expires_unix_ms: int
+    members: int
+    def __init__(self, sha256: _Optional[str] = ..., expires_unix_ms: _Optional[int] = ..., members: _Optional[int] = ...) -> None: ...
+
 class UnbanNodeRequest(_message.Message):
     __slots__ = ("node",)
     NODE_FIELD_NUMBER: _ClassVar[int]

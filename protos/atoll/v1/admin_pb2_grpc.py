@@ -80,6 +80,21 @@ class AdminStub:
                 request_serializer=atoll_dot_v1_dot_admin__pb2.UnbanNodeRequest.SerializeToString,
                 response_deserializer=atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
                 _registered_method=True)
+        self.GetAuthorities = channel.unary_unary(
+                '/atoll.v1.Admin/GetAuthorities',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.GetAuthoritiesRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.AuthoritiesView.FromString,
+                _registered_method=True)
+        self.RotateAuthority = channel.unary_unary(
+                '/atoll.v1.Admin/RotateAuthority',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.RotateAuthorityRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.AuthoritiesView.FromString,
+                _registered_method=True)
+        self.RetireAuthority = channel.unary_unary(
+                '/atoll.v1.Admin/RetireAuthority',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.RetireAuthorityRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.AuthoritiesView.FromString,
+                _registered_method=True)
         self.ListProofs = channel.unary_unary(
                 '/atoll.v1.Admin/ListProofs',
                 request_serializer=atoll_dot_v1_dot_admin__pb2.ListProofsRequest.SerializeToString,
@@ -230,6 +245,27 @@ class AdminServicer:
 
     def UnbanNode(self, request, context):
         """Takes the peer off the deny-list; it may come back with its certificate, or with a new token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetAuthorities(self, request, context):
+        """The certificate authorities that are trusted, and who still has certificates of the old one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RotateAuthority(self, request, context):
+        """Introduces a new certificate authority. FAILED_PRECONDITION while one is being introduced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RetireAuthority(self, request, context):
+        """Ends trust in the old one now. FAILED_PRECONDITION if there is none, or if members would be locked out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -401,6 +437,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.UnbanNode,
                     request_deserializer=atoll_dot_v1_dot_admin__pb2.UnbanNodeRequest.FromString,
                     response_serializer=atoll_dot_v1_dot_admin__pb2.NodeView.SerializeToString,
+            ),
+            'GetAuthorities': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAuthorities,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.GetAuthoritiesRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.AuthoritiesView.SerializeToString,
+            ),
+            'RotateAuthority': grpc.unary_unary_rpc_method_handler(
+                    servicer.RotateAuthority,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.RotateAuthorityRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.AuthoritiesView.SerializeToString,
+            ),
+            'RetireAuthority': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetireAuthority,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.RetireAuthorityRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.AuthoritiesView.SerializeToString,
             ),
             'ListProofs': grpc.unary_unary_rpc_method_handler(
                     servicer.ListProofs,
@@ -736,6 +787,87 @@ class Admin:
             '/atoll.v1.Admin/UnbanNode',
             atoll_dot_v1_dot_admin__pb2.UnbanNodeRequest.SerializeToString,
             atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAuthorities(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/GetAuthorities',
+            atoll_dot_v1_dot_admin__pb2.GetAuthoritiesRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.AuthoritiesView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RotateAuthority(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/RotateAuthority',
+            atoll_dot_v1_dot_admin__pb2.RotateAuthorityRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.AuthoritiesView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetireAuthority(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/RetireAuthority',
+            atoll_dot_v1_dot_admin__pb2.RetireAuthorityRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.AuthoritiesView.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,12 @@ class AdminStub:
     """Adds the peer to the deny-list, until UnbanNode."""
     UnbanNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnbanNodeRequest, _admin_pb2.NodeView]
     """Takes the peer off the deny-list; it may come back with its certificate, or with a new token."""
+    GetAuthorities: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetAuthoritiesRequest, _admin_pb2.AuthoritiesView]
+    """The certificate authorities that are trusted, and who still has certificates of the old one."""
+    RotateAuthority: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RotateAuthorityRequest, _admin_pb2.AuthoritiesView]
+    """Introduces a new certificate authority. FAILED_PRECONDITION while one is being introduced."""
+    RetireAuthority: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RetireAuthorityRequest, _admin_pb2.AuthoritiesView]
+    """Ends trust in the old one now. FAILED_PRECONDITION if there is none, or if members would be locked out."""
     ListProofs: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListProofsRequest, _admin_pb2.ListProofsResponse]
     """Proofs against members of one run, or of all, without their bytes."""
     GetProof: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetProofRequest, _admin_pb2.ProofView]
@@ -95,6 +101,12 @@ class AdminAsyncStub(AdminStub):
     """Adds the peer to the deny-list, until UnbanNode."""
     UnbanNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnbanNodeRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
     """Takes the peer off the deny-list; it may come back with its certificate, or with a new token."""
+    GetAuthorities: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetAuthoritiesRequest, _admin_pb2.AuthoritiesView]  # type: ignore[assignment]
+    """The certificate authorities that are trusted, and who still has certificates of the old one."""
+    RotateAuthority: _aio.UnaryUnaryMultiCallable[_admin_pb2.RotateAuthorityRequest, _admin_pb2.AuthoritiesView]  # type: ignore[assignment]
+    """Introduces a new certificate authority. FAILED_PRECONDITION while one is being introduced."""
+    RetireAuthority: _aio.UnaryUnaryMultiCallable[_admin_pb2.RetireAuthorityRequest, _admin_pb2.AuthoritiesView]  # type: ignore[assignment]
+    """Ends trust in the old one now. FAILED_PRECONDITION if there is none, or if members would be locked out."""
     ListProofs: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListProofsRequest, _admin_pb2.ListProofsResponse]  # type: ignore[assignment]
     """Proofs against members of one run, or of all, without their bytes."""
     GetProof: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetProofRequest, _admin_pb2.ProofView]  # type: ignore[assignment]
@@ -194,6 +206,30 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.NodeView, _abc.Awaitable[_admin_pb2.NodeView]]:
         """Takes the peer off the deny-list; it may come back with its certificate, or with a new token."""
+
+    @_abc_1.abstractmethod
+    def GetAuthorities(
+        self,
+        request: _admin_pb2.GetAuthoritiesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AuthoritiesView, _abc.Awaitable[_admin_pb2.AuthoritiesView]]:
+        """The certificate authorities that are trusted, and who still has certificates of the old one."""
+
+    @_abc_1.abstractmethod
+    def RotateAuthority(
+        self,
+        request: _admin_pb2.RotateAuthorityRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AuthoritiesView, _abc.Awaitable[_admin_pb2.AuthoritiesView]]:
+        """Introduces a new certificate authority. FAILED_PRECONDITION while one is being introduced."""
+
+    @_abc_1.abstractmethod
+    def RetireAuthority(
+        self,
+        request: _admin_pb2.RetireAuthorityRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.AuthoritiesView, _abc.Awaitable[_admin_pb2.AuthoritiesView]]:
+        """Ends trust in the old one now. FAILED_PRECONDITION if there is none, or if members would be locked out."""
 
     @_abc_1.abstractmethod
     def ListProofs(

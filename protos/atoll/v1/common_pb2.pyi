@@ -89,6 +89,36 @@ class DenyList(_message.Message):
     issued_unix_ms: int
     def __init__(self, operator_id: _Optional[str] = ..., number: _Optional[int] = ..., peer_ids: _Optional[_Iterable[str]] = ..., issued_unix_ms: _Optional[int] = ...) -> None: ...
 
+class AuthorityList(_message.Message):
+    __slots__ = ("operator_id", "number", "certificates_pem")
+    OPERATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATES_PEM_FIELD_NUMBER: _ClassVar[int]
+    operator_id: str
+    number: int
+    certificates_pem: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, operator_id: _Optional[str] = ..., number: _Optional[int] = ..., certificates_pem: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class IdentityRotation(_message.Message):
+    __slots__ = ("statement", "old_signature", "new_signature")
+    STATEMENT_FIELD_NUMBER: _ClassVar[int]
+    OLD_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    NEW_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    statement: bytes
+    old_signature: bytes
+    new_signature: bytes
+    def __init__(self, statement: _Optional[bytes] = ..., old_signature: _Optional[bytes] = ..., new_signature: _Optional[bytes] = ...) -> None: ...
+
+class RotationStatement(_message.Message):
+    __slots__ = ("operator_id", "old_public_key", "new_public_key")
+    OPERATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    OLD_PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    NEW_PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    operator_id: str
+    old_public_key: bytes
+    new_public_key: bytes
+    def __init__(self, operator_id: _Optional[str] = ..., old_public_key: _Optional[bytes] = ..., new_public_key: _Optional[bytes] = ...) -> None: ...
+
 class SampleRange(_message.Message):
     __slots__ = ("start", "end")
     START_FIELD_NUMBER: _ClassVar[int]

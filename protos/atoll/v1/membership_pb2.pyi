@@ -77,6 +77,26 @@ class RenewResponse(_message.Message):
     deny_list: _common_pb2.Signed
     def __init__(self, certificate_chain_pem: _Optional[bytes] = ..., membership: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
 
+class RotateIdentityRequest(_message.Message):
+    __slots__ = ("rotation", "csr_der", "csr_signature")
+    ROTATION_FIELD_NUMBER: _ClassVar[int]
+    CSR_DER_FIELD_NUMBER: _ClassVar[int]
+    CSR_SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    rotation: _common_pb2.IdentityRotation
+    csr_der: bytes
+    csr_signature: bytes
+    def __init__(self, rotation: _Optional[_Union[_common_pb2.IdentityRotation, _Mapping]] = ..., csr_der: _Optional[bytes] = ..., csr_signature: _Optional[bytes] = ...) -> None: ...
+
+class RotateIdentityResponse(_message.Message):
+    __slots__ = ("certificate_chain_pem", "membership", "deny_list")
+    CERTIFICATE_CHAIN_PEM_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    DENY_LIST_FIELD_NUMBER: _ClassVar[int]
+    certificate_chain_pem: bytes
+    membership: _common_pb2.Signed
+    deny_list: _common_pb2.Signed
+    def __init__(self, certificate_chain_pem: _Optional[bytes] = ..., membership: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+
 class LayerTime(_message.Message):
     __slots__ = ("kind", "forward_seconds_per_token", "backward_seconds_per_token")
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -328,7 +348,7 @@ class ManifestAnswer(_message.Message):
     def __init__(self, first: _Optional[int] = ..., manifests: _Optional[_Iterable[_Union[_manifest_pb2.CommittedManifest, _Mapping]]] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("acknowledged_sequence", "run_state", "plan", "layers", "genesis", "deny_list", "order", "seeds", "uploads", "unix_ms", "prepare", "notice", "known_round", "manifests", "challenge", "promised")
+    __slots__ = ("acknowledged_sequence", "run_state", "plan", "layers", "genesis", "deny_list", "order", "seeds", "uploads", "unix_ms", "prepare", "notice", "known_round", "manifests", "challenge", "promised", "authorities")
     ACKNOWLEDGED_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RUN_STATE_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -345,6 +365,7 @@ class HeartbeatResponse(_message.Message):
     MANIFESTS_FIELD_NUMBER: _ClassVar[int]
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     PROMISED_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
     acknowledged_sequence: int
     run_state: RunState
     plan: _common_pb2.Signed
@@ -361,7 +382,8 @@ class HeartbeatResponse(_message.Message):
     manifests: ManifestRequest
     challenge: bytes
     promised: Promise
-    def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ..., uploads: _Optional[_Iterable[_Union[UploadOrder, _Mapping]]] = ..., unix_ms: _Optional[int] = ..., prepare: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., notice: _Optional[str] = ..., known_round: _Optional[int] = ..., manifests: _Optional[_Union[ManifestRequest, _Mapping]] = ..., challenge: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ...) -> None: ...
+    authorities: _common_pb2.Signed
+    def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ..., uploads: _Optional[_Iterable[_Union[UploadOrder, _Mapping]]] = ..., unix_ms: _Optional[int] = ..., prepare: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., notice: _Optional[str] = ..., known_round: _Optional[int] = ..., manifests: _Optional[_Union[ManifestRequest, _Mapping]] = ..., challenge: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ..., authorities: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
 
 class VoteRequest(_message.Message):
     __slots__ = ("round", "proposal")

@@ -44,6 +44,11 @@ class MembershipServiceStub:
                 request_serializer=atoll_dot_v1_dot_membership__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=atoll_dot_v1_dot_membership__pb2.HeartbeatResponse.FromString,
                 _registered_method=True)
+        self.RotateIdentity = channel.unary_unary(
+                '/atoll.v1.MembershipService/RotateIdentity',
+                request_serializer=atoll_dot_v1_dot_membership__pb2.RotateIdentityRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_membership__pb2.RotateIdentityResponse.FromString,
+                _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/atoll.v1.MembershipService/Leave',
                 request_serializer=atoll_dot_v1_dot_membership__pb2.LeaveRequest.SerializeToString,
@@ -73,6 +78,14 @@ class MembershipServiceServicer:
 
     def Heartbeat(self, request_iterator, context):
         """Node to coordinator: reports. Coordinator to node: plans and orders. Open as long as the node runs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RotateIdentity(self, request, context):
+        """Moves the caller's membership to a new identity key, and denies the old one. Safe to repeat: the same statement gets
+        the same answer. PERMISSION_DENIED: banned, or another key has replaced this one; RESOURCE_EXHAUSTED: too often.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,6 +124,11 @@ def add_MembershipServiceServicer_to_server(servicer, server):
                     servicer.Heartbeat,
                     request_deserializer=atoll_dot_v1_dot_membership__pb2.HeartbeatRequest.FromString,
                     response_serializer=atoll_dot_v1_dot_membership__pb2.HeartbeatResponse.SerializeToString,
+            ),
+            'RotateIdentity': grpc.unary_unary_rpc_method_handler(
+                    servicer.RotateIdentity,
+                    request_deserializer=atoll_dot_v1_dot_membership__pb2.RotateIdentityRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_membership__pb2.RotateIdentityResponse.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
@@ -182,6 +200,33 @@ class MembershipService:
             '/atoll.v1.MembershipService/Heartbeat',
             atoll_dot_v1_dot_membership__pb2.HeartbeatRequest.SerializeToString,
             atoll_dot_v1_dot_membership__pb2.HeartbeatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RotateIdentity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.MembershipService/RotateIdentity',
+            atoll_dot_v1_dot_membership__pb2.RotateIdentityRequest.SerializeToString,
+            atoll_dot_v1_dot_membership__pb2.RotateIdentityResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,10 @@ class MembershipServiceStub:
     """Issues a new certificate before the old one expires. PERMISSION_DENIED: banned."""
     Heartbeat: _grpc.StreamStreamMultiCallable[_membership_pb2.HeartbeatRequest, _membership_pb2.HeartbeatResponse]
     """Node to coordinator: reports. Coordinator to node: plans and orders. Open as long as the node runs."""
+    RotateIdentity: _grpc.UnaryUnaryMultiCallable[_membership_pb2.RotateIdentityRequest, _membership_pb2.RotateIdentityResponse]
+    """Moves the caller's membership to a new identity key, and denies the old one. Safe to repeat: the same statement gets
+    the same answer. PERMISSION_DENIED: banned, or another key has replaced this one; RESOURCE_EXHAUSTED: too often.
+    """
     Leave: _grpc.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.LeaveResponse]
     """Announces that the caller leaves. The next plan does not contain it."""
     Vote: _grpc.UnaryUnaryMultiCallable[_membership_pb2.VoteRequest, _membership_pb2.VoteResponse]
@@ -49,6 +53,10 @@ class MembershipServiceAsyncStub(MembershipServiceStub):
     """Issues a new certificate before the old one expires. PERMISSION_DENIED: banned."""
     Heartbeat: _aio.StreamStreamMultiCallable[_membership_pb2.HeartbeatRequest, _membership_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Node to coordinator: reports. Coordinator to node: plans and orders. Open as long as the node runs."""
+    RotateIdentity: _aio.UnaryUnaryMultiCallable[_membership_pb2.RotateIdentityRequest, _membership_pb2.RotateIdentityResponse]  # type: ignore[assignment]
+    """Moves the caller's membership to a new identity key, and denies the old one. Safe to repeat: the same statement gets
+    the same answer. PERMISSION_DENIED: banned, or another key has replaced this one; RESOURCE_EXHAUSTED: too often.
+    """
     Leave: _aio.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.LeaveResponse]  # type: ignore[assignment]
     """Announces that the caller leaves. The next plan does not contain it."""
     Vote: _aio.UnaryUnaryMultiCallable[_membership_pb2.VoteRequest, _membership_pb2.VoteResponse]  # type: ignore[assignment]
@@ -72,6 +80,16 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_membership_pb2.HeartbeatResponse], _abc.AsyncIterator[_membership_pb2.HeartbeatResponse]]:
         """Node to coordinator: reports. Coordinator to node: plans and orders. Open as long as the node runs."""
+
+    @_abc_1.abstractmethod
+    def RotateIdentity(
+        self,
+        request: _membership_pb2.RotateIdentityRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_membership_pb2.RotateIdentityResponse, _abc.Awaitable[_membership_pb2.RotateIdentityResponse]]:
+        """Moves the caller's membership to a new identity key, and denies the old one. Safe to repeat: the same statement gets
+        the same answer. PERMISSION_DENIED: banned, or another key has replaced this one; RESOURCE_EXHAUSTED: too often.
+        """
 
     @_abc_1.abstractmethod
     def Leave(

@@ -40,6 +40,7 @@ COMMANDS = (
     "join --help",
     "data build --help",
     "eval --help",
+    "identity rotate",
     "--help",
 )
 STATUS = {

@@ -41,7 +41,7 @@ def test_an_interrupted_first_start_starts_over(tmp_path: Path, clock: ManualClo
 
 
 def test_the_server_says_no_change_until_its_leaf_is_due(tmp_path: Path, clock: ManualClock) -> None:
-    certificate = ServerCertificate(CoordinatorKeys(tmp_path, clock).ca, clock)
+    certificate = ServerCertificate(CoordinatorKeys(tmp_path, clock).authorities, clock)
     certificate.credentials(mutual=True)
     assert certificate.fetch() is None
     clock.advance(SERVER_LIFETIME.total_seconds() * 2 / 3 + 1)

@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 from unit.coordinator.world import spec_toml
 
-from atoll.coordinator.cli import checkpoint, events, main, node, plan, run, token, trust
+from atoll.coordinator.cli import ca, checkpoint, events, main, node, plan, run, token, trust
 from atoll.coordinator.cli.output import Column, show
 from atoll.coordinator.runs import admission
 from atoll.core import protocol
@@ -123,6 +123,14 @@ FIGURES = wire.PlanFigures(
     measured_tokens_per_second=8400.0,
     measured_seconds=600.0,
     moved_bytes=2.0**31,
+)
+AUTHORITIES = wire.AuthoritiesView(
+    trusted=[
+        wire.AuthorityView(sha256="ab" * 32, expires_unix_ms=2_015_000_000_000, members=3),
+        wire.AuthorityView(sha256="cd" * 32, expires_unix_ms=2_010_000_000_000, members=1),
+    ],
+    until_unix_ms=1_700_043_800_000,
+    waiting=["basement"],
 )
 EVENT = wire.Event(
     id=3,
@@ -258,6 +266,9 @@ ANSWERS = {
             wire.MovedNode(peer_id="12D3KooWB", name="attic", after="6-9"),
         ],
     ),
+    "GetAuthorities": AUTHORITIES,
+    "RotateAuthority": AUTHORITIES,
+    "RetireAuthority": wire.AuthoritiesView(trusted=AUTHORITIES.trusted[:1]),
     "PinNode": NODE,
     "UnpinNode": NODE,
     "Events": [EVENT],
@@ -291,6 +302,9 @@ COMMANDS = {
     "plan-apply": ["plan", "apply", "--dry-run"],
     "checkpoint-list": ["checkpoint", "list"],
     "events": ["events"],
+    "ca-show": ["ca", "show"],
+    "ca-rotate": ["ca", "rotate", "--overlap", "12h"],
+    "ca-retire": ["ca", "retire"],
 }
 
 
@@ -316,7 +330,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
     def connect(_directory: Path | None) -> Iterator[Canned]:
         yield made
 
-    for module in (token, node, run, plan, checkpoint, events, trust):
+    for module in (token, node, run, plan, ca, checkpoint, events, trust):
         monkeypatch.setattr(module, "connect", connect)
     monkeypatch.setattr("time.time", lambda: NOW)
     with monkeypatch.context() as zone:
@@ -368,6 +382,12 @@ def test_options_become_the_request(canned: Canned) -> None:
     assert canned.asked == [
         ("CreateToken", wire.CreateTokenRequest(run_id="reef", uses=9, ttl_seconds=7200, roles=[pb.ROLE_SEED]))
     ]
+
+
+@pytest.mark.parametrize(("overlap", "seconds"), [("12h", 43200), ("0s", 0)])
+def test_no_overlap_is_not_rounded_up_to_one_that_locks_members_out(canned: Canned, overlap: str, seconds: int) -> None:
+    CliRunner().invoke(main.app, ["ca", "rotate", "--overlap", overlap])
+    assert canned.asked == [("RotateAuthority", wire.RotateAuthorityRequest(overlap_seconds=seconds))]
 
 
 def test_arguments_of_pin_become_the_request(canned: Canned) -> None:

@@ -6,7 +6,7 @@ import json
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -409,6 +409,22 @@ def test_a_run_of_the_build_before_keeps_the_names_of_its_sources(url: str) -> N
     assert names["bay"] == ()
     assert (len(names["reef"]), names["reef"][:2]) == (64, ("web", "code"))
     assert "other" not in names["reef"]
+
+
+def test_nodes_from_before_new_identities_and_authorities_are_read(url: str) -> None:
+    engine = create_engine(url)
+    migrations.upgrade(engine, "0015")
+    columns = [
+        item for item in fields(Node) if item.name not in ("replaced_by", "rotated_ms", "rotations", "authority")
+    ]
+    table = METADATA.tables["nodes"]
+    with engine.begin() as connection:
+        values = {item.name: getattr(NODE, item.name) for item in columns}
+        connection.execute(table.insert().values(values))
+    engine.dispose()
+    store = SqlStore(url)
+    assert store.load().nodes == (NODE,)
+    store.close()
 
 
 def test_a_file_that_is_no_database_is_reported_and_left_alone(tmp_path: Path) -> None:

@@ -210,6 +210,7 @@ def membership_change(state: State, before: tuple[str, ...], after: Iterable[str
 def _why_absent(state: State, peer_id: str) -> str:
     node, live = state.nodes[peer_id], state.live.get(peer_id)
     for gone, word in (
+        (bool(node.replaced_by), "has a new identity"),
         (node.banned, "was banned"),
         (node.left, "left"),
         (node.draining, "drains"),

@@ -81,6 +81,18 @@ def forget(draft: Draft, node: Node) -> None:
     draft.remember(node.run_id, training_scores=scores, training_compared=compared)
 
 
+def move(draft: Draft, old: Node, node: Node) -> None:
+    """Give a node's new identity what audits found of it, and what it found: else it would count as two auditors."""
+    memory = draft.state.memory[node.run_id]
+    names = {old.peer_id: node.peer_id}
+    scores = {
+        names.get(peer, peer): tuple(replace(it, auditor=names.get(it.auditor, it.auditor)) for it in told)
+        for peer, told in memory.training_scores.items()
+    }
+    compared = {names.get(peer, peer): it for peer, it in memory.training_compared.items()}
+    draft.remember(node.run_id, training_scores=scores, training_compared=compared)
+
+
 def compare(
     scores: Mapping[str, Sequence[TrainingScore]], on_probation: Set[str] = frozenset()
 ) -> dict[str, TrainingComparison]:

@@ -58,6 +58,7 @@ class Applicant:
     peer_id: str
     public_key: bytes
     node_name: str
+    authority: str = ""  # that issues its certificate
 
 
 def create_token(state: State, now: StepTime, request: TokenRequest) -> Step[Token]:
@@ -111,8 +112,7 @@ def enrol(state: State, now: StepTime, applicant: Applicant) -> Step[Node]:
     known = state.nodes.get(applicant.peer_id)
     repeated = known is not None and known.token_id == applicant.token_id
     token = _check_token(state, now, applicant, spent=repeated)
-    if applicant.peer_id in state.deny.peer_ids or (known and known.banned):
-        raise lookup.banned(applicant.peer_id)
+    lookup.refuse_denied(state, applicant.peer_id)
     live = state.live.get(applicant.peer_id)
     if known and known.run_id != token.run_id and live and live.connected:
         raise AlreadyExists(
@@ -142,8 +142,10 @@ def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, app
     name = _unique_name(state, token.run_id, applicant)
     if known is not None and known.run_id == token.run_id:
         admitted = replace(known, name=name, roles=token.roles, enrolled_ms=now.unix_ms, token_id=token.token_id)
-        draining = known.draining and known.token_id == token.token_id
-        return replace(admitted, epoch=known.epoch + 1, left=False, draining=draining)
+        admitted = replace(admitted, authority=applicant.authority)
+        repeated = known.token_id == token.token_id
+        draining, rotations = (known.draining, known.rotations) if repeated else (False, 0)
+        return replace(admitted, epoch=known.epoch + 1, left=False, draining=draining, rotations=rotations)
     return Node(
         peer_id=applicant.peer_id,
         name=name,
@@ -155,6 +157,7 @@ def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, app
         last_seen_ms=known.last_seen_ms if known else 0,
         token_id=token.token_id,
         on_probation=token.on_probation,
+        authority=applicant.authority,
     )
 
 
@@ -216,10 +219,11 @@ def ban(state: State, now: StepTime, text: str, reason: str) -> Step[Node]:
 
 
 def ban_node(draft: Draft, node: Node, reason: str) -> None:
-    """Put a node on the deny-list, if it is not there."""
+    """Put a node on the deny-list, if it is not there. A new identity does not escape what an earlier one did."""
+    node = lookup.newest(draft.state, node)
     if not node.banned:
         draft.put(replace(node, banned=True))
-        _change_deny_list(draft, draft.state.deny.peer_ids | {node.peer_id})
+        change_deny_list(draft, draft.state.deny.peer_ids | {node.peer_id})
         because = f": {reason}" if reason else ""
         draft.event("node.banned", node.run_id, node.peer_id, f"{node.name} was banned{because}")
 
@@ -228,18 +232,19 @@ def unban(state: State, now: StepTime, text: str) -> Step[Node | None]:
     """Take a peer off the deny-list; None if that is all that is known of it. Raises `NotFound`, `Ambiguous`."""
     draft = Draft(state, now)
     if text in state.deny.peer_ids - state.nodes.keys():  # a restore lost its row
-        _change_deny_list(draft, state.deny.peer_ids - {text})
+        change_deny_list(draft, state.deny.peer_ids - {text})
         draft.event("node.unbanned", "", text, f"{text} is not banned any more")
         return draft.done(None)
     node = lookup.node(state, text)
     if node.banned:
         draft.put(replace(node, banned=False))
-        _change_deny_list(draft, state.deny.peer_ids - {node.peer_id})
+        change_deny_list(draft, state.deny.peer_ids - {node.peer_id})
         draft.event("node.unbanned", node.run_id, node.peer_id, f"{node.name} is not banned any more")
     return draft.done(draft.state.nodes[node.peer_id])
 
 
-def _change_deny_list(draft: Draft, peer_ids: frozenset[str]) -> None:
+def change_deny_list(draft: Draft, peer_ids: frozenset[str]) -> None:
+    """Issue a deny-list of these peers."""
     number = max(draft.state.deny.number, draft.state.deny_reserved) + 1
     draft.issue_deny(DenyList(number, peer_ids))
 
@@ -270,7 +275,7 @@ def leave(state: State, now: StepTime, peer_id: str, reason: str, instance: byte
     """
     node, reason = lookup.caller(state, peer_id), clean(reason, MAX_REASON_CHARACTERS)
     draft = Draft(state, now)
-    if not node.left and not is_of_another_process(state.live.get(peer_id), instance):
+    if not (node.left or node.replaced_by) and not is_of_another_process(state.live.get(peer_id), instance):
         draft.put(replace(node, left=True, draining=False, last_seen_ms=now.unix_ms))
         because = f": {reason}" if reason else ""
         if charge_row(draft, peer_id):
@@ -323,7 +328,7 @@ def _unique_name(state: State, run_id: str, applicant: Applicant) -> str:
     """The requested name, with a number added if another peer of the run, or of its plan, has it."""
     plan = state.memory[run_id].plan
     peers = {*(node.peer_id for node in state.members_of(run_id)), *(plan.members if plan else ())}
-    taken = {state.nodes[peer].name for peer in peers - {applicant.peer_id}}
+    taken = {state.nodes[peer].name for peer in peers - {applicant.peer_id} if not state.nodes[peer].replaced_by}
     name, number = applicant.node_name, 2
     while name in taken:
         name = f"{applicant.node_name[:58]}-{number}"

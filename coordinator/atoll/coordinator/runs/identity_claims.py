@@ -25,7 +25,9 @@ class Claim:
     refused: bool = False  # the other one answered
 
 
-def claim(state: State, now: StepTime, peer_id: str, instance: bytes, challenge: bytes) -> Step[Claim]:
+def claim(
+    state: State, now: StepTime, peer_id: str, instance: bytes, challenge: bytes, authority: str = ""
+) -> Step[Claim]:
     """Open a heartbeat stream for a process, unless another one of the node lives.
 
     `challenge` is random at the first claim of a process, and that of the last `Claim` afterwards. Raises `Banned`,
@@ -33,7 +35,7 @@ def claim(state: State, now: StepTime, peer_id: str, instance: bytes, challenge:
     """
     node, live = lookup.member(state, peer_id), state.live.get(peer_id)
     if live is None or not is_of_another_process(live, instance):
-        opened = machine.connect(state, now, peer_id, instance)
+        opened = machine.connect(state, now, peer_id, instance, authority)
         return Step(opened.state, Claim(session=opened.result), opened.records, opened.plans, opened.deny)
     draft = Draft(state, now)
     if live.challenge == challenge and live.challenge_answered:

@@ -86,10 +86,10 @@ def restore(
     return replace(state, live={**live, **{peer: replace(live[peer], handing_over=True) for peer in stages}})
 
 
-def connect(state: State, now: StepTime, peer_id: str, instance: bytes = b"") -> Step[int]:
+def connect(state: State, now: StepTime, peer_id: str, instance: bytes = b"", authority: str = "") -> Step[int]:
     """Open a heartbeat stream; the result is its session number. An older stream of the peer ends with this.
 
-    `instance` names the process at its other end.
+    `instance` names the process at its other end; `authority` issued the certificate that it shows.
 
     Raises `Banned`, `CertificateInvalid`.
     """
@@ -121,7 +121,8 @@ def connect(state: State, now: StepTime, peer_id: str, instance: bytes = b"") ->
             dropped_since=old.dropped_since,
         )
     draft.set_live(peer_id, fresh)
-    draft.put(replace(availability.count_absence(node, old, now.monotonic), left=False, last_seen_ms=now.unix_ms))
+    node = replace(availability.count_absence(node, old, now.monotonic), authority=authority)
+    draft.put(replace(node, left=False, last_seen_ms=now.unix_ms))
     if charge_row(draft, peer_id):  # a node that only reconnects does not fill the event log
         draft.event("node.connected", node.run_id, peer_id, f"{node.name} connected")
     return draft.done(session)

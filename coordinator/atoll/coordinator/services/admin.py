@@ -13,10 +13,13 @@ from typing import Any
 
 import grpc
 
+from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
+from atoll.coordinator.interceptors import refuse_retired
 from atoll.coordinator.live import pinning, plan_apply
 from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
 from atoll.coordinator.services import plan_views, views
+from atoll.coordinator.services.authority_changes import AuthorityChanges
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.state import lookup
 from atoll.coordinator.store.records import MAX_INTEGER, Checkpoint, Node, Round, Run
@@ -42,13 +45,15 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         controller: Controller,
         uploads: CheckpointRelay,
         *,
-        ca_sha256: str,
+        keys: CoordinatorKeys,
+        authorities: AuthorityChanges,
         public_endpoint: str,
         stopping: asyncio.Event,
     ) -> None:
         self._controller = controller
         self._uploads = uploads
-        self._ca_sha256 = ca_sha256
+        self._keys = keys
+        self._authorities = authorities
         self._public_endpoint = public_endpoint
         self._stopping = stopping
 
@@ -56,7 +61,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def CreateToken(self, request: wire.CreateTokenRequest, context: Context) -> wire.CreateTokenResponse:
         """Create a token with a fresh secret; only the secret's hash is stored."""
-        text = new_join_token(self._ca_sha256, self._public_endpoint)
+        text = new_join_token(self._keys.ca.sha256, self._public_endpoint)
         wanted = admission.TokenRequest(
             token_id=text.token_id,
             secret_hash=hash_secret(text.secret),
@@ -79,13 +84,27 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         token = await self._controller.do(lambda state, now: admission.revoke_token(state, now, request.id))
         return wire.RevokeTokenResponse(view=views.token_view(token))
 
+    # --- certificate authorities -------------------------------------------------------------------
+
+    async def GetAuthorities(self, request: wire.GetAuthoritiesRequest, context: Context) -> wire.AuthoritiesView:
+        """The trusted certificate authorities."""
+        return self._authorities.view()
+
+    async def RotateAuthority(self, request: wire.RotateAuthorityRequest, context: Context) -> wire.AuthoritiesView:
+        """Introduce a new certificate authority."""
+        return await self._authorities.rotate(request.overlap_seconds)
+
+    async def RetireAuthority(self, request: wire.RetireAuthorityRequest, context: Context) -> wire.AuthoritiesView:
+        """End trust in the old one now."""
+        return await self._authorities.retire(force=request.force)
+
     # --- nodes -------------------------------------------------------------------------------------
 
     async def ListNodes(self, request: wire.ListNodesRequest, context: Context) -> wire.ListNodesResponse:
         """Nodes of one run, or of all, by run and name."""
         state = self._controller.state
         run_id = lookup.run(state, request.run_id).run_id if request.run_id else ""
-        nodes = [node for node in state.nodes.values() if run_id in ("", node.run_id)]
+        nodes = [node for node in state.present_nodes() if run_id in ("", node.run_id)]
         nodes.sort(key=lambda node: (node.run_id, node.name))
         return wire.ListNodesResponse(nodes=[self._node(node) for node in nodes])
 
@@ -245,6 +264,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         after_id = min(request.after_id, MAX_INTEGER)
         with self._controller.change_event() as changed:
             while not self._stopping.is_set():
+                refuse_retired(context, self._keys.authorities)
                 rows = await self._controller.read(lambda store, after=after_id: store.events(after, EVENT_BATCH))  # type: ignore[misc]
                 for row in rows:
                     await context.write(views.event_view(row))

@@ -59,6 +59,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
             peer_id=peer_id,
             public_key=request.identity_public_key,
             node_name=request.node_name,
+            authority=self._keys.authorities.now.issuing.sha256,
         )
         node = await self._controller.do(lambda state, now: admission.enrol(state, now, applicant))
         state = self._controller.state
@@ -71,6 +72,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
             run_spec_toml=state.runs[node.run_id].spec_toml,
             membership_endpoint=self._membership_endpoint,
             run_id=node.run_id,
+            authorities=self._keys.announced.signed if self._keys.announced else None,
         )
 
     def _check_clock(self, node_unix: float) -> None:

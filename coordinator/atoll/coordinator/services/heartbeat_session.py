@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.live import attendance
 from atoll.coordinator.rounds import learner
@@ -25,8 +26,11 @@ from atoll.v1 import membership_pb2 as mb
 class HeartbeatSession:
     """One heartbeat stream between the coordinator and a node."""
 
-    def __init__(self, controller: Controller, uploads: CheckpointRelay, peer_id: str, session: int) -> None:
+    def __init__(
+        self, controller: Controller, keys: CoordinatorKeys, uploads: CheckpointRelay, peer_id: str, session: int
+    ) -> None:
         self._controller = controller
+        self._keys = keys
         self._uploads = uploads
         self._peer_id = peer_id
         self._session = session
@@ -37,6 +41,7 @@ class HeartbeatSession:
         self._sent_plan_version = 0  # the plan version that the node has
         self._sent_genesis = False
         self._deny_number = -1
+        self._authorities_number = 0
         self._seeds: tuple[str, ...] = ()
         self._last_sent: tuple[int, int, range, str] = (
             -1,
@@ -94,6 +99,7 @@ class HeartbeatSession:
         has_news = current != self._last_sent
         has_news |= self._add_plan(response, node)
         has_news |= self._add_deny_list(response)
+        has_news |= self._add_authorities(response)
         has_news |= self._add_seeds(response, node)
         has_news |= self._add_uploads(response)
         has_news |= self._add_question(response, node)
@@ -128,6 +134,14 @@ class HeartbeatSession:
             return False
         response.deny_list.CopyFrom(self._controller.signed.deny_list)
         self._deny_number = number
+        return True
+
+    def _add_authorities(self, response: mb.HeartbeatResponse) -> bool:
+        announced = self._keys.announced
+        if announced is None or announced.number <= self._authorities_number:
+            return False
+        response.authorities.CopyFrom(announced.signed)
+        self._authorities_number = announced.number
         return True
 
     def _add_seeds(self, response: mb.HeartbeatResponse, node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""`MembershipService`: renew, heartbeat, vote, upload, leave.
+"""`MembershipService`: renew, rotate, heartbeat, vote, upload, leave.
 
 A thin layer; the rules are in `runs/` and `rounds/`. A heartbeat stream is two tasks. One applies what the node
 sends, step by step, and records the last durable request. The other responds when a request is unacknowledged or
@@ -16,9 +16,9 @@ import grpc
 
 from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.interceptors import NODE_SUBJECT_PREFIX, caller
+from atoll.coordinator.interceptors import NODE_SUBJECT_PREFIX, caller, issuer, refuse_retired
 from atoll.coordinator.rounds import coordinator_seat
-from atoll.coordinator.runs import admission, identity_claims, machine
+from atoll.coordinator.runs import admission, identity_claims, identity_rotation, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.services.enrolment import membership_of
@@ -27,6 +27,7 @@ from atoll.coordinator.state import lookup
 from atoll.core.certs import csr_public_key
 from atoll.core.errors import IdentityInUse
 from atoll.core.identity import verify
+from atoll.core.identity_rotation import verify_rotation
 from atoll.core.manifest import sign_vote
 from atoll.core.round_id import RoundId
 from atoll.v1 import dataplane_pb2 as dp
@@ -39,7 +40,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
-    """`Renew`, `Heartbeat`, `Vote`, `UploadCheckpoint`, `Leave`."""
+    """`Renew`, `RotateIdentity`, `Heartbeat`, `Vote`, `UploadCheckpoint`, `Leave`."""
 
     def __init__(
         self, controller: Controller, keys: CoordinatorKeys, uploads: CheckpointRelay, stopping: asyncio.Event
@@ -61,6 +62,21 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         node = await self._controller.do(lambda state, now: admission.renew(state, now, peer_id))
         return mb.RenewResponse(
             certificate_chain_pem=self._keys.issue_node(request.csr_der, peer_id),
+            membership=membership_of(self._controller, node),
+            deny_list=self._controller.signed.deny_list,
+        )
+
+    async def RotateIdentity(  # noqa: N802
+        self, request: mb.RotateIdentityRequest, context: Context
+    ) -> mb.RotateIdentityResponse:
+        """Move the caller's membership to its new identity, and deny the old one."""
+        peer_id = caller(context, NODE_SUBJECT_PREFIX)
+        rotation = verify_rotation(request.rotation, self._controller.operator.public_key)
+        verify("csr", request.csr_der, request.csr_signature, rotation.new_public_key)
+        csr_public_key(request.csr_der)
+        node = await self._controller.do(lambda state, now: identity_rotation.rotate(state, now, peer_id, rotation))
+        return mb.RotateIdentityResponse(
+            certificate_chain_pem=self._keys.issue_node(request.csr_der, node.peer_id),
             membership=membership_of(self._controller, node),
             deny_list=self._controller.signed.deny_list,
         )
@@ -103,8 +119,8 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
             first = await anext(requests, None)
             if first is None:
                 return
-            session = await self._open_session(peer_id, first.instance)
-        heartbeat_session = HeartbeatSession(self._controller, self._uploads, peer_id, session)
+            session = await self._open_session(peer_id, first.instance, issuer(context, self._keys.authorities))
+        heartbeat_session = HeartbeatSession(self._controller, self._keys, self._uploads, peer_id, session)
         try:
             with self._controller.change_event() as changed:
                 received = heartbeat_session.receive_requests(_all_of(first, requests), changed)
@@ -118,14 +134,14 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
             ending = self._controller.do(lambda state, now: machine.disconnect(state, now, peer_id, session))
             await asyncio.shield(ending)
 
-    async def _open_session(self, peer_id: str, instance: bytes) -> int:
+    async def _open_session(self, peer_id: str, instance: bytes, authority: str) -> int:
         """Wait until no other process of this node has a stream. Raises `IdentityInUse` if one shows that it lives."""
         challenge = secrets.token_bytes(_CHALLENGE_BYTES)
         with self._controller.change_event() as changed:
             while True:
                 changed.clear()
                 found = await self._controller.do(
-                    lambda state, now: identity_claims.claim(state, now, peer_id, instance, challenge)  # noqa: B023
+                    lambda state, now: identity_claims.claim(state, now, peer_id, instance, challenge, authority)  # noqa: B023
                 )
                 if found.session:
                     return found.session
@@ -150,6 +166,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
             async with asyncio.timeout(self._patience_seconds):
                 await changed.wait()
             changed.clear()
+            refuse_retired(context, self._keys.authorities)
             if listening.done():
                 listening.result()
                 return

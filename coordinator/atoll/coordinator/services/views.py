@@ -13,6 +13,7 @@ from atoll.coordinator.rounds.coordinator_seat import VoteReply
 from atoll.coordinator.rounds.source_losses import from_text
 from atoll.coordinator.runs import checkpoints
 from atoll.coordinator.services.plan_views import plan_fields
+from atoll.coordinator.state import lookup
 from atoll.coordinator.state.availability import availability, failures_per_hour
 from atoll.coordinator.state.peer_paths import recent_paths
 from atoll.coordinator.state.snapshot import State, is_void
@@ -150,6 +151,7 @@ def vote_answer(round_id: RoundId, given: VoteReply) -> mb.VoteResponse:
 def proof_view(state: State, row: ProofRow) -> admin.ProofView:
     """A proof against a member, without its bytes."""
     node = state.nodes.get(row.culprit)
+    node = lookup.newest(state, node) if node is not None else None
     return admin.ProofView(
         id=row.proof_id,
         run_id=row.run_id,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from atoll.coordinator.state.run_states import TRANSITIONS
 from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Node, Run, Token
-from atoll.core.errors import Ambiguous, Banned, CertificateInvalid, NotFound
+from atoll.core.errors import Ambiguous, Banned, CertificateInvalid, IdentityReplaced, NotFound
 
 
 def run(state: State, run_id: str) -> Run:
@@ -26,17 +26,29 @@ def run(state: State, run_id: str) -> Run:
 
 
 def node(state: State, text: str) -> Node:
-    """Find a node by peer id, name, or unique prefix or suffix of a peer id. Raises `NotFound`, `Ambiguous`."""
+    """Find a node by peer id, name, or unique prefix or suffix of a peer id. Raises `NotFound`, `Ambiguous`.
+
+    An identity that was replaced finds the node under its newest one.
+    """
     if text in state.nodes:
-        return state.nodes[text]
-    by_name = [item for item in state.nodes.values() if item.name == text]
-    found = by_name or [item for item in state.nodes.values() if text and _part_of(text, item.peer_id)]
+        return newest(state, state.nodes[text])
+    found = [item for item in state.present_nodes() if item.name == text]
+    if not found and text:
+        matching = (newest(state, item) for item in state.nodes.values() if _part_of(text, item.peer_id))
+        found = list({item.peer_id: item for item in matching}.values())
     if not found:
         raise NotFound(f"no node has the name or peer id {text!r}", "see `atollctl node list`")
     if len(found) > 1:
         peers = ", ".join(sorted(item.peer_id for item in found))
         raise Ambiguous(f"{text!r} matches {len(found)} nodes: {peers}", "give the peer id, or its last characters")
     return found[0]
+
+
+def newest(state: State, found: Node) -> Node:
+    """The row of a node under its newest identity."""
+    while found.replaced_by:
+        found = state.nodes[found.replaced_by]
+    return found
 
 
 def token(state: State, token_id: str) -> Token:
@@ -56,16 +68,26 @@ def caller(state: State, peer_id: str) -> Node:
 
 
 def member(state: State, peer_id: str) -> Node:
-    """Find the node of a peer, like `caller`, unless it is banned. Raises `Banned`, `CertificateInvalid`."""
+    """Find the node of a peer, like `caller`, unless it is denied.
+
+    Raises `Banned`, `IdentityReplaced`, `CertificateInvalid`.
+    """
     found = caller(state, peer_id)
-    if found.banned:
-        raise banned(peer_id)
+    refuse_denied(state, peer_id)
     return found
 
 
-def banned(peer_id: str) -> Banned:
-    """Error for a banned peer."""
-    return Banned(f"peer {peer_id} is banned")
+def refuse_denied(state: State, peer_id: str) -> None:
+    """Raise `IdentityReplaced` or `Banned` for a peer on the deny-list."""
+    found = state.nodes.get(peer_id)
+    if found is not None and found.replaced_by:
+        raise IdentityReplaced(
+            f"this node has a new identity, {found.replaced_by}; {peer_id} is refused",
+            "if its owner rotated the key, finish that: atoll identity rotate. If not, somebody else has the key: tell "
+            "your operator, who can ban the node, and join with a new token from another --data-dir",
+        )
+    if peer_id in state.deny.peer_ids or (found is not None and found.banned):
+        raise Banned(f"peer {peer_id} is banned")
 
 
 def _part_of(text: str, peer_id: str) -> bool:

@@ -301,7 +301,11 @@ class State:
 
     def members_of(self, run_id: str) -> list[Node]:
         """Nodes and seeds enrolled in a run, ordered by peer id."""
-        return [self.nodes[peer] for peer in sorted(self.nodes) if self.nodes[peer].run_id == run_id]
+        return sorted((node for node in self.present_nodes() if node.run_id == run_id), key=lambda node: node.peer_id)
+
+    def present_nodes(self) -> list[Node]:
+        """All nodes and seeds, each under its newest identity."""
+        return [node for node in self.nodes.values() if not node.replaced_by]
 
 
 @dataclass(frozen=True)

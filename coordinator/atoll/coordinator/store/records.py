@@ -56,6 +56,10 @@ class Node:
     away_seconds: float = 0.0  # without a stream, decayed
     losses: float = 0.0  # disconnects without an announced leave, decayed
     on_probation: bool = False  # it weighs little in rounds (`live/probation.py`)
+    replaced_by: str = ""  # peer id of its next identity (`runs/identity_rotation.py`); such a row is banned
+    rotated_ms: int = 0  # when this identity replaced another; 0: it never did
+    rotations: int = 0  # since a token last admitted it
+    authority: str = ""  # hex SHA-256 of the CA of the TLS certificate that it used last; empty: of the first CA
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def _nodes(state: State) -> Iterator[Metric]:
     text: Counts[tuple[str, str]] = Counts()
     stalls: defaultdict[str, list[float]] = defaultdict(list)
     speeds: defaultdict[str, float] = defaultdict(float)
-    for node in state.nodes.values():
+    for node in state.present_nodes():
         live = state.live.get(node.peer_id)
         if live is not None and live.connected:
             name = enum_word(mb.NodeState.DESCRIPTOR, live.status.state)

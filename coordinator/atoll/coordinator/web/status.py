@@ -42,7 +42,7 @@ def status(state: State, now: StepTime, logs: Logs, atoll_version: str) -> dict[
             for run in sorted(state.runs.values(), key=lambda run: run.created_ms)
         ],
         "nodes": [
-            _node(state, node, now) for node in sorted(state.nodes.values(), key=lambda node: (node.run_id, node.name))
+            _node(state, node, now) for node in sorted(state.present_nodes(), key=lambda node: (node.run_id, node.name))
         ],
         "events": [asdict(event) for event in reversed(logs.events)],
     }

@@ -8,7 +8,19 @@ from __future__ import annotations
 import typer
 
 from atoll.core.output import VersionOption
-from atoll.node.cli import config_show, data, doctor, evaluate, export, join, logs, pause_resume, set_limits, status
+from atoll.node.cli import (
+    config_show,
+    data,
+    doctor,
+    evaluate,
+    export,
+    identity,
+    join,
+    logs,
+    pause_resume,
+    set_limits,
+    status,
+)
 
 app = typer.Typer(
     name="atoll",
@@ -40,3 +52,4 @@ app.command()(export.base)
 app.command("eval")(evaluate.eval_)
 app.add_typer(config_show.app, name="config")
 app.add_typer(data.app, name="data")
+app.add_typer(identity.app, name="identity")

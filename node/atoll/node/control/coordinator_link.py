@@ -21,19 +21,22 @@ from typing import TYPE_CHECKING
 import grpc
 
 from atoll.core import log
-from atoll.core.certs import LEAF_LIFETIME, SERVER_NAME, new_tls_key_and_csr, not_after
+from atoll.core.certs import LEAF_LIFETIME, new_tls_key_and_csr, not_after
 from atoll.core.clock import Clock
 from atoll.core.errors import (
+    AuthorityReplaced,
     Banned,
     CertificateInvalid,
     CorpusError,
     IdentityInUse,
+    IdentityReplaced,
     ProtocolMismatch,
     Unreachable,
 )
 from atoll.core.grpc_errors import from_rpc_error
 from atoll.core.identity import Identity
 from atoll.core.membership import CERTIFICATE_LIFETIME, RENEW_AT_FRACTION
+from atoll.node.control.channel import dial, refuse_replaced_authority
 from atoll.node.control.checkpoint_upload import upload
 from atoll.node.control.clock_offset import ClockOffset
 from atoll.node.control.credentials import Credentials
@@ -54,7 +57,14 @@ _CLOCK_WARNING_SECONDS = 5.0  # a larger offset is logged; it stops nothing
 _BACKOFF = (timedelta(milliseconds=500), timedelta(seconds=15))  # first and longest pause between attempts
 _INSTANCE_BYTES = 16
 _SPARE_DESCRIPTORS = 16  # a new channel takes about six
-_NOT_RETRIED = (Banned, CorpusError, IdentityInUse, ProtocolMismatch)  # a retry gets the same answer
+_NOT_RETRIED = (
+    AuthorityReplaced,
+    Banned,
+    CorpusError,
+    IdentityInUse,
+    IdentityReplaced,
+    ProtocolMismatch,
+)  # a retry gets the same answer
 
 if TYPE_CHECKING:  # generic only in its type stubs
     Call = grpc.aio.StreamStreamCall[mb.HeartbeatRequest, mb.HeartbeatResponse]
@@ -154,6 +164,7 @@ class CoordinatorLink:
         self._sequence = 0
         self._instance = secrets.token_bytes(_INSTANCE_BYTES)
         self._challenge = b""  # the last one of this stream
+        self._renewed_in_vain = False
         self._tried = asyncio.Event()  # the coordinator answered this process, or cannot be reached
         self._heartbeat_due = asyncio.Event()
 
@@ -177,6 +188,8 @@ class CoordinatorLink:
                 problem = from_rpc_error(error, f"the coordinator at {self.credentials.coordinator}")
                 if isinstance(problem, _NOT_RETRIED):
                     raise problem from error
+                if isinstance(problem, Unreachable) and not self.connected:
+                    await refuse_replaced_authority(self.credentials)
                 self._log_unreachable(str(problem), backoff)
             except Unreachable as problem:
                 self._log_unreachable(str(problem), backoff)
@@ -315,6 +328,8 @@ class CoordinatorLink:
                 "this node did not reach its coordinator in time to renew its certificate, which has expired",
                 "ask your operator for a new token, then: atoll join",
             )
+        if self.credentials.is_of_older_authority and not self._renewed_in_vain:
+            return True
         return left < LEAF_LIFETIME.total_seconds() - CERTIFICATE_LIFETIME.total_seconds() * RENEW_AT_FRACTION
 
     async def _renew_if_due(self) -> None:
@@ -331,6 +346,7 @@ class CoordinatorLink:
             membership=response.membership,
             deny_list=response.deny_list,
         )
+        self._renewed_in_vain = self.credentials.is_of_older_authority  # the coordinator was restored: no endless loop
         self._on_renewed(self.credentials)
         _log.info("certificate renewed")
 
@@ -344,14 +360,7 @@ class CoordinatorLink:
         return self._dial()
 
     def _dial(self) -> grpc.aio.Channel:
-        tls = self.credentials.tls
-        channel_credentials = grpc.ssl_channel_credentials(tls.ca_pem, tls.key_pem, tls.chain_pem)
-        options = [
-            ("grpc.ssl_target_name_override", SERVER_NAME),
-            ("grpc.keepalive_time_ms", 15_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
-        ]
-        return grpc.aio.secure_channel(self.credentials.coordinator, channel_credentials, options)
+        return dial(self.credentials)
 
 
 def _descriptors_available(descriptors: int) -> bool:

@@ -7,6 +7,7 @@ from base64 import b64decode, b64encode
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from atoll.core.authority_list import AuthorityList, verify_authority_list
 from atoll.core.certs import Credential
 from atoll.core.errors import KeyFileCorrupt
 from atoll.core.files import read_private, write_private
@@ -30,6 +31,7 @@ class Credentials:
     deny_list: bytes  # serialised Signed
     seeds: tuple[str, ...]
     run_spec_toml: str
+    authorities: bytes = b""  # serialised Signed; empty: the coordinator's CA never changed
 
     @property
     def tls(self) -> Credential:
@@ -66,6 +68,25 @@ class Credentials:
             return self
         return replace(self, deny_list=signed.SerializeToString())
 
+    def with_authorities(self, signed: pb.Signed) -> Credentials:
+        """Return a copy that trusts these CAs, unless the list is older. Raises `SignatureInvalid` and kin."""
+        told, known = verify_authority_list(signed, self.operator_key), self._authority_list()
+        if known is not None and told.number <= known.number:
+            return self
+        ca_pem = b"".join(told.certificates_pem).decode()
+        return replace(self, ca_pem=ca_pem, authorities=signed.SerializeToString())
+
+    @property
+    def is_of_older_authority(self) -> bool:
+        """True if the certificate is not from the newest CA that the coordinator told of."""
+        known = self._authority_list()
+        return known is not None and not self.tls_chain_pem.encode().endswith(known.certificates_pem[0])
+
+    def _authority_list(self) -> AuthorityList | None:
+        if not self.authorities:
+            return None
+        return verify_authority_list(pb.Signed.FromString(self.authorities), self.operator_key)
+
     def with_seeds(self, seeds: tuple[str, ...]) -> Credentials:
         """Return a copy with other seeds."""
         return replace(self, seeds=seeds)
@@ -87,10 +108,11 @@ class Credentials:
             plain = json.loads(read_private(path))
             if plain.pop("version") != 1:
                 raise ValueError("its version is not 1")
-            for key in ("operator_key", "membership", "deny_list"):
-                plain[key] = b64decode(plain[key], validate=True)
+            for key in ("operator_key", "membership", "deny_list", "authorities"):
+                plain[key] = b64decode(plain.get(key, ""), validate=True)
             loaded = cls(**{**plain, "seeds": tuple(plain["seeds"])})
             loaded.verified_deny_list()
+            loaded._authority_list()
         except (ValueError, TypeError, KeyError) as error:
             raise KeyFileCorrupt(
                 f"{path} is damaged: {error}", "move it away and join again with a new token"

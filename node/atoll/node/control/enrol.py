@@ -13,9 +13,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from atoll.core import protocol
-from atoll.core.certs import SERVER_NAME, new_tls_key_and_csr
+from atoll.core.certs import SERVER_NAME, is_handed_over, new_tls_key_and_csr
 from atoll.core.clock import Clock, unix_ms
-from atoll.core.errors import CaMismatch, Unreachable
+from atoll.core.errors import AuthorityReplaced, CaMismatch, Unreachable
 from atoll.core.grpc_errors import from_rpc_error
 from atoll.core.identity import Identity
 from atoll.core.run_spec import parse_run_spec
@@ -73,6 +73,8 @@ def _verified_credentials(
         seeds=tuple(response.seeds),
         run_spec_toml=response.run_spec_toml,
     )
+    if response.HasField("authorities"):
+        credentials = credentials.with_authorities(response.authorities)
     parse_run_spec(credentials.run_spec_toml, f"the spec of run {response.run_id}")
     credentials.authority.verify_membership(response.membership, clock.unix(), expect_peer_id=identity.peer_id)
     credentials.verified_deny_list()
@@ -82,31 +84,43 @@ def _verified_credentials(
 def fetch_ca(token: JoinToken) -> bytes:
     """Fetch the authority's certificate (PEM) with one TLS handshake; no data is sent.
 
-    Raises `Unreachable`, or `CaMismatch` unless the chain has a certificate with the SHA-256 of the token.
+    Raises `Unreachable`, `AuthorityReplaced`, or `CaMismatch` unless the chain has a certificate with the SHA-256 of
+    the token.
     """
-    host, port = split_endpoint(token.endpoint)
+    chain = fetch_chain(token.endpoint)
+    for der in chain:
+        if hashlib.sha256(der).hexdigest() == token.ca_sha256:
+            pem = x509.load_der_x509_certificate(der).public_bytes(Encoding.PEM)
+            if is_handed_over(chain, pem):
+                raise AuthorityReplaced(
+                    "the coordinator has replaced its certificate authority since it created this token",
+                    "ask your operator for a new token: `atollctl token create`",
+                )
+            return pem
+    raise CaMismatch(
+        f"the server at {token.endpoint} is not the coordinator that created this token",
+        "ask your operator for a new token: `atollctl token create`",
+    )
+
+
+def fetch_chain(endpoint: str) -> list[bytes]:
+    """Fetch a server's certificates (DER) with one TLS handshake, unverified. Raises `Unreachable`."""
+    host, port = split_endpoint(endpoint)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # the hash in the token authenticates the server
+    context.verify_mode = ssl.CERT_NONE  # the caller compares hashes or signatures
     context.set_alpn_protocols(["h2"])
     try:
         with (
             socket.create_connection((host, port), timeout=TIMEOUT.total_seconds()) as plain,
             context.wrap_socket(plain) as tls,
         ):
-            chain = _unverified_chain(tls)
+            return _unverified_chain(tls)
     except OSError as error:
         raise Unreachable(
-            f"no coordinator answers at {token.endpoint}: {error}",
+            f"no coordinator answers at {endpoint}: {error}",
             "check the address in the token, the coordinator's enrolment port, and firewalls in between",
         ) from error
-    for der in chain:
-        if hashlib.sha256(der).hexdigest() == token.ca_sha256:
-            return x509.load_der_x509_certificate(der).public_bytes(Encoding.PEM)
-    raise CaMismatch(
-        f"the server at {token.endpoint} is not the coordinator that created this token",
-        "ask your operator for a new token: `atollctl token create`",
-    )
 
 
 def _unverified_chain(tls: ssl.SSLSocket) -> list[bytes]:
