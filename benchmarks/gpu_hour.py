@@ -114,7 +114,7 @@ def judge(report: Report) -> None:
             )
         if part == "hot_loop" and "waits_a_step" in figures:
             value = figures["waits_a_step"]
-            report.accept(f"{case}: waits for the device in a step", target="≤ 2", value=value, holds=value <= 2)
+            report.accept(f"{case}: waits for the device in a step", target="≤ 1", value=value, holds=value <= 1)
 
 
 def _notes(arguments: argparse.Namespace) -> str:

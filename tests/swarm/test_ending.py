@@ -135,7 +135,8 @@ async def test_pauses_and_limits_of_a_real_node_last_over_a_restart(tmp_path):
         await swarm.reach("ann", "paused")
         await swarm.stop("ann")
         kept = ann / "runs" / "reef" / "optimizer.state"
-        assert kept.exists()
+        newest = max(path.stat().st_mtime_ns for path in (ann / "runs" / "reef" / "checkpoints").rglob("*"))
+        assert newest <= kept.stat().st_mtime_ns  # if time or disk space runs out, the checkpoint is there
         await swarm.restart_member("ann")
         await swarm.reach("ann", "paused")
         assert swarm.status("ann")["detail"] == "paused by its owner"

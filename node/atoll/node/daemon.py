@@ -7,6 +7,7 @@ process. SIGTERM or SIGINT drains within a deadline; a second signal stops at on
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import signal
@@ -56,6 +57,8 @@ START_TIMEOUT = timedelta(seconds=60)
 DRAIN_TIMEOUT = timedelta(seconds=30)
 CLOSE_TIMEOUT = timedelta(seconds=5)
 SAVE_TIMEOUT = timedelta(seconds=60)
+KEEP_TIMEOUT = timedelta(seconds=60)  # for the optimiser's state, and no longer than is left of `STOP_TIMEOUT`
+STOP_TIMEOUT = timedelta(seconds=105)  # those who start nodes kill them after 120 s (deploy/)
 DRAINED_STAGE_LINGER = timedelta(seconds=20)  # a drained stage serves its layers so long before it leaves
 
 _log = log.get("daemon")
@@ -109,6 +112,7 @@ class Daemon:
         self._notify_socket = os.environ.get("NOTIFY_SOCKET", "")
         self._leave_reason = "left"
         self._drain_timeout = DRAIN_TIMEOUT
+        self._stop_by = math.inf  # monotonic
         self._host: SwarmHost | None = None
         self._corpus = self._make_corpus_sharing(config)
         self._session: TrainingSession | None = None
@@ -180,7 +184,10 @@ class Daemon:
         await self._manifest_answers.close()
         await self._limit_enforcer.close()
         if self._session is not None:
-            await self._save_state(self._session)
+            await self._save_state(self._session)  # first: it matters more, if time or disk space runs out
+            left = self._stop_by - self._clock.monotonic()
+            if left > 0:
+                await self._session.keep_optimizer(timedelta(seconds=min(KEEP_TIMEOUT.total_seconds(), left)))
             await self._session.stop_trainer()
         if self._preload is not None:
             await self._preload.abandon()
@@ -335,6 +342,7 @@ class Daemon:
     async def _drain(self) -> None:
         """Finish the round if it ends in time, send the last reports, and announce the leave."""
         sdnotify.notify(self._notify_socket, "STOPPING=1")
+        self._stop_by = self._clock.monotonic() + STOP_TIMEOUT.total_seconds()
         if self._session is not None and not self._session.finished.is_set():
             self._status.detail = "finishing the round, then leaving"  # the node stays in the plan until then
             _log.info(

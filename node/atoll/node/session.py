@@ -30,6 +30,7 @@ from atoll.node.rounds.evaluation import evaluation_report
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.rounds.policy import round_samples
 from atoll.node.run.genesis import write_genesis
+from atoll.node.run.kept_optimizer import KeptOptimizer
 from atoll.node.run.local_state import LocalState, StateSources
 from atoll.node.run.node_context import NodeContext
 from atoll.node.run.route_membership import RouteMembership
@@ -44,8 +45,6 @@ from atoll.v1 import membership_pb2 as mb
 
 LOAD_TIMEOUT = timedelta(minutes=10)  # between two signs of progress of a loading trainer
 STOP_TIMEOUT = timedelta(seconds=5)
-KEEP_TIMEOUT = timedelta(seconds=60)  # for writing the optimiser's state
-OPTIMIZER = "optimizer.state"  # in the run's folder
 LAST_EVALUATION_TIMEOUT = timedelta(seconds=60)  # the route stays up so long for the driver's last evaluation
 ROUND_END_TIMEOUT = timedelta(seconds=30)  # for a round under way to end before the engine stops
 FINISH_TIMEOUT = timedelta(minutes=10)  # for writing the last checkpoint
@@ -76,6 +75,7 @@ class TrainingSession:
         self._status = SessionStatus(context)
         self._trainer_config = context.trainer_config
         self._first_evaluation: mb.EvaluationReport | None = None
+        self._kept_optimizer = KeptOptimizer(context.run_dir)
         self._links = RoundLinks(context.network, self._receive, self._on_peer_lost)
         self._exchanges = ExchangeServer(context.network, _EARLY_STREAM_TIMEOUT)
         self._route = RouteMembership(
@@ -99,7 +99,10 @@ class TrainingSession:
     # --- the main path -------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Train until the run is finished. Raises errors with which this node cannot train, such as `CorpusError`."""
+        """Train until the run is finished. Raises errors with which this node cannot train, such as `CorpusError`.
+
+        Unless the run is finished, the caller calls `stop_trainer` afterwards.
+        """
         restarts, last_round = 0, -1
         prefetching = asyncio.create_task(self._prefetch())
         try:
@@ -132,8 +135,8 @@ class TrainingSession:
             await asyncio.gather(prefetching, return_exceptions=True)
             await self._route.leave()
             await self._links.close()
-            await self._keep_optimizer()
-            await self.stop_trainer()
+            if self.finished.is_set():  # otherwise `keep_optimizer` comes first
+                await self.stop_trainer()
 
     async def _prefetch(self) -> None:
         """Fetch layers of plans to come. If that fails, the node goes on and fetches them once the plan is there."""
@@ -214,7 +217,7 @@ class TrainingSession:
             return
         ranges = position_at(head, plan, round_samples(context.spec)).holdings.get(context.identity.peer_id, ())
         await trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
-        await self._restore_optimizer(trainer)
+        await self._kept_optimizer.restore(trainer)
         self._on_head_moved(head)
         if self._first_evaluation is not None:  # reported after the genesis that it evaluates
             self._on_evaluation(self._first_evaluation)
@@ -428,32 +431,11 @@ class TrainingSession:
             trainer, self._trainer = self._trainer, None
             await trainer.stop(STOP_TIMEOUT)
 
-    async def _keep_optimizer(self) -> None:
-        """Keep the inner optimiser's state for the next start of this node, which goes on without it if that fails."""
-        if self._trainer is None or self._trainer.died.done() or self.finished.is_set():
-            return
-        try:
-            await self._trainer.keep_optimizer(self._optimizer_path, timeout=KEEP_TIMEOUT)
-        except AtollError as error:
-            _log.info("optimiser's state not kept", reason=str(error))
-
-    async def _restore_optimizer(self, trainer: Trainer) -> None:
-        """Go on with the state that an earlier process of this node kept; it is used once."""
-        path = self._optimizer_path
-        if path.exists():
-            try:
-                await trainer.restore_optimizer(path)
-                _log.info("optimiser's state restored")
-            except ChildDied:
-                raise
-            except AtollError as error:
-                _log.warning("optimiser's state not restored", reason=str(error))
-        path.with_name(f".{path.name}.tmp").unlink(missing_ok=True)  # of a process that was killed while it wrote
-        path.unlink(missing_ok=True)
-
-    @property
-    def _optimizer_path(self) -> Path:
-        return self._context.run_dir / OPTIMIZER
+    async def keep_optimizer(self, timeout: timedelta) -> None:
+        """Keep the inner optimiser's state for the next start of this node, unless the run is over."""
+        over = self.finished.is_set() or self._context.directives.run_state == mb.RUN_STATE_STOPPED
+        if self._trainer is not None and not self._trainer.died.done() and not over:
+            await self._kept_optimizer.keep(self._trainer, timeout)
 
     # --- callbacks of rounds ---------------------------------------------------------------------------
 

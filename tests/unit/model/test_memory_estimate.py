@@ -12,7 +12,7 @@ from benchmarks.common import RESULTS
 from support.documents import write_documents
 from support.families import config_of, lora_of
 from support.hf_runs import config_of as run_config
-from support.hf_runs import model_section, spec_text, text_of
+from support.hf_runs import model_section, pretrained, spec_text, text_of
 from support.live_bytes import LiveBytes
 
 from atoll.core.document_masks import mask_memory
@@ -154,10 +154,10 @@ def test_credits_cost_inputs_and_nothing_else() -> None:
         span_memory(table, Span(1, 5), TRAFFIC)
 
 
-def peak_of_a_step(text: str, corpus_path: Path) -> tuple[RunSpec, RunModel, int]:
+def peak_of_a_step(text: str, corpus_path: Path, base: Path | None = None) -> tuple[RunSpec, RunModel, int]:
     """Bytes of a trainer of all layers at worst, in a step beside a snapshot."""
     spec = parse_run_spec(text)
-    run = run_model(spec, 256)
+    run = run_model(spec, 256, base)
     corpus = load_corpus(spec, str(corpus_path))
     with LiveBytes() as live:
         loop = InnerLoop(spec, corpus, "cpu", run=run)
@@ -194,6 +194,21 @@ def test_a_whole_replica_takes_about_the_estimated_memory(
         text = text.replace("validation_samples = 8", "validation_samples = 2")
     spec, run, peak = peak_of_a_step(text, tmp_path / "text.txt")
     assert peak <= run.whole_model_bytes(spec.optimizer.micro_batch_samples) <= 1.4 * peak
+
+
+@pytest.mark.parametrize("optimizer", ["", 'precision = "bf16"', "activation_checkpointing = true"])
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj", "up_proj", "down_proj"]])
+def test_a_replica_with_adapters_takes_at_most_the_estimated_memory(
+    targets: list[str], optimizer: str, tmp_path: Path
+) -> None:
+    """A frozen matrix keeps no input for a gradient of its own; the estimate counts it."""
+    (tmp_path / "text.txt").write_text(text_of())
+    sizes = {"hidden_size": 128, "intermediate_size": 288, "num_hidden_layers": 4, "max_position_embeddings": 96}
+    base = pretrained(tmp_path / "base", **sizes)
+    model = model_section(run_config("llama", **sizes), base, targets)
+    text = spec_text(model, optimizer).replace("length = 16", "length = 96")
+    spec, run, peak = peak_of_a_step(text, tmp_path / "text.txt", base)
+    assert peak <= run.whole_model_bytes(spec.optimizer.micro_batch_samples) <= 1.6 * peak
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

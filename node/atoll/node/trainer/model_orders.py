@@ -37,7 +37,7 @@ class ModelOrders:
             allocate_vector(descriptor, state.elements)
         self.anchor_E, self.gradient_E = (map_vector(fd, state.elements) for fd in (anchor_fd, gradient_fd))
         for vector in (self.anchor_E, self.gradient_E):
-            if not lock_host_pages(vector, state.device) and state.device.type == "cuda":
+            if state.device.type == "cuda" and state.elements and not lock_host_pages(vector, state.device):
                 log.get("trainer").info("host_pages_not_locked", bytes=vector.nbytes)
 
     def execute(self, order: messages.ModelOrder) -> messages.Answer:
