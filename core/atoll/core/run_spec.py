@@ -146,7 +146,7 @@ class SyncSection(Section):
         0.5  # maximum fraction of a round's time; a longer exchange makes rounds longer
     )
     codec: CodecName = "int4"
-    fragments: Annotated[int, Field(ge=1, le=64)] = 1  # groups of layers; each round averages one, in turn
+    fragments: Annotated[int, Field(ge=1, le=64)] = 4  # groups of layers; each round averages one, in turn
     outer_learning_rate: Rate = BY_RECIPE
     outer_momentum: Fraction = BY_RECIPE
     outer_warmup_tokens: Count = 0  # ramp from plain averaging to the two values above

@@ -313,6 +313,8 @@ class RoundMachine:
         if kind == "commit":
             self._committed(peer, message.commit)
         elif round_id.number <= self._at.head.round:
+            if kind == "report" and peer in self._at.plan.members:
+                self._at.trigger.hear_behind(peer, message.report, self._at.now)
             self._tell_head(peer, kind)
         elif round_id.number > self._at.head.round + 1:
             self._received_ahead(peer, round_id, kind, message)

@@ -4,10 +4,9 @@ Members report their tokens to the seats; those of who holds the layers count. W
 they will have once it is committed. A round is due when those heard from could commit it and their tokens
 will add up by the time that they are asked, or nothing was committed for long, or somebody waits to leave. Where
 exchanges take long it is due later: what is trained during one enters a round late, so that shall be a small part of
-what is trained (docs/adr/0008). Who came to a head too late for its round is fetching the next one, and is waited for
-there, once in a while: else it might fetch one state after another. The attempt's number names the only peer that may
-open it; live peers that do not are passed over one after another. Whoever opened an attempt that failed lets others
-have their turn first, longer each time, and everybody backs off a little.
+what is trained (docs/adr/0008). Members that are on their way to the head are waited for a little (latecomers.py). The
+attempt's number names the only peer that may open it; live peers that do not are passed over one after another. Whoever
+opened an attempt that failed lets others have their turn first, longer each time, and everybody backs off a little.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.quorum import COORDINATOR
 from atoll.core.round_id import RoundId
+from atoll.node.rounds.latecomers import Latecomers
 from atoll.node.rounds.types import RoundPolicy
 from atoll.v1 import dataplane_pb2 as dp
 
@@ -29,8 +29,6 @@ MAX_ATTEMPT = 1_000_000
 MAX_ATTEMPT_JUMP = 1000  # an opener cannot push the attempt counter further than this at once
 _LATELY = 3.0  # report intervals after which a silent member is not waited for
 _REPORTS = 10  # of a round, if it lasts as long as the last one, so that none is long overdue
-_AWAIT = 2  # exchanges: so long somebody who is late is waited for
-_AWAIT_AGAIN = 5  # rounds after which somebody who is still late is waited for once more; twice as many each time
 _EXCHANGES = 5  # the last ones: one that waited for somebody who died says little about the next
 _LEAST_INTERVAL = 0.1  # seconds
 STRANGERS_GRACE = 2.0  # seconds in which a report or an answer of members on probation is waited for, at least
@@ -79,9 +77,8 @@ class RoundTrigger:
         self._exchange_began: float | None = None  # the last one, since the head
         self._exchanges: deque[float] = deque(maxlen=_EXCHANGES)  # seconds from Start to the new head
         self._heard: dict[str, _LastReport] = {}
-        self._late: set[str] = set()
+        self._latecomers = Latecomers(policy.round_max.total_seconds(), now)
         self._attempt_began = math.inf  # the last one, since the head
-        self._awaited: dict[str, tuple[int, int]] = {}  # peer → not before that round, and for how many then
         self._expected: dict[str, tuple[RoundId, dp.TokenReport, float]] = {}  # peer → of the next head; when it came
         self.move(head, plan, now)
 
@@ -90,32 +87,19 @@ class RoundTrigger:
         self._lasted = now - self._last_commit
         self._last_commit = now
         self._rest_until = _NEVER
-        self._look_for_late(head, plan, now)
         if self._exchange_began is not None:
             self._exchanges.append(now - self._exchange_began)
             share = self._policy.exchange_share * len(self._policy.fragments)
             if share < 1:  # else they may follow each other at once, also one that was quicker than most
                 self._rest_until = self._exchange_began + median_low(self._exchanges) / share
         self._exchange_began = None
+        self._attempt_began = math.inf
+        self._latecomers.move(head, now)
         self.begin(head, plan, now)
         expected, self._expected = self._expected, {}
         for peer, (round_id, report, when) in expected.items():
             if (round_id.number, round_id.plan_version) == (head.round + 1, plan.version):
                 self.hear(peer, report, when)
-
-    def _look_for_late(self, head: Head, plan: Plan, now: float) -> None:
-        """Who came to the last head too late for its round is fetching the next: wait for it, once in a while."""
-        began, self._attempt_began = self._attempt_began, math.inf
-        said_since = {peer for peer, said in self._heard.items() if said.when >= began and not said.leaving}
-        here, there = said_since & set(plan.members), head.present
-        self._awaited = {peer: waits for peer, waits in self._awaited.items() if peer not in there}
-        self._late = set()
-        for peer in here - there - {self._me} - set(plan.standbys) - plan.on_probation:
-            next_round, rounds = self._awaited.get(peer, (head.round, _AWAIT_AGAIN))
-            if head.round >= next_round or head.round + rounds < next_round:  # that was before a recovery
-                self._late.add(peer)
-                self._awaited[peer] = head.round + rounds, 2 * rounds
-        self._late_until = now + (_AWAIT * median_low(self._exchanges) if self._exchanges else 0.0)
 
     def begin(self, head: Head, plan: Plan, now: float, policy: RoundPolicy | None = None) -> None:
         """A new head or a new plan, with its policy: nobody was heard from, nobody failed."""
@@ -123,7 +107,6 @@ class RoundTrigger:
         if plan.version != self._plan.version:
             self._said_newer.clear()
         self._head, self._plan = head, plan
-        self._late &= set(plan.members)
         self._holders = plan.holders(self._policy.fragment_of(head.round + 1).layers)
         self._trainers = self._holders & plan.stages
         self._heard = {}
@@ -136,6 +119,7 @@ class RoundTrigger:
         self._declined_to = 0  # the attempt that others could still follow
         self._strikes: dict[str, int] = {}  # openers of failed attempts
         self._refused_until: dict[str, float] = {}
+        self._await_latecomers(now)
 
     def serve_leaving(self) -> None:
         """Whoever waited to leave had a round."""
@@ -144,6 +128,7 @@ class RoundTrigger:
     def begin_attempt(self, now: float) -> None:
         """We follow one: who comes to this head from now on comes too late for it."""
         self._attempt_began = now
+        self._latecomers.end(self._head, now)
 
     def begin_exchange(self, now: float) -> None:
         """Of an attempt at the next round."""
@@ -162,8 +147,22 @@ class RoundTrigger:
 
     def hear(self, peer: str, report: dp.TokenReport, now: float) -> None:
         """A report of a member of the plan; what it claims counts up to its cap."""
+        if now >= self._attempt_began and not report.leaving:
+            self._latecomers.see(peer, self._head.round, self._head, now)
         tokens = min(report.tokens, self._cap(peer))
         self._heard[peer] = self._said(peer, tokens, report.leaving, report.step_ms / 1000, now)
+
+    def hear_behind(self, peer: str, report: dp.TokenReport, now: float) -> None:
+        """A report of a member of the plan, for our head's round or an earlier one."""
+        if report.expected or report.leaving:
+            return
+        self._latecomers.see(peer, report.round.number - 1, self._head, now)
+        if now < self._attempt_began:
+            self._await_latecomers(now, peer)
+
+    def _await_latecomers(self, now: float, peer: str = "") -> None:
+        exchange_seconds = median_low(self._exchanges) if self._exchanges else 0.0
+        self._latecomers.begin(self._head, self._plan, exchange_seconds, now, peer)
 
     def expect(self, peer: str, round_id: RoundId, report: dp.TokenReport, now: float) -> None:
         """What a member of the plan will have at the next head."""
@@ -188,7 +187,7 @@ class RoundTrigger:
         """Its connection broke."""
         self._heard.pop(peer, None)
         self._expected.pop(peer, None)
-        self._late.discard(peer)
+        self._latecomers.lose(peer)
 
     def heard_recently(self, now: float) -> frozenset[str]:
         """Members of the plan that were heard from here, lately; ourselves too."""
@@ -248,7 +247,7 @@ class RoundTrigger:
         enough = everyone and self._suffices(total, coming, len(trainers))
         if enough and self._enough_since is None:
             self._enough_since = now
-        all_here = now >= self._late_until or self._late <= heard_recently
+        all_here = not self._latecomers.are_awaited(heard_recently, now)
         last = self._head.committed_tokens + total >= self._policy.stop_tokens
         rested = last or now >= self._rest_until or any(said[peer].full for peer in proved)
         is_time = (enough and all_here) or overdue
