@@ -25,7 +25,7 @@ import torch
 
 from atoll.node.system import child_processes
 from benchmarks.common import Report
-from benchmarks.gpu_parts import write_corpus
+from benchmarks.gpu_session import write_corpus
 
 PARTS = {  # seconds at most, in order of worth
     "tests": 420,

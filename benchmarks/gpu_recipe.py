@@ -1,4 +1,4 @@
-"""The default recipe beside synchronous training at a size that wants a GPU: `recipe`'s setting with 30 M parameters.
+"""A part of `gpu_hour`: the default recipe beside synchronous training, `recipe`'s setting with 30 M parameters.
 
 A swarm of four members in virtual time, 480 steps of each, with int4 and exchanges of five steps; and synchronous data
 parallelism of AdamW and Muon at a few rates, with equal tokens. All begin at the same weights.
@@ -6,6 +6,9 @@ parallelism of AdamW and Muon at a few rates, with equal tokens. All begin at th
 
 from __future__ import annotations
 
+import concurrent.futures
+import multiprocessing
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,6 +20,7 @@ from atoll.core.recipe import recipe_for
 from atoll.core.run_spec import DataSection, OptimizerSection, RunSection, RunSpec, SyncSection
 from atoll.node.data.corpus import load_corpus
 from atoll.node.training.loop import InnerLoop
+from benchmarks.gpu_session import Hour
 from benchmarks.parity import CARRY, FRAGMENTS
 from benchmarks.parity_recipes import Recipe, RecipeSwarm
 from benchmarks.synchronous_baseline import train_on
@@ -115,3 +119,24 @@ def train(job: Job, corpus: Path, device: str, begin: Path) -> float:
     loss = swarm.final_loss()
     swarm.close()
     return loss
+
+
+def recipe(hour: Hour) -> None:
+    """Held-out losses at equal tokens, all programs at once; each is a process."""
+    jobs = jobs_for(hour.cpu)
+    with tempfile.TemporaryDirectory(prefix="atoll-bench-") as scratch:
+        begin = Path(scratch) / "begin.pt"
+        warm_start(jobs[0], hour.corpus, str(hour.device), begin)
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(2 if hour.cpu else len(jobs), context) as pool:
+            running = {pool.submit(train, job, hour.corpus, str(hour.device), begin): job for job in jobs}
+            losses: dict[str, float] = {}
+            for done in concurrent.futures.as_completed(running):
+                job = running[done]
+                losses[job.name] = done.result()
+                hour.say(job.name, loss=losses[job.name])
+    best = {kind: min(loss for name, loss in losses.items() if name.startswith(kind)) for kind in ("AdamW", "Muon")}
+    for name, loss in losses.items():
+        if name.startswith("swarm"):
+            beside = {f"beside_{kind}_percent": 100 * (loss / other - 1) for kind, other in best.items()}
+            hour.say(f"{name} beside synchronous", **beside)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.gpu_hour import PARTS, _run_part, judge
-from benchmarks.gpu_parts import write_corpus
+from benchmarks.gpu_session import write_corpus
 
 ROOT = Path(__file__).parents[3]
 
