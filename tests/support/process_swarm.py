@@ -78,16 +78,18 @@ class ProcessSwarm(LocalSwarm):
         round_growth: float = 0.1,
         model: str = MODEL,
         data: str = "",
+        optimizer: str = "",
         seed_flags: Sequence[str] = (),
         **flags: str,
     ) -> None:
-        """Coordinator, run and seed. `data`: keys of the run's corpus; default: a text file."""
+        """Coordinator, run and seed. `data`: keys of the run's corpus; default: a text file. `optimizer`: more keys."""
         corpus = write_corpus(self.root / "corpus.txt")
         self.endpoints = await self.start_coordinator(
             *(word for name, value in flags.items() for word in (f"--{name}", value))
         )
         rounds = {"round_tokens": round_tokens, "codec": codec}
         spec = SPEC.format(nodes=nodes, tokens=tokens, corpus=corpus, model=model, **rounds)
+        spec = spec.replace("[optimizer]\n", f"[optimizer]\n{optimizer}\n")
         if data:
             spec = spec.replace(f'path = "{corpus}"\nsequence_length = 64', data)
         await self.create_run(f"{spec}fragments = {fragments}\nround_growth = {round_growth}\n")

@@ -12,7 +12,7 @@ from atoll.lab.faults import kill
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 
 SPANS = {"ann": (0, 2), "bob": (3, 5), "cid": (6, 9)}
-MEGABYTES = "211"  # for six of the ten layers, not for all
+MEGABYTES = "211"  # for six of the ten layers, not for all, with AdamW's two moments
 MODEL = """[pipeline]
 micro_batches = 8
 [model]
@@ -26,7 +26,8 @@ hidden_dimension = 768"""
 
 async def begin(swarm: ProcessSwarm) -> None:
     """One route, which the planner could change from then on."""
-    await swarm.begin(nodes=3, tokens=10**9, round_tokens=8000, round_growth=1e6, codec="int8", model=MODEL)
+    sizes = {"round_tokens": 8000, "round_growth": 1e6, "codec": "int8", "model": MODEL}
+    await swarm.begin(nodes=3, tokens=10**9, optimizer='name = "adamw"', **sizes)
     for name, span in SPANS.items():
         await swarm.node(name, 0.5, "--memory-megabytes", MEGABYTES)
         async with asyncio.timeout(60):

@@ -20,9 +20,12 @@ import torch
 from support.eventually import eventually
 
 from atoll.core.errors import CheckpointCorrupt, ChildDied, CorpusError, DeadlineExceeded, InvalidTransition
+from atoll.core.run_spec import parse_run_spec
+from atoll.node.model.run_model import run_model
 from atoll.node.trainer import messages
 from atoll.node.trainer.trainer import Snapshot, Trainer, TrainerConfig, TrainerStatus
 from atoll.node.trainer.worker import EXIT_ORPHANED
+from atoll.node.training.device import HOST_OVERHEAD_BYTES
 
 SPEC = """
 version = 1
@@ -253,3 +256,47 @@ async def test_a_trainer_goes_on_with_the_optimiser_of_the_one_before(text: Path
             await trainer.restore_optimizer(path)
         await trainer.train()
         await eventually(lambda: trainer.status.steps >= 2)
+
+
+LARGER = SPEC.replace("dimension = 32\nlayers = 2", "dimension = 256\nlayers = 8").replace(
+    "hidden_dimension = 48", "hidden_dimension = 768"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("adamw", ""), ("muon", 'precision = "bf16"'), ("muon", "activation_checkpointing = true")]
+)
+async def test_a_trainer_lives_within_the_memory_that_it_says_it_needs(text: Path, name: str, more: str) -> None:
+    """Through steps, a snapshot, an apply and an evaluation; the kernel refuses every byte above."""
+    toml = LARGER.replace('name = "adamw"', f'name = "{name}"\n{more}')
+    spec = parse_run_spec(toml)
+    needed = run_model(spec, 256).whole_model_bytes(spec.optimizer.micro_batch_samples)
+    limit = int(1.02 * (needed + HOST_OVERHEAD_BYTES))  # its queues, stacks and caches vary
+    config = TrainerConfig(toml, str(text), device="cpu", memory_bytes=limit)
+    trainer = await Trainer.spawn(config, log_path=text.parent / "trainer.log", timeout=DEADLINE)
+    try:
+        assert trainer.facts.holds_all
+        await trainer.initialise()
+        await trainer.load(ranges=((0, 4000),), committed_tokens=0)
+        await trainer.train()
+        for _ in range(2):
+            steps = trainer.status.steps
+            await eventually(lambda steps=steps: trainer.status.steps >= steps + 2)
+            await trainer.snapshot()
+            await eventually(lambda steps=steps: trainer.status.steps >= steps + 4)
+            await trainer.apply(ranges=((0, 4000),), committed_tokens=1)
+            await trainer.evaluate()
+        assert not trainer.died.done()
+    finally:
+        await trainer.stop(DEADLINE)
+
+
+async def test_a_trainer_below_that_memory_holds_no_layers_or_says_so(text: Path) -> None:
+    spec = parse_run_spec(LARGER)
+    needed = run_model(spec, 256).whole_model_bytes(spec.optimizer.micro_batch_samples)
+    config = TrainerConfig(LARGER, str(text), device="cpu", memory_bytes=needed + HOST_OVERHEAD_BYTES - (1 << 20))
+    trainer = await Trainer.spawn(config, log_path=text.parent / "trainer.log", timeout=DEADLINE)
+    try:
+        assert trainer.facts.span is None  # a plan may give it some of the layers
+    finally:
+        await trainer.stop(DEADLINE)

@@ -25,6 +25,7 @@ _MOVING_OUTPUTS = 1 / 3  # share of a block's output gradients that exist at onc
 FLAT_COPIES = 6  # weights, gradients, anchor, weights at the snapshot, AdamW's two moments (Muon has one): fp32 each
 _LOGITS = 3  # logits, their log-softmax, its gradient
 _ROUNDING = 1.03  # what allocations are rounded up by, and small tensors that are not counted
+CHUNK_ELEMENTS = 1 << 22  # of a pseudo-gradient on the device at once
 STACK_ELEMENTS = 1 << 25  # of matrices that Muon steps at once on a GPU; a larger matrix is alone
 _STACKED_BYTES = 16  # per element of the matrices that Muon steps at once: updates, bf16 copies, products
 _LARGEST_MATRIX = 0.25  # share of a block's elements; its gradient exists twice until it is added
@@ -140,7 +141,7 @@ def replica_memory_bytes(table: plan_pb2.LayerTable, spec: RunSpec, samples: int
     masks = mask_memory(spec, table.layers, samples).of(1 if section.activation_checkpointing else len(blocks))
     flat = FLAT_COPIES * trained + frozen + borrowed
     working = _working_bytes(spec, samples, activations, vocabulary, trained + frozen)
-    return FP32_BYTES * flat + working + masks
+    return FP32_BYTES * flat + max(working, FP32_BYTES * min(trained, CHUNK_ELEMENTS)) + masks
 
 
 def _working_bytes(spec: RunSpec, samples: int, activations: BlockActivations, vocabulary: int, multiplied: int) -> int:
@@ -215,7 +216,7 @@ def built_in_memory_bytes(spec: RunSpec, shape: ModelShape, samples: int, *, cud
     working += FP32_BYTES * shape.dimension * shape.hidden_dimension  # a matrix's gradient, before it is added
     if cuda and section.name == "muon":
         working = max(working, _STACKED_BYTES * min(in_blocks, STACK_ELEMENTS))
-    return FP32_BYTES * flat + working + masks
+    return FP32_BYTES * flat + max(working, FP32_BYTES * min(shape.parameters, CHUNK_ELEMENTS)) + masks
 
 
 # --- several devices (training/fsdp_model.py) -------------------------------------------------------

@@ -27,11 +27,10 @@ from atoll.core.run_spec import RunSpec
 from atoll.node.data.data_report import DataReport
 from atoll.node.exchange.codecs import is_finite
 from atoll.node.model.local_weights import ALL, Weights
+from atoll.node.model.memory_estimate import CHUNK_ELEMENTS
 from atoll.node.training.loader import Loader
 from atoll.node.training.progress import Progress, Snapshot
 from atoll.node.training.sample_feed import SampleFeed
-
-CHUNK_ELEMENTS = 1 << 22  # of a pseudo-gradient on the device at once
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,7 @@ class Replica:
                     "the weights contain NaN or infinity: the hardware made an error, or the run diverged"
                 )
             self.weights.write_to(difference, out_E, chunk)
+            del difference  # before the next one
             done += len(anchor)
 
     def apply(
