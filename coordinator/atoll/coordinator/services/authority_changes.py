@@ -7,7 +7,8 @@ members hear of it: a change of gRPC's configuration must meet as few handshakes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
@@ -33,17 +34,18 @@ class AuthorityChanges:
         self._keys = keys
         self._take_over = take_over
         self._changing = asyncio.Lock()
+        self._begun: set[asyncio.Task[None]] = set()
 
     async def rotate(self, overlap_seconds: int) -> wire.AuthoritiesView:
         """Introduce a new authority beside the present one. Raises `InvalidTransition`, `InvalidRequest`."""
         if not 1 <= overlap_seconds <= MAX_OVERLAP_SECONDS:
             raise InvalidRequest(f"overlap_seconds is {overlap_seconds}; must be 1 to {MAX_OVERLAP_SECONDS}")
-        await asyncio.shield(self._rotate(overlap_seconds))  # members hear of what is on disk, though the caller left
+        await self._to_its_end(self._rotate(overlap_seconds))
         return self.view()
 
     async def retire(self, *, force: bool) -> wire.AuthoritiesView:
         """End trust in the old authority. Raises `InvalidTransition` if members need it, unless `force` is set."""
-        await asyncio.shield(self._retire_unless_needed(force=force))
+        await self._to_its_end(self._retire_unless_needed(force=force))
         return self.view()
 
     async def run(self) -> None:
@@ -77,6 +79,13 @@ class AuthorityChanges:
             until_unix_ms=trusted.until_ms,
             waiting=waiting[:MAX_NAMED],
         )
+
+    async def _to_its_end(self, change: Coroutine[Any, Any, None]) -> None:
+        """Make a change although its caller may leave: members must hear of what is on disk."""
+        task = asyncio.create_task(change)
+        self._begun.add(task)  # the event loop alone would not keep it
+        task.add_done_callback(self._begun.discard)
+        await asyncio.shield(task)
 
     async def _rotate(self, overlap_seconds: int) -> None:
         async with self._changing:

@@ -141,7 +141,12 @@ def replica_memory_bytes(table: plan_pb2.LayerTable, spec: RunSpec, samples: int
     masks = mask_memory(spec, table.layers, samples).of(1 if section.activation_checkpointing else len(blocks))
     flat = FLAT_COPIES * trained + frozen + borrowed
     working = _working_bytes(spec, samples, activations, vocabulary, trained + frozen)
-    return FP32_BYTES * flat + max(working, FP32_BYTES * min(trained, CHUNK_ELEMENTS)) + masks
+    return _persistent_and_working(flat, working, trained) + masks
+
+
+def _persistent_and_working(flat: int, working: int, trained: int) -> int:
+    """Add up a trainer's bytes: `flat` fp32 elements, and what a step or else a pseudo-gradient needs."""
+    return FP32_BYTES * flat + max(working, FP32_BYTES * min(trained, CHUNK_ELEMENTS))
 
 
 def _working_bytes(spec: RunSpec, samples: int, activations: BlockActivations, vocabulary: int, multiplied: int) -> int:
@@ -216,7 +221,7 @@ def built_in_memory_bytes(spec: RunSpec, shape: ModelShape, samples: int, *, cud
     working += FP32_BYTES * shape.dimension * shape.hidden_dimension  # a matrix's gradient, before it is added
     if cuda and section.name == "muon":
         working = max(working, _STACKED_BYTES * min(in_blocks, STACK_ELEMENTS))
-    return FP32_BYTES * flat + max(working, FP32_BYTES * min(shape.parameters, CHUNK_ELEMENTS)) + masks
+    return _persistent_and_working(flat, working, shape.parameters) + masks
 
 
 # --- several devices (training/fsdp_model.py) -------------------------------------------------------
