@@ -24,6 +24,7 @@ READY = timedelta(seconds=120)
 ROUNDS = timedelta(seconds=120)
 GONE = timedelta(seconds=5)
 BUSY = timedelta(seconds=30)
+LOG_LINES, LOG_WIDTH = 80, 400  # of each log, after a failure
 MARK = "REEF_TEST_ROOT"
 
 SPEC = """
@@ -155,8 +156,20 @@ async def process_swarm(root: Path) -> AsyncIterator[ProcessSwarm]:
     with nothing_left(root):
         try:
             yield swarm
+        except BaseException:
+            print_logs(root)
+            raise
         finally:
             await swarm.close()
+
+
+def print_logs(root: Path) -> None:
+    """What the programs said, so that a failure which is seldom can be explained from what the test printed."""
+    for log in sorted(root.glob("*/log")):
+        lines = log.read_text(errors="replace").splitlines()
+        print(f"--- {log}: {len(lines)} lines")
+        for line in lines[-LOG_LINES:]:
+            print(line[:LOG_WIDTH])
 
 
 @contextlib.contextmanager
