@@ -46,7 +46,8 @@ async def test_two_nodes_end_with_equal_anchors_and_a_signed_chain(tmp_path):
 
 async def told_of_abandoned(swarm):
     events = (await swarm.ctl("events", "--output", "json")).splitlines()
-    return [event["message"] for event in map(json.loads, events) if event["kind"] == "round.abandoned"]
+    found = [json.loads(line)["event"] for line in events]
+    return [event["message"] for event in found if event["kind"] == "round.abandoned"]
 
 
 async def told_measurements(swarm):
