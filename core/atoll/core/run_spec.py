@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from itertools import pairwise
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
@@ -242,6 +242,11 @@ def parse_run_spec(text: str, where: str = "run spec") -> RunSpec:
         read = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits and deep nesting
         raise RunSpecError(f"{where} is not TOML: {error}") from error
+    return check_run_spec(read, where)
+
+
+def check_run_spec(read: dict[str, Any], where: str = "run spec") -> RunSpec:
+    """Check a spec as `tomllib` reads it. Raises `RunSpecError`, which names every wrong key."""
     sync = read.get("sync")
     if isinstance(sync, dict) and sync.get("weights") in ("tokens", "roots"):
         del sync["weights"]  # a key of earlier releases, which wrote it into every resolved spec

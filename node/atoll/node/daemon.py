@@ -1,4 +1,4 @@
-"""Node daemon, read top-down: join the swarm → supervise → drain. `start.py` runs before it.
+"""Node daemon, read top-down: join the swarm → supervise → drain. `start.py` runs one for each run that it moves to.
 
 One asyncio process owns p2pd, the gate, the DHT, rounds, the coordinator link and the local API; the trainer is a child
 process. SIGTERM or SIGINT drains within a deadline; a second signal stops at once.
@@ -34,6 +34,7 @@ from atoll.node.control.manifest_answers import ManifestAnswers
 from atoll.node.direct.direct_path import DirectConfig
 from atoll.node.limits.enforcer import LimitEnforcer, LimitTargets, not_training
 from atoll.node.run.address_book import AddressBook
+from atoll.node.run.begin_membership import begin_membership
 from atoll.node.run.corpus_sharing import CorpusSharing
 from atoll.node.run.dial_scope import dial_policy
 from atoll.node.run.heartbeat import HeartbeatBuilder, bytes_sent
@@ -59,6 +60,7 @@ CLOSE_TIMEOUT = timedelta(seconds=5)
 SAVE_TIMEOUT = timedelta(seconds=60)
 KEEP_TIMEOUT = timedelta(seconds=60)  # for the optimiser's state, and no longer than is left of `STOP_TIMEOUT`
 STOP_TIMEOUT = timedelta(seconds=105)  # those who start nodes kill them after 120 s (deploy/)
+_ORDERS_TO_LEAVE = (mb.ORDER_DRAIN, mb.ORDER_MOVE)
 DRAINED_STAGE_LINGER = timedelta(seconds=20)  # a drained stage serves its layers so long before it leaves
 
 _log = log.get("daemon")
@@ -111,6 +113,8 @@ class Daemon:
         self._leaving = asyncio.Event()
         self._notify_socket = os.environ.get("NOTIFY_SOCKET", "")
         self._leave_reason = "left"
+        self._moves = False  # leaves this run for another one
+        self.stop_asked = False  # by a signal, the owner or the operator: no further run
         self._drain_timeout = DRAIN_TIMEOUT
         self._stop_by = math.inf  # monotonic
         self._host: SwarmHost | None = None
@@ -135,8 +139,16 @@ class Daemon:
             on_renewed=self._on_certificate_renewed,
         )
 
-    async def run(self) -> None:
-        """Start all parts, supervise them, drain when asked, close them."""
+    @property
+    def loaded(self) -> LoadedConfig:
+        """The configuration with the limits that apply now."""
+        return self._limit_enforcer.loaded
+
+    async def run(self) -> bool:
+        """Start all parts, supervise them, drain when asked, close them.
+
+        Returns True if the node moves to another run: the credentials on disk are for the next daemon.
+        """
         self._catch_signals()
         api = LocalApi(self._config.data_dir, self._commands())
         await api.start()
@@ -147,7 +159,7 @@ class Daemon:
             self._preload = self._preload_trainer(trainer_config)
             self._host = self._heartbeats.host = host = await self._join_unless_leaving()
             if host is None:
-                return
+                return False
             if "seed" in self._membership.roles:
                 self._status.enter(mb.NODE_STATE_READY, "seed: bootstraps the DHT and relays")
             else:
@@ -161,17 +173,18 @@ class Daemon:
         finally:
             await api.close()
             await self._close()
+        return self._moves and not self.stop_asked
 
     def _work(self, host: SwarmHost) -> list[Coroutine[Any, Any, None]]:
         """List what runs until the daemon leaves."""
         addresses = AddressBook(host, self._directives, self._identity.peer_id)
         work = [self._link.run(), self._fail_when_p2pd_ends(host), self._admitted(addresses.publish), self._watchdog()]
-        work.append(self._limit_enforcer.run())
+        work += [self._limit_enforcer.run(), self._leave_when_ordered()]
         if self._session is not None:
             prober = self._heartbeats.prober = PathProber(host, self._members, self._clock)
             if self._corpus is not None:
                 work.append(self._corpus.look_up(host, self._directives))
-            work += [self._admitted(self._session.run), addresses.look_up(), self._leave_when_ordered(), prober.run()]
+            work += [self._admitted(self._session.run), addresses.look_up(), prober.run()]
         return work
 
     async def _admitted(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -340,8 +353,9 @@ class Daemon:
             await asyncio.gather(*tasks, leaving, return_exceptions=True)
 
     async def _drain(self) -> None:
-        """Finish the round if it ends in time, send the last reports, and announce the leave."""
-        sdnotify.notify(self._notify_socket, "STOPPING=1")
+        """Finish the round if it ends in time, send the last reports, and announce the leave, or move."""
+        if not self._moves:
+            sdnotify.notify(self._notify_socket, "STOPPING=1")
         self._stop_by = self._clock.monotonic() + STOP_TIMEOUT.total_seconds()
         if self._session is not None and not self._session.finished.is_set():
             self._status.detail = "finishing the round, then leaving"  # the node stays in the plan until then
@@ -350,16 +364,29 @@ class Daemon:
                 most_seconds=self._drain_timeout.total_seconds(),
             )
             await self._session.next_round(self._drain_timeout)
-        plan, drained = self._directives.plan, self._directives.order == mb.ORDER_DRAIN
-        if drained and plan is not None and self._identity.peer_id in plan.former:
+        plan, ordered = self._directives.plan, self._directives.order in _ORDERS_TO_LEAVE
+        if ordered and plan is not None and self._identity.peer_id in plan.former:
             self._status.detail = "serving layers to other nodes, then leaving"
             await asyncio.sleep(DRAINED_STAGE_LINGER.total_seconds())
         self._status.enter(mb.NODE_STATE_DRAINING, "leaving")
         self._link.send_heartbeat_now()
         if self._link.connected:
             await self._link.flush(CLOSE_TIMEOUT)
-        await self._link.leave(self._leave_reason)
-        _log.info("left", reason=self._leave_reason)
+        if self._moves and not self.stop_asked:
+            await self._move()
+        else:
+            await self._link.leave(self._leave_reason)
+            _log.info("left", reason=self._leave_reason)
+
+    async def _move(self) -> None:
+        """Become a member of the run that this node is assigned to. After an error the next daemon is told again."""
+        try:
+            credentials = await self._link.move_to_run()
+            begin_membership(self._config.data_dir, credentials)
+        except AtollError as error:
+            _log.warning("not moved to another run yet", reason=str(error))
+        else:
+            _log.info("moved", run=credentials.run_id)
 
     async def _save_state(self, session: TrainingSession) -> None:
         """Write a checkpoint from which the next start of this node, or of the whole swarm, continues."""
@@ -379,11 +406,13 @@ class Daemon:
             await asyncio.sleep(seconds)
 
     async def _leave_when_ordered(self) -> None:
-        await self._directives.until(
-            lambda: self._directives.order == mb.ORDER_DRAIN or self._directives.run_state == mb.RUN_STATE_STOPPED
+        directives, trains = self._directives, self._session is not None
+        await directives.until(
+            lambda: directives.order in _ORDERS_TO_LEAVE or (trains and directives.run_state == mb.RUN_STATE_STOPPED)
         )
-        drained = self._directives.order == mb.ORDER_DRAIN
-        self.leave("drained by the operator" if drained else "the operator stopped the run")
+        reasons = {mb.ORDER_DRAIN: "drained by the operator", mb.ORDER_MOVE: "moved to another run by the operator"}
+        self._moves = directives.order == mb.ORDER_MOVE
+        self.leave(reasons.get(directives.order, "the operator stopped the run"))
 
     # --- events --------------------------------------------------------------------------------------
 
@@ -396,6 +425,10 @@ class Daemon:
         loop = asyncio.get_running_loop()
 
         def on_signal(number: signal.Signals) -> None:
+            if self._moves and not self.stop_asked:
+                self.stop_asked = True
+                _log.info("stopping instead of moving to another run", signal=number.name)
+                return
             if self._leaving.is_set():
                 _log.warning("second signal: stopping at once")
                 os._exit(128 + number)  # children die with us
@@ -492,11 +525,12 @@ class Daemon:
 
     async def _api_finish(self, _: dict[str, Any]) -> dict[str, Any]:
         warning = self._limit_enforcer.finish()
+        self.stop_asked = True
         self.leave("finished by its owner")
         return {"leaving": True, "warning": warning}
 
     async def _api_leave(self, _: dict[str, Any]) -> dict[str, Any]:
-        self._drain_timeout = timedelta(0)
+        self._drain_timeout, self.stop_asked = timedelta(0), True
         self.leave("stopped by its owner")
         return {"leaving": True}
 

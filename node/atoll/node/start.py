@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import TYPE_CHECKING
 
 from atoll.core import log
 from atoll.core.clock import Clock
@@ -20,11 +21,14 @@ from atoll.node.control.credentials import Credentials
 from atoll.node.control.enrol import enrol
 from atoll.node.control.identity_rotation import KEY_FILE, finish_rotation
 from atoll.node.limits.owner_files import OwnerIntent, save_owner_intent
-from atoll.node.state.vote_store import VoteStore
+from atoll.node.run.begin_membership import begin_membership
 from atoll.node.swarm.lazy_hivemind import install_lazy_hivemind
 from atoll.node.system.data_dir_lock import data_dir_lock
 from atoll.node.system.malloc_arenas import limit_malloc_arenas
 from atoll.node.trainer.trainer_process import LOG_NAME, TrainerProcess
+
+if TYPE_CHECKING:
+    from atoll.node.daemon import Daemon
 
 MAX_FILES = 1 << 16  # file descriptors: a libp2p stream takes four here and four in p2pd
 
@@ -47,13 +51,25 @@ async def run_daemon(loaded: LoadedConfig, token: JoinToken | None, clock: Clock
         use_huge_pages()
         raise_descriptor_limit(MAX_FILES)  # p2pd gets as many
         install_lazy_hivemind()
+        await _serve_runs(loaded, identity, credentials, clock)
+
+
+async def _serve_runs(loaded: LoadedConfig, identity: Identity, credentials: Credentials, clock: Clock) -> None:
+    """Run a daemon; when it has moved to another run, or is to try that again, run the next one."""
+    daemon: Daemon | None = None
+    while True:
         async with contextlib.AsyncExitStack() as undo:
-            child = await _start_child(config, credentials, clock)
+            child = await _start_child(loaded.config, credentials, clock)
             if child is not None:
                 undo.push_async_callback(child.end)
             from atoll.node.daemon import Daemon  # here, because torch and hivemind take seconds to import
 
-            await Daemon(loaded, identity, credentials, clock, child).run()
+            if daemon is not None and daemon.stop_asked:
+                return
+            daemon = Daemon(loaded, identity, credentials, clock, child)
+            if not await daemon.run():
+                return
+        loaded, credentials = daemon.loaded, Credentials.load(loaded.config.data_dir) or credentials
 
 
 async def _start_child(config: NodeConfig, credentials: Credentials, clock: Clock) -> TrainerProcess | None:
@@ -85,8 +101,5 @@ async def load_or_enrol(
             "ask your operator for a token, then: atoll join --token - (and paste it)",
         )
     credentials = await enrol(token, identity, name, clock)
-    run_dir = config.path("runs", credentials.run_id)
-    if not run_dir.exists():  # a new member has no earlier vote; without a record of that it would abstain
-        VoteStore(make_private_dir(run_dir)).begin()
-    credentials.save(config.data_dir)
+    begin_membership(config.data_dir, credentials)
     return credentials

@@ -65,6 +65,11 @@ class AdminStub:
                 request_serializer=atoll_dot_v1_dot_admin__pb2.DrainNodeRequest.SerializeToString,
                 response_deserializer=atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
                 _registered_method=True)
+        self.AssignNode = channel.unary_unary(
+                '/atoll.v1.Admin/AssignNode',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.AssignNodeRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
+                _registered_method=True)
         self.SetProbation = channel.unary_unary(
                 '/atoll.v1.Admin/SetProbation',
                 request_serializer=atoll_dot_v1_dot_admin__pb2.SetProbationRequest.SerializeToString,
@@ -225,6 +230,13 @@ class AdminServicer:
 
     def DrainNode(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AssignNode(self, request, context):
+        """Has a node finish its round, then move to another run. Its present run: it stays.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -421,6 +433,11 @@ def add_AdminServicer_to_server(servicer, server):
             'DrainNode': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainNode,
                     request_deserializer=atoll_dot_v1_dot_admin__pb2.DrainNodeRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.NodeView.SerializeToString,
+            ),
+            'AssignNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.AssignNode,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.AssignNodeRequest.FromString,
                     response_serializer=atoll_dot_v1_dot_admin__pb2.NodeView.SerializeToString,
             ),
             'SetProbation': grpc.unary_unary_rpc_method_handler(
@@ -705,6 +722,33 @@ class Admin:
             target,
             '/atoll.v1.Admin/DrainNode',
             atoll_dot_v1_dot_admin__pb2.DrainNodeRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AssignNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/AssignNode',
+            atoll_dot_v1_dot_admin__pb2.AssignNodeRequest.SerializeToString,
             atoll_dot_v1_dot_admin__pb2.NodeView.FromString,
             options,
             channel_credentials,

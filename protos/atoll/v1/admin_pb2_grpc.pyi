@@ -41,6 +41,8 @@ class AdminStub:
     GetNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetNodeRequest, _admin_pb2.NodeView]
     """Finds by peer id, unique prefix of a peer id, or node name. NOT_FOUND, or FAILED_PRECONDITION when ambiguous."""
     DrainNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainNodeRequest, _admin_pb2.NodeView]
+    AssignNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AssignNodeRequest, _admin_pb2.NodeView]
+    """Has a node finish its round, then move to another run. Its present run: it stays."""
     SetProbation: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetProbationRequest, _admin_pb2.NodeView]
     """Vouches for a node, or puts it on probation."""
     BanNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.BanNodeRequest, _admin_pb2.NodeView]
@@ -95,6 +97,8 @@ class AdminAsyncStub(AdminStub):
     GetNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetNodeRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
     """Finds by peer id, unique prefix of a peer id, or node name. NOT_FOUND, or FAILED_PRECONDITION when ambiguous."""
     DrainNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainNodeRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
+    AssignNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.AssignNodeRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
+    """Has a node finish its round, then move to another run. Its present run: it stays."""
     SetProbation: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetProbationRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
     """Vouches for a node, or puts it on probation."""
     BanNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.BanNodeRequest, _admin_pb2.NodeView]  # type: ignore[assignment]
@@ -182,6 +186,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DrainNodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.NodeView, _abc.Awaitable[_admin_pb2.NodeView]]: ...
+
+    @_abc_1.abstractmethod
+    def AssignNode(
+        self,
+        request: _admin_pb2.AssignNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.NodeView, _abc.Awaitable[_admin_pb2.NodeView]]:
+        """Has a node finish its round, then move to another run. Its present run: it stays."""
 
     @_abc_1.abstractmethod
     def SetProbation(

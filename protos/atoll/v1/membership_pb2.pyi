@@ -38,6 +38,7 @@ class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ORDER_UNSPECIFIED: _ClassVar[Order]
     ORDER_WRITE_GENESIS: _ClassVar[Order]
     ORDER_DRAIN: _ClassVar[Order]
+    ORDER_MOVE: _ClassVar[Order]
 NODE_STATE_UNSPECIFIED: NodeState
 NODE_STATE_JOINING: NodeState
 NODE_STATE_READY: NodeState
@@ -58,6 +59,7 @@ RUN_STATE_STOPPED: RunState
 ORDER_UNSPECIFIED: Order
 ORDER_WRITE_GENESIS: Order
 ORDER_DRAIN: Order
+ORDER_MOVE: Order
 
 class RenewRequest(_message.Message):
     __slots__ = ("csr_der", "csr_signature")
@@ -96,6 +98,24 @@ class RotateIdentityResponse(_message.Message):
     membership: _common_pb2.Signed
     deny_list: _common_pb2.Signed
     def __init__(self, certificate_chain_pem: _Optional[bytes] = ..., membership: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+
+class MoveToRunRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MoveToRunResponse(_message.Message):
+    __slots__ = ("run_id", "run_spec_toml", "membership", "seeds", "deny_list")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    RUN_SPEC_TOML_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
+    SEEDS_FIELD_NUMBER: _ClassVar[int]
+    DENY_LIST_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    run_spec_toml: str
+    membership: _common_pb2.Signed
+    seeds: _containers.RepeatedScalarFieldContainer[str]
+    deny_list: _common_pb2.Signed
+    def __init__(self, run_id: _Optional[str] = ..., run_spec_toml: _Optional[str] = ..., membership: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., seeds: _Optional[_Iterable[str]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
 
 class LayerTime(_message.Message):
     __slots__ = ("kind", "forward_seconds_per_token", "backward_seconds_per_token")
@@ -292,7 +312,7 @@ class Promise(_message.Message):
     def __init__(self, round: _Optional[int] = ..., plan_version: _Optional[int] = ..., attempt: _Optional[int] = ..., voted: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("sequence", "profile", "status", "multiaddrs", "rounds", "evaluations", "genesis", "corpus_digest", "checkpoints", "checkpoints_changed", "paths", "deny_list", "layers", "manifests", "instance", "challenge_answer", "promised", "training_audits")
+    __slots__ = ("sequence", "profile", "status", "multiaddrs", "rounds", "evaluations", "genesis", "corpus_digest", "checkpoints", "checkpoints_changed", "paths", "deny_list", "layers", "manifests", "instance", "challenge_answer", "promised", "training_audits", "run_id")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +331,7 @@ class HeartbeatRequest(_message.Message):
     CHALLENGE_ANSWER_FIELD_NUMBER: _ClassVar[int]
     PROMISED_FIELD_NUMBER: _ClassVar[int]
     TRAINING_AUDITS_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     profile: NodeProfile
     status: NodeStatus
@@ -329,7 +350,8 @@ class HeartbeatRequest(_message.Message):
     challenge_answer: bytes
     promised: Promise
     training_audits: _containers.RepeatedCompositeFieldContainer[TrainingAudit]
-    def __init__(self, sequence: _Optional[int] = ..., profile: _Optional[_Union[NodeProfile, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationReport, _Mapping]]] = ..., genesis: _Optional[_Union[GenesisReport, _Mapping]] = ..., corpus_digest: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., checkpoints_changed: _Optional[bool] = ..., paths: _Optional[_Iterable[_Union[PeerPath, _Mapping]]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., manifests: _Optional[_Union[ManifestAnswer, _Mapping]] = ..., instance: _Optional[bytes] = ..., challenge_answer: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ..., training_audits: _Optional[_Iterable[_Union[TrainingAudit, _Mapping]]] = ...) -> None: ...
+    run_id: str
+    def __init__(self, sequence: _Optional[int] = ..., profile: _Optional[_Union[NodeProfile, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationReport, _Mapping]]] = ..., genesis: _Optional[_Union[GenesisReport, _Mapping]] = ..., corpus_digest: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., checkpoints_changed: _Optional[bool] = ..., paths: _Optional[_Iterable[_Union[PeerPath, _Mapping]]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., manifests: _Optional[_Union[ManifestAnswer, _Mapping]] = ..., instance: _Optional[bytes] = ..., challenge_answer: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ..., training_audits: _Optional[_Iterable[_Union[TrainingAudit, _Mapping]]] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class ManifestRequest(_message.Message):
     __slots__ = ("first", "count")

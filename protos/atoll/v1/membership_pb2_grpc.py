@@ -49,6 +49,11 @@ class MembershipServiceStub:
                 request_serializer=atoll_dot_v1_dot_membership__pb2.RotateIdentityRequest.SerializeToString,
                 response_deserializer=atoll_dot_v1_dot_membership__pb2.RotateIdentityResponse.FromString,
                 _registered_method=True)
+        self.MoveToRun = channel.unary_unary(
+                '/atoll.v1.MembershipService/MoveToRun',
+                request_serializer=atoll_dot_v1_dot_membership__pb2.MoveToRunRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_membership__pb2.MoveToRunResponse.FromString,
+                _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/atoll.v1.MembershipService/Leave',
                 request_serializer=atoll_dot_v1_dot_membership__pb2.LeaveRequest.SerializeToString,
@@ -86,6 +91,14 @@ class MembershipServiceServicer:
     def RotateIdentity(self, request, context):
         """Moves the caller's membership to a new identity key, and denies the old one. Safe to repeat: the same statement gets
         the same answer. PERMISSION_DENIED: banned, or another key has replaced this one; RESOURCE_EXHAUSTED: too often.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MoveToRun(self, request, context):
+        """Moves the caller to the run that the operator assigned it to. Safe to repeat: without an order it answers with the
+        caller's present run. PERMISSION_DENIED: banned, or another key has replaced this one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,6 +142,11 @@ def add_MembershipServiceServicer_to_server(servicer, server):
                     servicer.RotateIdentity,
                     request_deserializer=atoll_dot_v1_dot_membership__pb2.RotateIdentityRequest.FromString,
                     response_serializer=atoll_dot_v1_dot_membership__pb2.RotateIdentityResponse.SerializeToString,
+            ),
+            'MoveToRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveToRun,
+                    request_deserializer=atoll_dot_v1_dot_membership__pb2.MoveToRunRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_membership__pb2.MoveToRunResponse.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
@@ -227,6 +245,33 @@ class MembershipService:
             '/atoll.v1.MembershipService/RotateIdentity',
             atoll_dot_v1_dot_membership__pb2.RotateIdentityRequest.SerializeToString,
             atoll_dot_v1_dot_membership__pb2.RotateIdentityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveToRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.MembershipService/MoveToRun',
+            atoll_dot_v1_dot_membership__pb2.MoveToRunRequest.SerializeToString,
+            atoll_dot_v1_dot_membership__pb2.MoveToRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

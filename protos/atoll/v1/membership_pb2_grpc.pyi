@@ -39,6 +39,10 @@ class MembershipServiceStub:
     """Moves the caller's membership to a new identity key, and denies the old one. Safe to repeat: the same statement gets
     the same answer. PERMISSION_DENIED: banned, or another key has replaced this one; RESOURCE_EXHAUSTED: too often.
     """
+    MoveToRun: _grpc.UnaryUnaryMultiCallable[_membership_pb2.MoveToRunRequest, _membership_pb2.MoveToRunResponse]
+    """Moves the caller to the run that the operator assigned it to. Safe to repeat: without an order it answers with the
+    caller's present run. PERMISSION_DENIED: banned, or another key has replaced this one.
+    """
     Leave: _grpc.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.LeaveResponse]
     """Announces that the caller leaves. The next plan does not contain it."""
     Vote: _grpc.UnaryUnaryMultiCallable[_membership_pb2.VoteRequest, _membership_pb2.VoteResponse]
@@ -56,6 +60,10 @@ class MembershipServiceAsyncStub(MembershipServiceStub):
     RotateIdentity: _aio.UnaryUnaryMultiCallable[_membership_pb2.RotateIdentityRequest, _membership_pb2.RotateIdentityResponse]  # type: ignore[assignment]
     """Moves the caller's membership to a new identity key, and denies the old one. Safe to repeat: the same statement gets
     the same answer. PERMISSION_DENIED: banned, or another key has replaced this one; RESOURCE_EXHAUSTED: too often.
+    """
+    MoveToRun: _aio.UnaryUnaryMultiCallable[_membership_pb2.MoveToRunRequest, _membership_pb2.MoveToRunResponse]  # type: ignore[assignment]
+    """Moves the caller to the run that the operator assigned it to. Safe to repeat: without an order it answers with the
+    caller's present run. PERMISSION_DENIED: banned, or another key has replaced this one.
     """
     Leave: _aio.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.LeaveResponse]  # type: ignore[assignment]
     """Announces that the caller leaves. The next plan does not contain it."""
@@ -89,6 +97,16 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_membership_pb2.RotateIdentityResponse, _abc.Awaitable[_membership_pb2.RotateIdentityResponse]]:
         """Moves the caller's membership to a new identity key, and denies the old one. Safe to repeat: the same statement gets
         the same answer. PERMISSION_DENIED: banned, or another key has replaced this one; RESOURCE_EXHAUSTED: too often.
+        """
+
+    @_abc_1.abstractmethod
+    def MoveToRun(
+        self,
+        request: _membership_pb2.MoveToRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_membership_pb2.MoveToRunResponse, _abc.Awaitable[_membership_pb2.MoveToRunResponse]]:
+        """Moves the caller to the run that the operator assigned it to. Safe to repeat: without an order it answers with the
+        caller's present run. PERMISSION_DENIED: banned, or another key has replaced this one.
         """
 
     @_abc_1.abstractmethod

@@ -50,8 +50,7 @@ def list_nodes(run: RunOption = "", output: OutputOption = Output.TEXT, credenti
     """
     with connect(credentials) as client:
         nodes = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=run)).nodes
-    rows = [_row(node, time.time()) for node in nodes]
-    show(output, {"nodes": [message_dict(node) for node in nodes]}, _columns(nodes), rows)
+    show_nodes(output, nodes)
 
 
 @app.command("show")
@@ -146,6 +145,12 @@ def unban(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: C
     show(output, {"node": message_dict(view)}, _COLUMNS, [_row(view, time.time())])
 
 
+def show_nodes(output: Output, nodes: Sequence[wire.NodeView]) -> None:
+    """Print nodes as `node list` does."""
+    rows = [_row(node, time.time()) for node in nodes]
+    show(output, {"nodes": [message_dict(node) for node in nodes]}, _columns(nodes), rows)
+
+
 def _columns(nodes: Sequence[wire.NodeView]) -> list[Column]:
     """Table columns; the run is never dropped if the nodes belong to several runs."""
     several = len({node.run_id for node in nodes}) > 1
@@ -158,7 +163,10 @@ def _state(node: wire.NodeView) -> str:
     if not node.connected:
         return "offline"
     word = enum_word(mb.NodeState.DESCRIPTOR, node.status.state).replace("_", " ")
-    word += ", will drain" if node.draining and word != "draining" else ""
+    if node.assigned_run:
+        word += f", will move to {node.assigned_run}"
+    elif node.draining and word != "draining":
+        word += ", will drain"
     return f"{word}, on probation" if node.on_probation else word
 
 
@@ -167,7 +175,7 @@ def _row(node: wire.NodeView, now: float) -> JsonObject:
         "name": node.name,
         "peer": f"…{node.peer_id[-8:]}",
         "run_id": node.run_id,
-        "role": _roles(node),
+        "role": roles(node),
         "state": _state(node),
         "device": node.profile.device_name or node.profile.device or "–",
         "pace": count_or_dash(node.status.tokens_per_second) if node.connected else "–",
@@ -184,7 +192,7 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("name", node.name),
         ("peer id", node.peer_id),
         ("run", node.run_id),
-        ("role", _roles(node)),
+        ("role", roles(node)),
         ("state", _state(node)),
         ("status", status.detail or "–"),
         ("enrolled", local_time(node.enrolled_unix_ms)),
@@ -265,5 +273,5 @@ def _round_trips(node: wire.NodeView) -> str:
     return f"{min(times):.0f}–{max(times):.0f} ms to {members}" if times else "–"
 
 
-def _roles(node: wire.NodeView) -> str:
+def roles(node: wire.NodeView) -> str:
     return ", ".join(enum_word(pb.Role.DESCRIPTOR, role) for role in node.roles)

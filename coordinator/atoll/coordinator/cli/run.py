@@ -23,7 +23,7 @@ from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import membership_pb2 as mb
 
 _SHOWN = 8
-app = typer.Typer(help="Runs: create, list, show, rounds, start, pause, stop, recover.", no_args_is_help=True)
+app = typer.Typer(help="Runs: create, clone, show, start, pause, stop, recover; assign nodes.", no_args_is_help=True)
 RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="needed only if there are several runs")]
 _COLUMNS = [
     Column("run", "run_id"),
@@ -70,7 +70,7 @@ def create(
     request = wire.CreateRunRequest(spec_toml=text, start=start)
     with connect(credentials) as client:
         run = client.call(client.stub.CreateRun, request)
-    _show_rows(output, {"run": message_dict(run)}, [run])
+    show_runs(output, {"run": message_dict(run)}, [run])
     _print_spec_notes(text)
     if not start:
         print_to_stderr(f"start it with: atollctl run start {run.run_id}")
@@ -97,7 +97,7 @@ def list_runs(output: OutputOption = Output.TEXT, credentials: CredentialsOption
     """
     with connect(credentials) as client:
         runs = client.call(client.stub.ListRuns, wire.ListRunsRequest()).runs
-    _show_rows(output, {"runs": [message_dict(run) for run in runs]}, list(runs))
+    show_runs(output, {"runs": [message_dict(run) for run in runs]}, list(runs))
 
 
 @app.command("show")
@@ -150,7 +150,7 @@ def start(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials
     """
     with connect(credentials) as client:
         view = client.call(client.stub.StartRun, wire.RunRequest(run_id=run))
-    _show_rows(output, {"run": message_dict(view)}, [view])
+    show_runs(output, {"run": message_dict(view)}, [view])
 
 
 @app.command()
@@ -163,7 +163,7 @@ def pause(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials
     """
     with connect(credentials) as client:
         view = client.call(client.stub.PauseRun, wire.RunRequest(run_id=run))
-    _show_rows(output, {"run": message_dict(view)}, [view])
+    show_runs(output, {"run": message_dict(view)}, [view])
 
 
 @app.command()
@@ -176,7 +176,7 @@ def stop(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials:
     """
     with connect(credentials) as client:
         view = client.call(client.stub.StopRun, wire.RunRequest(run_id=run))
-    _show_rows(output, {"run": message_dict(view)}, [view])
+    show_runs(output, {"run": message_dict(view)}, [view])
 
 
 @app.command()
@@ -210,7 +210,7 @@ def recover(
             if not ask_interactively(lambda: typer.confirm("recover it?", err=True)):
                 raise UsageError("nothing was done", "answer yes, or pass --yes")
         view = client.call(client.stub.RecoverRun, wire.RecoverRunRequest(run_id=view.run_id, force=force))
-    _show_rows(output, {"run": message_dict(view)}, [view])
+    show_runs(output, {"run": message_dict(view)}, [view])
 
 
 def _holders_by_round(rounds: list[int]) -> str:
@@ -227,7 +227,8 @@ def _read(file: Path) -> str:
         raise ConfigError(f"{file} is not text", "a run spec is a TOML file in UTF-8") from error
 
 
-def _show_rows(output: Output, document: JsonObject, runs: list[wire.RunView]) -> None:
+def show_runs(output: Output, document: JsonObject, runs: list[wire.RunView]) -> None:
+    """Print runs as `run list` does."""
     show(output, document, _COLUMNS, [_row(run) for run in runs])
 
 

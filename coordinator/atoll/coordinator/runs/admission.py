@@ -139,13 +139,14 @@ def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, app
     A draining node that presents a new token is no longer draining. A token neither puts a known node on probation nor
     ends that.
     """
-    name = _unique_name(state, token.run_id, applicant)
+    name = unique_name(state, token.run_id, applicant.peer_id, applicant.node_name)
     if known is not None and known.run_id == token.run_id:
         admitted = replace(known, name=name, roles=token.roles, enrolled_ms=now.unix_ms, token_id=token.token_id)
         admitted = replace(admitted, authority=applicant.authority)
         repeated = known.token_id == token.token_id
-        draining, rotations = (known.draining, known.rotations) if repeated else (False, 0)
-        return replace(admitted, epoch=known.epoch + 1, left=False, draining=draining, rotations=rotations)
+        if not repeated:
+            admitted = replace(admitted, draining=False, assigned_run="", rotations=0)
+        return replace(admitted, epoch=known.epoch + 1, left=False)
     return Node(
         peer_id=applicant.peer_id,
         name=name,
@@ -194,20 +195,26 @@ def set_probation(state: State, now: StepTime, text: str, *, on_probation: bool)
 
 
 def drain(state: State, now: StepTime, text: str) -> Step[Node]:
-    """Ask a node to finish its round and leave. Raises `NotFound`, `Ambiguous`."""
+    """Ask a node to finish its round and leave, also one that was to move. Raises `NotFound`, `Ambiguous`."""
     node = lookup.node(state, text)
     draft = Draft(state, now)
-    if not node.draining:
-        node = replace(node, draining=True)
-        draft.put(node)
-        live = state.live.get(node.peer_id)
-        if live is not None:
-            draft.set_live(
-                node.peer_id,
-                replace(live, drain_since=now.monotonic, handing_over=hand_over.must_hand_over(state, node)),
-            )
+    if not node.draining or node.assigned_run:
+        draft.put(replace(node, assigned_run=""))
+        begin_drain(draft, node.peer_id)
         draft.event("node.draining", node.run_id, node.peer_id, f"{node.name} was asked to drain")
-    return draft.done(node)
+    return draft.done(draft.state.nodes[node.peer_id])
+
+
+def begin_drain(draft: Draft, peer_id: str) -> None:
+    """Have a node finish its round, and hand over its layers if it is a stage. Does nothing if it drains already."""
+    node, live = draft.state.nodes[peer_id], draft.state.live.get(peer_id)
+    if node.draining:
+        return
+    node = replace(node, draining=True)
+    draft.put(node)
+    if live is not None:
+        must_hand_over = hand_over.must_hand_over(draft.state, node)
+        draft.set_live(peer_id, replace(live, drain_since=draft.now.monotonic, handing_over=must_hand_over))
 
 
 def ban(state: State, now: StepTime, text: str, reason: str) -> Step[Node]:
@@ -276,7 +283,8 @@ def leave(state: State, now: StepTime, peer_id: str, reason: str, instance: byte
     node, reason = lookup.caller(state, peer_id), clean(reason, MAX_REASON_CHARACTERS)
     draft = Draft(state, now)
     if not (node.left or node.replaced_by) and not is_of_another_process(state.live.get(peer_id), instance):
-        draft.put(replace(node, left=True, draining=False, last_seen_ms=now.unix_ms))
+        draining = bool(node.assigned_run)  # it moves when it comes back
+        draft.put(replace(node, left=True, draining=draining, last_seen_ms=now.unix_ms))
         because = f": {reason}" if reason else ""
         if charge_row(draft, peer_id):
             draft.event("node.left", node.run_id, peer_id, f"{node.name} left{because}")
@@ -324,13 +332,13 @@ def _check_token(state: State, now: StepTime, applicant: Applicant, *, spent: bo
     return token
 
 
-def _unique_name(state: State, run_id: str, applicant: Applicant) -> str:
-    """The requested name, with a number added if another peer of the run, or of its plan, has it."""
+def unique_name(state: State, run_id: str, peer_id: str, wanted: str) -> str:
+    """The wanted name, with a number added if another peer of the run, or of its plan, has it."""
     plan = state.memory[run_id].plan
     peers = {*(node.peer_id for node in state.members_of(run_id)), *(plan.members if plan else ())}
-    taken = {state.nodes[peer].name for peer in peers - {applicant.peer_id} if not state.nodes[peer].replaced_by}
-    name, number = applicant.node_name, 2
+    taken = {state.nodes[peer].name for peer in peers - {peer_id} if not state.nodes[peer].replaced_by}
+    name, number = wanted, 2
     while name in taken:
-        name = f"{applicant.node_name[:58]}-{number}"
+        name = f"{wanted[:58]}-{number}"
         number += 1
     return name

@@ -17,7 +17,7 @@ from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.interceptors import refuse_retired
 from atoll.coordinator.live import pinning, plan_apply
-from atoll.coordinator.runs import admission, checkpoints, lifecycle, recovery
+from atoll.coordinator.runs import admission, assignment, checkpoints, lifecycle, recovery
 from atoll.coordinator.services import plan_views, views
 from atoll.coordinator.services.authority_changes import AuthorityChanges
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
@@ -115,6 +115,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def DrainNode(self, request: wire.DrainNodeRequest, context: Context) -> wire.NodeView:
         """Ask a node to finish its round and leave."""
         return self._node(await self._controller.do(lambda state, now: admission.drain(state, now, request.node)))
+
+    async def AssignNode(self, request: wire.AssignNodeRequest, context: Context) -> wire.NodeView:
+        """Order a node to move to another run."""
+        return self._node(
+            await self._controller.do(lambda state, now: assignment.assign(state, now, request.node, request.run_id))
+        )
 
     async def SetProbation(self, request: wire.SetProbationRequest, context: Context) -> wire.NodeView:
         """Vouch for a node, or put it on probation."""

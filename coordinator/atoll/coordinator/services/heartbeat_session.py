@@ -36,6 +36,7 @@ class HeartbeatSession:
         self._session = session
         self._received_sequence = 0  # of the last request that is durable
         self._received_any = False
+        self._moved = False  # the node moved to another run and does not know it yet: its answer was lost
         self._acknowledgement_due = False
         self._responded = False
         self._sent_plan_version = 0  # the plan version that the node has
@@ -57,6 +58,10 @@ class HeartbeatSession:
         """Apply every request as one step; set `changed` after each, and when the stream ends."""
         try:
             async for request in requests:
+                if not self._received_any:
+                    self._moved = request.run_id not in ("", self._controller.state.nodes[self._peer_id].run_id)
+                if self._moved:  # the rest is of the old run
+                    request = mb.HeartbeatRequest(sequence=request.sequence, challenge_answer=request.challenge_answer)
                 await self._controller.do(
                     lambda state, now, request=request: machine.heartbeat(  # type: ignore[misc]
                         state, now, self._peer_id, self._session, request
@@ -82,6 +87,8 @@ class HeartbeatSession:
         node, live = machine.check_session(state, self._peer_id, self._session)
         if not self._received_any:
             return None
+        if self._moved:
+            return self._order_to_move()
         run = state.runs[node.run_id]
         response = mb.HeartbeatResponse(
             acknowledged_sequence=self._received_sequence,
@@ -112,6 +119,13 @@ class HeartbeatSession:
         self._responded = True
         self._acknowledgement_due = False
         return response
+
+    def _order_to_move(self) -> mb.HeartbeatResponse | None:
+        if not self._acknowledgement_due:
+            return None
+        self._acknowledgement_due = False
+        unix_ms = self._controller.moment().unix_ms
+        return mb.HeartbeatResponse(acknowledged_sequence=self._received_sequence, unix_ms=unix_ms, order=mb.ORDER_MOVE)
 
     def _add_plan(self, response: mb.HeartbeatResponse, node: Node) -> bool:
         run = self._controller.state.runs[node.run_id]

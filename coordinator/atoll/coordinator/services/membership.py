@@ -1,4 +1,4 @@
-"""`MembershipService`: renew, rotate, heartbeat, vote, upload, leave.
+"""`MembershipService`: renew, rotate, move, heartbeat, vote, upload, leave.
 
 A thin layer; the rules are in `runs/` and `rounds/`. A heartbeat stream is two tasks. One applies what the node
 sends, step by step, and records the last durable request. The other responds when a request is unacknowledged or
@@ -18,7 +18,7 @@ from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.interceptors import NODE_SUBJECT_PREFIX, caller, issuer, refuse_retired
 from atoll.coordinator.rounds import coordinator_seat
-from atoll.coordinator.runs import admission, identity_claims, identity_rotation, machine
+from atoll.coordinator.runs import admission, assignment, identity_claims, identity_rotation, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.services.enrolment import membership_of
@@ -40,7 +40,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
-    """`Renew`, `RotateIdentity`, `Heartbeat`, `Vote`, `UploadCheckpoint`, `Leave`."""
+    """`Renew`, `RotateIdentity`, `MoveToRun`, `Heartbeat`, `Vote`, `UploadCheckpoint`, `Leave`."""
 
     def __init__(
         self, controller: Controller, keys: CoordinatorKeys, uploads: CheckpointRelay, stopping: asyncio.Event
@@ -78,6 +78,21 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         return mb.RotateIdentityResponse(
             certificate_chain_pem=self._keys.issue_node(request.csr_der, node.peer_id),
             membership=membership_of(self._controller, node),
+            deny_list=self._controller.signed.deny_list,
+        )
+
+    async def MoveToRun(  # noqa: N802
+        self, request: mb.MoveToRunRequest, context: Context
+    ) -> mb.MoveToRunResponse:
+        """Move the caller to the run that it is assigned to, and return what it needs there."""
+        peer_id = caller(context, NODE_SUBJECT_PREFIX)
+        node = await self._controller.do(lambda state, now: assignment.move(state, now, peer_id))
+        state = self._controller.state
+        return mb.MoveToRunResponse(
+            run_id=node.run_id,
+            run_spec_toml=state.runs[node.run_id].spec_toml,
+            membership=membership_of(self._controller, node),
+            seeds=admission.seeds_of(state, node.run_id),
             deny_list=self._controller.signed.deny_list,
         )
 

@@ -61,6 +61,7 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
         connected=live is not None and live.connected,
         banned=node.banned,
         draining=node.draining,
+        assigned_run=node.assigned_run,
         on_probation=node.on_probation,
         multiaddrs=node.multiaddrs,
         availability=availability(node, live, monotonic),
@@ -204,7 +205,7 @@ def order_for(state: State, node: Node) -> mb.Order:
     """The order that a node should follow now."""
     live = state.live.get(node.peer_id)
     if node.draining and not (live is not None and live.handing_over):
-        return mb.ORDER_DRAIN
+        return mb.ORDER_MOVE if node.assigned_run else mb.ORDER_DRAIN
     memory, run = state.memory[node.run_id], state.runs[node.run_id]
     if (
         run.state == "GENESIS"

@@ -110,6 +110,19 @@ class LiveNode:
         """True if a heartbeat stream is open."""
         return self.session != 0
 
+    def begun_anew(self, now: float) -> LiveNode:
+        """Without a stream and without what the node reported; its allowances are not refilled."""
+        return LiveNode(
+            session=0,
+            last_message_at=now,
+            counted_as_lost=True,  # it was not there yet: that is no loss
+            row_allowance=self.row_allowance,
+            refusal_allowance=self.refusal_allowance,
+            memory_change_allowance=self.memory_change_allowance,
+            dropped_reports=self.dropped_reports,
+            dropped_since=self.dropped_since,
+        )
+
 
 @dataclass(frozen=True)
 class Commit:

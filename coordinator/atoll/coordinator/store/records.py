@@ -59,6 +59,7 @@ class Node:
     replaced_by: str = ""  # peer id of its next identity (`runs/identity_rotation.py`); such a row is banned
     rotated_ms: int = 0  # when this identity replaced another; 0: it never did
     rotations: int = 0  # since a token last admitted it
+    assigned_run: str = ""  # the run that it is to move to (`runs/assignment.py`); empty: it stays
     authority: str = ""  # hex SHA-256 of the CA of the TLS certificate that it used last; empty: of the first CA
 
 

@@ -224,6 +224,19 @@ class CoordinatorLink:
         except Unreachable as error:
             _log.warning("leave_not_sent", reason=str(error))
 
+    async def move_to_run(self) -> Credentials:
+        """Return the credentials for the run that the operator assigned this node to.
+
+        Raises the error that the coordinator answers, `Unreachable`, and those of `Credentials.moved`.
+        """
+        async with self._channel() as channel:
+            stub = membership_pb2_grpc.MembershipServiceStub(channel)
+            try:
+                answer = await stub.MoveToRun(mb.MoveToRunRequest(), timeout=CALL_TIMEOUT.total_seconds())
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error, f"the coordinator at {self.credentials.coordinator}") from error
+        return self.credentials.moved(answer, self._identity.peer_id, self._clock.unix())
+
     async def vote(self, request: mb.VoteRequest) -> mb.VoteResponse:
         """Ask the coordinator for a promise or a vote. Raises the error that it answers, or `Unreachable`."""
         async with self._channel() as channel:
@@ -300,6 +313,7 @@ class CoordinatorLink:
             request = self._build_heartbeat(first)
             request.sequence, request.instance = self._sequence, self._instance
             request.challenge_answer = self._challenge
+            request.run_id = self.credentials.run_id
             for report in self._reports.take(self._sequence):
                 if isinstance(report, mb.RoundReport):
                     request.rounds.append(report)

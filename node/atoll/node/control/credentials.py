@@ -9,10 +9,11 @@ from pathlib import Path
 
 from atoll.core.authority_list import AuthorityList, verify_authority_list
 from atoll.core.certs import Credential
-from atoll.core.errors import KeyFileCorrupt
+from atoll.core.errors import KeyFileCorrupt, ProtocolMismatch
 from atoll.core.files import read_private, write_private
 from atoll.core.membership import DenyList, MembershipVerifier
 from atoll.v1 import common_pb2 as pb
+from atoll.v1 import membership_pb2 as mb
 
 FILE_NAME = "credentials.json"
 
@@ -61,6 +62,25 @@ class Credentials:
             tls_chain_pem=chain_pem.decode(),
             membership=membership.SerializeToString(),
         ).with_deny_list(deny_list)
+
+    def moved(self, answer: mb.MoveToRunResponse, peer_id: str, now: float) -> Credentials:
+        """Return a copy for the run that the coordinator moved this node to. Key and certificate stay.
+
+        Raises `RunSpecError`, `ProtocolMismatch` for a spec of another run, `SignatureInvalid`, `CertificateInvalid`.
+        """
+        from atoll.core.run_spec import parse_run_spec  # imports pydantic
+
+        if parse_run_spec(answer.run_spec_toml).run.name != answer.run_id:
+            raise ProtocolMismatch(f"the coordinator sent the spec of another run than {answer.run_id!r}")
+        moved = replace(
+            self,
+            run_id=answer.run_id,
+            membership=answer.membership.SerializeToString(),
+            run_spec_toml=answer.run_spec_toml,
+            seeds=tuple(answer.seeds),
+        )
+        moved.authority.verify_membership(answer.membership, now, expect_peer_id=peer_id)
+        return moved.with_deny_list(answer.deny_list)
 
     def with_deny_list(self, signed: pb.Signed) -> Credentials:
         """Return a copy with this deny-list, unless it is older. Raises `SignatureInvalid`."""

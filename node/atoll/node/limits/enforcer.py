@@ -83,6 +83,11 @@ class LimitEnforcer:
         self._warnings: dict[str, str] = {}
 
     @property
+    def loaded(self) -> LoadedConfig:
+        """The configuration with the limits that apply now, and the origin of each value."""
+        return self._loaded
+
+    @property
     def config(self) -> NodeConfig:
         """The configuration with the limits that apply now."""
         return self._loaded.config

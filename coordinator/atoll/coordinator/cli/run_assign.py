@@ -1,0 +1,124 @@
+"""`atollctl run assign` and `run clone`: another run for the same nodes, and another run from the same spec."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from atoll.coordinator.cli import node as node_views
+from atoll.coordinator.cli import run as run_views
+from atoll.coordinator.cli.client import connect
+from atoll.coordinator.cli.options import CredentialsOption
+from atoll.coordinator.cli.output import message_dict
+from atoll.core.errors import UsageError
+from atoll.core.output import Output, OutputOption, print_to_stderr
+from atoll.v1 import admin_pb2 as wire
+
+_EXAMPLE = "for example: --set optimizer.weight_decay=0.1"
+
+
+def assign(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="the run that they move to")],
+    nodes: Annotated[list[str] | None, typer.Argument(metavar="[NODE]...", help="names or peer ids")] = None,
+    all_of: Annotated[
+        str, typer.Option("--all-of", metavar="RUN", help="all nodes and seeds of this run that have not left")
+    ] = "",
+    output: OutputOption = Output.TEXT,
+    credentials: CredentialsOption = None,
+) -> None:
+    """Move nodes and seeds to another run, without new tokens. Each one finishes its round first.
+
+    A node that is offline moves when it comes back. Its present run takes an order back.
+
+    [bold]Examples[/bold]
+
+      atollctl run assign kelp reef-1 reef-2
+
+      atollctl run assign kelp --all-of reef
+    """
+    if bool(nodes) == bool(all_of):
+        raise UsageError("say which nodes are to move", "name them, or pass --all-of RUN")
+    with connect(credentials) as client:
+        chosen = list(nodes or ())
+        if all_of:
+            there = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=all_of)).nodes
+            chosen = [it.peer_id for it in there if (it.connected or "seed" in node_views.roles(it)) and not it.banned]
+            if not chosen:
+                raise UsageError(f"no node of run {all_of!r} is connected", "see `atollctl node list`")
+        moved = [
+            client.call(client.stub.AssignNode, wire.AssignNodeRequest(node=name, run_id=run))
+            for name in dict.fromkeys(chosen)
+        ]
+    node_views.show_nodes(output, moved)
+
+
+def clone(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="the run whose spec is copied")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="of the new run")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="a key with another value, as in TOML; repeatable"),
+    ] = None,
+    defaults: Annotated[
+        list[str] | None,
+        typer.Option("--unset", metavar="SECTION.KEY", help="a key with its default again; repeatable"),
+    ] = None,
+    start: Annotated[bool, typer.Option("--start", help="also start the run")] = False,
+    output: OutputOption = Output.TEXT,
+    credentials: CredentialsOption = None,
+) -> None:
+    """Create a run from the spec of another one, with some keys changed. It begins with new weights.
+
+    The spec of a run names every number, so all others stay, also those that were defaults.
+
+    [bold]Examples[/bold]
+
+      atollctl run clone reef kelp --set optimizer.weight_decay=0.1 --start
+
+      atollctl run clone reef kelp --set optimizer.name=adamw --unset optimizer.learning_rate
+    """
+    with connect(credentials) as client:
+        view = client.call(client.stub.GetRun, wire.RunRequest(run_id=run))
+        text = changed_spec(view.spec_toml, name, changes or (), defaults or ())
+        created = client.call(client.stub.CreateRun, wire.CreateRunRequest(spec_toml=text, start=start))
+    run_views.show_runs(output, {"run": message_dict(created)}, [created])
+    if not start:
+        print_to_stderr(f"start it with: atollctl run start {created.run_id}")
+    print_to_stderr(f"give it nodes with: atollctl run assign {created.run_id} --all-of {view.run_id}")
+
+
+def changed_spec(spec_toml: str, name: str, changes: Sequence[str], defaults: Sequence[str]) -> str:
+    """The spec under another name: `changes` set, `defaults` not given. Raises `UsageError`, `RunSpecError`."""
+    from atoll.core.run_spec import check_run_spec  # imports pydantic
+
+    document = tomllib.loads(spec_toml)
+    document["run"]["name"] = name
+    for path in defaults:
+        _section(document, path).pop(path.rpartition(".")[2], None)
+    for change in changes:
+        path, equals, value = change.partition("=")
+        if not (equals and value.strip()):
+            raise UsageError(f"{change!r} is not SECTION.KEY=VALUE", _EXAMPLE)
+        _section(document, path)[path.strip().rpartition(".")[2]] = _value(value.strip())
+    return check_run_spec(document, "the changed spec").resolved_toml()
+
+
+def _section(document: dict[str, Any], path: str) -> dict[str, Any]:
+    """The table of a dotted key; made if it is missing."""
+    *names, key = path.strip().split(".")
+    table: Any = document
+    for name in names:
+        table = table.setdefault(name, {}) if isinstance(table, dict) else None
+    if not (names and key and all(names) and isinstance(table, dict)):
+        raise UsageError(f"{path!r} does not name a key of a section", _EXAMPLE)
+    return table
+
+
+def _value(text: str) -> object:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text  # a word without quotes

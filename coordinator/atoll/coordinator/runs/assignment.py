@@ -1,0 +1,84 @@
+"""Moves of nodes and seeds between runs, without a new token. Pure.
+
+The operator assigns a node to another run. The node is then drained: it finishes its round, and a stage hands over its
+layers. Instead of leaving, it asks to be moved, and gets the membership certificate, the spec and the seeds of the new
+run. Both steps may be repeated: a node whose answer was lost asks again and gets the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from atoll.coordinator.runs import admission
+from atoll.coordinator.state import lookup
+from atoll.coordinator.state.run_states import TRANSITIONS
+from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime
+from atoll.coordinator.store.records import Node
+from atoll.core.errors import Banned, InvalidRequest, InvalidTransition
+
+
+def assign(state: State, now: StepTime, text: str, run_id: str) -> Step[Node]:
+    """Order a node to move to a run. Naming its present run takes an earlier order back.
+
+    Raises `NotFound`, `Ambiguous`, `InvalidRequest`, `InvalidTransition` for a run that is over, `Banned`.
+    """
+    node = lookup.node(state, text)
+    if not run_id:
+        raise InvalidRequest("an assignment must name a run")
+    run = lookup.run(state, run_id)
+    if node.banned:
+        raise Banned(f"{node.name} is banned", f"take the ban back first: atollctl node unban {node.name}")
+    if node.run_id == run.run_id:
+        return _stay(state, now, node)
+    if not TRANSITIONS[run.state]:
+        raise InvalidTransition(
+            f"run {run.run_id!r} is {run.state.lower()}: no node can join it", "see `atollctl run list`"
+        )
+    draft = Draft(state, now)
+    if node.assigned_run != run.run_id:
+        draft.put(replace(node, assigned_run=run.run_id))
+        draft.event("node.assigned", node.run_id, node.peer_id, f"{node.name} is to move to run {run.run_id}")
+        admission.begin_drain(draft, node.peer_id)
+    return draft.done(draft.state.nodes[node.peer_id])
+
+
+def _stay(state: State, now: StepTime, node: Node) -> Step[Node]:
+    draft = Draft(state, now)
+    if node.assigned_run:
+        draft.put(replace(node, assigned_run="", draining=False))
+        live = state.live.get(node.peer_id)
+        if live is not None:
+            draft.set_live(node.peer_id, replace(live, handing_over=False))
+        draft.event("node.assigned", node.run_id, node.peer_id, f"{node.name} stays in run {node.run_id}")
+    return draft.done(draft.state.nodes[node.peer_id])
+
+
+def move(state: State, now: StepTime, peer_id: str) -> Step[Node]:
+    """Move the caller to the run that it is assigned to; the result is its row. Changes nothing without an order.
+
+    What belongs to the old run stays there: pins, audits and reports. Probation goes with the node, and its record of
+    availability. Its streams end. Raises `Banned`, `IdentityReplaced`, `CertificateInvalid`.
+    """
+    node = lookup.member(state, peer_id)
+    if not (node.assigned_run and TRANSITIONS[state.runs[node.assigned_run].state]):
+        return _stay(state, now, node)  # also if that run is over by now
+    draft = Draft(state, now)
+    moved = replace(
+        node,
+        run_id=node.assigned_run,
+        name=admission.unique_name(state, node.assigned_run, peer_id, node.name),
+        assigned_run="",
+        epoch=node.epoch + 1,
+        draining=False,
+        left=False,
+        pin="",
+    )
+    draft.put(moved)
+    live = state.live.get(peer_id)
+    if live is not None:  # rate limits are not refilled; what the node said is of the old run
+        draft.set_live(peer_id, live.begun_anew(now.monotonic))
+    draft.set_checkpoints(peer_id, ())
+    named = f"{node.name} moved" if moved.name == node.name else f"{node.name} moved, as {moved.name},"
+    draft.event("node.moved", node.run_id, peer_id, f"{named} to run {moved.run_id}")
+    draft.event("node.moved", moved.run_id, peer_id, f"{moved.name} came from run {node.run_id}")
+    return draft.done(moved)

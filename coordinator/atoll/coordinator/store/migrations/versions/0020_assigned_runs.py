@@ -1,0 +1,19 @@
+"""The run that a node is to move to."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0020"
+down_revision = "0017"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.add_column("nodes", sa.Column("assigned_run", sa.Text, nullable=False, server_default=""))
+
+
+def downgrade() -> None:
+    op.drop_column("nodes", "assigned_run")
