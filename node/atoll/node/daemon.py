@@ -124,6 +124,7 @@ class Daemon:
             self._status,
             self._checkpoints,
             clock,
+            run_id=credentials.run_id,
             config=lambda: self._limit_enforcer.config,
             clock_ahead_seconds=lambda: self._link.clock_offset.ahead_seconds,
             newer_deny_list=self._deny_list_for_coordinator,

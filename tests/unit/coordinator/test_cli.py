@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 from unit.coordinator.world import spec_toml
 
-from atoll.coordinator.cli import ca, checkpoint, events, main, node, plan, run, token, trust
+from atoll.coordinator.cli import ca, checkpoint, events, main, node, plan, run, run_assign, token, trust
 from atoll.coordinator.cli.output import Column, show
 from atoll.coordinator.runs import admission
 from atoll.core import protocol
@@ -29,6 +29,7 @@ from atoll.core.errors import (
     ConfigError,
     InvalidRequest,
     NotFound,
+    RunSpecError,
     TokenExpired,
     Unreachable,
     UsageError,
@@ -38,6 +39,7 @@ from atoll.core.manifest import Head, sign_vote
 from atoll.core.output import Output
 from atoll.core.proofs import double_votes
 from atoll.core.quorum import Ballot
+from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import manifest_pb2, plan_pb2
@@ -73,6 +75,9 @@ NODE = wire.NodeView(
     route=1,
     pin="0-3",
 )
+MOVING = wire.NodeView()
+MOVING.CopyFrom(NODE)
+MOVING.draining, MOVING.assigned_run = True, "kelp"
 SPARE = "12D3KooWZyxwvutsrqponmlk"  # stands by
 RUN = wire.RunView(
     run_id="reef",
@@ -269,6 +274,7 @@ ANSWERS = {
     "GetAuthorities": AUTHORITIES,
     "RotateAuthority": AUTHORITIES,
     "RetireAuthority": wire.AuthoritiesView(trusted=AUTHORITIES.trusted[:1]),
+    "AssignNode": MOVING,
     "PinNode": NODE,
     "UnpinNode": NODE,
     "Events": [EVENT],
@@ -284,6 +290,8 @@ COMMANDS = {
     "node-vouch": ["node", "vouch", "basement"],
     "node-probation": ["node", "probation", "basement"],
     "run-create": ["run", "create", "-"],
+    "run-clone": ["run", "clone", "reef", "kelp", "--set", "run.min_nodes=3"],
+    "run-assign": ["run", "assign", "kelp", "basement"],
     "run-list": ["run", "list"],
     "run-show": ["run", "show"],
     "run-rounds": ["run", "rounds", "--after", "6"],
@@ -330,7 +338,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
     def connect(_directory: Path | None) -> Iterator[Canned]:
         yield made
 
-    for module in (token, node, run, plan, ca, checkpoint, events, trust):
+    for module in (token, node, run, run_assign, plan, ca, checkpoint, events, trust):
         monkeypatch.setattr(module, "connect", connect)
     monkeypatch.setattr("time.time", lambda: NOW)
     with monkeypatch.context() as zone:
@@ -368,6 +376,64 @@ def test_texts_of_nodes_cannot_control_the_terminal(canned: Canned, monkeypatch:
             assert "[bold red]RTX[/] [2J [link=http://x]" in shown.stdout
         else:
             assert len(shown.stdout.splitlines()) == 1
+
+
+def test_all_nodes_of_a_run_are_assigned_once_its_seeds_first_and_without_the_banned(
+    canned: Canned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = []
+    for peer, role, connected, banned in (
+        ("a", pb.ROLE_NODE, True, False),
+        ("b", pb.ROLE_NODE, False, False),
+        ("c", pb.ROLE_NODE, True, True),
+        ("d", pb.ROLE_SEED, True, False),
+    ):
+        listed.append(wire.NodeView(peer_id=peer, roles=[role], connected=connected, banned=banned))
+    monkeypatch.setitem(ANSWERS, "ListNodes", wire.ListNodesResponse(nodes=listed))
+    done = CliRunner().invoke(main.app, ["run", "assign", "kelp", "--all-of", "reef"])
+    assert done.exit_code == 0, done.output
+    asked = [request for method, request in canned.asked if method == "AssignNode"]
+    assert asked == [wire.AssignNodeRequest(node=peer, run_id="kelp") for peer in ("d", "a")]
+
+
+@pytest.mark.parametrize("arguments", [[], ["basement", "--all-of", "reef"]])
+def test_an_assignment_says_which_nodes_it_means(canned: Canned, arguments: list[str]) -> None:
+    done = CliRunner().invoke(main.app, ["run", "assign", "kelp", *arguments])
+    assert isinstance(done.exception, UsageError)
+    assert canned.asked == []
+
+
+def test_a_clone_keeps_every_number_but_those_that_are_changed() -> None:
+    before = parse_run_spec(spec_toml())
+    changes = ["run.stop_tokens = 77", "optimizer.name=adamw", 'sync.codec="fp32"']
+    text = run_assign.changed_spec(before.resolved_toml(), "kelp", changes, ["optimizer.learning_rate"])
+    after = parse_run_spec(text)
+    assert (after.run.name, after.run.stop_tokens) == ("kelp", 77)
+    assert (after.optimizer.name, after.sync.codec) == ("adamw", "fp32")
+    adamw = parse_run_spec(spec_toml() + '[optimizer]\nname = "adamw"\n')
+    assert after.optimizer.learning_rate == adamw.optimizer.learning_rate != before.optimizer.learning_rate
+    assert (after.model, after.data) == (before.model, before.data)
+    assert after.sync.round_tokens == before.sync.round_tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (["optimizer.weight_decay"], UsageError),
+        (["weight_decay=1"], UsageError),
+        (["run.name.x=1"], UsageError),
+        ([".=1"], UsageError),
+        (["optimizer.wait_decay=1"], RunSpecError),
+        (["run.stop_tokens=-1"], RunSpecError),
+    ],
+)
+def test_a_clone_with_a_wrong_change_is_refused_before_the_coordinator_is_asked(
+    canned: Canned, changes: list[str], error: type[AtollError]
+) -> None:
+    flags = [word for change in changes for word in ("--set", change)]
+    done = CliRunner().invoke(main.app, ["run", "clone", "reef", "kelp", *flags])
+    assert isinstance(done.exception, error), done.output
+    assert [method for method, _ in canned.asked] == ["GetRun"]
 
 
 def test_token_create_prints_the_token_and_nothing_else_on_stdout(canned: Canned) -> None:

@@ -16,6 +16,7 @@ from atoll.coordinator.cli.output import message_dict
 from atoll.core.errors import UsageError
 from atoll.core.output import Output, OutputOption, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
+from atoll.v1 import common_pb2 as pb
 
 _EXAMPLE = "for example: --set optimizer.weight_decay=0.1"
 
@@ -24,7 +25,7 @@ def assign(
     run: Annotated[str, typer.Argument(metavar="RUN", help="the run that they move to")],
     nodes: Annotated[list[str] | None, typer.Argument(metavar="[NODE]...", help="names or peer ids")] = None,
     all_of: Annotated[
-        str, typer.Option("--all-of", metavar="RUN", help="all nodes and seeds of this run that have not left")
+        str, typer.Option("--all-of", metavar="RUN", help="all connected nodes and seeds of this run")
     ] = "",
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
@@ -45,7 +46,8 @@ def assign(
         chosen = list(nodes or ())
         if all_of:
             there = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=all_of)).nodes
-            chosen = [it.peer_id for it in there if (it.connected or "seed" in node_views.roles(it)) and not it.banned]
+            there = sorted(there, key=lambda it: pb.ROLE_SEED not in it.roles)  # nodes then learn where it is
+            chosen = [it.peer_id for it in there if it.connected and not it.banned]
             if not chosen:
                 raise UsageError(f"no node of run {all_of!r} is connected", "see `atollctl node list`")
         moved = [

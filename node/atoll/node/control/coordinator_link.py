@@ -313,7 +313,6 @@ class CoordinatorLink:
             request = self._build_heartbeat(first)
             request.sequence, request.instance = self._sequence, self._instance
             request.challenge_answer = self._challenge
-            request.run_id = self.credentials.run_id
             for report in self._reports.take(self._sequence):
                 if isinstance(report, mb.RoundReport):
                     request.rounds.append(report)

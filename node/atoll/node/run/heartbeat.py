@@ -33,6 +33,7 @@ class HeartbeatBuilder:
         checkpoints: CheckpointWriter,
         clock: Clock,
         *,
+        run_id: str,
         config: Callable[[], NodeConfig],
         clock_ahead_seconds: Callable[[], float | None],
         newer_deny_list: Callable[[], pb.Signed | None],
@@ -49,6 +50,7 @@ class HeartbeatBuilder:
         self._status = status
         self._checkpoints = checkpoints
         self._clock = clock
+        self._run_id = run_id
         self._config = config
         self._clock_ahead_seconds = clock_ahead_seconds
         self._newer_deny_list = newer_deny_list
@@ -62,6 +64,8 @@ class HeartbeatBuilder:
         """Build the next heartbeat; `first`: the first one of a stream, which repeats all facts."""
         status, facts = self._status, self._status.facts
         request = mb.HeartbeatRequest(status=status.to_proto(*bytes_sent(self.host)))
+        if first:
+            request.run_id = self._run_id
         if facts is not None:
             request.corpus_digest = facts.corpus_digest
             request.profile.CopyFrom(_profile(facts, self._config()))
