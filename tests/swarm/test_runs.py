@@ -3,10 +3,22 @@
 import pytest
 from support.process_swarm import READY, process_swarm
 
+from atoll.lab.faults import kill
+
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
 
 
-async def test_nodes_and_their_seed_train_a_second_run_without_new_tokens(tmp_path):
+async def in_run(swarm, name, run_id, *states):
+    """Wait until a node is in one of these states of that run."""
+
+    def there():
+        status = swarm.status(name)
+        return status is not None and status["run"] == run_id and status["state"] in states
+
+    await swarm.until(there, f"{name} is not {' or '.join(states)} in {run_id}", READY)
+
+
+async def test_the_same_processes_train_three_runs_with_the_tokens_of_the_first(tmp_path):
     async with process_swarm(tmp_path) as swarm:
         await swarm.begin(nodes=2, tokens=6_000, round_tokens=1500)
         for name in ("ann", "bob"):
@@ -16,19 +28,39 @@ async def test_nodes_and_their_seed_train_a_second_run_without_new_tokens(tmp_pa
         processes = {name: swarm.programs[name].pid for name in ("seed", "ann", "bob")}
         tokens = await swarm.json("token", "list")
 
-        await swarm.ctl("run", "clone", "reef", "kelp", "--set", "run.stop_tokens=9000", "--start")
-        await swarm.ctl("run", "assign", "kelp", "--all-of", "reef")
+        for before, after in (("reef", "kelp"), ("kelp", "dune")):
+            await swarm.ctl("run", "clone", before, after, "--set", "run.stop_tokens=7000", "--start")
+            await swarm.ctl("run", "assign", after, "--all-of", before)
+            for name in ("ann", "bob"):
+                await in_run(swarm, name, after, "finished")
+            assert swarm.anchor_digest("ann") == swarm.anchor_digest("bob")
+            assert (await swarm.json("run", "show", after))["run"]["committed_tokens"] >= 7000
 
-        def trained(name):
-            status = swarm.status(name)
-            return status is not None and (status["run"], status["state"]) == ("kelp", "finished")
-
-        for name in ("ann", "bob"):
-            await swarm.until(lambda: trained(name), f"{name} did not finish the second run", READY)  # noqa: B023
-        assert swarm.anchor_digest("ann") == swarm.anchor_digest("bob")
-        run = (await swarm.json("run", "show", "kelp"))["run"]
-        assert run["committed_tokens"] >= 9000
         assert {name: swarm.programs[name].pid for name in processes} == processes
         assert await swarm.json("token", "list") == tokens
         nodes = (await swarm.json("node", "list"))["nodes"]
-        assert {node["name"]: node["run_id"] for node in nodes} == dict.fromkeys(processes, "kelp")
+        assert {node["name"]: node["run_id"] for node in nodes} == dict.fromkeys(processes, "dune")
+
+
+async def test_two_runs_at_once_and_a_node_that_is_killed_on_its_way_back(tmp_path):
+    async with process_swarm(tmp_path) as swarm:
+        await swarm.begin(nodes=2, tokens=10_000_000, round_tokens=1500)
+        for name in ("ann", "bob"):
+            await swarm.node(name)
+        await swarm.start_member("seed-2", "seed")
+        await swarm.rounds("ann", 2)
+        await swarm.until(lambda: swarm.in_state("seed-2", "ready"), "seed-2 not ready", READY)
+
+        changes = ("--set", "run.min_nodes=1", "--set", "run.stop_tokens=5000")
+        await swarm.ctl("run", "clone", "reef", "kelp", *changes, "--start")
+        await swarm.ctl("run", "assign", "kelp", "seed-2", "bob")
+        await in_run(swarm, "bob", "kelp", "finished")
+        assert (await swarm.json("run", "show", "reef"))["run"]["state"] == "training"
+        await swarm.rounds("ann", 2)  # the first run goes on without it
+
+        await swarm.ctl("run", "assign", "reef", "bob")
+        await kill(swarm, "bob")
+        await swarm.restart_member("bob")
+        await in_run(swarm, "bob", "reef", "training")
+        await swarm.rounds("bob", 2)
+        assert set(swarm.chain("bob")) & set(swarm.chain("ann"))

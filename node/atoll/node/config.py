@@ -113,6 +113,7 @@ class NodeConfig:
     only_when_idle_minutes: int = _limit_setting(
         0, "train only after the machine was unused for this long; 0: always", between=(0, 1440)
     )
+    stay_in_run: bool = _setting(False, "stay in the run that this node joined: the operator cannot move it to another")
     price_per_hour: float = _setting(0.0, "price of this machine, for the planner", between=(0, 1e6))
     checkpoint_keep: int = _setting(3, "number of newest checkpoints to keep", between=(1, 1000))
     checkpoint_interval_seconds: float = _setting(

@@ -408,8 +408,9 @@ class Daemon:
 
     async def _leave_when_ordered(self) -> None:
         directives, trains = self._directives, self._session is not None
+        orders = _ORDERS_TO_LEAVE[:1] if self._config.stay_in_run else _ORDERS_TO_LEAVE
         await directives.until(
-            lambda: directives.order in _ORDERS_TO_LEAVE or (trains and directives.run_state == mb.RUN_STATE_STOPPED)
+            lambda: directives.order in orders or (trains and directives.run_state == mb.RUN_STATE_STOPPED)
         )
         reasons = {mb.ORDER_DRAIN: "drained by the operator", mb.ORDER_MOVE: "moved to another run by the operator"}
         self._moves = directives.order == mb.ORDER_MOVE

@@ -138,7 +138,7 @@ class PeerPath(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., rtt_seconds: _Optional[float] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class NodeProfile(_message.Message):
-    __slots__ = ("device", "device_name", "device_memory_bytes", "host_memory_bytes", "cpu_threads", "atoll_version", "tokens_per_second", "layer_times", "price_per_hour", "whole_model_bytes", "minimum_step_seconds")
+    __slots__ = ("device", "device_name", "device_memory_bytes", "host_memory_bytes", "cpu_threads", "atoll_version", "tokens_per_second", "layer_times", "price_per_hour", "whole_model_bytes", "minimum_step_seconds", "stays_in_run")
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_NAME_FIELD_NUMBER: _ClassVar[int]
     DEVICE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +150,7 @@ class NodeProfile(_message.Message):
     PRICE_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
     WHOLE_MODEL_BYTES_FIELD_NUMBER: _ClassVar[int]
     MINIMUM_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STAYS_IN_RUN_FIELD_NUMBER: _ClassVar[int]
     device: str
     device_name: str
     device_memory_bytes: int
@@ -161,7 +162,8 @@ class NodeProfile(_message.Message):
     price_per_hour: float
     whole_model_bytes: int
     minimum_step_seconds: float
-    def __init__(self, device: _Optional[str] = ..., device_name: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ..., host_memory_bytes: _Optional[int] = ..., cpu_threads: _Optional[int] = ..., atoll_version: _Optional[str] = ..., tokens_per_second: _Optional[float] = ..., layer_times: _Optional[_Iterable[_Union[LayerTime, _Mapping]]] = ..., price_per_hour: _Optional[float] = ..., whole_model_bytes: _Optional[int] = ..., minimum_step_seconds: _Optional[float] = ...) -> None: ...
+    stays_in_run: bool
+    def __init__(self, device: _Optional[str] = ..., device_name: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ..., host_memory_bytes: _Optional[int] = ..., cpu_threads: _Optional[int] = ..., atoll_version: _Optional[str] = ..., tokens_per_second: _Optional[float] = ..., layer_times: _Optional[_Iterable[_Union[LayerTime, _Mapping]]] = ..., price_per_hour: _Optional[float] = ..., whole_model_bytes: _Optional[int] = ..., minimum_step_seconds: _Optional[float] = ..., stays_in_run: _Optional[bool] = ...) -> None: ...
 
 class SpanTime(_message.Message):
     __slots__ = ("layers", "seconds_per_token")

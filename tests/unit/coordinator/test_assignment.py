@@ -11,7 +11,7 @@ from atoll.coordinator.runs import admission, assignment, lifecycle, machine
 from atoll.coordinator.services.views import order_for
 from atoll.coordinator.state import lookup
 from atoll.coordinator.store.records import Event, Node
-from atoll.core.errors import Banned, InvalidRequest, InvalidTransition, NotFound
+from atoll.core.errors import Banned, InvalidRequest, InvalidTransition, NotFound, NotPermitted
 from atoll.v1 import membership_pb2 as mb
 
 
@@ -157,6 +157,15 @@ def test_bad_assignments_change_nothing(world: World) -> None:
         assign(world, "ann", "reef")
     assert {node.assigned_run for node in world.state.nodes.values()} == {""}
     assert before.nodes[world.identities["bob"].peer_id] == world.state.nodes[world.identities["bob"].peer_id]
+
+
+def test_an_owner_may_keep_a_node_in_its_run(world: World) -> None:
+    world.profiles["ann"] = mb.NodeProfile(device="cpu", stays_in_run=True)
+    world.say("ann")
+    with pytest.raises(NotPermitted):
+        assign(world, "ann", "kelp")
+    assert order(world, "ann") == mb.ORDER_UNSPECIFIED
+    assert assign(world, "bob", "kelp").assigned_run == "kelp"
 
 
 def test_a_run_that_ended_meanwhile_gets_nobody(world: World) -> None:

@@ -14,13 +14,14 @@ from atoll.coordinator.state import lookup
 from atoll.coordinator.state.run_states import TRANSITIONS
 from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime
 from atoll.coordinator.store.records import Node
-from atoll.core.errors import Banned, InvalidRequest, InvalidTransition
+from atoll.core.errors import Banned, InvalidRequest, InvalidTransition, NotPermitted
 
 
 def assign(state: State, now: StepTime, text: str, run_id: str) -> Step[Node]:
     """Order a node to move to a run. Naming its present run takes an earlier order back.
 
-    Raises `NotFound`, `Ambiguous`, `InvalidRequest`, `InvalidTransition` for a run that is over, `Banned`.
+    Raises `NotFound`, `Ambiguous`, `InvalidRequest`, `Banned`, `InvalidTransition` for a run that is over, and
+    `NotPermitted` if the node's owner does not want that.
     """
     node = lookup.node(state, text)
     if not run_id:
@@ -30,6 +31,11 @@ def assign(state: State, now: StepTime, text: str, run_id: str) -> Step[Node]:
         raise Banned(f"{node.name} is banned", f"take the ban back first: atollctl node unban {node.name}")
     if node.run_id == run.run_id:
         return _stay(state, now, node)
+    live = state.live.get(node.peer_id)
+    if live is not None and live.profile.stays_in_run:
+        raise NotPermitted(
+            f"the owner of {node.name} lets it stay in run {node.run_id}", "ask the owner to unset `stay_in_run`"
+        )
     if not TRANSITIONS[run.state]:
         raise InvalidTransition(
             f"run {run.run_id!r} is {run.state.lower()}: no node can join it", "see `atollctl run list`"

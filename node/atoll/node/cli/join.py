@@ -40,6 +40,7 @@ _WITHOUT_OPTION = {  # set in a configuration file or by an ATOLL_* variable
     "direct",
     "direct_port",
     "price_per_hour",
+    "stay_in_run",
     "checkpoint_keep",
     "checkpoint_interval_seconds",
 }

@@ -140,6 +140,7 @@ def _profile(facts: TrainerFacts, config: NodeConfig) -> mb.NodeProfile:
             for kind, forward, backward in facts.layer_times
         ],
         price_per_hour=config.price_per_hour,
+        stays_in_run=config.stay_in_run,
         minimum_step_seconds=config.minimum_step_seconds,
         whole_model_bytes=facts.whole_model_bytes,
     )
