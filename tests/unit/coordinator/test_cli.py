@@ -297,7 +297,8 @@ COMMANDS = {
     "run-rounds": ["run", "rounds", "--after", "6"],
     "run-start": ["run", "start"],
     "run-pause": ["run", "pause"],
-    "run-stop": ["run", "stop"],
+    "run-stop": ["run", "stop", "--yes"],
+    "run-resume": ["run", "resume"],
     "run-recover": ["run", "recover", "--yes"],
     "plan-show": ["plan", "show"],
     "plan-history": ["plan", "history"],
@@ -434,6 +435,13 @@ def test_a_clone_with_a_wrong_change_is_refused_before_the_coordinator_is_asked(
     done = CliRunner().invoke(main.app, ["run", "clone", "reef", "kelp", *flags])
     assert isinstance(done.exception, error), done.output
     assert [method for method, _ in canned.asked] == ["GetRun"]
+
+
+@pytest.mark.parametrize(("typed", "ends"), [("reef\n", True), ("kelp\n", False), ("\n", False), ("", False)])
+def test_a_run_ends_only_for_who_types_its_name(canned: Canned, typed: str, ends: bool) -> None:
+    done = CliRunner().invoke(main.app, ["run", "stop"], input=typed)
+    assert (done.exit_code == 0) is ends, done.output
+    assert ("StopRun" in [method for method, _ in canned.asked]) is ends
 
 
 def test_token_create_prints_the_token_and_nothing_else_on_stdout(canned: Canned) -> None:

@@ -154,8 +154,19 @@ def start(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials
 
 
 @app.command()
+def resume(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
+    """Go on with a paused run: `run start` by another name.
+
+    [bold]Example[/bold]
+
+      atollctl run resume reef
+    """
+    start(run, output, credentials)
+
+
+@app.command()
 def pause(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """Pause a run: its nodes wait. `run start` resumes it.
+    """Pause a run: its nodes wait until `run resume`.
 
     [bold]Example[/bold]
 
@@ -167,15 +178,27 @@ def pause(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials
 
 
 @app.command()
-def stop(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """End a run for good. Nodes keep its checkpoints.
+def stop(
+    run: RunArgument = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
+    output: OutputOption = Output.TEXT,
+    credentials: CredentialsOption = None,
+) -> None:
+    """End a run for good: it can never train again. Nodes keep its checkpoints. Asks for the run's name.
 
     [bold]Example[/bold]
 
       atollctl run stop reef
     """
     with connect(credentials) as client:
-        view = client.call(client.stub.StopRun, wire.RunRequest(run_id=run))
+        view = client.call(client.stub.GetRun, wire.RunRequest(run_id=run))
+        if not yes:
+            print_to_stderr(f"this ends run {clean(view.run_id)} at round {view.head_round}, for good")
+            if ask_interactively(lambda: typer.prompt("type the name of the run", err=True)) != view.run_id:
+                raise UsageError(
+                    "nothing was done", "type its name, or pass --yes; `atollctl run pause` is not for good"
+                )
+        view = client.call(client.stub.StopRun, wire.RunRequest(run_id=view.run_id))
     show_runs(output, {"run": message_dict(view)}, [view])
 
 
