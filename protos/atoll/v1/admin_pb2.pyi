@@ -588,3 +588,37 @@ class ListRoundsResponse(_message.Message):
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     rounds: _containers.RepeatedCompositeFieldContainer[RoundView]
     def __init__(self, rounds: _Optional[_Iterable[_Union[RoundView, _Mapping]]] = ...) -> None: ...
+
+class ListMetricsRequest(_message.Message):
+    __slots__ = ("run_id", "node", "since_round", "after_peer_id", "limit", "newest")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SINCE_ROUND_FIELD_NUMBER: _ClassVar[int]
+    AFTER_PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    node: str
+    since_round: int
+    after_peer_id: str
+    limit: int
+    newest: bool
+    def __init__(self, run_id: _Optional[str] = ..., node: _Optional[str] = ..., since_round: _Optional[int] = ..., after_peer_id: _Optional[str] = ..., limit: _Optional[int] = ..., newest: _Optional[bool] = ...) -> None: ...
+
+class MetricsRow(_message.Message):
+    __slots__ = ("peer_id", "name", "unix_ms", "metrics")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    name: str
+    unix_ms: int
+    metrics: _membership_pb2.NodeMetrics
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., unix_ms: _Optional[int] = ..., metrics: _Optional[_Union[_membership_pb2.NodeMetrics, _Mapping]] = ...) -> None: ...
+
+class ListMetricsResponse(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[MetricsRow]
+    def __init__(self, rows: _Optional[_Iterable[_Union[MetricsRow, _Mapping]]] = ...) -> None: ...

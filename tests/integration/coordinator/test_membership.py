@@ -107,6 +107,27 @@ async def test_reports_are_durable_when_acknowledged_and_resending_is_harmless(t
         assert [(item.round.number, item.committed, item.members) for item in rounds] == [(1, True, 2), (2, False, 0)]
 
 
+async def test_metrics_are_durable_when_acknowledged_and_are_read_in_pages(tmp_path: Path) -> None:
+    data_dir = tmp_path / "c"
+    async with training(data_dir, "ann", "bob") as (_, nodes):
+        for node in nodes:
+            told = [mb.NodeMetrics(round=number, train_loss=5.0 - number, tokens=8) for number in (1, 2, 3)]
+            await node.acknowledged(await node.say(metrics=told))
+    async with coordinator(data_dir) as home:
+        request, found = admin.ListMetricsRequest(limit=4), []
+        while rows := (await home.admin.ListMetrics(request, timeout=SECONDS)).rows:
+            found += [(row.metrics.round, row.name, row.metrics.train_loss) for row in rows]
+            request.since_round, request.after_peer_id = rows[-1].metrics.round, rows[-1].peer_id
+        names = ["ann", "bob"] if nodes[0].name == "ann" else ["bob", "ann"]  # in the order of peer ids
+        assert found == [(number, name, 5.0 - number) for number in (1, 2, 3) for name in names]
+        of_bob = admin.ListMetricsRequest(node="bob", limit=2, newest=True)
+        rows = (await home.admin.ListMetrics(of_bob, timeout=SECONDS)).rows
+        assert [(row.name, row.metrics.round) for row in rows] == [("bob", 2), ("bob", 3)]
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await home.admin.ListMetrics(admin.ListMetricsRequest(node="nobody"), timeout=SECONDS)
+        assert error_of(failure.value).reason == "NotFound"
+
+
 async def test_rounds_that_no_opener_reported_are_asked_for_on_the_stream(tmp_path: Path) -> None:
     async with training(tmp_path / "c", "ann", "bob", stop_tokens=2000) as (_, nodes):
         identities, bob = [node.identity for node in nodes], nodes[1]

@@ -23,7 +23,7 @@ from atoll.coordinator.services.authority_changes import AuthorityChanges
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.state import lookup
 from atoll.coordinator.store.records import MAX_INTEGER, Checkpoint, Node, Round, Run
-from atoll.coordinator.store.store import Store
+from atoll.coordinator.store.store import MetricsPage, Store
 from atoll.core.errors import InvalidRequest, NotFound
 from atoll.core.membership import ROLE_NAMES
 from atoll.core.tokens import hash_secret, new_join_token
@@ -35,6 +35,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 EVENT_BATCH = 500
 FOLLOW_SECONDS = 30.0
 MAX_ROUNDS = 10_000
+MAX_METRICS_ROWS = 2000  # in one answer; a row takes some 200 bytes
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -258,6 +259,20 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
         rows = await self._controller.read(wanted)
         return wire.ListRoundsResponse(rounds=[views.round_view(self._controller.state, row) for row in rows])
+
+    async def ListMetrics(self, request: wire.ListMetricsRequest, context: Context) -> wire.ListMetricsResponse:
+        """A page of what nodes reported of rounds."""
+        state = self._controller.state
+        run_id = lookup.run(state, request.run_id).run_id
+        page = MetricsPage(
+            limit=min(request.limit or MAX_METRICS_ROWS, MAX_METRICS_ROWS),
+            since_round=min(request.since_round, MAX_INTEGER),
+            after_peer_id=request.after_peer_id,
+            peers=lookup.identities(state, lookup.node(state, request.node)) if request.node else (),
+            newest=request.newest,
+        )
+        rows = await self._controller.read(lambda store: store.node_metrics(run_id, page))
+        return wire.ListMetricsResponse(rows=[views.metrics_row(self._controller.state, row) for row in rows])
 
     async def Events(self, request: wire.EventsRequest, context: Context) -> None:  # type: ignore[override]
         """Stream events after an id; with `follow`, until the caller goes or the server stops."""

@@ -22,6 +22,7 @@ from atoll.coordinator.store.records import (
     Evaluation,
     Event,
     Node,
+    NodeMetrics,
     PlanFigures,
     PlanRow,
     ProofRow,
@@ -101,6 +102,8 @@ class LiveNode:
     handing_over: bool = False  # draining, but not ordered yet: others fetch its layers first
     row_allowance: Allowance = field(default_factory=Allowance)
     refusal_allowance: Allowance = field(default_factory=Allowance)
+    metrics_allowance: Allowance = field(default_factory=Allowance)
+    pending_metrics: Mapping[int, NodeMetrics] = field(default_factory=dict)  # by round, not stored yet
     memory_change_allowance: Allowance = field(default_factory=Allowance)
     dropped_reports: int = 0  # reports beyond the allowances, not logged yet
     dropped_since: float = 0.0  # monotonic
@@ -400,7 +403,7 @@ class Draft:
                 self._set("runs", row.run_id, row)
         self._records.append(row)
 
-    def log(self, row: Round | Evaluation | ProofRow) -> None:
+    def log(self, row: Round | Evaluation | NodeMetrics | ProofRow) -> None:
         """Append a durable row to a log that is not held in memory."""
         self._records.append(row)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from sqlalchemy import (
@@ -55,6 +55,7 @@ from atoll.coordinator.store.records import (
     Evaluation,
     Event,
     Node,
+    NodeMetrics,
     PlanFigures,
     PlanRow,
     ProofRow,
@@ -65,7 +66,7 @@ from atoll.coordinator.store.records import (
     Token,
     Vote,
 )
-from atoll.coordinator.store.store import Contents, Store
+from atoll.coordinator.store.store import Contents, MetricsPage, Store
 from atoll.coordinator.store.tables import TABLES
 from atoll.core.errors import AtollError, ConfigError, DatabaseCorrupt, DatabaseMissing, DataDirUnusable, Unreachable
 
@@ -150,8 +151,9 @@ class SqlStore(Store):
                     _thin(connection, change)
                 elif isinstance(change, Event):
                     _append(connection, change)
-                else:
+                elif not isinstance(change, NodeMetrics):
                     _upsert(connection, change)
+            _replace_metrics(connection, [change for change in changes if isinstance(change, NodeMetrics)])
 
     def events(self, after_id: int, limit: int) -> tuple[Event, ...]:
         table = TABLES[Event]
@@ -184,6 +186,18 @@ class SqlStore(Store):
                     kept = select(func.max(table.c.round)).where(ours).group_by(place)
                     wanted = wanted.where(table.c.round.in_(kept))
             return _all(connection, Evaluation, wanted)
+
+    def node_metrics(self, run_id: str, wanted: MetricsPage) -> tuple[NodeMetrics, ...]:
+        table = TABLES[NodeMetrics]
+        later = (table.c.round > wanted.since_round) | (table.c.peer_id > wanted.after_peer_id)
+        rows = select(table).where(table.c.run_id == run_id, table.c.round >= wanted.since_round, later)
+        if wanted.peers:
+            rows = rows.where(table.c.peer_id.in_(wanted.peers))
+        order = (table.c.round, table.c.peer_id)
+        rows = rows.order_by(*(key.desc() if wanted.newest else key for key in order)).limit(wanted.limit)
+        with self._reading() as connection:
+            found = _all(connection, NodeMetrics, rows)
+        return found[::-1] if wanted.newest else found
 
     def plan(self, run_id: str, version: int) -> PlanRow | None:
         table = TABLES[PlanRow]
@@ -314,15 +328,42 @@ def _has_checkpoint(table: Table, column: str) -> ColumnElement[bool]:
 
 
 def _thin(connection: Connection, change: Thin) -> None:
-    rounds, losses = TABLES[Round], TABLES[Evaluation]
+    rounds, losses, metrics = TABLES[Round], TABLES[Evaluation], TABLES[NodeMetrics]
     ours = (rounds.c.run_id == change.run_id) & rounds.c.committed
     old = ours & (rounds.c.number <= change.head_round - retention.KEPT_MANIFESTS)
     connection.execute(rounds.update().where(old, func.length(rounds.c.manifest) > 0).values(manifest=b""))
-    for table, column, where in ((rounds, "number", ours), (losses, "round", losses.c.run_id == change.run_id)):
-        for newest, bucket in retention.thinning(change.head_round):
+    for table, column, where, full_rounds in (
+        (rounds, "number", ours, retention.FULL_ROUNDS),
+        (losses, "round", losses.c.run_id == change.run_id, retention.FULL_ROUNDS),
+        (metrics, "round", metrics.c.run_id == change.run_id, retention.FULL_METRICS_ROUNDS),
+    ):
+        for newest, bucket in retention.thinning(change.head_round, full_rounds):
             old = where & (table.c[column] <= newest)
             kept = select(func.max(table.c[column])).where(old).group_by(table.c[column] // bucket)
             connection.execute(table.delete().where(old, table.c[column].not_in(kept), ~_has_checkpoint(table, column)))
+
+    _delete_oldest_metrics(connection, change.run_id)
+
+
+def _delete_oldest_metrics(connection: Connection, run_id: str) -> None:
+    """Keep the newest `MAX_METRICS_ROWS`, without those of the oldest round among them, which may be cut."""
+    table = TABLES[NodeMetrics]
+    ours = table.c.run_id == run_id
+    newest_first = select(table.c.round).where(ours).order_by(table.c.round.desc())
+    oldest = connection.scalar(newest_first.offset(retention.MAX_METRICS_ROWS).limit(1))
+    if oldest is not None:
+        connection.execute(table.delete().where(ours, table.c.round <= oldest))
+
+
+def _replace_metrics(connection: Connection, rows: Sequence[NodeMetrics]) -> None:
+    """Insert or replace many rows in two statements. Of two rows with one key, the last counts."""
+    newest = {(row.run_id, row.round, row.peer_id): asdict(row) for row in rows}
+    if newest:
+        table = TABLES[NodeMetrics]
+        same = [table.c[name] == bindparam(_KEY_PREFIX + name) for name in NodeMetrics.KEY]
+        keys = [{_KEY_PREFIX + name: values[name] for name in NodeMetrics.KEY} for values in newest.values()]
+        connection.execute(table.delete().where(*same), keys)
+        connection.execute(table.insert(), list(newest.values()))
 
 
 def _all(connection: Connection, record: type[_R], wanted: Select[Any]) -> tuple[_R, ...]:

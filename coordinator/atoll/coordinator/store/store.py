@@ -18,6 +18,7 @@ from atoll.coordinator.store.records import (
     Evaluation,
     Event,
     Node,
+    NodeMetrics,
     PlanFigures,
     PlanRow,
     ProofRow,
@@ -45,6 +46,17 @@ class Contents:
     votes: tuple[Vote, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
     plan_figures: tuple[PlanFigures, ...] = ()
+
+
+@dataclass(frozen=True)
+class MetricsPage:
+    """Which metrics of a run: the first `limit` after a place in their order, or the newest."""
+
+    limit: int
+    since_round: int = 0  # this one and later ones
+    after_peer_id: str = ""  # of `since_round`, only peers after this one
+    peers: tuple[str, ...] = ()  # of these only; empty: of all
+    newest: bool = False
 
 
 class Store(ABC):
@@ -87,6 +99,10 @@ class Store(ABC):
         If there are more, it MUST return the newest of each of equal ranges from the first of these rounds to the last,
         and MUST NOT read the others.
         """
+
+    @abstractmethod
+    def node_metrics(self, run_id: str, wanted: MetricsPage) -> tuple[NodeMetrics, ...]:
+        """A page of what nodes reported of rounds. MUST be ordered by round and peer id."""
 
     @abstractmethod
     def plan(self, run_id: str, version: int) -> PlanRow | None:
