@@ -27,7 +27,7 @@ from atoll.coordinator.store.records import (
     Token,
     Vote,
 )
-from atoll.coordinator.store.store import Contents, MetricsPage, Store
+from atoll.coordinator.store.store import ALL_EVENTS, Contents, EventFilter, MetricsPage, Store
 from atoll.core.errors import AlreadyRunning
 
 _R = TypeVar("_R", bound=Record)
@@ -67,8 +67,14 @@ class MemoryStore(Store):
             else:
                 self._tables[type(change)][tuple(getattr(change, name) for name in change.KEY)] = change
 
-    def events(self, after_id: int, limit: int) -> tuple[Event, ...]:
-        return tuple(row for row in self._rows(Event) if row.event_id > after_id)[:limit]
+    def events(self, after_id: int, limit: int, wanted: EventFilter = ALL_EVENTS) -> tuple[Event, ...]:
+        return self._wanted(after_id, wanted)[:limit]
+
+    def newest_events(self, after_id: int, limit: int, wanted: EventFilter) -> tuple[Event, ...]:
+        return self._wanted(after_id, wanted)[-limit:]
+
+    def _wanted(self, after_id: int, wanted: EventFilter) -> tuple[Event, ...]:
+        return tuple(row for row in self._rows(Event) if row.event_id > after_id and wanted.permits(row))
 
     def rounds(self, run_id: str, after_round: int, limit: int) -> tuple[Round, ...]:
         rows = (row for row in self._rows(Round) if row.run_id == run_id and row.number > after_round)

@@ -516,12 +516,22 @@ class UnpinNodeRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
-    __slots__ = ("after_id", "follow")
+    __slots__ = ("after_id", "follow", "run_id", "node", "kind", "since_seconds", "tail")
     AFTER_ID_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SINCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
     after_id: int
     follow: bool
-    def __init__(self, after_id: _Optional[int] = ..., follow: _Optional[bool] = ...) -> None: ...
+    run_id: str
+    node: str
+    kind: str
+    since_seconds: int
+    tail: int
+    def __init__(self, after_id: _Optional[int] = ..., follow: _Optional[bool] = ..., run_id: _Optional[str] = ..., node: _Optional[str] = ..., kind: _Optional[str] = ..., since_seconds: _Optional[int] = ..., tail: _Optional[int] = ...) -> None: ...
 
 class Event(_message.Message):
     __slots__ = ("id", "unix_ms", "kind", "run_id", "subject", "message")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -126,6 +127,34 @@ async def test_metrics_are_durable_when_acknowledged_and_are_read_in_pages(tmp_p
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await home.admin.ListMetrics(admin.ListMetricsRequest(node="nobody"), timeout=SECONDS)
         assert error_of(failure.value).reason == "NotFound"
+
+
+async def test_events_are_filtered_before_they_are_sent_and_followed(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
+
+        async def kinds(**wanted: Any) -> list[tuple[str, str]]:
+            stream = home.admin.Events(admin.EventsRequest(**wanted), timeout=SECONDS)
+            return [(event.kind, event.subject) async for event in stream]
+
+        everything, bob = await kinds(), next(node for node in nodes if node.name == "bob").identity.peer_id
+        assert await kinds(tail=2) == everything[-2:]
+        assert await kinds(tail=10**6) == everything
+        assert await kinds(since_seconds=3600, run_id="reef") == everything
+        assert await kinds(since_seconds=2**63) == everything
+        of_bob = [it for it in everything if it[1] == bob]
+        assert of_bob[0] == ("node.enrolled", bob)
+        assert await kinds(node="bob") == of_bob
+        assert await kinds(node="bob", kind="node", tail=1) == [it for it in of_bob if it[0].startswith("node.")][-1:]
+        for wrong in ({"run_id": "no such"}, {"node": "nobody"}):
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await kinds(**wrong)
+            assert error_of(failure.value).reason == "NotFound"
+        follow = home.admin.Events(admin.EventsRequest(kind="node.left", tail=3, follow=True), timeout=SECONDS)
+        await nodes[1].stub.Leave(mb.LeaveRequest(reason="bedtime"), timeout=SECONDS)
+        found = await follow.read()
+        assert isinstance(found, admin.Event)
+        assert found.subject == nodes[1].identity.peer_id
+        follow.cancel()
 
 
 async def test_rounds_that_no_opener_reported_are_asked_for_on_the_stream(tmp_path: Path) -> None:

@@ -684,3 +684,21 @@ def test_a_name_in_metrics_cannot_control_the_terminal(canned: Canned, monkeypat
         shown = CliRunner().invoke(main.app, ["metrics", *options])
         assert shown.exit_code == 0, shown.output
         assert "\x1b" not in shown.stdout
+
+
+def test_filters_of_events_become_the_request(canned: Canned) -> None:
+    options = ["--run", "reef", "--node", "attic", "--kind", "node", "--since", "1500ms", "--tail", "5", "--after", "3"]
+    CliRunner().invoke(main.app, ["events", *options])
+    CliRunner().invoke(main.app, ["events", "--since", "10ms"])
+    assert canned.asked == [
+        (
+            "Events",
+            wire.EventsRequest(after_id=3, run_id="reef", node="attic", kind="node", since_seconds=2, tail=5),
+        ),
+        ("Events", wire.EventsRequest(since_seconds=1)),
+    ]
+
+
+def test_a_wrong_age_of_events_asks_nothing(canned: Canned) -> None:
+    assert isinstance(CliRunner().invoke(main.app, ["events", "--since", "yesterday"]).exception, UsageError)
+    assert canned.asked == []

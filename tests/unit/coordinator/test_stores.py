@@ -41,7 +41,7 @@ from atoll.coordinator.store.records import (
     Vote,
 )
 from atoll.coordinator.store.sql import SqlStore
-from atoll.coordinator.store.store import Contents, MetricsPage, Store
+from atoll.coordinator.store.store import Contents, EventFilter, MetricsPage, Store
 from atoll.coordinator.store.tables import METADATA
 from atoll.core.errors import (
     AlreadyExists,
@@ -197,6 +197,38 @@ def test_a_long_log_is_complete_at_its_end_and_thinner_the_older_it_is(
     assert len(store.rounds("other", 0, 10)) == 1
 
 
+FILTERS = [
+    (EventFilter(), [1, 2, 3, 4, 5]),
+    (EventFilter(run_id="reef"), [1, 3, 4]),
+    (EventFilter(subjects=("p1", "p2")), [1, 2]),
+    (EventFilter(kind="node"), [1, 2]),
+    (EventFilter(kind="node.lost"), [2]),
+    (EventFilter(kind="nod"), []),
+    (EventFilter(kind="%"), []),
+    (EventFilter(kind="round_"), []),
+    (EventFilter(since_ms=30), [3, 4, 5]),
+    (EventFilter(run_id="reef", kind="round", since_ms=40), [4]),
+]
+
+
+@pytest.mark.parametrize(("wanted", "found"), FILTERS)
+def test_events_are_filtered(store: Store, wanted: EventFilter, found: list[int]) -> None:
+    store.apply(
+        [
+            Event(1, 10, "node.enrolled", "reef", "p1", ""),
+            Event(2, 20, "node.lost", "other", "p2", ""),
+            Event(3, 30, "round.committed", "reef", "7", ""),
+            Event(4, 40, "round.abandoned", "reef", "8", ""),
+            Event(5, 50, "ca.rotated", "", "ca", ""),
+        ]
+    )
+    assert [event.event_id for event in store.events(0, 10, wanted)] == found
+    assert [event.event_id for event in store.events(0, 2, wanted)] == found[:2]
+    assert [event.event_id for event in store.events(2, 10, wanted)] == [number for number in found if number > 2]
+    assert [event.event_id for event in store.newest_events(0, 2, wanted)] == found[-2:]
+    assert [event.event_id for event in store.newest_events(4, 2, wanted)] == [number for number in found if number > 4]
+
+
 def metrics_in(store: Store, **wanted: Any) -> list[tuple[int, str]]:
     page = MetricsPage(**{"limit": 10_000, **wanted})
     return [(row.round, row.peer_id) for row in store.node_metrics("reef", page)]
@@ -236,7 +268,7 @@ def test_old_metrics_are_thinned_for_all_nodes_alike(store: Store, monkeypatch: 
     store.apply([Thin("other", 80)])
     assert len(metrics_in(store)) == 160
     store.apply([Thin("reef", 80)])
-    kept = [15, *range(15, 48, 8), *range(51, 64, 4), *range(65, 72, 2), *range(72, 81)]
+    kept = [*range(15, 48, 8), *range(51, 64, 4), *range(65, 72, 2), *range(72, 81)]
     assert metrics_in(store, peers=("p1",)) == [(number, "p1") for number in kept]
     assert [number for number, _ in metrics_in(store, peers=("p2",))] == kept
 

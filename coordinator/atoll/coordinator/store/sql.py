@@ -66,7 +66,7 @@ from atoll.coordinator.store.records import (
     Token,
     Vote,
 )
-from atoll.coordinator.store.store import Contents, MetricsPage, Store
+from atoll.coordinator.store.store import ALL_EVENTS, Contents, EventFilter, MetricsPage, Store
 from atoll.coordinator.store.tables import TABLES
 from atoll.core.errors import AtollError, ConfigError, DatabaseCorrupt, DatabaseMissing, DataDirUnusable, Unreachable
 
@@ -155,10 +155,15 @@ class SqlStore(Store):
                     _upsert(connection, change)
             _replace_metrics(connection, [change for change in changes if isinstance(change, NodeMetrics)])
 
-    def events(self, after_id: int, limit: int) -> tuple[Event, ...]:
-        table = TABLES[Event]
+    def events(self, after_id: int, limit: int, wanted: EventFilter = ALL_EVENTS) -> tuple[Event, ...]:
         with self._reading() as connection:
-            return _all(connection, Event, _select(Event).where(table.c.event_id > after_id).limit(limit))
+            return _all(connection, Event, _select_events(after_id, wanted).limit(limit))
+
+    def newest_events(self, after_id: int, limit: int, wanted: EventFilter) -> tuple[Event, ...]:
+        newest_first = TABLES[Event].c.event_id.desc()
+        rows = _select_events(after_id, wanted).order_by(None).order_by(newest_first).limit(limit)
+        with self._reading() as connection:
+            return _all(connection, Event, rows)[::-1]
 
     def rounds(self, run_id: str, after_round: int, limit: int) -> tuple[Round, ...]:
         table = TABLES[Round]
@@ -306,6 +311,19 @@ def _on_begin(connection: Connection) -> None:
 def _select(record: type[Record]) -> Select[Any]:
     table = TABLES[record]
     return select(table).order_by(*(table.c[name] for name in record.KEY))
+
+
+def _select_events(after_id: int, wanted: EventFilter) -> Select[Any]:
+    table = TABLES[Event]
+    rows = _select(Event).where(table.c.event_id > after_id)
+    if wanted.run_id:
+        rows = rows.where(table.c.run_id == wanted.run_id)
+    if wanted.subjects:
+        rows = rows.where(table.c.subject.in_(wanted.subjects))
+    if wanted.kind:
+        begins = table.c.kind.startswith(f"{wanted.kind}.", autoescape=True)
+        rows = rows.where((table.c.kind == wanted.kind) | begins)
+    return rows.where(table.c.unix_ms >= wanted.since_ms) if wanted.since_ms else rows
 
 
 def _select_rounds() -> Select[Any]:

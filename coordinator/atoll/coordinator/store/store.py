@@ -49,6 +49,28 @@ class Contents:
 
 
 @dataclass(frozen=True)
+class EventFilter:
+    """Which events; each field that is empty or 0 permits all."""
+
+    run_id: str = ""
+    subjects: tuple[str, ...] = ()
+    kind: str = ""  # itself, and kinds that begin with it and a dot
+    since_ms: int = 0
+
+    def permits(self, event: Event) -> bool:
+        """True for a wanted event."""
+        return (
+            self.run_id in ("", event.run_id)
+            and (not self.subjects or event.subject in self.subjects)
+            and (not self.kind or f"{event.kind}.".startswith(f"{self.kind}."))
+            and event.unix_ms >= self.since_ms
+        )
+
+
+ALL_EVENTS = EventFilter()
+
+
+@dataclass(frozen=True)
 class MetricsPage:
     """Which metrics of a run: the first `limit` after a place in their order, or the newest."""
 
@@ -78,8 +100,12 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def events(self, after_id: int, limit: int) -> tuple[Event, ...]:
-        """The first `limit` events with an id greater than `after_id`. MUST be in order of id."""
+    def events(self, after_id: int, limit: int, wanted: EventFilter = ALL_EVENTS) -> tuple[Event, ...]:
+        """The first `limit` wanted events with an id greater than `after_id`. MUST be in order of id."""
+
+    @abstractmethod
+    def newest_events(self, after_id: int, limit: int, wanted: EventFilter) -> tuple[Event, ...]:
+        """The last `limit` of them, in the same order."""
 
     @abstractmethod
     def rounds(self, run_id: str, after_round: int, limit: int) -> tuple[Round, ...]:
