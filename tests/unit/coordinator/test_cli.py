@@ -702,3 +702,24 @@ def test_filters_of_events_become_the_request(canned: Canned) -> None:
 def test_a_wrong_age_of_events_asks_nothing(canned: Canned) -> None:
     assert isinstance(CliRunner().invoke(main.app, ["events", "--since", "yesterday"]).exception, UsageError)
     assert canned.asked == []
+
+
+def test_tensorboard_files_are_of_nodes_and_of_the_run(canned: Canned, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main.app, ["metrics", "--tensorboard", str(tmp_path), "--output", "json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["tensorboard"] == {
+        "directory": str(tmp_path),
+        "files": 3,
+        "rows": 2,
+        "losses": 2,
+    }
+    files = {path.parent.relative_to(tmp_path) for path in tmp_path.rglob("*tfevents*")}
+    assert files == {Path("reef"), Path("reef/basement"), Path(f"reef/{SPARE}")}
+    assert b"train_loss" in (tmp_path / "reef/basement/events.out.tfevents.atoll").read_bytes()
+    assert b"validation_loss" in (tmp_path / "reef/events.out.tfevents.atoll").read_bytes()
+
+
+def test_csv_and_tensorboard_exclude_each_other(canned: Canned, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main.app, ["metrics", "--csv", "--tensorboard", str(tmp_path)])
+    assert isinstance(result.exception, UsageError)
+    assert (canned.asked, list(tmp_path.iterdir())) == ([], [])

@@ -1,10 +1,14 @@
-"""`atollctl metrics`: what each round cost each node, as a table, CSV or JSON."""
+"""`atollctl metrics`: what each round cost each node, as a table, CSV, JSON or event files of TensorBoard."""
 
 from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Iterable
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from operator import itemgetter
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,8 +17,9 @@ from atoll.coordinator.cli.client import connect
 from atoll.coordinator.cli.formatting import count_or_dash, loss_or_dash, size_or_dash
 from atoll.coordinator.cli.metrics_rows import UNITS, Row, Value, Wanted, all_rows, newest_rows
 from atoll.coordinator.cli.options import CredentialsOption
-from atoll.coordinator.cli.output import Column, JsonObject, print_sentences, show
+from atoll.coordinator.cli.output import Column, JsonObject, print_sentences, show, show_facts
 from atoll.coordinator.cli.run import RunArgument
+from atoll.coordinator.cli.tensorboard_files import directory_name, event_files
 from atoll.coordinator.store.records import MAX_INTEGER
 from atoll.core.errors import UsageError
 from atoll.core.output import Output, OutputOption, print_json_rows
@@ -46,6 +51,10 @@ def metrics(
         int, typer.Option("--since", min=0, max=MAX_INTEGER, metavar="ROUND", help="only this round and later ones")
     ] = 0,
     as_csv: Annotated[bool, typer.Option("--csv", help="all rows as CSV, with units in the first line")] = False,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option("--tensorboard", metavar="DIR", help="write event files that TensorBoard reads into DIR"),
+    ] = None,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
@@ -62,14 +71,20 @@ def metrics(
       atollctl metrics reef --node basement --since 100
 
       atollctl metrics reef --csv > reef.csv
+
+      atollctl metrics reef --tensorboard runs && tensorboard --logdir runs
     """
-    if as_csv and output is Output.JSON:
-        raise UsageError("--csv and --output json exclude each other", "pass one of them")
+    if as_csv and (output is Output.JSON or tensorboard is not None):
+        other = "--tensorboard" if tensorboard is not None else "--output json"
+        raise UsageError(f"--csv and {other} exclude each other", "pass one of them")
     with connect(credentials) as client:
         view = client.call(client.stub.GetRun, wire.RunRequest(run_id=run))
         held_out = {item.round: item.loss for item in view.evaluations if item.round >= since}
         wanted = Wanted(view.run_id, node, since)
-        if output is Output.JSON:
+        if tensorboard is not None:
+            written = _write_event_files(tensorboard, wanted, all_rows(client, wanted, held_out), held_out)
+            show_facts(output, {"tensorboard": written}, list(written.items()))
+        elif output is Output.JSON:
             document = {"run_id": view.run_id, "units": UNITS, "validation_losses": _losses(held_out)}
             rows = all_rows(client, wanted, held_out)
             print_json_rows(document, "metrics", (row.document() for row in rows))
@@ -89,6 +104,26 @@ def _print_csv(rows: Iterable[Row]) -> None:
     for row in rows:
         values = ("" if value is None else value for value in row.values.values())
         writer.writerow([row.round, row.node, row.peer_id, row.unix_ms, *values])
+
+
+def _write_event_files(
+    directory: Path, wanted: Wanted, rows: Iterable[Row], held_out: Mapping[int, float]
+) -> dict[str, object]:
+    """Write a file for each node into RUN/NODE, and one with the run's held-out losses into RUN."""
+    run, count, times = directory_name(wanted.run_id), 0, [(0, time.time())]
+    with event_files(directory) as files:
+        for row in rows:
+            values = {name: value for name, value in row.values.items() if value is not None}
+            values.pop("validation_loss", None)
+            files.add(f"{run}/{directory_name(row.node)}", row.unix_ms / 1000, row.round, values)
+            count += 1
+            if row.round > times[-1][0]:
+                times.append((row.round, row.unix_ms / 1000))
+        times = times[1:] or times
+        for number, loss in sorted(held_out.items()):
+            at = bisect_right(times, number, key=itemgetter(0))  # losses have no times of their own
+            files.add(run, times[max(0, at - 1)][1], number, {"validation_loss": loss})
+    return {"directory": str(directory), "files": len(files.names), "rows": count, "losses": len(held_out)}
 
 
 def _show_table(rows: list[Row]) -> None:
