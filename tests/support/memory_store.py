@@ -27,7 +27,7 @@ from atoll.coordinator.store.records import (
     Token,
     Vote,
 )
-from atoll.coordinator.store.store import ALL_EVENTS, Contents, EventFilter, MetricsPage, Store
+from atoll.coordinator.store.store import ALL_EVENTS, Contents, EventFilter, MetricsPage, RoundMeans, Store
 from atoll.core.errors import AlreadyRunning
 
 _R = TypeVar("_R", bound=Record)
@@ -96,6 +96,16 @@ class MemoryStore(Store):
         rows = [row for row in self._rows(NodeMetrics) if row.run_id == run_id and (row.round, row.peer_id) > after]
         rows = [row for row in rows if not wanted.peers or row.peer_id in wanted.peers]
         return tuple(rows[-wanted.limit :] if wanted.newest else rows[: wanted.limit])
+
+    def round_means(self, run_id: str, rounds: Sequence[int]) -> tuple[RoundMeans, ...]:
+        found = []
+        for number in sorted(set(rounds)):
+            rows = [row for row in self._rows(NodeMetrics) if (row.run_id, row.round) == (run_id, number)]
+            losses = [row.train_loss for row in rows if row.train_loss]
+            loss = sum(losses) / max(1, len(losses))
+            speed = sum(row.tokens / row.seconds for row in rows if row.seconds)
+            found += [RoundMeans(number, loss, speed)] if rows else []
+        return tuple(found)
 
     def plan(self, run_id: str, version: int) -> PlanRow | None:
         return cast("PlanRow | None", self._tables[PlanRow].get((run_id, version)))

@@ -41,7 +41,7 @@ from atoll.coordinator.store.records import (
     Vote,
 )
 from atoll.coordinator.store.sql import SqlStore
-from atoll.coordinator.store.store import Contents, EventFilter, MetricsPage, Store
+from atoll.coordinator.store.store import Contents, EventFilter, MetricsPage, RoundMeans, Store
 from atoll.coordinator.store.tables import METADATA
 from atoll.core.errors import (
     AlreadyExists,
@@ -260,6 +260,21 @@ def test_metrics_of_a_round_are_replaced_and_the_last_of_one_step_counts(store: 
     rows = store.node_metrics("reef", MetricsPage(10))
     losses = [(row.round, row.peer_id, row.train_loss) for row in rows]
     assert losses == [(1, "p1", 2.0), (1, "p2", 4.25), (2, "p1", 4.25)]
+
+
+def test_what_nodes_reported_of_a_round_is_put_together(store: Store) -> None:
+    store.apply(
+        [
+            replace(METRICS, train_loss=4.0, tokens=100, seconds=10.0),
+            replace(METRICS, peer_id="p2", train_loss=2.0, tokens=60, seconds=3.0),
+            replace(METRICS, peer_id="p3", train_loss=0.0, tokens=50, seconds=0.0),
+            replace(METRICS, round=2, train_loss=0.0, tokens=0, seconds=0.0),
+            replace(METRICS, round=3),
+            replace(METRICS, round=1, run_id="other"),
+        ]
+    )
+    assert store.round_means("reef", [5, 2, 1]) == (RoundMeans(1, 3.0, 30.0), RoundMeans(2, 0.0, 0.0))
+    assert store.round_means("reef", []) == ()
 
 
 def test_old_metrics_are_thinned_for_all_nodes_alike(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,19 +8,21 @@ The rounds that the coordinator takes bound what it holds of one node.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from atoll.coordinator.rounds.reports import drop, reject
 from atoll.coordinator.rounds.source_losses import MAX_LOSS
 from atoll.coordinator.state.rate_limits import METRICS_RATE
 from atoll.coordinator.state.snapshot import Draft, State
-from atoll.coordinator.store.records import MAX_INTEGER, NodeMetrics
+from atoll.coordinator.store.records import NodeMetrics
 from atoll.coordinator.store.retention import FULL_METRICS_ROUNDS
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.metrics_bounds import EARLY_METRICS_ROUNDS
 from atoll.v1 import membership_pb2 as mb
 
-MAX_MEASURE = 1e15  # of seconds and norms
+MAX_MEASURE = 1e15  # of seconds, norms and counts, so that sums and quotients stay finite
+MIN_SECONDS = 1e-6  # of a round that was timed
+_MEASURES = tuple(item.name for item in fields(NodeMetrics) if item.name not in (*NodeMetrics.KEY, "reported_ms"))
 
 
 def take_metrics(draft: Draft, peer_id: str, run_id: str, report: mb.NodeMetrics) -> None:
@@ -79,19 +81,9 @@ def _row(draft: Draft, peer_id: str, run_id: str, report: mb.NodeMetrics) -> Nod
 
 def _check(row: NodeMetrics) -> None:
     """Raise `PeerMisbehaved` for a value that is not finite, negative, or too large."""
-    limits = {
-        "train_loss": MAX_LOSS,
-        "learning_rate": MAX_MEASURE,
-        "seconds": MAX_MEASURE,
-        "update_norm": MAX_MEASURE,
-        "compute_seconds": MAX_MEASURE,
-        "stall_seconds": MAX_MEASURE,
-        "exchange_seconds": MAX_MEASURE,
-        "tokens": MAX_INTEGER,
-        "bytes_sent": MAX_INTEGER,
-        "bytes_received": MAX_INTEGER,
-    }
-    for name, limit in limits.items():
-        value = getattr(row, name)
+    for name in _MEASURES:
+        value, limit = getattr(row, name), MAX_LOSS if name == "train_loss" else MAX_MEASURE
         if not (math.isfinite(value) and 0 <= value <= limit):
             raise PeerMisbehaved(f"{name} of round {row.round} is {value}; must be finite, from 0 to {limit:g}")
+    if 0 < row.seconds < MIN_SECONDS:
+        raise PeerMisbehaved(f"seconds of round {row.round} are {row.seconds}; must be 0 or at least {MIN_SECONDS:g}")

@@ -66,7 +66,7 @@ from atoll.coordinator.store.records import (
     Token,
     Vote,
 )
-from atoll.coordinator.store.store import ALL_EVENTS, Contents, EventFilter, MetricsPage, Store
+from atoll.coordinator.store.store import ALL_EVENTS, Contents, EventFilter, MetricsPage, RoundMeans, Store
 from atoll.coordinator.store.tables import TABLES
 from atoll.core.errors import AtollError, ConfigError, DatabaseCorrupt, DatabaseMissing, DataDirUnusable, Unreachable
 
@@ -203,6 +203,15 @@ class SqlStore(Store):
         with self._reading() as connection:
             found = _all(connection, NodeMetrics, rows)
         return found[::-1] if wanted.newest else found
+
+    def round_means(self, run_id: str, rounds: Sequence[int]) -> tuple[RoundMeans, ...]:
+        table = TABLES[NodeMetrics]
+        loss = func.avg(func.nullif(table.c.train_loss, 0.0))
+        speed = func.sum(table.c.tokens / func.nullif(table.c.seconds, 0.0))
+        rows = select(table.c.round, loss, speed).where(table.c.run_id == run_id, table.c.round.in_(rounds))
+        with self._reading() as connection:
+            found = connection.execute(rows.group_by(table.c.round).order_by(table.c.round))
+            return tuple(RoundMeans(number, mean or 0.0, total or 0.0) for number, mean, total in found)
 
     def plan(self, run_id: str, version: int) -> PlanRow | None:
         table = TABLES[PlanRow]

@@ -81,6 +81,15 @@ class MetricsPage:
     newest: bool = False
 
 
+@dataclass(frozen=True)
+class RoundMeans:
+    """What all nodes reported of one round."""
+
+    round: int
+    train_loss: float  # nats per token, mean of the nodes that measured it; 0: none did
+    tokens_per_second: float  # sum over nodes
+
+
 class Store(ABC):
     """Durable rows."""
 
@@ -129,6 +138,10 @@ class Store(ABC):
     @abstractmethod
     def node_metrics(self, run_id: str, wanted: MetricsPage) -> tuple[NodeMetrics, ...]:
         """A page of what nodes reported of rounds. MUST be ordered by round and peer id."""
+
+    @abstractmethod
+    def round_means(self, run_id: str, rounds: Sequence[int]) -> tuple[RoundMeans, ...]:
+        """What nodes reported of each of these rounds, together. MUST be ordered by round, without rounds of no row."""
 
     @abstractmethod
     def plan(self, run_id: str, version: int) -> PlanRow | None:

@@ -76,8 +76,12 @@ class _Site:
 
     def _logs(self, store: Store) -> Logs:
         state = self._controller.state
+        evaluations = {run_id: store.evaluations(run_id, MAX_LOSSES) for run_id in state.runs}
         return Logs(
-            evaluations={run_id: store.evaluations(run_id, MAX_LOSSES) for run_id in state.runs},
+            evaluations=evaluations,
+            means={
+                run_id: store.round_means(run_id, [row.round for row in rows]) for run_id, rows in evaluations.items()
+            },
             rounds={run_id: store.newest_rounds(run_id, RECENT_ROUNDS) for run_id in state.runs},
             events=store.events(max(0, state.last_event_id - RECENT_EVENTS), RECENT_EVENTS),
         )

@@ -56,7 +56,7 @@ class RoundMetrics:
             train_loss=_finite(training.train_loss),
             learning_rate=_finite(learning_rate(self._spec, committed_tokens)),
             tokens=max(0, tokens),
-            seconds=seconds,
+            seconds=round(seconds, 6),  # the coordinator refuses shorter times than 1 µs
             update_norm=_finite(self._status.counters.update_norm),
             compute_seconds=min(seconds, _finite(max(0, tokens) * training.busy_seconds_per_token)),
             stall_seconds=min(seconds, _finite(stalled)),
