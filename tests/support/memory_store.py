@@ -142,7 +142,8 @@ class MemoryStore(Store):
                 old = {key: number for key, number in numbers.items() if number <= newest}
                 kept = {number // bucket: number for number in sorted(old.values())}.values()
                 for key, number in old.items():
-                    if number not in kept and not self._has_checkpoint(change.run_id, number):
+                    of_checkpoint = table is not NodeMetrics and self._has_checkpoint(change.run_id, number)
+                    if number not in kept and not of_checkpoint:
                         del self._tables[table][key], numbers[key]
         ours = [key for key in self._tables[NodeMetrics] if key[0] == change.run_id]
         rounds_newest_first = sorted((int(str(key[1])) for key in ours), reverse=True)

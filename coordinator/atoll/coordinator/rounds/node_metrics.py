@@ -48,11 +48,12 @@ def take_metrics(draft: Draft, peer_id: str, run_id: str, report: mb.NodeMetrics
 
 def flush(draft: Draft) -> None:
     """Store what is held of all nodes."""
-    for peer_id, live in draft.state.live.items():
-        if live.pending_metrics:
+    pending = {peer_id: live for peer_id, live in draft.state.live.items() if live.pending_metrics}
+    if pending:
+        for live in pending.values():
             for row in live.pending_metrics.values():
                 draft.log(row)
-            draft.set_live(peer_id, replace(live, pending_metrics={}))
+        draft.set_many_live({peer_id: replace(live, pending_metrics={}) for peer_id, live in pending.items()})
 
 
 def are_pending(state: State, peer_id: str) -> bool:

@@ -457,6 +457,10 @@ class Draft:
         """Replace the live state of a node."""
         self._set("live", peer_id, live)
 
+    def set_many_live(self, live: Mapping[str, LiveNode]) -> None:
+        """Replace the live states of several nodes; the table is copied once."""
+        self.state = replace(self.state, live={**self.state.live, **live})
+
     def event(self, kind: str, run_id: str, subject: str, message: str) -> None:
         """Append one row to the event log; delete the oldest beyond `KEPT_EVENTS`."""
         number = self.state.last_event_id + 1

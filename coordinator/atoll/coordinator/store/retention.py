@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 FULL_ROUNDS = 8192
 FULL_METRICS_ROUNDS = 1024
-MAX_METRICS_ROWS = 1 << 19  # of a run, and what comes between two thinnings; a row takes about 200 bytes
+MAX_METRICS_ROWS = 1 << 19  # of a run, and what comes between two thinnings; a row takes about 230 bytes
 KEPT_MANIFESTS = 1024  # rows of older rounds have figures only; nodes have the manifests of 4,096
 KEPT_COMMITS = 1024  # newest rounds that the machine has in memory
 THIN_EVERY = 256  # rounds

@@ -367,7 +367,8 @@ def _thin(connection: Connection, change: Thin) -> None:
         for newest, bucket in retention.thinning(change.head_round, full_rounds):
             old = where & (table.c[column] <= newest)
             kept = select(func.max(table.c[column])).where(old).group_by(table.c[column] // bucket)
-            connection.execute(table.delete().where(old, table.c[column].not_in(kept), ~_has_checkpoint(table, column)))
+            surplus = table.delete().where(old, table.c[column].not_in(kept))
+            connection.execute(surplus if table is metrics else surplus.where(~_has_checkpoint(table, column)))
 
     _delete_oldest_metrics(connection, change.run_id)
 
