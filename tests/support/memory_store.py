@@ -16,6 +16,7 @@ from atoll.coordinator.store.records import (
     Evaluation,
     Event,
     Node,
+    NodeMetrics,
     PlanFigures,
     PlanRow,
     ProofRow,
@@ -26,7 +27,7 @@ from atoll.coordinator.store.records import (
     Token,
     Vote,
 )
-from atoll.coordinator.store.store import Contents, Store
+from atoll.coordinator.store.store import ALL_EVENTS, Contents, EventFilter, MetricsPage, RoundMeans, Store
 from atoll.core.errors import AlreadyRunning
 
 _R = TypeVar("_R", bound=Record)
@@ -66,8 +67,14 @@ class MemoryStore(Store):
             else:
                 self._tables[type(change)][tuple(getattr(change, name) for name in change.KEY)] = change
 
-    def events(self, after_id: int, limit: int) -> tuple[Event, ...]:
-        return tuple(row for row in self._rows(Event) if row.event_id > after_id)[:limit]
+    def events(self, after_id: int, limit: int, wanted: EventFilter = ALL_EVENTS) -> tuple[Event, ...]:
+        return self._wanted(after_id, wanted)[:limit]
+
+    def newest_events(self, after_id: int, limit: int, wanted: EventFilter) -> tuple[Event, ...]:
+        return self._wanted(after_id, wanted)[-limit:]
+
+    def _wanted(self, after_id: int, wanted: EventFilter) -> tuple[Event, ...]:
+        return tuple(row for row in self._rows(Event) if row.event_id > after_id and wanted.permits(row))
 
     def rounds(self, run_id: str, after_round: int, limit: int) -> tuple[Round, ...]:
         rows = (row for row in self._rows(Round) if row.run_id == run_id and row.number > after_round)
@@ -83,6 +90,22 @@ class MemoryStore(Store):
             width = -(-(rows[-1].round - first + 1) // most)
             rows = list({(row.round - first) // width: row for row in rows}.values())
         return tuple(rows)
+
+    def node_metrics(self, run_id: str, wanted: MetricsPage) -> tuple[NodeMetrics, ...]:
+        after = (wanted.since_round, wanted.after_peer_id)
+        rows = [row for row in self._rows(NodeMetrics) if row.run_id == run_id and (row.round, row.peer_id) > after]
+        rows = [row for row in rows if not wanted.peers or row.peer_id in wanted.peers]
+        return tuple(rows[-wanted.limit :] if wanted.newest else rows[: wanted.limit])
+
+    def round_means(self, run_id: str, rounds: Sequence[int]) -> tuple[RoundMeans, ...]:
+        found = []
+        for number in sorted(set(rounds)):
+            rows = [row for row in self._rows(NodeMetrics) if (row.run_id, row.round) == (run_id, number)]
+            losses = [row.train_loss for row in rows if row.train_loss]
+            loss = sum(losses) / max(1, len(losses))
+            speed = sum(row.tokens / row.seconds for row in rows if row.seconds)
+            found += [RoundMeans(number, loss, speed)] if rows else []
+        return tuple(found)
 
     def plan(self, run_id: str, version: int) -> PlanRow | None:
         return cast("PlanRow | None", self._tables[PlanRow].get((run_id, version)))
@@ -109,14 +132,25 @@ class MemoryStore(Store):
         for key, row in rounds.items():
             if row.run_id == change.run_id and row.number <= change.head_round - retention.KEPT_MANIFESTS:
                 self._tables[Round][key] = replace(row, manifest=b"")
-        for table, keys in ((Round, rounds), (Evaluation, self._tables[Evaluation])):
+        for table, keys, full_rounds in (
+            (Round, rounds, retention.FULL_ROUNDS),
+            (Evaluation, self._tables[Evaluation], retention.FULL_ROUNDS),
+            (NodeMetrics, self._tables[NodeMetrics], retention.FULL_METRICS_ROUNDS),
+        ):
             numbers = {key: int(str(key[1])) for key in keys if key[0] == change.run_id}
-            for newest, bucket in retention.thinning(change.head_round):
+            for newest, bucket in retention.thinning(change.head_round, full_rounds):
                 old = {key: number for key, number in numbers.items() if number <= newest}
                 kept = {number // bucket: number for number in sorted(old.values())}.values()
                 for key, number in old.items():
-                    if number not in kept and not self._has_checkpoint(change.run_id, number):
+                    of_checkpoint = table is not NodeMetrics and self._has_checkpoint(change.run_id, number)
+                    if number not in kept and not of_checkpoint:
                         del self._tables[table][key], numbers[key]
+        ours = [key for key in self._tables[NodeMetrics] if key[0] == change.run_id]
+        rounds_newest_first = sorted((int(str(key[1])) for key in ours), reverse=True)
+        for oldest in rounds_newest_first[retention.MAX_METRICS_ROWS :][:1]:
+            for key in ours:
+                if int(str(key[1])) <= oldest:
+                    del self._tables[NodeMetrics][key]
 
     def _rows(self, table: type[_R]) -> tuple[_R, ...]:
         rows = self._tables[cast("type[Record]", table)]

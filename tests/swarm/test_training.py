@@ -25,6 +25,7 @@ async def test_two_nodes_end_with_equal_anchors_and_a_signed_chain(tmp_path):
             await swarm.reach(name, "finished")
         assert swarm.anchor_digest("ann") == swarm.anchor_digest("bob")
         await told_measurements(swarm)
+        await told_metrics(swarm)
 
         run = (await swarm.json("run", "show", "reef"))["run"]
         assert run["rounds_committed"] >= 5
@@ -68,6 +69,26 @@ async def told_measurements(swarm):
     explained = await swarm.json("plan", "explain", "--seconds", "1")
     assert {place["machine"] for place in explained["plan"]["places"]} == {"ann", "bob"}
     assert explained["plan"]["tokens_per_second"] > 0
+
+
+async def told_metrics(swarm):
+    """Each node has reported its rounds by the time it is finished, or does within some heartbeats."""
+    async with asyncio.timeout(60):
+        while True:
+            found = (await swarm.json("metrics", "reef"))["metrics"]
+            rows = {name: [row for row in found if row["node"] == name] for name in ("ann", "bob")}
+            if all(any(row["train_loss"] for row in each) for each in rows.values()):
+                break
+            await asyncio.sleep(0.5)
+    for each in rows.values():
+        losses = [row["train_loss"] for row in each if row["train_loss"] is not None]
+        assert all(0 < loss < 20 for loss in losses)
+        assert sum(row["tokens"] for row in each) > 0
+        assert any(row["update_norm"] for row in each)
+        assert any(row["exchange_seconds"] for row in each)
+        assert sum(row["bytes_sent"] for row in each) > 0
+        assert sum(row["bytes_received"] for row in each) > 0
+        assert all(row["learning_rate"] > 0 for row in each)
 
 
 def test_the_demo_prints_what_it_promises(tmp_path):

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Annotated, TextIO, TypeVar
 
@@ -48,6 +48,15 @@ def print_json(document: Mapping[str, object]) -> None:
 def print_json_line(document: Mapping[str, object]) -> None:
     """Print one versioned object on one line, for streams."""
     print(json.dumps({"version": JSON_VERSION, **document}, ensure_ascii=False), flush=True)
+
+
+def print_json_rows(document: Mapping[str, object], key: str, rows: Iterable[Mapping[str, object]]) -> None:
+    """Print one versioned object whose last key has many rows, one a line, as they come."""
+    head = json.dumps({"version": JSON_VERSION, **document, key: []}, ensure_ascii=False)
+    print(head.removesuffix("]}"), end="")
+    for index, row in enumerate(rows):
+        print(",\n" if index else "\n", json.dumps(row, ensure_ascii=False), sep="", end="")
+    print("\n]}")
 
 
 def ask_interactively(question: Callable[[], Answer]) -> Answer:

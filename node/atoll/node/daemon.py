@@ -305,6 +305,7 @@ class Daemon:
                 checkpoints=self._checkpoints,
                 operator_key=self._credentials.operator_key,
                 status=self._status,
+                traffic=host.traffic,
                 run_dir=self._run_dir,
                 preload=self._preload,
                 clock=self._clock,

@@ -33,6 +33,7 @@ from atoll.node.run.genesis import write_genesis
 from atoll.node.run.kept_optimizer import KeptOptimizer
 from atoll.node.run.local_state import LocalState, StateSources
 from atoll.node.run.node_context import NodeContext
+from atoll.node.run.round_metrics import RoundMetrics
 from atoll.node.run.route_membership import RouteMembership
 from atoll.node.run.session_rounds import is_only_holder, make_engine
 from atoll.node.run.session_status import SessionStatus
@@ -95,6 +96,7 @@ class TrainingSession:
             )
         )
         context.status.local_state = self._local_state
+        self._round_metrics = RoundMetrics(context.spec, context.status, context.traffic, context.clock)
 
     # --- the main path -------------------------------------------------------------------------------
 
@@ -454,6 +456,9 @@ class TrainingSession:
         self._local_state.moved(head)
         status.head_round, status.head_hash, status.committed_tokens = head.round, head.hash, head.committed_tokens
         status.data_position = head.data
+        metrics = self._round_metrics.head_moved(head)
+        if metrics is not None:
+            self._context.link.report(metrics)
         state = self._local_state.checkpoint_state()
         if state is not None and head.round > 0:
             only_copy = is_only_holder(self._context.directives.plan, self._context.identity.peer_id, head)

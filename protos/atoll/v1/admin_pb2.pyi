@@ -526,12 +526,22 @@ class UnpinNodeRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
-    __slots__ = ("after_id", "follow")
+    __slots__ = ("after_id", "follow", "run_id", "node", "kind", "since_seconds", "tail")
     AFTER_ID_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SINCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
     after_id: int
     follow: bool
-    def __init__(self, after_id: _Optional[int] = ..., follow: _Optional[bool] = ...) -> None: ...
+    run_id: str
+    node: str
+    kind: str
+    since_seconds: int
+    tail: int
+    def __init__(self, after_id: _Optional[int] = ..., follow: _Optional[bool] = ..., run_id: _Optional[str] = ..., node: _Optional[str] = ..., kind: _Optional[str] = ..., since_seconds: _Optional[int] = ..., tail: _Optional[int] = ...) -> None: ...
 
 class Event(_message.Message):
     __slots__ = ("id", "unix_ms", "kind", "run_id", "subject", "message")
@@ -598,3 +608,37 @@ class ListRoundsResponse(_message.Message):
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     rounds: _containers.RepeatedCompositeFieldContainer[RoundView]
     def __init__(self, rounds: _Optional[_Iterable[_Union[RoundView, _Mapping]]] = ...) -> None: ...
+
+class ListMetricsRequest(_message.Message):
+    __slots__ = ("run_id", "node", "since_round", "after_peer_id", "limit", "newest")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SINCE_ROUND_FIELD_NUMBER: _ClassVar[int]
+    AFTER_PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    node: str
+    since_round: int
+    after_peer_id: str
+    limit: int
+    newest: bool
+    def __init__(self, run_id: _Optional[str] = ..., node: _Optional[str] = ..., since_round: _Optional[int] = ..., after_peer_id: _Optional[str] = ..., limit: _Optional[int] = ..., newest: _Optional[bool] = ...) -> None: ...
+
+class MetricsRow(_message.Message):
+    __slots__ = ("peer_id", "name", "unix_ms", "metrics")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    name: str
+    unix_ms: int
+    metrics: _membership_pb2.NodeMetrics
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., unix_ms: _Optional[int] = ..., metrics: _Optional[_Union[_membership_pb2.NodeMetrics, _Mapping]] = ...) -> None: ...
+
+class ListMetricsResponse(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[MetricsRow]
+    def __init__(self, rows: _Optional[_Iterable[_Union[MetricsRow, _Mapping]]] = ...) -> None: ...

@@ -175,6 +175,11 @@ class AdminStub:
                 request_serializer=atoll_dot_v1_dot_admin__pb2.ListRoundsRequest.SerializeToString,
                 response_deserializer=atoll_dot_v1_dot_admin__pb2.ListRoundsResponse.FromString,
                 _registered_method=True)
+        self.ListMetrics = channel.unary_unary(
+                '/atoll.v1.Admin/ListMetrics',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.ListMetricsRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.ListMetricsResponse.FromString,
+                _registered_method=True)
         self.RecoverRun = channel.unary_unary(
                 '/atoll.v1.Admin/RecoverRun',
                 request_serializer=atoll_dot_v1_dot_admin__pb2.RecoverRunRequest.SerializeToString,
@@ -381,6 +386,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListMetrics(self, request, context):
+        """What nodes reported of rounds, a page of it, ordered by round and peer id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RecoverRun(self, request, context):
         """Continues from the newest state that connected nodes hold, although a majority is lost. Cannot be undone.
         """
@@ -544,6 +556,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListRounds,
                     request_deserializer=atoll_dot_v1_dot_admin__pb2.ListRoundsRequest.FromString,
                     response_serializer=atoll_dot_v1_dot_admin__pb2.ListRoundsResponse.SerializeToString,
+            ),
+            'ListMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListMetrics,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.ListMetricsRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.ListMetricsResponse.SerializeToString,
             ),
             'RecoverRun': grpc.unary_unary_rpc_method_handler(
                     servicer.RecoverRun,
@@ -1317,6 +1334,33 @@ class Admin:
             '/atoll.v1.Admin/ListRounds',
             atoll_dot_v1_dot_admin__pb2.ListRoundsRequest.SerializeToString,
             atoll_dot_v1_dot_admin__pb2.ListRoundsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/ListMetrics',
+            atoll_dot_v1_dot_admin__pb2.ListMetricsRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.ListMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

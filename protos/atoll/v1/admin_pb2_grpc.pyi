@@ -78,6 +78,8 @@ class AdminStub:
     """All events after `after_id`; with follow, the stream stays open for new ones."""
     ListRounds: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRoundsRequest, _admin_pb2.ListRoundsResponse]
     """The rounds that openers reported, oldest first."""
+    ListMetrics: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListMetricsRequest, _admin_pb2.ListMetricsResponse]
+    """What nodes reported of rounds, a page of it, ordered by round and peer id."""
     RecoverRun: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RecoverRunRequest, _admin_pb2.RunView]
     """Continues from the newest state that connected nodes hold, although a majority is lost. Cannot be undone."""
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListCheckpointsRequest, _admin_pb2.ListCheckpointsResponse]
@@ -134,6 +136,8 @@ class AdminAsyncStub(AdminStub):
     """All events after `after_id`; with follow, the stream stays open for new ones."""
     ListRounds: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRoundsRequest, _admin_pb2.ListRoundsResponse]  # type: ignore[assignment]
     """The rounds that openers reported, oldest first."""
+    ListMetrics: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListMetricsRequest, _admin_pb2.ListMetricsResponse]  # type: ignore[assignment]
+    """What nodes reported of rounds, a page of it, ordered by round and peer id."""
     RecoverRun: _aio.UnaryUnaryMultiCallable[_admin_pb2.RecoverRunRequest, _admin_pb2.RunView]  # type: ignore[assignment]
     """Continues from the newest state that connected nodes hold, although a majority is lost. Cannot be undone."""
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListCheckpointsRequest, _admin_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
@@ -355,6 +359,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListRoundsResponse, _abc.Awaitable[_admin_pb2.ListRoundsResponse]]:
         """The rounds that openers reported, oldest first."""
+
+    @_abc_1.abstractmethod
+    def ListMetrics(
+        self,
+        request: _admin_pb2.ListMetricsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListMetricsResponse, _abc.Awaitable[_admin_pb2.ListMetricsResponse]]:
+        """What nodes reported of rounds, a page of it, ordered by round and peer id."""
 
     @_abc_1.abstractmethod
     def RecoverRun(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 from integration.coordinator.lab import coordinator
+
+from atoll.coordinator.state.snapshot import Step
+from atoll.coordinator.store.records import Change, Evaluation, NodeMetrics
+from atoll.coordinator.web.app import SETTLED_ROUNDS
 
 
 async def test_page_assets_status_metrics_and_probes(tmp_path: Path) -> None:
@@ -30,6 +35,31 @@ async def test_page_assets_status_metrics_and_probes(tmp_path: Path) -> None:
         assert (await web.get("/readyz")).status_code == 503
         assert (await web.get("/assets/../app.py")).status_code == 404
         assert (await web.post("/api/status")).status_code == 405
+
+
+async def test_the_page_has_the_training_loss_of_evaluated_rounds_new_and_old(tmp_path: Path) -> None:
+    async with coordinator(tmp_path / "c") as home, httpx.AsyncClient(base_url=f"http://{home.endpoints.http}") as web:
+        await home.create_run()
+
+        async def store(*rows: Change) -> None:
+            await home.controller.do(lambda state, now: Step(state, None, rows))
+
+        async def losses() -> list[float | None]:
+            (run,) = (await web.get("/api/status")).json()["runs"]
+            return [point.get("train_loss") for point in run["losses"]]
+
+        def reported(number: int, peer_id: str, loss: float) -> NodeMetrics:
+            return NodeMetrics("reef", number, peer_id, 0, loss, 1e-4, 10, 2.0, 1.0, 1.0, 0.0, 1.0, 5, 5)
+
+        run, settled = home.controller.state.runs["reef"], SETTLED_ROUNDS
+        await home.controller.do(
+            lambda state, now: Step(replace(state, runs={"reef": replace(run, head_round=settled + 2)}), None)
+        )
+        await store(*(Evaluation("reef", number, 4.0, number) for number in (1, 2, settled + 2)))
+        await store(reported(1, "a", 3.0), reported(1, "b", 5.0), reported(settled + 2, "a", 2.0))
+        assert await losses() == [4.0, None, 2.0]
+        await store(reported(1, "c", 1.0), reported(2, "c", 1.0), reported(settled + 2, "b", 3.0))
+        assert await losses() == [4.0, None, 2.5]  # old rounds are read once
 
 
 async def test_a_page_elsewhere_cannot_read_this_one_by_a_name_of_its_own(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -105,6 +106,55 @@ async def test_reports_are_durable_when_acknowledged_and_resending_is_harmless(t
         assert [item.loss for item in run.evaluations] == [4.25]
         rounds = (await home.admin.ListRounds(admin.ListRoundsRequest(), timeout=SECONDS)).rounds
         assert [(item.round.number, item.committed, item.members) for item in rounds] == [(1, True, 2), (2, False, 0)]
+
+
+async def test_metrics_are_durable_when_acknowledged_and_are_read_in_pages(tmp_path: Path) -> None:
+    data_dir = tmp_path / "c"
+    async with training(data_dir, "ann", "bob") as (_, nodes):
+        for node in nodes:
+            told = [mb.NodeMetrics(round=number, train_loss=5.0 - number, tokens=8) for number in (1, 2, 3)]
+            await node.acknowledged(await node.say(metrics=told))
+    async with coordinator(data_dir) as home:
+        request, found = admin.ListMetricsRequest(limit=4), []
+        while rows := (await home.admin.ListMetrics(request, timeout=SECONDS)).rows:
+            found += [(row.metrics.round, row.name, row.metrics.train_loss) for row in rows]
+            request.since_round, request.after_peer_id = rows[-1].metrics.round, rows[-1].peer_id
+        names = ["ann", "bob"] if nodes[0].name == "ann" else ["bob", "ann"]  # in the order of peer ids
+        assert found == [(number, name, 5.0 - number) for number in (1, 2, 3) for name in names]
+        of_bob = admin.ListMetricsRequest(node="bob", limit=2, newest=True)
+        rows = (await home.admin.ListMetrics(of_bob, timeout=SECONDS)).rows
+        assert [(row.name, row.metrics.round) for row in rows] == [("bob", 2), ("bob", 3)]
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await home.admin.ListMetrics(admin.ListMetricsRequest(node="nobody"), timeout=SECONDS)
+        assert error_of(failure.value).reason == "NotFound"
+
+
+async def test_events_are_filtered_before_they_are_sent_and_followed(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
+
+        async def kinds(**wanted: Any) -> list[tuple[str, str]]:
+            stream = home.admin.Events(admin.EventsRequest(**wanted), timeout=SECONDS)
+            return [(event.kind, event.subject) async for event in stream]
+
+        everything, bob = await kinds(), next(node for node in nodes if node.name == "bob").identity.peer_id
+        assert await kinds(tail=2) == everything[-2:]
+        assert await kinds(tail=10**6) == everything
+        assert await kinds(since_seconds=3600, run_id="reef") == everything
+        assert await kinds(since_seconds=2**63) == everything
+        of_bob = [it for it in everything if it[1] == bob]
+        assert of_bob[0] == ("node.enrolled", bob)
+        assert await kinds(node="bob") == of_bob
+        assert await kinds(node="bob", kind="node", tail=1) == [it for it in of_bob if it[0].startswith("node.")][-1:]
+        for wrong in ({"run_id": "no such"}, {"node": "nobody"}):
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await kinds(**wrong)
+            assert error_of(failure.value).reason == "NotFound"
+        follow = home.admin.Events(admin.EventsRequest(kind="node.left", tail=3, follow=True), timeout=SECONDS)
+        await nodes[1].stub.Leave(mb.LeaveRequest(reason="bedtime"), timeout=SECONDS)
+        found = await follow.read()
+        assert isinstance(found, admin.Event)
+        assert found.subject == nodes[1].identity.peer_id
+        follow.cancel()
 
 
 async def test_rounds_that_no_opener_reported_are_asked_for_on_the_stream(tmp_path: Path) -> None:

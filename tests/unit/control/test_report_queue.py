@@ -5,7 +5,15 @@ from hypothesis import strategies as st
 
 from atoll.coordinator.interceptors import MAX_ENTRIES
 from atoll.core.message_bounds import parse_bounded
-from atoll.node.control.coordinator_link import MAX_KEPT, MAX_KEPT_ROUNDS, MAX_REPORT_BYTES, MAX_REPORTS, ReportQueue
+from atoll.core.metrics_bounds import EARLY_METRICS_ROUNDS
+from atoll.node.control.coordinator_link import (
+    MAX_KEPT,
+    MAX_KEPT_METRICS,
+    MAX_KEPT_ROUNDS,
+    MAX_REPORT_BYTES,
+    MAX_REPORTS,
+    ReportQueue,
+)
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
@@ -97,3 +105,24 @@ def test_a_backlog_of_losses_by_source_fits_the_coordinator() -> None:
         parsed = parse_bounded(mb.HeartbeatRequest, request.SerializeToString(), MAX_ENTRIES)
         delivered += len(parsed.evaluations)
     assert delivered == 300
+
+
+def test_metrics_of_a_long_absence_push_out_older_metrics_and_no_losses():
+    outgoing = ReportQueue()
+    outgoing.add(mb.EvaluationReport(round=1))
+    for number in range(1, MAX_KEPT + 1):
+        outgoing.add(mb.NodeMetrics(round=number))
+    assert outgoing.pending[0] == mb.EvaluationReport(round=1)
+    assert [item.round for item in outgoing.pending[1:]] == list(range(MAX_KEPT - MAX_KEPT_METRICS + 1, MAX_KEPT + 1))
+
+
+def test_metrics_wait_only_where_the_coordinator_knows_much_older_rounds():
+    outgoing = ReportQueue()
+    near, far = mb.NodeMetrics(round=3 + EARLY_METRICS_ROUNDS), mb.NodeMetrics(round=4 + EARLY_METRICS_ROUNDS)
+    for report in (near, far):
+        outgoing.add(report)
+    outgoing.take(1)
+    outgoing.acknowledged(1, known_round=3)
+    assert (outgoing.early, outgoing.pending) == ([far], [])
+    outgoing.acknowledged(1, known_round=4)
+    assert outgoing.pending == [far]

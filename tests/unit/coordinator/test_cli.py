@@ -5,6 +5,8 @@ The coordinator is replaced by canned answers; `golden/` holds what each command
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import subprocess
 import sys
@@ -18,7 +20,20 @@ import pytest
 from typer.testing import CliRunner
 from unit.coordinator.world import spec_toml
 
-from atoll.coordinator.cli import ca, checkpoint, events, main, node, plan, run, run_assign, token, trust
+from atoll.coordinator.cli import (
+    ca,
+    checkpoint,
+    events,
+    main,
+    metrics,
+    metrics_rows,
+    node,
+    plan,
+    run,
+    run_assign,
+    token,
+    trust,
+)
 from atoll.coordinator.cli.output import Column, show
 from atoll.coordinator.runs import admission
 from atoll.core import protocol
@@ -170,6 +185,28 @@ ROUNDS = [
     ),
 ]
 
+METRICS = [
+    wire.MetricsRow(
+        peer_id=NODE.peer_id,
+        name="basement",
+        unix_ms=1_700_000_000_000,
+        metrics=mb.NodeMetrics(
+            round=7,
+            train_loss=2.5,
+            learning_rate=3e-4,
+            tokens=40_960,
+            seconds=32.0,
+            update_norm=0.75,
+            compute_seconds=28.5,
+            stall_seconds=1.25,
+            exchange_seconds=4.0,
+            bytes_sent=5 << 20,
+            bytes_received=6 << 20,
+        ),
+    ),
+    wire.MetricsRow(peer_id=SPARE, unix_ms=1_700_000_001_000, metrics=mb.NodeMetrics(round=8, bytes_sent=100)),
+]
+
 CULPRIT = Identity.generate()
 BALLOT = Ballot(3, 0)
 
@@ -277,6 +314,7 @@ ANSWERS = {
     "AssignNode": MOVING,
     "PinNode": NODE,
     "UnpinNode": NODE,
+    "ListMetrics": wire.ListMetricsResponse(rows=METRICS),
     "Events": [EVENT],
 }
 COMMANDS = {
@@ -310,6 +348,7 @@ COMMANDS = {
     "plan-unpin": ["plan", "unpin", "basement"],
     "plan-apply": ["plan", "apply", "--dry-run"],
     "checkpoint-list": ["checkpoint", "list"],
+    "metrics": ["metrics", "reef"],
     "events": ["events"],
     "ca-show": ["ca", "show"],
     "ca-rotate": ["ca", "rotate", "--overlap", "12h"],
@@ -339,7 +378,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
     def connect(_directory: Path | None) -> Iterator[Canned]:
         yield made
 
-    for module in (token, node, run, run_assign, plan, ca, checkpoint, events, trust):
+    for module in (token, node, run, run_assign, plan, ca, checkpoint, events, metrics, trust):
         monkeypatch.setattr(module, "connect", connect)
     monkeypatch.setattr("time.time", lambda: NOW)
     with monkeypatch.context() as zone:
@@ -666,3 +705,108 @@ def test_a_narrow_terminal_drops_whole_columns_but_not_names(monkeypatch, capsys
         assert row["name"] in lines[1]
         assert "…" not in lines[1].replace(row["peer"], "")
         assert max(map(len, lines)) <= width
+
+
+def metrics_pages(monkeypatch: pytest.MonkeyPatch, canned: Canned, rows: list[wire.MetricsRow], size: int) -> None:
+    """The coordinator has these rows, and pages of `size`."""
+    monkeypatch.setattr(metrics_rows, "PAGE_ROWS", size)
+
+    def call(method: str, request: object) -> object:
+        if not isinstance(request, wire.ListMetricsRequest):
+            return ANSWERS[method]
+        assert request.limit == size
+        place = (request.since_round, request.after_peer_id)
+        left = [row for row in rows if (row.metrics.round, row.peer_id) > place]
+        return wire.ListMetricsResponse(rows=left[:size])
+
+    monkeypatch.setattr(canned, "call", call)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 100])
+def test_csv_has_all_pages_and_the_units(canned: Canned, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    rows = [
+        wire.MetricsRow(
+            peer_id=peer,
+            name=f"node-{peer}",
+            unix_ms=1000 * number,
+            metrics=mb.NodeMetrics(round=number, train_loss=5.5 - number, tokens=64, seconds=4.0),
+        )
+        for number in (6, 7, 8)
+        for peer in ("p1", "p2")
+    ]
+    metrics_pages(monkeypatch, canned, rows, size)
+    result = CliRunner().invoke(main.app, ["metrics", "--csv"])
+    assert result.exit_code == 0, result.output
+    found = list(csv.DictReader(io.StringIO(result.stdout)))
+    assert [(row["round"], row["node"]) for row in found] == [
+        (str(row.metrics.round), f"node-{row.peer_id}") for row in rows
+    ]
+    first = found[2]
+    assert first["train_loss [nats/token]"] == "-1.5"
+    assert first["validation_loss [nats/token]"] == "2.25"  # of round 7
+    assert (found[0]["validation_loss [nats/token]"], first["learning_rate"]) == ("", "")
+    assert (first["tokens_per_second [tokens/s]"], first["unix_ms [ms]"]) == ("16.0", "7000")
+
+
+def test_metrics_are_one_json_object_whatever_their_number(canned: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in (0, 1, 5):
+        rows = [wire.MetricsRow(peer_id="p", metrics=mb.NodeMetrics(round=1 + number)) for number in range(count)]
+        metrics_pages(monkeypatch, canned, rows, 2)
+        document = json.loads(CliRunner().invoke(main.app, ["metrics", "--output", "json"]).stdout)
+        assert [row["round"] for row in document["metrics"]] == list(range(1, count + 1))
+        assert document["validation_losses"] == [{"round": 1, "loss": 4.5}, {"round": 7, "loss": 2.25}]
+
+
+def test_metrics_are_csv_or_json(canned: Canned) -> None:
+    result = CliRunner().invoke(main.app, ["metrics", "--csv", "--output", "json"])
+    assert isinstance(result.exception, UsageError)
+    assert canned.asked == []
+
+
+def test_a_name_in_metrics_cannot_control_the_terminal(canned: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = wire.MetricsRow(peer_id="p\x1b[2J", name="a\x1b[31m\nb,c", metrics=mb.NodeMetrics(round=1))
+    for options in ([], ["--csv"], ["--output", "json"]):
+        metrics_pages(monkeypatch, canned, [row], 100)
+        monkeypatch.setattr(metrics, "TABLE_ROWS", 100)
+        shown = CliRunner().invoke(main.app, ["metrics", *options])
+        assert shown.exit_code == 0, shown.output
+        assert "\x1b" not in shown.stdout
+
+
+def test_filters_of_events_become_the_request(canned: Canned) -> None:
+    options = ["--run", "reef", "--node", "attic", "--kind", "node", "--since", "1500ms", "--tail", "5", "--after", "3"]
+    CliRunner().invoke(main.app, ["events", *options])
+    CliRunner().invoke(main.app, ["events", "--since", "10ms"])
+    assert canned.asked == [
+        (
+            "Events",
+            wire.EventsRequest(after_id=3, run_id="reef", node="attic", kind="node", since_seconds=2, tail=5),
+        ),
+        ("Events", wire.EventsRequest(since_seconds=1)),
+    ]
+
+
+def test_a_wrong_age_of_events_asks_nothing(canned: Canned) -> None:
+    assert isinstance(CliRunner().invoke(main.app, ["events", "--since", "yesterday"]).exception, UsageError)
+    assert canned.asked == []
+
+
+def test_tensorboard_files_are_of_nodes_and_of_the_run(canned: Canned, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main.app, ["metrics", "--tensorboard", str(tmp_path), "--output", "json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["tensorboard"] == {
+        "directory": str(tmp_path),
+        "files": 3,
+        "rows": 2,
+        "losses": 2,
+    }
+    files = {path.parent.relative_to(tmp_path) for path in tmp_path.rglob("*tfevents*")}
+    assert files == {Path("reef"), Path("reef/basement"), Path(f"reef/{SPARE}")}
+    assert b"train_loss" in (tmp_path / "reef/basement/events.out.tfevents.atoll").read_bytes()
+    assert b"validation_loss" in (tmp_path / "reef/events.out.tfevents.atoll").read_bytes()
+
+
+def test_csv_and_tensorboard_exclude_each_other(canned: Canned, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main.app, ["metrics", "--csv", "--tensorboard", str(tmp_path)])
+    assert isinstance(result.exception, UsageError)
+    assert (canned.asked, list(tmp_path.iterdir())) == ([], [])

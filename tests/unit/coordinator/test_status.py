@@ -22,6 +22,8 @@ from atoll.coordinator.rounds.source_losses import from_text
 from atoll.coordinator.runs import machine
 from atoll.coordinator.state.snapshot import Policy
 from atoll.coordinator.store.records import Evaluation
+from atoll.coordinator.store.store import RoundMeans
+from atoll.coordinator.web import metrics
 from atoll.coordinator.web.metrics import StateCollector
 from atoll.coordinator.web.status import Logs, status
 from atoll.core.clock import ManualClock
@@ -65,6 +67,36 @@ def test_metrics_name_runs_and_states_and_no_peers() -> None:
     assert 'atoll_run_plan_version{run="reef"} 1.0' in text
     assert "12D3KooW" not in text
     assert all(line.startswith(("#", "atoll_")) for line in text.splitlines())
+
+
+def test_a_bounded_number_of_nodes_has_series_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MAX_NAMED_NODES", 2)
+    world = World()
+    world.train("cleo", "bob", "ann")
+    peer = world.identities["ann"].peer_id
+    told = mb.NodeStatus(state=mb.NODE_STATE_TRAINING, train_loss=2.5, tokens_per_second=800.0, head_round=3)
+    request = mb.HeartbeatRequest(status=told)
+    world.take(machine.heartbeat(world.state, world.now, peer, world.sessions[peer], request))
+    text = metrics_of(world)
+    assert 'atoll_node_train_loss{node="ann",run="reef"} 2.5' in text
+    assert 'atoll_node_tokens_per_second{node="ann",run="reef"} 800.0' in text
+    assert 'atoll_node_head_round{node="ann",run="reef"} 3.0' in text
+    assert 'atoll_node_train_loss{node="bob"' not in text  # not measured
+    assert set(re.findall(r'node="([^"]*)"', text)) == {"ann", "bob"}
+    assert "atoll_nodes_without_series 1.0" in text
+
+
+def test_losses_on_the_page_have_what_nodes_reported_of_their_rounds() -> None:
+    world = World()
+    world.train("ann", "bob")
+    losses = tuple(Evaluation(RUN, number, 4.5, 1000) for number in (1, 2, 3))
+    logs = Logs(evaluations={RUN: losses}, means={RUN: (RoundMeans(1, 4.75, 90.0), RoundMeans(3, 0.0, 80.0))})
+    (run,) = json.loads(json.dumps(status(world.state, world.now, logs, "1"), allow_nan=False))["runs"]
+    assert [(point.get("train_loss"), point.get("tokens_per_second")) for point in run["losses"]] == [
+        (4.75, 90.0),
+        (None, None),
+        (None, 80.0),
+    ]
 
 
 def test_the_page_and_metrics_tell_how_long_nodes_wait_for_text() -> None:

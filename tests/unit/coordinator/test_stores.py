@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -30,6 +31,7 @@ from atoll.coordinator.store.records import (
     Evaluation,
     Event,
     Node,
+    NodeMetrics,
     PlanFigures,
     PlanRow,
     Round,
@@ -39,7 +41,7 @@ from atoll.coordinator.store.records import (
     Vote,
 )
 from atoll.coordinator.store.sql import SqlStore
-from atoll.coordinator.store.store import Contents, Store
+from atoll.coordinator.store.store import Contents, EventFilter, MetricsPage, RoundMeans, Store
 from atoll.coordinator.store.tables import METADATA
 from atoll.core.errors import (
     AlreadyExists,
@@ -60,11 +62,12 @@ ROUND = Round(
     "reef", 1, 1, 0, 0, True, "", "p1", 1.5, 12, tokens=2**62, manifest_hash=b"h", manifest=b"m", present=("p1", "p2")
 )
 LOSS = Evaluation("reef", 1, 4.125, 1000, '[["web", 4.0, 48, 750]]')
+METRICS = NodeMetrics("reef", 1, "p1", 12, 4.25, 1e-4, 2**62, 30.5, 0.125, 20.25, 1.5, 3.75, 2**40, 2**41)
 DENY = DenyRow(1, b"list")
 EVENT = Event(1, 10, "run.created", "reef", "reef", "run reef created · 3 ±")
 VOTE = Vote("reef", 8, 3, 2**32 - 1, 3, 2, b"\0payload")
 HELD = Checkpoint("p1", 7, "reef", b"hash", 2**40, 13, 2**50)
-ALL = (TOKEN, NODE, RUN, PLAN, FIGURES, ROUND, VOTE, HELD, LOSS, DENY, EVENT)
+ALL = (TOKEN, NODE, RUN, PLAN, FIGURES, ROUND, VOTE, HELD, LOSS, METRICS, DENY, EVENT)
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +119,7 @@ def test_applied_rows_are_loaded_field_by_field(store: Store) -> None:
     assert store.events(0, 10) == (EVENT,)
     assert store.rounds("reef", 0, 10) == (replace(ROUND, manifest=b""),)
     assert store.evaluations("reef") == (LOSS,)
+    assert store.node_metrics("reef", MetricsPage(10)) == (METRICS,)
     assert store.plan("reef", 1) == PLAN
 
 
@@ -191,6 +195,109 @@ def test_a_long_log_is_complete_at_its_end_and_thinner_the_older_it_is(
     assert all(number % 3 == 2 for number in losses)
     assert len(losses) < 20
     assert len(store.rounds("other", 0, 10)) == 1
+
+
+FILTERS = [
+    (EventFilter(), [1, 2, 3, 4, 5]),
+    (EventFilter(run_id="reef"), [1, 3, 4]),
+    (EventFilter(subjects=("p1", "p2")), [1, 2]),
+    (EventFilter(kind="node"), [1, 2]),
+    (EventFilter(kind="node.lost"), [2]),
+    (EventFilter(kind="nod"), []),
+    (EventFilter(kind="%"), []),
+    (EventFilter(kind="round_"), []),
+    (EventFilter(since_ms=30), [3, 4, 5]),
+    (EventFilter(run_id="reef", kind="round", since_ms=40), [4]),
+]
+
+
+@pytest.mark.parametrize(("wanted", "found"), FILTERS)
+def test_events_are_filtered(store: Store, wanted: EventFilter, found: list[int]) -> None:
+    store.apply(
+        [
+            Event(1, 10, "node.enrolled", "reef", "p1", ""),
+            Event(2, 20, "node.lost", "other", "p2", ""),
+            Event(3, 30, "round.committed", "reef", "7", ""),
+            Event(4, 40, "round.abandoned", "reef", "8", ""),
+            Event(5, 50, "ca.rotated", "", "ca", ""),
+        ]
+    )
+    assert [event.event_id for event in store.events(0, 10, wanted)] == found
+    assert [event.event_id for event in store.events(0, 2, wanted)] == found[:2]
+    assert [event.event_id for event in store.events(2, 10, wanted)] == [number for number in found if number > 2]
+    assert [event.event_id for event in store.newest_events(0, 2, wanted)] == found[-2:]
+    assert [event.event_id for event in store.newest_events(4, 2, wanted)] == [number for number in found if number > 4]
+
+
+def metrics_in(store: Store, **wanted: Any) -> list[tuple[int, str]]:
+    page = MetricsPage(**{"limit": 10_000, **wanted})
+    return [(row.round, row.peer_id) for row in store.node_metrics("reef", page)]
+
+
+def metrics_of(rounds: Iterable[int], *peers: str) -> list[NodeMetrics]:
+    return [replace(METRICS, round=number, peer_id=peer) for number in rounds for peer in peers]
+
+
+def test_metrics_are_read_in_pages_that_miss_no_row_and_repeat_none(store: Store) -> None:
+    store.apply(metrics_of(range(5, 0, -1), "p3", "p1", "p2"))
+    store.apply([replace(METRICS, run_id="other")])
+    everything = [(number, peer) for number in range(1, 6) for peer in ("p1", "p2", "p3")]
+    for limit in (1, 2, 3, 4, 100):
+        read, place = [], {}
+        while page := metrics_in(store, limit=limit, **place):
+            read += page
+            place = {"since_round": page[-1][0], "after_peer_id": page[-1][1]}
+        assert read == everything
+    assert metrics_in(store, since_round=4) == everything[9:]
+    assert metrics_in(store, peers=("p2",)) == [(number, "p2") for number in range(1, 6)]
+    assert metrics_in(store, limit=4, newest=True) == everything[-4:]
+    assert metrics_in(store, limit=2, newest=True, peers=("p1", "p3")) == [(5, "p1"), (5, "p3")]
+
+
+def test_metrics_of_a_round_are_replaced_and_the_last_of_one_step_counts(store: Store) -> None:
+    store.apply([METRICS, replace(METRICS, peer_id="p2")])
+    store.apply([replace(METRICS, train_loss=3.0), replace(METRICS, train_loss=2.0), replace(METRICS, round=2)])
+    rows = store.node_metrics("reef", MetricsPage(10))
+    losses = [(row.round, row.peer_id, row.train_loss) for row in rows]
+    assert losses == [(1, "p1", 2.0), (1, "p2", 4.25), (2, "p1", 4.25)]
+
+
+def test_what_nodes_reported_of_a_round_is_put_together(store: Store) -> None:
+    store.apply(
+        [
+            replace(METRICS, train_loss=4.0, tokens=100, seconds=10.0),
+            replace(METRICS, peer_id="p2", train_loss=2.0, tokens=60, seconds=3.0),
+            replace(METRICS, peer_id="p3", train_loss=0.0, tokens=50, seconds=0.0),
+            replace(METRICS, round=2, train_loss=0.0, tokens=0, seconds=0.0),
+            replace(METRICS, round=3),
+            replace(METRICS, round=1, run_id="other"),
+        ]
+    )
+    assert store.round_means("reef", [5, 2, 1]) == (RoundMeans(1, 3.0, 30.0), RoundMeans(2, 0.0, 0.0))
+    assert store.round_means("reef", []) == ()
+
+
+def test_old_metrics_are_thinned_for_all_nodes_alike(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "FULL_METRICS_ROUNDS", 8)
+    store.apply(metrics_of(range(1, 81), "p1", "p2"))
+    store.apply([Thin("other", 80)])
+    assert len(metrics_in(store)) == 160
+    store.apply([Thin("reef", 80)])
+    kept = [*range(15, 48, 8), *range(51, 64, 4), *range(65, 72, 2), *range(72, 81)]
+    assert metrics_in(store, peers=("p1",)) == [(number, "p1") for number in kept]
+    assert [number for number, _ in metrics_in(store, peers=("p2",))] == kept
+
+
+def test_a_run_keeps_a_bounded_number_of_metrics_and_these_are_the_newest(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "MAX_METRICS_ROWS", 7)
+    store.apply(metrics_of(range(1, 4), "p1", "p2"))
+    store.apply([Thin("reef", 3)])
+    assert len(metrics_in(store)) == 6
+    store.apply(metrics_of(range(4, 11), "p1", "p2"))
+    store.apply([Thin("reef", 10)])
+    assert metrics_in(store) == [(number, peer) for number in (8, 9, 10) for peer in ("p1", "p2")]
 
 
 def test_thinning_rarely_leaves_what_thinning_often_leaves(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +433,7 @@ def test_rows_travel_from_one_database_to_another(url: str, tmp_path: Path) -> N
     copy_rows(url, target)
     copied = SqlStore(target)
     assert (copied.load(), copied.events(0, 10), copied.evaluations("reef")) == (loaded, (EVENT,), (LOSS,))
+    assert copied.node_metrics("reef", MetricsPage(10)) == (METRICS,)
     copied.close()
     with pytest.raises(AlreadyExists):
         copy_rows(target, url)

@@ -18,11 +18,13 @@ from support.machine_plans import make_plan
 from support.memory_network import MemoryHub
 from support.process_swarm import MODEL, SPEC
 
+from atoll.core.clock import SystemClock
 from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.rounds import types as rt
+from atoll.node.rounds.callbacks import RoundCounters
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.policy import policy_of
 from atoll.node.rounds.staged_results import RoundResults
@@ -59,6 +61,7 @@ class Trio:
         )
         self.told = {peer: asyncio.Queue[rt.Event]() for peer in PEERS}
         self.states = {peer: AnchorState(torch.ones(ELEMENTS), OFFSETS) for peer in PEERS}
+        self.counters = {peer: RoundCounters() for peer in PEERS}
         self.results = {peer: self._results(peer) for peer in PEERS}
         self.vectors = {
             p: torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(i)) for i, p in enumerate(PEERS)
@@ -70,7 +73,17 @@ class Trio:
         network = self.hub.join(peer)
         exchanges = ExchangeServer(network, timedelta(seconds=PATIENCE))
         tell = self.told[peer].put_nowait
-        return RoundResults(self.spec, machine, self.states[peer], network, exchanges, self.beside, tell)
+        return RoundResults(
+            self.spec,
+            machine,
+            self.states[peer],
+            network,
+            exchanges,
+            self.beside,
+            tell,
+            clock=SystemClock(),
+            counters=self.counters[peer],
+        )
 
     async def average(self) -> tuple[bytes, ...]:
         """Digests of the parts, which all have."""
@@ -182,4 +195,14 @@ async def test_a_state_that_could_not_be_made_before_the_word_is_made_after_it(m
     trio.results["a"].complete(ROUND, settled(digests), PATIENCE)
     mean_E = sum(trio.vectors[peer] * (1 / 3) for peer in PEERS)
     assert (await trio.next("a", rt.Staged)).layers == trio.layers_of(mean_E)
+    await trio.close()
+
+
+async def test_the_time_of_an_exchange_and_the_norm_of_what_was_sent_are_measured() -> None:
+    trio = Trio()
+    await trio.average()
+    for peer in PEERS:
+        norm = trio.vectors[peer].norm().item()
+        await eventually(lambda peer=peer, norm=norm: trio.counters[peer].update_norm == pytest.approx(norm))  # type: ignore[misc]
+        assert trio.counters[peer].exchange_seconds > 0
     await trio.close()

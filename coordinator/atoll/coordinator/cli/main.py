@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import typer
 
-from atoll.coordinator.cli import ca, checkpoint, events, node, plan, run, run_assign, token, trust
+from atoll.coordinator.cli import ca, checkpoint, events, metrics, node, plan, run, run_assign, token, trust
 from atoll.core.cli import run_cli
 from atoll.core.output import VersionOption
 
 app = typer.Typer(
     name="atollctl",
-    help="Steer an Atoll swarm: tokens, nodes, runs, plans, proofs, certificates, checkpoints, events.",
+    help="Steer an Atoll swarm: tokens, nodes, runs, plans, proofs, certificates, checkpoints, metrics, events.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -24,7 +24,7 @@ app = typer.Typer(
 
 @app.callback()
 def root(version: VersionOption = False) -> None:
-    """Steer an Atoll swarm: tokens, nodes, runs, plans, proofs, certificates, checkpoints, events."""
+    """Steer an Atoll swarm: tokens, nodes, runs, plans, proofs, certificates, checkpoints, metrics, events."""
 
 
 app.add_typer(token.app, name="token")
@@ -36,6 +36,7 @@ app.add_typer(plan.app, name="plan")
 app.add_typer(trust.app, name="trust")
 app.add_typer(ca.app, name="ca")
 app.add_typer(checkpoint.app, name="checkpoint")
+app.command("metrics")(metrics.metrics)
 app.command("events")(events.events)
 
 

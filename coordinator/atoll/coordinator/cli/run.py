@@ -195,9 +195,7 @@ def stop(
         if not yes:
             print_to_stderr(f"this ends run {clean(view.run_id)} at round {view.head_round}, for good")
             if ask_interactively(lambda: typer.prompt("type the name of the run", err=True)) != view.run_id:
-                raise UsageError(
-                    "nothing was done", "type its name, or pass --yes; `run pause` is not for good"
-                )
+                raise UsageError("nothing was done", "type its name, or pass --yes; `run pause` is not for good")
         view = client.call(client.stub.StopRun, wire.RunRequest(run_id=view.run_id))
     show_runs(output, {"run": message_dict(view)}, [view])
 

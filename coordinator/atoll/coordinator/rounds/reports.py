@@ -23,7 +23,7 @@ from atoll.coordinator.rounds.source_losses import KEPT_EVALUATIONS, MAX_LOSS, b
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import run_states
 from atoll.coordinator.state.known_nodes import known_nodes
-from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE, STORED_ROWS_RATE
+from atoll.coordinator.state.rate_limits import METRICS_RATE, REFUSED_REPORTS_RATE, STORED_ROWS_RATE
 from atoll.coordinator.state.snapshot import Commit, Draft, RunMemory, attempt_key, charge_row, commit_from_row
 from atoll.coordinator.store.records import Evaluation, Round, Run
 from atoll.coordinator.store.retention import THIN_EVERY
@@ -136,8 +136,11 @@ def log_dropped_reports(draft: Draft) -> None:
         if live.dropped_reports and draft.now.monotonic - live.dropped_since >= DROPPED_SECONDS:
             draft.set_live(peer_id, replace(live, dropped_reports=0))
             node = draft.state.nodes[peer_id]
-            limit = f"{STORED_ROWS_RATE.per_second:g} a second, burst {STORED_ROWS_RATE.burst:g}"
-            message = f"{live.dropped_reports} reports of {node.name} were dropped: it exceeded its limit ({limit})"
+            limits = (
+                f"{STORED_ROWS_RATE.per_second:g} rows a second, burst {STORED_ROWS_RATE.burst:g}; "
+                f"metrics of {METRICS_RATE.per_second:g} rounds a second, burst {METRICS_RATE.burst:g}"
+            )
+            message = f"{live.dropped_reports} reports of {node.name} were dropped: it exceeded its limit ({limits})"
             draft.event("reports.dropped", node.run_id, peer_id, message)
 
 
@@ -239,7 +242,7 @@ def _charge_row(draft: Draft, peer_id: str) -> bool:
     """Charge one row to this node's limit; False, and counted as dropped, if the limit is reached."""
     if charge_row(draft, peer_id):
         return True
-    _drop(draft, peer_id)
+    drop(draft, peer_id)
     return False
 
 
@@ -248,14 +251,15 @@ def reject(draft: Draft, run_id: str, peer_id: str, kind: str, error: AtollError
     live = draft.state.live.get(peer_id)
     remaining = live.refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) if live else None
     if live is None or remaining is None:
-        _drop(draft, peer_id)
+        drop(draft, peer_id)
         return
     draft.set_live(peer_id, replace(live, refusal_allowance=remaining))
     name = draft.state.nodes[peer_id].name
     draft.event(f"{kind}.rejected", run_id, peer_id, f"{kind} report of {name} was rejected: {clean(str(error), 300)}")
 
 
-def _drop(draft: Draft, peer_id: str) -> None:
+def drop(draft: Draft, peer_id: str) -> None:
+    """Count a report of this node that is dropped, for one event about all of them."""
     live = draft.state.live.get(peer_id)
     if live is not None:
         since = live.dropped_since if live.dropped_reports else draft.now.monotonic

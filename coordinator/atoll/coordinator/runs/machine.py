@@ -15,7 +15,7 @@ from typing import Any
 from atoll.coordinator.live import hand_over, plan_pace, planner_answer
 from atoll.coordinator.live.attendance import ELIGIBLE_STATES, corpus_expected
 from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs, memory_figures
-from atoll.coordinator.rounds import learner, reports, training_scores
+from atoll.coordinator.rounds import learner, node_metrics, reports, training_scores
 from atoll.coordinator.rounds.round_checks import check_layer_table, layer_count
 from atoll.coordinator.runs import admission, checkpoints, forks, lifecycle, recovery
 from atoll.coordinator.sanitize import MAX_SENTENCE_CHARACTERS, clean, sanitized_message
@@ -116,6 +116,7 @@ def connect(state: State, now: StepTime, peer_id: str, instance: bytes = b"", au
             promised_before=old.promised_before if old.instance == instance else old.promised,
             row_allowance=old.row_allowance,
             refusal_allowance=old.refusal_allowance,
+            metrics_allowance=old.metrics_allowance,
             memory_change_allowance=old.memory_change_allowance,
             dropped_reports=old.dropped_reports,
             dropped_since=old.dropped_since,
@@ -193,9 +194,10 @@ def disconnect(state: State, now: StepTime, peer_id: str, session: int) -> Step[
 
 
 def tick_streams(state: State, now: StepTime, policy: Policy) -> Step[None]:
-    """End silent streams and mark lost nodes."""
+    """End silent streams, mark lost nodes, and store the metrics that nodes reported since the last tick."""
     draft = Draft(state, now)
     reports.log_dropped_reports(draft)
+    node_metrics.flush(draft)
     for peer_id, live in draft.state.live.items():
         if live.connected and now.monotonic - live.last_message_at > policy.silence_seconds:
             _end_stream(draft, peer_id, live)
@@ -278,8 +280,9 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
         raise InvalidRequest("corpus_digest must be empty or 64 hexadecimal digits")
     if len(request.status.head_hash) not in (0, SHA256_BYTES):
         raise InvalidRequest(f"head_hash has {len(request.status.head_hash)} bytes; must be 0 or {SHA256_BYTES}")
-    if max(len(request.rounds), len(request.evaluations), len(request.training_audits)) > MAX_REPORTS:
-        raise InvalidRequest(f"a heartbeat may have at most {MAX_REPORTS} rounds, evaluations and audits each")
+    reported = request.rounds, request.evaluations, request.training_audits, request.metrics
+    if any(len(items) > MAX_REPORTS for items in reported):
+        raise InvalidRequest(f"a heartbeat may have at most {MAX_REPORTS} rounds, evaluations, audits and metrics each")
     if len(request.checkpoints) > checkpoints.MAX_REPORTED_CHECKPOINTS:
         raise InvalidRequest(f"a heartbeat may report at most {checkpoints.MAX_REPORTED_CHECKPOINTS} checkpoints")
     if len(request.instance) > MAX_INSTANCE_BYTES or len(request.challenge_answer) > MAX_INSTANCE_BYTES:
@@ -341,6 +344,8 @@ def _take_reports(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> Non
         reports.apply_evaluation_report(draft, node.peer_id, node.run_id, evaluation)
     for audit in request.training_audits:
         training_scores.apply_training_audit(draft, node.peer_id, node.run_id, audit)
+    for metrics in request.metrics:
+        node_metrics.take_metrics(draft, node.peer_id, node.run_id, metrics)
     if request.HasField("manifests"):
         learner.take_answer(draft, node.peer_id, node.run_id, request.manifests)
         forks.take_answer(draft, node.peer_id, node.run_id, request.manifests)

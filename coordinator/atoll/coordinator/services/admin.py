@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import grpc
@@ -22,8 +23,8 @@ from atoll.coordinator.services import plan_views, views
 from atoll.coordinator.services.authority_changes import AuthorityChanges
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.state import lookup
-from atoll.coordinator.store.records import MAX_INTEGER, Checkpoint, Node, Round, Run
-from atoll.coordinator.store.store import Store
+from atoll.coordinator.store.records import MAX_INTEGER, Checkpoint, Event, Node, Round, Run
+from atoll.coordinator.store.store import EventFilter, MetricsPage, Store
 from atoll.core.errors import InvalidRequest, NotFound
 from atoll.core.membership import ROLE_NAMES
 from atoll.core.tokens import hash_secret, new_join_token
@@ -33,8 +34,10 @@ from atoll.v1 import common_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
 EVENT_BATCH = 500
+MAX_TAIL = 10_000
 FOLLOW_SECONDS = 30.0
 MAX_ROUNDS = 10_000
+MAX_METRICS_ROWS = 2000  # in one answer; a row takes some 200 bytes
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -265,24 +268,52 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         rows = await self._controller.read(wanted)
         return wire.ListRoundsResponse(rounds=[views.round_view(self._controller.state, row) for row in rows])
 
+    async def ListMetrics(self, request: wire.ListMetricsRequest, context: Context) -> wire.ListMetricsResponse:
+        """A page of what nodes reported of rounds."""
+        state = self._controller.state
+        run_id = lookup.run(state, request.run_id).run_id
+        page = MetricsPage(
+            limit=min(request.limit or MAX_METRICS_ROWS, MAX_METRICS_ROWS),
+            since_round=min(request.since_round, MAX_INTEGER),
+            after_peer_id=request.after_peer_id,
+            peers=lookup.identities(state, lookup.node(state, request.node)) if request.node else (),
+            newest=request.newest,
+        )
+        rows = await self._controller.read(lambda store: store.node_metrics(run_id, page))
+        return wire.ListMetricsResponse(rows=[views.metrics_row(self._controller.state, row) for row in rows])
+
     async def Events(self, request: wire.EventsRequest, context: Context) -> None:  # type: ignore[override]
-        """Stream events after an id; with `follow`, until the caller goes or the server stops."""
+        """Stream wanted events after an id; with `follow`, until the caller goes or the server stops."""
+        wanted = self._event_filter(request)
         after_id = min(request.after_id, MAX_INTEGER)
+        tail = min(request.tail, MAX_TAIL)
         with self._controller.change_event() as changed:
             while not self._stopping.is_set():
                 refuse_retired(context, self._keys.authorities)
-                rows = await self._controller.read(lambda store, after=after_id: store.events(after, EVENT_BATCH))  # type: ignore[misc]
+                looked_at = self._controller.state.last_event_id  # a later look need not read these again
+                rows = await self._controller.read(partial(_events, wanted, after_id, tail))
                 for row in rows:
                     await context.write(views.event_view(row))
                     after_id = row.event_id
-                if len(rows) == EVENT_BATCH:
+                if len(rows) == EVENT_BATCH and not tail:
                     continue
+                after_id, tail = max(after_id, looked_at), 0
                 if not request.follow:
                     return
                 with suppress(TimeoutError):  # looks again after a while, should a wake-up be missed
                     async with asyncio.timeout(FOLLOW_SECONDS):
                         await changed.wait()
                 changed.clear()
+
+    def _event_filter(self, request: wire.EventsRequest) -> EventFilter:
+        state = self._controller.state
+        since_ms = self._controller.moment().unix_ms - 1000 * request.since_seconds if request.since_seconds else 0
+        return EventFilter(
+            run_id=lookup.run(state, request.run_id).run_id if request.run_id else "",
+            subjects=lookup.identities(state, lookup.node(state, request.node)) if request.node else (),
+            kind=request.kind,
+            since_ms=max(0, since_ms),
+        )
 
     # --- checkpoints -------------------------------------------------------------------------------
 
@@ -318,3 +349,10 @@ def _role_name(role: int) -> str:
     if role not in names:
         raise InvalidRequest(f"role is {role}; must be one of {', '.join(map(str, sorted(names)))}")
     return names[role]
+
+
+def _events(wanted: EventFilter, after_id: int, tail: int, store: Store) -> tuple[Event, ...]:
+    """The next batch of wanted events, or the newest `tail` of them."""
+    if tail:
+        return store.newest_events(after_id, tail, wanted)
+    return store.events(after_id, EVENT_BATCH, wanted)

@@ -17,7 +17,17 @@ from atoll.coordinator.state import lookup
 from atoll.coordinator.state.availability import availability, failures_per_hour
 from atoll.coordinator.state.peer_paths import recent_paths
 from atoll.coordinator.state.snapshot import State, is_void
-from atoll.coordinator.store.records import Checkpoint, Evaluation, Event, Node, ProofRow, Round, Run, Token
+from atoll.coordinator.store.records import (
+    Checkpoint,
+    Evaluation,
+    Event,
+    Node,
+    NodeMetrics,
+    ProofRow,
+    Round,
+    Run,
+    Token,
+)
 from atoll.core.membership import ROLES
 from atoll.core.round_id import RoundId
 from atoll.v1 import admin_pb2 as admin
@@ -133,6 +143,29 @@ def round_view(state: State, row: Round) -> admin.RoundView:
         screened=row.screened,
         codec=row.codec,
         void=row.committed and is_void(state.memory[row.run_id].bases, row.number, row.made_under),
+    )
+
+
+def metrics_row(state: State, row: NodeMetrics) -> admin.MetricsRow:
+    """View of what one node reported of one round."""
+    node = state.nodes.get(row.peer_id)
+    return admin.MetricsRow(
+        peer_id=row.peer_id,
+        name=lookup.newest(state, node).name if node is not None else "",
+        unix_ms=row.reported_ms,
+        metrics=mb.NodeMetrics(
+            round=row.round,
+            train_loss=row.train_loss,
+            learning_rate=row.learning_rate,
+            tokens=row.tokens,
+            seconds=row.seconds,
+            update_norm=row.update_norm,
+            compute_seconds=row.compute_seconds,
+            stall_seconds=row.stall_seconds,
+            exchange_seconds=row.exchange_seconds,
+            bytes_sent=row.bytes_sent,
+            bytes_received=row.bytes_received,
+        ),
     )
 
 

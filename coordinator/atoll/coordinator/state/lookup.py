@@ -51,6 +51,11 @@ def newest(state: State, found: Node) -> Node:
     return found
 
 
+def identities(state: State, found: Node) -> tuple[str, ...]:
+    """All peer ids that a node had, ordered."""
+    return tuple(sorted(item.peer_id for item in state.nodes.values() if newest(state, item).peer_id == found.peer_id))
+
+
 def token(state: State, token_id: str) -> Token:
     """Find a token by id. Raises `NotFound`."""
     found = state.tokens.get(token_id)

@@ -47,6 +47,7 @@ class Allowance:
 
 # Rows that no other member vouches for: abandoned attempts, repeated losses.
 STORED_ROWS_RATE = Rate(256, 1.0)
+METRICS_RATE = Rate(1024, 4.0)  # metrics of rounds; a node that was without its coordinator sends many at once
 REFUSED_REPORTS_RATE = Rate(32, 0.2)  # rejected reports; each is an event
 MEMORY_CHANGES_RATE = Rate(8, 1 / 60)  # changes of the reported memory; each may start a planner search
 ATTEMPT_RAISES_RATE = Rate(1000, 1.0)  # attempts by which an opener may raise the coordinator's promise

@@ -22,6 +22,7 @@ from atoll.coordinator.store.records import (
     Evaluation,
     Event,
     Node,
+    NodeMetrics,
     PlanFigures,
     PlanRow,
     ProofRow,
@@ -101,6 +102,8 @@ class LiveNode:
     handing_over: bool = False  # draining, but not ordered yet: others fetch its layers first
     row_allowance: Allowance = field(default_factory=Allowance)
     refusal_allowance: Allowance = field(default_factory=Allowance)
+    metrics_allowance: Allowance = field(default_factory=Allowance)
+    pending_metrics: Mapping[int, NodeMetrics] = field(default_factory=dict)  # by round, not stored yet
     memory_change_allowance: Allowance = field(default_factory=Allowance)
     dropped_reports: int = 0  # reports beyond the allowances, not logged yet
     dropped_since: float = 0.0  # monotonic
@@ -413,7 +416,7 @@ class Draft:
                 self._set("runs", row.run_id, row)
         self._records.append(row)
 
-    def log(self, row: Round | Evaluation | ProofRow) -> None:
+    def log(self, row: Round | Evaluation | NodeMetrics | ProofRow) -> None:
         """Append a durable row to a log that is not held in memory."""
         self._records.append(row)
 
@@ -466,6 +469,10 @@ class Draft:
     def set_live(self, peer_id: str, live: LiveNode) -> None:
         """Replace the live state of a node."""
         self._set("live", peer_id, live)
+
+    def set_many_live(self, live: Mapping[str, LiveNode]) -> None:
+        """Replace the live states of several nodes; the table is copied once."""
+        self.state = replace(self.state, live={**self.state.live, **live})
 
     def event(self, kind: str, run_id: str, subject: str, message: str) -> None:
         """Append one row to the event log; delete the oldest beyond `KEPT_EVENTS`."""

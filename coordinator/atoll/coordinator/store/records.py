@@ -205,6 +205,28 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class NodeMetrics:
+    """What one round cost a node, as it reported (`rounds/node_metrics.py`). 0: not measured."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("run_id", "round", "peer_id")
+
+    run_id: str
+    round: int
+    peer_id: str
+    reported_ms: int
+    train_loss: float  # nats per token
+    learning_rate: float
+    tokens: int  # trained
+    seconds: float  # since the node held the round before
+    update_norm: float  # of the pseudo-gradient that it exchanged
+    compute_seconds: float
+    stall_seconds: float
+    exchange_seconds: float
+    bytes_sent: int
+    bytes_received: int
+
+
+@dataclass(frozen=True)
 class DenyRow:
     """A signed deny-list; the one with the highest number is in force.
 
@@ -249,7 +271,19 @@ class ProofRow:
 
 
 Record = (
-    Token | Node | Run | PlanRow | PlanFigures | Round | Vote | Checkpoint | Evaluation | DenyRow | Event | ProofRow
+    Token
+    | Node
+    | Run
+    | PlanRow
+    | PlanFigures
+    | Round
+    | Vote
+    | Checkpoint
+    | Evaluation
+    | NodeMetrics
+    | DenyRow
+    | Event
+    | ProofRow
 )
 RECORDS: tuple[type[Record], ...] = (
     Token,
@@ -261,6 +295,7 @@ RECORDS: tuple[type[Record], ...] = (
     Vote,
     Checkpoint,
     Evaluation,
+    NodeMetrics,
     DenyRow,
     Event,
     ProofRow,
@@ -277,7 +312,7 @@ class Delete:
 
 @dataclass(frozen=True)
 class Thin:
-    """Order to delete old rounds and losses of a run, and old manifests in rounds that stay (`retention.py`)."""
+    """Order to delete old rounds, losses and metrics of a run, and manifests of older rounds (`retention.py`)."""
 
     run_id: str
     head_round: int

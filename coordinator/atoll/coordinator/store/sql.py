@@ -11,7 +11,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from sqlalchemy import (
@@ -55,6 +55,7 @@ from atoll.coordinator.store.records import (
     Evaluation,
     Event,
     Node,
+    NodeMetrics,
     PlanFigures,
     PlanRow,
     ProofRow,
@@ -65,7 +66,7 @@ from atoll.coordinator.store.records import (
     Token,
     Vote,
 )
-from atoll.coordinator.store.store import Contents, Store
+from atoll.coordinator.store.store import ALL_EVENTS, Contents, EventFilter, MetricsPage, RoundMeans, Store
 from atoll.coordinator.store.tables import TABLES
 from atoll.core.errors import AtollError, ConfigError, DatabaseCorrupt, DatabaseMissing, DataDirUnusable, Unreachable
 
@@ -150,13 +151,19 @@ class SqlStore(Store):
                     _thin(connection, change)
                 elif isinstance(change, Event):
                     _append(connection, change)
-                else:
+                elif not isinstance(change, NodeMetrics):
                     _upsert(connection, change)
+            _replace_metrics(connection, [change for change in changes if isinstance(change, NodeMetrics)])
 
-    def events(self, after_id: int, limit: int) -> tuple[Event, ...]:
-        table = TABLES[Event]
+    def events(self, after_id: int, limit: int, wanted: EventFilter = ALL_EVENTS) -> tuple[Event, ...]:
         with self._reading() as connection:
-            return _all(connection, Event, _select(Event).where(table.c.event_id > after_id).limit(limit))
+            return _all(connection, Event, _select_events(after_id, wanted).limit(limit))
+
+    def newest_events(self, after_id: int, limit: int, wanted: EventFilter) -> tuple[Event, ...]:
+        newest_first = TABLES[Event].c.event_id.desc()
+        rows = _select_events(after_id, wanted).order_by(None).order_by(newest_first).limit(limit)
+        with self._reading() as connection:
+            return _all(connection, Event, rows)[::-1]
 
     def rounds(self, run_id: str, after_round: int, limit: int) -> tuple[Round, ...]:
         table = TABLES[Round]
@@ -184,6 +191,27 @@ class SqlStore(Store):
                     kept = select(func.max(table.c.round)).where(ours).group_by(place)
                     wanted = wanted.where(table.c.round.in_(kept))
             return _all(connection, Evaluation, wanted)
+
+    def node_metrics(self, run_id: str, wanted: MetricsPage) -> tuple[NodeMetrics, ...]:
+        table = TABLES[NodeMetrics]
+        later = (table.c.round > wanted.since_round) | (table.c.peer_id > wanted.after_peer_id)
+        rows = select(table).where(table.c.run_id == run_id, table.c.round >= wanted.since_round, later)
+        if wanted.peers:
+            rows = rows.where(table.c.peer_id.in_(wanted.peers))
+        order = (table.c.round, table.c.peer_id)
+        rows = rows.order_by(*(key.desc() if wanted.newest else key for key in order)).limit(wanted.limit)
+        with self._reading() as connection:
+            found = _all(connection, NodeMetrics, rows)
+        return found[::-1] if wanted.newest else found
+
+    def round_means(self, run_id: str, rounds: Sequence[int]) -> tuple[RoundMeans, ...]:
+        table = TABLES[NodeMetrics]
+        loss = func.avg(func.nullif(table.c.train_loss, 0.0))
+        speed = func.sum(table.c.tokens / func.nullif(table.c.seconds, 0.0))
+        rows = select(table.c.round, loss, speed).where(table.c.run_id == run_id, table.c.round.in_(rounds))
+        with self._reading() as connection:
+            found = connection.execute(rows.group_by(table.c.round).order_by(table.c.round))
+            return tuple(RoundMeans(number, mean or 0.0, total or 0.0) for number, mean, total in found)
 
     def plan(self, run_id: str, version: int) -> PlanRow | None:
         table = TABLES[PlanRow]
@@ -294,6 +322,19 @@ def _select(record: type[Record]) -> Select[Any]:
     return select(table).order_by(*(table.c[name] for name in record.KEY))
 
 
+def _select_events(after_id: int, wanted: EventFilter) -> Select[Any]:
+    table = TABLES[Event]
+    rows = _select(Event).where(table.c.event_id > after_id)
+    if wanted.run_id:
+        rows = rows.where(table.c.run_id == wanted.run_id)
+    if wanted.subjects:
+        rows = rows.where(table.c.subject.in_(wanted.subjects))
+    if wanted.kind:
+        begins = table.c.kind.startswith(f"{wanted.kind}.", autoescape=True)
+        rows = rows.where((table.c.kind == wanted.kind) | begins)
+    return rows.where(table.c.unix_ms >= wanted.since_ms) if wanted.since_ms else rows
+
+
 def _select_rounds() -> Select[Any]:
     """Rounds without the manifest column, which is large and only stored as evidence."""
     table = TABLES[Round]
@@ -314,15 +355,43 @@ def _has_checkpoint(table: Table, column: str) -> ColumnElement[bool]:
 
 
 def _thin(connection: Connection, change: Thin) -> None:
-    rounds, losses = TABLES[Round], TABLES[Evaluation]
+    rounds, losses, metrics = TABLES[Round], TABLES[Evaluation], TABLES[NodeMetrics]
     ours = (rounds.c.run_id == change.run_id) & rounds.c.committed
     old = ours & (rounds.c.number <= change.head_round - retention.KEPT_MANIFESTS)
     connection.execute(rounds.update().where(old, func.length(rounds.c.manifest) > 0).values(manifest=b""))
-    for table, column, where in ((rounds, "number", ours), (losses, "round", losses.c.run_id == change.run_id)):
-        for newest, bucket in retention.thinning(change.head_round):
+    for table, column, where, full_rounds in (
+        (rounds, "number", ours, retention.FULL_ROUNDS),
+        (losses, "round", losses.c.run_id == change.run_id, retention.FULL_ROUNDS),
+        (metrics, "round", metrics.c.run_id == change.run_id, retention.FULL_METRICS_ROUNDS),
+    ):
+        for newest, bucket in retention.thinning(change.head_round, full_rounds):
             old = where & (table.c[column] <= newest)
             kept = select(func.max(table.c[column])).where(old).group_by(table.c[column] // bucket)
-            connection.execute(table.delete().where(old, table.c[column].not_in(kept), ~_has_checkpoint(table, column)))
+            surplus = table.delete().where(old, table.c[column].not_in(kept))
+            connection.execute(surplus if table is metrics else surplus.where(~_has_checkpoint(table, column)))
+
+    _delete_oldest_metrics(connection, change.run_id)
+
+
+def _delete_oldest_metrics(connection: Connection, run_id: str) -> None:
+    """Keep the newest `MAX_METRICS_ROWS`, without those of the oldest round among them, which may be cut."""
+    table = TABLES[NodeMetrics]
+    ours = table.c.run_id == run_id
+    newest_first = select(table.c.round).where(ours).order_by(table.c.round.desc())
+    oldest = connection.scalar(newest_first.offset(retention.MAX_METRICS_ROWS).limit(1))
+    if oldest is not None:
+        connection.execute(table.delete().where(ours, table.c.round <= oldest))
+
+
+def _replace_metrics(connection: Connection, rows: Sequence[NodeMetrics]) -> None:
+    """Insert or replace many rows in two statements. Of two rows with one key, the last counts."""
+    newest = {(row.run_id, row.round, row.peer_id): asdict(row) for row in rows}
+    if newest:
+        table = TABLES[NodeMetrics]
+        same = [table.c[name] == bindparam(_KEY_PREFIX + name) for name in NodeMetrics.KEY]
+        keys = [{_KEY_PREFIX + name: values[name] for name in NodeMetrics.KEY} for values in newest.values()]
+        connection.execute(table.delete().where(*same), keys)
+        connection.execute(table.insert(), list(newest.values()))
 
 
 def _all(connection: Connection, record: type[_R], wanted: Select[Any]) -> tuple[_R, ...]:

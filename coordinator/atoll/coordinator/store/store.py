@@ -18,6 +18,7 @@ from atoll.coordinator.store.records import (
     Evaluation,
     Event,
     Node,
+    NodeMetrics,
     PlanFigures,
     PlanRow,
     ProofRow,
@@ -47,6 +48,48 @@ class Contents:
     plan_figures: tuple[PlanFigures, ...] = ()
 
 
+@dataclass(frozen=True)
+class EventFilter:
+    """Which events; each field that is empty or 0 permits all."""
+
+    run_id: str = ""
+    subjects: tuple[str, ...] = ()
+    kind: str = ""  # itself, and kinds that begin with it and a dot
+    since_ms: int = 0
+
+    def permits(self, event: Event) -> bool:
+        """True for a wanted event."""
+        return (
+            self.run_id in ("", event.run_id)
+            and (not self.subjects or event.subject in self.subjects)
+            and (not self.kind or f"{event.kind}.".startswith(f"{self.kind}."))
+            and event.unix_ms >= self.since_ms
+        )
+
+
+ALL_EVENTS = EventFilter()
+
+
+@dataclass(frozen=True)
+class MetricsPage:
+    """Which metrics of a run: the first `limit` after a place in their order, or the newest."""
+
+    limit: int
+    since_round: int = 0  # this one and later ones
+    after_peer_id: str = ""  # of `since_round`, only peers after this one
+    peers: tuple[str, ...] = ()  # of these only; empty: of all
+    newest: bool = False
+
+
+@dataclass(frozen=True)
+class RoundMeans:
+    """What all nodes reported of one round."""
+
+    round: int
+    train_loss: float  # nats per token, mean of the nodes that measured it; 0: none did
+    tokens_per_second: float  # sum over nodes
+
+
 class Store(ABC):
     """Durable rows."""
 
@@ -66,8 +109,12 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def events(self, after_id: int, limit: int) -> tuple[Event, ...]:
-        """The first `limit` events with an id greater than `after_id`. MUST be in order of id."""
+    def events(self, after_id: int, limit: int, wanted: EventFilter = ALL_EVENTS) -> tuple[Event, ...]:
+        """The first `limit` wanted events with an id greater than `after_id`. MUST be in order of id."""
+
+    @abstractmethod
+    def newest_events(self, after_id: int, limit: int, wanted: EventFilter) -> tuple[Event, ...]:
+        """The last `limit` of them, in the same order."""
 
     @abstractmethod
     def rounds(self, run_id: str, after_round: int, limit: int) -> tuple[Round, ...]:
@@ -87,6 +134,14 @@ class Store(ABC):
         If there are more, it MUST return the newest of each of equal ranges from the first of these rounds to the last,
         and MUST NOT read the others.
         """
+
+    @abstractmethod
+    def node_metrics(self, run_id: str, wanted: MetricsPage) -> tuple[NodeMetrics, ...]:
+        """A page of what nodes reported of rounds. MUST be ordered by round and peer id."""
+
+    @abstractmethod
+    def round_means(self, run_id: str, rounds: Sequence[int]) -> tuple[RoundMeans, ...]:
+        """What nodes reported of each of these rounds, together. MUST be ordered by round, without rounds of no row."""
 
     @abstractmethod
     def plan(self, run_id: str, version: int) -> PlanRow | None:

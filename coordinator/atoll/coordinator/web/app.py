@@ -19,11 +19,13 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.store.store import Store
+from atoll.coordinator.store.records import Evaluation
+from atoll.coordinator.store.store import RoundMeans, Store
 from atoll.coordinator.web.status import MAX_LOSSES, RECENT_EVENTS, RECENT_ROUNDS, Logs, status
 
 ASSETS = Path(__file__).parent / "assets"
 LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
+SETTLED_ROUNDS = 64  # a node may report a round later than others
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -53,6 +55,7 @@ class _Site:
     def __init__(self, controller: Controller, registry: CollectorRegistry) -> None:
         self._controller = controller
         self._registry = registry
+        self._old_means: dict[str, dict[int, RoundMeans | None]] = {}  # of the last call, by run and round
 
     async def page(self, _request: Request) -> Response:
         return FileResponse(ASSETS / "index.html", headers=_HEADERS)
@@ -76,11 +79,22 @@ class _Site:
 
     def _logs(self, store: Store) -> Logs:
         state = self._controller.state
+        evaluations = {run_id: store.evaluations(run_id, MAX_LOSSES) for run_id in state.runs}
         return Logs(
-            evaluations={run_id: store.evaluations(run_id, MAX_LOSSES) for run_id in state.runs},
+            evaluations=evaluations,
+            means={run_id: self._means(store, run_id, rows) for run_id, rows in evaluations.items()},
             rounds={run_id: store.newest_rounds(run_id, RECENT_ROUNDS) for run_id in state.runs},
             events=store.events(max(0, state.last_event_id - RECENT_EVENTS), RECENT_EVENTS),
         )
+
+    def _means(self, store: Store, run_id: str, evaluations: tuple[Evaluation, ...]) -> tuple[RoundMeans, ...]:
+        """What nodes reported of the evaluated rounds. Old rounds are read once: of many nodes that is many rows."""
+        settled = self._controller.state.runs[run_id].head_round - SETTLED_ROUNDS
+        known, rounds = self._old_means.get(run_id, {}), [row.round for row in evaluations]
+        read = {item.round: item for item in store.round_means(run_id, [it for it in rounds if it not in known])}
+        means = {number: known[number] if number in known else read.get(number) for number in rounds}
+        self._old_means[run_id] = {number: found for number, found in means.items() if number <= settled}
+        return tuple(found for found in means.values() if found is not None)
 
 
 def installed_version() -> str:

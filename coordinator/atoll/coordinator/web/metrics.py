@@ -1,7 +1,7 @@
 """Prometheus metrics of the coordinator: read from the state at each scrape; errors are counted as they happen.
 
-Labels are runs, node states, methods, error names and sources of a corpus (64 of a run and one for the rest), which are
-all bounded. No label names a peer.
+Labels are runs, node states, methods, error names, sources of a corpus (64 of a run and one for the rest) and names of
+nodes (`MAX_NAMED_NODES`), which are all bounded. No label is a peer id.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from atoll.coordinator.rounds.source_losses import from_text
 from atoll.coordinator.sanitize import enum_word
 from atoll.coordinator.state.snapshot import State
 from atoll.v1 import membership_pb2 as mb
+
+MAX_NAMED_NODES = 256  # of all runs; the first by run and name have series of their own
 
 
 def rpc_errors(registry: CollectorRegistry) -> Counter:
@@ -42,6 +44,7 @@ class StateCollector(Collector):
         failures = self._controller.tick_failures
         yield CounterMetricFamily("atoll_tick_failures", "Ticks that failed", value=failures)
         yield from _nodes(state)
+        yield from _named_nodes(state)
         yield from _runs(state)
 
 
@@ -83,6 +86,27 @@ def _nodes(state: State) -> Iterator[Metric]:
             stall.add_metric([run_id, "mean"], sum(shares) / len(shares))
             stall.add_metric([run_id, "max"], max(shares))
     yield from (nodes, pace, stall, fetched, trained)
+
+
+def _named_nodes(state: State) -> Iterator[Metric]:
+    """What connected nodes report of themselves, one series a node."""
+    labels = ["run", "node"]
+    loss = GaugeMetricFamily("atoll_node_train_loss", "Mean loss of recent steps, nats per token", labels=labels)
+    pace = GaugeMetricFamily("atoll_node_tokens_per_second", "Rate that the node measures", labels=labels)
+    stall = GaugeMetricFamily("atoll_node_data_stall_ratio", "Share of its time that waited for text", labels=labels)
+    head = GaugeMetricFamily("atoll_node_head_round", "Newest round that the node holds", labels=labels)
+    unnamed = GaugeMetricFamily("atoll_nodes_without_series", "Connected nodes beyond those with series of their own")
+    trainers = [node for node in state.present_nodes() if "node" in node.roles]
+    here = [(node, live) for node in trainers if (live := state.live.get(node.peer_id)) is not None and live.connected]
+    for node, live in sorted(here, key=lambda item: (item[0].run_id, item[0].name))[:MAX_NAMED_NODES]:
+        names = [node.run_id, node.name]
+        pace.add_metric(names, live.status.tokens_per_second)
+        stall.add_metric(names, live.status.data_stall_share)
+        head.add_metric(names, live.status.head_round)
+        if live.status.train_loss:
+            loss.add_metric(names, live.status.train_loss)
+    unnamed.add_metric([], max(0, len(here) - MAX_NAMED_NODES))
+    yield from (loss, pace, stall, head, unnamed)
 
 
 def _runs(state: State) -> Iterator[Metric]:

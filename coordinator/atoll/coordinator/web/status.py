@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from atoll.coordinator.rounds.source_losses import from_text
@@ -13,6 +12,7 @@ from atoll.coordinator.sanitize import enum_word
 from atoll.coordinator.services import views
 from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.coordinator.store.records import Evaluation, Event, Node, Round, Run
+from atoll.coordinator.store.store import RoundMeans
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
@@ -27,6 +27,7 @@ class Logs:
     """Rows read from the store, by run."""
 
     evaluations: dict[str, tuple[Evaluation, ...]] = field(default_factory=dict)
+    means: dict[str, tuple[RoundMeans, ...]] = field(default_factory=dict)  # of the evaluated rounds
     rounds: dict[str, tuple[Round, ...]] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
 
@@ -37,10 +38,7 @@ def status(state: State, now: StepTime, logs: Logs, atoll_version: str) -> dict[
         "version": VERSION,
         "unix_ms": now.unix_ms,
         "atoll_version": atoll_version,
-        "runs": [
-            _run(state, run, logs.evaluations.get(run.run_id, ()), logs.rounds.get(run.run_id, ()))
-            for run in sorted(state.runs.values(), key=lambda run: run.created_ms)
-        ],
+        "runs": [_run(state, run, logs) for run in sorted(state.runs.values(), key=lambda run: run.created_ms)],
         "nodes": [
             _node(state, node, now) for node in sorted(state.present_nodes(), key=lambda node: (node.run_id, node.name))
         ],
@@ -48,8 +46,10 @@ def status(state: State, now: StepTime, logs: Logs, atoll_version: str) -> dict[
     }
 
 
-def _run(state: State, run: Run, evaluations: Sequence[Evaluation], rounds: Sequence[Round]) -> dict[str, object]:
+def _run(state: State, run: Run, logs: Logs) -> dict[str, object]:
     view = views.run_view(state, run)
+    evaluations, rounds = logs.evaluations.get(run.run_id, ()), logs.rounds.get(run.run_id, ())
+    means = {item.round: item for item in logs.means.get(run.run_id, ())}
     return {
         "run_id": run.run_id,
         "state": run.state.lower(),
@@ -65,7 +65,13 @@ def _run(state: State, run: Run, evaluations: Sequence[Evaluation], rounds: Sequ
         "validation_loss": view.validation_loss,
         "parameters": sum(layer.parameters for layer in view.layers.layers),
         "losses": [
-            {"round": item.round, "loss": item.loss, "committed_tokens": item.committed_tokens, **_sources(item)}
+            {
+                "round": item.round,
+                "loss": item.loss,
+                "committed_tokens": item.committed_tokens,
+                **_means(means.get(item.round)),
+                **_sources(item),
+            }
             for item in evaluations
         ],
         "sources": [
@@ -74,6 +80,14 @@ def _run(state: State, run: Run, evaluations: Sequence[Evaluation], rounds: Sequ
         ],
         "rounds": [_round(state, row) for row in rounds[-RECENT_ROUNDS:]],
     }
+
+
+def _means(found: RoundMeans | None) -> dict[str, object]:
+    """What the nodes reported of the round, where they did."""
+    if found is None:
+        return {}
+    loss = {"train_loss": found.train_loss} if found.train_loss else {}
+    return {**loss, "tokens_per_second": found.tokens_per_second}
 
 
 def _sources(item: Evaluation) -> dict[str, object]:

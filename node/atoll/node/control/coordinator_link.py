@@ -36,6 +36,7 @@ from atoll.core.errors import (
 from atoll.core.grpc_errors import from_rpc_error
 from atoll.core.identity import Identity
 from atoll.core.membership import CERTIFICATE_LIFETIME, RENEW_AT_FRACTION
+from atoll.core.metrics_bounds import EARLY_METRICS_ROUNDS
 from atoll.node.control.channel import dial, refuse_replaced_authority
 from atoll.node.control.checkpoint_upload import upload
 from atoll.node.control.clock_offset import ClockOffset
@@ -51,6 +52,7 @@ MAX_REPORTED_SOURCES = 2048  # losses in one heartbeat: the coordinator bounds t
 MAX_REPORT_BYTES = 1 << 20  # in one heartbeat
 MAX_KEPT = 4096  # reports that wait for the coordinator; the oldest are dropped
 MAX_KEPT_ROUNDS = 256  # of these, reports of rounds, which are large
+MAX_KEPT_METRICS = 1024  # of these; the coordinator has as many rounds in full
 _ANSWER_TIMEOUT = timedelta(seconds=30)  # the coordinator answers every heartbeat
 _FIRST_ANSWER_TIMEOUT = timedelta(seconds=5)  # then the node works without the coordinator
 _CLOCK_WARNING_SECONDS = 5.0  # a larger offset is logged; it stops nothing
@@ -72,7 +74,7 @@ if TYPE_CHECKING:  # generic only in its type stubs
 _log = log.get("coordinator")
 
 
-Report = mb.RoundReport | mb.EvaluationReport | mb.TrainingAudit
+Report = mb.RoundReport | mb.EvaluationReport | mb.TrainingAudit | mb.NodeMetrics
 
 
 @dataclass
@@ -92,10 +94,15 @@ class ReportQueue:
         self.pending.append(report)
         waiting = [*self.early, *self.pending]
         rounds = [item for item in waiting if isinstance(item, mb.RoundReport)]
-        if len(waiting) > MAX_KEPT or len(rounds) > MAX_KEPT_ROUNDS:
-            oldest = rounds[0] if len(rounds) > MAX_KEPT_ROUNDS else waiting[0]
-            self.early = [item for item in self.early if item is not oldest]
-            self.pending = [item for item in self.pending if item is not oldest]
+        metrics = [item for item in waiting if isinstance(item, mb.NodeMetrics)]
+        for kept, limit in ((rounds, MAX_KEPT_ROUNDS), (metrics, MAX_KEPT_METRICS), (waiting, MAX_KEPT)):
+            if len(kept) > limit:
+                self._drop(kept[0])
+                return
+
+    def _drop(self, report: Report) -> None:
+        self.early = [item for item in self.early if item is not report]
+        self.pending = [item for item in self.pending if item is not report]
 
     def take(self, sequence: int) -> list[Report]:
         """Move the oldest pending reports to heartbeat `sequence`, as many as one heartbeat may carry."""
@@ -133,6 +140,8 @@ def _is_early(report: Report, known_round: int | None) -> bool:
         return False
     if isinstance(report, mb.RoundReport):
         return report.round.number > known_round + 1
+    if isinstance(report, mb.NodeMetrics):
+        return report.round > known_round + EARLY_METRICS_ROUNDS
     return report.round > known_round
 
 
@@ -318,6 +327,8 @@ class CoordinatorLink:
                     request.rounds.append(report)
                 elif isinstance(report, mb.TrainingAudit):
                     request.training_audits.append(report)
+                elif isinstance(report, mb.NodeMetrics):
+                    request.metrics.append(report)
                 else:
                     request.evaluations.append(report)
             self.clock_offset.heartbeat_sent(self._sequence, self._clock.unix())

@@ -112,7 +112,17 @@ class AveragingEngine:
         self._orders: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._pledges: asyncio.Queue[rt.Pledge] = asyncio.Queue()
         self._background = BackgroundTasks()
-        self._results = RoundResults(spec, self._machine, state, network, exchanges, self._background, self._events.put)
+        self._results = RoundResults(
+            spec,
+            self._machine,
+            state,
+            network,
+            exchanges,
+            self._background,
+            self._events.put,
+            clock=clock,
+            counters=counters,
+        )
         self._token_account = TokenAccount(trainer.status.tokens, head.round)
         self._lookout = Lookout(network, operator_key, clock, self._background, lambda: self.head, self._begin_catch_up)
         self._evaluation = Evaluation(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from atoll.core import log
+from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, RoundAbandoned
 from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head
@@ -27,6 +28,7 @@ from atoll.node.exchange.allreduce import Exchange, ExchangeServer
 from atoll.node.exchange.arithmetic_check import require_equal_bits
 from atoll.node.exchange.auditor import Dispute
 from atoll.node.rounds import types as rt
+from atoll.node.rounds.callbacks import RoundCounters
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.outer_schedule import outer_schedule
 from atoll.node.rounds.settlement import NONCE_BYTES, RepairSources
@@ -69,10 +71,14 @@ class RoundResults:
         exchanges: ExchangeServer,
         background: BackgroundTasks,
         post_event: Callable[[rt.Event], None],
+        *,
+        clock: Clock,
+        counters: RoundCounters,
     ) -> None:
         self._spec, self._machine, self._state = spec, machine, state
         self._network, self._exchanges = network, exchanges
         self._background, self._post_event = background, post_event
+        self._clock, self._counters = clock, counters
         self._running: _Running | None = None
         self._ending: asyncio.Task[None] | None = None  # the last that was ended
         self.served: Exchange | None = None  # the one whose parts others may ask for
@@ -112,6 +118,7 @@ class RoundResults:
             self._exchanges.end(self.served.round_id)
         self.served = exchange
         self._exchanges.begin(exchange)
+        self._background.begin(self._measure(own_E))
         self._running = _Running(start, exchange, head, staging, self._background.begin(self._run(exchange)))
 
     def complete(self, round_id: RoundId, settle: dp.Settle, seconds: float) -> None:
@@ -143,12 +150,20 @@ class RoundResults:
         for executor in (self._executor, self._audit_executor):
             executor.shutdown(wait=False, cancel_futures=True)
 
+    async def _measure(self, own_E: Tensor) -> None:
+        """A pass over the memory of the fragment, beside the exchange."""
+        norm = await asyncio.get_running_loop().run_in_executor(self._audit_executor, torch.linalg.vector_norm, own_E)
+        self._counters.update_norm = norm.item()
+
     async def _run(self, exchange: Exchange) -> None:
+        began = self._clock.monotonic()
         try:
             held = await exchange.run()
         except RoundAbandoned as error:  # our own update is of no use
             self._post_event(rt.Failed(exchange.round_id, str(error)))
             return
+        finally:
+            self._counters.exchange_seconds += self._clock.monotonic() - began
         nonce = os.urandom(NONCE_BYTES)  # not before all averages that this node gets are fixed
         self._post_event(rt.ExchangeDone(exchange.round_id, held.digests, held.verdicts, nonce))
         running = self._running

@@ -16,6 +16,7 @@ from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.vote_store import VoteStore
 from atoll.node.trainer.preload import TrainerPreload
 from atoll.node.trainer.trainer import TrainerConfig
+from atoll.node.wire.traffic import Traffic
 from atoll.node.wire.transport import Network
 
 
@@ -34,6 +35,7 @@ class NodeContext:
     checkpoints: CheckpointWriter
     operator_key: bytes
     status: LiveStatus
+    traffic: Traffic
     run_dir: Path
     preload: TrainerPreload | None  # the first trainer, started with `trainer_config`
     clock: Clock

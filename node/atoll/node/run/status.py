@@ -61,7 +61,7 @@ class LiveStatus:
 
     def to_proto(self, averaging_bytes: int, other_bytes: int) -> mb.NodeStatus:
         """Build the status of a heartbeat."""
-        training = self._training
+        training = self.training
         status = mb.NodeStatus(
             state=self.state,
             steps=training.steps,
@@ -92,7 +92,8 @@ class LiveStatus:
         return status
 
     @property
-    def _training(self) -> TrainerStatus:
+    def training(self) -> TrainerStatus:
+        """What the newest trainer last said; zeros before there is one."""
         return self.trainer.status if self.trainer else TrainerStatus()
 
     def to_json(self, averaging_bytes: int, other_bytes: int) -> dict[str, Any]:
@@ -130,7 +131,7 @@ class LiveStatus:
 
     def _data_json(self) -> dict[str, Any]:
         """Rows about the training text: how much came, and from where."""
-        training = self._training
+        training = self.training
         fetched, trained = training.data_bytes_fetched, training.data_bytes_trained
         return {
             "data_stall_share": round(training.data_stall_share, 4),
@@ -159,7 +160,7 @@ class LiveStatus:
 
     def _route_json(self) -> dict[str, Any]:
         """Rows about the layers that this node holds and the route of which they are a stage."""
-        place, training = self.route.place if self.route is not None else None, self._training
+        place, training = self.route.place if self.route is not None else None, self.training
         return {
             "layers": list(self.facts.span) if self.facts is not None and self.facts.span is not None else None,
             "route": self.route.route_index if self.route is not None else None,

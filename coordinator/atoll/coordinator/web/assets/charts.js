@@ -16,7 +16,9 @@ export function lossChart(box, losses, sources) {
   const x = scale(Math.min(...xs), Math.max(...xs), PAD.left, width - PAD.right);
   const parts = sources.map((name) => losses.filter((item) => item.sources && Object.hasOwn(item.sources, name))
     .map((item) => [item.committed_tokens, item.sources[name]]));
-  const all = [...ys, ...parts.flat().map((point) => point[1])];
+  // One node can report any loss: what is far above the held-out losses must not set the scale.
+  const trained = losses.filter((item) => item.train_loss && item.train_loss < 2 * Math.max(...ys)).map((item) => [item.committed_tokens, item.train_loss]);
+  const all = [...ys, ...[...parts, trained].flat().map((point) => point[1])];
   const [low, high] = [Math.min(...all), Math.max(...all)];
   const room = (high - low || Math.abs(high) || 1) * 0.08;
   const y = scale(low - room, high + room, height - PAD.bottom, PAD.top);
@@ -31,6 +33,7 @@ export function lossChart(box, losses, sources) {
     svg("polygon", { class: "area", points: `${points[0][0]},${floor} ${line} ${lastX},${floor}` }),
     ...parts.map((part, i) => svg("polyline", { class: `curve source s${i}`,
       points: part.map(([px, py]) => `${x(px).toFixed(1)},${y(py).toFixed(1)}`).join(" ") })),
+    svg("polyline", { class: "curve train", points: trained.map(([px, py]) => `${x(px).toFixed(1)},${y(py).toFixed(1)}`).join(" ") }),
     svg("polyline", { class: "curve", points: line }),
     svg("circle", { class: "dot", cx: lastX, cy: lastY, r: 4.5 }));
   const hover = svg("g");
@@ -46,7 +49,9 @@ export function lossChart(box, losses, sources) {
     tip.hidden = false;
     const found = losses[nearest].sources ?? {};
     const told = sources.filter((name) => Object.hasOwn(found, name)).map((name) => `; ${name} ${found[name].toFixed(4)}`).join("");
-    tip.textContent = `${ys[nearest].toFixed(4)} after round ${losses[nearest].round}, ${count(xs[nearest])} tokens${told}`;
+    const { train_loss: train, tokens_per_second: pace } = losses[nearest];
+    const measured = `${train ? `; training ${train.toFixed(4)}` : ""}${pace ? `; ${count(pace)} tokens/s` : ""}`;
+    tip.textContent = `${ys[nearest].toFixed(4)} after round ${losses[nearest].round}, ${count(xs[nearest])} tokens${measured}${told}`;
     tip.style.left = `${Math.min(Math.max(px, 110), width - 110)}px`;
     tip.style.top = `${Math.max(py, 40)}px`;
   });
