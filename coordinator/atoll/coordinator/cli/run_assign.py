@@ -46,8 +46,8 @@ def assign(
         chosen = list(nodes or ())
         if all_of:
             there = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=all_of)).nodes
-            there = sorted(there, key=lambda it: pb.ROLE_SEED not in it.roles)  # nodes then learn where it is
-            chosen = [it.peer_id for it in there if it.connected and not it.banned]
+            seeds_first = sorted(there, key=lambda it: pb.ROLE_SEED not in it.roles)  # nodes then learn where they are
+            chosen = [it.peer_id for it in seeds_first if it.connected and not it.banned]
             if not chosen:
                 raise UsageError(f"no node of run {all_of!r} is connected", "see `atollctl node list`")
         moved = [
