@@ -1,17 +1,18 @@
 """Start of a daemon: lock → identity → credentials → daemon.
 
-Problems with a token, a key or a directory are reported here, within a second: torch and hivemind are imported only
-after enrolment. The trainer's process imports torch at the same time.
+Problems with a token, a key or a directory are reported here, within a second: hivemind and, on a node, torch are
+imported only after enrolment. The trainer's process imports torch at the same time. A seed has no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 
 from atoll.core import log
 from atoll.core.clock import Clock
-from atoll.core.errors import UsageError
+from atoll.core.errors import ConfigError, UsageError
 from atoll.core.files import make_private_dir, raise_descriptor_limit
 from atoll.core.identity import Identity
 from atoll.core.tokens import JoinToken
@@ -31,6 +32,7 @@ MAX_FILES = 1 << 16  # file descriptors: a libp2p stream takes four here and fou
 
 async def run_daemon(loaded: LoadedConfig, token: JoinToken | None, clock: Clock) -> None:
     """Run a member until it leaves. Raises the error that prevents it."""
+    require_hivemind()
     limit_malloc_arenas()  # enrolment has threads
     config = loaded.config
     make_private_dir(config.data_dir)
@@ -54,6 +56,15 @@ async def run_daemon(loaded: LoadedConfig, token: JoinToken | None, clock: Clock
             from atoll.node.daemon import Daemon  # here, because torch and hivemind take seconds to import
 
             await Daemon(loaded, identity, credentials, clock, child).run()
+
+
+def require_hivemind() -> None:
+    """Raise `ConfigError` before a use of a token is spent: the extra of seeds cannot bring hivemind along."""
+    if importlib.util.find_spec("hivemind") is None:
+        raise ConfigError(
+            "hivemind is not installed",
+            "a node needs atoll's 'node' extra; for a seed without torch: pip install --no-deps hivemind==1.1.12",
+        )
 
 
 async def _start_child(config: NodeConfig, credentials: Credentials, clock: Clock) -> TrainerProcess | None:
