@@ -11,7 +11,7 @@ PEERS := $(patsubst benchmarks/peers/%.txt,.make/peers/%/ready,$(wildcard benchm
 # Mutants: fast modules with direct tests, for CI; all that are pure otherwise.
 MUTANTS_IN_CI := quorum promises earlier_attempts snapshot_ledger
 
-.PHONY: demo test check protos protos-check lock bench peers soak mutants mutants-in-ci format clean
+.PHONY: demo test check wheel protos protos-check lock bench peers soak mutants mutants-in-ci format clean
 
 demo: $(VENV)/ready  ## a whole swarm on this machine, in about three minutes
 	$(BIN)/atoll demo
@@ -27,6 +27,17 @@ check: $(VENV)/ready protos-check  ## style, types, layers, dependencies
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/deptry core protos node coordinator lab
+
+wheel: $(VENV)/ready .make/wheel/ready  ## sdist and wheel in dist/, checked and tried without this checkout
+	rm -rf dist
+	.make/wheel/bin/python -m build --no-isolation --outdir dist .
+	.make/wheel/bin/twine check --strict dist/*
+	PYTHONPATH=tests:. $(BIN)/python -m support.wheel_check dist
+
+.make/wheel/ready: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet "build>=1.2" "hatchling>=1.25" "twine>=6"
+	touch $@
 
 format: $(VENV)/ready
 	$(BIN)/ruff check --fix .

@@ -108,6 +108,7 @@ async def test_a_seed_is_the_only_mirror_and_members_go_on_while_it_is_dead(tmp_
         assert swarm.status("ann")["corpus_bytes_from_members"] >= swarm.status("ann")["data_bytes_fetched"] > 0
         assert swarm.status("ann")["data_blocks"]["members"] > 0
         assert swarm.status("seed")["corpus_bytes_to_members"] > 0
+        assert not mapped_libraries(swarm.programs["seed"].pid) & {"torch", "numpy", "scipy"}
 
         await kill(swarm, "seed")
         await swarm.node("cleo")  # the card, the tokenizer and the held-out samples are at ann and bob
@@ -123,6 +124,14 @@ async def test_a_seed_is_the_only_mirror_and_members_go_on_while_it_is_dead(tmp_
         await swarm.rounds("ann", 3)
         await swarm.reach("cleo", "training")
         await swarm.rounds("cleo", 3)
+
+
+def mapped_libraries(pid):
+    """The packages of Python of which a process has loaded a shared object."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    found = {line.partition("site-packages/")[2].partition("/")[0] for line in lines if "site-packages/" in line}
+    assert "grpc" in found  # a library that every member has loaded
+    return found
 
 
 def loaded(swarm, name):

@@ -62,7 +62,7 @@ def _explain_missing_extra(app: Callable[[], object]) -> None:
             raise
         raise ConfigError(
             f"{missing} is not installed: this command needs atoll's {extra!r} extra",
-            f"in a checkout: pip install -c constraints.txt '.[{extra}]'",
+            f"in a checkout: pip install -c constraints.txt '.[{extra}]'; with a wheel: pip install 'FILE[{extra}]'",
         ) from error
 
 

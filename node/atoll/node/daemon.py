@@ -12,10 +12,9 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atoll.core import log, sdnotify
 from atoll.core.clock import Clock
@@ -24,7 +23,7 @@ from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
 from atoll.core.membership import DenyList, Member
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.config import CORPORA, LoadedConfig, NodeConfig
+from atoll.node.config import LoadedConfig, NodeConfig
 from atoll.node.control.checkpoint_upload import CheckpointUploads
 from atoll.node.control.coordinator_link import CoordinatorLink
 from atoll.node.control.credentials import Credentials
@@ -38,27 +37,23 @@ from atoll.node.run.begin_membership import begin_membership
 from atoll.node.run.corpus_sharing import CorpusSharing
 from atoll.node.run.dial_scope import dial_policy
 from atoll.node.run.heartbeat import HeartbeatBuilder, bytes_sent
-from atoll.node.run.node_context import NodeContext
 from atoll.node.run.status import LiveStatus
-from atoll.node.session import LOAD_TIMEOUT, TrainingSession
-from atoll.node.state.checkpoint import CheckpointStore
-from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.vote_store import VoteStore
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
 from atoll.node.swarm.rtt_probe import PathProber
 from atoll.node.system.remembered_ports import DIRECT_PORT_FILE, port_in, remember_port, remembered_port
-from atoll.node.trainer.preload import TrainerPreload, span_to_hold
-from atoll.node.trainer.trainer import TrainerConfig
 from atoll.node.trainer.trainer_process import TrainerProcess
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
+if TYPE_CHECKING:  # a seed has no torch
+    from atoll.node.session import TrainingSession
+    from atoll.node.training_member import TrainingMember
+
 START_TIMEOUT = timedelta(seconds=60)
 DRAIN_TIMEOUT = timedelta(seconds=30)
 CLOSE_TIMEOUT = timedelta(seconds=5)
-SAVE_TIMEOUT = timedelta(seconds=60)
-KEEP_TIMEOUT = timedelta(seconds=60)  # for the optimiser's state, and no longer than is left of `STOP_TIMEOUT`
 STOP_TIMEOUT = timedelta(seconds=105)  # those who start nodes kill them after 120 s (deploy/)
 _ORDERS_TO_LEAVE = (mb.ORDER_DRAIN, mb.ORDER_MOVE)
 DRAINED_STAGE_LINGER = timedelta(seconds=20)  # a drained stage serves its layers so long before it leaves
@@ -80,13 +75,12 @@ class Daemon:
         clock: Clock,
         child: TrainerProcess | None = None,
     ) -> None:
-        """`child` becomes the trainer's process; its creator ends it if no trainer takes it."""
+        """`child` becomes the trainer's process; its creator ends it if no trainer takes it. None for a seed."""
         self._config = config = loaded.config  # limits as at the start; `_limit_enforcer.config` has those in force
         self._limit_enforcer = LimitEnforcer(loaded, clock)
         self._identity = identity
         self._credentials = credentials
-        self._clock, self._child = clock, child
-        self._preload: TrainerPreload | None = None
+        self._clock = clock
         self._membership: Member = credentials.authority.verify_membership(
             credentials.signed_membership(), clock.unix()
         )
@@ -96,15 +90,10 @@ class Daemon:
         self._directives = Directives(
             credentials.authority, self._on_deny_list, self._on_seeds_changed, self._run_dir / "plan"
         )
-        self._checkpoints = CheckpointWriter(
-            CheckpointStore(self._run_dir / "checkpoints", self._spec, keep=config.checkpoint_keep),
-            timedelta(seconds=config.checkpoint_interval_seconds),
-            clock,
-        )
         self._manifests = ManifestStore(
             self._run_dir / "manifests",
             self._spec.run.name,
-            checkpointed=lambda: [item.round for item in self._checkpoints.held()],
+            checkpointed=lambda: [item.round for item in self._checkpoints_held()],
         )
         self._votes = VoteStore(self._run_dir)
         self._manifest_answers = ManifestAnswers(self._manifests, lambda: self._link.send_heartbeat_now())
@@ -119,12 +108,12 @@ class Daemon:
         self._stop_by = math.inf  # monotonic
         self._host: SwarmHost | None = None
         self._corpus = self._make_corpus_sharing(config)
-        self._session: TrainingSession | None = None
+        self._training = self._make_training(child) if child is not None else None
         self._heartbeats = HeartbeatBuilder(
             self._status,
-            self._checkpoints,
             clock,
             run_id=credentials.run_id,
+            checkpoints=self._checkpoints_held,
             config=lambda: self._limit_enforcer.config,
             clock_ahead_seconds=lambda: self._link.clock_offset.ahead_seconds,
             newer_deny_list=self._deny_list_for_coordinator,
@@ -153,20 +142,20 @@ class Daemon:
         self._catch_signals()
         api = LocalApi(self._config.data_dir, self._commands())
         await api.start()
-        trainer_config = self._trainer_config(self._limit_enforcer.config)
+        training = self._training
         try:
             if self._corpus is not None:
                 await self._corpus.start()
-            self._preload = self._preload_trainer(trainer_config)
+            if training is not None:
+                training.preload()
             self._host = self._heartbeats.host = host = await self._join_unless_leaving()
             if host is None:
                 return False
-            if "seed" in self._membership.roles:
+            session = training.join(host, host.traffic, self._link) if training is not None else None
+            if session is None:
                 self._status.enter(mb.NODE_STATE_READY, "seed: bootstraps the DHT and relays")
-            else:
-                self._session = self._make_session(host, trainer_config)
             await self._limit_enforcer.attach(
-                LimitTargets(host.traffic, self._session, self._limit_training, lambda: self._status.facts)
+                LimitTargets(host.traffic, session, self._limit_training, lambda: self._status.facts)
             )
             if self._corpus is not None:
                 self._corpus.join(host, self._directives, lambda: self._credentials.seeds, self._may_share_corpus)
@@ -181,11 +170,11 @@ class Daemon:
         addresses = AddressBook(host, self._directives, self._identity.peer_id)
         work = [self._link.run(), self._fail_when_p2pd_ends(host), self._admitted(addresses.publish), self._watchdog()]
         work += [self._limit_enforcer.run(), self._leave_when_ordered()]
-        if self._session is not None:
+        if (session := self._session) is not None:
             prober = self._heartbeats.prober = PathProber(host, self._members, self._clock)
             if self._corpus is not None:
                 work.append(self._corpus.look_up(host, self._directives))
-            work += [self._admitted(self._session.run), addresses.look_up(), prober.run()]
+            work += [self._admitted(session.run), addresses.look_up(), prober.run()]
         return work
 
     async def _admitted(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -197,14 +186,8 @@ class Daemon:
         await self._uploads.close()
         await self._manifest_answers.close()
         await self._limit_enforcer.close()
-        if self._session is not None:
-            await self._save_state(self._session)  # first: it matters more, if time or disk space runs out
-            left = self._stop_by - self._clock.monotonic()
-            if left > 0:
-                await self._session.keep_optimizer(timedelta(seconds=min(KEEP_TIMEOUT.total_seconds(), left)))
-            await self._session.stop_trainer()
-        if self._preload is not None:
-            await self._preload.abandon()
+        if self._training is not None:
+            await self._training.close(self._stop_by)
         if self._corpus is not None:
             await self._corpus.close()
         if self._host is not None:
@@ -223,14 +206,31 @@ class Daemon:
     def _may_share_corpus(self) -> bool:
         return not self._limit_enforcer.reason  # neither its owner nor a limit pauses this node
 
-    def _preload_trainer(self, trainer_config: TrainerConfig) -> TrainerPreload | None:
-        """Begin to load the layers of the saved plan, or the whole model if there is no plan. None for a seed."""
-        if self._child is None:
-            return None
-        plan = self._directives.plan
-        span = span_to_hold(plan, plan.span(self._identity.peer_id) if plan is not None else range(0))
-        config = replace(trainer_config, span=span)
-        return TrainerPreload(self._child, config, LOAD_TIMEOUT, self._status.show_loading_progress)
+    def _make_training(self, child: TrainerProcess) -> TrainingMember:
+        from atoll.node.training_member import MemberParts, TrainingMember  # here, because a seed has no torch
+
+        parts = MemberParts(
+            config=self._config,
+            identity=self._identity,
+            credentials=self._credentials,
+            spec=self._spec,
+            run_dir=self._run_dir,
+            status=self._status,
+            directives=self._directives,
+            manifests=self._manifests,
+            votes=self._votes,
+            corpus_socket=self._corpus.socket_path if self._corpus is not None else None,
+            clock=self._clock,
+        )
+        return TrainingMember(parts, child)
+
+    @property
+    def _session(self) -> TrainingSession | None:
+        """The training session, once the node has joined the swarm; a seed has none."""
+        return self._training.session if self._training is not None else None
+
+    def _checkpoints_held(self) -> tuple[mb.CheckpointInfo, ...]:
+        return self._training.checkpoints.held() if self._training is not None else ()
 
     async def _join_unless_leaving(self) -> SwarmHost | None:
         """Join the swarm; None if the node is told to leave first: seeds that do not answer must not delay that."""
@@ -291,47 +291,9 @@ class Daemon:
         remembered = [*remembered_port(config.data_dir, DIRECT_PORT_FILE), 0]
         return DirectConfig((config.listen,), (config.direct_port,) if config.direct_port else tuple(remembered))
 
-    def _make_session(self, host: SwarmHost, trainer_config: TrainerConfig) -> TrainingSession:
-        return TrainingSession(
-            NodeContext(
-                identity=self._identity,
-                spec=self._spec,
-                trainer_config=trainer_config,
-                network=host,
-                directives=self._directives,
-                link=self._link,
-                manifests=self._manifests,
-                votes=self._votes,
-                checkpoints=self._checkpoints,
-                operator_key=self._credentials.operator_key,
-                status=self._status,
-                traffic=host.traffic,
-                run_dir=self._run_dir,
-                preload=self._preload,
-                clock=self._clock,
-            )
-        )
-
-    def _trainer_config(self, config: NodeConfig) -> TrainerConfig:
-        return TrainerConfig(
-            run_spec_toml=self._credentials.run_spec_toml,
-            corpus_path=str(Path(config.data).resolve()) if config.data else None,
-            base_path=str(Path(config.base).resolve()) if config.base else None,
-            layer_times_path=str(config.path("layer-times.json").resolve()),
-            cache_path=str(config.path(CORPORA).resolve()),
-            cache_bytes=int(config.disk_gigabytes * 1e9),
-            peers_path=str(self._corpus.socket_path.resolve()) if self._corpus is not None else None,
-            device=config.device,
-            cpu_threads=config.cpu_threads or os.cpu_count() or 1,
-            minimum_step_seconds=config.minimum_step_seconds,
-            compute_share=config.compute_share,
-            vram_fraction=config.vram_fraction,
-            memory_bytes=int(config.memory_megabytes * 1e6),
-        )
-
     async def _limit_training(self, config: NodeConfig) -> None:
-        if self._session is not None:
-            await self._session.limit(self._trainer_config(config))
+        if self._training is not None:
+            await self._training.limit(config)
 
     # --- supervising ---------------------------------------------------------------------------------
 
@@ -359,13 +321,13 @@ class Daemon:
         if not self._moves:
             sdnotify.notify(self._notify_socket, "STOPPING=1")
         self._stop_by = self._clock.monotonic() + STOP_TIMEOUT.total_seconds()
-        if self._session is not None and not self._session.finished.is_set():
+        if (session := self._session) is not None and not session.finished.is_set():
             self._status.detail = "finishing the round, then leaving"  # the node stays in the plan until then
             _log.info(
                 "finishing the round, then leaving; a second signal stops at once",
                 most_seconds=self._drain_timeout.total_seconds(),
             )
-            await self._session.next_round(self._drain_timeout)
+            await session.next_round(self._drain_timeout)
         plan, ordered = self._directives.plan, self._directives.order in _ORDERS_TO_LEAVE
         if ordered and plan is not None and self._identity.peer_id in plan.former:
             self._status.detail = "serving layers to other nodes, then leaving"
@@ -389,14 +351,6 @@ class Daemon:
             _log.warning("not moved to another run yet", reason=str(error))
         else:
             _log.info("moved", run=credentials.run_id)
-
-    async def _save_state(self, session: TrainingSession) -> None:
-        """Write a checkpoint from which the next start of this node, or of the whole swarm, continues."""
-        try:
-            await session.save(SAVE_TIMEOUT)
-        except AtollError as error:
-            _log.warning("state not saved; the next start uses the last checkpoint", reason=str(error))
-        await self._checkpoints.close()
 
     async def _fail_when_p2pd_ends(self, host: SwarmHost) -> None:
         raise ChildDied(f"p2pd ended: {await host.died}", "start the daemon again; see its log if this repeats")
@@ -452,7 +406,8 @@ class Daemon:
             self._manifest_answers.ask(response.manifests)
 
     async def _send_checkpoint(self, order: mb.UploadOrder) -> None:
-        await self._link.upload(order, self._checkpoints.store.path(order.round))
+        if self._training is not None:  # a seed reports no checkpoints, so nobody asks it for one
+            await self._link.upload(order, self._training.checkpoints.store.path(order.round))
 
     def _save_credentials(self) -> None:
         """Save the credentials for the next start. After a failed write the node goes on; the next change retries."""
@@ -523,8 +478,12 @@ class Daemon:
             "downlink_bytes_per_second": round(self._host.traffic.downlink_bytes_per_second) if self._host else 0,
             **(self._corpus.status_json() if self._corpus is not None else {}),
             **self._status.to_json(*bytes_sent(self._host)),
-            **self._limit_enforcer.status_json([*filter(None, [self._checkpoints.problem]), *self._status.warnings]),
+            **self._limit_enforcer.status_json([*self._checkpoint_problems(), *self._status.warnings]),
         }
+
+    def _checkpoint_problems(self) -> list[str]:
+        problem = self._training.checkpoints.problem if self._training is not None else ""
+        return [problem] if problem else []
 
     async def _api_finish(self, _: dict[str, Any]) -> dict[str, Any]:
         warning = self._limit_enforcer.finish()
@@ -538,9 +497,9 @@ class Daemon:
         return {"leaving": True}
 
     async def _api_generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        if self._session is None:
+        if (session := self._session) is None:
             raise not_training()
-        return {"text": await self._session.generate(str(request.get("prompt", "")), int(request.get("tokens", 200)))}
+        return {"text": await session.generate(str(request.get("prompt", "")), int(request.get("tokens", 200)))}
 
 
 def _multiaddr(host: str, port: int) -> str:

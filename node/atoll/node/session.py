@@ -37,7 +37,7 @@ from atoll.node.run.round_metrics import RoundMetrics
 from atoll.node.run.route_membership import RouteMembership
 from atoll.node.run.session_rounds import is_only_holder, make_engine
 from atoll.node.run.session_status import SessionStatus
-from atoll.node.state.checkpoint import ANCHOR
+from atoll.node.state.checkpoint_files import ANCHOR
 from atoll.node.trainer.preload import TrainerPreload, span_to_hold
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
 from atoll.node.trainer.trainer_process import LOG_NAME, TrainerProcess

@@ -1,18 +1,19 @@
 """Start of a daemon: lock → identity → credentials → daemon.
 
-Problems with a token, a key or a directory are reported here, within a second: torch and hivemind are imported only
-after enrolment. The trainer's process imports torch at the same time.
+Problems with a token, a key or a directory are reported here, within a second: hivemind and, on a node, torch are
+imported only after enrolment. The trainer's process imports torch at the same time. A seed has no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from typing import TYPE_CHECKING
 
 from atoll.core import log
 from atoll.core.clock import Clock
-from atoll.core.errors import UsageError
+from atoll.core.errors import ConfigError, UsageError
 from atoll.core.files import make_private_dir, raise_descriptor_limit
 from atoll.core.identity import Identity
 from atoll.core.tokens import JoinToken
@@ -35,6 +36,7 @@ MAX_FILES = 1 << 16  # file descriptors: a libp2p stream takes four here and fou
 
 async def run_daemon(loaded: LoadedConfig, token: JoinToken | None, clock: Clock) -> None:
     """Run a member until it leaves. Raises the error that prevents it."""
+    require_hivemind()
     limit_malloc_arenas()  # enrolment has threads
     config = loaded.config
     make_private_dir(config.data_dir)
@@ -70,6 +72,15 @@ async def _serve_runs(loaded: LoadedConfig, identity: Identity, credentials: Cre
             if not await daemon.run():
                 return
         loaded, credentials = daemon.loaded, Credentials.load(loaded.config.data_dir) or credentials
+
+
+def require_hivemind() -> None:
+    """Raise `ConfigError` before a use of a token is spent: the extra of seeds cannot bring hivemind along."""
+    if importlib.util.find_spec("hivemind") is None:
+        raise ConfigError(
+            "hivemind is not installed",
+            "a node needs atoll's 'node' extra; for a seed without torch: pip install --no-deps hivemind==1.1.12",
+        )
 
 
 async def _start_child(config: NodeConfig, credentials: Credentials, clock: Clock) -> TrainerProcess | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.installed_programs import pinned_hivemind
 
 from atoll.coordinator.config import CoordinatorConfig
 from atoll.node.config import load
@@ -143,6 +144,13 @@ def test_dockerfile_copies_only_what_exists_and_is_not_ignored() -> None:
     assert [source for source in copied if not (ROOT / source).exists()] == []
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert set(wheel["packages"]) <= set(copied), "`atoll` does not start without one of its source roots"
+
+
+def test_every_place_names_the_version_of_hivemind_that_nodes_have() -> None:
+    shipped = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/**/*"), *ROOT.glob("node/**/*.py")]
+    texts = [path.read_text() for path in shipped if path.is_file() and path.suffix != ".pyc"]
+    named = {found for text in texts for found in re.findall(r"hivemind==[0-9.]*[0-9]", text)}
+    assert named == {pinned_hivemind()}
 
 
 def _compose() -> dict[str, Any]:

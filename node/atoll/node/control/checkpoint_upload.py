@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 from atoll.core import log
 from atoll.core.errors import AtollError, DeadlineExceeded
 from atoll.core.grpc_errors import from_rpc_error
-from atoll.node.state.checkpoint import MANIFEST, SUMMED, SUMS, read_sums
+from atoll.node.state.checkpoint_files import MANIFEST, SUMMED, SUMS, read_sums
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 

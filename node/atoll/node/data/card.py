@@ -25,14 +25,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atoll.core.errors import CorpusError
 from atoll.node.data.blocks import MAX_SHARD_BYTES
+
+if TYPE_CHECKING:  # a seed reads cards, and has no numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 CARD_NAME = "corpus.json"
 MAX_SOURCES = 1024
@@ -145,6 +147,8 @@ class CorpusCard(_Strict):
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
         """Return the type of a stored token."""
+        import numpy as np  # here, because a seed has no numpy
+
         return np.dtype(f"<u{self.token_bytes}")
 
     def to_json(self) -> bytes:
@@ -174,6 +178,8 @@ def start_bit(dtype: np.dtype[Any]) -> int:
 
 def count_marks(tokens: NDArray[Any]) -> int:
     """Count the stored tokens that are input only."""
+    import numpy as np  # as above
+
     return int(np.count_nonzero(tokens & tokens.dtype.type(top_bit(tokens.dtype))))
 
 

@@ -26,7 +26,8 @@ from atoll.core.manifest import Head
 from atoll.core.run_spec import RunSpec
 from atoll.core.units import layers_text
 from atoll.node.state import tensor_file
-from atoll.node.state.checkpoint import ANCHOR, MOMENTUM, SUMS, checkpoint_errors, read_metadata, require_files
+from atoll.node.state.checkpoint import checkpoint_errors, read_metadata, require_files
+from atoll.node.state.checkpoint_files import ANCHOR, MOMENTUM, SUMS
 from atoll.node.state.tensor_file import LayerLayout, bytes_of
 from atoll.v1 import manifest_pb2
 

@@ -16,7 +16,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from atoll.core import log
 from atoll.core.clock import Clock
@@ -28,7 +28,9 @@ from atoll.node.limits.owner_files import OwnerIntent, load_owner_intent, save_o
 from atoll.node.limits.power_cap import PowerCap, PowerCapRefused
 from atoll.node.limits.traffic_limit import TrafficLimit, TrafficLimiter, local_time
 from atoll.node.system.training_policy import MachineObservation, PauseCause, TrainingDecision, active_causes, decide
-from atoll.node.trainer.trainer import TrainerFacts
+
+if TYPE_CHECKING:  # a seed's limits are enforced without torch
+    from atoll.node.trainer.trainer import TrainerFacts
 
 OBSERVE_INTERVAL = timedelta(seconds=5)
 

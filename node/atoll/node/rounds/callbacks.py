@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from atoll.core.manifest import Head
 from atoll.core.round_id import RoundId
-from atoll.node.rounds import types as rt
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
+
+if TYPE_CHECKING:  # the counters are part of a seed's status, and a seed has no torch
+    from atoll.node.rounds import types as rt
 
 
 @dataclass

@@ -9,17 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from atoll.core.clock import Clock
 from atoll.core.quorum import Promised
 from atoll.node.config import NodeConfig
 from atoll.node.run.status import LiveStatus
-from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.swarm.host import SwarmHost
 from atoll.node.swarm.rtt_probe import PathProber
-from atoll.node.trainer.trainer import TrainerFacts
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
+
+if TYPE_CHECKING:  # a seed sends heartbeats too, and has no torch
+    from atoll.node.trainer.trainer import TrainerFacts
 
 AVERAGING_PROTOCOLS = ("/atoll/average/1", "/atoll/round/1")
 
@@ -30,18 +32,19 @@ class HeartbeatBuilder:
     def __init__(
         self,
         status: LiveStatus,
-        checkpoints: CheckpointWriter,
         clock: Clock,
         *,
         run_id: str,
+        checkpoints: Callable[[], tuple[mb.CheckpointInfo, ...]],
         config: Callable[[], NodeConfig],
         clock_ahead_seconds: Callable[[], float | None],
         newer_deny_list: Callable[[], pb.Signed | None],
         manifest_answer: Callable[[], mb.ManifestAnswer | None],
         promised: Callable[[], Promised | None],
     ) -> None:
-        """`config` returns the limits in force; `newer_deny_list` one that the coordinator lacks, if any.
+        """`checkpoints` returns those on disk; the tuple stays the same object until they change.
 
+        `config` returns the limits in force; `newer_deny_list` one that the coordinator lacks, if any.
         `manifest_answer` returns an answer to the coordinator's question for rounds, once. `promised` returns the
         newest promise that is on disk.
         """
@@ -92,7 +95,7 @@ class HeartbeatBuilder:
         manifests = self._manifest_answer()
         if manifests is not None:
             request.manifests.CopyFrom(manifests)
-        checkpoints = self._checkpoints.held()
+        checkpoints = self._checkpoints()
         if first or checkpoints is not self._checkpoints_sent:
             self._checkpoints_sent = checkpoints
             request.checkpoints_changed = True

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atoll.core.data_position import DataPosition
 from atoll.node.data.data_report import BlockCounts, MirrorReport
 from atoll.node.rounds.callbacks import RoundCounters
-from atoll.node.run.local_state import LocalState
-from atoll.node.run.route_membership import RouteMembership
 from atoll.node.trainer.messages import Loading, TrainerStatus
-from atoll.node.trainer.trainer import Trainer, TrainerFacts
 from atoll.v1 import membership_pb2 as mb
+
+if TYPE_CHECKING:  # a seed has a status too, and no torch
+    from atoll.node.run.local_state import LocalState
+    from atoll.node.run.route_membership import RouteMembership
+    from atoll.node.trainer.trainer import Trainer, TrainerFacts
 
 STATE_NAMES = {
     number: name.removeprefix("NODE_STATE_").lower().replace("_", "-") for name, number in mb.NodeState.items()

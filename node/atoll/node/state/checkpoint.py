@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import os
 import re
 import secrets
 import threading
@@ -33,20 +32,16 @@ from atoll.core.files import data_dir_unusable, make_private_dir, write_synced
 from atoll.core.manifest import Head, parse_and_verify_head
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.state import tensor_file
+from atoll.node.state.checkpoint_files import ANCHOR, MANIFEST, MOMENTUM, SPEC, SUMS, read_small_file, read_sums
 from atoll.node.state.outer_step import matches_digests
 from atoll.node.state.tensor_file import FileMetadata, LayerLayout, ScannedFile, TensorFile
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
-ANCHOR, MOMENTUM = "anchor.safetensors", "momentum.safetensors"
-MANIFEST, SPEC, SUMS = "manifest", "run.toml", "SHA256SUMS"
-SUMMED = (ANCHOR, MOMENTUM, MANIFEST, SPEC)
-
 _NAME = re.compile(r"\d{9,}")
 _LEFTOVER = re.compile(r"\.\d{9,}\.(tmp|old)-[0-9a-f]+")
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)  # the checkpoint is damaged; permissions are fine
 _KEPT_EXTRA_ROUNDS = 2
-_MAX_SMALL_FILE_BYTES = 64 << 20
 
 _log = log.get("checkpoint")
 
@@ -292,20 +287,6 @@ def checkpoint_errors(directory: Path) -> Iterator[None]:
         raise CheckpointCorrupt(f"{directory}: {error}") from error
 
 
-def read_sums(directory: Path) -> dict[str, str]:
-    """Read `SHA256SUMS`: hex SHA-256 by file name. Raises `CheckpointCorrupt` and `OSError`."""
-    text = _bounded(directory / SUMS)
-    lines = [line.partition(b"  ") for line in text.removesuffix(b"\n").split(b"\n")]
-    try:
-        sums = {name.decode("ascii"): digest.decode("ascii") for digest, _, name in lines}
-    except UnicodeDecodeError as error:
-        raise CheckpointCorrupt(f"{directory / SUMS} differs from the file that Atoll writes") from error
-    canonical = "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode()
-    if canonical != text or tuple(sums) != SUMMED or not all(re.fullmatch("[0-9a-f]{64}", sums[key]) for key in sums):
-        raise CheckpointCorrupt(f"{directory / SUMS} differs from the file that Atoll writes")
-    return sums
-
-
 def require_files(
     directory: Path, metadata: CheckpointMetadata, anchor: TensorFile | ScannedFile, momentum: TensorFile | ScannedFile
 ) -> None:
@@ -335,7 +316,7 @@ def _facts(head: Head, layers: LayerLayout) -> FileMetadata:
 
 
 def _head_of(path: Path) -> Head:
-    return Head(manifest_pb2.CommittedManifest.FromString(_bounded(path / MANIFEST)))
+    return Head(manifest_pb2.CommittedManifest.FromString(read_small_file(path / MANIFEST)))
 
 
 def _describe(path: Path) -> mb.CheckpointInfo:
@@ -352,19 +333,9 @@ def _describe(path: Path) -> mb.CheckpointInfo:
 
 
 def _small(directory: Path, name: str, sums: Mapping[str, str]) -> bytes:
-    data = _bounded(directory / name)
+    data = read_small_file(directory / name)
     if hashlib.sha256(data).hexdigest() != sums[name]:
         raise CheckpointCorrupt(f"{directory / name} does not match its sum")
-    return data
-
-
-def _bounded(path: Path) -> bytes:
-    with path.open("rb") as file:
-        # `read` allocates as many bytes as it may return
-        most = min(_MAX_SMALL_FILE_BYTES, os.fstat(file.fileno()).st_size)
-        data = file.read(most + 1)
-    if len(data) > _MAX_SMALL_FILE_BYTES:
-        raise CheckpointCorrupt(f"{path} is too large: more than {_MAX_SMALL_FILE_BYTES} bytes")
     return data
 
 
