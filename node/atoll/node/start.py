@@ -1,13 +1,15 @@
-"""Start of a daemon: lock → identity → credentials → daemon.
+"""Start of a daemon: lock → identity → what the run needs → checks → consent → enrolment → daemon.
 
 Problems with a token, a key or a directory are reported here, within a second: torch and hivemind are imported only
-after enrolment. The trainer's process imports torch at the same time.
+after enrolment. A use of the token is spent only after all checks. The trainer's process imports torch at the same
+time as the daemon.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable, Iterator
 
 from atoll.core import log
 from atoll.core.clock import Clock
@@ -17,9 +19,13 @@ from atoll.core.identity import Identity
 from atoll.core.tokens import JoinToken
 from atoll.node.config import LoadedConfig, NodeConfig
 from atoll.node.control.credentials import Credentials
-from atoll.node.control.enrol import enrol
+from atoll.node.control.enrol import enrol, preview
 from atoll.node.control.identity_rotation import KEY_FILE, finish_rotation
+from atoll.node.control.run_needs import RunNeeds
 from atoll.node.limits.owner_files import OwnerIntent, save_owner_intent
+from atoll.node.preflight.machine import check_writable
+from atoll.node.preflight.run_checks import Request, check_base_is_there, check_directory_of_corpus, check_disk
+from atoll.node.preflight.start_checker import check_run_apart
 from atoll.node.state.vote_store import VoteStore
 from atoll.node.swarm.lazy_hivemind import install_lazy_hivemind
 from atoll.node.system.data_dir_lock import data_dir_lock
@@ -28,20 +34,21 @@ from atoll.node.trainer.trainer_process import LOG_NAME, TrainerProcess
 
 MAX_FILES = 1 << 16  # file descriptors: a libp2p stream takes four here and four in p2pd
 
+Agree = Callable[[RunNeeds], None]  # shows what the run needs; raises if the owner does not want that
 
-async def run_daemon(loaded: LoadedConfig, token: JoinToken | None, clock: Clock) -> None:
+
+def agree_silently(_: RunNeeds) -> None:
+    """Accept what the run needs."""
+
+
+async def run_daemon(
+    loaded: LoadedConfig, token: JoinToken | None, clock: Clock, agree: Agree = agree_silently
+) -> None:
     """Run a member until it leaves. Raises the error that prevents it."""
     limit_malloc_arenas()  # enrolment has threads
     config = loaded.config
-    make_private_dir(config.data_dir)
-    with data_dir_lock(config.data_dir):
-        finish_rotation(config.data_dir)
-        identity = Identity.load_or_create(config.path(KEY_FILE))
-        name = config.name or f"node-{identity.peer_id[-6:].lower()}"
-        log.configure(config.log_level, config.log_format, node=name)  # type: ignore[arg-type]
-        credentials = await load_or_enrol(config, identity, name, token, clock)
-        if token is not None:
-            save_owner_intent(config.data_dir, OwnerIntent())  # a new join ends an earlier pause
+    with _locked(config) as (identity, name):
+        credentials = await load_or_enrol(config, identity, name, token, clock, agree)
         # torch would make this folder in the system's temporary directory and leave it there
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.path("torch-cache")))
         use_huge_pages()
@@ -54,6 +61,18 @@ async def run_daemon(loaded: LoadedConfig, token: JoinToken | None, clock: Clock
             from atoll.node.daemon import Daemon  # here, because torch and hivemind take seconds to import
 
             await Daemon(loaded, identity, credentials, clock, child).run()
+
+
+@contextlib.contextmanager
+def _locked(config: NodeConfig) -> Iterator[tuple[Identity, str]]:
+    """Lock the data directory; give the node's identity and its name."""
+    make_private_dir(config.data_dir)
+    with data_dir_lock(config.data_dir):
+        finish_rotation(config.data_dir)
+        identity = Identity.load_or_create(config.path(KEY_FILE))
+        name = config.name or f"node-{identity.peer_id[-6:].lower()}"
+        log.configure(config.log_level, config.log_format, node=name)  # type: ignore[arg-type]
+        yield identity, name
 
 
 async def _start_child(config: NodeConfig, credentials: Credentials, clock: Clock) -> TrainerProcess | None:
@@ -73,7 +92,7 @@ def use_huge_pages() -> None:
 
 
 async def load_or_enrol(
-    config: NodeConfig, identity: Identity, name: str, token: JoinToken | None, clock: Clock
+    config: NodeConfig, identity: Identity, name: str, token: JoinToken | None, clock: Clock, agree: Agree
 ) -> Credentials:
     """Return the credentials of an earlier enrolment, or enrol with the token. Raises `UsageError` without either."""
     known = Credentials.load(config.data_dir)
@@ -84,9 +103,25 @@ async def load_or_enrol(
             "this node has not joined a run yet, and no token was given",
             "ask your operator for a token, then: atoll join --token - (and paste it)",
         )
+    check_writable(config.data_dir)
+    needs = await preview(token, identity, name, clock)
+    await _check(config, needs, agree)
     credentials = await enrol(token, identity, name, clock)
     run_dir = config.path("runs", credentials.run_id)
     if not run_dir.exists():  # a new member has no earlier vote; without a record of that it would abstain
         VoteStore(make_private_dir(run_dir)).begin()
     credentials.save(config.data_dir)
+    save_owner_intent(config.data_dir, OwnerIntent())  # a new join ends an earlier pause
     return credentials
+
+
+async def _check(config: NodeConfig, needs: RunNeeds, agree: Agree) -> None:
+    """Check what the run needs: what takes no time before the owner is asked, the rest after that."""
+    if not needs.trains:
+        agree(needs)
+        return
+    check_base_is_there(needs.spec, config.base)
+    check_directory_of_corpus(needs.spec, config.data)
+    agree(needs)
+    found = await check_run_apart(Request.of(config, needs))
+    check_disk(config, needs, found.share)

@@ -22,6 +22,39 @@ class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NODE_STATE_FINISHED: _ClassVar[NodeState]
     NODE_STATE_FAILED: _ClassVar[NodeState]
 
+class NodeReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NODE_REASON_UNSPECIFIED: _ClassVar[NodeReason]
+    NODE_REASON_STOPPED: _ClassVar[NodeReason]
+    NODE_REASON_DRAINED: _ClassVar[NodeReason]
+    NODE_REASON_RUN_STOPPED: _ClassVar[NodeReason]
+    NODE_REASON_TEXT_UNUSABLE: _ClassVar[NodeReason]
+    NODE_REASON_TEXT_DIFFERS: _ClassVar[NodeReason]
+    NODE_REASON_BASE_UNUSABLE: _ClassVar[NodeReason]
+    NODE_REASON_MODEL_TOO_LARGE: _ClassVar[NodeReason]
+    NODE_REASON_OUT_OF_MEMORY: _ClassVar[NodeReason]
+    NODE_REASON_DISK: _ClassVar[NodeReason]
+    NODE_REASON_DEVICE: _ClassVar[NodeReason]
+    NODE_REASON_NETWORK: _ClassVar[NodeReason]
+    NODE_REASON_SETTINGS: _ClassVar[NodeReason]
+    NODE_REASON_TRAINER_DIED: _ClassVar[NodeReason]
+    NODE_REASON_REFUSED: _ClassVar[NodeReason]
+    NODE_REASON_INTERNAL: _ClassVar[NodeReason]
+    NODE_REASON_PAUSED_BY_OWNER: _ClassVar[NodeReason]
+    NODE_REASON_OUTSIDE_HOURS: _ClassVar[NodeReason]
+    NODE_REASON_ON_BATTERY: _ClassVar[NodeReason]
+    NODE_REASON_IN_USE: _ClassVar[NodeReason]
+    NODE_REASON_TRAFFIC_USED_UP: _ClassVar[NodeReason]
+    NODE_REASON_RUN_PAUSED: _ClassVar[NodeReason]
+    NODE_REASON_LOADING: _ClassVar[NodeReason]
+    NODE_REASON_WAITS_FOR_PLAN: _ClassVar[NodeReason]
+    NODE_REASON_WAITS_FOR_TEXT: _ClassVar[NodeReason]
+    NODE_REASON_WAITS_FOR_STAGE: _ClassVar[NodeReason]
+    NODE_REASON_FETCHING_STATE: _ClassVar[NodeReason]
+    NODE_REASON_STANDBY: _ClassVar[NodeReason]
+    NODE_REASON_SLOW_TEXT: _ClassVar[NodeReason]
+    NODE_REASON_TRAINER_RESTARTS: _ClassVar[NodeReason]
+
 class RunState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     RUN_STATE_UNSPECIFIED: _ClassVar[RunState]
@@ -47,6 +80,36 @@ NODE_STATE_PAUSED: NodeState
 NODE_STATE_DRAINING: NodeState
 NODE_STATE_FINISHED: NodeState
 NODE_STATE_FAILED: NodeState
+NODE_REASON_UNSPECIFIED: NodeReason
+NODE_REASON_STOPPED: NodeReason
+NODE_REASON_DRAINED: NodeReason
+NODE_REASON_RUN_STOPPED: NodeReason
+NODE_REASON_TEXT_UNUSABLE: NodeReason
+NODE_REASON_TEXT_DIFFERS: NodeReason
+NODE_REASON_BASE_UNUSABLE: NodeReason
+NODE_REASON_MODEL_TOO_LARGE: NodeReason
+NODE_REASON_OUT_OF_MEMORY: NodeReason
+NODE_REASON_DISK: NodeReason
+NODE_REASON_DEVICE: NodeReason
+NODE_REASON_NETWORK: NodeReason
+NODE_REASON_SETTINGS: NodeReason
+NODE_REASON_TRAINER_DIED: NodeReason
+NODE_REASON_REFUSED: NodeReason
+NODE_REASON_INTERNAL: NodeReason
+NODE_REASON_PAUSED_BY_OWNER: NodeReason
+NODE_REASON_OUTSIDE_HOURS: NodeReason
+NODE_REASON_ON_BATTERY: NodeReason
+NODE_REASON_IN_USE: NodeReason
+NODE_REASON_TRAFFIC_USED_UP: NodeReason
+NODE_REASON_RUN_PAUSED: NodeReason
+NODE_REASON_LOADING: NodeReason
+NODE_REASON_WAITS_FOR_PLAN: NodeReason
+NODE_REASON_WAITS_FOR_TEXT: NodeReason
+NODE_REASON_WAITS_FOR_STAGE: NodeReason
+NODE_REASON_FETCHING_STATE: NodeReason
+NODE_REASON_STANDBY: NodeReason
+NODE_REASON_SLOW_TEXT: NodeReason
+NODE_REASON_TRAINER_RESTARTS: NodeReason
 RUN_STATE_UNSPECIFIED: RunState
 RUN_STATE_CREATED: RunState
 RUN_STATE_WAITING: RunState
@@ -152,7 +215,7 @@ class SpanTime(_message.Message):
     def __init__(self, layers: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., seconds_per_token: _Optional[float] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("state", "steps", "tokens", "tokens_per_second", "step_seconds", "train_loss", "head_round", "head_hash", "plan_version", "averaging_bytes_sent", "averaging_bytes_fp32", "other_bytes_sent", "data_stall_seconds", "detail", "rounds_joined", "samples_repeated", "uplink_bytes_per_second", "prepared", "prepared_round", "refused", "lost_layers", "downlink_bytes_per_second", "clock_offset_seconds", "computed", "missing_stage", "data_stall_share", "data_bytes_fetched", "data_bytes_trained")
+    __slots__ = ("state", "steps", "tokens", "tokens_per_second", "step_seconds", "train_loss", "head_round", "head_hash", "plan_version", "averaging_bytes_sent", "averaging_bytes_fp32", "other_bytes_sent", "data_stall_seconds", "detail", "rounds_joined", "samples_repeated", "uplink_bytes_per_second", "prepared", "prepared_round", "refused", "lost_layers", "downlink_bytes_per_second", "clock_offset_seconds", "computed", "missing_stage", "data_stall_share", "data_bytes_fetched", "data_bytes_trained", "reason")
     STATE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +244,7 @@ class NodeStatus(_message.Message):
     DATA_STALL_SHARE_FIELD_NUMBER: _ClassVar[int]
     DATA_BYTES_FETCHED_FIELD_NUMBER: _ClassVar[int]
     DATA_BYTES_TRAINED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     state: NodeState
     steps: int
     tokens: int
@@ -209,7 +273,8 @@ class NodeStatus(_message.Message):
     data_stall_share: float
     data_bytes_fetched: int
     data_bytes_trained: int
-    def __init__(self, state: _Optional[_Union[NodeState, str]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., train_loss: _Optional[float] = ..., head_round: _Optional[int] = ..., head_hash: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., averaging_bytes_sent: _Optional[int] = ..., averaging_bytes_fp32: _Optional[int] = ..., other_bytes_sent: _Optional[int] = ..., data_stall_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., rounds_joined: _Optional[int] = ..., samples_repeated: _Optional[int] = ..., uplink_bytes_per_second: _Optional[float] = ..., prepared: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., prepared_round: _Optional[int] = ..., refused: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., lost_layers: _Optional[_Iterable[int]] = ..., downlink_bytes_per_second: _Optional[float] = ..., clock_offset_seconds: _Optional[float] = ..., computed: _Optional[_Union[SpanTime, _Mapping]] = ..., missing_stage: _Optional[str] = ..., data_stall_share: _Optional[float] = ..., data_bytes_fetched: _Optional[int] = ..., data_bytes_trained: _Optional[int] = ...) -> None: ...
+    reason: NodeReason
+    def __init__(self, state: _Optional[_Union[NodeState, str]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., train_loss: _Optional[float] = ..., head_round: _Optional[int] = ..., head_hash: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., averaging_bytes_sent: _Optional[int] = ..., averaging_bytes_fp32: _Optional[int] = ..., other_bytes_sent: _Optional[int] = ..., data_stall_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., rounds_joined: _Optional[int] = ..., samples_repeated: _Optional[int] = ..., uplink_bytes_per_second: _Optional[float] = ..., prepared: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., prepared_round: _Optional[int] = ..., refused: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., lost_layers: _Optional[_Iterable[int]] = ..., downlink_bytes_per_second: _Optional[float] = ..., clock_offset_seconds: _Optional[float] = ..., computed: _Optional[_Union[SpanTime, _Mapping]] = ..., missing_stage: _Optional[str] = ..., data_stall_share: _Optional[float] = ..., data_bytes_fetched: _Optional[int] = ..., data_bytes_trained: _Optional[int] = ..., reason: _Optional[_Union[NodeReason, str]] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("round", "committed", "reason", "manifest", "seconds", "wire_bytes")
@@ -476,13 +541,33 @@ class CheckpointUploadResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("reason", "instance")
+    __slots__ = ("reason", "instance", "why")
     REASON_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
     reason: str
     instance: bytes
-    def __init__(self, reason: _Optional[str] = ..., instance: _Optional[bytes] = ...) -> None: ...
+    why: NodeReason
+    def __init__(self, reason: _Optional[str] = ..., instance: _Optional[bytes] = ..., why: _Optional[_Union[NodeReason, str]] = ...) -> None: ...
 
 class LeaveResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class StandingRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StandingResponse(_message.Message):
+    __slots__ = ("run_state", "draining", "corpus_digest", "layers", "head_round")
+    RUN_STATE_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    CORPUS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_ROUND_FIELD_NUMBER: _ClassVar[int]
+    run_state: RunState
+    draining: bool
+    corpus_digest: str
+    layers: _plan_pb2.LayerTable
+    head_round: int
+    def __init__(self, run_state: _Optional[_Union[RunState, str]] = ..., draining: _Optional[bool] = ..., corpus_digest: _Optional[str] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., head_round: _Optional[int] = ...) -> None: ...

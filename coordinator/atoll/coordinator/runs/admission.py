@@ -107,18 +107,9 @@ def enrol(state: State, now: StepTime, applicant: Applicant) -> Step[Node]:
     A peer that this token admitted already gets the same answer without another use: the first answer may have
     been lost.
     """
-    if not _NAME.fullmatch(applicant.node_name):
-        raise InvalidRequest("a node's name must have 1 to 63 characters of a-z, 0-9 and -", "join with another --name")
-    known = state.nodes.get(applicant.peer_id)
-    repeated = known is not None and known.token_id == applicant.token_id
-    token = _check_token(state, now, applicant, spent=repeated)
-    lookup.refuse_denied(state, applicant.peer_id)
-    live = state.live.get(applicant.peer_id)
-    if known and known.run_id != token.run_id and live and live.connected:
-        raise AlreadyExists(
-            f"peer {applicant.peer_id} is connected to run {known.run_id!r}",
-            "stop it first, or use another data directory: one identity serves one run",
-        )
+    token = check_applicant(state, now, applicant)
+    known, live = state.nodes.get(applicant.peer_id), state.live.get(applicant.peer_id)
+    repeated = _admitted_before(state, applicant)
     node = _enrolled(state, now, known, token, applicant)
     draft = Draft(state, now)
     draft.put(node)
@@ -131,6 +122,27 @@ def enrol(state: State, now: StepTime, applicant: Applicant) -> Step[Node]:
     elif known is not None and live is not None and known.name != node.name and charge_row(draft, node.peer_id):
         _log_enrolled(draft, node, again=True)
     return draft.done(node)
+
+
+def check_applicant(state: State, now: StepTime, applicant: Applicant) -> Token:
+    """The token, if it admits the applicant. Raises as `enrol`."""
+    if not _NAME.fullmatch(applicant.node_name):
+        raise InvalidRequest("a node's name must have 1 to 63 characters of a-z, 0-9 and -", "join with another --name")
+    token = _check_token(state, now, applicant, spent=_admitted_before(state, applicant))
+    lookup.refuse_denied(state, applicant.peer_id)
+    known, live = state.nodes.get(applicant.peer_id), state.live.get(applicant.peer_id)
+    if known and known.run_id != token.run_id and live and live.connected:
+        raise AlreadyExists(
+            f"peer {applicant.peer_id} is connected to run {known.run_id!r}",
+            "stop it first, or use another data directory: one identity serves one run",
+        )
+    return token
+
+
+def _admitted_before(state: State, applicant: Applicant) -> bool:
+    """Whether this token admitted this peer already."""
+    known = state.nodes.get(applicant.peer_id)
+    return known is not None and known.token_id == applicant.token_id
 
 
 def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, applicant: Applicant) -> Node:
