@@ -201,6 +201,11 @@ def limits_of(loaded: LoadedConfig) -> dict[str, dict[str, Value]]:
     return {key: {"value": getattr(loaded.config, key), "origin": loaded.origin[key]} for key in LIMITS}
 
 
+def has_flags(loaded: LoadedConfig) -> bool:
+    """Whether flags gave settings, besides the data directory."""
+    return any(source == "flag" for key, source in loaded.origin.items() if key != "data_dir")
+
+
 def save_overrides(loaded: LoadedConfig) -> None:
     """Save for the next start what flags, environment and `atoll set` gave, now or at an earlier join.
 

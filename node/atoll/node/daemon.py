@@ -19,12 +19,13 @@ from typing import Any
 
 from atoll.core import log, sdnotify
 from atoll.core.clock import Clock
-from atoll.core.errors import AtollError, ChildDied, PortInUse, Rejected
+from atoll.core.errors import AtollError, P2pdDied, PortInUse, Rejected
 from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
 from atoll.core.membership import DenyList, Member
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.config import CORPORA, LoadedConfig, NodeConfig
+from atoll.node.control.announce_end import reason_of
 from atoll.node.control.checkpoint_upload import CheckpointUploads
 from atoll.node.control.coordinator_link import CoordinatorLink
 from atoll.node.control.credentials import Credentials
@@ -85,9 +86,7 @@ class Daemon:
         self._credentials = credentials
         self._clock, self._child = clock, child
         self._preload: TrainerPreload | None = None
-        self._membership: Member = credentials.authority.verify_membership(
-            credentials.signed_membership(), clock.unix()
-        )
+        self._membership: Member = credentials.member(clock.unix())
         self._spec = parse_run_spec(credentials.run_spec_toml)
         self._status = LiveStatus()
         self._run_dir = make_private_dir(config.path("runs", self._spec.run.name))
@@ -110,7 +109,7 @@ class Daemon:
         self._uploads = CheckpointUploads(self._send_checkpoint)
         self._leaving = asyncio.Event()
         self._notify_socket = os.environ.get("NOTIFY_SOCKET", "")
-        self._leave_reason = "left"
+        self._leave_reason, self._leave_why = "left", mb.NODE_REASON_STOPPED
         self._drain_timeout = DRAIN_TIMEOUT
         self._stop_by = math.inf  # monotonic
         self._host: SwarmHost | None = None
@@ -149,7 +148,9 @@ class Daemon:
             if host is None:
                 return
             if "seed" in self._membership.roles:
-                self._status.enter(mb.NODE_STATE_READY, "seed: bootstraps the DHT and relays")
+                self._status.enter(
+                    mb.NODE_STATE_READY, "seed: bootstraps the DHT and relays", mb.NODE_REASON_UNSPECIFIED
+                )
             else:
                 self._session = self._make_session(host, trainer_config)
             await self._limit_enforcer.attach(
@@ -158,6 +159,9 @@ class Daemon:
             if self._corpus is not None:
                 self._corpus.join(host, self._directives, lambda: self._credentials.seeds, self._may_share_corpus)
             await self._supervise(self._work(host))
+        except Exception as error:
+            await self._link.announce_failure(error)
+            raise
         finally:
             await api.close()
             await self._close()
@@ -332,7 +336,7 @@ class Daemon:
                     task.result()
             await self._drain()
         except AtollError as error:
-            self._status.enter(mb.NODE_STATE_FAILED, str(error))
+            self._status.enter(mb.NODE_STATE_FAILED, str(error), reason_of(error))
             raise
         finally:
             for task in (*tasks, leaving):
@@ -354,11 +358,11 @@ class Daemon:
         if drained and plan is not None and self._identity.peer_id in plan.former:
             self._status.detail = "serving layers to other nodes, then leaving"
             await asyncio.sleep(DRAINED_STAGE_LINGER.total_seconds())
-        self._status.enter(mb.NODE_STATE_DRAINING, "leaving")
+        self._status.enter(mb.NODE_STATE_DRAINING, "leaving", self._leave_why)
         self._link.send_heartbeat_now()
         if self._link.connected:
             await self._link.flush(CLOSE_TIMEOUT)
-        await self._link.leave(self._leave_reason)
+        await self._link.leave(self._leave_reason, self._leave_why)
         _log.info("left", reason=self._leave_reason)
 
     async def _save_state(self, session: TrainingSession) -> None:
@@ -370,7 +374,7 @@ class Daemon:
         await self._checkpoints.close()
 
     async def _fail_when_p2pd_ends(self, host: SwarmHost) -> None:
-        raise ChildDied(f"p2pd ended: {await host.died}", "start the daemon again; see its log if this repeats")
+        raise P2pdDied(f"p2pd ended: {await host.died}", "start the daemon again; see its log if this repeats")
 
     async def _watchdog(self) -> None:
         seconds = sdnotify.watchdog_seconds(os.environ)
@@ -383,13 +387,16 @@ class Daemon:
             lambda: self._directives.order == mb.ORDER_DRAIN or self._directives.run_state == mb.RUN_STATE_STOPPED
         )
         drained = self._directives.order == mb.ORDER_DRAIN
-        self.leave("drained by the operator" if drained else "the operator stopped the run")
+        if drained:
+            self.leave("drained by the operator", mb.NODE_REASON_DRAINED)
+        else:
+            self.leave("the operator stopped the run", mb.NODE_REASON_RUN_STOPPED)
 
     # --- events --------------------------------------------------------------------------------------
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, why: mb.NodeReason = mb.NODE_REASON_STOPPED) -> None:
         """Begin to drain and stop."""
-        self._leave_reason = reason
+        self._leave_reason, self._leave_why = reason, why
         self._leaving.set()
 
     def _catch_signals(self) -> None:

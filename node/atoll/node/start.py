@@ -13,17 +13,19 @@ from collections.abc import Callable, Iterator
 
 from atoll.core import log
 from atoll.core.clock import Clock
-from atoll.core.errors import UsageError
+from atoll.core.errors import AtollError, UsageError
 from atoll.core.files import make_private_dir, raise_descriptor_limit
 from atoll.core.identity import Identity
+from atoll.core.run_spec import parse_run_spec
 from atoll.core.tokens import JoinToken
-from atoll.node.config import LoadedConfig, NodeConfig
+from atoll.node.config import LoadedConfig, NodeConfig, has_flags, save_overrides
+from atoll.node.control.announce_end import announce_end, announcement
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.enrol import enrol, preview
 from atoll.node.control.identity_rotation import KEY_FILE, finish_rotation
 from atoll.node.control.run_needs import RunNeeds
 from atoll.node.limits.owner_files import OwnerIntent, save_owner_intent
-from atoll.node.preflight.machine import check_writable
+from atoll.node.preflight.machine import check_machine, check_writable
 from atoll.node.preflight.run_checks import Request, check_base_is_there, check_directory_of_corpus, check_disk
 from atoll.node.preflight.start_checker import check_run_apart
 from atoll.node.state.vote_store import VoteStore
@@ -49,6 +51,8 @@ async def run_daemon(
     config = loaded.config
     with _locked(config) as (identity, name):
         credentials = await load_or_enrol(config, identity, name, token, clock, agree)
+        if token is None:
+            await _check_again(loaded, credentials, clock)
         # torch would make this folder in the system's temporary directory and leave it there
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.path("torch-cache")))
         use_huge_pages()
@@ -61,6 +65,14 @@ async def run_daemon(
             from atoll.node.daemon import Daemon  # here, because torch and hivemind take seconds to import
 
             await Daemon(loaded, identity, credentials, clock, child).run()
+
+
+async def enrol_only(
+    loaded: LoadedConfig, token: JoinToken, clock: Clock, agree: Agree = agree_silently
+) -> Credentials:
+    """Do all that `run_daemon` does before the daemon starts. Raises the error that prevents it."""
+    with _locked(loaded.config) as (identity, name):
+        return await load_or_enrol(loaded.config, identity, name, token, clock, agree)
 
 
 @contextlib.contextmanager
@@ -77,8 +89,7 @@ def _locked(config: NodeConfig) -> Iterator[tuple[Identity, str]]:
 
 async def _start_child(config: NodeConfig, credentials: Credentials, clock: Clock) -> TrainerProcess | None:
     """Start the trainer's process, which imports torch while the daemon does. None for a seed: it does not train."""
-    member = credentials.authority.verify_membership(credentials.signed_membership(), clock.unix())
-    if "seed" in member.roles:
+    if "seed" in credentials.member(clock.unix()).roles:
         return None
     return await TrainerProcess.start(make_private_dir(config.path("runs", credentials.run_id)) / LOG_NAME)
 
@@ -113,6 +124,25 @@ async def load_or_enrol(
     credentials.save(config.data_dir)
     save_owner_intent(config.data_dir, OwnerIntent())  # a new join ends an earlier pause
     return credentials
+
+
+async def _check_again(loaded: LoadedConfig, credentials: Credentials, clock: Clock) -> None:
+    """Check what takes no time, at a later start. The operator is told what is wrong."""
+    config = loaded.config
+    try:
+        check_machine(config)
+        check_writable(config.data_dir)
+        if "seed" not in credentials.member(clock.unix()).roles:
+            spec = parse_run_spec(credentials.run_spec_toml)
+            check_base_is_there(spec, config.base)
+            check_directory_of_corpus(spec, config.data)
+    except AtollError as error:
+        request = announcement(error)
+        if request is not None:
+            await announce_end(credentials, request)
+        raise
+    if has_flags(loaded):
+        save_overrides(loaded)
 
 
 async def _check(config: NodeConfig, needs: RunNeeds, agree: Agree) -> None:

@@ -24,7 +24,10 @@ from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime
 from atoll.core.clock import SystemClock
 from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
+from atoll.core.node_reasons import reason_words
 from atoll.core.tokens import JoinToken
+from atoll.node.config import load
+from atoll.node.start import enrol_only
 from atoll.v1 import admin_pb2 as admin
 
 BIN = Path(sys.executable).parent
@@ -103,10 +106,12 @@ class Start:
 
         await self.home.controller.do(put)
 
-    async def run(self) -> tuple[int, str]:
+    async def run(self, verb: str = "join") -> tuple[int, str]:
         """Exit code and standard error."""
+        self.flags.pop("--base", None) if verb == "up" else None
         flags = {"--listen": "127.0.0.1", "--device": "cpu", "--cpu-threads": "1", **self.flags}
-        command = [BIN / "atoll", "join", "--yes", "--token", "-", "--data-dir", self.data_dir]
+        command = [BIN / "atoll", verb, "--data-dir", self.data_dir]
+        command += ["--yes", "--token", "-"] if verb == "join" else []
         command = [*command, *(word for pair in flags.items() for word in pair)]
         if self.full_disk:  # no file grows beyond 4 KiB
             command = ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh", *command]
@@ -223,6 +228,37 @@ def _spec(what: str, text: Path) -> str:
         files = f'[model.base]\nfiles = {{ "model.safetensors" = "{digest}" }}\n'
         spec += f'[model]\narchitecture = "huggingface"\n{config}\n{files}'
     return spec
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "told"),
+    [
+        ({"--data": "/no/such/text"}, "failed: settings", "there is no training text at /no/such/text"),
+        ({"--port": "taken"}, "failed: network", "cannot listen on 127.0.0.1 port"),
+        ({"--data": "other"}, "failed: text unusable", "is too small"),
+    ],
+)
+async def test_the_operator_sees_why_a_node_that_was_enrolled_does_not_start(
+    tmp_path: Path, flags: dict[str, str], kind: str, told: str
+) -> None:
+    with ExitStack() as undo:
+        async with coordinator(tmp_path / "c") as home:
+            start = await _started(tmp_path, home, "", undo)
+            loaded = load({"data_dir": start.data_dir, "listen": "127.0.0.1", "device": "cpu"}, {}, None)
+            await enrol_only(loaded, start.token, SystemClock())
+            value = {"taken": start.taken_port(), "other": start.write("other.txt", "One wave.")}
+            start.flags.update({key: value.get(word, word) for key, word in flags.items()})
+            code, problems = await start.run("up")
+            assert code == 78, problems
+            (node,) = home.controller.state.nodes.values()
+            view = await home.admin.GetNode(admin.GetNodeRequest(node=node.peer_id))
+            assert view.left
+            assert told in view.ended_detail
+            assert kind == f"failed: {reason_words(view.ended)}"
+            events = [event async for event in home.admin.Events(admin.EventsRequest())]
+            assert [event.message for event in events if event.kind == "node.failed"] == [
+                f"{node.name} {kind}: {view.ended_detail}"
+            ]
 
 
 class _Ahead(SystemClock):

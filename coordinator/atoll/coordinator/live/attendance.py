@@ -17,6 +17,7 @@ from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.snapshot import LiveNode, PlanJoins, RunMemory, State
 from atoll.coordinator.store.records import Node
 from atoll.core.fragments import fragment_count
+from atoll.core.node_reasons import is_failure, named_reason, reason_words
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
@@ -209,9 +210,11 @@ def membership_change(state: State, before: tuple[str, ...], after: Iterable[str
 
 def _why_absent(state: State, peer_id: str) -> str:
     node, live = state.nodes[peer_id], state.live.get(peer_id)
+    ended = named_reason(node.ended)
     for gone, word in (
         (bool(node.replaced_by), "has a new identity"),
         (node.banned, "was banned"),
+        (node.left and is_failure(ended), f"failed ({reason_words(ended)})"),
         (node.left, "left"),
         (node.draining, "drains"),
         (node.pin == PINNED_OUT, "is pinned out"),

@@ -24,12 +24,15 @@ from atoll.core.errors import (
     TokenUsedUp,
 )
 from atoll.core.membership import DenyList, MembershipVerifier
+from atoll.core.node_reasons import is_failure, reason_name, reason_words
 from atoll.core.tokens import secret_matches
 from atoll.core.units import duration_text
 from atoll.v1 import common_pb2 as pb
+from atoll.v1 import membership_pb2 as mb
 
 TOKEN_ROLES = ("node", "seed")
 MAX_REASON_CHARACTERS = 200
+MAX_FAILURE_CHARACTERS = 500
 MAX_USES = 100_000
 MAX_TTL_SECONDS = 366 * 24 * 3600
 _NAME = re.compile(r"[a-z0-9-]{1,63}")
@@ -157,7 +160,8 @@ def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, app
         admitted = replace(admitted, authority=applicant.authority)
         repeated = known.token_id == token.token_id
         draining, rotations = (known.draining, known.rotations) if repeated else (False, 0)
-        return replace(admitted, epoch=known.epoch + 1, left=False, draining=draining, rotations=rotations)
+        admitted = replace(admitted, left=False, ended="", ended_detail="")
+        return replace(admitted, epoch=known.epoch + 1, draining=draining, rotations=rotations)
     return Node(
         peer_id=applicant.peer_id,
         name=name,
@@ -280,18 +284,28 @@ def merge_deny_list(draft: Draft, signed: pb.Signed) -> None:
         draft.event("node.banned", node.run_id if node else "", peer_id, f"{name} was banned before the restore")
 
 
-def leave(state: State, now: StepTime, peer_id: str, reason: str, instance: bytes = b"") -> Step[None]:
-    """Record an announced leave. The node may return while its certificate is valid. Raises `CertificateInvalid`.
+def leave(
+    state: State, now: StepTime, peer_id: str, reason: str, instance: bytes = b"", why: int = mb.NODE_REASON_UNSPECIFIED
+) -> Step[None]:
+    """Record an announced end, and why. The node may return while its certificate is valid.
+
+    Raises `CertificateInvalid`.
 
     A process that does not have the node's stream cannot announce that for the one that has it.
     """
-    node, reason = lookup.caller(state, peer_id), clean(reason, MAX_REASON_CHARACTERS)
+    node = lookup.caller(state, peer_id)
+    reason = clean(reason, MAX_FAILURE_CHARACTERS if is_failure(why) else MAX_REASON_CHARACTERS)
     draft = Draft(state, now)
-    if not (node.left or node.replaced_by) and not is_of_another_process(state.live.get(peer_id), instance):
-        draft.put(replace(node, left=True, draining=False, last_seen_ms=now.unix_ms))
-        because = f": {reason}" if reason else ""
+    told_before = node.left and (node.ended, node.ended_detail) == (reason_name(why), reason)
+    another_tells_nothing_new = node.left and not is_failure(why)
+    if node.replaced_by or told_before or another_tells_nothing_new:
+        return draft.done(None)
+    if not is_of_another_process(state.live.get(peer_id), instance):
+        node = replace(node, left=True, draining=False, last_seen_ms=now.unix_ms)
+        draft.put(replace(node, ended=reason_name(why), ended_detail=reason))
         if charge_row(draft, peer_id):
-            draft.event("node.left", node.run_id, peer_id, f"{node.name} left{because}")
+            kind, verb = ("node.failed", f"failed: {reason_words(why)}") if is_failure(why) else ("node.left", "left")
+            draft.event(kind, node.run_id, peer_id, f"{node.name} {verb}{f': {reason}' if reason else ''}")
     return draft.done(None)
 
 

@@ -86,7 +86,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         """Record that the node leaves; the next plan is made without it."""
         peer_id = caller(context, NODE_SUBJECT_PREFIX)
         await self._controller.do(
-            lambda state, now: admission.leave(state, now, peer_id, request.reason, request.instance)
+            lambda state, now: admission.leave(state, now, peer_id, request.reason, request.instance, request.why)
         )
         return mb.LeaveResponse()
 

@@ -19,6 +19,7 @@ from atoll.coordinator.state.peer_paths import recent_paths
 from atoll.coordinator.state.snapshot import State, is_void
 from atoll.coordinator.store.records import Checkpoint, Evaluation, Event, Node, ProofRow, Round, Run, Token
 from atoll.core.membership import ROLES
+from atoll.core.node_reasons import named_reason
 from atoll.core.round_id import RoundId
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import common_pb2 as pb
@@ -62,6 +63,9 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
         banned=node.banned,
         draining=node.draining,
         on_probation=node.on_probation,
+        left=node.left,
+        ended=named_reason(node.ended),
+        ended_detail=node.ended_detail,
         multiaddrs=node.multiaddrs,
         availability=availability(node, live, monotonic),
         failures_per_hour=failures_per_hour(node, live, monotonic),

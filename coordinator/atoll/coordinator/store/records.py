@@ -59,6 +59,8 @@ class Node:
     replaced_by: str = ""  # peer id of its next identity (`runs/identity_rotation.py`); such a row is banned
     rotated_ms: int = 0  # when this identity replaced another; 0: it never did
     rotations: int = 0  # since a token last admitted it
+    ended: str = ""  # why its last process ended, a `NodeReason` without its prefix; until the next one connects
+    ended_detail: str = ""  # one sentence of that process
     authority: str = ""  # hex SHA-256 of the CA of the TLS certificate that it used last; empty: of the first CA
 
 

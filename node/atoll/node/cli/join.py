@@ -49,7 +49,11 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; accept the l
 
 @with_setting_options(*_SETTINGS)
 def join(
-    token: Token = None, data_dir: DataDir = None, config: ConfigFile = None, yes: Yes = False, **settings: Any
+    token: Token = None,
+    data_dir: DataDir = None,
+    config: ConfigFile = None,
+    yes: Yes = False,
+    **settings: Any,
 ) -> None:
     """Join a run with a token, train until the run is finished, then serve its anchor. Ctrl-C finishes the round."""
     loaded = load_settings(data_dir, config, **_with_absolute_paths(settings))
@@ -66,17 +70,13 @@ def join(
 join.__doc__ = (join.__doc__ or "") + "\n" + _EXAMPLES
 
 
-@with_setting_options("data", "log_format")
+@with_setting_options(*_SETTINGS)
 def up(data_dir: DataDir = None, config: ConfigFile = None, **settings: Any) -> None:
-    """Start the node of an earlier `join` again, without a token: for systemd and after a reboot."""
-    from atoll.node.preflight.machine import check_machine
+    """Start the node of an earlier `join` again, without a token: for systemd and after a reboot.
 
-    loaded = load_settings(data_dir, config, **_with_absolute_paths(settings))
-    if settings["data"]:
-        check_machine(loaded.config)
-        if loaded.config.data_dir.is_dir():  # else there was no join, and `_run` reports that
-            save_overrides(loaded)
-    _run(loaded, None)
+    It takes the settings of `join`, and keeps those that are given for later starts.
+    """
+    _run(load_settings(data_dir, config, **_with_absolute_paths(settings)), None)
 
 
 def _with_absolute_paths(settings: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from atoll.core.authority_list import AuthorityList, verify_authority_list
 from atoll.core.certs import Credential
 from atoll.core.errors import KeyFileCorrupt
 from atoll.core.files import read_private, write_private
-from atoll.core.membership import DenyList, MembershipVerifier
+from atoll.core.membership import DenyList, Member, MembershipVerifier
 from atoll.v1 import common_pb2 as pb
 
 FILE_NAME = "credentials.json"
@@ -42,6 +42,10 @@ class Credentials:
     def authority(self) -> MembershipVerifier:
         """Verifier of other members' certificates."""
         return MembershipVerifier(self.operator_key, self.run_id)
+
+    def member(self, unix: float) -> Member:
+        """This node as its certificate names it. Raises `CertificateInvalid`."""
+        return self.authority.verify_membership(self.signed_membership(), unix)
 
     def signed_membership(self) -> pb.Signed:
         """Return this node's membership certificate, as peers see it."""

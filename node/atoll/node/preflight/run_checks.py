@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from atoll.core.errors import CorpusError
+from atoll.core.errors import CorpusDiffers, CorpusError
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.config import CORPORA, NodeConfig
@@ -94,7 +94,7 @@ def check_base_is_there(spec: RunSpec, base: str) -> BaseFiles | None:
 
 
 def check_directory_of_corpus(spec: RunSpec, data: str) -> None:
-    """Check that the owner's directory has the card of the run's corpus. Raises `CorpusError`."""
+    """Check that the owner's directory has the card of the run's corpus. Raises `CorpusError`, `CorpusDiffers`."""
     if spec.data.source != "corpus" or not data:
         return
     from atoll.node.data.card import CARD_NAME, MAX_CARD_BYTES, card_digest
@@ -109,7 +109,7 @@ def check_directory_of_corpus(spec: RunSpec, data: str) -> None:
             "name the directory that `atoll data build` wrote with --data, or leave it out",
         ) from error
     if found != spec.data.corpus:
-        raise CorpusError(
+        raise CorpusDiffers(
             f"{data} has another corpus ({found[:12]}…) than the run ({str(spec.data.corpus)[:12]}…)",
             "name a copy of the run's corpus with --data, or leave it out",
         )
@@ -132,7 +132,7 @@ def check_text(spec: RunSpec, request: Request, on_progress: OnProgress) -> None
     if request.corpus_digest and corpus.digest != request.corpus_digest:
         where = request.data or spec.data.path
         size = f"{len(corpus.tokens):,} tokens of {corpus.report.documents:,} documents"
-        raise CorpusError(
+        raise CorpusDiffers(
             f"the text at {where} ({corpus.digest[:12]}…, {size}) is not the run's ({request.corpus_digest[:12]}…)",
             "get exactly the files that your operator names, and give their path with --data",
         )
