@@ -38,6 +38,7 @@ SET_COMMAND_ORIGIN = "atoll set"  # origin of a value changed in a running daemo
 ENVIRONMENT_PREFIX = "ATOLL_"
 _VARIABLES_OF_OTHER_COMMANDS = {"ATOLL_TOKEN_FILE", "ATOLL_CREDENTIALS", "ATOLL_COORDINATOR"}
 
+LOG_FILE = "daemon.log"  # in the data directory
 CORPORA = "corpora"  # folder in the data directory for training text: what was fetched, and tokens of local files
 
 Value = str | int | float | bool

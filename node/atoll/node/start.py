@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import traceback
 from collections.abc import Callable, Iterator
 
 from atoll.core import log
@@ -16,9 +18,10 @@ from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, UsageError
 from atoll.core.files import make_private_dir, raise_descriptor_limit
 from atoll.core.identity import Identity
+from atoll.core.rotating_log import RotatingLog
 from atoll.core.run_spec import parse_run_spec
 from atoll.core.tokens import JoinToken
-from atoll.node.config import LoadedConfig, NodeConfig, has_flags, save_overrides
+from atoll.node.config import LOG_FILE, LoadedConfig, NodeConfig, has_flags, save_overrides
 from atoll.node.control.announce_end import announce_end, announcement
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.enrol import enrol, preview
@@ -44,13 +47,19 @@ def agree_silently(_: RunNeeds) -> None:
 
 
 async def run_daemon(
-    loaded: LoadedConfig, token: JoinToken | None, clock: Clock, agree: Agree = agree_silently
+    loaded: LoadedConfig,
+    token: JoinToken | None,
+    clock: Clock,
+    agree: Agree = agree_silently,
+    *,
+    detached: bool = False,
 ) -> None:
-    """Run a member until it leaves. Raises the error that prevents it."""
+    """Run a member until it leaves. Raises the error that prevents it. `detached`: its log file gets all output."""
     limit_malloc_arenas()  # enrolment has threads
     config = loaded.config
-    with _locked(config) as (identity, name):
+    with _locked(config, detached=detached) as (identity, name):
         credentials = await load_or_enrol(config, identity, name, token, clock, agree)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes; children inherit this
         if token is None:
             await _check_again(loaded, credentials, clock)
         # torch would make this folder in the system's temporary directory and leave it there
@@ -76,15 +85,34 @@ async def enrol_only(
 
 
 @contextlib.contextmanager
-def _locked(config: NodeConfig) -> Iterator[tuple[Identity, str]]:
-    """Lock the data directory; give the node's identity and its name."""
+def _locked(config: NodeConfig, *, detached: bool = False) -> Iterator[tuple[Identity, str]]:
+    """Lock the data directory and open the log file; give the node's identity and its name."""
     make_private_dir(config.data_dir)
     with data_dir_lock(config.data_dir):
         finish_rotation(config.data_dir)
         identity = Identity.load_or_create(config.path(KEY_FILE))
         name = config.name or f"node-{identity.peer_id[-6:].lower()}"
-        log.configure(config.log_level, config.log_format, node=name)  # type: ignore[arg-type]
-        yield identity, name
+        file = RotatingLog(config.path(LOG_FILE))
+        if detached:
+            file.take_stderr()
+        log.configure(config.log_level, config.log_format, file=file, file_only=detached, node=name)  # type: ignore[arg-type]
+        try:
+            yield identity, name
+        except Exception as error:
+            if not detached:  # then standard error goes there
+                file.write(_last_words(error))
+            raise
+        finally:
+            if not detached:
+                log.configure(config.log_level, config.log_format, node=name)  # type: ignore[arg-type]
+                file.close()
+
+
+def _last_words(error: Exception) -> str:
+    """What the terminal shows of an error."""
+    if isinstance(error, AtollError):
+        return "".join(f"{line}\n" for line in (f"error: {error}", error.remedy) if line)
+    return "".join(traceback.format_exception(error))
 
 
 async def _start_child(config: NodeConfig, credentials: Credentials, clock: Clock) -> TrainerProcess | None:

@@ -71,18 +71,30 @@ def refused(done, code, *words):
         assert word in done.stderr
 
 
-def test_logs_prints_the_trainers_log_for_people_or_as_json(tmp_path):
-    written = tmp_path / "runs/reef/trainer.log"
-    written.parent.mkdir(parents=True)
+@pytest.mark.parametrize(("place", "flags"), [("daemon.log", ()), ("runs/reef/trainer.log", ("--trainer",))])
+def test_logs_prints_a_log_for_people_or_as_json(tmp_path, place, flags):
+    written = tmp_path / place
+    written.parent.mkdir(parents=True, exist_ok=True)
     lines = [
         json.dumps({"event": f"step_{i}", "level": "info", "timestamp": f"2026-01-01T00:00:0{i}Z"}) for i in range(4)
     ]
     written.write_text("\n".join(lines))  # the last is still being written
-    as_it_is = atoll("logs", "--data-dir", tmp_path, "--lines", 2)
+    as_it_is = atoll("logs", *flags, "--data-dir", tmp_path, "--lines", 2)
     assert as_it_is.stdout.splitlines() == lines[1:]
-    people = atoll("logs", "--data-dir", tmp_path, "--log-format", "console")
+    people = atoll("logs", *flags, "--data-dir", tmp_path, "--log-format", "console")
     assert [line.split()[-1] for line in people.stdout.splitlines()] == [f"step_{i}" for i in range(4)]
-    following = [BIN / "atoll", "logs", "--follow", "--lines", "1", "--data-dir", tmp_path, "--log-format", "console"]
+    following = [
+        BIN / "atoll",
+        "logs",
+        *flags,
+        "--follow",
+        "--lines",
+        "1",
+        "--data-dir",
+        tmp_path,
+        "--log-format",
+        "console",
+    ]
     with subprocess.Popen(following, stdout=subprocess.PIPE, text=True) as child, written.open("a") as file:
         try:
             assert child.stdout.readline().split()[-1] == "step_2"
@@ -90,6 +102,9 @@ def test_logs_prints_the_trainers_log_for_people_or_as_json(tmp_path):
                 file.write(written_now)
                 file.flush()
                 assert child.stdout.readline().split()[-1] == told
+            written.rename(written.with_name(f"{written.name}.1"))
+            written.write_text(lines[1] + "\n")
+            assert child.stdout.readline().split()[-1] == "step_1", "the new file after a rotation"
         finally:
             child.terminate()
 

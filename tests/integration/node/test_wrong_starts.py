@@ -106,11 +106,11 @@ class Start:
 
         await self.home.controller.do(put)
 
-    async def run(self, verb: str = "join") -> tuple[int, str]:
+    async def run(self, verb: str = "join", *more: str) -> tuple[int, str]:
         """Exit code and standard error."""
         self.flags.pop("--base", None) if verb == "up" else None
         flags = {"--listen": "127.0.0.1", "--device": "cpu", "--cpu-threads": "1", **self.flags}
-        command = [BIN / "atoll", verb, "--data-dir", self.data_dir]
+        command = [BIN / "atoll", verb, *more, "--data-dir", self.data_dir]
         command += ["--yes", "--token", "-"] if verb == "join" else []
         command = [*command, *(word for pair in flags.items() for word in pair)]
         if self.full_disk:  # no file grows beyond 4 KiB
@@ -243,7 +243,7 @@ async def test_the_operator_sees_why_a_node_that_was_enrolled_does_not_start(
 ) -> None:
     with ExitStack() as undo:
         async with coordinator(tmp_path / "c") as home:
-            start = await _started(tmp_path, home, "", undo)
+            start = await start_of(tmp_path, home, "", undo)
             loaded = load({"data_dir": start.data_dir, "listen": "127.0.0.1", "device": "cpu"}, {}, None)
             await enrol_only(loaded, start.token, SystemClock())
             value = {"taken": start.taken_port(), "other": start.write("other.txt", "One wave.")}
@@ -266,7 +266,7 @@ class _Ahead(SystemClock):
         return super().unix() + 3600
 
 
-async def _started(tmp_path: Path, home: Coordinator, what: str, undo: ExitStack) -> Start:
+async def start_of(tmp_path: Path, home: Coordinator, what: str, undo: ExitStack) -> Start:
     text = tmp_path / "books.txt"
     text.write_text(TEXT)
     await home.admin.CreateRun(admin.CreateRunRequest(spec_toml=_spec(what, text), start=True))
@@ -281,7 +281,7 @@ async def test_a_wrong_start_spends_no_use_of_the_token_and_leaves_no_node(tmp_p
     code, words = WRONG[what]
     with ExitStack() as undo:
         async with coordinator(tmp_path / "c") as home:
-            start = await _started(tmp_path, home, what, undo)
+            start = await start_of(tmp_path, home, what, undo)
             await _spoil(start, what)
             known = dict(home.controller.state.nodes)
             found, problems = await start.run()

@@ -17,8 +17,9 @@ import typer
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.files import make_private_dir
 from atoll.core.output import ask_interactively, print_to_stderr
+from atoll.node.cli.detach import start_detached
 from atoll.node.cli.options import ConfigFile, DataDir, load_settings, with_setting_options
-from atoll.node.config import SETTING_FIELDS, LoadedConfig, NodeConfig, save_overrides
+from atoll.node.config import SETTING_FIELDS, LoadedConfig, NodeConfig, has_flags, save_overrides
 
 if TYPE_CHECKING:
     from atoll.core.tokens import JoinToken
@@ -44,6 +45,7 @@ _WITHOUT_OPTION = {  # set in a configuration file or by an ATOLL_* variable
     "checkpoint_interval_seconds",
 }
 _SETTINGS = tuple(name for name in SETTING_FIELDS if name not in _WITHOUT_OPTION)
+Detach = Annotated[bool, typer.Option("--detach", "-d", help="Run in the background; `atoll logs -f` shows its log.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; accept the limits shown.")]
 
 
@@ -53,6 +55,7 @@ def join(
     data_dir: DataDir = None,
     config: ConfigFile = None,
     yes: Yes = False,
+    detach: Detach = False,
     **settings: Any,
 ) -> None:
     """Join a run with a token, train until the run is finished, then serve its anchor. Ctrl-C finishes the round."""
@@ -64,19 +67,29 @@ def join(
     check_machine(loaded.config)
     make_private_dir(loaded.config.data_dir)
     save_overrides(loaded)  # kept if the coordinator does not answer: the next try needs them no more
-    _run(loaded, parsed, lambda needs: _show(loaded.config, needs, yes))
+    if detach:
+        _enrol(loaded, parsed, yes)
+        start_detached(loaded.config.data_dir, config)
+    else:
+        _run(loaded, parsed, lambda needs: _show(loaded.config, needs, yes))
 
 
 join.__doc__ = (join.__doc__ or "") + "\n" + _EXAMPLES
 
 
 @with_setting_options(*_SETTINGS)
-def up(data_dir: DataDir = None, config: ConfigFile = None, **settings: Any) -> None:
+def up(data_dir: DataDir = None, config: ConfigFile = None, detach: Detach = False, **settings: Any) -> None:
     """Start the node of an earlier `join` again, without a token: for systemd and after a reboot.
 
     It takes the settings of `join`, and keeps those that are given for later starts.
     """
-    _run(load_settings(data_dir, config, **_with_absolute_paths(settings)), None)
+    loaded = load_settings(data_dir, config, **_with_absolute_paths(settings))
+    if detach:
+        if has_flags(loaded) and loaded.config.data_dir.is_dir():
+            save_overrides(loaded)
+        start_detached(loaded.config.data_dir, config)
+    else:
+        _run(loaded, None)
 
 
 def _with_absolute_paths(settings: dict[str, Any]) -> dict[str, Any]:
@@ -87,6 +100,15 @@ def _with_absolute_paths(settings: dict[str, Any]) -> dict[str, Any]:
     if base:
         base = str(Path(base).expanduser().absolute())
     return {**settings, "data": data, "base": base}
+
+
+def _enrol(loaded: LoadedConfig, token: JoinToken, yes: bool) -> None:
+    import asyncio
+
+    from atoll.core.clock import SystemClock
+    from atoll.node.start import enrol_only
+
+    asyncio.run(enrol_only(loaded, token, SystemClock(), lambda needs: _show(loaded.config, needs, yes)))
 
 
 def _run(loaded: LoadedConfig, token: JoinToken | None, agree: Callable[[RunNeeds], None] | None = None) -> None:
