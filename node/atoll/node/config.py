@@ -17,7 +17,6 @@ Precedence, lowest first:
 from __future__ import annotations
 
 import glob
-import json
 import math
 import os
 import tomllib
@@ -28,6 +27,7 @@ from typing import Any, get_type_hints
 
 from atoll.core.errors import ConfigError
 from atoll.core.files import write_atomic
+from atoll.core.toml_text import toml_value
 from atoll.node.direct.dial_policy import parse_ranges
 from atoll.node.system.training_policy import TrainingPolicy, parse_hours
 from atoll.node.training.device_names import parse_device_names
@@ -216,7 +216,7 @@ def save_overrides(loaded: LoadedConfig) -> None:
     kept = ("flag", "environment", SET_COMMAND_ORIGIN, str(path))
     overrides = {key: getattr(loaded.config, key) for key, source in loaded.origin.items() if source in kept}
     overrides.pop("data_dir", None)
-    lines = [f"{key} = {json.dumps(value)}\n" for key, value in overrides.items()]
+    lines = [f"{key} = {toml_value(value)}\n" for key, value in overrides.items()]
     write_atomic(path, "".join(["# written by `atoll join` and `atoll set`\n", *lines]).encode())
 
 

@@ -59,7 +59,7 @@ WRONG = {
     "a daemon that uses the directory": (75, "another atoll daemon uses"),
     "a damaged key": (78, "identity.key"),
     "a clock that is wrong": (77, "behind the coordinator's"),
-    "a banned identity": (77, "is banned"),
+    "a banned identity": (77, "the operator banned this node"),
     "a run that was stopped": (1, "the operator stopped the run"),
     "a token that was revoked": (77, "revoked"),
     "a token with a wrong secret": (77, "its secret is wrong"),
@@ -259,6 +259,21 @@ async def test_the_operator_sees_why_a_node_that_was_enrolled_does_not_start(
             assert [event.message for event in events if event.kind == "node.failed"] == [
                 f"{node.name} {kind}: {view.ended_detail}"
             ]
+
+
+async def test_a_node_that_was_banned_while_it_was_away_is_told_so(tmp_path: Path) -> None:
+    with ExitStack() as undo:
+        async with coordinator(tmp_path / "c") as home:
+            start = await start_of(tmp_path, home, "", undo)
+            loaded = load({"data_dir": start.data_dir, "listen": "127.0.0.1", "device": "cpu"}, {}, None)
+            await enrol_only(loaded, start.token, SystemClock())
+            (node,) = home.controller.state.nodes
+            await home.admin.BanNode(admin.BanNodeRequest(node=node))
+            del start.flags["--base"]
+            code, problems = await start.run("up")
+            assert (code, "the operator banned this node" in problems) == (77, True), problems
+            assert "INTERNAL" not in problems
+            assert "atollctl node unban" in problems
 
 
 class _Ahead(SystemClock):

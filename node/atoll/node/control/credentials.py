@@ -12,9 +12,8 @@ from atoll.core.certs import Credential
 from atoll.core.errors import KeyFileCorrupt
 from atoll.core.files import read_private, write_private
 from atoll.core.membership import DenyList, Member, MembershipVerifier
+from atoll.node.control.local_client import CREDENTIALS_FILE
 from atoll.v1 import common_pb2 as pb
-
-FILE_NAME = "credentials.json"
 
 
 @dataclass(frozen=True)
@@ -100,12 +99,12 @@ class Credentials:
         plain = {
             key: b64encode(value).decode() if isinstance(value, bytes) else value for key, value in asdict(self).items()
         }
-        write_private(directory / FILE_NAME, json.dumps({"version": 1, **plain}, indent=1).encode())
+        write_private(directory / CREDENTIALS_FILE, json.dumps({"version": 1, **plain}, indent=1).encode())
 
     @classmethod
     def load(cls, directory: Path) -> Credentials | None:
         """Read the file; None if this node never joined. Raises `KeyFileCorrupt`."""
-        path = directory / FILE_NAME
+        path = directory / CREDENTIALS_FILE
         if not path.exists():
             return None
         try:
