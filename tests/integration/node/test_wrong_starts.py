@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
+import json
 import os
 import socket
 import sys
@@ -274,6 +275,49 @@ async def test_a_node_that_was_banned_while_it_was_away_is_told_so(tmp_path: Pat
             assert (code, "the operator banned this node" in problems) == (77, True), problems
             assert "INTERNAL" not in problems
             assert "atollctl node unban" in problems
+
+
+@pytest.mark.parametrize(
+    ("what", "flags", "told"),
+    [
+        ("", {}, ""),
+        ("ban", {}, "the operator banned this node"),
+        ("stop", {}, "the operator stopped the run"),
+        ("differs", {}, "is not the run's"),
+        ("", {"ATOLL_DATA": "/no/such/text"}, "no training text at /no/such/text"),
+        ("", {"ATOLL_MEMORY_MEGABYTES": "33.6"}, "the model is too large for this device"),
+        ("weights", {}, "has no directory of them"),
+    ],
+)
+async def test_doctor_is_red_where_training_is_impossible(
+    tmp_path: Path, what: str, flags: dict[str, str], told: str
+) -> None:
+    with ExitStack() as undo:
+        async with coordinator(tmp_path / "c") as home:
+            start = await start_of(tmp_path, home, what, undo)
+            base = {"base": start.flags.pop("--base")} if what == "weights" else {}
+            loaded = load({"data_dir": start.data_dir, "listen": "127.0.0.1", "device": "cpu", **base}, {}, None)
+            await enrol_only(loaded, start.token, SystemClock())
+            (node,) = home.controller.state.nodes
+            if what == "ban":
+                await home.admin.BanNode(admin.BanNodeRequest(node=node))
+            elif what == "stop":
+                await home.admin.StopRun(admin.RunRequest(run_id="reef"))
+            elif what == "differs":
+                await start.change_run(corpus_digest="ab" * 32, genesis=b"\x0a\x00")
+            start.variables = {"ATOLL_DEVICE": "cpu", "ATOLL_DISK_GIGABYTES": "0.1", **flags}
+            child = await asyncio.create_subprocess_exec(
+                *map(str, [BIN / "atoll", "doctor", "--data-dir", start.data_dir, "--output", "json"]),
+                stdout=asyncio.subprocess.PIPE,
+                env={**{key: value for key, value in os.environ.items() if "ATOLL_" not in key}, **start.variables},
+            )
+            async with asyncio.timeout(120):
+                printed, _ = await child.communicate()
+            findings = json.loads(printed)["doctor"]
+            red = [item for item in findings if not item["ok"] and item["name"] in ("settings", "standing", "training")]
+            assert bool(red) == bool(told), findings
+            assert told in " ".join(item["found"] for item in red)
+            assert (child.returncode != 0) or not told
 
 
 class _Ahead(SystemClock):

@@ -40,6 +40,7 @@ class Request:
     cpu_threads: int = 1
     vram_fraction: float = 1.0
     memory_bytes: int = 0
+    read_text: bool = True
 
     @classmethod
     def of(cls, config: NodeConfig, needs: RunNeeds) -> Request:
@@ -117,7 +118,7 @@ def check_directory_of_corpus(spec: RunSpec, data: str) -> None:
 
 def check_text(spec: RunSpec, request: Request, on_progress: OnProgress) -> None:
     """Read and tokenise the text of a run without a corpus of shards. Raises `CorpusError`, `ConfigError`."""
-    if spec.data.source == "corpus":
+    if spec.data.source == "corpus" or not request.read_text:
         return  # its blocks come while the node trains, each checked against the card
     os.environ["RAYON_NUM_THREADS"] = str(max(1, request.cpu_threads))  # of the library that tokenises
     from atoll.node.data.corpus import load_corpus
