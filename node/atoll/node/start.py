@@ -23,6 +23,7 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.core.tokens import JoinToken
 from atoll.node.config import LOG_FILE, LoadedConfig, NodeConfig, has_flags, save_overrides
 from atoll.node.control.announce_end import announce_end, announcement
+from atoll.node.control.channel import dial
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.enrol import enrol, preview
 from atoll.node.control.identity_rotation import KEY_FILE, finish_rotation
@@ -167,7 +168,7 @@ async def _check_again(loaded: LoadedConfig, credentials: Credentials, clock: Cl
     except AtollError as error:
         request = announcement(error)
         if request is not None:
-            await announce_end(credentials, request)
+            await announce_end(lambda: dial(credentials), request)
         raise
     if has_flags(loaded):
         save_overrides(loaded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import grpc
@@ -29,8 +30,6 @@ from atoll.core.errors import (
     WeightsNotFinite,
 )
 from atoll.core.grpc_errors import from_rpc_error
-from atoll.node.control.channel import dial
-from atoll.node.control.credentials import Credentials
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import membership_pb2_grpc
 
@@ -70,11 +69,13 @@ def announcement(error: BaseException, instance: bytes = b"") -> mb.LeaveRequest
     return mb.LeaveRequest(reason=told[:_MAX_CHARACTERS], instance=instance, why=reason_of(error))
 
 
-async def announce_end(credentials: Credentials, request: mb.LeaveRequest) -> None:
+async def announce_end(dial: Callable[[], grpc.aio.Channel], request: mb.LeaveRequest) -> None:
     """Tell the coordinator. If that fails, it notices the missing heartbeats."""
     try:
-        async with dial(credentials) as channel:
+        async with dial() as channel:
             stub = membership_pb2_grpc.MembershipServiceStub(channel)
             await stub.Leave(request, timeout=_TIMEOUT.total_seconds())
     except grpc.aio.AioRpcError as error:
         _log.warning("leave_not_sent", reason=str(from_rpc_error(error, "the coordinator")))
+    except Unreachable as error:
+        _log.warning("leave_not_sent", reason=str(error))

@@ -215,13 +215,13 @@ class CoordinatorLink:
 
     async def leave(self, reason: str, why: mb.NodeReason) -> None:
         """Announce that this node leaves. If that fails, the coordinator notices the missing heartbeats."""
-        await announce_end(self.credentials, mb.LeaveRequest(reason=reason, instance=self._instance, why=why))
+        await announce_end(self._channel, mb.LeaveRequest(reason=reason, instance=self._instance, why=why))
 
     async def announce_failure(self, error: BaseException) -> None:
         """Announce that this node ends because of an error."""
         request = announcement(error, self._instance)
         if request is not None:
-            await announce_end(self.credentials, request)
+            await announce_end(self._channel, request)
 
     async def vote(self, request: mb.VoteRequest) -> mb.VoteResponse:
         """Ask the coordinator for a promise or a vote. Raises the error that it answers, or `Unreachable`."""
