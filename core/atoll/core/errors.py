@@ -65,7 +65,11 @@ class BuildSpecError(ConfigError):
 
 
 class CorpusError(ConfigError):
-    """The training text is missing, empty, binary, or differs from the run's."""
+    """The training text is missing, empty, binary, or damaged."""
+
+
+class CorpusDiffers(CorpusError):
+    """The training text is usable, and is not the run's."""
 
 
 class PretrainedWeightsUnusable(ConfigError):
@@ -337,6 +341,14 @@ class ChildDied(AtollError):
     """The trainer or p2pd ended although it was not asked to stop."""
 
     exit_code = ExitCode.RETRY
+
+
+class P2pdDied(ChildDied):
+    """The program that connects to peers (p2pd) ended although it was not asked to stop."""
+
+
+class TrainerOutOfMemory(ChildDied):
+    """The trainer ended because it got no more memory."""
 
 
 class WeightsNotFinite(ChildDied):

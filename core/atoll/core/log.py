@@ -8,11 +8,19 @@ import logging
 import sys
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any, Literal, TextIO, cast
+from typing import Any, Literal, Protocol, TextIO, cast
 
 import structlog
 
 Format = Literal["auto", "console", "json"]
+
+
+class TextWriter(Protocol):
+    """A file to which lines are appended."""
+
+    def write(self, text: str, /) -> int: ...
+
+    def flush(self) -> None: ...
 
 
 class _LossyStderr:
@@ -28,20 +36,29 @@ class _LossyStderr:
             sys.stderr.flush()
 
 
-def configure(level: str = "info", output: Format = "auto", **bound: str) -> None:
-    """Set up this process's logs. Every line contains the `bound` values (node, run)."""
+def configure(
+    level: str = "info",
+    output: Format = "auto",
+    *,
+    file: TextWriter | None = None,
+    file_only: bool = False,
+    **bound: str,
+) -> None:
+    """Set up this process's logs. Every line contains the `bound` values (node, run).
+
+    `file` gets each line as JSON, too; with `file_only`, standard error gets none.
+    """
     human = sys.stderr.isatty() if output == "auto" else output == "console"
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
+        *([_copier(file, file_only)] if file is not None else []),
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="%H:%M:%S" if human else "iso", utc=not human),
     ]
     if human:
         shared.append(_console(sys.stderr.isatty()))
     else:
-        # never log the locals of a frame: they may contain a token or a key
-        frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
-        shared += [structlog.processors.ExceptionRenderer(frames), structlog.processors.JSONRenderer()]
+        shared += _json()
     number = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
         processors=shared,
@@ -50,8 +67,32 @@ def configure(level: str = "info", output: Format = "auto", **bound: str) -> Non
         cache_logger_on_first_use=False,
     )
     logging.basicConfig(level=max(number, logging.WARNING), stream=_LossyStderr(), force=True)
+    if file is not None and not file_only:  # else standard error goes to the file
+        logging.getLogger().addHandler(logging.StreamHandler(file))
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(**bound)
+
+
+def _json() -> list[Any]:
+    # never log the locals of a frame: they may contain a token or a key
+    frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+    return [structlog.processors.ExceptionRenderer(frames), structlog.processors.JSONRenderer()]
+
+
+def _copier(file: TextWriter, file_only: bool) -> Callable[[Any, str, Any], Any]:
+    """Return a processor that writes each entry to `file` as a line of JSON."""
+    steps = [structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso", utc=True), *_json()]
+
+    def copy(logger: Any, method: str, entry: Any) -> Any:
+        line: Any = dict(entry)
+        for step in steps:
+            line = step(logger, method, line)
+        file.write(f"{line}\n")
+        if file_only:
+            raise structlog.DropEvent
+        return entry
+
+    return copy
 
 
 def get(component: str) -> structlog.stdlib.BoundLogger:

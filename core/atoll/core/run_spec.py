@@ -21,6 +21,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from atoll.core.errors import RunSpecError, UsageError
 from atoll.core.model_spec import ARCHITECTURES, AnyModel, Count, Fraction, ModelSection, Positive, Rate, Section
 from atoll.core.recipe import Recipe, recipe_for
+from atoll.core.toml_text import toml_value
 
 SPEC_VERSION = 1
 
@@ -329,8 +330,6 @@ def _toml_key(key: str) -> str:
 
 
 def _toml_value(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
     if isinstance(value, timedelta):
         return repr(value.total_seconds())
     if isinstance(value, tuple | list):
@@ -338,6 +337,4 @@ def _toml_value(value: object) -> str:
     if isinstance(value, Section | Mapping):
         pairs = [f"{_toml_key(key)} = {_toml_value(item)}" for key, item in dict(value).items() if item is not None]
         return "{ " + ", ".join(pairs) + " }"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON allows it, TOML does not
-    return repr(value)
+    return toml_value(value) if isinstance(value, str | int | float) else repr(value)

@@ -18,6 +18,7 @@ from atoll.core.errors import TokenMalformed
 _PATTERN = re.compile(
     r"atl1\.(?P<ca>[0-9a-f]{64})\.(?P<id>[0-9a-f]{12})\.(?P<secret>[0-9a-f]{48})\.(?P<endpoint>\S{3,255})"
 )
+_QUOTES = ('""', "''", "``", "\u201c\u201d", "\u2018\u2019", "\u201e\u201c", "\u00ab\u00bb", "<>")
 _ENDPOINT = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 
 
@@ -39,8 +40,11 @@ class JoinToken:
 
 
 def parse_join_token(text: str) -> JoinToken:
-    """Parse pasted text. Raises `TokenMalformed`, which never quotes the text because it may contain a secret."""
-    match = _PATTERN.fullmatch(text.strip())
+    """Parse pasted text, in quotes or not. Raises `TokenMalformed`.
+
+    The error never quotes the text, because it may contain a secret.
+    """
+    match = _PATTERN.fullmatch(_unquoted(text.strip()))
     if (
         match is None or _ENDPOINT.fullmatch(match["endpoint"]) is None
     ):  # a token that was pasted twice has the secret in its endpoint
@@ -50,6 +54,12 @@ def parse_join_token(text: str) -> JoinToken:
         )
     split_endpoint(match["endpoint"])
     return JoinToken(match["ca"], match["id"], match["secret"], match["endpoint"])
+
+
+def _unquoted(text: str) -> str:
+    """Remove the quotation marks that a message or a shell put around a token."""
+    quoted = len(text) > 1 and (text[0] + text[-1]) in _QUOTES
+    return text[1:-1].strip() if quoted else text
 
 
 def new_join_token(ca_sha256: str, endpoint: str) -> JoinToken:

@@ -17,7 +17,6 @@ Precedence, lowest first:
 from __future__ import annotations
 
 import glob
-import json
 import math
 import os
 import tomllib
@@ -28,6 +27,7 @@ from typing import Any, get_type_hints
 
 from atoll.core.errors import ConfigError
 from atoll.core.files import write_atomic
+from atoll.core.toml_text import toml_value
 from atoll.node.direct.dial_policy import parse_ranges
 from atoll.node.system.training_policy import TrainingPolicy, parse_hours
 from atoll.node.training.device_names import parse_device_names
@@ -38,6 +38,7 @@ SET_COMMAND_ORIGIN = "atoll set"  # origin of a value changed in a running daemo
 ENVIRONMENT_PREFIX = "ATOLL_"
 _VARIABLES_OF_OTHER_COMMANDS = {"ATOLL_TOKEN_FILE", "ATOLL_CREDENTIALS", "ATOLL_COORDINATOR"}
 
+LOG_FILE = "daemon.log"  # in the data directory
 CORPORA = "corpora"  # folder in the data directory for training text: what was fetched, and tokens of local files
 
 Value = str | int | float | bool
@@ -202,6 +203,11 @@ def limits_of(loaded: LoadedConfig) -> dict[str, dict[str, Value]]:
     return {key: {"value": getattr(loaded.config, key), "origin": loaded.origin[key]} for key in LIMITS}
 
 
+def has_flags(loaded: LoadedConfig) -> bool:
+    """Whether flags gave settings, besides the data directory."""
+    return any(source == "flag" for key, source in loaded.origin.items() if key != "data_dir")
+
+
 def save_overrides(loaded: LoadedConfig) -> None:
     """Save for the next start what flags, environment and `atoll set` gave, now or at an earlier join.
 
@@ -211,7 +217,7 @@ def save_overrides(loaded: LoadedConfig) -> None:
     kept = ("flag", "environment", SET_COMMAND_ORIGIN, str(path))
     overrides = {key: getattr(loaded.config, key) for key, source in loaded.origin.items() if source in kept}
     overrides.pop("data_dir", None)
-    lines = [f"{key} = {json.dumps(value)}\n" for key, value in overrides.items()]
+    lines = [f"{key} = {toml_value(value)}\n" for key, value in overrides.items()]
     write_atomic(path, "".join(["# written by `atoll join` and `atoll set`\n", *lines]).encode())
 
 

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.core import log, sdnotify
 from atoll.core.clock import Clock
-from atoll.core.errors import AtollError, ChildDied, PortInUse, Rejected
+from atoll.core.errors import AtollError, Busy, P2pdDied, PortInUse, Rejected, Unreachable
 from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
 from atoll.core.membership import DenyList, Member
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.config import LoadedConfig, NodeConfig
+from atoll.node.control.announce_end import reason_of
 from atoll.node.control.checkpoint_upload import CheckpointUploads
 from atoll.node.control.coordinator_link import CoordinatorLink
 from atoll.node.control.credentials import Credentials
@@ -55,6 +56,7 @@ START_TIMEOUT = timedelta(seconds=60)
 DRAIN_TIMEOUT = timedelta(seconds=30)
 CLOSE_TIMEOUT = timedelta(seconds=5)
 STOP_TIMEOUT = timedelta(seconds=105)  # those who start nodes kill them after 120 s (deploy/)
+_MOVE_PAUSES = tuple(timedelta(seconds=2**power) for power in range(5))  # after tries to move
 _ORDERS_TO_LEAVE = (mb.ORDER_DRAIN, mb.ORDER_MOVE)
 DRAINED_STAGE_LINGER = timedelta(seconds=20)  # a drained stage serves its layers so long before it leaves
 
@@ -74,16 +76,20 @@ class Daemon:
         credentials: Credentials,
         clock: Clock,
         child: TrainerProcess | None = None,
+        *,
+        has_moved: bool = False,
     ) -> None:
-        """`child` becomes the trainer's process; its creator ends it if no trainer takes it. None for a seed."""
+        """`child` becomes the trainer's process; its creator ends it if no trainer takes it. None for a seed.
+
+        `has_moved`: another daemon of this process was in another run. The seeds of this run may move just now.
+        """
+        self._has_moved = has_moved
         self._config = config = loaded.config  # limits as at the start; `_limit_enforcer.config` has those in force
         self._limit_enforcer = LimitEnforcer(loaded, clock)
         self._identity = identity
         self._credentials = credentials
         self._clock = clock
-        self._membership: Member = credentials.authority.verify_membership(
-            credentials.signed_membership(), clock.unix()
-        )
+        self._membership: Member = credentials.member(clock.unix())
         self._spec = parse_run_spec(credentials.run_spec_toml)
         self._status = LiveStatus()
         self._run_dir = make_private_dir(config.path("runs", self._spec.run.name))
@@ -101,7 +107,7 @@ class Daemon:
         self._uploads = CheckpointUploads(self._send_checkpoint)
         self._leaving = asyncio.Event()
         self._notify_socket = os.environ.get("NOTIFY_SOCKET", "")
-        self._leave_reason = "left"
+        self._leave_reason, self._leave_why = "left", mb.NODE_REASON_STOPPED
         self._moves = False  # leaves this run for another one
         self.stop_asked = False  # by a signal, the owner or the operator: no further run
         self._drain_timeout = DRAIN_TIMEOUT
@@ -153,13 +159,18 @@ class Daemon:
                 return False
             session = training.join(host, host.traffic, self._link) if training is not None else None
             if session is None:
-                self._status.enter(mb.NODE_STATE_READY, "seed: bootstraps the DHT and relays")
+                self._status.enter(
+                    mb.NODE_STATE_READY, "seed: bootstraps the DHT and relays", mb.NODE_REASON_UNSPECIFIED
+                )
             await self._limit_enforcer.attach(
                 LimitTargets(host.traffic, session, self._limit_training, lambda: self._status.facts)
             )
             if self._corpus is not None:
                 self._corpus.join(host, self._directives, lambda: self._credentials.seeds, self._may_share_corpus)
             await self._supervise(self._work(host))
+        except Exception as error:
+            await self._link.announce_failure(error)
+            raise
         finally:
             await api.close()
             await self._close()
@@ -168,7 +179,7 @@ class Daemon:
     def _work(self, host: SwarmHost) -> list[Coroutine[Any, Any, None]]:
         """List what runs until the daemon leaves."""
         addresses = AddressBook(host, self._directives, self._identity.peer_id)
-        work = [self._link.run(), self._fail_when_p2pd_ends(host), self._admitted(addresses.publish), self._watchdog()]
+        work = [self._link.run(), self._fail_when_p2pd_ends(host), self._admitted(addresses.publish)]
         work += [self._limit_enforcer.run(), self._leave_when_ordered()]
         if (session := self._session) is not None:
             prober = self._heartbeats.prober = PathProber(host, self._members, self._clock)
@@ -275,7 +286,8 @@ class Daemon:
                 seeds=self._credentials.seeds,
                 relay_service="seed" in self._membership.roles,
                 dial=await dial_policy(config, self._credentials),
-                seeds_optional=self._directives.plan is not None,  # only the first start must find a seed
+                seeds_optional=self._has_moved
+                or self._directives.plan is not None,  # only the first start must find a seed
                 direct=self._direct_config() if config.direct else None,
             ),
             identity=self._identity,
@@ -309,7 +321,7 @@ class Daemon:
                     task.result()
             await self._drain()
         except AtollError as error:
-            self._status.enter(mb.NODE_STATE_FAILED, str(error))
+            self._status.enter(mb.NODE_STATE_FAILED, str(error), reason_of(error))
             raise
         finally:
             for task in (*tasks, leaving):
@@ -332,58 +344,68 @@ class Daemon:
         if ordered and plan is not None and self._identity.peer_id in plan.former:
             self._status.detail = "serving layers to other nodes, then leaving"
             await asyncio.sleep(DRAINED_STAGE_LINGER.total_seconds())
-        self._status.enter(mb.NODE_STATE_DRAINING, "leaving")
+        self._status.enter(mb.NODE_STATE_DRAINING, "leaving", self._leave_why)
         self._link.send_heartbeat_now()
         if self._link.connected:
             await self._link.flush(CLOSE_TIMEOUT)
         if self._moves and not self.stop_asked:
             await self._move()
         else:
-            await self._link.leave(self._leave_reason)
+            await self._link.leave(self._leave_reason, self._leave_why)
             _log.info("left", reason=self._leave_reason)
 
     async def _move(self) -> None:
-        """Become a member of the run that this node is assigned to. After an error the next daemon is told again."""
-        try:
-            credentials = await self._link.move_to_run()
-            begin_membership(self._config.data_dir, credentials)
-        except AtollError as error:
-            _log.warning("not moved to another run yet", reason=str(error))
-        else:
-            _log.info("moved", run=credentials.run_id)
+        """Become a member of the run that this node is assigned to.
+
+        If the coordinator is out of reach, the next daemon begins in the old run and is told again. Raises other errors.
+        """
+        for pause in _MOVE_PAUSES:
+            try:
+                credentials = await self._link.move_to_run()
+            except (Unreachable, Busy) as error:
+                _log.warning("not moved to another run yet", reason=str(error))
+                await asyncio.sleep(pause.total_seconds())
+            else:
+                begin_membership(self._config.data_dir, credentials)
+                _log.info("moved", run=credentials.run_id)
+                return
 
     async def _fail_when_p2pd_ends(self, host: SwarmHost) -> None:
-        raise ChildDied(f"p2pd ended: {await host.died}", "start the daemon again; see its log if this repeats")
-
-    async def _watchdog(self) -> None:
-        seconds = sdnotify.watchdog_seconds(os.environ)
-        while seconds is not None:
-            sdnotify.notify(self._notify_socket, "WATCHDOG=1")
-            await asyncio.sleep(seconds)
+        raise P2pdDied(f"p2pd ended: {await host.died}", "start the daemon again; see its log if this repeats")
 
     async def _leave_when_ordered(self) -> None:
         directives, trains = self._directives, self._session is not None
-        orders = _ORDERS_TO_LEAVE[:1] if self._config.stay_in_run else _ORDERS_TO_LEAVE
-        await directives.until(
-            lambda: directives.order in orders or (trains and directives.run_state == mb.RUN_STATE_STOPPED)
-        )
-        reasons = {mb.ORDER_DRAIN: "drained by the operator", mb.ORDER_MOVE: "moved to another run by the operator"}
+
+        def must_leave() -> bool:
+            if directives.order == mb.ORDER_MOVE and self._config.stay_in_run:
+                return directives.run_state == mb.RUN_STATE_UNSPECIFIED  # it has moved already: its answer was lost
+            stopped = trains and directives.run_state == mb.RUN_STATE_STOPPED
+            return stopped or directives.order in _ORDERS_TO_LEAVE
+
+        await directives.until(must_leave)
+        if self._leaving.is_set():
+            return
         self._moves = directives.order == mb.ORDER_MOVE
-        self.leave(reasons.get(directives.order, "the operator stopped the run"))
+        if self._moves:
+            self.leave("moved to another run by the operator", mb.NODE_REASON_DRAINED)
+        elif directives.order == mb.ORDER_DRAIN:
+            self.leave("drained by the operator", mb.NODE_REASON_DRAINED)
+        else:
+            self.leave("the operator stopped the run", mb.NODE_REASON_RUN_STOPPED)
 
     # --- events --------------------------------------------------------------------------------------
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, why: mb.NodeReason = mb.NODE_REASON_STOPPED) -> None:
         """Begin to drain and stop."""
-        self._leave_reason = reason
+        self._leave_reason, self._leave_why = reason, why
         self._leaving.set()
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
 
         def on_signal(number: signal.Signals) -> None:
-            if self._moves and not self.stop_asked:
-                self.stop_asked = True
+            first, self.stop_asked = not self.stop_asked, True
+            if self._moves and first:
                 _log.info("stopping instead of moving to another run", signal=number.name)
                 return
             if self._leaving.is_set():

@@ -105,17 +105,15 @@ class TrainingSession:
 
         Unless the run is finished, the caller calls `stop_trainer` afterwards.
         """
-        restarts, last_round = 0, -1
+        restarts, last_round, died = 0, -1, ""
         prefetching = asyncio.create_task(self._prefetch())
         try:
             while not self.finished.is_set():
-                if self._reloading:
-                    self._context.status.enter(mb.NODE_STATE_CATCHING_UP, "loading the layers of the plan")
-                else:
-                    self._context.status.enter(mb.NODE_STATE_JOINING, "loading the model and the corpus")
+                self._enter_loading(died)
                 try:
                     self._reloading = False
                     trainer = await self._load()
+                    died = ""
                     await self._train_through(trainer)
                 except ModelTooLarge as error:
                     if self._status.in_plan or not self._planned_layers():
@@ -131,6 +129,9 @@ class TrainingSession:
                     _log.error("trainer died", reason=str(error), restart=restarts)
                     if restarts > _TRAINER_RESTARTS:
                         raise
+                    died = f"{error}; start {restarts} of {_TRAINER_RESTARTS}"
+                    self._enter_loading(died)
+                    self._context.link.send_heartbeat_now()
                     await asyncio.sleep(_RETRY.total_seconds() * restarts)
         finally:
             prefetching.cancel()
@@ -139,6 +140,16 @@ class TrainingSession:
             await self._links.close()
             if self.finished.is_set():  # otherwise `keep_optimizer` comes first
                 await self.stop_trainer()
+
+    def _enter_loading(self, died: str) -> None:
+        """Report that a trainer loads; `died`: how the last one ended, if it was not to."""
+        status = self._context.status
+        if died:
+            status.enter(mb.NODE_STATE_JOINING, died, mb.NODE_REASON_TRAINER_RESTARTS)
+        elif self._reloading:
+            status.enter(mb.NODE_STATE_CATCHING_UP, "loading the layers of the plan", mb.NODE_REASON_LOADING)
+        else:
+            status.enter(mb.NODE_STATE_JOINING, "loading the model and the corpus", mb.NODE_REASON_LOADING)
 
     async def _prefetch(self) -> None:
         """Fetch layers of plans to come. If that fails, the node goes on and fetches them once the plan is there."""
@@ -312,7 +323,8 @@ class TrainingSession:
         else:
             context.status.anchor_path = str(path / ANCHOR) if path is not None else ""
             outcome = f"checkpoint at {path}"
-        context.status.enter(mb.NODE_STATE_FINISHED, f"finished at round {self._local_state.head.round}; {outcome}")
+        told = f"finished at round {self._local_state.head.round}; {outcome}"
+        context.status.enter(mb.NODE_STATE_FINISHED, told, mb.NODE_REASON_UNSPECIFIED)
         _log.info("run finished; serving its state until stopped", round=self._local_state.head.round, outcome=outcome)
         context.link.send_heartbeat_now()
         self.finished.set()
@@ -322,7 +334,7 @@ class TrainingSession:
     async def _write_genesis(self, trainer: Trainer) -> None:
         """Initialise the model and sign round 0; the other members fetch it by digest."""
         context = self._context
-        context.status.enter(mb.NODE_STATE_CATCHING_UP, "writing the genesis anchor")
+        context.status.enter(mb.NODE_STATE_CATCHING_UP, "writing the genesis anchor", mb.NODE_REASON_FETCHING_STATE)
         head, state = await write_genesis(
             trainer, context.identity, context.spec.run.name, context.run_dir, context.clock
         )
@@ -343,18 +355,19 @@ class TrainingSession:
 
     async def _synchronise(self, plan: Plan) -> Head:
         if not self._status.rests:
-            self._context.status.enter(mb.NODE_STATE_CATCHING_UP, "fetching anchor and momentum")
+            fetching = "fetching anchor and momentum"
+            self._context.status.enter(mb.NODE_STATE_CATCHING_UP, fetching, mb.NODE_REASON_FETCHING_STATE)
         return await self._local_state.synchronise(plan)
 
     # --- orders from the owner -------------------------------------------------------------------------
 
-    def pause(self, reason: str) -> None:
+    def pause(self, reason: str, why: mb.NodeReason) -> None:
         """Pause training for the owner or a limit; `reason` is for people.
 
         The node asks for a last round. Progress since the last one is lost if none commits before a plan goes on
         without this node, or if training resumes before.
         """
-        self._status.pause(reason)
+        self._status.pause(reason, why)
         self._context.directives.wake()
 
     def resume(self) -> None:
@@ -481,7 +494,7 @@ class TrainingSession:
             waiting: list[asyncio.Future[Any]] = [*tasks, trainer.died]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if trainer.died.done():
-                raise ChildDied(f"the trainer ended: {trainer.died.result()}")
+                raise trainer.died.result().error()
             for task in tasks:
                 if task.done():
                     task.result()

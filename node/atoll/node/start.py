@@ -1,27 +1,40 @@
-"""Start of a daemon: lock → identity → credentials → daemon.
+"""Start of a daemon: lock → identity → what the run needs → checks → consent → enrolment → daemon.
 
 Problems with a token, a key or a directory are reported here, within a second: hivemind and, on a node, torch are
-imported only after enrolment. The trainer's process imports torch at the same time. A seed has no torch.
+imported only after enrolment. A use of the token is spent only after all checks. The trainer's process imports torch at
+the same time as the daemon. A seed has no torch.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from atoll.core import log
+from atoll.core import log, sdnotify
 from atoll.core.clock import Clock
-from atoll.core.errors import ConfigError, UsageError
+from atoll.core.errors import AtollError, ConfigError, UsageError
 from atoll.core.files import make_private_dir, raise_descriptor_limit
 from atoll.core.identity import Identity
+from atoll.core.rotating_log import RotatingLog
+from atoll.core.run_spec import parse_run_spec
 from atoll.core.tokens import JoinToken
-from atoll.node.config import LoadedConfig, NodeConfig
+from atoll.node.config import LOG_FILE, LoadedConfig, NodeConfig, has_flags, save_overrides
+from atoll.node.control.announce_end import announce_end, announcement
+from atoll.node.control.channel import dial
 from atoll.node.control.credentials import Credentials
-from atoll.node.control.enrol import enrol
+from atoll.node.control.enrol import enrol, preview
 from atoll.node.control.identity_rotation import KEY_FILE, finish_rotation
+from atoll.node.control.run_needs import RunNeeds
 from atoll.node.limits.owner_files import OwnerIntent, save_owner_intent
+from atoll.node.preflight.machine import check_machine, check_writable
+from atoll.node.preflight.run_checks import Request, check_base_is_there, check_directory_of_corpus, check_disk
+from atoll.node.preflight.start_checker import check_run_apart
 from atoll.node.run.begin_membership import begin_membership
 from atoll.node.swarm.lazy_hivemind import install_lazy_hivemind
 from atoll.node.system.data_dir_lock import data_dir_lock
@@ -33,21 +46,30 @@ if TYPE_CHECKING:
 
 MAX_FILES = 1 << 16  # file descriptors: a libp2p stream takes four here and four in p2pd
 
+Agree = Callable[[RunNeeds], None]  # shows what the run needs; raises if the owner does not want that
 
-async def run_daemon(loaded: LoadedConfig, token: JoinToken | None, clock: Clock) -> None:
-    """Run a member until it leaves. Raises the error that prevents it."""
+
+def agree_silently(_: RunNeeds) -> None:
+    """Accept what the run needs."""
+
+
+async def run_daemon(
+    loaded: LoadedConfig,
+    token: JoinToken | None,
+    clock: Clock,
+    agree: Agree = agree_silently,
+    *,
+    detached: bool = False,
+) -> None:
+    """Run a member until it leaves. Raises the error that prevents it. `detached`: its log file gets all output."""
     require_hivemind()
     limit_malloc_arenas()  # enrolment has threads
     config = loaded.config
-    make_private_dir(config.data_dir)
-    with data_dir_lock(config.data_dir):
-        finish_rotation(config.data_dir)
-        identity = Identity.load_or_create(config.path(KEY_FILE))
-        name = config.name or f"node-{identity.peer_id[-6:].lower()}"
-        log.configure(config.log_level, config.log_format, node=name)  # type: ignore[arg-type]
-        credentials = await load_or_enrol(config, identity, name, token, clock)
-        if token is not None:
-            save_owner_intent(config.data_dir, OwnerIntent())  # a new join ends an earlier pause
+    with _locked(config, detached=detached) as (identity, name):
+        credentials = await load_or_enrol(config, identity, name, token, clock, agree)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes; children inherit this
+        if token is None:
+            await _check_again(loaded, credentials, clock)
         # torch would make this folder in the system's temporary directory and leave it there
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.path("torch-cache")))
         use_huge_pages()
@@ -58,20 +80,32 @@ async def run_daemon(loaded: LoadedConfig, token: JoinToken | None, clock: Clock
 
 async def _serve_runs(loaded: LoadedConfig, identity: Identity, credentials: Credentials, clock: Clock) -> None:
     """Run a daemon; when it has moved to another run, or is to try that again, run the next one."""
+    pinging = asyncio.create_task(_ping_watchdog())
     daemon: Daemon | None = None
-    while True:
-        async with contextlib.AsyncExitStack() as undo:
-            child = await _start_child(loaded.config, credentials, clock)
-            if child is not None:
-                undo.push_async_callback(child.end)
-            from atoll.node.daemon import Daemon  # here, because torch and hivemind take seconds to import
+    try:
+        while True:
+            async with contextlib.AsyncExitStack() as undo:
+                child = await _start_child(loaded.config, credentials, clock)
+                if child is not None:
+                    undo.push_async_callback(child.end)
+                from atoll.node.daemon import Daemon  # here, because torch and hivemind take seconds to import
 
-            if daemon is not None and daemon.stop_asked:
-                return
-            daemon = Daemon(loaded, identity, credentials, clock, child)
-            if not await daemon.run():
-                return
-        loaded, credentials = daemon.loaded, Credentials.load(loaded.config.data_dir) or credentials
+                if daemon is not None and daemon.stop_asked:
+                    return
+                daemon = Daemon(loaded, identity, credentials, clock, child, has_moved=daemon is not None)
+                if not await daemon.run():
+                    return
+            loaded, credentials = daemon.loaded, Credentials.load(loaded.config.data_dir) or credentials
+    finally:
+        pinging.cancel()
+
+
+async def _ping_watchdog() -> None:
+    """Tell systemd that the event loop lives, also while a daemon saves its state and between two daemons."""
+    seconds = sdnotify.watchdog_seconds(os.environ)
+    while seconds is not None:
+        sdnotify.notify(os.environ.get("NOTIFY_SOCKET", ""), "WATCHDOG=1")
+        await asyncio.sleep(seconds)
 
 
 def require_hivemind() -> None:
@@ -83,10 +117,48 @@ def require_hivemind() -> None:
         )
 
 
+async def enrol_only(
+    loaded: LoadedConfig, token: JoinToken, clock: Clock, agree: Agree = agree_silently
+) -> Credentials:
+    """Do all that `run_daemon` does before the daemon starts. Raises the error that prevents it."""
+    with _locked(loaded.config) as (identity, name):
+        return await load_or_enrol(loaded.config, identity, name, token, clock, agree)
+
+
+@contextlib.contextmanager
+def _locked(config: NodeConfig, *, detached: bool = False) -> Iterator[tuple[Identity, str]]:
+    """Lock the data directory and open the log file; give the node's identity and its name."""
+    make_private_dir(config.data_dir)
+    with data_dir_lock(config.data_dir):
+        finish_rotation(config.data_dir)
+        identity = Identity.load_or_create(config.path(KEY_FILE))
+        name = config.name or f"node-{identity.peer_id[-6:].lower()}"
+        file = RotatingLog(config.path(LOG_FILE))
+        if detached:
+            file.take_stderr()
+        log.configure(config.log_level, config.log_format, file=file, file_only=detached, node=name)  # type: ignore[arg-type]
+        try:
+            yield identity, name
+        except Exception as error:
+            if not detached:  # then standard error goes there
+                file.write(_last_words(error))
+            raise
+        finally:
+            if not detached:
+                log.configure(config.log_level, config.log_format, node=name)  # type: ignore[arg-type]
+                file.close()
+
+
+def _last_words(error: Exception) -> str:
+    """What the terminal shows of an error."""
+    if isinstance(error, AtollError):
+        return "".join(f"{line}\n" for line in (f"error: {error}", error.remedy) if line)
+    return "".join(traceback.format_exception(error))
+
+
 async def _start_child(config: NodeConfig, credentials: Credentials, clock: Clock) -> TrainerProcess | None:
     """Start the trainer's process, which imports torch while the daemon does. None for a seed: it does not train."""
-    member = credentials.authority.verify_membership(credentials.signed_membership(), clock.unix())
-    if "seed" in member.roles:
+    if "seed" in credentials.member(clock.unix()).roles:
         return None
     return await TrainerProcess.start(make_private_dir(config.path("runs", credentials.run_id)) / LOG_NAME)
 
@@ -100,7 +172,7 @@ def use_huge_pages() -> None:
 
 
 async def load_or_enrol(
-    config: NodeConfig, identity: Identity, name: str, token: JoinToken | None, clock: Clock
+    config: NodeConfig, identity: Identity, name: str, token: JoinToken | None, clock: Clock, agree: Agree
 ) -> Credentials:
     """Return the credentials of an earlier enrolment, or enrol with the token. Raises `UsageError` without either."""
     known = Credentials.load(config.data_dir)
@@ -111,6 +183,41 @@ async def load_or_enrol(
             "this node has not joined a run yet, and no token was given",
             "ask your operator for a token, then: atoll join --token - (and paste it)",
         )
+    check_writable(config.data_dir)
+    needs = await preview(token, identity, name, clock)
+    await _check(config, needs, agree)
     credentials = await enrol(token, identity, name, clock)
     begin_membership(config.data_dir, credentials)
+    save_owner_intent(config.data_dir, OwnerIntent())  # a new join ends an earlier pause
     return credentials
+
+
+async def _check_again(loaded: LoadedConfig, credentials: Credentials, clock: Clock) -> None:
+    """Check what takes no time, at a later start. The operator is told what is wrong."""
+    config = loaded.config
+    try:
+        check_machine(config)
+        check_writable(config.data_dir)
+        if "seed" not in credentials.member(clock.unix()).roles:
+            spec = parse_run_spec(credentials.run_spec_toml)
+            check_base_is_there(spec, config.base)
+            check_directory_of_corpus(spec, config.data)
+    except AtollError as error:
+        request = announcement(error)
+        if request is not None:
+            await announce_end(lambda: dial(credentials), request)
+        raise
+    if has_flags(loaded):
+        save_overrides(loaded)
+
+
+async def _check(config: NodeConfig, needs: RunNeeds, agree: Agree) -> None:
+    """Check what the run needs: what takes no time before the owner is asked, the rest after that."""
+    if not needs.trains:
+        agree(needs)
+        return
+    check_base_is_there(needs.spec, config.base)
+    check_directory_of_corpus(needs.spec, config.data)
+    agree(needs)
+    found = await check_run_apart(Request.of(config, needs))
+    check_disk(config, needs, found.share)

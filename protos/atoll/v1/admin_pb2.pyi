@@ -206,7 +206,7 @@ class RevokeTokenResponse(_message.Message):
     def __init__(self, view: _Optional[_Union[TokenView, _Mapping]] = ...) -> None: ...
 
 class NodeView(_message.Message):
-    __slots__ = ("peer_id", "name", "run_id", "roles", "profile", "status", "enrolled_unix_ms", "last_seen_unix_ms", "connected", "banned", "draining", "multiaddrs", "paths", "span", "route", "left_out", "pin", "availability", "failures_per_hour", "doubt", "training_audits", "training_score", "typical_training_score", "training_doubted", "on_probation", "assigned_run")
+    __slots__ = ("peer_id", "name", "run_id", "roles", "profile", "status", "enrolled_unix_ms", "last_seen_unix_ms", "connected", "banned", "draining", "multiaddrs", "paths", "span", "route", "left_out", "pin", "availability", "failures_per_hour", "doubt", "training_audits", "training_score", "typical_training_score", "training_doubted", "on_probation", "assigned_run", "ended", "ended_detail", "left")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -233,6 +233,9 @@ class NodeView(_message.Message):
     TRAINING_DOUBTED_FIELD_NUMBER: _ClassVar[int]
     ON_PROBATION_FIELD_NUMBER: _ClassVar[int]
     ASSIGNED_RUN_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_DETAIL_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     name: str
     run_id: str
@@ -259,7 +262,10 @@ class NodeView(_message.Message):
     training_doubted: bool
     on_probation: bool
     assigned_run: str
-    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ..., profile: _Optional[_Union[_membership_pb2.NodeProfile, _Mapping]] = ..., status: _Optional[_Union[_membership_pb2.NodeStatus, _Mapping]] = ..., enrolled_unix_ms: _Optional[int] = ..., last_seen_unix_ms: _Optional[int] = ..., connected: _Optional[bool] = ..., banned: _Optional[bool] = ..., draining: _Optional[bool] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., paths: _Optional[_Iterable[_Union[_membership_pb2.PeerPath, _Mapping]]] = ..., span: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., route: _Optional[int] = ..., left_out: _Optional[str] = ..., pin: _Optional[str] = ..., availability: _Optional[float] = ..., failures_per_hour: _Optional[float] = ..., doubt: _Optional[str] = ..., training_audits: _Optional[int] = ..., training_score: _Optional[float] = ..., typical_training_score: _Optional[float] = ..., training_doubted: _Optional[bool] = ..., on_probation: _Optional[bool] = ..., assigned_run: _Optional[str] = ...) -> None: ...
+    ended: _membership_pb2.NodeReason
+    ended_detail: str
+    left: bool
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[_common_pb2.Role, str]]] = ..., profile: _Optional[_Union[_membership_pb2.NodeProfile, _Mapping]] = ..., status: _Optional[_Union[_membership_pb2.NodeStatus, _Mapping]] = ..., enrolled_unix_ms: _Optional[int] = ..., last_seen_unix_ms: _Optional[int] = ..., connected: _Optional[bool] = ..., banned: _Optional[bool] = ..., draining: _Optional[bool] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., paths: _Optional[_Iterable[_Union[_membership_pb2.PeerPath, _Mapping]]] = ..., span: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., route: _Optional[int] = ..., left_out: _Optional[str] = ..., pin: _Optional[str] = ..., availability: _Optional[float] = ..., failures_per_hour: _Optional[float] = ..., doubt: _Optional[str] = ..., training_audits: _Optional[int] = ..., training_score: _Optional[float] = ..., typical_training_score: _Optional[float] = ..., training_doubted: _Optional[bool] = ..., on_probation: _Optional[bool] = ..., assigned_run: _Optional[str] = ..., ended: _Optional[_Union[_membership_pb2.NodeReason, str]] = ..., ended_detail: _Optional[str] = ..., left: _Optional[bool] = ...) -> None: ...
 
 class ListNodesRequest(_message.Message):
     __slots__ = ("run_id",)

@@ -23,19 +23,25 @@ _sym_db = _symbol_database.Default()
 
 
 from atoll.v1 import common_pb2 as atoll_dot_v1_dot_common__pb2
+from atoll.v1 import membership_pb2 as atoll_dot_v1_dot_membership__pb2
+from atoll.v1 import plan_pb2 as atoll_dot_v1_dot_plan__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x61toll/v1/enrolment.proto\x12\x08\x61toll.v1\x1a\x15\x61toll/v1/common.proto\"\xd1\x01\n\x0c\x45nrolRequest\x12+\n\x08protocol\x18\x01 \x01(\x0b\x32\x19.atoll.v1.ProtocolVersion\x12\x10\n\x08token_id\x18\x02 \x01(\t\x12\x14\n\x0ctoken_secret\x18\x03 \x01(\t\x12\x0f\n\x07\x63sr_der\x18\x04 \x01(\x0c\x12\x1b\n\x13identity_public_key\x18\x05 \x01(\x0c\x12\x15\n\rcsr_signature\x18\x06 \x01(\x0c\x12\x11\n\tnode_name\x18\x07 \x01(\t\x12\x14\n\x0cnode_unix_ms\x18\x08 \x01(\x03\"\x90\x02\n\rEnrolResponse\x12\x1d\n\x15\x63\x65rtificate_chain_pem\x18\x01 \x01(\x0c\x12$\n\nmembership\x18\x02 \x01(\x0b\x32\x10.atoll.v1.Signed\x12\x1b\n\x13operator_public_key\x18\x03 \x01(\x0c\x12#\n\tdeny_list\x18\x04 \x01(\x0b\x32\x10.atoll.v1.Signed\x12\r\n\x05seeds\x18\x05 \x03(\t\x12\x15\n\rrun_spec_toml\x18\x06 \x01(\t\x12\x1b\n\x13membership_endpoint\x18\x07 \x01(\t\x12\x0e\n\x06run_id\x18\x08 \x01(\t\x12%\n\x0b\x61uthorities\x18\t \x01(\x0b\x32\x10.atoll.v1.Signed2E\n\tEnrolment\x12\x38\n\x05\x45nrol\x12\x16.atoll.v1.EnrolRequest\x1a\x17.atoll.v1.EnrolResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x61toll/v1/enrolment.proto\x12\x08\x61toll.v1\x1a\x15\x61toll/v1/common.proto\x1a\x19\x61toll/v1/membership.proto\x1a\x13\x61toll/v1/plan.proto\"\xab\x01\n\x0ePreviewRequest\x12+\n\x08protocol\x18\x01 \x01(\x0b\x32\x19.atoll.v1.ProtocolVersion\x12\x10\n\x08token_id\x18\x02 \x01(\t\x12\x14\n\x0ctoken_secret\x18\x03 \x01(\t\x12\x1b\n\x13identity_public_key\x18\x04 \x01(\x0c\x12\x14\n\x0cnode_unix_ms\x18\x05 \x01(\x03\x12\x11\n\tnode_name\x18\x06 \x01(\t\"\xec\x01\n\x0fPreviewResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rrun_spec_toml\x18\x02 \x01(\t\x12\x1d\n\x05roles\x18\x03 \x03(\x0e\x32\x0e.atoll.v1.Role\x12%\n\trun_state\x18\x04 \x01(\x0e\x32\x12.atoll.v1.RunState\x12$\n\x06layers\x18\x05 \x01(\x0b\x32\x14.atoll.v1.LayerTable\x12\x15\n\rcorpus_digest\x18\x06 \x01(\t\x12\x12\n\nhead_round\x18\x07 \x01(\x04\x12\x1b\n\x13operator_public_key\x18\x08 \x01(\x0c\"\xd1\x01\n\x0c\x45nrolRequest\x12+\n\x08protocol\x18\x01 \x01(\x0b\x32\x19.atoll.v1.ProtocolVersion\x12\x10\n\x08token_id\x18\x02 \x01(\t\x12\x14\n\x0ctoken_secret\x18\x03 \x01(\t\x12\x0f\n\x07\x63sr_der\x18\x04 \x01(\x0c\x12\x1b\n\x13identity_public_key\x18\x05 \x01(\x0c\x12\x15\n\rcsr_signature\x18\x06 \x01(\x0c\x12\x11\n\tnode_name\x18\x07 \x01(\t\x12\x14\n\x0cnode_unix_ms\x18\x08 \x01(\x03\"\x90\x02\n\rEnrolResponse\x12\x1d\n\x15\x63\x65rtificate_chain_pem\x18\x01 \x01(\x0c\x12$\n\nmembership\x18\x02 \x01(\x0b\x32\x10.atoll.v1.Signed\x12\x1b\n\x13operator_public_key\x18\x03 \x01(\x0c\x12#\n\tdeny_list\x18\x04 \x01(\x0b\x32\x10.atoll.v1.Signed\x12\r\n\x05seeds\x18\x05 \x03(\t\x12\x15\n\rrun_spec_toml\x18\x06 \x01(\t\x12\x1b\n\x13membership_endpoint\x18\x07 \x01(\t\x12\x0e\n\x06run_id\x18\x08 \x01(\t\x12%\n\x0b\x61uthorities\x18\t \x01(\x0b\x32\x10.atoll.v1.Signed2\x85\x01\n\tEnrolment\x12>\n\x07Preview\x12\x18.atoll.v1.PreviewRequest\x1a\x19.atoll.v1.PreviewResponse\x12\x38\n\x05\x45nrol\x12\x16.atoll.v1.EnrolRequest\x1a\x17.atoll.v1.EnrolResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'atoll.v1.enrolment_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENROLREQUEST']._serialized_start=62
-  _globals['_ENROLREQUEST']._serialized_end=271
-  _globals['_ENROLRESPONSE']._serialized_start=274
-  _globals['_ENROLRESPONSE']._serialized_end=546
-  _globals['_ENROLMENT']._serialized_start=548
-  _globals['_ENROLMENT']._serialized_end=617
+  _globals['_PREVIEWREQUEST']._serialized_start=110
+  _globals['_PREVIEWREQUEST']._serialized_end=281
+  _globals['_PREVIEWRESPONSE']._serialized_start=284
+  _globals['_PREVIEWRESPONSE']._serialized_end=520
+  _globals['_ENROLREQUEST']._serialized_start=523
+  _globals['_ENROLREQUEST']._serialized_end=732
+  _globals['_ENROLRESPONSE']._serialized_start=735
+  _globals['_ENROLRESPONSE']._serialized_end=1007
+  _globals['_ENROLMENT']._serialized_start=1010
+  _globals['_ENROLMENT']._serialized_end=1143
 # @@protoc_insertion_point(module_scope)

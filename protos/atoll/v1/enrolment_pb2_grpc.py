@@ -34,6 +34,11 @@ class EnrolmentStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Preview = channel.unary_unary(
+                '/atoll.v1.Enrolment/Preview',
+                request_serializer=atoll_dot_v1_dot_enrolment__pb2.PreviewRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_enrolment__pb2.PreviewResponse.FromString,
+                _registered_method=True)
         self.Enrol = channel.unary_unary(
                 '/atoll.v1.Enrolment/Enrol',
                 request_serializer=atoll_dot_v1_dot_enrolment__pb2.EnrolRequest.SerializeToString,
@@ -43,6 +48,14 @@ class EnrolmentStub:
 
 class EnrolmentServicer:
     """Missing associated documentation comment in .proto file."""
+
+    def Preview(self, request, context):
+        """Tells the holder of a token that would admit it what the run needs. Spends no use and changes nothing. Errors as
+        Enrol; PERMISSION_DENIED: the identity is banned or replaced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Enrol(self, request, context):
         """Exchanges a token for certificates. UNAUTHENTICATED: unknown, wrong or revoked token; FAILED_PRECONDITION:
@@ -55,6 +68,11 @@ class EnrolmentServicer:
 
 def add_EnrolmentServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Preview': grpc.unary_unary_rpc_method_handler(
+                    servicer.Preview,
+                    request_deserializer=atoll_dot_v1_dot_enrolment__pb2.PreviewRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_enrolment__pb2.PreviewResponse.SerializeToString,
+            ),
             'Enrol': grpc.unary_unary_rpc_method_handler(
                     servicer.Enrol,
                     request_deserializer=atoll_dot_v1_dot_enrolment__pb2.EnrolRequest.FromString,
@@ -70,6 +88,33 @@ def add_EnrolmentServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Enrolment:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Preview(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Enrolment/Preview',
+            atoll_dot_v1_dot_enrolment__pb2.PreviewRequest.SerializeToString,
+            atoll_dot_v1_dot_enrolment__pb2.PreviewResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Enrol(request,

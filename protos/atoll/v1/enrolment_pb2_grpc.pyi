@@ -31,6 +31,10 @@ class EnrolmentStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EnrolmentAsyncStub: ...
+    Preview: _grpc.UnaryUnaryMultiCallable[_enrolment_pb2.PreviewRequest, _enrolment_pb2.PreviewResponse]
+    """Tells the holder of a token that would admit it what the run needs. Spends no use and changes nothing. Errors as
+    Enrol; PERMISSION_DENIED: the identity is banned or replaced.
+    """
     Enrol: _grpc.UnaryUnaryMultiCallable[_enrolment_pb2.EnrolRequest, _enrolment_pb2.EnrolResponse]
     """Exchanges a token for certificates. UNAUTHENTICATED: unknown, wrong or revoked token; FAILED_PRECONDITION:
     expired or used up, another protocol major, a clock too far off; INVALID_ARGUMENT: a malformed request.
@@ -39,12 +43,26 @@ class EnrolmentStub:
 @_typing.type_check_only
 class EnrolmentAsyncStub(EnrolmentStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Preview: _aio.UnaryUnaryMultiCallable[_enrolment_pb2.PreviewRequest, _enrolment_pb2.PreviewResponse]  # type: ignore[assignment]
+    """Tells the holder of a token that would admit it what the run needs. Spends no use and changes nothing. Errors as
+    Enrol; PERMISSION_DENIED: the identity is banned or replaced.
+    """
     Enrol: _aio.UnaryUnaryMultiCallable[_enrolment_pb2.EnrolRequest, _enrolment_pb2.EnrolResponse]  # type: ignore[assignment]
     """Exchanges a token for certificates. UNAUTHENTICATED: unknown, wrong or revoked token; FAILED_PRECONDITION:
     expired or used up, another protocol major, a clock too far off; INVALID_ARGUMENT: a malformed request.
     """
 
 class EnrolmentServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def Preview(
+        self,
+        request: _enrolment_pb2.PreviewRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_enrolment_pb2.PreviewResponse, _abc.Awaitable[_enrolment_pb2.PreviewResponse]]:
+        """Tells the holder of a token that would admit it what the run needs. Spends no use and changes nothing. Errors as
+        Enrol; PERMISSION_DENIED: the identity is banned or replaced.
+        """
+
     @_abc_1.abstractmethod
     def Enrol(
         self,

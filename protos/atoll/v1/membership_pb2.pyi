@@ -22,6 +22,39 @@ class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NODE_STATE_FINISHED: _ClassVar[NodeState]
     NODE_STATE_FAILED: _ClassVar[NodeState]
 
+class NodeReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NODE_REASON_UNSPECIFIED: _ClassVar[NodeReason]
+    NODE_REASON_STOPPED: _ClassVar[NodeReason]
+    NODE_REASON_DRAINED: _ClassVar[NodeReason]
+    NODE_REASON_RUN_STOPPED: _ClassVar[NodeReason]
+    NODE_REASON_TEXT_UNUSABLE: _ClassVar[NodeReason]
+    NODE_REASON_TEXT_DIFFERS: _ClassVar[NodeReason]
+    NODE_REASON_BASE_UNUSABLE: _ClassVar[NodeReason]
+    NODE_REASON_MODEL_TOO_LARGE: _ClassVar[NodeReason]
+    NODE_REASON_OUT_OF_MEMORY: _ClassVar[NodeReason]
+    NODE_REASON_DISK: _ClassVar[NodeReason]
+    NODE_REASON_DEVICE: _ClassVar[NodeReason]
+    NODE_REASON_NETWORK: _ClassVar[NodeReason]
+    NODE_REASON_SETTINGS: _ClassVar[NodeReason]
+    NODE_REASON_TRAINER_DIED: _ClassVar[NodeReason]
+    NODE_REASON_REFUSED: _ClassVar[NodeReason]
+    NODE_REASON_INTERNAL: _ClassVar[NodeReason]
+    NODE_REASON_PAUSED_BY_OWNER: _ClassVar[NodeReason]
+    NODE_REASON_OUTSIDE_HOURS: _ClassVar[NodeReason]
+    NODE_REASON_ON_BATTERY: _ClassVar[NodeReason]
+    NODE_REASON_IN_USE: _ClassVar[NodeReason]
+    NODE_REASON_TRAFFIC_USED_UP: _ClassVar[NodeReason]
+    NODE_REASON_RUN_PAUSED: _ClassVar[NodeReason]
+    NODE_REASON_LOADING: _ClassVar[NodeReason]
+    NODE_REASON_WAITS_FOR_PLAN: _ClassVar[NodeReason]
+    NODE_REASON_WAITS_FOR_TEXT: _ClassVar[NodeReason]
+    NODE_REASON_WAITS_FOR_STAGE: _ClassVar[NodeReason]
+    NODE_REASON_FETCHING_STATE: _ClassVar[NodeReason]
+    NODE_REASON_STANDBY: _ClassVar[NodeReason]
+    NODE_REASON_SLOW_TEXT: _ClassVar[NodeReason]
+    NODE_REASON_TRAINER_RESTARTS: _ClassVar[NodeReason]
+
 class RunState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     RUN_STATE_UNSPECIFIED: _ClassVar[RunState]
@@ -48,6 +81,36 @@ NODE_STATE_PAUSED: NodeState
 NODE_STATE_DRAINING: NodeState
 NODE_STATE_FINISHED: NodeState
 NODE_STATE_FAILED: NodeState
+NODE_REASON_UNSPECIFIED: NodeReason
+NODE_REASON_STOPPED: NodeReason
+NODE_REASON_DRAINED: NodeReason
+NODE_REASON_RUN_STOPPED: NodeReason
+NODE_REASON_TEXT_UNUSABLE: NodeReason
+NODE_REASON_TEXT_DIFFERS: NodeReason
+NODE_REASON_BASE_UNUSABLE: NodeReason
+NODE_REASON_MODEL_TOO_LARGE: NodeReason
+NODE_REASON_OUT_OF_MEMORY: NodeReason
+NODE_REASON_DISK: NodeReason
+NODE_REASON_DEVICE: NodeReason
+NODE_REASON_NETWORK: NodeReason
+NODE_REASON_SETTINGS: NodeReason
+NODE_REASON_TRAINER_DIED: NodeReason
+NODE_REASON_REFUSED: NodeReason
+NODE_REASON_INTERNAL: NodeReason
+NODE_REASON_PAUSED_BY_OWNER: NodeReason
+NODE_REASON_OUTSIDE_HOURS: NodeReason
+NODE_REASON_ON_BATTERY: NodeReason
+NODE_REASON_IN_USE: NodeReason
+NODE_REASON_TRAFFIC_USED_UP: NodeReason
+NODE_REASON_RUN_PAUSED: NodeReason
+NODE_REASON_LOADING: NodeReason
+NODE_REASON_WAITS_FOR_PLAN: NodeReason
+NODE_REASON_WAITS_FOR_TEXT: NodeReason
+NODE_REASON_WAITS_FOR_STAGE: NodeReason
+NODE_REASON_FETCHING_STATE: NodeReason
+NODE_REASON_STANDBY: NodeReason
+NODE_REASON_SLOW_TEXT: NodeReason
+NODE_REASON_TRAINER_RESTARTS: NodeReason
 RUN_STATE_UNSPECIFIED: RunState
 RUN_STATE_CREATED: RunState
 RUN_STATE_WAITING: RunState
@@ -100,8 +163,10 @@ class RotateIdentityResponse(_message.Message):
     def __init__(self, certificate_chain_pem: _Optional[bytes] = ..., membership: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
 
 class MoveToRunRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("instance",)
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    instance: bytes
+    def __init__(self, instance: _Optional[bytes] = ...) -> None: ...
 
 class MoveToRunResponse(_message.Message):
     __slots__ = ("run_id", "run_spec_toml", "membership", "seeds", "deny_list")
@@ -138,7 +203,7 @@ class PeerPath(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., rtt_seconds: _Optional[float] = ..., bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class NodeProfile(_message.Message):
-    __slots__ = ("device", "device_name", "device_memory_bytes", "host_memory_bytes", "cpu_threads", "atoll_version", "tokens_per_second", "layer_times", "price_per_hour", "whole_model_bytes", "minimum_step_seconds", "stays_in_run")
+    __slots__ = ("device", "device_name", "device_memory_bytes", "host_memory_bytes", "cpu_threads", "atoll_version", "tokens_per_second", "layer_times", "price_per_hour", "whole_model_bytes", "minimum_step_seconds")
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_NAME_FIELD_NUMBER: _ClassVar[int]
     DEVICE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -150,7 +215,6 @@ class NodeProfile(_message.Message):
     PRICE_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
     WHOLE_MODEL_BYTES_FIELD_NUMBER: _ClassVar[int]
     MINIMUM_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    STAYS_IN_RUN_FIELD_NUMBER: _ClassVar[int]
     device: str
     device_name: str
     device_memory_bytes: int
@@ -162,8 +226,7 @@ class NodeProfile(_message.Message):
     price_per_hour: float
     whole_model_bytes: int
     minimum_step_seconds: float
-    stays_in_run: bool
-    def __init__(self, device: _Optional[str] = ..., device_name: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ..., host_memory_bytes: _Optional[int] = ..., cpu_threads: _Optional[int] = ..., atoll_version: _Optional[str] = ..., tokens_per_second: _Optional[float] = ..., layer_times: _Optional[_Iterable[_Union[LayerTime, _Mapping]]] = ..., price_per_hour: _Optional[float] = ..., whole_model_bytes: _Optional[int] = ..., minimum_step_seconds: _Optional[float] = ..., stays_in_run: _Optional[bool] = ...) -> None: ...
+    def __init__(self, device: _Optional[str] = ..., device_name: _Optional[str] = ..., device_memory_bytes: _Optional[int] = ..., host_memory_bytes: _Optional[int] = ..., cpu_threads: _Optional[int] = ..., atoll_version: _Optional[str] = ..., tokens_per_second: _Optional[float] = ..., layer_times: _Optional[_Iterable[_Union[LayerTime, _Mapping]]] = ..., price_per_hour: _Optional[float] = ..., whole_model_bytes: _Optional[int] = ..., minimum_step_seconds: _Optional[float] = ...) -> None: ...
 
 class SpanTime(_message.Message):
     __slots__ = ("layers", "seconds_per_token")
@@ -174,7 +237,7 @@ class SpanTime(_message.Message):
     def __init__(self, layers: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., seconds_per_token: _Optional[float] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("state", "steps", "tokens", "tokens_per_second", "step_seconds", "train_loss", "head_round", "head_hash", "plan_version", "averaging_bytes_sent", "averaging_bytes_fp32", "other_bytes_sent", "data_stall_seconds", "detail", "rounds_joined", "samples_repeated", "uplink_bytes_per_second", "prepared", "prepared_round", "refused", "lost_layers", "downlink_bytes_per_second", "clock_offset_seconds", "computed", "missing_stage", "data_stall_share", "data_bytes_fetched", "data_bytes_trained")
+    __slots__ = ("state", "steps", "tokens", "tokens_per_second", "step_seconds", "train_loss", "head_round", "head_hash", "plan_version", "averaging_bytes_sent", "averaging_bytes_fp32", "other_bytes_sent", "data_stall_seconds", "detail", "rounds_joined", "samples_repeated", "uplink_bytes_per_second", "prepared", "prepared_round", "refused", "lost_layers", "downlink_bytes_per_second", "clock_offset_seconds", "computed", "missing_stage", "data_stall_share", "data_bytes_fetched", "data_bytes_trained", "reason")
     STATE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +266,7 @@ class NodeStatus(_message.Message):
     DATA_STALL_SHARE_FIELD_NUMBER: _ClassVar[int]
     DATA_BYTES_FETCHED_FIELD_NUMBER: _ClassVar[int]
     DATA_BYTES_TRAINED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     state: NodeState
     steps: int
     tokens: int
@@ -231,7 +295,8 @@ class NodeStatus(_message.Message):
     data_stall_share: float
     data_bytes_fetched: int
     data_bytes_trained: int
-    def __init__(self, state: _Optional[_Union[NodeState, str]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., train_loss: _Optional[float] = ..., head_round: _Optional[int] = ..., head_hash: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., averaging_bytes_sent: _Optional[int] = ..., averaging_bytes_fp32: _Optional[int] = ..., other_bytes_sent: _Optional[int] = ..., data_stall_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., rounds_joined: _Optional[int] = ..., samples_repeated: _Optional[int] = ..., uplink_bytes_per_second: _Optional[float] = ..., prepared: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., prepared_round: _Optional[int] = ..., refused: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., lost_layers: _Optional[_Iterable[int]] = ..., downlink_bytes_per_second: _Optional[float] = ..., clock_offset_seconds: _Optional[float] = ..., computed: _Optional[_Union[SpanTime, _Mapping]] = ..., missing_stage: _Optional[str] = ..., data_stall_share: _Optional[float] = ..., data_bytes_fetched: _Optional[int] = ..., data_bytes_trained: _Optional[int] = ...) -> None: ...
+    reason: NodeReason
+    def __init__(self, state: _Optional[_Union[NodeState, str]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., train_loss: _Optional[float] = ..., head_round: _Optional[int] = ..., head_hash: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., averaging_bytes_sent: _Optional[int] = ..., averaging_bytes_fp32: _Optional[int] = ..., other_bytes_sent: _Optional[int] = ..., data_stall_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., rounds_joined: _Optional[int] = ..., samples_repeated: _Optional[int] = ..., uplink_bytes_per_second: _Optional[float] = ..., prepared: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., prepared_round: _Optional[int] = ..., refused: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., lost_layers: _Optional[_Iterable[int]] = ..., downlink_bytes_per_second: _Optional[float] = ..., clock_offset_seconds: _Optional[float] = ..., computed: _Optional[_Union[SpanTime, _Mapping]] = ..., missing_stage: _Optional[str] = ..., data_stall_share: _Optional[float] = ..., data_bytes_fetched: _Optional[int] = ..., data_bytes_trained: _Optional[int] = ..., reason: _Optional[_Union[NodeReason, str]] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("round", "committed", "reason", "manifest", "seconds", "wire_bytes")
@@ -340,7 +405,7 @@ class Promise(_message.Message):
     def __init__(self, round: _Optional[int] = ..., plan_version: _Optional[int] = ..., attempt: _Optional[int] = ..., voted: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("sequence", "profile", "status", "multiaddrs", "rounds", "evaluations", "genesis", "corpus_digest", "checkpoints", "checkpoints_changed", "paths", "deny_list", "layers", "manifests", "instance", "challenge_answer", "promised", "training_audits", "metrics", "run_id")
+    __slots__ = ("sequence", "profile", "status", "multiaddrs", "rounds", "evaluations", "genesis", "corpus_digest", "checkpoints", "checkpoints_changed", "paths", "deny_list", "layers", "manifests", "instance", "challenge_answer", "promised", "training_audits", "metrics", "run_id", "stays_in_run")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -361,6 +426,7 @@ class HeartbeatRequest(_message.Message):
     TRAINING_AUDITS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    STAYS_IN_RUN_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     profile: NodeProfile
     status: NodeStatus
@@ -381,7 +447,8 @@ class HeartbeatRequest(_message.Message):
     training_audits: _containers.RepeatedCompositeFieldContainer[TrainingAudit]
     metrics: _containers.RepeatedCompositeFieldContainer[NodeMetrics]
     run_id: str
-    def __init__(self, sequence: _Optional[int] = ..., profile: _Optional[_Union[NodeProfile, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationReport, _Mapping]]] = ..., genesis: _Optional[_Union[GenesisReport, _Mapping]] = ..., corpus_digest: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., checkpoints_changed: _Optional[bool] = ..., paths: _Optional[_Iterable[_Union[PeerPath, _Mapping]]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., manifests: _Optional[_Union[ManifestAnswer, _Mapping]] = ..., instance: _Optional[bytes] = ..., challenge_answer: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ..., training_audits: _Optional[_Iterable[_Union[TrainingAudit, _Mapping]]] = ..., metrics: _Optional[_Iterable[_Union[NodeMetrics, _Mapping]]] = ..., run_id: _Optional[str] = ...) -> None: ...
+    stays_in_run: bool
+    def __init__(self, sequence: _Optional[int] = ..., profile: _Optional[_Union[NodeProfile, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationReport, _Mapping]]] = ..., genesis: _Optional[_Union[GenesisReport, _Mapping]] = ..., corpus_digest: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., checkpoints_changed: _Optional[bool] = ..., paths: _Optional[_Iterable[_Union[PeerPath, _Mapping]]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., manifests: _Optional[_Union[ManifestAnswer, _Mapping]] = ..., instance: _Optional[bytes] = ..., challenge_answer: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ..., training_audits: _Optional[_Iterable[_Union[TrainingAudit, _Mapping]]] = ..., metrics: _Optional[_Iterable[_Union[NodeMetrics, _Mapping]]] = ..., run_id: _Optional[str] = ..., stays_in_run: _Optional[bool] = ...) -> None: ...
 
 class ManifestRequest(_message.Message):
     __slots__ = ("first", "count")
@@ -528,13 +595,33 @@ class CheckpointUploadResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("reason", "instance")
+    __slots__ = ("reason", "instance", "why")
     REASON_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
     reason: str
     instance: bytes
-    def __init__(self, reason: _Optional[str] = ..., instance: _Optional[bytes] = ...) -> None: ...
+    why: NodeReason
+    def __init__(self, reason: _Optional[str] = ..., instance: _Optional[bytes] = ..., why: _Optional[_Union[NodeReason, str]] = ...) -> None: ...
 
 class LeaveResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class StandingRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StandingResponse(_message.Message):
+    __slots__ = ("run_state", "draining", "corpus_digest", "layers", "head_round")
+    RUN_STATE_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    CORPUS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_ROUND_FIELD_NUMBER: _ClassVar[int]
+    run_state: RunState
+    draining: bool
+    corpus_digest: str
+    layers: _plan_pb2.LayerTable
+    head_round: int
+    def __init__(self, run_state: _Optional[_Union[RunState, str]] = ..., draining: _Optional[bool] = ..., corpus_digest: _Optional[str] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., head_round: _Optional[int] = ...) -> None: ...

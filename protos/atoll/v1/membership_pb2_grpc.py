@@ -59,6 +59,11 @@ class MembershipServiceStub:
                 request_serializer=atoll_dot_v1_dot_membership__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=atoll_dot_v1_dot_membership__pb2.LeaveResponse.FromString,
                 _registered_method=True)
+        self.Standing = channel.unary_unary(
+                '/atoll.v1.MembershipService/Standing',
+                request_serializer=atoll_dot_v1_dot_membership__pb2.StandingRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_membership__pb2.StandingResponse.FromString,
+                _registered_method=True)
         self.Vote = channel.unary_unary(
                 '/atoll.v1.MembershipService/Vote',
                 request_serializer=atoll_dot_v1_dot_membership__pb2.VoteRequest.SerializeToString,
@@ -111,6 +116,13 @@ class MembershipServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Standing(self, request, context):
+        """What the coordinator thinks of the caller. Changes nothing. PERMISSION_DENIED: banned, or replaced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Vote(self, request, context):
         """A promise or a vote of the coordinator's seat, for rounds where it has one.
         """
@@ -152,6 +164,11 @@ def add_MembershipServiceServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=atoll_dot_v1_dot_membership__pb2.LeaveRequest.FromString,
                     response_serializer=atoll_dot_v1_dot_membership__pb2.LeaveResponse.SerializeToString,
+            ),
+            'Standing': grpc.unary_unary_rpc_method_handler(
+                    servicer.Standing,
+                    request_deserializer=atoll_dot_v1_dot_membership__pb2.StandingRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_membership__pb2.StandingResponse.SerializeToString,
             ),
             'Vote': grpc.unary_unary_rpc_method_handler(
                     servicer.Vote,
@@ -299,6 +316,33 @@ class MembershipService:
             '/atoll.v1.MembershipService/Leave',
             atoll_dot_v1_dot_membership__pb2.LeaveRequest.SerializeToString,
             atoll_dot_v1_dot_membership__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Standing(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.MembershipService/Standing',
+            atoll_dot_v1_dot_membership__pb2.StandingRequest.SerializeToString,
+            atoll_dot_v1_dot_membership__pb2.StandingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class MembershipServiceStub:
     """
     Leave: _grpc.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.LeaveResponse]
     """Announces that the caller leaves. The next plan does not contain it."""
+    Standing: _grpc.UnaryUnaryMultiCallable[_membership_pb2.StandingRequest, _membership_pb2.StandingResponse]
+    """What the coordinator thinks of the caller. Changes nothing. PERMISSION_DENIED: banned, or replaced."""
     Vote: _grpc.UnaryUnaryMultiCallable[_membership_pb2.VoteRequest, _membership_pb2.VoteResponse]
     """A promise or a vote of the coordinator's seat, for rounds where it has one."""
     UploadCheckpoint: _grpc.StreamUnaryMultiCallable[_membership_pb2.CheckpointUpload, _membership_pb2.CheckpointUploadResponse]
@@ -67,6 +69,8 @@ class MembershipServiceAsyncStub(MembershipServiceStub):
     """
     Leave: _aio.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.LeaveResponse]  # type: ignore[assignment]
     """Announces that the caller leaves. The next plan does not contain it."""
+    Standing: _aio.UnaryUnaryMultiCallable[_membership_pb2.StandingRequest, _membership_pb2.StandingResponse]  # type: ignore[assignment]
+    """What the coordinator thinks of the caller. Changes nothing. PERMISSION_DENIED: banned, or replaced."""
     Vote: _aio.UnaryUnaryMultiCallable[_membership_pb2.VoteRequest, _membership_pb2.VoteResponse]  # type: ignore[assignment]
     """A promise or a vote of the coordinator's seat, for rounds where it has one."""
     UploadCheckpoint: _aio.StreamUnaryMultiCallable[_membership_pb2.CheckpointUpload, _membership_pb2.CheckpointUploadResponse]  # type: ignore[assignment]
@@ -116,6 +120,14 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.LeaveResponse, _abc.Awaitable[_membership_pb2.LeaveResponse]]:
         """Announces that the caller leaves. The next plan does not contain it."""
+
+    @_abc_1.abstractmethod
+    def Standing(
+        self,
+        request: _membership_pb2.StandingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_membership_pb2.StandingResponse, _abc.Awaitable[_membership_pb2.StandingResponse]]:
+        """What the coordinator thinks of the caller. Changes nothing. PERMISSION_DENIED: banned, or replaced."""
 
     @_abc_1.abstractmethod
     def Vote(

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import select
 import signal
 import socket
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +22,7 @@ import pytest
 
 from atoll.core.certs import CertificateAuthority
 from atoll.core.errors import DeadlineExceeded, NotRunning
-from atoll.core.tokens import new_join_token
+from atoll.core.tokens import new_join_token, parse_join_token
 from atoll.node.cli.doctor import _port
 from atoll.node.config import load
 from atoll.node.control.local_api import LocalApi
@@ -71,18 +73,30 @@ def refused(done, code, *words):
         assert word in done.stderr
 
 
-def test_logs_prints_the_trainers_log_for_people_or_as_json(tmp_path):
-    written = tmp_path / "runs/reef/trainer.log"
-    written.parent.mkdir(parents=True)
+@pytest.mark.parametrize(("place", "flags"), [("daemon.log", ()), ("runs/reef/trainer.log", ("--trainer",))])
+def test_logs_prints_a_log_for_people_or_as_json(tmp_path, place, flags):
+    written = tmp_path / place
+    written.parent.mkdir(parents=True, exist_ok=True)
     lines = [
         json.dumps({"event": f"step_{i}", "level": "info", "timestamp": f"2026-01-01T00:00:0{i}Z"}) for i in range(4)
     ]
     written.write_text("\n".join(lines))  # the last is still being written
-    as_it_is = atoll("logs", "--data-dir", tmp_path, "--lines", 2)
+    as_it_is = atoll("logs", *flags, "--data-dir", tmp_path, "--lines", 2)
     assert as_it_is.stdout.splitlines() == lines[1:]
-    people = atoll("logs", "--data-dir", tmp_path, "--log-format", "console")
+    people = atoll("logs", *flags, "--data-dir", tmp_path, "--log-format", "console")
     assert [line.split()[-1] for line in people.stdout.splitlines()] == [f"step_{i}" for i in range(4)]
-    following = [BIN / "atoll", "logs", "--follow", "--lines", "1", "--data-dir", tmp_path, "--log-format", "console"]
+    following = [
+        BIN / "atoll",
+        "logs",
+        *flags,
+        "--follow",
+        "--lines",
+        "1",
+        "--data-dir",
+        tmp_path,
+        "--log-format",
+        "console",
+    ]
     with subprocess.Popen(following, stdout=subprocess.PIPE, text=True) as child, written.open("a") as file:
         try:
             assert child.stdout.readline().split()[-1] == "step_2"
@@ -90,6 +104,9 @@ def test_logs_prints_the_trainers_log_for_people_or_as_json(tmp_path):
                 file.write(written_now)
                 file.flush()
                 assert child.stdout.readline().split()[-1] == told
+            written.rename(written.with_name(f"{written.name}.1"))
+            written.write_text(lines[1] + "\n")
+            assert child.stdout.readline().split()[-1] == "step_1", "the new file after a rotation"
         finally:
             child.terminate()
 
@@ -324,6 +341,34 @@ def test_an_invalid_token_is_refused(text, tmp_path):
     refused(atoll("join", "--token", "-", "--data-dir", tmp_path, stdin=text + "\n"), 77, "join token")
 
 
+@pytest.mark.parametrize("quotes", ['""', "''", "``", "“”", "<>"])
+def test_a_token_may_be_pasted_with_its_quotation_marks(token, quotes):
+    assert parse_join_token(f" {quotes[0]}{token}{quotes[1]}\n").text() == token
+
+
+def test_status_advises_up_to_a_node_that_left(tmp_path):
+    refused(atoll("status", "--data-dir", tmp_path), 69, "start one with `atoll join`")
+    (tmp_path / "credentials.json").write_text("{}")
+    refused(atoll("status", "--data-dir", tmp_path), 69, "start one with `atoll up`")
+
+
+def test_config_show_prints_toml_that_reads_back(tmp_path):
+    odd = tmp_path / 'a "name" 🪸\x7f'
+    environment = {"ATOLL_DATA_DIR": str(odd), "ATOLL_DATA": "é \\ 🪸", "ATOLL_DIRECT": "false", "ATOLL_PORT": "7711"}
+    for flags in ((), ("--origin",)):
+        shown = atoll("config", "show", *flags, env=environment).stdout
+        (tmp_path / "shown.toml").write_text(shown)
+        again = json.loads(atoll("config", "show", "--config", tmp_path / "shown.toml", "--output", "json").stdout)
+        assert again["config"] == json.loads(atoll("config", "show", "-o", "json", env=environment).stdout)["config"]
+    assert tomllib.loads(shown)["direct"] is False
+
+
+def test_up_takes_every_setting_of_join(tmp_path):
+    told = [atoll(verb, "--help", env={"COLUMNS": "200"}).stdout for verb in ("join", "up")]
+    options = [set(re.findall(r"--[a-z][a-z-]+", text)) for text in told]
+    assert options[0] - options[1] == {"--token", "--yes"}
+
+
 def test_join_without_a_token_is_refused(tmp_path):
     refused(atoll("join", "--data-dir", tmp_path), 2, "no token")
     refused(atoll("join", "--token", f"file:{tmp_path}/none", "--data-dir", tmp_path), 78, "cannot read the token")
@@ -331,9 +376,7 @@ def test_join_without_a_token_is_refused(tmp_path):
     refused(atoll("join", "--token", tmp_path / "seed.tok", "--data-dir", tmp_path), 2, "neither", f"file:{tmp_path}")
     refused(atoll("up", "--data-dir", tmp_path), 2, "has not joined")
     refused(atoll("up", "--data-dir", tmp_path / "new", "--data", __file__), 2, "has not joined")
-    refused(atoll("up", "--data-dir", tmp_path, "--data", tmp_path / "nowhere"), 78, "no training text")
-    refused(atoll("up", "--data-dir", tmp_path, "--data", __file__), 2, "has not joined")
-    assert f'data = "{__file__}"' in (tmp_path / "node.toml").read_text(), "for the next start, too"
+    assert not (tmp_path / "node.toml").exists()
 
 
 @pytest.mark.parametrize(

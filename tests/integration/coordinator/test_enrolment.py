@@ -17,9 +17,11 @@ from atoll.coordinator.services.enrolment import MAX_CONCURRENT_ENROLMENTS
 from atoll.core import certs
 from atoll.core.certs import SERVER_NAME
 from atoll.core.clock import SystemClock
+from atoll.core.errors import TokenUsedUp
 from atoll.core.identity import Identity
 from atoll.core.membership import MembershipVerifier
 from atoll.core.tokens import parse_join_token, split_endpoint
+from atoll.node.control.enrol import preview
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import enrolment_pb2 as enrolment
@@ -47,6 +49,21 @@ async def test_a_token_buys_everything_a_member_needs(tmp_path: Path) -> None:
         assert authority.verify_deny_list(got.deny_list).number == 0
         assert 'name = "reef"' in got.run_spec_toml
         assert got.membership_endpoint == ":" + home.endpoints.local.split(":")[1]
+
+
+async def test_a_preview_tells_what_the_run_needs_and_spends_nothing(tmp_path: Path) -> None:
+    async with coordinator(tmp_path / "c") as home:
+        await home.create_run()
+        token, ann = await home.token(), Node(home, Identity.generate(), "ann")
+        for _ in range(3):
+            told = await preview(token, ann.identity, "ann", SystemClock())
+            assert (told.run_id, told.roles, told.trains, told.corpus_digest) == ("reef", {"node"}, True, "")
+            assert (told.spec.data.path, told.layers, told.coordinator) == ("corpus", None, token.endpoint)
+        assert home.controller.state.nodes == {}
+        await ann.enrol(token)
+        await preview(token, ann.identity, "ann", SystemClock())  # the answer of the enrolment may have been lost
+        with pytest.raises(TokenUsedUp):
+            await preview(token, Identity.generate(), "bob", SystemClock())
 
 
 async def test_a_used_token_is_refused_after_a_restart_too(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ async def test_a_node_with_another_corpus_is_refused_with_the_reason(tmp_path: P
     async with training(tmp_path / "c", "ann", "bob") as (home, _):
         stray = await (await home.node("cid")).connect(corpus="cd" * 32)
         failure = await stray.ended()
-        assert error_of(failure).reason == "CorpusError"
+        assert error_of(failure).reason == "CorpusDiffers"
         assert "is not the run's" in str(failure.details())
         await stray.close()
 

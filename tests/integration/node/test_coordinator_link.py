@@ -160,7 +160,7 @@ async def starve():
         resource.setrlimit(resource.RLIMIT_NOFILE, (taken + spare, limits[1]))
         with pytest.raises(Unreachable, match="no file descriptors left"):
             await link.vote(mb.VoteRequest())
-        await link.leave("no descriptors")
+        await link.leave("no descriptors", mb.NODE_REASON_STOPPED)
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     async with link._channel():  # as soon as there are some
         pass

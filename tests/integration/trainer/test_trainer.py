@@ -22,10 +22,10 @@ from support.eventually import eventually
 from atoll.core.errors import CheckpointCorrupt, ChildDied, CorpusError, DeadlineExceeded, InvalidTransition
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.model.run_model import run_model
+from atoll.node.system.host_memory import HOST_OVERHEAD_BYTES
 from atoll.node.trainer import messages
 from atoll.node.trainer.trainer import Snapshot, Trainer, TrainerConfig, TrainerStatus
 from atoll.node.trainer.worker import EXIT_ORPHANED
-from atoll.node.training.device import HOST_OVERHEAD_BYTES
 
 SPEC = """
 version = 1

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from unit.coordinator.world import RUN, SECRET, World, spec_toml
 
 from atoll.coordinator.runs import admission, lifecycle, machine
+from atoll.coordinator.services import views
 from atoll.coordinator.state import lookup
 from atoll.coordinator.store.records import Event
 from atoll.core.errors import (
@@ -25,7 +26,9 @@ from atoll.core.errors import (
     TokenUnknown,
     TokenUsedUp,
 )
+from atoll.core.node_reasons import named_reason, reason_name, reason_words
 from atoll.core.tokens import hash_secret
+from atoll.v1 import membership_pb2 as mb
 
 
 @pytest.fixture
@@ -113,6 +116,33 @@ def test_the_reason_of_a_leave_is_one_printable_line(world: World) -> None:
     assert told.startswith("ann left: [31mgone for good!")
     assert told.isprintable()
     assert len(told) < 250
+
+
+def test_a_failure_is_told_with_its_reason_until_the_node_connects(world: World) -> None:
+    peer = world.enrol("ann").peer_id
+    why, told = mb.NODE_REASON_TEXT_DIFFERS, "the text at /books is not the run's\x1b[31m" + "!" * 9999
+    for _ in range(3):
+        world.take(admission.leave(world.state, world.now, peer, told, b"", why))
+    world.take(admission.leave(world.state, world.now, peer, "bye"))  # a failure is not told otherwise later
+    events = [record for record in world.records if isinstance(record, Event) and record.kind == "node.failed"]
+    assert len(events) == 1
+    assert events[0].message.startswith("ann failed: text differs: the text at /books is not the run's[31m!!!")
+    assert len(events[0].message) < 600
+    view = views.node_view(world.state, world.state.nodes[peer], world.now.unix_ms, world.now.monotonic)
+    assert (view.ended, view.left, view.connected) == (why, True, False)
+    assert view.ended_detail.startswith("the text at /books")
+    world.take(admission.leave(world.state, world.now, peer, "full", b"", mb.NODE_REASON_DISK))  # the next try
+    assert world.state.nodes[peer].ended == "DISK"
+    world.take(machine.connect(world.state, world.now, peer))
+    node = world.state.nodes[peer]
+    assert (node.left, node.ended, node.ended_detail) == (False, "", "")
+
+
+@given(st.integers(-(2**31), 2**31 - 1))
+def test_any_number_of_a_reason_has_words_and_a_name(number: int) -> None:
+    assert reason_words(number).isprintable()
+    assert reason_name(number) == "" or named_reason(reason_name(number)) == number
+    assert named_reason("OF_A_LATER_RELEASE") == mb.NODE_REASON_UNSPECIFIED
 
 
 def test_banning_twice_does_not_issue_another_list(world: World) -> None:

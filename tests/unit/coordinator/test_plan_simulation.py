@@ -211,7 +211,7 @@ def check_settled(storm: Storm) -> None:
     state, memory = world.state, world.state.memory[RUN]
     electorate = deciding.next_electorate(state, RUN)
     assert electorate is not None
-    voters = {peer for peer in electorate.members if deciding.can_vote(state, peer)} & set(world.plan.standbys)
+    voters = {peer for peer in electorate.members if deciding.can_vote(state, RUN, peer)} & set(world.plan.standbys)
     members = [peer for peer in world.plan.members if peer not in voters]
     gone = [peer for peer in members if not state.live[peer].connected or state.nodes[peer].draining]
     nobody = not attendance_of(state, RUN, world.now.monotonic).members

@@ -205,9 +205,9 @@ def test_every_plan_can_decide_or_an_event_says_why_there_is_none(things: list[t
     state, plan = world.state, world.plans[-1]
     electorate = deciding.next_electorate(state, RUN)
     assert electorate is not None
-    able = {peer for peer in plan.members if deciding.can_vote(state, peer)}
+    able = {peer for peer in plan.members if deciding.can_vote(state, RUN, peer)}
     trainers = {peer for peer, live in state.live.items() if live.status.state == mb.NODE_STATE_TRAINING}
-    trainers &= {peer for peer in trainers if deciding.can_vote(state, peer)}
+    trainers &= {peer for peer in trainers if deciding.can_vote(state, RUN, peer)}
     if deciding.decides(state, RUN, electorate, able):
         assert not trainers or trainers == plan.stages
     elif trainers and trainers != plan.stages:
@@ -245,7 +245,7 @@ def happen(world: World, thing: str, name: str) -> None:
 def commit(world: World) -> None:
     """A round of all planned members that are there; those that rest say that they leave."""
     state, plan = world.state, world.plans[-1]
-    there = [peer for peer in plan.members if deciding.can_vote(state, peer)]
+    there = [peer for peer in plan.members if deciding.can_vote(state, RUN, peer)]
     electorate = deciding.next_electorate(state, RUN)
     assert electorate is not None
     present = [peer for peer in there if state.live[peer].status.state == mb.NODE_STATE_TRAINING]

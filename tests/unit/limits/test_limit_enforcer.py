@@ -40,12 +40,12 @@ class Session:
     """A session that records the reason of its pause."""
 
     def __init__(self) -> None:
-        self.pause_reason = ""
+        self.pause_reason, self.pause_why = "", 0
         self.limits: list[NodeConfig] = []
         self.changed = asyncio.Event()
 
-    def pause(self, reason: str) -> None:
-        self.pause_reason = reason
+    def pause(self, reason: str, why: int) -> None:
+        self.pause_reason, self.pause_why = reason, why
         self.changed.set()
 
     def resume(self) -> None:

@@ -59,6 +59,6 @@ def test_loading_progress_is_reported_only_while_the_node_joins() -> None:
     assert status.detail == "starting"
     status.show_loading_progress(Loading(1234567))
     assert status.detail == "reading the corpus: 1,234,567 tokens so far"
-    status.enter(mb.NODE_STATE_DRAINING, "leaving")
+    status.enter(mb.NODE_STATE_DRAINING, "leaving", mb.NODE_REASON_STOPPED)
     status.show_loading_progress(Loading(2345678))
     assert status.detail == "leaving"

@@ -16,6 +16,7 @@ from atoll.coordinator.cli.options import CredentialsOption, NodeArgument, RunOp
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show, show_facts
 from atoll.coordinator.sanitize import clean, enum_word
 from atoll.core.errors import UsageError
+from atoll.core.node_reasons import is_failure, reason_words, telling_words
 from atoll.core.output import Output, OutputOption, ask_interactively, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import common_pb2 as pb
@@ -160,9 +161,13 @@ def _columns(nodes: Sequence[wire.NodeView]) -> list[Column]:
 def _state(node: wire.NodeView) -> str:
     if node.banned:
         return "banned"
+    if not node.connected and is_failure(node.ended):
+        return f"failed: {reason_words(node.ended)}"
     if not node.connected:
-        return "offline"
+        return "left" if node.left else "offline"
     word = enum_word(mb.NodeState.DESCRIPTOR, node.status.state).replace("_", " ")
+    why = telling_words(node.status.reason)
+    word += f": {why}" if why and why != word else ""
     if node.assigned_run:
         word += f", will move to {node.assigned_run}"
     elif node.draining and word != "draining":
@@ -195,6 +200,8 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("role", roles(node)),
         ("state", _state(node)),
         ("status", status.detail or "–"),
+        ("reason", reason_words(status.reason) if node.connected and status.reason else "–"),
+        ("ended", _end(node)),
         ("enrolled", local_time(node.enrolled_unix_ms)),
         ("last seen", time_ago(node.last_seen_unix_ms, now)),
         ("device", profile.device_name or profile.device or "–"),
@@ -222,6 +229,12 @@ def _facts(node: wire.NodeView, now: float) -> list[tuple[str, object]]:
         ("downlink, at least", _rate(status.downlink_bytes_per_second)),
     ]
     return facts + [("address", address) for address in node.multiaddrs]
+
+
+def _end(node: wire.NodeView) -> str:
+    """Why its last process ended, while no other has connected."""
+    told = ": ".join(filter(None, [reason_words(node.ended), node.ended_detail]))
+    return told if node.left and told else "–"
 
 
 def _audits(node: wire.NodeView) -> str:

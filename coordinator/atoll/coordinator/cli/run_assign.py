@@ -13,7 +13,7 @@ from atoll.coordinator.cli import run as run_views
 from atoll.coordinator.cli.client import connect
 from atoll.coordinator.cli.options import CredentialsOption
 from atoll.coordinator.cli.output import message_dict
-from atoll.core.errors import UsageError
+from atoll.core.errors import Ambiguous, AtollError, Banned, InvalidTransition, NotFound, NotPermitted, UsageError
 from atoll.core.output import Output, OutputOption, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import common_pb2 as pb
@@ -50,11 +50,19 @@ def assign(
             chosen = [it.peer_id for it in seeds_first if it.connected and not it.banned]
             if not chosen:
                 raise UsageError(f"no node of run {all_of!r} is connected", "see `atollctl node list`")
-        moved = [
-            client.call(client.stub.AssignNode, wire.AssignNodeRequest(node=name, run_id=run))
-            for name in dict.fromkeys(chosen)
-        ]
+        moved: list[wire.NodeView] = []
+        refused: list[AtollError] = []
+        for name in dict.fromkeys(chosen):
+            try:
+                moved.append(client.call(client.stub.AssignNode, wire.AssignNodeRequest(node=name, run_id=run)))
+            except (Ambiguous, Banned, InvalidTransition, NotFound, NotPermitted) as error:
+                refused.append(error)
+                print_to_stderr(f"not moved: {error}")
+    if refused and not moved:
+        raise refused[0]
     node_views.show_nodes(output, moved)
+    if refused:
+        raise UsageError(f"{len(refused)} of {len(moved) + len(refused)} nodes were not assigned", "see above")
 
 
 def clone(
@@ -99,11 +107,16 @@ def changed_spec(spec_toml: str, name: str, changes: Sequence[str], defaults: Se
     document = tomllib.loads(spec_toml)
     document["run"]["name"] = name
     for path in defaults:
-        _section(document, path).pop(path.rpartition(".")[2], None)
+        section, key = _section(document, path), path.strip().rpartition(".")[2]
+        if key not in section:
+            raise UsageError(f"the spec has no key {path.strip()!r}", "see `atollctl run show`")
+        del section[key]
     for change in changes:
         path, equals, value = change.partition("=")
         if not (equals and value.strip()):
             raise UsageError(f"{change!r} is not SECTION.KEY=VALUE", _EXAMPLE)
+        if path.strip() == "run.name":
+            raise UsageError("the name of the new run is the second argument", "leave out --set run.name")
         _section(document, path)[path.strip().rpartition(".")[2]] = _value(value.strip())
     return check_run_spec(document, "the changed spec").resolved_toml()
 
@@ -121,6 +134,7 @@ def _section(document: dict[str, Any], path: str) -> dict[str, Any]:
 
 def _value(text: str) -> object:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        read = tomllib.loads(f"value = {text}")
+        return read["value"] if len(read) == 1 else text
     except tomllib.TOMLDecodeError:
         return text  # a word without quotes

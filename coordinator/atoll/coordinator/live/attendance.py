@@ -17,6 +17,7 @@ from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.snapshot import LiveNode, PlanJoins, RunMemory, State
 from atoll.coordinator.store.records import Node
 from atoll.core.fragments import fragment_count
+from atoll.core.node_reasons import is_failure, named_reason, reason_words
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
@@ -160,11 +161,12 @@ def corpus_notice(state: State, node: Node) -> str:
     return f"its corpus ({own}…) differs from that of most nodes ({usual[:12]}…): the node does not count as ready"
 
 
-def can_still_write_genesis(state: State, peer_id: str) -> bool:
+def can_still_write_genesis(state: State, run_id: str, peer_id: str) -> bool:
     """True while the writer of genesis may still deliver: it should train, and is connected or just disconnected."""
     node, live = state.nodes[peer_id], state.live.get(peer_id)
     return (
         should_train(node)
+        and node.run_id == run_id
         and live is not None
         and not live.counted_as_lost
         and (not live.connected or live.status.state in ELIGIBLE_STATES)
@@ -209,9 +211,11 @@ def membership_change(state: State, before: tuple[str, ...], after: Iterable[str
 
 def _why_absent(state: State, peer_id: str) -> str:
     node, live = state.nodes[peer_id], state.live.get(peer_id)
+    ended = named_reason(node.ended)
     for gone, word in (
         (bool(node.replaced_by), "has a new identity"),
         (node.banned, "was banned"),
+        (node.left and is_failure(ended), f"failed ({reason_words(ended)})"),
         (node.left, "left"),
         (node.draining, "drains"),
         (node.pin == PINNED_OUT, "is pinned out"),

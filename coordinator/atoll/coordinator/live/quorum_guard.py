@@ -47,7 +47,7 @@ def voters_to_keep(state: State, run_id: str, spans: Mapping[str, range], base: 
     electorate = _electorate(state, run_id, base)
     if electorate is None or deciding.decides(state, run_id, electorate, spans):
         return {}
-    others = sorted(peer for peer in electorate.members if peer not in spans and deciding.can_vote(state, peer))
+    others = sorted(peer for peer in electorate.members if peer not in spans and deciding.can_vote(state, run_id, peer))
     planned = sorted(set(spans.values()), key=lambda span: (len(span), span.start))
     found = ((peer, _span(state, run_id, peer, planned)) for peer in others)
     return {peer: span for peer, span in found if span}
@@ -61,7 +61,7 @@ def can_present_plan_decide(state: State, run_id: str, present_peers: Iterable[s
     plan, electorate = state.memory[run_id].plan, deciding.next_electorate(state, run_id)
     if plan is None or electorate is None or deciding.is_behind(state, run_id):
         return True
-    left = set(present_peers) | {peer for peer in electorate.members if deciding.can_vote(state, peer)}
+    left = set(present_peers) | {peer for peer in electorate.members if deciding.can_vote(state, run_id, peer)}
     return deciding.decides(state, run_id, electorate, left & set(plan.members))
 
 

@@ -24,12 +24,15 @@ from atoll.core.errors import (
     TokenUsedUp,
 )
 from atoll.core.membership import DenyList, MembershipVerifier
+from atoll.core.node_reasons import is_failure, reason_name, reason_words
 from atoll.core.tokens import secret_matches
 from atoll.core.units import duration_text
 from atoll.v1 import common_pb2 as pb
+from atoll.v1 import membership_pb2 as mb
 
 TOKEN_ROLES = ("node", "seed")
 MAX_REASON_CHARACTERS = 200
+MAX_FAILURE_CHARACTERS = 500
 MAX_USES = 100_000
 MAX_TTL_SECONDS = 366 * 24 * 3600
 _NAME = re.compile(r"[a-z0-9-]{1,63}")
@@ -107,18 +110,9 @@ def enrol(state: State, now: StepTime, applicant: Applicant) -> Step[Node]:
     A peer that this token admitted already gets the same answer without another use: the first answer may have
     been lost.
     """
-    if not _NAME.fullmatch(applicant.node_name):
-        raise InvalidRequest("a node's name must have 1 to 63 characters of a-z, 0-9 and -", "join with another --name")
-    known = state.nodes.get(applicant.peer_id)
-    repeated = known is not None and known.token_id == applicant.token_id
-    token = _check_token(state, now, applicant, spent=repeated)
-    lookup.refuse_denied(state, applicant.peer_id)
-    live = state.live.get(applicant.peer_id)
-    if known and known.run_id != token.run_id and live and live.connected:
-        raise AlreadyExists(
-            f"peer {applicant.peer_id} is connected to run {known.run_id!r}",
-            "stop it first, or use another data directory: one identity serves one run",
-        )
+    token = check_applicant(state, now, applicant)
+    known, live = state.nodes.get(applicant.peer_id), state.live.get(applicant.peer_id)
+    repeated = _admitted_before(state, applicant)
     node = _enrolled(state, now, known, token, applicant)
     draft = Draft(state, now)
     draft.put(node)
@@ -133,20 +127,43 @@ def enrol(state: State, now: StepTime, applicant: Applicant) -> Step[Node]:
     return draft.done(node)
 
 
+def check_applicant(state: State, now: StepTime, applicant: Applicant) -> Token:
+    """The token, if it admits the applicant. Raises as `enrol`."""
+    if not _NAME.fullmatch(applicant.node_name):
+        raise InvalidRequest("a node's name must have 1 to 63 characters of a-z, 0-9 and -", "join with another --name")
+    token = _check_token(state, now, applicant, spent=_admitted_before(state, applicant))
+    lookup.refuse_denied(state, applicant.peer_id)
+    known, live = state.nodes.get(applicant.peer_id), state.live.get(applicant.peer_id)
+    elsewhere = known and known.run_id != token.run_id and not _admitted_before(state, applicant)
+    if known and elsewhere and live and live.connected:
+        raise AlreadyExists(
+            f"peer {applicant.peer_id} is connected to run {known.run_id!r}",
+            "stop it first, or use another data directory: one identity serves one run",
+        )
+    return token
+
+
+def _admitted_before(state: State, applicant: Applicant) -> bool:
+    """Whether this token admitted this peer already."""
+    known = state.nodes.get(applicant.peer_id)
+    return known is not None and known.token_id == applicant.token_id
+
+
 def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, applicant: Applicant) -> Node:
     """The row of an admitted node. Within one run it keeps its pin and its availability record.
 
     A draining node that presents a new token is no longer draining. A token neither puts a known node on probation nor
-    ends that.
+    ends that. The token that admitted a node admits it to the run where the operator moved it since.
     """
-    name = unique_name(state, token.run_id, applicant.peer_id, applicant.node_name)
-    if known is not None and known.run_id == token.run_id:
+    repeated = known is not None and known.token_id == token.token_id
+    run_id = known.run_id if known is not None and repeated else token.run_id
+    name = unique_name(state, run_id, applicant.peer_id, applicant.node_name)
+    if known is not None and known.run_id == run_id:
         admitted = replace(known, name=name, roles=token.roles, enrolled_ms=now.unix_ms, token_id=token.token_id)
         admitted = replace(admitted, authority=applicant.authority)
-        repeated = known.token_id == token.token_id
         if not repeated:
             admitted = replace(admitted, draining=False, assigned_run="", rotations=0)
-        return replace(admitted, epoch=known.epoch + 1, left=False)
+        return replace(admitted, epoch=known.epoch + 1, left=False, ended="", ended_detail="")
     return Node(
         peer_id=applicant.peer_id,
         name=name,
@@ -165,9 +182,15 @@ def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, app
 def _log_enrolled(draft: Draft, node: Node, *, again: bool) -> None:
     message = f"{node.name} enrolled{' again' if again else ''} as {', '.join(node.roles)}"
     draft.event("node.enrolled", node.run_id, node.peer_id, message)
-    if "seed" not in node.roles and not _seeds(draft.state, node.run_id):
+    if "seed" not in node.roles:
+        tell_if_no_seed(draft, node.run_id)
+
+
+def tell_if_no_seed(draft: Draft, run_id: str) -> None:
+    """Log an event where nodes of a run cannot discover each other."""
+    if not _seeds(draft.state, run_id):
         message = "this run has no seed: nodes cannot discover each other. Start one: `atoll join --name seed`"
-        draft.event("run.no-seed", node.run_id, node.run_id, message)
+        draft.event("run.no-seed", run_id, run_id, message)
 
 
 def renew(state: State, now: StepTime, peer_id: str) -> Step[Node]:
@@ -275,19 +298,29 @@ def merge_deny_list(draft: Draft, signed: pb.Signed) -> None:
         draft.event("node.banned", node.run_id if node else "", peer_id, f"{name} was banned before the restore")
 
 
-def leave(state: State, now: StepTime, peer_id: str, reason: str, instance: bytes = b"") -> Step[None]:
-    """Record an announced leave. The node may return while its certificate is valid. Raises `CertificateInvalid`.
+def leave(
+    state: State, now: StepTime, peer_id: str, reason: str, instance: bytes = b"", why: int = mb.NODE_REASON_UNSPECIFIED
+) -> Step[None]:
+    """Record an announced end, and why. The node may return while its certificate is valid.
+
+    Raises `CertificateInvalid`.
 
     A process that does not have the node's stream cannot announce that for the one that has it.
     """
-    node, reason = lookup.caller(state, peer_id), clean(reason, MAX_REASON_CHARACTERS)
+    node = lookup.caller(state, peer_id)
+    reason = clean(reason, MAX_FAILURE_CHARACTERS if is_failure(why) else MAX_REASON_CHARACTERS)
     draft = Draft(state, now)
-    if not (node.left or node.replaced_by) and not is_of_another_process(state.live.get(peer_id), instance):
+    told_before = node.left and (node.ended, node.ended_detail) == (reason_name(why), reason)
+    another_tells_nothing_new = node.left and not is_failure(why)
+    if node.replaced_by or told_before or another_tells_nothing_new:
+        return draft.done(None)
+    if not is_of_another_process(state.live.get(peer_id), instance):
         draining = bool(node.assigned_run)  # it moves when it comes back
-        draft.put(replace(node, left=True, draining=draining, last_seen_ms=now.unix_ms))
-        because = f": {reason}" if reason else ""
+        node = replace(node, left=True, draining=draining, last_seen_ms=now.unix_ms)
+        draft.put(replace(node, ended=reason_name(why), ended_detail=reason))
         if charge_row(draft, peer_id):
-            draft.event("node.left", node.run_id, peer_id, f"{node.name} left{because}")
+            kind, verb = ("node.failed", f"failed: {reason_words(why)}") if is_failure(why) else ("node.left", "left")
+            draft.event(kind, node.run_id, peer_id, f"{node.name} {verb}{f': {reason}' if reason else ''}")
     return draft.done(None)
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atoll.coordinator.runs import admission
-from atoll.coordinator.state import lookup
+from atoll.coordinator.state import availability, lookup
 from atoll.coordinator.state.run_states import TRANSITIONS
 from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime
 from atoll.coordinator.store.records import Node
-from atoll.core.errors import Banned, InvalidRequest, InvalidTransition, NotPermitted
+from atoll.core.errors import Banned, IdentityInUse, InvalidRequest, InvalidTransition, NotPermitted
 
 
 def assign(state: State, now: StepTime, text: str, run_id: str) -> Step[Node]:
@@ -32,7 +32,11 @@ def assign(state: State, now: StepTime, text: str, run_id: str) -> Step[Node]:
     if node.run_id == run.run_id:
         return _stay(state, now, node)
     live = state.live.get(node.peer_id)
-    if live is not None and live.profile.stays_in_run:
+    if node.draining and not node.assigned_run:
+        raise InvalidTransition(
+            f"{node.name} drains: it leaves run {node.run_id}", f"assign it when it is back: atoll up, on {node.name}"
+        )
+    if live is not None and live.stays_in_run:
         raise NotPermitted(
             f"the owner of {node.name} lets it stay in run {node.run_id}", "ask the owner to unset `stay_in_run`"
         )
@@ -59,18 +63,36 @@ def _stay(state: State, now: StepTime, node: Node) -> Step[Node]:
     return draft.done(draft.state.nodes[node.peer_id])
 
 
-def move(state: State, now: StepTime, peer_id: str) -> Step[Node]:
+def keep_where_it_is(draft: Draft, peer_id: str) -> None:
+    """Take an order back that was given while the owner's wish to stay was not known."""
+    node = draft.state.nodes[peer_id]
+    if node.assigned_run:
+        draft.put(replace(node, assigned_run="", draining=False))
+        message = f"{node.name} stays in run {node.run_id}: its owner set `stay_in_run`"
+        draft.event("node.assigned", node.run_id, peer_id, message)
+
+
+def move(state: State, now: StepTime, peer_id: str, instance: bytes = b"") -> Step[Node]:
     """Move the caller to the run that it is assigned to; the result is its row. Changes nothing without an order.
 
     What belongs to the old run stays there: pins, audits and reports. Probation goes with the node, and its record of
-    availability. Its streams end. Raises `Banned`, `IdentityReplaced`, `CertificateInvalid`.
+    availability. Its streams end. `instance` names the process that asks. Raises `IdentityInUse` if another process of
+    the node has the stream, `Banned`, `IdentityReplaced`, `CertificateInvalid`.
     """
-    node = lookup.member(state, peer_id)
+    node, live = lookup.member(state, peer_id), state.live.get(peer_id)
+    if admission.is_of_another_process(live, instance):
+        raise IdentityInUse("another process runs with the identity of this node", "run only one of them")
     if not (node.assigned_run and TRANSITIONS[state.runs[node.assigned_run].state]):
         return _stay(state, now, node)  # also if that run is over by now
     draft = Draft(state, now)
+    counted = node
+    if live is not None and live.connected:
+        counted = availability.count_connected(node, live, now.monotonic)
     moved = replace(
-        node,
+        counted,
+        moved_from=node.run_id,
+        last_seen_ms=now.unix_ms,
+        multiaddrs=(),  # of a seed: nodes of the new run learn them when it is there
         run_id=node.assigned_run,
         name=admission.unique_name(state, node.assigned_run, peer_id, node.name),
         assigned_run="",
@@ -80,11 +102,12 @@ def move(state: State, now: StepTime, peer_id: str) -> Step[Node]:
         pin="",
     )
     draft.put(moved)
-    live = state.live.get(peer_id)
     if live is not None:  # rate limits are not refilled; what the node said is of the old run
         draft.set_live(peer_id, live.begun_anew(now.monotonic))
     draft.set_checkpoints(peer_id, ())
     named = f"{node.name} moved" if moved.name == node.name else f"{node.name} moved, as {moved.name},"
     draft.event("node.moved", node.run_id, peer_id, f"{named} to run {moved.run_id}")
     draft.event("node.moved", moved.run_id, peer_id, f"{moved.name} came from run {node.run_id}")
+    if "seed" in node.roles:
+        admission.tell_if_no_seed(draft, node.run_id)
     return draft.done(moved)

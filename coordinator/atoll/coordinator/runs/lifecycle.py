@@ -147,7 +147,7 @@ def _replace_late_genesis_writer(draft: Draft, run_id: str, policy: Policy) -> N
     may_deliver = (
         memory.genesis_writer
         and memory.genesis_writer not in memory.failed_genesis_writers
-        and can_still_write_genesis(state, memory.genesis_writer)
+        and can_still_write_genesis(state, run_id, memory.genesis_writer)
     )
     if in_time and may_deliver:
         return

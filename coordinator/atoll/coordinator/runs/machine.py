@@ -17,7 +17,7 @@ from atoll.coordinator.live.attendance import ELIGIBLE_STATES, corpus_expected
 from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs, memory_figures
 from atoll.coordinator.rounds import learner, node_metrics, reports, training_scores
 from atoll.coordinator.rounds.round_checks import check_layer_table, layer_count
-from atoll.coordinator.runs import admission, checkpoints, forks, lifecycle, recovery
+from atoll.coordinator.runs import admission, assignment, checkpoints, forks, lifecycle, recovery
 from atoll.coordinator.sanitize import MAX_SENTENCE_CHARACTERS, clean, sanitized_message
 from atoll.coordinator.state import availability, lookup, peer_paths
 from atoll.coordinator.state.rate_limits import MEMORY_CHANGES_RATE
@@ -39,7 +39,7 @@ from atoll.coordinator.state.snapshot import (
 )
 from atoll.coordinator.store.records import SHA256_BYTES, Checkpoint, Node
 from atoll.coordinator.store.store import Contents
-from atoll.core.errors import CorpusError, InvalidRequest, InvalidTransition
+from atoll.core.errors import CorpusDiffers, InvalidRequest, InvalidTransition
 from atoll.core.manifest import manifest_hash
 from atoll.core.membership import EMPTY_DENY_LIST, DenyList
 from atoll.core.plan import Base, Plan
@@ -123,7 +123,7 @@ def connect(state: State, now: StepTime, peer_id: str, instance: bytes = b"", au
         )
     draft.set_live(peer_id, fresh)
     node = replace(availability.count_absence(node, old, now.monotonic), authority=authority)
-    draft.put(replace(node, left=False, last_seen_ms=now.unix_ms))
+    draft.put(replace(node, left=False, ended="", ended_detail="", last_seen_ms=now.unix_ms))
     if charge_row(draft, peer_id):  # a node that only reconnects does not fill the event log
         draft.event("node.connected", node.run_id, peer_id, f"{node.name} connected")
     return draft.done(session)
@@ -132,7 +132,7 @@ def connect(state: State, now: StepTime, peer_id: str, instance: bytes = b"", au
 def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: mb.HeartbeatRequest) -> Step[None]:
     """Apply one message of a stream.
 
-    Raises `InvalidTransition` if the stream is no longer the node's, `CorpusError` if the node has another corpus
+    Raises `InvalidTransition` if the stream is no longer the node's, `CorpusDiffers` if the node has another corpus
     than the run, and `InvalidRequest`.
     """
     node, live = check_session(state, peer_id, session)
@@ -149,6 +149,7 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
     live = replace(
         live,
         last_message_at=now.monotonic,
+        stays_in_run=live.stays_in_run or request.stays_in_run,
         challenge_answered=live.challenge_answered or request.challenge_answer == live.challenge != b"",
         promised=request.promised.SerializeToString() if request.HasField("promised") else live.promised,
         status=status,
@@ -162,6 +163,8 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
         layers=_accepted_layer_table(state, node, live, request),
     )
     draft.set_live(peer_id, live)
+    if live.stays_in_run:
+        assignment.keep_where_it_is(draft, peer_id)
     if "node" in node.roles:
         checkpoints.update_from_heartbeat(draft, node, request)
         _take_reports(draft, node, request)
@@ -169,11 +172,11 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
 
 
 def check_session(state: State, peer_id: str, session: int) -> tuple[Node, LiveNode]:
-    """The node's row and live state, if its stream may go on. Raises `Banned`, `InvalidTransition`, `CorpusError`."""
+    """The node's row and live state, if its stream may go on. Raises `Banned`, `InvalidTransition`, `CorpusDiffers`."""
     node, live = lookup.member(state, peer_id), state.live.get(peer_id)
     expected = corpus_expected(state, node.run_id)
     if expected and live and live.corpus_digest not in ("", expected):
-        raise CorpusError(
+        raise CorpusDiffers(
             f"the corpus of this node ({live.corpus_digest[:12]}…) is not the run's ({expected[:12]}…)",
             "use the same text as the other nodes: `atoll up --data PATH`",
         )

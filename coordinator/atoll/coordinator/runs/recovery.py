@@ -138,7 +138,7 @@ def _point_if_layers_are_lost(state: State, run_id: str) -> RecoveryPoint | None
     if memory.plan is None or electorate is None:
         return None
     never_returning = {COORDINATOR} | {
-        peer for peer in electorate.members if peer in state.nodes and not _may_return(state, peer)
+        peer for peer in electorate.members if peer in state.nodes and not _may_return(state, run.run_id, peer)
     }
     if not eligible >= set(memory.plan.members) | (electorate.members - never_returning):
         return None
@@ -151,10 +151,10 @@ def _point_if_layers_are_lost(state: State, run_id: str) -> RecoveryPoint | None
     return _newest_complete_round(state, run, below=run.head_round)
 
 
-def _may_return(state: State, peer: str) -> bool:
+def _may_return(state: State, run_id: str, peer: str) -> bool:
     """True if an absent node may return with its state."""
     node = state.nodes[peer]
-    return not (node.banned or node.left)
+    return node.run_id == run_id and not (node.banned or node.left)
 
 
 def hold_all_layers(memory: RunMemory, holders: list[str]) -> bool:

@@ -1,4 +1,6 @@
-"""`EnrolmentService`: exchanges a join token for certificates. The only service open to callers without one.
+"""`EnrolmentService`: tells what a token is for, and exchanges it for certificates.
+
+The only service open to callers without a certificate.
 
 A thin layer; the rules are in `runs/admission.py`.
 """
@@ -11,23 +13,25 @@ import grpc
 
 from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
+from atoll.coordinator.live.attendance import corpus_expected
 from atoll.coordinator.runs import admission
+from atoll.coordinator.services import views
 from atoll.coordinator.store.records import Node
 from atoll.core import protocol
 from atoll.core.certs import csr_public_key
 from atoll.core.errors import Busy, ClockSkew
 from atoll.core.identity import peer_id_of, verify
-from atoll.core.membership import SKEW_ALLOWED, issue_membership
+from atoll.core.membership import ROLES, SKEW_ALLOWED, issue_membership
 from atoll.core.units import duration_text
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import enrolment_pb2 as wire
-from atoll.v1 import enrolment_pb2_grpc
+from atoll.v1 import enrolment_pb2_grpc, plan_pb2
 
 MAX_CONCURRENT_ENROLMENTS = 64  # complete requests in progress; incomplete ones do not count
 
 
 class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
-    """`Enrol`."""
+    """`Preview`, `Enrol`."""
 
     def __init__(self, controller: Controller, keys: CoordinatorKeys, membership_endpoint: str) -> None:
         self._controller = controller
@@ -35,7 +39,34 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         self._membership_endpoint = membership_endpoint
         self._under_way = 0
 
-    async def Enrol(  # noqa: N802 - gRPC dictates the name
+    async def Preview(  # noqa: N802 - gRPC dictates the names
+        self, request: wire.PreviewRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> wire.PreviewResponse:
+        """Tell what the run needs, if the token would admit the applicant. Spends nothing."""
+        protocol.check(request.protocol, "the node")
+        self._check_clock(request.node_unix_ms / 1000)
+        applicant = admission.Applicant(
+            token_id=request.token_id,
+            secret=request.token_secret,
+            peer_id=peer_id_of(request.identity_public_key),
+            public_key=request.identity_public_key,
+            node_name=request.node_name,
+        )
+        state = self._controller.state
+        token = admission.check_applicant(state, self._controller.moment(), applicant)
+        run = state.runs[token.run_id]
+        return wire.PreviewResponse(
+            run_id=run.run_id,
+            run_spec_toml=run.spec_toml,
+            roles=[ROLES[role] for role in token.roles],
+            run_state=views.run_state(run),
+            layers=plan_pb2.LayerTable.FromString(run.layers) if run.layers else None,
+            corpus_digest=corpus_expected(state, run.run_id),
+            head_round=run.head_round,
+            operator_public_key=self._keys.operator.public_key,
+        )
+
+    async def Enrol(  # noqa: N802
         self, request: wire.EnrolRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> wire.EnrolResponse:
         """Verify the applicant's keys, spend the token, and return everything that a member needs."""

@@ -82,7 +82,7 @@ class HeartbeatSession:
     def next_response(self) -> mb.HeartbeatResponse | None:
         """The response to send now; None if the node knows everything.
 
-        Raises what ends the stream (`Banned`, `InvalidTransition`, `CorpusError`).
+        Raises what ends the stream (`Banned`, `InvalidTransition`, `CorpusDiffers`).
         """
         state = self._controller.state
         node, live = machine.check_session(state, self._peer_id, self._session)

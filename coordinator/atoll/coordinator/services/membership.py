@@ -1,4 +1,4 @@
-"""`MembershipService`: renew, rotate, move, heartbeat, vote, upload, leave.
+"""`MembershipService`: renew, rotate, move, heartbeat, standing, vote, upload, leave.
 
 A thin layer; the rules are in `runs/` and `rounds/`. A heartbeat stream is two tasks. One applies what the node
 sends, step by step, and records the last durable request. The other responds when a request is unacknowledged or
@@ -17,6 +17,7 @@ import grpc
 from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.interceptors import NODE_SUBJECT_PREFIX, caller, issuer, refuse_retired
+from atoll.coordinator.live.attendance import corpus_expected
 from atoll.coordinator.rounds import coordinator_seat
 from atoll.coordinator.runs import admission, assignment, identity_claims, identity_rotation, machine
 from atoll.coordinator.services import views
@@ -32,7 +33,7 @@ from atoll.core.manifest import sign_vote
 from atoll.core.round_id import RoundId
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import membership_pb2 as mb
-from atoll.v1 import membership_pb2_grpc
+from atoll.v1 import membership_pb2_grpc, plan_pb2
 
 _CHALLENGE_BYTES = 8
 
@@ -40,7 +41,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
-    """`Renew`, `RotateIdentity`, `MoveToRun`, `Heartbeat`, `Vote`, `UploadCheckpoint`, `Leave`."""
+    """`Renew`, `RotateIdentity`, `MoveToRun`, `Heartbeat`, `Standing`, `Vote`, `UploadCheckpoint`, `Leave`."""
 
     def __init__(
         self, controller: Controller, keys: CoordinatorKeys, uploads: CheckpointRelay, stopping: asyncio.Event
@@ -86,7 +87,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
     ) -> mb.MoveToRunResponse:
         """Move the caller to the run that it is assigned to, and return what it needs there."""
         peer_id = caller(context, NODE_SUBJECT_PREFIX)
-        node = await self._controller.do(lambda state, now: assignment.move(state, now, peer_id))
+        node = await self._controller.do(lambda state, now: assignment.move(state, now, peer_id, request.instance))
         state = self._controller.state
         return mb.MoveToRunResponse(
             run_id=node.run_id,
@@ -100,9 +101,22 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         """Record that the node leaves; the next plan is made without it."""
         peer_id = caller(context, NODE_SUBJECT_PREFIX)
         await self._controller.do(
-            lambda state, now: admission.leave(state, now, peer_id, request.reason, request.instance)
+            lambda state, now: admission.leave(state, now, peer_id, request.reason, request.instance, request.why)
         )
         return mb.LeaveResponse()
+
+    async def Standing(self, request: mb.StandingRequest, context: Context) -> mb.StandingResponse:  # noqa: N802
+        """Tell the caller what the coordinator thinks of it."""
+        state = self._controller.state
+        node = lookup.member(state, caller(context, NODE_SUBJECT_PREFIX))
+        run = state.runs[node.run_id]
+        return mb.StandingResponse(
+            run_state=views.run_state(run),
+            draining=node.draining,
+            corpus_digest=corpus_expected(state, run.run_id),
+            layers=plan_pb2.LayerTable.FromString(run.layers) if run.layers else None,
+            head_round=run.head_round,
+        )
 
     async def Vote(self, request: mb.VoteRequest, context: Context) -> mb.VoteResponse:  # noqa: N802
         """Give a promise or a vote; a vote is signed after it is durable."""

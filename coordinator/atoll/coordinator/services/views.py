@@ -29,6 +29,7 @@ from atoll.coordinator.store.records import (
     Token,
 )
 from atoll.core.membership import ROLES
+from atoll.core.node_reasons import named_reason
 from atoll.core.round_id import RoundId
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import common_pb2 as pb
@@ -73,6 +74,9 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
         draining=node.draining,
         assigned_run=node.assigned_run,
         on_probation=node.on_probation,
+        left=node.left,
+        ended=named_reason(node.ended),
+        ended_detail=node.ended_detail,
         multiaddrs=node.multiaddrs,
         availability=availability(node, live, monotonic),
         failures_per_hour=failures_per_hour(node, live, monotonic),

@@ -40,10 +40,12 @@ def coordinator_vote(state: State, run_id: str) -> frozenset[str]:
     return frozenset() if abstains(state.runs[run_id], state.memory[run_id]) else frozenset({COORDINATOR})
 
 
-def can_vote(state: State, peer: str) -> bool:
+def can_vote(state: State, run_id: str, peer: str) -> bool:
     """True for a connected member that votes under a plan that names it, whether or not it may train."""
     node, live = state.nodes.get(peer), state.live.get(peer)
-    if node is None or live is None or node.banned or node.left or "node" not in node.roles:
+    if node is None or live is None or node.run_id != run_id:  # a member of the plan may be in another run by now
+        return False
+    if node.banned or node.left or "node" not in node.roles:
         return False
     return live.connected and live.status.state in VOTING_STATES
 
@@ -54,7 +56,11 @@ def is_behind(state: State, run_id: str) -> bool:
     Then nobody here knows who decides the next round.
     """
     plan, known = state.memory[run_id].plan, state.runs[run_id].head_round
-    members = known_nodes(state, plan.members if plan else ())
+    members = [
+        peer
+        for peer in known_nodes(state, plan.members if plan else ())
+        if peer in state.nodes and state.nodes[peer].run_id == run_id
+    ]
     lives = [live for peer in members if (live := state.live.get(peer)) and live.connected]
     return 2 * sum(live.status.head_round > known for live in lives) > len(lives)
 

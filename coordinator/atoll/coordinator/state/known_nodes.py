@@ -16,11 +16,12 @@ def is_on_probation(state: State, peer: str) -> bool:
 def known_nodes(state: State, peers: Iterable[str]) -> list[str]:
     """Those of `peers` that are not on probation, or all if the run never had another node that is not banned.
 
-    Nodes that left count: they may return, and strangers shall not have their run meanwhile.
+    Nodes that left count, and those that moved to another run: they may return, and strangers shall not have their run
+    meanwhile.
     """
     peers = list(peers)
     runs = {state.nodes[peer].run_id for peer in peers if peer in state.nodes}
-    others = (node for node in state.nodes.values() if node.run_id in runs and "node" in node.roles)
+    others = (node for node in state.nodes.values() if {node.run_id, node.moved_from} & runs and "node" in node.roles)
     if all(node.on_probation or node.banned for node in others):
         return peers
     return [peer for peer in peers if not is_on_probation(state, peer)]

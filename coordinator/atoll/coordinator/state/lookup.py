@@ -92,7 +92,10 @@ def refuse_denied(state: State, peer_id: str) -> None:
             "your operator, who can ban the node, and join with a new token from another --data-dir",
         )
     if peer_id in state.deny.peer_ids or (found is not None and found.banned):
-        raise Banned(f"peer {peer_id} is banned")
+        raise Banned(
+            f"the operator banned this node: peer {peer_id} is refused by all members",
+            "ask your operator why, and to take it back: `atollctl node unban`",
+        )
 
 
 def _part_of(text: str, peer_id: str) -> bool:

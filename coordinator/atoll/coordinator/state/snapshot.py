@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
 from atoll.coordinator.planner.question import Answer, PathMeasurement, Preferences, Question
@@ -86,6 +86,7 @@ class LiveNode:
     last_message_at: float  # monotonic; the end of the stream if none is open
     counted_as_lost: bool = False
     connected_at: float = 0.0  # monotonic, when its stream was opened
+    stays_in_run: bool = False  # its owner lets nobody move it to another run
     instance: bytes = b""  # of the process that has the stream; empty: it did not say
     challenge: bytes = b""  # that it was given because another process claims the identity (`runs/identity_claims`)
     challenge_answered: bool = False
@@ -115,16 +116,9 @@ class LiveNode:
 
     def begun_anew(self, now: float) -> LiveNode:
         """Without a stream and without what the node reported; its allowances are not refilled."""
-        return LiveNode(
-            session=0,
-            last_message_at=now,
-            counted_as_lost=True,  # it was not there yet: that is no loss
-            row_allowance=self.row_allowance,
-            refusal_allowance=self.refusal_allowance,
-            memory_change_allowance=self.memory_change_allowance,
-            dropped_reports=self.dropped_reports,
-            dropped_since=self.dropped_since,
-        )
+        kept = ("allowance", "dropped_")
+        said = {item.name: getattr(self, item.name) for item in fields(self) if any(word in item.name for word in kept)}
+        return LiveNode(session=0, last_message_at=now, counted_as_lost=True, **said)  # not there yet: that is no loss
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,10 @@ class Node:
     replaced_by: str = ""  # peer id of its next identity (`runs/identity_rotation.py`); such a row is banned
     rotated_ms: int = 0  # when this identity replaced another; 0: it never did
     rotations: int = 0  # since a token last admitted it
+    moved_from: str = ""  # the run that it was in before; empty: none
     assigned_run: str = ""  # the run that it is to move to (`runs/assignment.py`); empty: it stays
+    ended: str = ""  # why its last process ended, a `NodeReason` without its prefix; until the next one connects
+    ended_detail: str = ""  # one sentence of that process
     authority: str = ""  # hex SHA-256 of the CA of the TLS certificate that it used last; empty: of the first CA
 
 

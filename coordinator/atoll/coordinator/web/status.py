@@ -13,6 +13,7 @@ from atoll.coordinator.services import views
 from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.coordinator.store.records import Evaluation, Event, Node, Round, Run
 from atoll.coordinator.store.store import RoundMeans
+from atoll.core.node_reasons import is_failure, reason_words, telling_words
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
@@ -149,6 +150,9 @@ def _node(state: State, node: Node, now: StepTime) -> dict[str, object]:
         "draining": node.draining,
         "on_probation": node.on_probation,
         "left": node.left,
+        "reason": telling_words(view.status.reason) if view.connected else "",
+        "failure": reason_words(view.ended) if is_failure(view.ended) else "",
+        "ended_detail": node.ended_detail,
         "planned": plan is not None and node.peer_id in plan.members,
         "device": view.profile.device_name or view.profile.device,
         "device_memory_bytes": view.profile.device_memory_bytes,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from atoll.core.output import Output, OutputOption, print_json
+from atoll.core.toml_text import toml_value
 from atoll.node.cli.options import ConfigFile, DataDir, load_settings
 
 app = typer.Typer(help="Show this node's settings.", no_args_is_help=True)
@@ -25,7 +26,7 @@ def show(
     config: ConfigFile = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Print the settings that `atoll join` and `atoll up` would use."""
+    """Print the settings that `atoll join` and `atoll up` would use, as TOML that --config reads."""
     loaded = load_settings(data_dir, config)
     values = {key: str(value) if key == "data_dir" else value for key, value in asdict(loaded.config).items()}
     if output is Output.JSON:
@@ -35,5 +36,5 @@ def show(
         print_json({"config": rows})
         return
     for key, value in values.items():
-        line = f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}"
+        line = f"{key} = {toml_value(value)}"
         typer.echo(f"{line:<56} # {loaded.origin[key]}" if origin else line)

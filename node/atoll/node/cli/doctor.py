@@ -48,7 +48,7 @@ class Finding:
 
 
 def doctor(data_dir: DataDir = None, config: ConfigFile = None, output: OutputOption = Output.TEXT) -> None:
-    """Check Python, packages, device, limits, disk, port, keys, coordinator, and how the run's text would come."""
+    """Check this machine, and after joining whether it can train: coordinator, ban, weights, memory, disk and text."""
     loaded = load_settings(data_dir, config).config
     findings = []
     for check in _CHECKS:
@@ -201,6 +201,29 @@ def _coordinator(endpoint: str) -> Iterator[Finding]:
         yield Finding("coordinator", False, f"{endpoint}: {error}", "check the network; training goes on without it")
 
 
+def _names(config: NodeConfig) -> Iterator[Finding]:
+    from atoll.node.preflight.machine import check_names, check_paths
+
+    try:
+        check_names(config)
+        check_paths(config)
+    except AtollError as error:
+        yield Finding("settings", False, str(error), error.remedy)
+
+
+def _training(config: NodeConfig) -> Iterator[Finding]:
+    from atoll.node.control.credentials import Credentials
+
+    try:
+        credentials = Credentials.load(config.data_dir)
+    except AtollError:
+        return  # `_membership` reports that
+    if credentials is not None:
+        from atoll.node.cli.doctor_training import training_findings
+
+        yield from training_findings(config, credentials, running=_daemon_answers(config))
+
+
 def _corpus(config: NodeConfig) -> Iterator[Finding]:
     from atoll.core.run_spec import parse_run_spec
     from atoll.node.control.credentials import Credentials
@@ -219,10 +242,12 @@ def _corpus(config: NodeConfig) -> Iterator[Finding]:
 
 _CHECKS: tuple[Callable[[NodeConfig], Iterator[Finding]], ...] = (
     _python,
+    _names,
     _device,
     _limits,
     _disk,
     _port,
     _membership,
+    _training,
     _corpus,
 )

@@ -1,12 +1,14 @@
 """`atoll join` and `atoll up`: run a member's daemon in the foreground (systemd restarts it).
 
-`join` takes a token and settings; `up` starts the same node again.
+`join` takes a token and settings; `up` starts the same node again. `join` shows what the run needs and asks once, after
+all checks that take no time, and before a use of the token is spent.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,16 +17,15 @@ import typer
 from atoll.core.errors import ConfigError, UsageError
 from atoll.core.files import make_private_dir
 from atoll.core.output import ask_interactively, print_to_stderr
+from atoll.node.cli.detach import start_detached
 from atoll.node.cli.options import ConfigFile, DataDir, load_settings, with_setting_options
-from atoll.node.cli.set_limits import limits_text
-from atoll.node.config import SETTING_FIELDS, LoadedConfig, NodeConfig, has_corpus_files, save_overrides
-from atoll.node.training.device_names import parse_device_names
+from atoll.node.config import SETTING_FIELDS, LoadedConfig, NodeConfig, has_flags, save_overrides
 
 if TYPE_CHECKING:
     from atoll.core.tokens import JoinToken
+    from atoll.node.control.run_needs import RunNeeds
 
 _SOURCE_HELP = "Source of the token: '-' (standard input) or file:PATH. Default: $ATOLL_TOKEN_FILE, or ask."
-_ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - only compared with
 _EXAMPLES = """
 Examples:
 
@@ -45,37 +46,51 @@ _WITHOUT_OPTION = {  # set in a configuration file or by an ATOLL_* variable
     "checkpoint_interval_seconds",
 }
 _SETTINGS = tuple(name for name in SETTING_FIELDS if name not in _WITHOUT_OPTION)
+Detach = Annotated[bool, typer.Option("--detach", "-d", help="Run in the background; `atoll logs -f` shows its log.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; accept the limits shown.")]
 
 
 @with_setting_options(*_SETTINGS)
 def join(
-    token: Token = None, data_dir: DataDir = None, config: ConfigFile = None, yes: Yes = False, **settings: Any
+    token: Token = None,
+    data_dir: DataDir = None,
+    config: ConfigFile = None,
+    yes: Yes = False,
+    detach: Detach = False,
+    **settings: Any,
 ) -> None:
     """Join a run with a token, train until the run is finished, then serve its anchor. Ctrl-C finishes the round."""
     loaded = load_settings(data_dir, config, **_with_absolute_paths(settings))
     from atoll.core.tokens import parse_join_token  # here, so that `--help` does not import cryptography
+    from atoll.node.preflight.machine import check_machine
 
     parsed = parse_join_token(_token_text(token))
-    _check_machine(loaded.config)
-    _show_limits(loaded.config, yes)
+    check_machine(loaded.config)
     make_private_dir(loaded.config.data_dir)
-    save_overrides(loaded)
-    _run(loaded, parsed)
+    save_overrides(loaded)  # kept if the coordinator does not answer: the next try needs them no more
+    if detach:
+        _enrol(loaded, parsed, yes)
+        start_detached(loaded.config.data_dir, config)
+    else:
+        _run(loaded, parsed, lambda needs: _show(loaded.config, needs, yes))
 
 
 join.__doc__ = (join.__doc__ or "") + "\n" + _EXAMPLES
 
 
-@with_setting_options("data", "log_format")
-def up(data_dir: DataDir = None, config: ConfigFile = None, **settings: Any) -> None:
-    """Start the node of an earlier `join` again, without a token: for systemd and after a reboot."""
+@with_setting_options(*_SETTINGS)
+def up(data_dir: DataDir = None, config: ConfigFile = None, detach: Detach = False, **settings: Any) -> None:
+    """Start the node of an earlier `join` again, without a token: for systemd and after a reboot.
+
+    It takes the settings of `join`, and keeps those that are given for later starts.
+    """
     loaded = load_settings(data_dir, config, **_with_absolute_paths(settings))
-    if settings["data"]:
-        _check_machine(loaded.config)
-        if loaded.config.data_dir.is_dir():  # else there was no join, and `_run` reports that
+    if detach:
+        if has_flags(loaded) and loaded.config.data_dir.is_dir():
             save_overrides(loaded)
-    _run(loaded, None)
+        start_detached(loaded.config.data_dir, config)
+    else:
+        _run(loaded, None)
 
 
 def _with_absolute_paths(settings: dict[str, Any]) -> dict[str, Any]:
@@ -88,13 +103,22 @@ def _with_absolute_paths(settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "data": data, "base": base}
 
 
-def _run(loaded: LoadedConfig, token: JoinToken | None) -> None:
+def _enrol(loaded: LoadedConfig, token: JoinToken, yes: bool) -> None:
     import asyncio
 
     from atoll.core.clock import SystemClock
-    from atoll.node.start import run_daemon
+    from atoll.node.start import enrol_only
 
-    asyncio.run(run_daemon(loaded, token, SystemClock()))
+    asyncio.run(enrol_only(loaded, token, SystemClock(), lambda needs: _show(loaded.config, needs, yes)))
+
+
+def _run(loaded: LoadedConfig, token: JoinToken | None, agree: Callable[[RunNeeds], None] | None = None) -> None:
+    import asyncio
+
+    from atoll.core.clock import SystemClock
+    from atoll.node.start import agree_silently, run_daemon
+
+    asyncio.run(run_daemon(loaded, token, SystemClock(), agree or agree_silently))
 
 
 def _token_text(source: str | None) -> str:
@@ -128,24 +152,11 @@ def _read(path: Path) -> str:
         ) from error
 
 
-def _check_machine(config: NodeConfig) -> None:
-    """Check corpus and device before a use of the token is spent. Raises `ConfigError`."""
-    if config.data and not has_corpus_files(config.data):
-        raise ConfigError(f"there is no training text at {config.data}", "give the path of the corpus with --data")
-    if any(name not in ("auto", "cpu") for name in parse_device_names(config.device)):
-        from atoll.node.training.device_group import choose_devices  # here, because torch takes seconds
+def _show(config: NodeConfig, needs: RunNeeds, yes: bool) -> None:
+    """Print what the run needs and the limits that this node will use, and ask once."""
+    from atoll.node.cli.consent import consent_lines
 
-        choose_devices(config.device)
-
-
-def _show_limits(config: NodeConfig, yes: bool) -> None:
-    """Print the limits that this node will use, and ask once."""
-    print_to_stderr(f"This node will use: {limits_text(config)}.")
-    if config.data:
-        print_to_stderr(f"It uses the text at {config.data}, which must be the run's corpus.")
-    listen = "every address" if config.listen == _ALL_ADDRESSES else config.listen
-    port = f"port {config.port}" if config.port else "a free port"
-    print_to_stderr(f"Peers reach it on {listen}, {port}. It keeps its state in {config.data_dir}.")
-    print_to_stderr("Stop it at any time with Ctrl-C or `atoll leave`; `atoll pause` frees the machine for a while.")
+    for line in consent_lines(config, needs):
+        print_to_stderr(line)
     if not yes and sys.stdin.isatty() and not ask_interactively(lambda: typer.confirm("Join?", default=True, err=True)):
         raise typer.Exit(0)

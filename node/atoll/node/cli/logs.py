@@ -1,18 +1,20 @@
-"""`atoll logs`: print the trainer's log. The daemon logs to stderr, which journald keeps under systemd."""
+"""`atoll logs`: print the daemon's log, which has all that its terminal shows, or the trainer's."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TextIO
 
 import typer
 
 from atoll.core.errors import NotFound
 from atoll.node.cli.options import DataDir, data_directory
+from atoll.node.config import LOG_FILE
 
 Format = Annotated[
     Literal["auto", "console", "json"],
@@ -22,19 +24,28 @@ Format = Annotated[
 
 def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
+    trainer: Annotated[bool, typer.Option("--trainer", help="The trainer's log of the newest run instead.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of last lines.")] = 50,
     log_format: Format = "auto",
     data_dir: DataDir = None,
 ) -> None:
-    """Print the trainer's log of the newest run (the daemon logs to stderr: `journalctl -u atoll-node`)."""
-    where = data_directory(data_dir)
+    """Print the daemon's log, which has all that its terminal shows."""
+    path = _trainer_log(data_directory(data_dir)) if trainer else data_directory(data_dir) / LOG_FILE
+    if not path.is_file():
+        raise NotFound(
+            f"there is no log {path}", "start the node with `atoll join` or `atoll up`, or correct --data-dir"
+        )
+    human = sys.stdout.isatty() if log_format == "auto" else log_format == "console"
+    _print(path, lines, follow, _line_formatter() if human else str)
+
+
+def _trainer_log(where: Path) -> Path:
     found = sorted(where.glob("runs/*/trainer.log"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise NotFound(
             f"no trainer's log under {where}", "wait until the node starts its trainer, or correct --data-dir"
         )
-    human = sys.stdout.isatty() if log_format == "auto" else log_format == "console"
-    _print(found[-1], lines, follow, _line_formatter() if human else str)
+    return found[-1]
 
 
 def _line_formatter() -> Callable[[str], str]:
@@ -45,7 +56,8 @@ def _line_formatter() -> Callable[[str], str]:
 
 def _print(path: Path, lines: int, follow: bool, format_line: Callable[[str], str]) -> None:
     """Print the last complete lines. An incomplete line follows once it is complete with `follow`, else at the end."""
-    with path.open(errors="replace") as file:
+    file = path.open(errors="replace")
+    try:
         last = deque(file, maxlen=lines + 1)
         partial_line = last.pop() if last and not last[-1].endswith("\n") else ""
         if len(last) > lines:
@@ -57,7 +69,20 @@ def _print(path: Path, lines: int, follow: bool, format_line: Callable[[str], st
             if partial_line.endswith("\n"):
                 typer.echo(format_line(partial_line.removesuffix("\n")))
                 partial_line = ""
+            elif _was_moved(file, path):
+                file.close()
+                file = path.open(errors="replace")
             else:
                 time.sleep(0.2)
         if partial_line:
             typer.echo(format_line(partial_line))
+    finally:
+        file.close()
+
+
+def _was_moved(file: TextIO, path: Path) -> bool:
+    """Whether a new file took the place of this one, all of which was read."""
+    try:
+        return os.stat(path).st_ino != os.fstat(file.fileno()).st_ino
+    except FileNotFoundError:
+        return False

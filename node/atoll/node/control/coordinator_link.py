@@ -37,6 +37,7 @@ from atoll.core.grpc_errors import from_rpc_error
 from atoll.core.identity import Identity
 from atoll.core.membership import CERTIFICATE_LIFETIME, RENEW_AT_FRACTION
 from atoll.core.metrics_bounds import EARLY_METRICS_ROUNDS
+from atoll.node.control.announce_end import announce_end, announcement
 from atoll.node.control.channel import dial, refuse_replaced_authority
 from atoll.node.control.checkpoint_upload import upload
 from atoll.node.control.clock_offset import ClockOffset
@@ -221,17 +222,15 @@ class CoordinatorLink:
             async with asyncio.timeout(_FIRST_ANSWER_TIMEOUT.total_seconds()):
                 await self._tried.wait()
 
-    async def leave(self, reason: str) -> None:
+    async def leave(self, reason: str, why: mb.NodeReason) -> None:
         """Announce that this node leaves. If that fails, the coordinator notices the missing heartbeats."""
-        try:
-            async with self._channel() as channel:
-                stub = membership_pb2_grpc.MembershipServiceStub(channel)
-                request = mb.LeaveRequest(reason=reason, instance=self._instance)
-                await stub.Leave(request, timeout=CALL_TIMEOUT.total_seconds())
-        except grpc.aio.AioRpcError as error:
-            _log.warning("leave_not_sent", reason=str(from_rpc_error(error, "the coordinator")))
-        except Unreachable as error:
-            _log.warning("leave_not_sent", reason=str(error))
+        await announce_end(self._channel, mb.LeaveRequest(reason=reason, instance=self._instance, why=why))
+
+    async def announce_failure(self, error: BaseException) -> None:
+        """Announce that this node ends because of an error."""
+        request = announcement(error, self._instance)
+        if request is not None:
+            await announce_end(self._channel, request)
 
     async def move_to_run(self) -> Credentials:
         """Return the credentials for the run that the operator assigned this node to.
@@ -241,7 +240,8 @@ class CoordinatorLink:
         async with self._channel() as channel:
             stub = membership_pb2_grpc.MembershipServiceStub(channel)
             try:
-                answer = await stub.MoveToRun(mb.MoveToRunRequest(), timeout=CALL_TIMEOUT.total_seconds())
+                request = mb.MoveToRunRequest(instance=self._instance)
+                answer = await stub.MoveToRun(request, timeout=CALL_TIMEOUT.total_seconds())
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, f"the coordinator at {self.credentials.coordinator}") from error
         return self.credentials.moved(answer, self._identity.peer_id, self._clock.unix())

@@ -11,11 +11,10 @@ from atoll.core.authority_list import AuthorityList, verify_authority_list
 from atoll.core.certs import Credential
 from atoll.core.errors import KeyFileCorrupt, ProtocolMismatch
 from atoll.core.files import read_private, write_private
-from atoll.core.membership import DenyList, MembershipVerifier
+from atoll.core.membership import DenyList, Member, MembershipVerifier
+from atoll.node.control.local_client import CREDENTIALS_FILE
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
-
-FILE_NAME = "credentials.json"
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,10 @@ class Credentials:
         """Verifier of other members' certificates."""
         return MembershipVerifier(self.operator_key, self.run_id)
 
+    def member(self, unix: float) -> Member:
+        """This node as its certificate names it. Raises `CertificateInvalid`."""
+        return self.authority.verify_membership(self.signed_membership(), unix)
+
     def signed_membership(self) -> pb.Signed:
         """Return this node's membership certificate, as peers see it."""
         return pb.Signed.FromString(self.membership)
@@ -55,12 +58,16 @@ class Credentials:
     def renewed(
         self, *, tls_key_pem: bytes, chain_pem: bytes, membership: pb.Signed, deny_list: pb.Signed
     ) -> Credentials:
-        """Return a copy with a renewed certificate and a deny-list that is at least as new."""
+        """Return a copy with a renewed certificate and a deny-list that is at least as new.
+
+        A membership of another run is not taken: this node was moved there, and will be told (`moved`).
+        """
+        is_ours = pb.Membership.FromString(membership.payload).run_id == self.run_id
         return replace(
             self,
             tls_key_pem=tls_key_pem.decode(),
             tls_chain_pem=chain_pem.decode(),
-            membership=membership.SerializeToString(),
+            membership=membership.SerializeToString() if is_ours else self.membership,
         ).with_deny_list(deny_list)
 
     def moved(self, answer: mb.MoveToRunResponse, peer_id: str, now: float) -> Credentials:
@@ -116,12 +123,12 @@ class Credentials:
         plain = {
             key: b64encode(value).decode() if isinstance(value, bytes) else value for key, value in asdict(self).items()
         }
-        write_private(directory / FILE_NAME, json.dumps({"version": 1, **plain}, indent=1).encode())
+        write_private(directory / CREDENTIALS_FILE, json.dumps({"version": 1, **plain}, indent=1).encode())
 
     @classmethod
     def load(cls, directory: Path) -> Credentials | None:
         """Read the file; None if this node never joined. Raises `KeyFileCorrupt`."""
-        path = directory / FILE_NAME
+        path = directory / CREDENTIALS_FILE
         if not path.exists():
             return None
         try:

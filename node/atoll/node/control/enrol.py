@@ -1,4 +1,7 @@
-"""Enrolment: exchange a join token for credentials. The coordinator is authenticated before anything is sent to it."""
+"""Enrolment: ask what a join token is for, then exchange it for credentials.
+
+The coordinator is authenticated before anything is sent to it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import asyncio
 import hashlib
 import socket
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import timedelta
 
 import grpc
@@ -21,9 +26,26 @@ from atoll.core.identity import Identity
 from atoll.core.run_spec import parse_run_spec
 from atoll.core.tokens import JoinToken, split_endpoint
 from atoll.node.control.credentials import Credentials
+from atoll.node.control.run_needs import RunNeeds
 from atoll.v1 import enrolment_pb2, enrolment_pb2_grpc
 
 TIMEOUT = timedelta(seconds=10)
+
+
+async def preview(token: JoinToken, identity: Identity, node_name: str, clock: Clock) -> RunNeeds:
+    """Ask what the run needs, without spending the token. Raises as `enrol`, and as `RunNeeds.from_preview`."""
+    request = enrolment_pb2.PreviewRequest(
+        protocol=protocol.ours(),
+        token_id=token.token_id,
+        token_secret=token.secret,
+        identity_public_key=identity.public_key,
+        node_unix_ms=unix_ms(clock),
+        node_name=node_name,
+    )
+    ca_pem = await asyncio.to_thread(fetch_ca, token)
+    async with _stub(token, ca_pem) as stub:
+        response = await stub.Preview(request, timeout=TIMEOUT.total_seconds())
+    return RunNeeds.from_preview(response, token.endpoint)
 
 
 async def enrol(token: JoinToken, identity: Identity, node_name: str, clock: Clock) -> Credentials:
@@ -40,14 +62,21 @@ async def enrol(token: JoinToken, identity: Identity, node_name: str, clock: Clo
         node_name=node_name,
         node_unix_ms=unix_ms(clock),
     )
+    async with _stub(token, ca_pem) as stub:
+        response = await stub.Enrol(request, timeout=TIMEOUT.total_seconds())
+    return _verified_credentials(response, token, identity, key_pem, ca_pem, clock)
+
+
+@asynccontextmanager
+async def _stub(token: JoinToken, ca_pem: bytes) -> AsyncIterator[enrolment_pb2_grpc.EnrolmentAsyncStub]:
+    """Open a channel to the coordinator; its answers that are errors are raised as ours."""
     options = [("grpc.ssl_target_name_override", SERVER_NAME)]
     channel_credentials = grpc.ssl_channel_credentials(root_certificates=ca_pem)
     async with grpc.aio.secure_channel(token.endpoint, channel_credentials, options) as channel:
         try:
-            response = await enrolment_pb2_grpc.EnrolmentStub(channel).Enrol(request, timeout=TIMEOUT.total_seconds())
+            yield enrolment_pb2_grpc.EnrolmentStub(channel)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, f"the coordinator at {token.endpoint}") from error
-    return _verified_credentials(response, token, identity, key_pem, ca_pem, clock)
 
 
 def _verified_credentials(

@@ -24,7 +24,8 @@ from atoll.core.grpc_errors import from_rpc_error
 from atoll.core.identity import Identity
 from atoll.core.identity_rotation import sign_rotation
 from atoll.node.control.channel import dial, refuse_replaced_authority
-from atoll.node.control.credentials import FILE_NAME, Credentials
+from atoll.node.control.credentials import Credentials
+from atoll.node.control.local_client import CREDENTIALS_FILE
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import membership_pb2_grpc
 
@@ -76,7 +77,7 @@ def finish_rotation(data_dir: Path) -> str | None:
     try:
         key.unlink(missing_ok=True)  # first: a key alone would be one that is not accepted yet
         OS_DISK.sync_directory(folder)
-        OS_DISK.unlink(folder / FILE_NAME)
+        OS_DISK.unlink(folder / CREDENTIALS_FILE)
         OS_DISK.sync_directory(folder)
     except OSError as error:
         raise data_dir_unusable(folder, error) from error

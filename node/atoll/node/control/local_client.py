@@ -14,6 +14,7 @@ from atoll.core.errors import DeadlineExceeded, NotRunning, ProtocolMismatch, Un
 from atoll.node.system.socket_paths import SocketDirectory
 
 SOCKET_NAME = "atoll.sock"
+CREDENTIALS_FILE = "credentials.json"
 MAX_LINE = 1 << 20
 _TIMEOUT = timedelta(seconds=5)
 
@@ -40,9 +41,9 @@ def call(data_dir: Path, command: str, timeout: timedelta = _TIMEOUT, **argument
     except (ConnectionResetError, BrokenPipeError) as error:
         raise _connection_closed(data_dir) from error
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
-        raise NotRunning(
-            f"no atoll daemon runs on {data_dir}", "start one with `atoll join`, or name its directory with --data-dir"
-        ) from error
+        verb = "up" if (data_dir / CREDENTIALS_FILE).exists() else "join"  # a node that left is still a member
+        remedy = f"start one with `atoll {verb}`, or name its directory with --data-dir"
+        raise NotRunning(f"no atoll daemon runs on {data_dir}", remedy) from error
     except OSError as error:
         raise Unreachable(f"cannot connect to the daemon on {data_dir}: {error.strerror}") from error
     if not line:

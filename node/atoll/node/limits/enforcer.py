@@ -28,11 +28,19 @@ from atoll.node.limits.owner_files import OwnerIntent, load_owner_intent, save_o
 from atoll.node.limits.power_cap import PowerCap, PowerCapRefused
 from atoll.node.limits.traffic_limit import TrafficLimit, TrafficLimiter, local_time
 from atoll.node.system.training_policy import MachineObservation, PauseCause, TrainingDecision, active_causes, decide
+from atoll.v1 import membership_pb2 as mb
 
 if TYPE_CHECKING:  # a seed's limits are enforced without torch
     from atoll.node.trainer.trainer import TrainerFacts
 
 OBSERVE_INTERVAL = timedelta(seconds=5)
+
+_REASONS = {
+    PauseCause.MONTH: mb.NODE_REASON_TRAFFIC_USED_UP,
+    PauseCause.HOURS: mb.NODE_REASON_OUTSIDE_HOURS,
+    PauseCause.BATTERY: mb.NODE_REASON_ON_BATTERY,
+    PauseCause.IN_USE: mb.NODE_REASON_IN_USE,
+}
 
 _log = log.get("limits")
 
@@ -40,7 +48,7 @@ _log = log.get("limits")
 class Pausable(Protocol):
     """A training session that can be paused."""
 
-    def pause(self, reason: str) -> None: ...
+    def pause(self, reason: str, why: mb.NodeReason) -> None: ...
     def resume(self) -> None: ...
 
 
@@ -179,7 +187,7 @@ class LimitEnforcer:
             return
         reason = self.reason
         if reason:
-            session.pause(reason)
+            session.pause(reason, self._why)
         else:
             session.resume()
 
@@ -190,6 +198,13 @@ class LimitEnforcer:
         if self.intent.is_paused_at(unix):
             return self.intent.reason(unix)
         return "" if self.decision.train else self.decision.reason
+
+    @property
+    def _why(self) -> mb.NodeReason:
+        """The same as a typed reason."""
+        if self.intent.is_paused_at(self._clock.unix()) or self.decision.cause is None:
+            return mb.NODE_REASON_PAUSED_BY_OWNER
+        return _REASONS[self.decision.cause]
 
     def _seconds_to_next_look(self) -> float:
         """Seconds to the next observation, or to the end of a pause if that is sooner."""

@@ -68,7 +68,7 @@ class HeartbeatBuilder:
         status, facts = self._status, self._status.facts
         request = mb.HeartbeatRequest(status=status.to_proto(*bytes_sent(self.host)))
         if first:
-            request.run_id = self._run_id
+            request.run_id, request.stays_in_run = self._run_id, self._config().stay_in_run
         if facts is not None:
             request.corpus_digest = facts.corpus_digest
             request.profile.CopyFrom(_profile(facts, self._config()))
@@ -143,7 +143,6 @@ def _profile(facts: TrainerFacts, config: NodeConfig) -> mb.NodeProfile:
             for kind, forward, backward in facts.layer_times
         ],
         price_per_hour=config.price_per_hour,
-        stays_in_run=config.stay_in_run,
         minimum_step_seconds=config.minimum_step_seconds,
         whole_model_bytes=facts.whole_model_bytes,
     )

@@ -15,6 +15,7 @@ class SessionStatus:
 
     def __init__(self, context: NodeContext) -> None:
         self.pause_reason = ""  # of the owner's pause or a limit, for people; empty: the owner allows training
+        self.pause_why: mb.NodeReason = mb.NODE_REASON_UNSPECIFIED
         self._context = context
 
     @property
@@ -58,18 +59,18 @@ class SessionStatus:
         now = (plan.version, self.may_train, self.rests) if plan is not None else None
         return not self.in_plan or now != (plan_version, training, resting)
 
-    def pause(self, reason: str) -> None:
+    def pause(self, reason: str, why: mb.NodeReason) -> None:
         """Pause for `reason`; an existing pause shows the new reason."""
-        self.pause_reason = reason
+        self.pause_reason, self.pause_why = reason, why
         if self._context.status.state == mb.NODE_STATE_PAUSED:
-            self._context.status.detail = reason
+            self._context.status.detail, self._context.status.reason = reason, why
 
     def enter_waiting(self) -> None:
         """Report that the node is paused or waits for a plan."""
         if self.pause_reason:
-            self._enter(mb.NODE_STATE_PAUSED, self.pause_reason)
+            self._enter(mb.NODE_STATE_PAUSED, self.pause_reason, self.pause_why)
         else:
-            self._enter(mb.NODE_STATE_READY, self._why_waiting())
+            self._enter(mb.NODE_STATE_READY, self._why_waiting(), mb.NODE_REASON_WAITS_FOR_PLAN)
 
     def waiting_is_outdated(self) -> bool:
         """Report whether `enter_waiting` would report another state or reason now."""
@@ -81,16 +82,19 @@ class SessionStatus:
     def enter_following(self, plan: Plan, *, training: bool) -> None:
         """Report what the node does under `plan`: it trains, is paused, or is a standby."""
         me = self._context.identity.peer_id
-        if not training:
-            self._enter(mb.NODE_STATE_PAUSED, self.pause_reason or "the operator paused the run")
+        if self.pause_reason and not training:
+            self._enter(mb.NODE_STATE_PAUSED, self.pause_reason, self.pause_why)
+        elif not training:
+            self._enter(mb.NODE_STATE_PAUSED, "the operator paused the run", mb.NODE_REASON_RUN_PAUSED)
         elif me in plan.stages:
-            self._enter(mb.NODE_STATE_TRAINING, "training")
+            self._enter(mb.NODE_STATE_TRAINING, "training", mb.NODE_REASON_UNSPECIFIED)
         else:
             span = plan.span(me)
-            self._enter(mb.NODE_STATE_READY, f"standby: holds layers {span.start} to {span.stop - 1}")
+            held = f"standby: holds layers {span.start} to {span.stop - 1}"
+            self._enter(mb.NODE_STATE_READY, held, mb.NODE_REASON_STANDBY)
 
-    def _enter(self, state: mb.NodeState, detail: str) -> None:
-        self._context.status.enter(state, detail)
+    def _enter(self, state: mb.NodeState, detail: str, reason: mb.NodeReason) -> None:
+        self._context.status.enter(state, detail, reason)
         self._context.link.send_heartbeat_now()
 
     def _why_waiting(self) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from atoll.core.data_position import DataPosition
+from atoll.core.node_reasons import reason_words
 from atoll.node.data.data_report import BlockCounts, MirrorReport
 from atoll.node.rounds.callbacks import RoundCounters
 from atoll.node.trainer.messages import Loading, TrainerStatus
@@ -17,6 +18,7 @@ if TYPE_CHECKING:  # a seed has a status too, and no torch
     from atoll.node.run.route_membership import RouteMembership
     from atoll.node.trainer.trainer import Trainer, TrainerFacts
 
+SLOW_TEXT_SHARE = 0.1  # of the training time: a node that waits so much for text lags
 STATE_NAMES = {
     number: name.removeprefix("NODE_STATE_").lower().replace("_", "-") for name, number in mb.NodeState.items()
 }
@@ -31,6 +33,7 @@ class LiveStatus:
 
     state: mb.NodeState = mb.NODE_STATE_JOINING
     detail: str = "starting"
+    reason: mb.NodeReason = mb.NODE_REASON_LOADING
     facts: TrainerFacts | None = None
     trainer: Trainer | None = None  # the newest one, also after it has stopped
     counters: RoundCounters = field(default_factory=RoundCounters)
@@ -48,18 +51,18 @@ class LiveStatus:
     local_state: LocalState | None = None
     genesis_report: mb.GenesisReport | None = None  # until a plan shows that the coordinator has it
 
-    def enter(self, state: mb.NodeState, detail: str) -> None:
-        """Set the state, with a detail for people."""
-        self.state, self.detail = state, detail
+    def enter(self, state: mb.NodeState, detail: str, reason: mb.NodeReason) -> None:
+        """Set the state, with a detail for people and a typed reason why the node does not train."""
+        self.state, self.detail, self.reason = state, detail, reason
 
     def show_loading_progress(self, so_far: Loading) -> None:
         """Report how far a loading trainer is."""
         if self.state not in (mb.NODE_STATE_JOINING, mb.NODE_STATE_CATCHING_UP):
             return
         if so_far.trouble:
-            self.detail = f"waits for training text: {so_far.trouble}"
+            self.detail, self.reason = f"waits for training text: {so_far.trouble}", mb.NODE_REASON_WAITS_FOR_TEXT
         elif so_far.tokens:
-            self.detail = f"reading the corpus: {so_far.tokens:,} tokens so far"
+            self.detail, self.reason = f"reading the corpus: {so_far.tokens:,} tokens so far", mb.NODE_REASON_LOADING
 
     def to_proto(self, averaging_bytes: int, other_bytes: int) -> mb.NodeStatus:
         """Build the status of a heartbeat."""
@@ -89,9 +92,21 @@ class LiveStatus:
             status.computed.layers.first, status.computed.layers.last = self.facts.span
             status.computed.seconds_per_token = training.busy_seconds_per_token
         status.missing_stage = self.route.unreachable_neighbour if self.route is not None else ""
+        status.reason = self._reason(status)
         if self.local_state is not None:
             _report_layers(status, self.local_state)
         return status
+
+    def _reason(self, status: mb.NodeStatus) -> mb.NodeReason:
+        """Why the node does not train, or lags."""
+        if self.state == mb.NODE_STATE_TRAINING:
+            if self.training.data_trouble:
+                return mb.NODE_REASON_WAITS_FOR_TEXT
+            if status.missing_stage:
+                return mb.NODE_REASON_WAITS_FOR_STAGE
+            if status.data_stall_share >= SLOW_TEXT_SHARE:
+                return mb.NODE_REASON_SLOW_TEXT
+        return self.reason
 
     @property
     def training(self) -> TrainerStatus:
@@ -104,6 +119,7 @@ class LiveStatus:
         return {
             "state": STATE_NAMES[message.state],
             "detail": message.detail,
+            "reason": reason_words(message.reason),
             "device": self.facts.device_name if self.facts else "",
             "steps": message.steps,
             "tokens": message.tokens,

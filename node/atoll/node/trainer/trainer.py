@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +24,7 @@ from typing import cast
 from torch import Tensor
 
 from atoll.core.data_position import SampleRange
-from atoll.core.errors import ChildDied, DeadlineExceeded, error_class
+from atoll.core.errors import ChildDied, DeadlineExceeded, TrainerOutOfMemory, error_class
 from atoll.node.data.source_deal import WeighedSources
 from atoll.node.data.source_progress import MixtureProgress
 from atoll.node.model.built_in_shape import layer_offsets
@@ -39,6 +40,7 @@ from atoll.v1 import plan_pb2
 __all__ = ["Snapshot", "Trainer", "TrainerConfig", "TrainerExit", "TrainerFacts", "TrainerStatus"]
 
 ORDER_TIMEOUT = timedelta(minutes=10)  # more than one inner step of a large model takes on a slow machine
+_OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "out of memory", "can't allocate memory", "not enough memory")
 _KILL_TIMEOUT = timedelta(seconds=10)
 
 OnProgress = Callable[[messages.Loading], object]
@@ -104,6 +106,13 @@ class TrainerExit:
     def __str__(self) -> str:
         how = f"was killed by signal {-self.returncode}" if self.returncode < 0 else f"ended with {self.returncode}"
         return f"the trainer {how}" + (f": {self.last_line}" if self.last_line else "")
+
+    def error(self) -> ChildDied:
+        """The error that the end is for those who need the trainer."""
+        if any(word in self.last_line for word in _OUT_OF_MEMORY):
+            return TrainerOutOfMemory(str(self), "lower micro_batch_samples, or use a larger device")
+        hint = "; the system does that when its memory runs out" if self.returncode == -signal.SIGKILL else ""
+        return ChildDied(f"{self}{hint}", "see `atoll logs --trainer`")
 
 
 class Trainer:
@@ -396,7 +405,7 @@ class Trainer:
                 waiting.set_exception(self._died_error())
 
     def _died_error(self) -> ChildDied:
-        return ChildDied(str(self.died.result()), f"see its log {self._child.log_path}")
+        return self.died.result().error()
 
     async def _kill(self) -> None:
         if not self.died.done():

@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 from atoll.core.errors import DataDirUnusable
 from atoll.core.files import open_anonymous_file
+from atoll.core.rotating_log import MOST_BYTES
 
 WORKER_MODULE = "atoll.node.trainer.worker"
 LOG_NAME = "trainer.log"
@@ -108,6 +109,8 @@ class TrainerProcess:
 
 def _open_log(path: Path) -> BinaryIO:
     try:
+        if path.exists() and path.stat().st_size > MOST_BYTES:
+            path.replace(path.with_name(f"{path.name}.1"))
         return path.open("ab")
     except OSError as error:
         raise DataDirUnusable(

@@ -6,7 +6,6 @@ in fp16 with loss scaling. That is local to the node: vectors between nodes are 
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
 import time
@@ -21,8 +20,8 @@ from torch import Tensor
 from atoll.core.clock import Clock
 from atoll.core.errors import ConfigError, ModelTooLarge
 from atoll.core.units import bytes_text
+from atoll.node.system.host_memory import usable_host_memory
 
-HOST_OVERHEAD_BYTES = 32 << 20  # subtracted from a host memory limit: thread stacks, queues, allocator caches
 _PROCESS = Path("/proc/self/status")
 _PROCESSORS = Path("/proc/cpuinfo")
 
@@ -70,9 +69,7 @@ def device_facts(device: torch.device, vram_fraction: float = 1.0, memory_bytes:
         return DeviceFacts(str(device), str(properties.name), memory_bytes, uuid)
     if device.type == "mps":
         return DeviceFacts("mps", "Apple GPU", int(torch.mps.recommended_max_memory() * vram_fraction))
-    most = _host_memory_bytes()
-    usable = min(most, max(0, memory_bytes - HOST_OVERHEAD_BYTES)) if memory_bytes else most
-    return DeviceFacts("cpu", _processor() or platform.machine(), usable)
+    return DeviceFacts("cpu", _processor() or platform.machine(), usable_host_memory(memory_bytes))
 
 
 def _processor() -> str:
@@ -82,10 +79,6 @@ def _processor() -> str:
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-
-
-def _host_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def limit_host_memory(memory_bytes: int) -> None:

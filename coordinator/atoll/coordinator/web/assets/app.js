@@ -126,13 +126,14 @@ const rank = (node) => (node.banned || node.left ? 3 : node.connected ? (node.ro
 
 function row(node, fastest) {
   const seed = node.roles.includes("seed");
-  const word = node.banned ? "banned" : node.left ? "left" : !node.connected ? "offline" : seed ? "seed" : node.state;
-  const kind = node.banned || word === "failed" ? "bad" : !node.connected ? "" : seed || GOOD.has(word) ? "good" : WARN.has(word) ? "warn" : "";
+  const word = node.banned ? "banned" : node.failure && !node.connected ? `failed: ${node.failure}` : node.left ? "left" : !node.connected ? "offline" : seed ? "seed" : node.state;
+  const kind = node.banned || word.startsWith("failed") ? "bad" : !node.connected ? "" : seed || GOOD.has(word) ? "good" : WARN.has(word) ? "warn" : "";
   const drains = node.draining && word !== "draining" ? ", to drain" : "";
+  const why = node.connected && !seed && node.reason && node.reason !== word ? `: ${node.reason}` : "";
   const right = (text) => el("td", { class: "right" }, text);
-  return el("tr", { class: node.connected ? null : "away", title: node.detail },
+  return el("tr", { class: node.connected ? null : "away", title: node.connected ? node.detail : node.ended_detail || node.detail },
     el("td", {}, node.name, el("span", { class: "peer" }, "…" + node.peer_id.slice(-6))),
-    el("td", {}, el("span", { class: `dot-state ${kind}` }, word + drains)),
+    el("td", {}, el("span", { class: `dot-state ${kind}` }, word + why + drains)),
     el("td", {}, node.device || "–"),
     el("td", { class: "right" }, seed ? "" : node.connected ? count(node.tokens_per_second) : "–",
       seed ? null : el("meter", { min: 0, max: fastest, value: node.connected ? node.tokens_per_second : 0 })),

@@ -1,4 +1,4 @@
-"""The run that a node is to move to."""
+"""The run that a node is to move to, and the one that it came from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ depends_on = None
 
 def upgrade() -> None:
     op.add_column("nodes", sa.Column("assigned_run", sa.Text, nullable=False, server_default=""))
+    op.add_column("nodes", sa.Column("moved_from", sa.Text, nullable=False, server_default=""))
 
 
 def downgrade() -> None:
+    op.drop_column("nodes", "moved_from")
     op.drop_column("nodes", "assigned_run")

@@ -1,0 +1,55 @@
+"""The process that checks what a run needs: `python -m atoll.node.preflight.checker`, started by `start_checker.py`.
+
+It reads one line of JSON, a `Request`, from standard input. It writes lines of JSON to standard output: `progress`,
+then `found` or `error`. Its parent kills it when it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from dataclasses import asdict
+
+from atoll.core import log
+from atoll.core.errors import AtollError
+from atoll.node.preflight.run_checks import Request, check_run
+
+_PROGRESS_SECONDS = 1.0
+
+
+class _Progress:
+    """Writes lines, of progress at most one a second; text is read by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._told = 0.0
+
+    def tell(self, what: str, count: int) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if now - self._told < _PROGRESS_SECONDS:
+                return
+            self._told = now
+        self.write({"progress": {"what": what, "count": count}})
+
+    def write(self, message: dict[str, object]) -> None:
+        with self._lock:
+            sys.stdout.write(json.dumps(message) + "\n")
+            sys.stdout.flush()
+
+
+def main() -> None:
+    """Check one request."""
+    log.configure(output="json")
+    progress = _Progress()
+    request = Request(**json.loads(sys.stdin.readline()))
+    try:
+        progress.write({"found": asdict(check_run(request, progress.tell))})
+    except AtollError as error:
+        progress.write({"error": {"reason": error.reason, "message": str(error), "remedy": error.remedy}})
+
+
+if __name__ == "__main__":
+    main()
