@@ -1,5 +1,8 @@
 """One swarm, several runs: the operator moves nodes and seeds, and nobody needs a new token."""
 
+import asyncio
+import signal
+
 import pytest
 from support.process_swarm import READY, process_swarm
 
@@ -64,3 +67,9 @@ async def test_two_runs_at_once_and_a_node_that_is_killed_on_its_way_back(tmp_pa
         await in_run(swarm, "bob", "reef", "training")
         await swarm.rounds("bob", 2)
         assert set(swarm.chain("bob")) & set(swarm.chain("ann"))
+
+        await swarm.ctl("run", "clone", "reef", "dune", "--start")
+        await swarm.ctl("run", "assign", "dune", "ann")
+        program = swarm.programs.pop("ann")
+        program.child.send_signal(signal.SIGTERM)  # whatever the move has come to, the process ends
+        assert await asyncio.wait_for(program.child.wait(), 100) == 0

@@ -357,7 +357,7 @@ class Daemon:
     async def _move(self) -> None:
         """Become a member of the run that this node is assigned to.
 
-        If the coordinator is out of reach, the next daemon begins in the old run and is told again. Raises other errors.
+        Out of the coordinator's reach, the next daemon begins in the old run and is told again. Raises other errors.
         """
         for pause in _MOVE_PAUSES:
             try:

@@ -10,8 +10,9 @@ from unit.coordinator.world import World
 from atoll.coordinator.runs import admission, assignment, lifecycle, machine
 from atoll.coordinator.services.views import order_for
 from atoll.coordinator.state import lookup
+from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.store.records import Event, Node
-from atoll.core.errors import Banned, InvalidRequest, InvalidTransition, NotFound, NotPermitted
+from atoll.core.errors import Banned, IdentityInUse, InvalidRequest, InvalidTransition, NotFound, NotPermitted
 from atoll.v1 import membership_pb2 as mb
 
 
@@ -57,11 +58,44 @@ def test_an_assigned_node_is_told_to_move_and_belongs_to_the_other_run_once_it_a
     assert told(world, "node.moved") == [("reef", "ann moved to run kelp"), ("kelp", "ann came from run reef")]
 
 
-def test_the_old_run_goes_on_without_it(world: World) -> None:
+def test_the_old_run_goes_on_without_it_also_while_it_trains_elsewhere(world: World) -> None:
     assign(world, "ann", "kelp")
     move(world, "ann")
+    world.connect("ann")
     world.wait(30)
-    assert world.members() == {"bob"}
+    plan = world.state.memory["reef"].plan
+    assert plan is not None
+    assert plan.members == (world.identities["bob"].peer_id,)
+
+
+def test_a_run_that_lost_its_deciding_nodes_to_another_one_says_so() -> None:
+    world = World()
+    names = ("ann", "bob", "cyd", "dan", "eve")
+    world.train(*names)
+    world.create_run(name="kelp")
+    for name in names[:3]:
+        assign(world, name, "kelp")
+        move(world, name)
+        world.connect(name, mb.NODE_STATE_TRAINING)
+    world.wait(30)
+    plan = world.state.memory["reef"].plan
+    assert plan is not None
+    assert not {world.identities[name].peer_id for name in names[:3]} & set(plan.standbys)
+    assert "plan.undecidable" in world.kinds()
+
+
+def test_genesis_does_not_wait_for_a_writer_that_moved() -> None:
+    world = World()
+    world.create_run(min_nodes=2)
+    world.join("ann", "bob", "cyd")
+    world.create_run(name="kelp")
+    world.wait(0.4)
+    first = world.name_of(world.state.memory["reef"].genesis_writer)
+    assign(world, first, "kelp")
+    move(world, first)
+    world.connect(first)
+    world.wait(60)
+    assert world.name_of(world.state.memory["reef"].genesis_writer) != first
 
 
 def test_its_old_stream_ends_and_what_it_said_is_forgotten(world: World) -> None:
@@ -141,7 +175,7 @@ def test_a_name_that_is_taken_there_gets_a_number(world: World) -> None:
 
 
 def test_bad_assignments_change_nothing(world: World) -> None:
-    before = world.state
+    events = len(world.records)
     for name, run_id, error in (
         ("ann", "nowhere", NotFound),
         ("nobody", "kelp", NotFound),
@@ -156,16 +190,66 @@ def test_bad_assignments_change_nothing(world: World) -> None:
     with pytest.raises(Banned):
         assign(world, "ann", "reef")
     assert {node.assigned_run for node in world.state.nodes.values()} == {""}
-    assert before.nodes[world.identities["bob"].peer_id] == world.state.nodes[world.identities["bob"].peer_id]
+    assert not [it for it in world.records[events:] if isinstance(it, Event) and it.kind == "node.assigned"]
 
 
 def test_an_owner_may_keep_a_node_in_its_run(world: World) -> None:
-    world.profiles["ann"] = mb.NodeProfile(device="cpu", stays_in_run=True)
-    world.say("ann")
+    world.say("ann", stays_in_run=True)
     with pytest.raises(NotPermitted):
         assign(world, "ann", "kelp")
     assert order(world, "ann") == mb.ORDER_UNSPECIFIED
     assert assign(world, "bob", "kelp").assigned_run == "kelp"
+
+
+def test_an_order_to_a_node_that_was_away_ends_when_its_owner_wants_it_to_stay(world: World) -> None:
+    world.hang_up("ann")
+    assign(world, "ann", "kelp")
+    world.connect("ann")
+    assert order(world, "ann") == mb.ORDER_MOVE
+    world.say("ann", stays_in_run=True)
+    assert order(world, "ann") == mb.ORDER_UNSPECIFIED
+    assert not lookup.node(world.state, "ann").draining
+    assert told(world, "node.assigned")[-1] == ("reef", "ann stays in run reef: its owner set `stay_in_run`")
+
+
+def test_a_node_that_drains_is_not_moved(world: World) -> None:
+    world.take(admission.drain(world.state, world.now, "ann"))
+    with pytest.raises(InvalidTransition):
+        assign(world, "ann", "kelp")
+    assert order(world, "ann") == mb.ORDER_DRAIN
+
+
+def test_the_token_that_admitted_a_node_does_not_take_it_back(world: World) -> None:
+    token = world.state.tokens[lookup.node(world.state, "ann").token_id]
+    world.take(admission.set_probation(world.state, world.now, "ann", on_probation=True))
+    assign(world, "ann", "kelp")
+    move(world, "ann")
+    world.enrol("ann", token)
+    node = lookup.node(world.state, "ann")
+    assert (node.run_id, node.on_probation) == ("kelp", True)
+
+
+def test_strangers_do_not_inherit_a_run_whose_known_nodes_moved(world: World) -> None:
+    world.take(admission.set_probation(world.state, world.now, "bob", on_probation=True))
+    assign(world, "ann", "kelp")
+    move(world, "ann")
+    assert known_nodes(world.state, [world.identities["bob"].peer_id]) == []
+
+
+def test_another_process_with_the_identity_moves_nothing(world: World) -> None:
+    ann = world.identities["ann"].peer_id
+    live = replace(world.state.live[ann], instance=b"the first")
+    world.state = replace(world.state, live={**world.state.live, ann: live})
+    assign(world, "ann", "kelp")
+    with pytest.raises(IdentityInUse):
+        assignment.move(world.state, world.now, ann, b"a copy")
+    assert assignment.move(world.state, world.now, ann, b"the first").result.run_id == "kelp"
+
+
+def test_the_time_that_it_was_there_goes_along(world: World) -> None:
+    world.wait(5)
+    assign(world, "ann", "kelp")
+    assert move(world, "ann").there_seconds > 4
 
 
 def test_a_run_that_ended_meanwhile_gets_nobody(world: World) -> None:

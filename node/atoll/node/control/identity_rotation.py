@@ -26,6 +26,7 @@ from atoll.core.identity_rotation import sign_rotation
 from atoll.node.control.channel import dial, refuse_replaced_authority
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.local_client import CREDENTIALS_FILE
+from atoll.node.run.begin_membership import begin_membership
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import membership_pb2_grpc
 
@@ -52,6 +53,7 @@ async def rotate_identity(data_dir: Path, clock: Clock) -> str:
             "join as a new node: ask your operator for a token and run `atoll join` with another --data-dir",
         )
     old = Identity.load(data_dir / KEY_FILE)
+    credentials = await _of_present_run(credentials, old, data_dir, clock)
     new = Identity.load_or_create(make_private_dir(data_dir / FOLDER) / KEY_FILE)
     replaced = await _ask(credentials, old, new, clock)
     replaced.save(data_dir / FOLDER)
@@ -88,6 +90,21 @@ def finish_rotation(data_dir: Path) -> str | None:
 def not_joined(data_dir: Path) -> UsageError:
     """Error for a directory without a member."""
     return UsageError(f"the node in {data_dir} has not joined a run yet", "join with a token: atoll join")
+
+
+async def _of_present_run(credentials: Credentials, identity: Identity, data_dir: Path, clock: Clock) -> Credentials:
+    """Credentials for the run where the operator moved this node while it was away. A new identity is for that one."""
+    async with dial(credentials) as channel:
+        stub = membership_pb2_grpc.MembershipServiceStub(channel)
+        try:
+            answer = await stub.MoveToRun(mb.MoveToRunRequest(), timeout=TIMEOUT.total_seconds())
+        except grpc.aio.AioRpcError:
+            return credentials  # the next call says what is wrong, or repeats an answer that was lost
+    if answer.run_id == credentials.run_id:
+        return credentials
+    moved = credentials.moved(answer, identity.peer_id, clock.unix())
+    begin_membership(data_dir, moved)
+    return moved
 
 
 async def _ask(credentials: Credentials, old: Identity, new: Identity, clock: Clock) -> Credentials:
