@@ -25,6 +25,7 @@ from atoll.core.membership import DenyList, Member
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.config import LoadedConfig, NodeConfig
 from atoll.node.control.announce_end import reason_of
+from atoll.node.control.begin_membership import begin_membership
 from atoll.node.control.checkpoint_upload import CheckpointUploads
 from atoll.node.control.coordinator_link import CoordinatorLink
 from atoll.node.control.credentials import Credentials
@@ -34,7 +35,6 @@ from atoll.node.control.manifest_answers import ManifestAnswers
 from atoll.node.direct.direct_path import DirectConfig
 from atoll.node.limits.enforcer import LimitEnforcer, LimitTargets, not_training
 from atoll.node.run.address_book import AddressBook
-from atoll.node.run.begin_membership import begin_membership
 from atoll.node.run.corpus_sharing import CorpusSharing
 from atoll.node.run.dial_scope import dial_policy
 from atoll.node.run.heartbeat import HeartbeatBuilder, bytes_sent

@@ -26,6 +26,7 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.core.tokens import JoinToken
 from atoll.node.config import LOG_FILE, LoadedConfig, NodeConfig, has_flags, save_overrides
 from atoll.node.control.announce_end import announce_end, announcement
+from atoll.node.control.begin_membership import begin_membership
 from atoll.node.control.channel import dial
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.enrol import enrol, preview
@@ -35,7 +36,6 @@ from atoll.node.limits.owner_files import OwnerIntent, save_owner_intent
 from atoll.node.preflight.machine import check_machine, check_writable
 from atoll.node.preflight.run_checks import Request, check_base_is_there, check_directory_of_corpus, check_disk
 from atoll.node.preflight.start_checker import check_run_apart
-from atoll.node.run.begin_membership import begin_membership
 from atoll.node.swarm.lazy_hivemind import install_lazy_hivemind
 from atoll.node.system.data_dir_lock import data_dir_lock
 from atoll.node.system.malloc_arenas import limit_malloc_arenas

@@ -14,11 +14,11 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import CertificateInvalid, DataDirUnusable, ProtocolMismatch
 from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity
+from atoll.node.control.begin_membership import begin_membership
 from atoll.node.control.channel import dial
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.enrol import enrol
 from atoll.node.control.identity_rotation import rotate_identity
-from atoll.node.run.begin_membership import begin_membership
 from atoll.node.state.vote_store import VoteStore
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import membership_pb2 as mb

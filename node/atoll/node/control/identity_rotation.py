@@ -23,10 +23,10 @@ from atoll.core.files import data_dir_unusable, make_private_dir, read_private, 
 from atoll.core.grpc_errors import from_rpc_error
 from atoll.core.identity import Identity
 from atoll.core.identity_rotation import sign_rotation
+from atoll.node.control.begin_membership import begin_membership
 from atoll.node.control.channel import dial, refuse_replaced_authority
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.local_client import CREDENTIALS_FILE
-from atoll.node.run.begin_membership import begin_membership
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import membership_pb2_grpc
 
