@@ -13,6 +13,7 @@ from atoll.coordinator.store.records import (
     Checkpoint,
     Delete,
     DenyRow,
+    DropMetrics,
     Evaluation,
     Event,
     Node,
@@ -64,6 +65,10 @@ class MemoryStore(Store):
                 self._tables[change.record].pop(change.key, None)
             elif isinstance(change, Thin):
                 self._thin(change)
+            elif isinstance(change, DropMetrics):
+                for key in list(self._tables[NodeMetrics]):
+                    if key[0] == change.run_id and int(str(key[1])) > change.after_round:
+                        del self._tables[NodeMetrics][key]
             else:
                 self._tables[type(change)][tuple(getattr(change, name) for name in change.KEY)] = change
 
@@ -140,7 +145,10 @@ class MemoryStore(Store):
             numbers = {key: int(str(key[1])) for key in keys if key[0] == change.run_id}
             for newest, bucket in retention.thinning(change.head_round, full_rounds):
                 old = {key: number for key, number in numbers.items() if number <= newest}
-                kept = {number // bucket: number for number in sorted(old.values())}.values()
+                losses = {int(str(key[1])) for key in self._tables[Evaluation] if key[0] == change.run_id}
+                with_losses = losses if table is NodeMetrics else set()
+                by_worth = sorted(old.values(), key=lambda number: (number in with_losses, number))
+                kept = {number // bucket: number for number in by_worth}.values()
                 for key, number in old.items():
                     of_checkpoint = table is not NodeMetrics and self._has_checkpoint(change.run_id, number)
                     if number not in kept and not of_checkpoint:

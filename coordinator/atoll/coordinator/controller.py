@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import structlog
 
 from atoll.coordinator.planner.question import Answer, Question
+from atoll.coordinator.rounds import node_metrics
 from atoll.coordinator.runs import machine
 from atoll.coordinator.signed_documents import SignedDocuments
 from atoll.coordinator.state.snapshot import Policy, State, Step, StepTime
@@ -75,6 +76,7 @@ class Controller:
     async def tick(self) -> None:
         """Apply what time alone changes, one step for each run: a failure in one does not delay the others."""
         await self._do_and_log(lambda state, now: machine.tick_streams(state, now, self.policy))
+        await self._do_and_log(node_metrics.store)
         for run_id in self.state.runs:
             await self._do_and_log(lambda state, now, run_id=run_id: machine.tick_run(state, now, self.policy, run_id))  # type: ignore[misc]
 

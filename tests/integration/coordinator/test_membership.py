@@ -108,12 +108,15 @@ async def test_reports_are_durable_when_acknowledged_and_resending_is_harmless(t
         assert [(item.round.number, item.committed, item.members) for item in rounds] == [(1, True, 2), (2, False, 0)]
 
 
-async def test_metrics_are_durable_when_acknowledged_and_are_read_in_pages(tmp_path: Path) -> None:
+async def test_metrics_survive_a_restart_and_are_read_in_pages(tmp_path: Path) -> None:
     data_dir = tmp_path / "c"
-    async with training(data_dir, "ann", "bob") as (_, nodes):
+    async with training(data_dir, "ann", "bob") as (home, nodes):
         for node in nodes:
             told = [mb.NodeMetrics(round=number, train_loss=5.0 - number, tokens=8) for number in (1, 2, 3)]
             await node.acknowledged(await node.say(metrics=told))
+        async with asyncio.timeout(SECONDS):
+            while len((await home.admin.ListMetrics(admin.ListMetricsRequest(), timeout=SECONDS)).rows) < 6:
+                await asyncio.sleep(0.05)
     async with coordinator(data_dir) as home:
         request, found = admin.ListMetricsRequest(limit=4), []
         while rows := (await home.admin.ListMetrics(request, timeout=SECONDS)).rows:

@@ -57,13 +57,29 @@ def test_the_metrics_of_all_nodes_are_stored_together_at_the_next_tick(world: Wo
     assert len(stored(world)) == 2
 
 
-def test_a_heartbeat_with_metrics_is_pending_until_they_are_stored(world: World) -> None:
-    ann, bob = (world.identities[name].peer_id for name in ("ann", "bob"))
-    world.say("ann", metrics=[mb.NodeMetrics(round=1)])
-    assert node_metrics.are_pending(world.state, ann)
-    assert not node_metrics.are_pending(world.state, bob)
+def test_a_backlog_is_stored_in_parts_and_survives_a_stream_that_breaks(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_metrics, "ROWS_A_TICK", 5)
+    numbers = range(1, 13)
+    world.say("ann", metrics=[mb.NodeMetrics(round=number) for number in numbers])
+    world.say("bob", metrics=[mb.NodeMetrics(round=1)])
     world.tick()
-    assert not node_metrics.are_pending(world.state, ann)
+    assert len(stored(world)) == 5
+    world.hang_up("ann")
+    world.connect("ann")
+    world.say("ann", metrics=[mb.NodeMetrics(round=number) for number in numbers])  # again: not all were stored
+    for _ in range(5):
+        world.tick()
+    ann = world.identities["ann"].peer_id
+    assert {row.round for row in stored(world) if row.peer_id == ann} == set(numbers)
+
+
+def test_a_backlog_that_is_sent_again_is_not_paid_for_twice(world: World) -> None:
+    batch = [mb.NodeMetrics(round=1 + index % EARLY_METRICS_ROUNDS) for index in range(machine.MAX_REPORTS)]
+    for _ in range(100):
+        world.say("ann", metrics=batch)
+    assert world.state.live[world.identities["ann"].peer_id].dropped_reports == 0
 
 
 @pytest.mark.parametrize(

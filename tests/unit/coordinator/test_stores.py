@@ -6,7 +6,7 @@ import json
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from atoll.coordinator.store.records import (
     Checkpoint,
     Delete,
     DenyRow,
+    DropMetrics,
     Evaluation,
     Event,
     Node,
@@ -275,6 +276,7 @@ def test_what_nodes_reported_of_a_round_is_put_together(store: Store) -> None:
     )
     assert store.round_means("reef", [5, 2, 1]) == (RoundMeans(1, 3.0, 30.0), RoundMeans(2, 0.0, 0.0))
     assert store.round_means("reef", []) == ()
+    assert json.dumps([asdict(item) for item in store.round_means("reef", [1, 2])])  # no type of a database
 
 
 def test_old_metrics_are_thinned_for_all_nodes_alike(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,6 +288,26 @@ def test_old_metrics_are_thinned_for_all_nodes_alike(store: Store, monkeypatch: 
     kept = [*range(15, 48, 8), *range(51, 64, 4), *range(65, 72, 2), *range(72, 81)]
     assert metrics_in(store, peers=("p1",)) == [(number, "p1") for number in kept]
     assert [number for number, _ in metrics_in(store, peers=("p2",))] == kept
+
+
+def test_metrics_of_old_rounds_that_have_a_loss_are_those_that_stay(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "FULL_METRICS_ROUNDS", 8)
+    store.apply(metrics_of(range(1, 81), "p1"))
+    store.apply([replace(LOSS, round=number) for number in range(4, 81, 4)])
+    store.apply([Thin("reef", 80)])
+    assert {60, 64, 68, 72} <= {number for number, _ in metrics_in(store)}
+    kept = [number for number, _ in metrics_in(store) if number <= 48]
+    assert kept
+    assert not [number for number in kept if number % 4]
+
+
+def test_metrics_of_void_rounds_are_dropped(store: Store) -> None:
+    store.apply([*metrics_of(range(1, 6), "p1"), replace(METRICS, run_id="other", round=5)])
+    store.apply([DropMetrics("reef", 3)])
+    assert [number for number, _ in metrics_in(store)] == [1, 2, 3]
+    assert len(store.node_metrics("other", MetricsPage(10))) == 1
 
 
 def test_a_run_keeps_a_bounded_number_of_metrics_and_these_are_the_newest(

@@ -9,7 +9,7 @@ from typing import Any
 
 from support.memory_store import MemoryStore
 
-from atoll.coordinator.rounds import learner
+from atoll.coordinator.rounds import learner, node_metrics
 from atoll.coordinator.runs import admission, lifecycle, machine
 from atoll.coordinator.state.snapshot import Draft, Policy, State, Step, StepTime, seats_after
 from atoll.coordinator.store.records import Change, Event, Node, Run, Token
@@ -223,6 +223,7 @@ class World:
     def tick(self) -> None:
         """Take the steps of one tick."""
         self.take(machine.tick_streams(self.state, self.now, self.policy))
+        self.take(node_metrics.store(self.state, self.now))
         for run_id in self.state.runs:
             self.take(machine.tick_run(self.state, self.now, self.policy, run_id))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from atoll.core.errors import ConfigError, PeerMisbehaved
 
 FILE_NAME = "events.out.tfevents.atoll"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # a safe name of a directory
+_NAME = re.compile(r"[A-Za-z0-9-][A-Za-z0-9._-]{0,127}")  # a safe name of a directory
 _FLUSH_BYTES = 4 << 20
 _POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
 _MASK_DELTA = 0xA282EAD8

@@ -1,8 +1,8 @@
 """What a round cost each node: checked here, held until the next tick, then stored together. Pure.
 
-A node reports each round once. All members do so at the same moment, so `flush` stores their rows in one transaction.
-Until then the node's heartbeat is not acknowledged: a node sends again what a coordinator that dies had not stored.
-The rounds that the coordinator takes bound what it holds of one node.
+A node reports each round once. All members do so at the same moment, so `store` writes their rows in one transaction,
+at most `ROWS_A_TICK`: a database needs seconds for what a hundred nodes have kept during an outage. Unlike rounds and
+losses, metrics are acknowledged before they are stored. A coordinator that is killed loses those of a tick.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from dataclasses import fields, replace
 from atoll.coordinator.rounds.reports import drop, reject
 from atoll.coordinator.rounds.source_losses import MAX_LOSS
 from atoll.coordinator.state.rate_limits import METRICS_RATE
-from atoll.coordinator.state.snapshot import Draft, State
+from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime
 from atoll.coordinator.store.records import NodeMetrics
 from atoll.coordinator.store.retention import FULL_METRICS_ROUNDS
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.metrics_bounds import EARLY_METRICS_ROUNDS
 from atoll.v1 import membership_pb2 as mb
 
+ROWS_A_TICK = 2000
 MAX_MEASURE = 1e15  # of seconds, norms and counts, so that sums and quotients stay finite
 MIN_SECONDS = 1e-6  # of a round that was timed
 _MEASURES = tuple(item.name for item in fields(NodeMetrics) if item.name not in (*NodeMetrics.KEY, "reported_ms"))
@@ -31,11 +32,12 @@ def take_metrics(draft: Draft, peer_id: str, run_id: str, report: mb.NodeMetrics
     if not max(0, head_round - FULL_METRICS_ROUNDS) < report.round <= head_round + EARLY_METRICS_ROUNDS:
         return
     live = draft.state.live[peer_id]
-    remaining = live.metrics_allowance.spend(METRICS_RATE, draft.now.monotonic)
-    if remaining is None:
-        drop(draft, peer_id)
-        return
-    draft.set_live(peer_id, replace(live, metrics_allowance=remaining))
+    if report.round not in live.pending_metrics:  # else it is sent again
+        remaining = live.metrics_allowance.spend(METRICS_RATE, draft.now.monotonic)
+        if remaining is None:
+            drop(draft, peer_id)
+            return
+        draft.set_live(peer_id, replace(live, metrics_allowance=remaining))
     row = _row(draft, peer_id, run_id, report)
     try:
         _check(row)
@@ -46,19 +48,20 @@ def take_metrics(draft: Draft, peer_id: str, run_id: str, report: mb.NodeMetrics
     draft.set_live(peer_id, replace(live, pending_metrics={**live.pending_metrics, row.round: row}))
 
 
-def flush(draft: Draft) -> None:
-    """Store what is held of all nodes."""
-    pending = {peer_id: live for peer_id, live in draft.state.live.items() if live.pending_metrics}
-    if pending:
-        for live in pending.values():
-            for row in live.pending_metrics.values():
-                draft.log(row)
-        draft.set_many_live({peer_id: replace(live, pending_metrics={}) for peer_id, live in pending.items()})
-
-
-def are_pending(state: State, peer_id: str) -> bool:
-    """True while something that this node reported is held and not stored."""
-    return bool(state.live[peer_id].pending_metrics)
+def store(state: State, now: StepTime) -> Step[None]:
+    """Store what is held of all nodes, the rest with the next tick."""
+    draft, left, changed = Draft(state, now), ROWS_A_TICK, {}
+    for peer_id, live in state.live.items():
+        rows = list(live.pending_metrics.items())
+        if not rows or not left:
+            continue
+        for _, row in rows[:left]:
+            draft.log(row)
+        changed[peer_id] = replace(live, pending_metrics=dict(rows[left:]))
+        left -= min(left, len(rows))
+    if changed:
+        draft.set_many_live(changed)
+    return draft.done(None)
 
 
 def _row(draft: Draft, peer_id: str, run_id: str, report: mb.NodeMetrics) -> NodeMetrics:

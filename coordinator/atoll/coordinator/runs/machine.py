@@ -117,6 +117,7 @@ def connect(state: State, now: StepTime, peer_id: str, instance: bytes = b"", au
             row_allowance=old.row_allowance,
             refusal_allowance=old.refusal_allowance,
             metrics_allowance=old.metrics_allowance,
+            pending_metrics=old.pending_metrics,
             memory_change_allowance=old.memory_change_allowance,
             dropped_reports=old.dropped_reports,
             dropped_since=old.dropped_since,
@@ -197,10 +198,9 @@ def disconnect(state: State, now: StepTime, peer_id: str, session: int) -> Step[
 
 
 def tick_streams(state: State, now: StepTime, policy: Policy) -> Step[None]:
-    """End silent streams, mark lost nodes, and store the metrics that nodes reported since the last tick."""
+    """End silent streams and mark lost nodes."""
     draft = Draft(state, now)
     reports.log_dropped_reports(draft)
-    node_metrics.flush(draft)
     for peer_id, live in draft.state.live.items():
         if live.connected and now.monotonic - live.last_message_at > policy.silence_seconds:
             _end_stream(draft, peer_id, live)

@@ -28,7 +28,7 @@ from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.state import deciding, lookup
 from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.snapshot import Commit, Draft, Policy, RunMemory, State, Step, StepTime, electorate_after
-from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, Run
+from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, DropMetrics, Run
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Base
 from atoll.core.quorum import COORDINATOR
@@ -226,6 +226,7 @@ def recover_from(draft: Draft, run_id: str, point: RecoveryPoint, why: str) -> N
         inquiry=None,
     )
     draft.forget_votes(run_id, list(memory.votes))
+    draft.log(DropMetrics(run_id, point.round))
     tokens = max(
         commit.committed_tokens or 0 for commit in kept.values()
     )  # a lower bound where the round's count is unknown

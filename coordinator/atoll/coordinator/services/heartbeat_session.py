@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.live import attendance
-from atoll.coordinator.rounds import learner, node_metrics
+from atoll.coordinator.rounds import learner
 from atoll.coordinator.runs import admission, forks, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
@@ -35,7 +35,6 @@ class HeartbeatSession:
         self._peer_id = peer_id
         self._session = session
         self._received_sequence = 0  # of the last request
-        self._durable_sequence = 0  # of the last request all of which is durable
         self._received_any = False
         self._moved = False  # the node moved to another run and does not know it yet: its answer was lost
         self._acknowledgement_due = False
@@ -91,11 +90,8 @@ class HeartbeatSession:
         if self._moved:
             return self._order_to_move()
         run = state.runs[node.run_id]
-        durable = not node_metrics.are_pending(state, self._peer_id)
-        if durable:
-            self._durable_sequence = self._received_sequence
         response = mb.HeartbeatResponse(
-            acknowledged_sequence=self._durable_sequence,
+            acknowledged_sequence=self._received_sequence,
             unix_ms=self._controller.moment().unix_ms,
             run_state=views.run_state(run),
             order=views.order_for(state, node),
@@ -117,12 +113,11 @@ class HeartbeatSession:
         has_news |= self._add_challenge(response, live)
         if not self._responded and live.promised_before:
             response.promised.ParseFromString(live.promised_before)
-        acknowledgement_due = self._acknowledgement_due and durable
-        if not (has_news or acknowledgement_due):
+        if not (has_news or self._acknowledgement_due):
             return None
         self._last_sent = current
         self._responded = True
-        self._acknowledgement_due &= not acknowledgement_due
+        self._acknowledgement_due = False
         return response
 
     def _order_to_move(self) -> mb.HeartbeatResponse | None:

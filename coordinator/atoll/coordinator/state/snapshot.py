@@ -19,6 +19,7 @@ from atoll.coordinator.store.records import (
     Change,
     Checkpoint,
     Delete,
+    DropMetrics,
     Evaluation,
     Event,
     Node,
@@ -410,7 +411,7 @@ class Draft:
                 self._set("runs", row.run_id, row)
         self._records.append(row)
 
-    def log(self, row: Round | Evaluation | NodeMetrics | ProofRow) -> None:
+    def log(self, row: Round | Evaluation | NodeMetrics | ProofRow | DropMetrics) -> None:
         """Append a durable row to a log that is not held in memory."""
         self._records.append(row)
 

@@ -321,4 +321,12 @@ class Thin:
     head_round: int
 
 
-Change = Record | Delete | Thin
+@dataclass(frozen=True)
+class DropMetrics:
+    """Order to delete the metrics of a run's rounds after this one, which a recovery made void."""
+
+    run_id: str
+    after_round: int
+
+
+Change = Record | Delete | Thin | DropMetrics

@@ -22,6 +22,7 @@ from sqlalchemy import (
     Table,
     Update,
     bindparam,
+    case,
     create_engine,
     event,
     exists,
@@ -52,6 +53,7 @@ from atoll.coordinator.store.records import (
     Checkpoint,
     Delete,
     DenyRow,
+    DropMetrics,
     Evaluation,
     Event,
     Node,
@@ -149,6 +151,8 @@ class SqlStore(Store):
                     _delete(connection, change)
                 elif isinstance(change, Thin):
                     _thin(connection, change)
+                elif isinstance(change, DropMetrics):
+                    _drop_metrics(connection, change)
                 elif isinstance(change, Event):
                     _append(connection, change)
                 elif not isinstance(change, NodeMetrics):
@@ -211,7 +215,7 @@ class SqlStore(Store):
         rows = select(table.c.round, loss, speed).where(table.c.run_id == run_id, table.c.round.in_(rounds))
         with self._reading() as connection:
             found = connection.execute(rows.group_by(table.c.round).order_by(table.c.round))
-            return tuple(RoundMeans(number, mean or 0.0, total or 0.0) for number, mean, total in found)
+            return tuple(RoundMeans(number, float(mean or 0.0), float(total or 0.0)) for number, mean, total in found)
 
     def plan(self, run_id: str, version: int) -> PlanRow | None:
         table = TABLES[PlanRow]
@@ -366,11 +370,21 @@ def _thin(connection: Connection, change: Thin) -> None:
     ):
         for newest, bucket in retention.thinning(change.head_round, full_rounds):
             old = where & (table.c[column] <= newest)
-            kept = select(func.max(table.c[column])).where(old).group_by(table.c[column] // bucket)
+            number = table.c[column]
+            newest_kept: ColumnElement[int] = func.max(number)
+            if table is metrics:  # of a round with a loss, if there is one: else losses of old rounds have no metrics
+                has_loss = exists().where(losses.c.run_id == change.run_id, losses.c.round == number)
+                newest_kept = func.coalesce(func.max(case((has_loss, number))), newest_kept)
+            kept = select(newest_kept).where(old).group_by(number // bucket)
             surplus = table.delete().where(old, table.c[column].not_in(kept))
             connection.execute(surplus if table is metrics else surplus.where(~_has_checkpoint(table, column)))
 
     _delete_oldest_metrics(connection, change.run_id)
+
+
+def _drop_metrics(connection: Connection, change: DropMetrics) -> None:
+    table = TABLES[NodeMetrics]
+    connection.execute(table.delete().where(table.c.run_id == change.run_id, table.c.round > change.after_round))
 
 
 def _delete_oldest_metrics(connection: Connection, run_id: str) -> None:

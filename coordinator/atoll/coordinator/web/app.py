@@ -90,7 +90,8 @@ class _Site:
     def _means(self, store: Store, run_id: str, evaluations: tuple[Evaluation, ...]) -> tuple[RoundMeans, ...]:
         """What nodes reported of the evaluated rounds. Old rounds are read once: of many nodes that is many rows."""
         settled = self._controller.state.runs[run_id].head_round - SETTLED_ROUNDS
-        known, rounds = self._old_means.get(run_id, {}), [row.round for row in evaluations]
+        rounds = [row.round for row in evaluations]
+        known = {number: found for number, found in self._old_means.get(run_id, {}).items() if number <= settled}
         read = {item.round: item for item in store.round_means(run_id, [it for it in rounds if it not in known])}
         means = {number: known[number] if number in known else read.get(number) for number in rounds}
         self._old_means[run_id] = {number: found for number, found in means.items() if number <= settled}
