@@ -101,7 +101,10 @@ def get(component: str) -> structlog.stdlib.BoundLogger:
 
 
 def json_line_formatter(colors: bool) -> Callable[[str], str]:
-    """Return a function that formats a JSON log line for people, in local time. It returns other lines unchanged."""
+    """Return a function that formats a JSON log line for people, in local time.
+
+    Other lines lose what controls a terminal.
+    """
     console = _console(colors)
 
     def read(line: str) -> str:
@@ -115,7 +118,7 @@ def json_line_formatter(colors: bool) -> Callable[[str], str]:
             }
             first = str(console(None, "", {**told, "timestamp": when.strftime("%H:%M:%S")}))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-            return line
+            return _replace_control_characters(line)
         return "\n".join([first, *map(_replace_control_characters, "\n".join(trouble).splitlines())])
 
     return read

@@ -35,7 +35,12 @@ def telling_words(reason: int) -> str:
 
 
 def reason_name(reason: int) -> str:
-    """Name for a database: the enum's, without its prefix. Empty for unspecified and unknown numbers."""
+    """Name for a database: the enum's, without its prefix. Empty for unspecified and unknown numbers.
+
+    A failure that this release does not know is `INTERNAL`.
+    """
+    if is_failure(reason) and reason not in mb.NodeReason.values():
+        reason = mb.NODE_REASON_INTERNAL
     value = mb.NodeReason.DESCRIPTOR.values_by_number.get(reason)
     return "" if value is None or not reason else str(value.name).removeprefix(_PREFIX)
 

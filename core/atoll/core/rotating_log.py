@@ -1,26 +1,29 @@
-"""A log file with a bound: the newest lines in one file, those before in a second one. Writing never raises."""
+"""A log file with a bound: the newest lines in one file, those before in a second one. Writing never raises.
+
+The full file is copied and then emptied, not moved. So whoever else appends to it goes on in the same file: child
+processes, and native code that writes to standard error while it crashes.
+"""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import os
+import shutil
 import sys
 import threading
 from pathlib import Path
 
 MOST_BYTES = 8 << 20  # of each of the two files
-_DRAIN_SECONDS = 2.0
-_PIECE_BYTES = 1 << 16
+_STDERR = 2
 
 
 class RotatingLog:
-    """Appends text to `path`; moves it to `path.1` when it is full. A line that cannot be written is dropped."""
+    """Appends text to `path`, which is copied to `path.1` and emptied when it is full. Drops what cannot be written."""
 
     def __init__(self, path: Path, most_bytes: int = MOST_BYTES) -> None:
         self._path, self._most = path, most_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a destructor that runs inside `write_bytes` may log, too
         self._descriptor = -1
+        self._has_stderr = False
 
     def write(self, text: str) -> int:
         """Append text."""
@@ -29,47 +32,51 @@ class RotatingLog:
 
     def write_bytes(self, data: bytes) -> None:
         """Append bytes."""
-        with self._lock, contextlib.suppress(OSError, ValueError):
-            if self._descriptor < 0:
-                self._descriptor = self._open()
-            written = os.fstat(self._descriptor).st_size
-            if written and written + len(data) > self._most:
-                os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
-                os.close(self._descriptor)
-                self._descriptor = -1
-                self._descriptor = self._open()
-            os.write(self._descriptor, data[: self._most])
+        with self._lock:
+            try:
+                descriptor = self._usable()
+                written = os.fstat(descriptor).st_size
+                if written and written + len(data) > self._most:
+                    self._empty(descriptor)
+                os.write(descriptor, data[: self._most])
+            except (OSError, ValueError):
+                return
 
     def close(self) -> None:
         """Close the file; a later line opens it again."""
         with self._lock:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-            self._descriptor = -1
+            descriptor, self._descriptor = self._descriptor, -1
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def flush(self) -> None:
         """Do nothing: nothing is buffered."""
 
     def take_stderr(self) -> None:
-        """Write to this log what this process and its children print on standard error from now on."""
-        reading, writing = os.pipe()
-        sys.stderr.flush()
-        os.dup2(writing, 2)
-        os.close(writing)
-        thread = threading.Thread(target=self._copy, args=(reading,), name="stderr", daemon=True)
-        thread.start()
-        atexit.register(self._give_stderr_up, thread)
-
-    def _give_stderr_up(self, copying: threading.Thread) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        """Write to this file what this process and its children print on standard error from now on."""
+        with self._lock:
             sys.stderr.flush()
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 2)
-        copying.join(_DRAIN_SECONDS)  # a child may hold the pipe
+            self._has_stderr = True
+            os.dup2(self._usable(), _STDERR)
 
-    def _copy(self, reading: int) -> None:
-        while data := os.read(reading, _PIECE_BYTES):
-            self.write_bytes(data)
+    def _usable(self) -> int:
+        """The open file; opened again if somebody removed it."""
+        if self._descriptor >= 0 and os.fstat(self._descriptor).st_nlink == 0:
+            self.close()
+        if self._descriptor < 0:
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            if self._has_stderr:
+                os.dup2(self._descriptor, _STDERR)
+        return self._descriptor
 
-    def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    def _empty(self, descriptor: int) -> None:
+        """Keep the full file as the older one, if there is room for that, and begin anew."""
+        older = self._path.with_name(f"{self._path.name}.1")
+        copy = self._path.with_name(f"{self._path.name}.new")
+        try:
+            shutil.copyfile(self._path, copy)
+            copy.chmod(0o600)
+            copy.replace(older)
+        except OSError:
+            copy.unlink(missing_ok=True)
+        os.ftruncate(descriptor, 0)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import secrets
 import signal
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,14 +19,14 @@ from typing import TYPE_CHECKING
 
 from atoll.core import log, sdnotify
 from atoll.core.clock import Clock
-from atoll.core.errors import AtollError, ConfigError, UsageError
+from atoll.core.errors import AtollError, ConfigError, DataDirUnusable, UsageError
 from atoll.core.files import make_private_dir, raise_descriptor_limit
 from atoll.core.identity import Identity
 from atoll.core.rotating_log import RotatingLog
 from atoll.core.run_spec import parse_run_spec
 from atoll.core.tokens import JoinToken
 from atoll.node.config import LOG_FILE, LoadedConfig, NodeConfig, has_flags, save_overrides
-from atoll.node.control.announce_end import announce_end, announcement
+from atoll.node.control.announce_end import INSTANCE_BYTES, announce_end, announcement
 from atoll.node.control.begin_membership import begin_membership
 from atoll.node.control.channel import dial
 from atoll.node.control.credentials import Credentials
@@ -44,6 +45,7 @@ from atoll.node.trainer.trainer_process import LOG_NAME, TrainerProcess
 if TYPE_CHECKING:
     from atoll.node.daemon import Daemon
 
+_log = log.get("daemon")
 MAX_FILES = 1 << 16  # file descriptors: a libp2p stream takes four here and four in p2pd
 
 Agree = Callable[[RunNeeds], None]  # shows what the run needs; raises if the owner does not want that
@@ -196,14 +198,17 @@ async def _check_again(loaded: LoadedConfig, credentials: Credentials, clock: Cl
     """Check what takes no time, at a later start. The operator is told what is wrong."""
     config = loaded.config
     try:
-        check_machine(config)
-        check_writable(config.data_dir)
+        try:
+            check_machine(config)
+            check_writable(config.data_dir)
+        except DataDirUnusable as error:  # a node prunes what it fetched, and its state is worth a try
+            _log.warning("little room", reason=str(error), remedy=error.remedy)
         if "seed" not in credentials.member(clock.unix()).roles:
             spec = parse_run_spec(credentials.run_spec_toml)
             check_base_is_there(spec, config.base)
             check_directory_of_corpus(spec, config.data)
     except AtollError as error:
-        request = announcement(error)
+        request = announcement(error, secrets.token_bytes(INSTANCE_BYTES))  # not of a process that runs elsewhere
         if request is not None:
             await announce_end(lambda: dial(credentials), request)
         raise
@@ -211,13 +216,22 @@ async def _check_again(loaded: LoadedConfig, credentials: Credentials, clock: Cl
         save_overrides(loaded)
 
 
+def _ask(agree: Agree, needs: RunNeeds) -> None:
+    """Ask the owner. Ctrl-C ends the program at once: asyncio's handler would wait for the answer."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        agree(needs)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 async def _check(config: NodeConfig, needs: RunNeeds, agree: Agree) -> None:
     """Check what the run needs: what takes no time before the owner is asked, the rest after that."""
     if not needs.trains:
-        agree(needs)
+        _ask(agree, needs)
         return
     check_base_is_there(needs.spec, config.base)
     check_directory_of_corpus(needs.spec, config.data)
-    agree(needs)
+    _ask(agree, needs)
     found = await check_run_apart(Request.of(config, needs))
     check_disk(config, needs, found.share)

@@ -131,6 +131,11 @@ def test_a_failure_is_told_with_its_reason_until_the_node_connects(world: World)
     view = views.node_view(world.state, world.state.nodes[peer], world.now.unix_ms, world.now.monotonic)
     assert (view.ended, view.left, view.connected) == (why, True, False)
     assert view.ended_detail.startswith("the text at /books")
+    rows = len(world.records)
+    for number in range(1000):  # a flood of reasons costs nothing
+        world.take(admission.leave(world.state, world.now, peer, f"full {number}", b"", mb.NODE_REASON_DISK))
+    assert len(world.records) == rows
+    world.wait(admission.FAILURE_SECONDS)
     world.take(admission.leave(world.state, world.now, peer, "full", b"", mb.NODE_REASON_DISK))  # the next try
     assert world.state.nodes[peer].ended == "DISK"
     world.take(machine.connect(world.state, world.now, peer))
@@ -310,3 +315,13 @@ def test_a_name_that_the_plan_still_names_is_not_free() -> None:
         applicant = admission.Applicant(tokens[run].token_id, SECRET, identity.peer_id, identity.public_key, "bob")
         assert world.take(admission.enrol(world.state, world.now, applicant)).name == name
     assert bob.peer_id in world.plans[-1].members
+
+
+def test_a_start_that_failed_elsewhere_does_not_end_the_node_that_runs(world: World) -> None:
+    peer = world.join("ann")[0].peer_id
+    live = replace(world.state.live[peer], instance=b"the one that runs")
+    world.state = replace(world.state, live={**world.state.live, peer: live})
+    for instance in (b"", b"a copy"):
+        world.take(admission.leave(world.state, world.now, peer, "port in use", instance, mb.NODE_REASON_NETWORK))
+    assert not world.state.nodes[peer].left
+    assert "node.failed" not in world.kinds()

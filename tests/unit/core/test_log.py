@@ -91,5 +91,9 @@ def test_a_line_with_a_foreign_form_raises_nothing(line: dict[str, object]) -> N
 
 
 @given(st.one_of(st.text(), st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps)))
-def test_other_lines_are_unchanged(line: str) -> None:
-    assert log.json_line_formatter(colors=False)(line) == line
+def test_other_lines_are_unchanged_but_for_what_controls_a_terminal(line: str) -> None:
+    shown = log.json_line_formatter(colors=False)(line)
+    assert len(shown) == len(line)
+    for before, after in zip(line, shown, strict=True):
+        kept = before.isprintable() or before in "\n\t"
+        assert after == (before if kept else "\N{REPLACEMENT CHARACTER}")

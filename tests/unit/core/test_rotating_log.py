@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,3 +77,54 @@ def test_a_process_on_a_terminal_writes_its_lines_to_both(tmp_path: Path) -> Non
     for words in ("something happened", "a library"):
         assert (text.count(words), terminal.count(words)) == (1, 1)
     assert (tmp_path / "daemon.log").stat().st_mode & 0o777 == 0o600
+
+
+CRASH = """
+import os, sys
+from pathlib import Path
+from atoll.core.rotating_log import RotatingLog
+file = RotatingLog(Path(sys.argv[1]), most_bytes=2000)
+file.take_stderr()
+if sys.argv[2] == "much":
+    os.write(2, b"y" * 200_000)
+    file.write("x" * 1900 + "\\n")
+os.write(2, b"the last words\\n")
+os.abort()
+"""
+
+
+@pytest.mark.parametrize("how", ["little", "much"])
+def test_the_last_words_of_a_crash_are_in_the_log(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "daemon.log"
+    subprocess.run([sys.executable, "-c", CRASH, path, how], timeout=60)
+    assert path.read_text().endswith("the last words\n")
+    assert path.stat().st_size < 10_000
+
+
+def test_a_log_that_somebody_removed_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "daemon.log"
+    log = RotatingLog(path)
+    log.write("before\n")
+    path.unlink()
+    log.write("after\n")
+    log.close()
+    assert path.read_text() == "after\n"
+
+
+DESTRUCTORS = """
+import gc, sys
+from pathlib import Path
+from atoll.core.rotating_log import RotatingLog
+file = RotatingLog(Path(sys.argv[1]), most_bytes=200)
+class Told:
+    def __init__(self): self.me = self
+    def __del__(self): file.write("gone\\n")
+gc.set_threshold(2)
+for _ in range(3000):
+    Told()
+    file.write("line\\n")
+"""
+
+
+def test_a_destructor_that_logs_within_a_line_does_not_stop_the_process(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", DESTRUCTORS, tmp_path / "daemon.log"], timeout=60, check=True)

@@ -33,6 +33,7 @@ from atoll.v1 import membership_pb2 as mb
 TOKEN_ROLES = ("node", "seed")
 MAX_REASON_CHARACTERS = 200
 MAX_FAILURE_CHARACTERS = 500
+FAILURE_SECONDS = 10  # between two failures of a node that never connects
 MAX_USES = 100_000
 MAX_TTL_SECONDS = 366 * 24 * 3600
 _NAME = re.compile(r"[a-z0-9-]{1,63}")
@@ -314,13 +315,16 @@ def leave(
     another_tells_nothing_new = node.left and not is_failure(why)
     if node.replaced_by or told_before or another_tells_nothing_new:
         return draft.done(None)
-    if not is_of_another_process(state.live.get(peer_id), instance):
+    live = state.live.get(peer_id)
+    a_start_failed_elsewhere = is_failure(why) and not instance and live is not None and live.connected
+    if live is None and node.left and node.ended and 0 <= now.unix_ms - node.last_seen_ms < 1000 * FAILURE_SECONDS:
+        return draft.done(None)
+    if not (is_of_another_process(live, instance) or a_start_failed_elsewhere) and charge_row(draft, peer_id):
         draining = bool(node.assigned_run)  # it moves when it comes back
         node = replace(node, left=True, draining=draining, last_seen_ms=now.unix_ms)
         draft.put(replace(node, ended=reason_name(why), ended_detail=reason))
-        if charge_row(draft, peer_id):
-            kind, verb = ("node.failed", f"failed: {reason_words(why)}") if is_failure(why) else ("node.left", "left")
-            draft.event(kind, node.run_id, peer_id, f"{node.name} {verb}{f': {reason}' if reason else ''}")
+        kind, verb = ("node.failed", f"failed: {reason_words(why)}") if is_failure(why) else ("node.left", "left")
+        draft.event(kind, node.run_id, peer_id, f"{node.name} {verb}{f': {reason}' if reason else ''}")
     return draft.done(None)
 
 

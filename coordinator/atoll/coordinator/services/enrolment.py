@@ -43,6 +43,8 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         self, request: wire.PreviewRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> wire.PreviewResponse:
         """Tell what the run needs, if the token would admit the applicant. Spends nothing."""
+        if self._under_way >= MAX_CONCURRENT_ENROLMENTS:
+            raise Busy(f"{MAX_CONCURRENT_ENROLMENTS} nodes are enrolling already", "try again in a few seconds")
         protocol.check(request.protocol, "the node")
         self._check_clock(request.node_unix_ms / 1000)
         applicant = admission.Applicant(

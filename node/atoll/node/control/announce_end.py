@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import grpc
 
@@ -34,6 +35,7 @@ from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import membership_pb2_grpc
 
 _TIMEOUT = timedelta(seconds=10)
+INSTANCE_BYTES = 16  # of the random name of a process
 _MAX_CHARACTERS = 500
 _REASONS: tuple[tuple[type[AtollError], mb.NodeReason], ...] = (  # a class before its parents
     (CorpusDiffers, mb.NODE_REASON_TEXT_DIFFERS),
@@ -66,6 +68,7 @@ def announcement(error: BaseException, instance: bytes = b"") -> mb.LeaveRequest
     if isinstance(error, _NOT_ANNOUNCED):
         return None
     told = str(error) if isinstance(error, AtollError) else f"internal error: {type(error).__name__}"
+    told = told.replace(str(Path.home()), "~")  # the operator's page shows it, and keeps it
     return mb.LeaveRequest(reason=told[:_MAX_CHARACTERS], instance=instance, why=reason_of(error))
 
 
@@ -77,5 +80,5 @@ async def announce_end(dial: Callable[[], grpc.aio.Channel], request: mb.LeaveRe
             await stub.Leave(request, timeout=_TIMEOUT.total_seconds())
     except grpc.aio.AioRpcError as error:
         _log.warning("leave_not_sent", reason=str(from_rpc_error(error, "the coordinator")))
-    except Unreachable as error:
+    except (AtollError, ValueError) as error:
         _log.warning("leave_not_sent", reason=str(error))

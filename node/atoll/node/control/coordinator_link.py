@@ -37,7 +37,7 @@ from atoll.core.grpc_errors import from_rpc_error
 from atoll.core.identity import Identity
 from atoll.core.membership import CERTIFICATE_LIFETIME, RENEW_AT_FRACTION
 from atoll.core.metrics_bounds import EARLY_METRICS_ROUNDS
-from atoll.node.control.announce_end import announce_end, announcement
+from atoll.node.control.announce_end import INSTANCE_BYTES, announce_end, announcement
 from atoll.node.control.channel import dial, refuse_replaced_authority
 from atoll.node.control.checkpoint_upload import upload
 from atoll.node.control.clock_offset import ClockOffset
@@ -58,7 +58,6 @@ _ANSWER_TIMEOUT = timedelta(seconds=30)  # the coordinator answers every heartbe
 _FIRST_ANSWER_TIMEOUT = timedelta(seconds=5)  # then the node works without the coordinator
 _CLOCK_WARNING_SECONDS = 5.0  # a larger offset is logged; it stops nothing
 _BACKOFF = (timedelta(milliseconds=500), timedelta(seconds=15))  # first and longest pause between attempts
-_INSTANCE_BYTES = 16
 _SPARE_DESCRIPTORS = 16  # a new channel takes about six
 _NOT_RETRIED = (
     AuthorityReplaced,
@@ -172,7 +171,7 @@ class CoordinatorLink:
         self._on_renewed = on_renewed
         self._reports = ReportQueue()
         self._sequence = 0
-        self._instance = secrets.token_bytes(_INSTANCE_BYTES)
+        self._instance = secrets.token_bytes(INSTANCE_BYTES)
         self._challenge = b""  # the last one of this stream
         self._renewed_in_vain = False
         self._tried = asyncio.Event()  # the coordinator answered this process, or cannot be reached

@@ -7,6 +7,7 @@ then `found` or `error`. Its parent kills it when it ends.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -23,6 +24,8 @@ class _Progress:
     """Writes lines, of progress at most one a second; text is read by several threads."""
 
     def __init__(self) -> None:
+        self._output = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what a library prints is no answer
         self._lock = threading.Lock()
         self._told = 0.0
 
@@ -36,8 +39,8 @@ class _Progress:
 
     def write(self, message: dict[str, object]) -> None:
         with self._lock:
-            sys.stdout.write(json.dumps(message) + "\n")
-            sys.stdout.flush()
+            self._output.write(json.dumps(message) + "\n")
+            self._output.flush()
 
 
 def main() -> None:

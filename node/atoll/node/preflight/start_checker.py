@@ -9,13 +9,14 @@ import sys
 from dataclasses import asdict
 from datetime import timedelta
 
-from atoll.core import log
+from atoll.core import log, sdnotify
 from atoll.core.errors import ChildDied, DeadlineExceeded, error_class
 from atoll.node.preflight.run_checks import Found, Request
 from atoll.node.system import child_processes
 
 SILENCE_TIMEOUT = timedelta(minutes=10)  # between two lines of progress
 _STOP_TIMEOUT = timedelta(seconds=2)
+_MORE_TIME = "EXTEND_TIMEOUT_USEC=60000000"  # systemd's `TimeoutStartSec` is not for terabytes of text and weights
 _TOLD_EVERY = 10  # lines of progress
 
 _log = log.get("preflight")
@@ -47,6 +48,9 @@ async def _answer(lines: asyncio.StreamReader) -> Found:
         try:
             async with asyncio.timeout(SILENCE_TIMEOUT.total_seconds()):
                 line = await lines.readline()
+            sdnotify.notify(os.environ.get("NOTIFY_SOCKET", ""), _MORE_TIME)
+        except ValueError as error:  # a line without an end
+            raise ChildDied("the check of this machine answered too much", "see what it printed") from error
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"the check of this machine did not go on for {SILENCE_TIMEOUT.total_seconds() / 60:.0f} minutes",
@@ -54,7 +58,10 @@ async def _answer(lines: asyncio.StreamReader) -> Found:
             ) from error
         if not line:
             raise ChildDied("the check of this machine ended without an answer", "see what it printed")
-        message = json.loads(line)
+        try:
+            message = json.loads(line)
+        except ValueError as error:
+            raise ChildDied(f"the check of this machine answered {line[:80]!r}", "see what it printed") from error
         if "found" in message:
             return Found(**message["found"])
         if "error" in message:
