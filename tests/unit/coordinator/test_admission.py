@@ -135,7 +135,7 @@ def test_a_failure_is_told_with_its_reason_until_the_node_connects(world: World)
     for number in range(1000):  # a flood of reasons costs nothing
         world.take(admission.leave(world.state, world.now, peer, f"full {number}", b"", mb.NODE_REASON_DISK))
     assert len(world.records) == rows
-    world.wait(admission.FAILURE_SECONDS)
+    world.wait(admission.FAILURE_SECONDS + 1)
     world.take(admission.leave(world.state, world.now, peer, "full", b"", mb.NODE_REASON_DISK))  # the next try
     assert world.state.nodes[peer].ended == "DISK"
     world.take(machine.connect(world.state, world.now, peer))
