@@ -23,7 +23,6 @@ from atoll.core.files import data_dir_unusable, make_private_dir, read_private, 
 from atoll.core.grpc_errors import from_rpc_error
 from atoll.core.identity import Identity
 from atoll.core.identity_rotation import sign_rotation
-from atoll.node.control.begin_membership import begin_membership
 from atoll.node.control.channel import dial, refuse_replaced_authority
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.local_client import CREDENTIALS_FILE
@@ -102,6 +101,8 @@ async def _of_present_run(credentials: Credentials, identity: Identity, data_dir
             return credentials  # the next call says what is wrong, or repeats an answer that was lost
     if answer.run_id == credentials.run_id:
         return credentials
+    from atoll.node.control.begin_membership import begin_membership  # here, because it imports logs
+
     moved = credentials.moved(answer, identity.peer_id, clock.unix())
     begin_membership(data_dir, moved)
     return moved
