@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from support.installed_programs import InstalledPrograms, build_wheel, install_without_torch
+from support.installed_programs import InstalledPrograms, build_wheel, install_seed
 
 from atoll.lab.launcher import LocalSwarm
 from benchmarks.common import Report
@@ -58,23 +58,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="atoll-") as scratch:
         root = Path(scratch)
         environments = {name: Path(path).resolve() for name, _, path in (it.partition("=") for it in options.beside)}
-        for name, environment in {**environments, "atoll[seed]": install_seed(root)}.items():
+        for name, environment in {**environments, "atoll[seed]": install_wheel(root)}.items():
             asyncio.run(measure(report, name, environment, root / name))
     _accept(report)
     report.finish(NOTES)
 
 
-def install_seed(root: Path) -> Path:
+def install_wheel(root: Path) -> Path:
     """Install this checkout's wheel as a seed, into a new environment."""
     environment = root / "environment"
-    install_without_torch(build_wheel(root), "seed", environment)
+    install_seed(build_wheel(root), environment)
     return environment
 
 
 async def measure(report: Report, name: str, environment: Path, root: Path) -> None:
     """Measure the seed of one environment."""
     digest = _write_text(root)
-    swarm = LocalSwarm(root, InstalledPrograms(environment, ("seed",)))
+    swarm = LocalSwarm(root, InstalledPrograms({"seed": environment}))
     try:
         await swarm.start_coordinator()
         await swarm.create_run(_RUN.format(corpus=digest))

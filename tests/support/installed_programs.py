@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,15 +16,14 @@ CHECKOUT = Path(__file__).parents[2]
 
 @dataclass
 class InstalledPrograms(LoopbackHosts):
-    """Runs the programs of some hosts from another environment; the others come from this one."""
+    """Runs the programs of some hosts from other environments; those of the other hosts come from this one."""
 
-    environment: Path
-    hosts: Collection[str]
+    environments: Mapping[str, Path]  # by host
 
     def command(self, host: str, command: Sequence[str | Path]) -> list[str]:
         program, *arguments = command
-        if host in self.hosts:
-            program = self.environment / "bin" / Path(program).name
+        if host in self.environments:
+            program = self.environments[host] / "bin" / Path(program).name
         return super().command(host, [program, *arguments])
 
 
@@ -35,12 +34,16 @@ def build_wheel(into: Path) -> Path:
     return wheel
 
 
-def install_without_torch(wheel: Path, extras: str, environment: Path) -> None:
+def install_seed(wheel: Path, environment: Path) -> None:
     """Install a wheel as a seed's operator does: first the extra, then hivemind without its requirements."""
-    pip = [sys.executable, "-m", "pip", "--python", environment / "bin" / "python", "install", "--quiet"]
+    install_extra(wheel, "seed", environment)
+    _run(*_pip(environment), "--no-deps", pinned_hivemind())
+
+
+def install_extra(wheel: Path, extra: str, environment: Path) -> None:
+    """Install a wheel with one extra into a new environment."""
     _run(sys.executable, "-m", "venv", "--without-pip", environment)
-    _run(*pip, "-c", CHECKOUT / "constraints.txt", f"{wheel}[{extras}]")
-    _run(*pip, "--no-deps", pinned_hivemind())
+    _run(*_pip(environment), "-c", CHECKOUT / "constraints.txt", f"{wheel}[{extra}]")
 
 
 def pinned_hivemind() -> str:
@@ -48,6 +51,10 @@ def pinned_hivemind() -> str:
     found = re.search(r'"(hivemind==[0-9.]+)"', (CHECKOUT / "pyproject.toml").read_text())
     assert found is not None
     return found[1]
+
+
+def _pip(environment: Path) -> list[str | Path]:
+    return [sys.executable, "-m", "pip", "--python", environment / "bin" / "python", "install", "--quiet"]
 
 
 def _run(*command: str | Path) -> None:

@@ -1,8 +1,9 @@
 """Check what would be published: `python -m support.wheel_check DIST` after the build (`make wheel` does both).
 
-The wheel holds every file of the five source roots and no other. It is installed without torch into an environment of
-its own. From an empty directory, with nothing of this checkout on any path, its programs answer, and a coordinator and
-a seed of a run become ready. The coordinator serves its page, which needs the package's assets and migrations.
+The wheel holds every file of the five source roots and no other. It is installed as a seed and as a coordinator, each
+into an environment of its own. Neither has torch, and the seed's has no numpy and no scipy. From an empty directory,
+with nothing of this checkout on any path, its programs answer, and a coordinator and a seed of a run become ready. The
+coordinator serves its page, which needs the package's assets and migrations.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import tarfile
 import tempfile
 import urllib.request
 import zipfile
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from support.installed_programs import CHECKOUT, InstalledPrograms, install_without_torch
+from support.installed_programs import CHECKOUT, InstalledPrograms, install_extra, install_seed
 from support.process_swarm import SPEC
 
 from atoll.lab.launcher import LocalSwarm
@@ -27,15 +29,15 @@ ROOTS = ("core", "protos", "node", "coordinator", "lab")
 SDIST_HAS = {"pyproject.toml", "README.md", "LICENSE", "constraints.txt", "CHANGELOG.md", "PKG-INFO"}
 SDIST_LACKS = (".venv", ".make", ".git/", "dist", "__pycache__")
 READY = timedelta(seconds=180)
-ANSWERS = (
-    ("atoll", "--version"),
-    ("atoll", "--help"),
-    ("atoll", "join", "--help"),
-    ("atoll", "demo", "--help"),
-    ("atollctl", "--help"),
-    ("atollctl", "run", "create", "--help"),
-    ("atoll-coordinator", "--help"),
-)
+ANSWERS = {
+    "seed": (("atoll", "--version"), ("atoll", "--help"), ("atoll", "join", "--help"), ("atoll", "demo", "--help")),
+    "coordinator": (
+        ("atollctl", "--help"),
+        ("atollctl", "run", "create", "--help"),
+        ("atoll-coordinator", "--help"),
+    ),
+}
+ABSENT = {"seed": ("torch", "numpy", "scipy"), "coordinator": ("torch", "hivemind")}
 
 
 def main() -> None:
@@ -45,11 +47,14 @@ def main() -> None:
     assert not differing, f"the wheel and the source roots differ in {sorted(differing)[:20]}"
     check_sdist(sdist)
     with tempfile.TemporaryDirectory(prefix="atoll-wheel-") as scratch:
-        environment = Path(scratch) / "environment"
-        install_without_torch(wheel, "seed,coordinator", environment)
-        check_answers(environment, Path(scratch))
-        asyncio.run(check_swarm(environment, Path(scratch) / "swarm"))
-    print(f"{wheel.name}: complete; its programs, coordinator and seed run without this checkout and without torch")
+        environments = {role: Path(scratch) / role for role in ANSWERS}
+        install_seed(wheel, environments["seed"])
+        install_extra(wheel, "coordinator", environments["coordinator"])
+        for role, environment in environments.items():
+            check_absence(environment, ABSENT[role])
+            check_answers(environment, ANSWERS[role], Path(scratch))
+        asyncio.run(check_swarm(environments, Path(scratch) / "swarm"))
+    print(f"{wheel.name}: complete; its coordinator and its seed run without this checkout and without torch")
 
 
 def differences(wheel: Path, checkout: Path) -> set[str]:
@@ -76,19 +81,27 @@ def check_sdist(sdist: Path) -> None:
     assert not wrong, f"the sdist has {wrong[:20]}"
 
 
-def check_answers(environment: Path, empty: Path) -> None:
+def check_absence(environment: Path, packages: Sequence[str]) -> None:
+    """Packages that nobody installed must not be there: then a program that starts does not need them."""
+    for package in packages:
+        command = [str(environment / "bin" / "python"), "-I", "-c", f"import {package}"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert f"No module named '{package}'" in answer.stderr, f"{environment.name} has {package}"
+
+
+def check_answers(environment: Path, commands: Sequence[Sequence[str]], empty: Path) -> None:
     """Run commands in a directory and an environment that do not lead to this checkout."""
     clean = {"PATH": os.defpath, "HOME": str(empty), "LANG": "C.UTF-8"}
-    for program, *arguments in ANSWERS:
+    for program, *arguments in commands:
         command = [str(environment / "bin" / program), *arguments]
         answer = subprocess.run(command, cwd=empty, env=clean, capture_output=True, text=True, timeout=60)
         assert answer.returncode == 0, f"{program} {' '.join(arguments)}: {answer.stderr}"
         assert answer.stdout, f"{program} {' '.join(arguments)} prints nothing"
 
 
-async def check_swarm(environment: Path, root: Path) -> None:
+async def check_swarm(environments: Mapping[str, Path], root: Path) -> None:
     """Start a coordinator and a seed of the wheel."""
-    swarm = LocalSwarm(root, InstalledPrograms(environment, ("coordinator", "seed")))
+    swarm = LocalSwarm(root, InstalledPrograms(environments))
     os.environ.pop("PYTHONPATH", None)
     try:
         endpoints = await swarm.start_coordinator()

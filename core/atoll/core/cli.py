@@ -19,7 +19,8 @@ from atoll.core.output import print_to_stderr
 INTERRUPTED = 130
 _EXTRAS = {
     "node": ("hivemind", "msgpack", "numpy", "psutil", "pynvml", "safetensors", "torch"),
-    "coordinator": ("alembic", "prometheus_client", "scipy", "sqlalchemy", "starlette", "uvicorn"),
+    "seed": ("cid", "idna", "msgpack", "multihash", "netaddr", "psutil", "sortedcontainers", "uvloop", "varint"),
+    "coordinator": ("alembic", "numpy", "prometheus_client", "scipy", "sqlalchemy", "starlette", "uvicorn"),
     "eval": ("evaluate", "lm_eval"),
     "hf": ("datasets", "peft", "pyarrow", "tokenizers", "transformers"),
 }
@@ -57,12 +58,13 @@ def _explain_missing_extra(app: Callable[[], object]) -> None:
         app()
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        extra = next((name for name, packages in _EXTRAS.items() if missing in packages), None)
-        if extra is None:
+        extras = [name for name, packages in _EXTRAS.items() if missing in packages]
+        if not extras:
             raise
         raise ConfigError(
-            f"{missing} is not installed: this command needs atoll's {extra!r} extra",
-            f"in a checkout: pip install -c constraints.txt '.[{extra}]'; with a wheel: pip install 'FILE[{extra}]'",
+            f"{missing} is not installed: this command needs atoll's {' or '.join(map(repr, extras))} extra",
+            f"in a checkout: pip install -c constraints.txt '.[{extras[0]}]'; "
+            f"with a wheel: pip install 'FILE[{extras[0]}]'",
         ) from error
 
 

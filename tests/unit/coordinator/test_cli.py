@@ -620,7 +620,14 @@ def test_a_run_that_is_hardly_meant_is_created_with_a_note(canned: Canned) -> No
 
 
 @pytest.mark.parametrize(
-    ("module", "extra"), [("sqlalchemy.orm", "coordinator"), ("psutil", "node"), ("torch.nn", "node"), ("peft", "hf")]
+    ("module", "extra"),
+    [
+        ("sqlalchemy.orm", "'coordinator'"),
+        ("psutil", "'node' or 'seed'"),
+        ("netaddr", "'seed'"),
+        ("torch.nn", "'node'"),
+        ("peft", "'hf'"),
+    ],
 )
 def test_a_missing_extra_is_a_sentence(capsys: pytest.CaptureFixture[str], module: str, extra: str) -> None:
     def app() -> None:
@@ -630,7 +637,7 @@ def test_a_missing_extra_is_a_sentence(capsys: pytest.CaptureFixture[str], modul
         run_cli(app)
     assert ended.value.code == 78
     package = module.partition(".")[0]
-    assert f"{package} is not installed: this command needs atoll's '{extra}' extra" in capsys.readouterr().err
+    assert f"{package} is not installed: this command needs atoll's {extra} extra" in capsys.readouterr().err
 
 
 def test_a_missing_module_of_ours_is_a_bug_and_shows() -> None:

@@ -4,8 +4,11 @@ Three of hivemind's packages import everything in their `__init__`: its averager
 experts, and with them torch and scipy. A member's daemon needs none of these for the swarm, and a seed has no torch
 (docs/adr/0017-seeds-without-torch.md).
 
-A lazy package does not run its `__init__`. Its submodules import as usual. A name that the `__init__` would import from
-a submodule is imported from there when it is first used. Any other name runs the `__init__`.
+A lazy package does not run its `__init__`. A submodule, and a name that the `__init__` would import from one, is
+imported when it is first used. Constants of the `__init__` are there from the start. The package has no other name.
+
+Threads may use a package at once: imports wait for one another, and nothing else changes. A lock around them could only
+deadlock with the locks of imports.
 """
 
 from __future__ import annotations
@@ -38,26 +41,42 @@ def _lazy_package(package_name: str) -> ModuleType:
     found = importlib.util.find_spec(package_name)
     assert found is not None
     assert isinstance(found.loader, importlib.abc.InspectLoader)
-    package, loader = importlib.util.module_from_spec(found), found.loader
-    origins = _imported_names(loader.get_source(package_name) or "")
+    package = importlib.util.module_from_spec(found)
+    source = ast.parse(found.loader.get_source(package_name) or "")
+    package.__dict__.update(_constants(source))
+    origins = _imported_names(source)
 
     def load(name: str) -> object:
-        submodule = f"{package_name}.{name}"
-        if (name.startswith("__") and name != "__version__") or submodule in sys.modules:
-            raise AttributeError(name)  # in the latter case, the submodule is just being imported
         if name in origins:
-            value = getattr(importlib.import_module(origins[name]), name)
-            setattr(package, name, value)
-            return value
-        del package.__dict__["__getattr__"]
-        loader.exec_module(package)
-        return getattr(package, name)
+            module, original = origins[name]
+            value = getattr(importlib.import_module(module), original)
+        elif _is_submodule(package_name, name):
+            value = importlib.import_module(f"{package_name}.{name}")
+        else:
+            raise AttributeError(f"module {package_name!r} has no attribute {name!r}", name=name, obj=package)
+        setattr(package, name, value)
+        return value
 
     package.__dict__["__getattr__"] = load  # PEP 562
     return package
 
 
-def _imported_names(source: str) -> dict[str, str]:
-    """Return the module from which each name of an `__init__` is imported."""
-    imports = (node for node in ast.parse(source).body if isinstance(node, ast.ImportFrom) and node.module)
-    return {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname is None}
+def _is_submodule(package_name: str, name: str) -> bool:
+    private = name.startswith("__")  # such as `__path__`, which the import system asks for
+    return name.isidentifier() and not private and importlib.util.find_spec(f"{package_name}.{name}") is not None
+
+
+def _imported_names(source: ast.Module) -> dict[str, tuple[str, str]]:
+    """Return where each name of an `__init__` comes from: the module, and the name there."""
+    imports = (node for node in source.body if isinstance(node, ast.ImportFrom) and node.module)
+    return {alias.asname or alias.name: (str(node.module), alias.name) for node in imports for alias in node.names}
+
+
+def _constants(source: ast.Module) -> dict[str, object]:
+    """Return the constants of an `__init__`, such as its version."""
+    assigned = ((node.targets[0], node.value) for node in source.body if isinstance(node, ast.Assign))
+    return {
+        target.id: value.value
+        for target, value in assigned
+        if isinstance(target, ast.Name) and isinstance(value, ast.Constant)
+    }
