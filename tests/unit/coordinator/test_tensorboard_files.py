@@ -169,7 +169,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         write(tmp_path / "file" / "runs")
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "-x", "a\n", "a\0", "é", "x" * 129])
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "a\n", "a\0", "é", "x" * 129])
 def test_a_name_that_could_be_a_path_is_refused(name: str) -> None:
     with pytest.raises(PeerMisbehaved):
         directory_name(name)

@@ -115,7 +115,7 @@ def changed_spec(spec_toml: str, name: str, changes: Sequence[str], defaults: Se
         path, equals, value = change.partition("=")
         if not (equals and value.strip()):
             raise UsageError(f"{change!r} is not SECTION.KEY=VALUE", _EXAMPLE)
-        if path.strip() == "run.name":
+        if path.strip().split(".") == ["run", "name"]:
             raise UsageError("the name of the new run is the second argument", "leave out --set run.name")
         _section(document, path)[path.strip().rpartition(".")[2]] = _value(value.strip())
     return check_run_spec(document, "the changed spec").resolved_toml()

@@ -319,10 +319,14 @@ def leave(
     a_start_failed_elsewhere = is_failure(why) and not instance and live is not None and live.connected
     if live is None and node.left and node.ended and 0 <= now.unix_ms - node.last_seen_ms < 1000 * FAILURE_SECONDS:
         return draft.done(None)
-    if not (is_of_another_process(live, instance) or a_start_failed_elsewhere) and charge_row(draft, peer_id):
+    if is_of_another_process(live, instance) or a_start_failed_elsewhere:
+        return draft.done(None)
+    charged = charge_row(draft, peer_id)
+    if charged or not node.left:  # that it left counts in any case
         draining = bool(node.assigned_run)  # it moves when it comes back
         node = replace(node, left=True, draining=draining, last_seen_ms=now.unix_ms)
         draft.put(replace(node, ended=reason_name(why), ended_detail=reason))
+    if charged:
         kind, verb = ("node.failed", f"failed: {reason_words(why)}") if is_failure(why) else ("node.left", "left")
         draft.event(kind, node.run_id, peer_id, f"{node.name} {verb}{f': {reason}' if reason else ''}")
     return draft.done(None)
