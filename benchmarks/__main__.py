@@ -13,7 +13,7 @@ ALL = (
     "exchange_cpu", "utilisation", "join_wan", "nat", "planner", "memory", "pipeline",
     "pipeline_loss", "pipeline_faults", "second_copies", "planner_lab", "planner_changes", "faults_wan", "byzantine",
     "sybils", "trust", "training_audits", "daemons", "rounds_at_size", "retention", "data", "data_build",
-    "data_coverage", "data_restart", "seed",
+    "data_coverage", "data_restart", "seed", "muon",
 )  # fmt: skip
 
 

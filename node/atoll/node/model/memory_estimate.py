@@ -27,7 +27,8 @@ _LOGITS = 3  # logits, their log-softmax, its gradient
 _ROUNDING = 1.03  # what allocations are rounded up by, and small tensors that are not counted
 CHUNK_ELEMENTS = 1 << 22  # of a pseudo-gradient on the device at once
 STACK_ELEMENTS = 1 << 25  # of matrices that Muon steps at once on a GPU; a larger matrix is alone
-_STACKED_BYTES = 16  # per element of the matrices that Muon steps at once: updates, bf16 copies, products
+_STACKED_BYTES = 16  # per element of the matrices that Muon steps at once on a GPU: updates, bf16 copies, products
+_ALONE_BYTES = 20  # per element of the largest matrix on a CPU: update, two iterates and two products in fp32
 _LARGEST_MATRIX = 0.25  # share of a block's elements; its gradient exists twice until it is added
 
 
@@ -219,8 +220,9 @@ def built_in_memory_bytes(spec: RunSpec, shape: ModelShape, samples: int, *, cud
     masks = mask_memory(spec, layer_table(spec, shape).layers, samples).of(blocks)
     working = _working_bytes(spec, samples, activations, shape.vocabulary, in_blocks + matrix)
     working += FP32_BYTES * shape.dimension * shape.hidden_dimension  # a matrix's gradient, before it is added
-    if cuda and section.name == "muon":
-        working = max(working, _STACKED_BYTES * min(in_blocks, STACK_ELEMENTS))
+    if section.name == "muon":
+        alone = _ALONE_BYTES * shape.dimension * shape.hidden_dimension
+        working = max(working, _STACKED_BYTES * min(in_blocks, STACK_ELEMENTS) if cuda else alone)
     return _persistent_and_working(flat, working, shape.parameters) + masks
 
 

@@ -124,9 +124,12 @@ def model_too_large(what: str, facts: DeviceFacts) -> ModelTooLarge:
 
 def working_precision(precision: str, device: torch.device) -> str:
     """Return `fp32`, `bf16` or `fp16`: the spec's precision, or fp16 on a GPU without bf16 units."""
-    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return "fp16"
-    return precision
+    return "fp16" if precision == "bf16" and device.type == "cuda" and not has_bf16_units(device) else precision
+
+
+def has_bf16_units(device: torch.device) -> bool:
+    """True for a GPU that multiplies bf16 at least as fast as fp32. CPUs count as without: most of them are."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:

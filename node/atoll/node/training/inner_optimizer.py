@@ -48,8 +48,7 @@ class InnerOptimizer:
         rest = [parameter for parameter in parameters if id(parameter) not in taken]
         self.optimizers: list[torch.optim.Optimizer] = [_adamw(rest, embedding, section, device)] if rest else []
         if matrices:
-            sharded = any(parameter is not matrix for parameter, matrix in pairs)
-            self.optimizers.append(_muon(matrices, section, stacked=device.type == "cuda" and not sharded))
+            self.optimizers.append(_muon(matrices, section))
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of all parameters, from the next step on."""
@@ -92,9 +91,8 @@ def _adamw(
     )
 
 
-def _muon(matrices: Iterable[Tensor], section: OptimizerSection, *, stacked: bool) -> torch.optim.Muon:
-    kind = StackedMuon if stacked else torch.optim.Muon
-    return kind(
+def _muon(matrices: Iterable[Tensor], section: OptimizerSection) -> StackedMuon:
+    return StackedMuon(
         matrices,
         lr=section.learning_rate,
         weight_decay=section.weight_decay,

@@ -1,8 +1,10 @@
-"""Muon for GPUs: matrices of one shape are orthogonalised together.
+"""Muon whose products suit the device: stacked by shape on a GPU, and in fp32 where bf16 has no units.
 
 `torch.optim.Muon` takes one matrix after another. With 110 M parameters on an H100 that was 2,000 launches more a step
-than AdamW's, and 38 ms; stacked they are 180, and 7 ms (`benchmarks/results/gpu_hour.json`). The update is the same
-(Jordan et al. 2024, kellerjordan.github.io/posts/muon), and so is the state.
+than AdamW's, and 38 ms; stacked they are 180, and 7 ms (`benchmarks/results/gpu_hour.json`). It also multiplies in bf16
+on every device. A processor without bf16 instructions then takes 20 to 100 times as long as in fp32
+(`benchmarks/muon.py`). The update is the same (Jordan et al. 2024, kellerjordan.github.io/posts/muon), and so is the
+state.
 
 Shape suffixes: S stacked matrices, M rows, N columns.
 """
@@ -16,18 +18,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from atoll.node.model.memory_estimate import STACK_ELEMENTS
+from atoll.node.training.device import has_bf16_units
 
 
 class StackedMuon(torch.optim.Muon):
-    """`torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, for plain tensors that all have a gradient."""
+    """`torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, for matrices that all have a gradient."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step all matrices along their gradients."""
         for group in self.param_groups:
-            for stack in stacks(group["params"]):
+            for stack in stacks(group["params"], together=_stackable(group["params"])):
                 self._step(stack, group)
 
     def _step(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
@@ -35,13 +39,12 @@ class StackedMuon(torch.optim.Muon):
         momenta = [self._momentum_of(matrix) for matrix in matrices]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         updates = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
-        update_SMN = torch.empty(len(updates), *updates[0].shape, dtype=torch.bfloat16, device=updates[0].device)
-        torch._foreach_copy_(list(update_SMN), updates)
+        update_SMN = _stacked(updates)
         del updates
         update_SMN = orthogonal(update_SMN, group["ns_coefficients"], group["ns_steps"], group["eps"])
         rate = 0.2 * math.sqrt(max(matrices[0].shape)) * group["lr"]
         torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(matrices, list(update_SMN), alpha=-float(rate))
+        torch._foreach_add_(matrices, list(update_SMN.unbind()), alpha=-float(rate))
 
     def _momentum_of(self, matrix: Tensor) -> Tensor:
         state = self.state[matrix]
@@ -51,16 +54,31 @@ class StackedMuon(torch.optim.Muon):
         return momentum
 
 
-def stacks(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group matrices by shape, in stacks of at most `STACK_ELEMENTS`."""
+def _stackable(matrices: Sequence[Tensor]) -> bool:
+    """True where stacking saves launches: whole matrices on a GPU. Elsewhere it would only take memory."""
+    return matrices[0].is_cuda and not isinstance(matrices[0], DTensor)
+
+
+def stacks(matrices: Sequence[Tensor], *, together: bool) -> Iterator[list[Tensor]]:
+    """Group matrices by shape, in stacks of at most `STACK_ELEMENTS` if `together`, else of one."""
 
     def shape(matrix: Tensor) -> tuple[int, ...]:
         return tuple(matrix.shape)
 
     for _, equal in groupby(sorted(matrices, key=shape), key=shape):
         alike = list(equal)
-        size = max(1, STACK_ELEMENTS // alike[0].numel())
+        size = max(1, STACK_ELEMENTS // alike[0].numel()) if together else 1
         yield from (alike[first : first + size] for first in range(0, len(alike), size))
+
+
+def _stacked(updates: Sequence[Tensor]) -> Tensor:
+    """Copy matrices of one shape into a stack, in the precision of their products."""
+    first, dtype = updates[0], torch.bfloat16 if has_bf16_units(updates[0].device) else torch.float32
+    if len(updates) == 1:
+        return first.to(dtype, copy=True)[None]
+    stack_SMN = torch.empty(len(updates), *first.shape, dtype=dtype, device=first.device)
+    torch._foreach_copy_(list(stack_SMN), list(updates))
+    return stack_SMN
 
 
 def orthogonal(update_SMN: Tensor, coefficients: tuple[float, float, float], iterations: int, epsilon: float) -> Tensor:
