@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
-from integration.coordinator.lab import coordinator
+from integration.coordinator.lab import SECONDS, coordinator
 
 from atoll.coordinator.state.snapshot import Step
 from atoll.coordinator.store.records import Change, Evaluation, NodeMetrics
 from atoll.coordinator.web.app import SETTLED_ROUNDS
+from atoll.v1 import admin_pb2 as admin
 
 
 async def test_page_assets_status_metrics_and_probes(tmp_path: Path) -> None:
@@ -20,7 +21,7 @@ async def test_page_assets_status_metrics_and_probes(tmp_path: Path) -> None:
         page = await web.get("/")
         assert page.status_code == 200
         assert "default-src 'self'" in page.headers["content-security-policy"]
-        for name in ("app.js", "charts.js", "dom.js", "style.css", "ring.svg"):
+        for name in ("app.js", "charts.js", "compare.js", "dom.js", "style.css", "ring.svg"):
             asset = await web.get(f"/assets/{name}")
             assert asset.status_code == 200
             assert "http://" not in asset.text.replace("http://www.w3.org/2000/svg", "")  # nothing from elsewhere
@@ -65,3 +66,22 @@ async def test_the_page_has_the_training_loss_of_evaluated_rounds_new_and_old(tm
 async def test_a_page_elsewhere_cannot_read_this_one_by_a_name_of_its_own(tmp_path: Path) -> None:
     async with coordinator(tmp_path / "c") as home, httpx.AsyncClient(base_url=f"http://{home.endpoints.http}") as web:
         assert (await web.get("/api/status", headers={"host": "evil.example"})).status_code == 400
+
+
+async def test_the_page_learns_what_differs_between_runs(tmp_path: Path) -> None:
+    async with coordinator(tmp_path / "c") as home, httpx.AsyncClient(base_url=f"http://{home.endpoints.http}") as web:
+        text = (await home.create_run()).spec_toml
+        other = text.replace('name = "reef"', 'name = "kelp"').replace("stop_tokens = 10000", "stop_tokens = 20000")
+        await home.admin.CreateRun(admin.CreateRunRequest(spec_toml=other), timeout=SECONDS)
+        found = await web.get("/api/differences", params={"run": ["reef", "kelp"]})
+        assert found.json() == {
+            "version": 1,
+            "runs": ["reef", "kelp"],
+            "differences": [{"key": "run.stop_tokens", "values": [10000, 20000]}],
+        }
+        assert (await web.get("/api/differences", params={"run": "reef"})).json()["differences"] == []
+        assert (await web.get("/api/differences")).json()["differences"] == []
+        for wrong in (["reef", "nobody"], ["reef\x1b"], [f"r{number}" for number in range(100)]):
+            refused = await web.get("/api/differences", params={"run": wrong})
+            assert refused.status_code == 404
+            assert "exist" in refused.json()["error"]

@@ -31,6 +31,7 @@ from atoll.coordinator.cli import (
     plan,
     run,
     run_assign,
+    run_diff,
     token,
     trust,
 )
@@ -378,7 +379,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
     def connect(_directory: Path | None) -> Iterator[Canned]:
         yield made
 
-    for module in (token, node, run, run_assign, plan, ca, checkpoint, events, metrics, trust):
+    for module in (token, node, run, run_assign, run_diff, plan, ca, checkpoint, events, metrics, trust):
         monkeypatch.setattr(module, "connect", connect)
     monkeypatch.setattr("time.time", lambda: NOW)
     with monkeypatch.context() as zone:
@@ -397,6 +398,25 @@ def test_every_command_prints_its_golden_output(canned: Canned, name: str, outpu
     assert result.stdout == golden.read_text(), f"golden file {golden.name} says otherwise"
     if output == "json":
         assert json.loads(result.stdout)["version"] == 1
+
+
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_run_diff_shows_the_keys_that_differ_and_the_runs_beside_each_other(
+    canned: Canned, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    spec = 'version = 1\n[run]\nname = "{}"\nstop_tokens = {}\n[data]\npath = "x"\n[sync]\nround_tokens = 1000\n'
+    specs = {"reef": spec.format("reef", 10_000), "kelp": spec.format("kelp", 20_000)}
+    monkeypatch.setattr(canned, "call", lambda _, request: wire.RunView(spec_toml=specs[request.run_id]))
+    done = CliRunner().invoke(main.app, ["run", "diff", "reef", "kelp", "--output", output])
+    assert done.exit_code == 0, done.output
+    if output == "json":
+        told = {"run.stop_tokens": {"reef": 10_000, "kelp": 20_000}}
+        assert json.loads(done.stdout) == {"version": 1, "runs": ["reef", "kelp"], "differences": told}
+    else:
+        assert [line.split() for line in done.stdout.splitlines()[-1:]] == [["run.stop_tokens", "10000", "20000"]]
+    equal = CliRunner().invoke(main.app, ["run", "diff", "reef", "reef"])
+    assert isinstance(equal.exception, UsageError)
+    assert "1 different runs" in str(equal.exception)
 
 
 def test_texts_of_nodes_cannot_control_the_terminal(canned: Canned, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,7 @@ def test_rounds_go_on_though_the_next_openers_are_dead_and_the_coordinator_is_do
     for peer in machine.openers[:dead]:
         world.kill(peer)
     before = world.rounds()
-    world.run(QUIET_SECONDS)
-    assert world.rounds() > before + 3
+    assert world.run(QUIET_SECONDS, until=lambda: world.rounds() > before + 3)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,4 +1,4 @@
-"""HTTP application on loopback: status page, `/api/status`, `/metrics`, `/livez`, `/readyz`.
+"""HTTP application on loopback: status page, `/api/status`, `/api/differences`, `/metrics`, `/livez`, `/readyz`.
 
 It only reads and has no login; hence loopback. Requests must name the host that we listen on. Otherwise a foreign
 web page could read this one through a DNS name of its own (DNS rebinding).
@@ -21,10 +21,12 @@ from starlette.staticfiles import StaticFiles
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.store.records import Evaluation
 from atoll.coordinator.store.store import RoundMeans, Store
-from atoll.coordinator.web.status import MAX_LOSSES, RECENT_EVENTS, RECENT_ROUNDS, Logs, status
+from atoll.coordinator.web.status import MAX_LOSSES, RECENT_EVENTS, RECENT_ROUNDS, VERSION, Logs, status
+from atoll.core.spec_difference import spec_differences
 
 ASSETS = Path(__file__).parent / "assets"
 LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
+MAX_COMPARED = 8  # runs
 SETTLED_ROUNDS = 64  # a node may report a round later than others
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
@@ -42,6 +44,7 @@ def create_app(controller: Controller, registry: CollectorRegistry, http_host: s
         routes=[
             Route("/", site.page),
             Route("/api/status", site.status),
+            Route("/api/differences", site.differences),
             Route("/metrics", site.metrics),
             Route("/livez", site.livez),
             Route("/readyz", site.readyz),
@@ -64,6 +67,16 @@ class _Site:
         state = self._controller.state
         logs = await self._controller.read(self._logs)
         return JSONResponse(status(state, self._controller.moment(), logs, installed_version()), headers=_HEADERS)
+
+    async def differences(self, request: Request) -> Response:
+        """The keys in which the specs of the runs `?run=…&run=…` differ, with their values."""
+        runs, names = self._controller.state.runs, list(dict.fromkeys(request.query_params.getlist("run")))
+        if len(names) > MAX_COMPARED or any(name not in runs for name in names):
+            told = f"name at most {MAX_COMPARED} runs that exist: ?run=NAME&run=NAME"
+            return JSONResponse({"error": told}, 404, headers=_HEADERS)
+        found = spec_differences([runs[name].spec_toml for name in names])
+        rows = [{"key": key, "values": values} for key, values in found.items()]
+        return JSONResponse({"version": VERSION, "runs": names, "differences": rows}, headers=_HEADERS)
 
     async def metrics(self, _request: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,12 +1,13 @@
 // The status page: asks for /api/status every two seconds and draws what it says. Only reads.
 
 import { lossChart, planChart, roundsChart } from "./charts.js";
+import { compared, drawDifferences, drawSwitches, fromAddress, toAddress } from "./compare.js";
 import { $, bytes, clock, count, duration, el, show } from "./dom.js";
 
 const REFRESH_MS = 2000;
 const GOOD = new Set(["training", "ready", "finished"]);
 const WARN = new Set(["joining", "catching up", "paused", "draining"]);
-let chosen = decodeURIComponent(location.hash.slice(1));
+let { chosen, others } = fromAddress(location.hash);
 let latest = null;
 
 async function refresh() {
@@ -31,7 +32,7 @@ function draw() {
   const runs = latest.runs;
   const run = runs.find((item) => item.run_id === chosen) ?? runs[runs.length - 1];
   show("runs", ...runs.map((item) => el("button",
-    { "aria-current": item === run, onclick: () => { chosen = item.run_id; location.hash = chosen; draw(); } }, item.run_id)));
+    { "aria-current": item === run, onclick: () => choose(item.run_id, []) }, item.run_id)));
   $("footer").textContent = `atoll ${latest.atoll_version} · this page reads only; steer with atollctl · `;
   $("footer").append(el("a", { href: "/api/status" }, "JSON"), " · ", el("a", { href: "/metrics" }, "metrics"));
   drawEvents(latest.events.filter((event) => !run || !event.run_id || event.run_id === run.run_id));
@@ -46,12 +47,23 @@ function draw() {
   document.title = run.validation_loss ? `${run.validation_loss.toFixed(3)} · ${run.run_id} · Atoll` : `${run.run_id} · Atoll`;
   drawCards(run, nodes);
   $("loss-note").textContent = run.losses.length ? "nats per token, over committed tokens" : "";
-  drawSources(run.sources);
-  lossChart($("loss"), run.losses, curves(run.sources));
+  const beside = compared(runs, run, others);
+  const sources = beside.length ? [] : run.sources; // one set of colours at a time
+  drawSources(sources);
+  lossChart($("loss"), run.losses, curves(sources), beside);
+  drawSwitches(runs, run, others, (name) => choose(run.run_id, others.has(name) ? [...others].filter((it) => it !== name) : [...others, name]));
+  drawDifferences([run, ...beside].map((item) => item.run_id));
   $("rounds-note").textContent = run.rounds.length ? `the latest ${run.rounds.length}` : "";
   roundsChart($("rounds"), run.rounds);
   drawPlan(run.plan, nodes);
   drawNodes(nodes);
+}
+
+function choose(name, beside) {
+  chosen = name;
+  others = new Set(beside);
+  location.hash = toAddress(chosen, others);
+  draw();
 }
 
 const SOURCE_CURVES = 8;
@@ -154,5 +166,5 @@ function drawEvents(events) {
 }
 
 addEventListener("resize", () => latest && draw());
-addEventListener("hashchange", () => { chosen = decodeURIComponent(location.hash.slice(1)); if (latest) draw(); });
+addEventListener("hashchange", () => { ({ chosen, others } = fromAddress(location.hash)); if (latest) draw(); });
 refresh();

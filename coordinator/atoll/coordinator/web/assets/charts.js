@@ -4,8 +4,9 @@ import { count, duration, el, svg } from "./dom.js";
 
 const PAD = { left: 44, right: 14, top: 8, bottom: 24 };
 
-// `sources`: names of the parts of a loss that get a curve of their own, in the order of their colours.
-export function lossChart(box, losses, sources) {
+// `sources`: names of the parts of a loss that get a curve of their own, in the order of their colours. `beside`: other
+// runs, whose losses are drawn over the same tokens.
+export function lossChart(box, losses, sources, beside = []) {
   if (losses.length < 2) {
     box.replaceChildren(el("div", { class: "empty" }, "The curve begins with the second evaluated round."));
     return;
@@ -13,27 +14,30 @@ export function lossChart(box, losses, sources) {
   const { width, height } = size(box);
   const xs = losses.map((item) => item.committed_tokens);
   const ys = losses.map((item) => item.loss);
-  const x = scale(Math.min(...xs), Math.max(...xs), PAD.left, width - PAD.right);
+  const others = beside.map((run) => run.losses.map((item) => [item.committed_tokens, item.loss]));
+  const reach = [...xs, ...others.flat().map((point) => point[0])];
+  const [from, to] = [Math.min(...reach), Math.max(...reach)];
+  const x = scale(from, to, PAD.left, width - PAD.right);
   const parts = sources.map((name) => losses.filter((item) => item.sources && Object.hasOwn(item.sources, name))
     .map((item) => [item.committed_tokens, item.sources[name]]));
   // One node can report any loss: what is far above the held-out losses must not set the scale.
   const trained = losses.filter((item) => item.train_loss && item.train_loss < 2 * Math.max(...ys)).map((item) => [item.committed_tokens, item.train_loss]);
-  const all = [...ys, ...[...parts, trained].flat().map((point) => point[1])];
+  const all = [...ys, ...[...parts, ...others, trained].flat().map((point) => point[1])];
   const [low, high] = [Math.min(...all), Math.max(...all)];
   const room = (high - low || Math.abs(high) || 1) * 0.08;
   const y = scale(low - room, high + room, height - PAD.bottom, PAD.top);
+  const path = (values) => values.map(([px, py]) => `${x(px).toFixed(1)},${y(py).toFixed(1)}`).join(" ");
   const points = losses.map((item) => [x(item.committed_tokens), y(item.loss)]);
   const line = points.map(([px, py]) => `${px.toFixed(1)},${py.toFixed(1)}`).join(" ");
   const floor = height - PAD.bottom;
   const [lastX, lastY] = points[points.length - 1];
   const drawing = svg("svg", { role: "img", "aria-label": `validation loss, now ${ys[ys.length - 1].toFixed(4)}` },
     ...ticks(low - room, high + room, 5).map((value) => rule(value, y(value), width)),
-    ...ticks(xs[0], xs[xs.length - 1], 6).map((value) =>
+    ...ticks(from, to, 6).map((value) =>
       svg("text", { x: x(value), y: height - 6, "text-anchor": "middle" }, short(value))),
     svg("polygon", { class: "area", points: `${points[0][0]},${floor} ${line} ${lastX},${floor}` }),
-    ...parts.map((part, i) => svg("polyline", { class: `curve source s${i}`,
-      points: part.map(([px, py]) => `${x(px).toFixed(1)},${y(py).toFixed(1)}`).join(" ") })),
-    svg("polyline", { class: "curve train", points: trained.map(([px, py]) => `${x(px).toFixed(1)},${y(py).toFixed(1)}`).join(" ") }),
+    ...[...parts, ...others].map((part, i) => svg("polyline", { class: `curve source s${i}`, points: path(part) })),
+    svg("polyline", { class: "curve train", points: path(trained) }),
     svg("polyline", { class: "curve", points: line }),
     svg("circle", { class: "dot", cx: lastX, cy: lastY, r: 4.5 }));
   const hover = svg("g");
@@ -51,12 +55,23 @@ export function lossChart(box, losses, sources) {
     const told = sources.filter((name) => Object.hasOwn(found, name)).map((name) => `; ${name} ${found[name].toFixed(4)}`).join("");
     const { train_loss: train, tokens_per_second: pace } = losses[nearest];
     const measured = `${train ? `; training ${train.toFixed(4)}` : ""}${pace ? `; ${count(pace)} tokens/s` : ""}`;
-    tip.textContent = `${ys[nearest].toFixed(4)} after round ${losses[nearest].round}, ${count(xs[nearest])} tokens${measured}${told}`;
+    const there = beside.map((run) => [run.run_id, lossAt(run.losses, xs[nearest])]).filter(([, loss]) => loss !== null)
+      .map(([name, loss]) => `; ${name} ${loss.toFixed(4)}`).join("");
+    tip.textContent = `${ys[nearest].toFixed(4)} after round ${losses[nearest].round}, ${count(xs[nearest])} tokens${measured}${told}${there}`;
     tip.style.left = `${Math.min(Math.max(px, 110), width - 110)}px`;
     tip.style.top = `${Math.max(py, 40)}px`;
   });
   drawing.addEventListener("pointerleave", () => { hover.replaceChildren(); tip.hidden = true; });
   box.replaceChildren(drawing, tip);
+}
+
+// A run's loss at a number of tokens, on the line between two evaluated rounds; null where it has none.
+function lossAt(losses, tokens) {
+  const after = losses.findIndex((item) => item.committed_tokens >= tokens);
+  if (after < 0) return null;
+  const [a, b] = [losses[after - 1], losses[after]];
+  if (b.committed_tokens === tokens) return b.loss;
+  return a ? a.loss + ((tokens - a.committed_tokens) / (b.committed_tokens - a.committed_tokens)) * (b.loss - a.loss) : null;
 }
 
 export function roundsChart(box, rounds) {
