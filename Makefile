@@ -11,7 +11,7 @@ PEERS := $(patsubst benchmarks/peers/%.txt,.make/peers/%/ready,$(wildcard benchm
 # Mutants: fast modules with direct tests, for CI; all that are pure otherwise.
 MUTANTS_IN_CI := quorum promises earlier_attempts snapshot_ledger
 
-.PHONY: demo test check wheel protos protos-check lock bench peers soak mutants mutants-in-ci format clean
+.PHONY: demo test check wheel reference site protos protos-check lock bench peers soak mutants mutants-in-ci format clean
 
 demo: $(VENV)/ready  ## a whole swarm on this machine, in about three minutes
 	$(BIN)/atoll demo
@@ -37,6 +37,17 @@ wheel: $(VENV)/ready .make/wheel/ready  ## sdist and wheel in dist/, checked and
 .make/wheel/ready: pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet "build>=1.2" "hatchling>=1.25" "twine>=6"
+	touch $@
+
+reference: $(VENV)/ready  ## docs/reference/atoll.md and atollctl-options.md, from the programs' help
+	PYTHONPATH=tests:. $(BIN)/python -m support.command_reference
+
+site: .make/site/ready  ## the documentation as a site, in site/; a link that leads nowhere fails
+	.make/site/bin/mkdocs build --quiet
+
+.make/site/ready: Makefile
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet "mkdocs>=1.6,<2"
 	touch $@
 
 format: $(VENV)/ready

@@ -89,7 +89,7 @@ def verify(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="a proof that somebody saved")],
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Check a proof offline. It needs no coordinator, no credential and no trust in whoever wrote the file.
+    """Check a proof offline. It needs no coordinator, no credential and no trust in the file's author.
 
     [bold]Example[/bold]
 
