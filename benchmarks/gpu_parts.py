@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from atoll.core.built_in_shape import ModelShape, resolve_shape
 from atoll.core.files import open_anonymous_file
 from atoll.core.run_spec import RunSpec
-from atoll.node.model.built_in_shape import ModelShape, resolve_shape
 from atoll.node.model.llama import Decoder
 from atoll.node.system.shared_vectors import allocate_vector, map_vector
 from atoll.node.training.device import autocast, lock_host_pages

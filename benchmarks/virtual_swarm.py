@@ -21,13 +21,14 @@ from torch import Tensor
 from atoll.core.data_position import DataPosition, advance, first_lease_samples, genesis_position, with_first_leases
 from atoll.core.errors import PartInvalid
 from atoll.core.fragments import fragment_of_round, split_into_fragments
+from atoll.core.round_schedule import due_tokens
 from atoll.core.run_spec import RunSpec
 from atoll.node.data.corpus import Corpus
 from atoll.node.exchange.codecs import CODECS, is_finite
 from atoll.node.exchange.partition import Part, ReducerShare, part_elements, partition, reducer_shares
 from atoll.node.exchange.screening import factors_from_products, inner_products
 from atoll.node.exchange.weighted_sum import weighted_mean
-from atoll.node.rounds.outer_schedule import due_tokens, outer_schedule
+from atoll.node.rounds.outer_schedule import outer_schedule
 from atoll.node.rounds.policy import screen_of
 from atoll.node.state.outer_step import outer_step
 from atoll.node.training.inner_optimizer import Stepper

@@ -6,8 +6,8 @@ import torch
 from support.decoders import initialise
 from support.small_state import of_vectors
 
+from atoll.core.built_in_shape import layer_table, resolve_shape
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.model.built_in_shape import layer_table, resolve_shape
 from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.llama import Decoder
 from atoll.node.state.checkpoint import CheckpointState

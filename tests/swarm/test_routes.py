@@ -14,9 +14,9 @@ import torch
 import transformers
 from support.process_swarm import READY, ProcessSwarm, nothing_left, process_swarm
 
+from atoll.core.built_in_shape import resolve_shape
 from atoll.core.manifest import Head, changed_layers
 from atoll.lab.faults import kill
-from atoll.node.model.built_in_shape import resolve_shape
 from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.llama import Decoder
 from atoll.node.state.checkpoint import read_checkpoint

@@ -493,6 +493,7 @@ class Daemon:
             "coordinator": self._credentials.coordinator,
             "coordinator_connected": self._link.connected,
             "stop_tokens": self._spec.run.stop_tokens,
+            "eta_unix_ms": self._eta_unix_ms(),
             "handler_crashes": self._host.handler_crashes if self._host else 0,
             "streams_refused": self._host.streams_refused if self._host else 0,
             "direct_peers": sorted(self._host.direct_peers()) if self._host else [],
@@ -502,6 +503,11 @@ class Daemon:
             **self._status.to_json(*bytes_sent(self._host)),
             **self._limit_enforcer.status_json([*self._checkpoint_problems(), *self._status.warnings]),
         }
+
+    def _eta_unix_ms(self) -> int | None:
+        """When the run reaches `stop_tokens`, by this machine's clock; None: unknown, or the coordinator is away."""
+        eta = self._directives.eta_unix_ms if self._link.connected else None
+        return None if eta is None else eta + round(1000 * (self._link.clock_offset.ahead_seconds or 0.0))
 
     def _checkpoint_problems(self) -> list[str]:
         problem = self._training.checkpoints.problem if self._training is not None else ""

@@ -330,7 +330,7 @@ class RunRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ...) -> None: ...
 
 class RunView(_message.Message):
-    __slots__ = ("run_id", "state", "spec_toml", "head_round", "committed_tokens", "stop_tokens", "rounds_opened", "rounds_committed", "plan_version", "validation_loss", "nodes_ready", "min_nodes", "layers", "evaluations", "missing", "uncounted")
+    __slots__ = ("run_id", "state", "spec_toml", "head_round", "committed_tokens", "stop_tokens", "rounds_opened", "rounds_committed", "plan_version", "validation_loss", "nodes_ready", "min_nodes", "layers", "evaluations", "missing", "uncounted", "eta_unix_ms", "recent_tokens_per_second")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     SPEC_TOML_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +347,8 @@ class RunView(_message.Message):
     EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
+    ETA_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    RECENT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     state: _membership_pb2.RunState
     spec_toml: str
@@ -363,7 +365,9 @@ class RunView(_message.Message):
     evaluations: _containers.RepeatedCompositeFieldContainer[_membership_pb2.EvaluationReport]
     missing: str
     uncounted: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run_id: _Optional[str] = ..., state: _Optional[_Union[_membership_pb2.RunState, str]] = ..., spec_toml: _Optional[str] = ..., head_round: _Optional[int] = ..., committed_tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., rounds_opened: _Optional[int] = ..., rounds_committed: _Optional[int] = ..., plan_version: _Optional[int] = ..., validation_loss: _Optional[float] = ..., nodes_ready: _Optional[int] = ..., min_nodes: _Optional[int] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., evaluations: _Optional[_Iterable[_Union[_membership_pb2.EvaluationReport, _Mapping]]] = ..., missing: _Optional[str] = ..., uncounted: _Optional[_Iterable[str]] = ...) -> None: ...
+    eta_unix_ms: int
+    recent_tokens_per_second: float
+    def __init__(self, run_id: _Optional[str] = ..., state: _Optional[_Union[_membership_pb2.RunState, str]] = ..., spec_toml: _Optional[str] = ..., head_round: _Optional[int] = ..., committed_tokens: _Optional[int] = ..., stop_tokens: _Optional[int] = ..., rounds_opened: _Optional[int] = ..., rounds_committed: _Optional[int] = ..., plan_version: _Optional[int] = ..., validation_loss: _Optional[float] = ..., nodes_ready: _Optional[int] = ..., min_nodes: _Optional[int] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., evaluations: _Optional[_Iterable[_Union[_membership_pb2.EvaluationReport, _Mapping]]] = ..., missing: _Optional[str] = ..., uncounted: _Optional[_Iterable[str]] = ..., eta_unix_ms: _Optional[int] = ..., recent_tokens_per_second: _Optional[float] = ...) -> None: ...
 
 class ListRunsRequest(_message.Message):
     __slots__ = ()

@@ -170,6 +170,16 @@ def test_status_prints_the_daemons_answer(daemon, tmp_path):
         assert word in text.stdout
 
 
+def test_status_tells_when_the_run_is_finished_if_somebody_knows(daemon, tmp_path, monkeypatch):
+    for eta, words in (
+        (None, "finishes  –"),
+        (round(1000 * (time.time() + 7300)), "finishes  in 2 h 0"),
+        (1, "finishes  in 0 s"),
+    ):
+        monkeypatch.setitem(STATUS, "eta_unix_ms", eta)
+        assert words in atoll("status", "--data-dir", tmp_path).stdout
+
+
 def test_status_tells_how_the_training_text_comes(daemon, tmp_path, monkeypatch):
     told = {
         "data_stall_seconds": 12.5,

@@ -42,6 +42,13 @@ async def test_the_notice_is_kept_until_the_coordinator_counts_the_node(tmp_path
     assert told.notice == ""
 
 
+async def test_the_time_of_the_end_is_kept_until_the_coordinator_does_not_know_it(tmp_path):
+    told = directives(tmp_path / "plan")
+    for sent, kept in ((1_700_000_000_000, 1_700_000_000_000), (None, None), (0, None), (-5, None), (2**62, None)):
+        told.apply_heartbeat(mb.HeartbeatResponse(eta_unix_ms=sent))
+        assert told.eta_unix_ms == kept
+
+
 def test_a_truncated_plan_file_is_ignored(plan_file):
     data = plan_file.read_bytes()
     for length in range(len(data)):

@@ -32,6 +32,7 @@ from atoll.coordinator.cli import (
     run,
     run_assign,
     run_diff,
+    run_plan,
     token,
     trust,
 )
@@ -79,7 +80,13 @@ NODE = wire.NodeView(
     name="basement",
     run_id="reef",
     roles=[pb.ROLE_NODE],
-    profile=mb.NodeProfile(device="cuda:0", device_name="RTX 4090", device_memory_bytes=24 << 30),
+    profile=mb.NodeProfile(
+        device="cuda:0",
+        device_name="RTX 4090",
+        device_memory_bytes=24 << 30,
+        host_memory_bytes=64 << 30,
+        tokens_per_second=9000.0,
+    ),
     status=mb.NodeStatus(
         state=mb.NODE_STATE_TRAINING, steps=120, tokens=61440, tokens_per_second=8400.0, train_loss=2.5, head_round=7
     ),
@@ -121,6 +128,8 @@ RUN = wire.RunView(
         ),
     ],
     uncounted=["cid has another corpus", "dan is joining"],
+    eta_unix_ms=1_700_006_600_000,
+    recent_tokens_per_second=125.0,
 )
 PLAN = plan_pb2.Plan(
     run_id="reef",
@@ -329,6 +338,8 @@ COMMANDS = {
     "node-vouch": ["node", "vouch", "basement"],
     "node-probation": ["node", "probation", "basement"],
     "run-create": ["run", "create", "-"],
+    "run-plan": ["run", "plan", "-", "--price-per-hour", "0.4", "--set", "model.preset=micro"],
+    "run-plan-offline": ["run", "plan", "-", "--offline", "--set", "data.tokenizer=gpt2"],
     "run-clone": ["run", "clone", "reef", "kelp", "--set", "run.min_nodes=3"],
     "run-assign": ["run", "assign", "kelp", "basement"],
     "run-list": ["run", "list"],
@@ -357,6 +368,9 @@ COMMANDS = {
 }
 
 
+PLANNED = spec_toml(name="kelp")
+
+
 class Canned:
     """Answers from the table, and remembers what was asked."""
 
@@ -379,7 +393,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
     def connect(_directory: Path | None) -> Iterator[Canned]:
         yield made
 
-    for module in (token, node, run, run_assign, run_diff, plan, ca, checkpoint, events, metrics, trust):
+    for module in (token, node, run, run_assign, run_plan, run_diff, plan, ca, checkpoint, events, metrics, trust):
         monkeypatch.setattr(module, "connect", connect)
     monkeypatch.setattr("time.time", lambda: NOW)
     with monkeypatch.context() as zone:
@@ -392,7 +406,8 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
 @pytest.mark.parametrize("output", ["text", "json"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_prints_its_golden_output(canned: Canned, name: str, output: str) -> None:
-    result = CliRunner().invoke(main.app, [*COMMANDS[name], "--output", output], input="version = 1\n")
+    spec = PLANNED if COMMANDS[name][:2] == ["run", "plan"] else "version = 1\n"
+    result = CliRunner().invoke(main.app, [*COMMANDS[name], "--output", output], input=spec)
     assert result.exit_code == 0, result.output
     golden = GOLDEN / f"{name}.{'json' if output == 'json' else 'txt'}"
     assert result.stdout == golden.read_text(), f"golden file {golden.name} says otherwise"
@@ -632,6 +647,20 @@ def test_the_command_line_and_the_coordinator_agree_on_the_uses_of_a_token() -> 
     assert token.MAX_USES == admission.MAX_USES
 
 
+def test_a_time_that_nobody_knows_is_a_dash_and_null(canned: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = wire.RunView()
+    waiting.CopyFrom(RUN)
+    waiting.ClearField("eta_unix_ms")
+    waiting.ClearField("recent_tokens_per_second")
+    monkeypatch.setitem(ANSWERS, "GetRun", waiting)
+    monkeypatch.setitem(ANSWERS, "ListRuns", wire.ListRunsResponse(runs=[waiting]))
+    document = json.loads(CliRunner().invoke(main.app, ["run", "show", "--output", "json"]).stdout)["run"]
+    assert (document["eta_unix_ms"], document["recent_tokens_per_second"]) == (None, None)
+    shown = [line.split() for line in CliRunner().invoke(main.app, ["run", "show"]).stdout.splitlines()]
+    assert ["finishes", "–"] in shown
+    assert CliRunner().invoke(main.app, ["run", "list"]).stdout.split()[-1] == "–"
+
+
 def test_a_run_that_is_hardly_meant_is_created_with_a_note(canned: Canned) -> None:
     spec = 'version = 1\n[run]\nname = "t"\nstop_tokens = 1000\n[data]\npath = "c"\n[sync]\nround_tokens = 900\n'
     result = CliRunner().invoke(main.app, ["run", "create", "-"], input=spec)
@@ -837,3 +866,23 @@ def test_csv_and_tensorboard_exclude_each_other(canned: Canned, tmp_path: Path) 
     result = CliRunner().invoke(main.app, ["metrics", "--csv", "--tensorboard", str(tmp_path)])
     assert isinstance(result.exception, UsageError)
     assert (canned.asked, list(tmp_path.iterdir())) == ([], [])
+
+
+def test_a_plan_of_a_run_names_a_wrong_key_as_creating_it_does(canned: Canned) -> None:
+    for arguments in (["--set", "sync.codek=int8"], ["--set", "sync.codec=int3"]):
+        failed = CliRunner().invoke(main.app, ["run", "plan", "-", *arguments], input=PLANNED)
+        assert isinstance(failed.exception, RunSpecError)
+        assert "sync.codec" in str(failed.exception)
+    no_toml = CliRunner().invoke(main.app, ["run", "plan", "-", "--set", "run.seed=1"], input="version = ")
+    assert isinstance(no_toml.exception, RunSpecError)
+    assert isinstance(
+        CliRunner().invoke(main.app, ["run", "plan", "-", "--set", "x"], input=PLANNED).exception, UsageError
+    )
+    assert canned.asked == []
+
+
+def test_a_plan_of_a_run_asks_no_coordinator_if_it_is_offline(canned: Canned) -> None:
+    assert CliRunner().invoke(main.app, ["run", "plan", "-", "--offline"], input=PLANNED).exit_code == 0
+    refused = CliRunner().invoke(main.app, ["run", "plan", "-", "--offline", "--run", "reef"], input=PLANNED)
+    assert isinstance(refused.exception, UsageError)
+    assert canned.asked == []

@@ -232,7 +232,7 @@ def test_who_is_here_and_does_not_count_is_told_with_the_reason() -> None:
     world.connect("eve")
     world.connect("gus", corpus="")
     world.take(admission.drain(world.state, world.now, "eve"))
-    view = views.run_view(world.state, world.run)  # fay never came: nobody is told of those
+    view = views.run_view(world.state, world.run, world.now.unix_ms)  # fay never came: nobody is told of those
     assert view.nodes_ready == 2
     assert list(view.uncounted) == [
         "cid has another corpus",

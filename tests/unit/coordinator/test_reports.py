@@ -585,7 +585,8 @@ def test_a_long_run_keeps_a_bounded_part_in_memory_and_the_same_after_a_restart(
     assert first is not None
     for _ in range(2):
         assert sorted(world.state.memory[RUN].committed) == [0, 3, *range(33, 41)]
-        assert (views.run_view(world.state, world.run).rounds_committed, world.run.committed_tokens) == (40, 40_000)
+        view = views.run_view(world.state, world.run, world.now.unix_ms)
+        assert (view.rounds_committed, world.run.committed_tokens) == (40, 40_000)
         world.restart()
         for name in ("ann", "bob"):
             world.connect(name, mb.NODE_STATE_TRAINING)
@@ -612,7 +613,7 @@ def test_losses_of_sources_are_stored_and_shown() -> None:
     world.say("ann", evaluations=[of_sources(("web", 4.5, 48, 3000), ("code", 6.5, 16, 1000))])
     (stored,) = (record for record in world.records if isinstance(record, Evaluation))
     assert world.run.sources == stored.sources
-    (shown,) = views.run_view(world.state, world.run, (stored,)).evaluations
+    (shown,) = views.run_view(world.state, world.run, world.now.unix_ms, (stored,)).evaluations
     assert [(source.name, source.loss, source.windows, source.tokens) for source in shown.sources] == [
         ("web", 4.5, 48, 3000),
         ("code", 6.5, 16, 1000),
@@ -626,7 +627,7 @@ def test_a_view_of_a_long_run_has_losses_by_source_of_some_rounds_and_of_the_new
     world.train("ann", "bob", data=MIXED)
     text = to_text([mb.SourceLoss(name="web", loss=1.0, windows=1)])
     rows = tuple(Evaluation(RUN, number, 1.0, 0, text) for number in range(1001))
-    shown = views.run_view(world.state, world.run, rows).evaluations
+    shown = views.run_view(world.state, world.run, world.now.unix_ms, rows).evaluations
     assert len(shown) == 1001
     assert 300 <= sum(bool(item.sources) for item in shown) <= views.MAX_SOURCE_POINTS
     assert shown[-1].sources

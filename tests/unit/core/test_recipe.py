@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from atoll.core.built_in_shape import PRESETS
 from atoll.core.errors import RunSpecError
 from atoll.core.recipe import PRESET_DIMENSIONS
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.model.built_in_shape import PRESETS
 
 HUGGING_FACE = 'architecture = "huggingface"\nconfig = { model_type = "llama", vocab_size = 256, hidden_size = 400 }\n'
 BASE = f'[model.base]\nfiles = {{ "model.safetensors" = "{"a" * 64}" }}\n'

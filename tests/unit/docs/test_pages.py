@@ -14,10 +14,10 @@ from pydantic_core import PydanticUndefined
 
 from atoll.coordinator.config import CoordinatorConfig
 from atoll.core import errors
+from atoll.core.built_in_shape import PRESETS
 from atoll.core.model_spec import AdapterSection, BaseSection, HuggingFaceModel, ModelSection
 from atoll.core.run_spec import BY_RECIPE, RunSpec, parse_run_spec
 from atoll.node.config import NodeConfig
-from atoll.node.model.built_in_shape import PRESETS
 
 from .shipped import ROOT, commands, documents, plain, problem, table
 

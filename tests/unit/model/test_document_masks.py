@@ -12,11 +12,11 @@ from support.families import config_of
 from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
 
+from atoll.core.built_in_shape import ModelShape
 from atoll.core.errors import ConfigError, CorpusError, UnsupportedModel
 from atoll.node.data.documents import check_separated, document_separator, mark_starts, starts_after
 from atoll.node.model import llama
 from atoll.node.model.built_in import BuiltInArchitecture
-from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.document_masks import (
     Documents,
     attends,

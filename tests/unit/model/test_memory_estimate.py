@@ -15,12 +15,12 @@ from support.hf_runs import config_of as run_config
 from support.hf_runs import model_section, pretrained, spec_text, text_of
 from support.live_bytes import LiveBytes
 
+from atoll.core.built_in_shape import ModelShape, layer_table
 from atoll.core.document_masks import mask_memory
 from atoll.core.errors import InvalidRequest
 from atoll.core.run_spec import OptimizerSection, RunSpec, parse_run_spec
 from atoll.node.data.corpus import load_corpus
 from atoll.node.model.built_in import BuiltInArchitecture
-from atoll.node.model.built_in_shape import ModelShape, layer_table
 from atoll.node.model.hf_layer_table import layer_table as table_of
 from atoll.node.model.huggingface import HuggingFaceArchitecture
 from atoll.node.model.memory_estimate import SpanMemory, StageTraffic, span_memory

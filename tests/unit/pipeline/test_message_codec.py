@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from support.routes import RouteStages, layer_weights
 from torch import Tensor
 
+from atoll.core.built_in_shape import ModelShape
 from atoll.core.clock import SystemClock
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.run_spec import OptimizerSection, parse_run_spec
 from atoll.node.data.corpus import load_corpus
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.model.built_in import BuiltInArchitecture
-from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.pipeline import messages
 from atoll.node.pipeline.message_codec import FP32_BYTES, LinkFormat, pack, read_header, unpack
 from atoll.node.pipeline.stage import MicroBatchShape

@@ -18,6 +18,7 @@ from support.machine_plans import make_plan
 from support.memory_network import FrameInTransit, MemoryHub
 from support.stage_threads import StageThread, connected_route, trainers_of
 
+from atoll.core.built_in_shape import layer_table, resolve_shape
 from atoll.core.clock import SystemClock
 from atoll.core.errors import (
     AtollError,
@@ -32,7 +33,6 @@ from atoll.core.errors import (
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.learned_deadline import LearnedDeadline
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.model.built_in_shape import layer_table, resolve_shape
 from atoll.node.pipeline import dispatcher, route_connection, stage_loop, stage_streams
 from atoll.node.pipeline.dispatcher import PROTOCOL, RouteDispatcher
 from atoll.node.pipeline.messages import Begin

@@ -15,10 +15,10 @@ from support.in_process_route import Pick, oldest
 from support.routes import RouteStages, layer_weights
 from torch import Tensor
 
+from atoll.core.built_in_shape import ModelShape
 from atoll.core.errors import InvalidTransition, PeerMisbehaved
 from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.built_in import BuiltInArchitecture
-from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.llama import Decoder
 from atoll.node.model.span import Span

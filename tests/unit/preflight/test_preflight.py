@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.coordinator.world import spec_toml
 
+from atoll.core.built_in_shape import layer_table, resolve_shape
 from atoll.core.errors import DataDirUnusable, InvalidTransition, ModelTooLarge, PeerMisbehaved
+from atoll.core.model_size import ModelSize, model_size
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.cli.consent import consent_lines
 from atoll.node.config import NodeConfig
 from atoll.node.control.run_needs import RunNeeds
-from atoll.node.model.built_in_shape import layer_table, resolve_shape
 from atoll.node.preflight.machine import check_free_space
-from atoll.node.preflight.model_size import ModelSize, model_size
 from atoll.node.preflight.run_checks import check_disk
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import enrolment_pb2, plan_pb2

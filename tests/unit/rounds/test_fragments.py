@@ -15,11 +15,11 @@ from atoll.core.errors import PeerMisbehaved
 from atoll.core.fragments import split_into_fragments
 from atoll.core.manifest import Head
 from atoll.core.round_id import RoundId
+from atoll.core.round_schedule import due_tokens
 from atoll.core.run_spec import SyncSection
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.rounds.decide import build_start, check_payload, check_start, manifest_payload, parts_total
 from atoll.node.rounds.opener import StageDeadlines
-from atoll.node.rounds.outer_schedule import due_tokens
 from atoll.node.rounds.types import RoundPolicy
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2

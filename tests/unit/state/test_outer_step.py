@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from atoll.core.fragments import split_into_fragments
 from atoll.core.manifest import Head
+from atoll.core.round_schedule import due_tokens
 from atoll.core.run_spec import SyncSection
 from atoll.node.exchange.weighted_sum import weighted_mean
-from atoll.node.rounds.outer_schedule import due_tokens, is_stale, outer_schedule
+from atoll.node.rounds.outer_schedule import is_stale, outer_schedule
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.outer_step import layer_states, matches_digests, outer_step
 from atoll.v1 import common_pb2 as pb

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.decoders import initialise
 
+from atoll.core.built_in_shape import ModelShape
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError, DataDirUnusable, InvalidRequest, ModelTooLarge
 from atoll.core.files import open_anonymous_file
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.llama import Decoder
 from atoll.node.model.run_model import run_model, write_initial_weights
 from atoll.node.pipeline.stage_io import RouteEvent, StageIO

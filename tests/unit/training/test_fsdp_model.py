@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.core.built_in_shape import ModelShape
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ConfigError
 from atoll.core.run_spec import parse_run_spec
 from atoll.node.model.built_in import BuiltInArchitecture
-from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.local_weights import ALL, ShardedWeights, ShardSlices, WholeWeights
 from atoll.node.model.memory_estimate import usable_bytes

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from atoll.core.built_in_shape import ModelShape
 from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.built_in import BuiltInArchitecture
-from atoll.node.model.built_in_shape import ModelShape
 from atoll.node.model.llama import initial_parameters
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanModel

@@ -7,14 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.errors import ModelTooLarge, UnsupportedModel
-from atoll.core.model_spec import ModelSection
+from atoll.core.built_in_shape import PRESETS, layer_offsets, layer_table, resolve_shape
+from atoll.core.errors import ModelTooLarge
+from atoll.core.model_memory import built_in_memory_bytes
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.core.units import bytes_text
-from atoll.node.model.built_in_shape import PRESETS, layer_offsets, layer_table, resolve_shape
 from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.llama import Decoder
-from atoll.node.model.memory_estimate import built_in_memory_bytes
 from atoll.node.training.device import DeviceFacts, check_fits
 from atoll.node.training.learning_rate import learning_rate
 
@@ -63,25 +62,6 @@ def test_the_layer_table_counts_what_the_model_allocates(preset: str) -> None:
     assert [row.name for row in table.layers][:2] == ["embedding", "block.0"]
     assert list(table.layers[-1].tied_to) == (["embedding"] if shape.tie_embeddings else [])
     assert table.model_hash == spec.model_hash()
-
-
-def test_nano_is_about_a_million_and_7b_about_seven_billion() -> None:
-    assert 0.8e6 < resolve_shape(ModelSection(), 256).parameters < 1.2e6
-    assert 6.5e9 < resolve_shape(ModelSection(preset="7b", vocabulary=32_000), 256).parameters < 7e9
-
-
-@pytest.mark.parametrize(
-    ("numbers", "words"),
-    [
-        ({"heads": 3}, "not a multiple of heads"),
-        ({"kv_heads": 3}, "not a multiple of kv_heads"),
-        ({"dimension": 36, "heads": 4, "kv_heads": 4}, "needs an even number"),
-        ({"vocabulary": 100}, "smaller than the tokenizer's 256"),
-    ],
-)
-def test_inconsistent_dimensions_are_refused(numbers: dict[str, int], words: str) -> None:
-    with pytest.raises(UnsupportedModel, match=words):
-        resolve_shape(ModelSection.model_validate(numbers), 256)
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_allocated() -> None:

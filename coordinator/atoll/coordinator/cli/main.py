@@ -8,7 +8,20 @@ from __future__ import annotations
 
 import typer
 
-from atoll.coordinator.cli import ca, checkpoint, events, metrics, node, plan, run, run_assign, run_diff, token, trust
+from atoll.coordinator.cli import (
+    ca,
+    checkpoint,
+    events,
+    metrics,
+    node,
+    plan,
+    run,
+    run_assign,
+    run_diff,
+    run_plan,
+    token,
+    trust,
+)
 from atoll.core.cli import run_cli
 from atoll.core.output import VersionOption
 
@@ -29,6 +42,7 @@ def root(version: VersionOption = False) -> None:
 
 app.add_typer(token.app, name="token")
 app.add_typer(node.app, name="node")
+run.app.command("plan")(run_plan.plan_run)
 run.app.command()(run_assign.clone)
 run.app.command()(run_assign.assign)
 run.app.command()(run_diff.diff)

@@ -69,8 +69,14 @@ def show_facts(output: Output, document: Mapping[str, object], facts: Sequence[t
 
 
 def message_dict(message: Message) -> JsonObject:
-    """Convert a protobuf message to a dictionary of plain values, with every field present."""
-    return {field.name: _value(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+    """Convert a protobuf message to a dictionary of plain values, with every field present; absent numbers are None."""
+    return {field.name: _of(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _of(message: Message, field: Any) -> object:
+    if field.message_type is None and field.has_presence and not message.HasField(field.name):
+        return None
+    return _value(field, getattr(message, field.name))
 
 
 def _value(field: Any, value: Any) -> object:

@@ -105,14 +105,14 @@ def live_plan(
             "try again when it is connected",
         )
     spec, pins = parse_run_spec(run.spec_toml), []
-    for node, name in _distinct_names(members):
+    for node, name in distinct_names(members):
         first, _, last = node.pin.partition("-")
         pins += [Pin(name, (int(first), int(last)))] if last else []
     alone = {route.peer_ids[0] for route in plan.routes if len(route.peer_ids) == 1}
     spans = {item.peer_id: (item.span.first, item.span.last) for item in plan.assignments}
     known = [
-        _measured(node, name, spans[node.peer_id], trains_alone=node.peer_id in alone)
-        for node, name in _distinct_names(members)
+        planner_node(node, name, spans[node.peer_id], trains_alone=node.peer_id in alone)
+        for node, name in distinct_names(members)
     ]
     seen = problem_from_nodes(
         known, read_layers(run.layers, spec.data.sequence_length), spec, wishes_of(preferences, tuple(pins))
@@ -121,7 +121,7 @@ def live_plan(
         raise InvalidTransition(f"this plan cannot be evaluated: {'; '.join(seen.refused.values())}")
     check_problem(seen.problem)
     problem, unfit = without_unfit_pins(seen.problem)
-    late = [name for node, name in _distinct_names(members) if not _follows_pin(node, spans[node.peer_id])]
+    late = [name for node, name in distinct_names(members) if not _follows_pin(node, spans[node.peer_id])]
     if late:  # the plan does not follow these pins yet: evaluate it without pins
         problem = replace(problem, wishes=replace(problem.wishes, pins=()))
         unfit |= {name: f"{name} has a pin that this plan does not follow yet" for name in late}
@@ -180,7 +180,8 @@ def _follows_pin(node: wire.NodeView, span: tuple[int, int]) -> bool:
     return node.pin in ("", f"{span[0]}-{span[1]}")
 
 
-def _measured(node: wire.NodeView, name: str, span: tuple[int, int], *, trains_alone: bool) -> PlannerNode:
+def planner_node(node: wire.NodeView, name: str, span: tuple[int, int], *, trains_alone: bool) -> PlannerNode:
+    """A node as the planner knows it: what it reported, with the compute time of `span` only."""
     paths = {path.peer_id: PathMeasurement(path.rtt_seconds, path.bytes_per_second, 0.0) for path in node.paths}
     availability = node.availability or 1.0
     return PlannerNode(
@@ -196,7 +197,7 @@ def _measured(node: wire.NodeView, name: str, span: tuple[int, int], *, trains_a
     )
 
 
-def _distinct_names(nodes: Sequence[wire.NodeView]) -> Iterator[tuple[wire.NodeView, str]]:
+def distinct_names(nodes: Sequence[wire.NodeView]) -> Iterator[tuple[wire.NodeView, str]]:
     """Nodes with names that are unique among them."""
     usage = Counter(node.name for node in nodes)
     for node in nodes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -19,11 +20,14 @@ from atoll.coordinator.sanitize import clean, enum_word
 from atoll.coordinator.store.records import MAX_INTEGER
 from atoll.core.errors import ConfigError, RunSpecError, UsageError
 from atoll.core.output import Output, OutputOption, ask_interactively, print_to_stderr
+from atoll.core.units import count_text, duration_text
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import membership_pb2 as mb
 
 _SHOWN = 8
-app = typer.Typer(help="Runs: create, clone, show, start, pause, stop, recover; assign nodes.", no_args_is_help=True)
+app = typer.Typer(
+    help="Runs: plan, create, clone, show, start, pause, stop, recover, assign nodes.", no_args_is_help=True
+)
 RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="needed only if there are several runs")]
 _COLUMNS = [
     Column("run", "run_id"),
@@ -33,7 +37,8 @@ _COLUMNS = [
     Column("done", align_right=True),
     Column("loss", align_right=True),
     Column("nodes", align_right=True),
-    Column("plan", align_right=True),
+    Column("plan", align_right=True, drop_order=1),
+    Column("left", align_right=True),
 ]
 _ROUNDS = 1000  # rows a request, abandoned attempts included
 _ROUND_COLUMNS = [
@@ -66,7 +71,7 @@ def create(
 
       atollctl run create reef.toml --start
     """
-    text = _read(file)
+    text = read_spec(file)
     request = wire.CreateRunRequest(spec_toml=text, start=start)
     with connect(credentials) as client:
         run = client.call(client.stub.CreateRun, request)
@@ -239,7 +244,8 @@ def _holders_by_round(rounds: list[int]) -> str:
     return ", ".join(f"round {number} on {found[number]}" for number in sorted(found, reverse=True)) or "nothing"
 
 
-def _read(file: Path) -> str:
+def read_spec(file: Path) -> str:
+    """Read a spec from a file, or from standard input. Raises `ConfigError`."""
     try:
         return sys.stdin.read() if str(file) == "-" else file.read_text()
     except OSError as error:
@@ -267,7 +273,21 @@ def _row(run: wire.RunView) -> JsonObject:
         "loss": loss_or_dash(run.validation_loss),
         "nodes": f"{run.nodes_ready} of {run.min_nodes}+",
         "plan": run.plan_version or "–",
+        "left": _left(run),
     }
+
+
+def _left(run: wire.RunView) -> str:
+    """Time until the run is finished, at the pace of its recent rounds."""
+    known = run.HasField("eta_unix_ms")
+    return duration_text(max(0.0, run.eta_unix_ms / 1000 - time.time())) if known else "–"
+
+
+def _finish(run: wire.RunView) -> str:
+    if not run.HasField("eta_unix_ms"):
+        return "–"
+    pace = f"{count_text(run.recent_tokens_per_second)} tokens/s"
+    return f"in {_left(run)}, {local_time(run.eta_unix_ms)}, at the pace of its recent rounds: {pace}"
 
 
 def _round_row(item: wire.RoundView) -> JsonObject:
@@ -294,6 +314,7 @@ def _facts(run: wire.RunView) -> list[tuple[str, object]]:
         ("run", run.run_id),
         ("state", _state(run)),
         ("tokens", f"{count_or_dash(run.committed_tokens)} of {count_or_dash(run.stop_tokens)}"),
+        ("finishes", _finish(run)),
         ("rounds", f"{run.rounds_committed} committed of {run.rounds_opened} opened; head {run.head_round}"),
         ("nodes", f"{run.nodes_ready} ready; {run.min_nodes} needed to begin"),
         *([("nodes not ready", _first_few(run.uncounted))] if run.uncounted else []),

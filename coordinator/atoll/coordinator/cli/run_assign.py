@@ -112,13 +112,18 @@ def changed_spec(spec_toml: str, name: str, changes: Sequence[str], defaults: Se
             raise UsageError(f"the spec has no key {path.strip()!r}", "see `atollctl run show`")
         del section[key]
     for change in changes:
-        path, equals, value = change.partition("=")
-        if not (equals and value.strip()):
-            raise UsageError(f"{change!r} is not SECTION.KEY=VALUE", _EXAMPLE)
-        if path.strip().split(".") == ["run", "name"]:
+        if change.partition("=")[0].strip().split(".") == ["run", "name"]:
             raise UsageError("the name of the new run is the second argument", "leave out --set run.name")
-        _section(document, path)[path.strip().rpartition(".")[2]] = _value(value.strip())
+        set_key(document, change)
     return check_run_spec(document, "the changed spec").resolved_toml()
+
+
+def set_key(document: dict[str, Any], change: str) -> None:
+    """Set a key of a spec: `SECTION.KEY=VALUE`. Raises `UsageError`."""
+    path, equals, value = change.partition("=")
+    if not (equals and value.strip()):
+        raise UsageError(f"{change!r} is not SECTION.KEY=VALUE", _EXAMPLE)
+    _section(document, path)[path.strip().rpartition(".")[2]] = _value(value.strip())
 
 
 def _section(document: dict[str, Any], path: str) -> dict[str, Any]:

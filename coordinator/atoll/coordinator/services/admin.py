@@ -205,7 +205,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         """All runs, the oldest first, without evaluations."""
         state = self._controller.state
         runs = sorted(state.runs.values(), key=lambda run: run.created_ms)
-        return wire.ListRunsResponse(runs=[views.run_view(state, run) for run in runs])
+        now = self._controller.moment().unix_ms
+        return wire.ListRunsResponse(runs=[views.run_view(state, run, now) for run in runs])
 
     # --- plans, rounds, events ---------------------------------------------------------------------
 
@@ -341,7 +342,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def _run(self, run: Run) -> wire.RunView:
         evaluations = await self._controller.read(lambda store: store.evaluations(run.run_id))
-        return views.run_view(self._controller.state, run, evaluations)
+        return views.run_view(self._controller.state, run, self._controller.moment().unix_ms, evaluations)
 
 
 def _role_name(role: int) -> str:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.live import attendance
-from atoll.coordinator.rounds import learner
+from atoll.coordinator.rounds import learner, run_pace
 from atoll.coordinator.runs import admission, forks, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
@@ -99,6 +99,8 @@ class HeartbeatSession:
         )
         if run.genesis:
             response.known_round = run.head_round
+        if (eta := run_pace.eta_of(state, run, response.unix_ms)) is not None:
+            response.eta_unix_ms = eta.unix_ms
         layers = prefetch.layers_to_fetch(state, self._peer_id)
         if layers:
             response.prepare.first, response.prepare.last = layers.start, layers.stop - 1

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import cast
 
 from atoll.coordinator.live.attendance import ready_count, uncounted
+from atoll.coordinator.rounds import run_pace
 from atoll.coordinator.rounds.coordinator_seat import VoteReply
 from atoll.coordinator.rounds.source_losses import from_text
 from atoll.coordinator.runs import checkpoints
@@ -93,8 +94,9 @@ def node_view(state: State, node: Node, unix_ms: int, monotonic: float) -> admin
     return view
 
 
-def run_view(state: State, run: Run, evaluations: tuple[Evaluation, ...] = ()) -> admin.RunView:
+def run_view(state: State, run: Run, unix_ms: int, evaluations: tuple[Evaluation, ...] = ()) -> admin.RunView:
     """View of a run; `evaluations` are read from the store because they are many."""
+    eta = run_pace.eta_of(state, run, unix_ms)
     memory, every = state.memory[run.run_id], max(1, -(-len(evaluations) // MAX_SOURCE_POINTS))
     return admin.RunView(
         run_id=run.run_id,
@@ -121,6 +123,8 @@ def run_view(state: State, run: Run, evaluations: tuple[Evaluation, ...] = ()) -
         ],
         missing=memory.no_plan_reason or memory.undecidable_reason,
         uncounted=uncounted(state, run.run_id),
+        eta_unix_ms=eta.unix_ms if eta else None,
+        recent_tokens_per_second=eta.tokens_per_second if eta else None,
     )
 
 

@@ -29,6 +29,8 @@ def transition_run(draft: Draft, run_id: str, target: str, why: str) -> None:
         )
     draft.put(replace(run, state=target))
     draft.remember(run_id, standby_fetches={}, copy_fetches={})
+    if run.state == "PAUSED":
+        draft.remember(run_id, resumed_ms=draft.now.unix_ms)
     if draft.state.memory[run_id].preparation is not None:  # the planner is asked again later
         draft.remember(run_id, preparation=None, answered_question=None)
     draft.event(f"run.{target.lower()}", run_id, run_id, why)

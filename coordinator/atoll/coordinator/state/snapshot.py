@@ -139,6 +139,7 @@ class Commit:
     parts_zeroed: int = 0
     attempt: AttemptKey | None = None  # the attempt that committed
     reported: bool = True  # by its opener; else learned from a manifest
+    committed_ms: int = 0  # when the coordinator learned of it
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,7 @@ class RunMemory:
     contradictions: Mapping[str, float] = field(default_factory=dict)  # by peer id: when it was asked about its head
     head_known_since: float = 0.0  # monotonic, since when the newest round is known
     commit_seconds: float = 0.0  # between the last two rounds that were reported one after the other; 0: not known
+    resumed_ms: int = 0  # when the last pause ended; 0: none since this process started
     raise_allowances: Mapping[str, Allowance] = field(default_factory=dict)  # by opener, for raising attempts
     plan_joins: Mapping[str, PlanJoins] = field(default_factory=dict)  # by peer id
     votes: Mapping[int, Vote] = field(default_factory=dict)  # by number of each undecided round
@@ -357,6 +359,7 @@ def commit_from_row(row: Round, before: Commit | None) -> Commit:
         parts_zeroed=row.parts_zeroed,
         attempt=attempt_key(row),
         reported=row.seconds > 0,
+        committed_ms=row.reported_ms,
     )
 
 

@@ -39,7 +39,7 @@ def status(state: State, now: StepTime, logs: Logs, atoll_version: str) -> dict[
         "version": VERSION,
         "unix_ms": now.unix_ms,
         "atoll_version": atoll_version,
-        "runs": [_run(state, run, logs) for run in sorted(state.runs.values(), key=lambda run: run.created_ms)],
+        "runs": [_run(state, run, now, logs) for run in sorted(state.runs.values(), key=lambda run: run.created_ms)],
         "nodes": [
             _node(state, node, now) for node in sorted(state.present_nodes(), key=lambda node: (node.run_id, node.name))
         ],
@@ -47,8 +47,8 @@ def status(state: State, now: StepTime, logs: Logs, atoll_version: str) -> dict[
     }
 
 
-def _run(state: State, run: Run, logs: Logs) -> dict[str, object]:
-    view = views.run_view(state, run)
+def _run(state: State, run: Run, now: StepTime, logs: Logs) -> dict[str, object]:
+    view = views.run_view(state, run, now.unix_ms)
     evaluations, rounds = logs.evaluations.get(run.run_id, ()), logs.rounds.get(run.run_id, ())
     means = {item.round: item for item in logs.means.get(run.run_id, ())}
     return {
@@ -57,6 +57,7 @@ def _run(state: State, run: Run, logs: Logs) -> dict[str, object]:
         "head_round": view.head_round,
         "committed_tokens": view.committed_tokens,
         "stop_tokens": view.stop_tokens,
+        "eta_unix_ms": view.eta_unix_ms if view.HasField("eta_unix_ms") else None,
         "rounds_opened": view.rounds_opened,
         "rounds_committed": view.rounds_committed,
         "plan_version": view.plan_version,

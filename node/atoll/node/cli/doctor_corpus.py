@@ -245,8 +245,8 @@ def _pace_of_layer_times(config: NodeConfig, spec: RunSpec, card: CorpusCard) ->
     path = config.path("layer-times.json")
     if spec.model.architecture != "built-in" or not path.is_file():
         return 0.0
+    from atoll.core.built_in_shape import layer_table, resolve_shape
     from atoll.core.clock import SystemClock
-    from atoll.node.model.built_in_shape import layer_table, resolve_shape
     from atoll.node.trainer.layer_times_cache import LayerTimesCache
 
     layers = layer_table(spec, resolve_shape(spec.model, card.tokenizer.vocabulary)).layers

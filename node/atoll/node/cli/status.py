@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.core.output import Output, OutputOption, print_json
-from atoll.core.units import bytes_text, count_text
+from atoll.core.units import bytes_text, count_text, duration_text
 from atoll.node.cli.options import DataDir, data_directory
 from atoll.node.control.local_client import call
 
@@ -86,6 +86,7 @@ def _training_rows(table: Any, report: dict[str, Any]) -> None:
     table.add_row(
         "progress", f"{_bar(done)} {done:6.1%}  {count_text(report['committed_tokens'])} tokens, by all nodes"
     )
+    table.add_row("finishes", _finish(report.get("eta_unix_ms")))
     step = f"{report['step_seconds'] * 1000:.0f} ms a step on {report['device'] or '?'}"
     pace = f"{count_text(report['tokens_per_second'])} tokens/s · {step}" if report["tokens_per_second"] else "–"
     table.add_row("pace", pace)
@@ -136,6 +137,13 @@ def _block_shares(blocks: dict[str, int]) -> list[str]:
         if blocks.get(place):
             told.append(f"{blocks[place] / total:.0%} from {name}")
     return [f"blocks: {', '.join(told)}"] if told else []
+
+
+def _finish(eta_unix_ms: int | None) -> str:
+    """Tell when the run is finished. A daemon of an earlier release does not report it."""
+    if eta_unix_ms is None:
+        return "–"
+    return f"in {duration_text(max(0.0, eta_unix_ms / 1000 - time.time()))}, at the pace of the recent rounds"
 
 
 def _bar(fraction: float, width: int = 24) -> str:

@@ -22,6 +22,7 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
 _log = log.get("coordinator")
+_LATEST_MS = 2**53  # exact in JSON
 
 
 class Directives:
@@ -41,6 +42,7 @@ class Directives:
         self.prepare = range(0)  # layers that the next plan may give this node
         self.promised_before: Promised | None = None  # the newest that an earlier process told the coordinator
         self.notice = ""  # why the coordinator does not count this node, for people; empty: it does
+        self.eta_unix_ms: int | None = None  # when the run reaches stop_tokens, by the coordinator's clock
         self._authority = authority
         self._on_deny_list = on_deny_list
         self._on_seeds_changed = on_seeds_changed
@@ -65,6 +67,8 @@ class Directives:
         self.notice = response.notice
         self.order = response.order
         self.run_state = response.run_state
+        known = response.HasField("eta_unix_ms") and 0 < response.eta_unix_ms <= _LATEST_MS
+        self.eta_unix_ms = response.eta_unix_ms if known else None
         prepare = response.prepare
         self.prepare = range(prepare.first, prepare.last + 1) if response.HasField("prepare") else range(0)
         self.wake()

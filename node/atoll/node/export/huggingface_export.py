@@ -18,13 +18,13 @@ from pathlib import Path
 
 import torch
 
+from atoll.core.built_in_shape import ModelShape, layer_table, resolve_shape
 from atoll.core.disk import OS_DISK
 from atoll.core.errors import AlreadyExists, ConfigError, DataDirUnusable, UsageError
 from atoll.core.model_spec import HuggingFaceModel, ModelSection
 from atoll.node.data.open_corpus import CacheFolder, load_run_tokenizer
 from atoll.node.export.safetensors_writer import OutputFormat, TensorGroup, stored_tensor_group, write
 from atoll.node.export.stored_model import StoredModel
-from atoll.node.model.built_in_shape import ModelShape, layer_table, resolve_shape
 from atoll.node.model.flat_layout import FlatLayout
 from atoll.node.model.llama import NORM_EPSILON, Decoder
 from atoll.node.model.tokenizer import Tokenizer

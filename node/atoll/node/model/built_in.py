@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from atoll.node.model.built_in_shape import ModelShape
+from atoll.core.built_in_shape import ModelShape
 from atoll.node.model.llama import Decoder, Head
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanDefinition, Tie

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from atoll.core.built_in_shape import FP32_BYTES
 from atoll.core.layer_kinds import BLOCK, EMBEDDING, HEAD, block_kind, is_block
-from atoll.node.model.built_in_shape import FP32_BYTES
 from atoll.node.model.huggingface import HuggingFaceArchitecture
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanDefinition

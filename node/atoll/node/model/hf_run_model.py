@@ -18,6 +18,7 @@ from torch import Tensor
 
 from atoll.core.document_masks import repeated_bytes_per_token
 from atoll.core.errors import UnsupportedModel
+from atoll.core.model_memory import replica_memory_bytes
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.core.run_spec import RunSpec
 from atoll.node.model import pretrained_weights
@@ -25,7 +26,6 @@ from atoll.node.model.base_files import BaseFiles
 from atoll.node.model.hf_configuration import build_configuration, check_lora_targets, lora_configuration
 from atoll.node.model.hf_layer_table import layer_table
 from atoll.node.model.huggingface import HuggingFaceArchitecture, build_architecture
-from atoll.node.model.memory_estimate import replica_memory_bytes
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanModel, TrainableModel, layout_of
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from atoll.node.model.built_in_shape import ModelShape
+from atoll.core.built_in_shape import ModelShape
 from atoll.node.model.document_masks import Documents, documents_of, flex_attention_of
 
 NORM_EPSILON = 1e-5

@@ -14,13 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from atoll.core.built_in_shape import layer_table, resolve_shape
 from atoll.core.errors import DataDirUnusable
+from atoll.core.model_memory import built_in_memory_bytes
 from atoll.core.model_spec import HuggingFaceModel, ModelSection
 from atoll.core.run_spec import RunSpec
 from atoll.node.model.built_in import BuiltInArchitecture
-from atoll.node.model.built_in_shape import layer_table, resolve_shape
 from atoll.node.model.llama import initial_parameters
-from atoll.node.model.memory_estimate import built_in_memory_bytes
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import Architecture, SpanModel, TrainableModel
 from atoll.v1 import plan_pb2

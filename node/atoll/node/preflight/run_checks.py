@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.core.errors import CorpusDiffers, CorpusError
+from atoll.core.model_size import ModelSize, model_size
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.config import CORPORA, NodeConfig
 from atoll.node.control.run_needs import RunNeeds
 from atoll.node.model.base_files import BaseFiles
 from atoll.node.preflight.machine import LEAST_FREE_BYTES, check_free_space
-from atoll.node.preflight.model_size import ModelSize, model_size
 from atoll.node.system.host_memory import usable_host_memory
 from atoll.v1 import plan_pb2
 

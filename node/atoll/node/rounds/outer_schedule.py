@@ -1,4 +1,4 @@
-"""When outer rounds are due and how far they move the anchor: schedules of `[sync]`. Pure."""
+"""How far outer rounds move the anchor, and which progress is too old for one. Pure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,6 @@ def outer_schedule(sync: SyncSection, committed_tokens: int) -> tuple[float, flo
     """
     warm = min(1.0, committed_tokens / sync.outer_warmup_tokens) if sync.outer_warmup_tokens else 1.0
     return 1.0 + (sync.outer_learning_rate - 1.0) * warm, sync.outer_momentum * warm
-
-
-def due_tokens(sync: SyncSection, committed_tokens: int, first_tokens: int, fragments: int = 1) -> int:
-    """How many tokens since the head make a round due: few at first, `round_tokens` in the long run.
-
-    Replicas that start from random weights and drift for a whole round land in different basins, and their mean is in
-    none. `first_tokens` is one inner step of every member. With more than one of the `fragments`, whose rounds take
-    turns, that is what makes each due again, and a round is due after a fragment's share; but after a step of all.
-    """
-    whole = min(sync.round_tokens, first_tokens + int(sync.round_growth * committed_tokens))
-    return max(min(first_tokens, whole), whole // fragments)
 
 
 def is_stale(tokens: int, usual_tokens: int, rounds: int) -> bool:

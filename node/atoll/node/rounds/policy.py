@@ -7,12 +7,12 @@ from datetime import timedelta
 from functools import lru_cache
 
 from atoll.core.fragments import split_into_fragments
+from atoll.core.round_schedule import due_tokens
 from atoll.core.run_spec import RunSpec
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.exchange.partition import MAX_PART_BYTES
 from atoll.node.exchange.screening import Screen
 from atoll.node.rounds.codec_choice import allowed
-from atoll.node.rounds.outer_schedule import due_tokens
 from atoll.node.rounds.types import PolicyOf, RoundPolicy
 
 _SLOWEST_LINK = 1.25e6  # bytes per second: until rounds were seen, nobody is given less time than that takes

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from atoll.core import log
+from atoll.core.built_in_shape import FP32_BYTES
 from atoll.core.clock import Clock
 from atoll.core.document_masks import mask_memory
 from atoll.core.errors import CorpusError, ModelTooLarge
@@ -29,7 +30,6 @@ from atoll.node.data.open_corpus import CacheFolder, OpenedCorpus, open_corpus
 from atoll.node.data.peer_mirror import PeerMirror
 from atoll.node.data.sharded_corpus import ShardedCorpus, TrainingCorpus
 from atoll.node.data.tokenise import OnProgress, no_progress_callback
-from atoll.node.model.built_in_shape import FP32_BYTES
 from atoll.node.model.local_weights import ShardSlices
 from atoll.node.model.memory_estimate import (
     StageTraffic,

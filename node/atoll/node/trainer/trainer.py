@@ -23,11 +23,11 @@ from typing import cast
 
 from torch import Tensor
 
+from atoll.core.built_in_shape import layer_offsets
 from atoll.core.data_position import SampleRange
 from atoll.core.errors import ChildDied, DeadlineExceeded, TrainerOutOfMemory, error_class
 from atoll.node.data.source_deal import WeighedSources
 from atoll.node.data.source_progress import MixtureProgress
-from atoll.node.model.built_in_shape import layer_offsets
 from atoll.node.pipeline.route import RoutePlace
 from atoll.node.pipeline.stage_socket import StageSocket
 from atoll.node.system.shared_vectors import map_vector

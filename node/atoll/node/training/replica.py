@@ -23,11 +23,11 @@ from torch import Tensor
 
 from atoll.core.data_position import SampleRange
 from atoll.core.errors import WeightsNotFinite
+from atoll.core.model_memory import CHUNK_ELEMENTS
 from atoll.core.run_spec import RunSpec
 from atoll.node.data.data_report import DataReport
 from atoll.node.exchange.codecs import is_finite
 from atoll.node.model.local_weights import ALL, Weights
-from atoll.node.model.memory_estimate import CHUNK_ELEMENTS
 from atoll.node.training.loader import Loader
 from atoll.node.training.progress import Progress, Snapshot
 from atoll.node.training.sample_feed import SampleFeed

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from atoll.node.model.memory_estimate import STACK_ELEMENTS
+from atoll.core.model_memory import STACK_ELEMENTS
 from atoll.node.training.device import has_bf16_units
 
 

@@ -93,8 +93,7 @@ function drawPlan(plan, nodes) {
 function drawCards(run, nodes) {
   const here = nodes.filter((node) => node.connected);
   const pace = here.reduce((sum, node) => sum + node.tokens_per_second, 0);
-  const left = run.stop_tokens - run.committed_tokens;
-  const busy = run.state === "training" && pace > 0 && left > 0;
+  const left = run.eta_unix_ms === null ? "" : ` · ${duration(Math.max(0, run.eta_unix_ms - latest.unix_ms) / 1000)} left`;
   const share = run.committed_tokens / run.stop_tokens;
   const sent = nodes.reduce((sum, node) => sum + node.averaging_bytes_sent, 0);
   const fp32 = nodes.reduce((sum, node) => sum + node.averaging_bytes_fp32, 0);
@@ -102,7 +101,7 @@ function drawCards(run, nodes) {
   show("cards",
     card("Tokens", `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`,
       el("progress", { value: run.committed_tokens, max: run.stop_tokens }),
-      `${run.committed_tokens ? count(run.committed_tokens) : 0} of ${count(run.stop_tokens)}${busy ? ` · ${duration(left / pace)} left` : ""}`),
+      `${run.committed_tokens ? count(run.committed_tokens) : 0} of ${count(run.stop_tokens)}${left}`),
     card("Validation loss", run.validation_loss ? run.validation_loss.toFixed(4) : "–",
       first && run.losses.length > 1 ? `from ${first.toFixed(3)} · ${(100 * (run.validation_loss / first - 1)).toFixed(0).replace("-", "−")} %` : "after the first round"),
     card("Rounds", String(run.head_round || "–"), abandoned(run)),

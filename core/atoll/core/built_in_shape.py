@@ -2,8 +2,8 @@
 
 A run spec names a preset and may override any of its numbers. `resolve_shape` computes the final shape and refuses a
 shape that cannot be built. `layer_table` counts parameters, FLOPs and bytes per layer by arithmetic. A run of 7 billion
-parameters can therefore be planned, and refused by a small device, without an allocation. `llama.py` builds exactly
-what is counted here; a test compares the two.
+parameters can therefore be planned, and refused by a small device, without an allocation. `node/model/llama.py` builds
+exactly what is counted here; a test compares the two.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from atoll.core.built_in_shape import FP32_BYTES, layer_table, resolve_shape
 from atoll.core.errors import ModelTooLarge
+from atoll.core.model_memory import built_in_memory_bytes, replica_memory_bytes
 from atoll.core.model_spec import ModelSection
 from atoll.core.run_spec import RunSpec
 from atoll.core.units import bytes_text
-from atoll.node.model.built_in_shape import FP32_BYTES, layer_table, resolve_shape
-from atoll.node.model.memory_estimate import built_in_memory_bytes, replica_memory_bytes
 from atoll.v1 import plan_pb2
 
 STATE_BYTES = 2 * FP32_BYTES  # per parameter: anchor and outer momentum, in a checkpoint and as a download
