@@ -8,7 +8,20 @@ from __future__ import annotations
 
 import typer
 
-from atoll.coordinator.cli import ca, checkpoint, events, metrics, node, plan, run, run_assign, token, trust
+from atoll.coordinator.cli import (
+    ca,
+    checkpoint,
+    events,
+    metrics,
+    node,
+    node_forget,
+    plan,
+    run,
+    run_assign,
+    run_end,
+    token,
+    trust,
+)
 from atoll.core.cli import run_cli
 from atoll.core.output import VersionOption
 
@@ -28,9 +41,12 @@ def root(version: VersionOption = False) -> None:
 
 
 app.add_typer(token.app, name="token")
+node.app.command()(node_forget.forget)
 app.add_typer(node.app, name="node")
 run.app.command()(run_assign.clone)
 run.app.command()(run_assign.assign)
+run.app.command()(run_end.checkpoint)
+run.app.command()(run_end.delete)
 app.add_typer(run.app, name="run")
 app.add_typer(plan.app, name="plan")
 app.add_typer(trust.app, name="trust")

@@ -39,6 +39,7 @@ class Directives:
         self.order = mb.ORDER_UNSPECIFIED
         self.run_state = mb.RUN_STATE_UNSPECIFIED
         self.prepare = range(0)  # layers that the next plan may give this node
+        self.checkpoint_round = 0  # the operator wants a checkpoint of this round or a newer one; 0: no order
         self.promised_before: Promised | None = None  # the newest that an earlier process told the coordinator
         self.notice = ""  # why the coordinator does not count this node, for people; empty: it does
         self._authority = authority
@@ -65,6 +66,7 @@ class Directives:
         self.notice = response.notice
         self.order = response.order
         self.run_state = response.run_state
+        self.checkpoint_round = response.checkpoint_round
         prepare = response.prepare
         self.prepare = range(prepare.first, prepare.last + 1) if response.HasField("prepare") else range(0)
         self.wake()
