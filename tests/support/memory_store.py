@@ -8,14 +8,18 @@ from typing import TypeVar, cast
 
 from atoll.coordinator.store import retention
 from atoll.coordinator.store.records import (
+    OF_RUN,
     RECORDS,
     Change,
     Checkpoint,
     Delete,
+    DeletedRun,
     DenyRow,
     DropMetrics,
+    DropRun,
     Evaluation,
     Event,
+    ForgottenNode,
     Node,
     NodeMetrics,
     PlanFigures,
@@ -54,6 +58,8 @@ class MemoryStore(Store):
             votes=self._rows(Vote),
             checkpoints=self._rows(Checkpoint),
             plan_figures=self._rows(PlanFigures),
+            deleted_runs=self._rows(DeletedRun),
+            forgotten_nodes=self._rows(ForgottenNode),
         )
 
     def apply(self, changes: Sequence[Change]) -> None:
@@ -69,6 +75,10 @@ class MemoryStore(Store):
                 for key in list(self._tables[NodeMetrics]):
                     if key[0] == change.run_id and int(str(key[1])) > change.after_round:
                         del self._tables[NodeMetrics][key]
+            elif isinstance(change, DropRun):
+                for table in OF_RUN:
+                    rows = self._tables[table].items()
+                    self._tables[table] = {key: row for key, row in rows if vars(row)["run_id"] != change.run_id}
             else:
                 self._tables[type(change)][tuple(getattr(change, name) for name in change.KEY)] = change
 

@@ -121,6 +121,7 @@ def _mark_as_restored(url: str, operator_key: Path, created_ms: int, unix_ms: in
         message = "restored from a backup: all tokens are revoked; the coordinator votes after a round of a newer plan"
         changes: list[Change] = [
             *(replace(run, plan_floor=max(run.plan_version, run.plan_floor) + skipped) for run in contents.runs),
+            *(replace(trace, plan_version=trace.plan_version + skipped) for trace in contents.deleted_runs),
             *(replace(token, revoked=True) for token in contents.tokens),
             replace(deny, number=deny.number + skipped),
             Event(contents.last_event_id + 1, unix_ms, "coordinator.restored", "", "", message),

@@ -21,7 +21,7 @@ from atoll.coordinator.rounds import node_metrics
 from atoll.coordinator.runs import machine
 from atoll.coordinator.signed_documents import SignedDocuments
 from atoll.coordinator.state.snapshot import Policy, State, Step, StepTime
-from atoll.coordinator.store.records import Change, DenyRow, Event, PlanRow
+from atoll.coordinator.store.records import Change, DenyRow, DropRun, Event, PlanRow
 from atoll.coordinator.store.store import Store
 from atoll.core import log
 from atoll.core.clock import Clock, unix_ms
@@ -149,6 +149,9 @@ class Controller:
             self._store(rows)
         for row in signed:
             self.signed.publish(row)
+        for item in step.records:
+            if isinstance(item, DropRun):
+                self.signed.forget(item.run_id)
         self.state = step.state
         if rows:  # scheduled here, because the caller may be cancelled meanwhile
             loop.call_soon_threadsafe(self._wake_and_log, step.records)

@@ -49,6 +49,10 @@ class SignedDocuments:
         else:
             self._deny_list = signed
 
+    def forget(self, run_id: str) -> None:
+        """Forget the plan of a deleted run: another run of its name may follow."""
+        self._plans.pop(run_id, None)
+
     def load(self, contents: Contents) -> tuple[tuple[Plan, ...], DenyList | None]:
         """Verify and publish the stored documents. Raises `DatabaseCorrupt` if another key signed one."""
         try:

@@ -213,6 +213,12 @@ class IdentityReplaced(Rejected):
     grpc_status = "PERMISSION_DENIED"
 
 
+class Forgotten(Rejected):
+    """The operator removed this node, alone or with its run."""
+
+    grpc_status = "PERMISSION_DENIED"
+
+
 class NotPermitted(Rejected):
     """The credential lacks the role that this call needs."""
 

@@ -424,6 +424,8 @@ class Daemon:
         if response.HasField("authorities"):
             self._on_authorities(response.authorities)
         self._uploads.take(response.uploads)
+        if self._session is not None:
+            self._session.follow_checkpoint_order()
         if response.HasField("manifests"):
             self._manifest_answers.ask(response.manifests)
 

@@ -440,6 +440,12 @@ class TrainingSession:
         state = self._local_state.checkpoint_state()
         return await self._context.checkpoints.flush(state, timeout) if state is not None else None
 
+    def follow_checkpoint_order(self) -> None:
+        """Write a checkpoint now, or at one of the next rounds, if the operator ordered one."""
+        state = self._local_state.checkpoint_state()
+        present = state if state is not None and state.head.round > 0 else None
+        self._context.checkpoints.order(self._context.directives.checkpoint_round, present)
+
     async def stop_trainer(self) -> None:
         """End the trainer process, if there is one."""
         if self._trainer is not None:

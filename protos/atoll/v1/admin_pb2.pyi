@@ -9,6 +9,68 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class DeleteRunRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class DeleteRunResponse(_message.Message):
+    __slots__ = ("run_id", "head_round", "nodes", "tokens")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    HEAD_ROUND_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    head_round: int
+    nodes: int
+    tokens: int
+    def __init__(self, run_id: _Optional[str] = ..., head_round: _Optional[int] = ..., nodes: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class ForgetNodeRequest(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
+
+class ForgetNodeResponse(_message.Message):
+    __slots__ = ("peer_id", "name", "run_id", "banned", "last_seen_unix_ms")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    BANNED_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEEN_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    name: str
+    run_id: str
+    banned: bool
+    last_seen_unix_ms: int
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., run_id: _Optional[str] = ..., banned: _Optional[bool] = ..., last_seen_unix_ms: _Optional[int] = ...) -> None: ...
+
+class OrderCheckpointRequest(_message.Message):
+    __slots__ = ("run_id", "round")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    round: int
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ...) -> None: ...
+
+class OrderCheckpointResponse(_message.Message):
+    __slots__ = ("run_id", "round", "written_round", "checkpoints", "waiting", "missing")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_ROUND_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    round: int
+    written_round: int
+    checkpoints: _containers.RepeatedCompositeFieldContainer[CheckpointView]
+    waiting: _containers.RepeatedScalarFieldContainer[str]
+    missing: str
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., written_round: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[CheckpointView, _Mapping]]] = ..., waiting: _Optional[_Iterable[str]] = ..., missing: _Optional[str] = ...) -> None: ...
+
 class GetAuthoritiesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

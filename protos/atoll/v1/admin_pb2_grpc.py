@@ -195,6 +195,21 @@ class AdminStub:
                 request_serializer=atoll_dot_v1_dot_admin__pb2.PullCheckpointRequest.SerializeToString,
                 response_deserializer=atoll_dot_v1_dot_membership__pb2.CheckpointUpload.FromString,
                 _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/atoll.v1.Admin/DeleteRun',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.DeleteRunResponse.FromString,
+                _registered_method=True)
+        self.ForgetNode = channel.unary_unary(
+                '/atoll.v1.Admin/ForgetNode',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.ForgetNodeRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.ForgetNodeResponse.FromString,
+                _registered_method=True)
+        self.OrderCheckpoint = channel.unary_unary(
+                '/atoll.v1.Admin/OrderCheckpoint',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.OrderCheckpointRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.OrderCheckpointResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -414,6 +429,27 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteRun(self, request, context):
+        """Forgets a run for good, with its rows, tokens and nodes. FAILED_PRECONDITION while it may go on, or has connected nodes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetNode(self, request, context):
+        """Removes the row of a node that is gone. FAILED_PRECONDITION while it is connected, or while its run needs it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OrderCheckpoint(self, request, context):
+        """Has connected nodes write a checkpoint. An order lasts for 30 s; calls repeat it, and report how far it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -576,6 +612,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.PullCheckpoint,
                     request_deserializer=atoll_dot_v1_dot_admin__pb2.PullCheckpointRequest.FromString,
                     response_serializer=atoll_dot_v1_dot_membership__pb2.CheckpointUpload.SerializeToString,
+            ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.DeleteRunRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.DeleteRunResponse.SerializeToString,
+            ),
+            'ForgetNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetNode,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.ForgetNodeRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.ForgetNodeResponse.SerializeToString,
+            ),
+            'OrderCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.OrderCheckpoint,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.OrderCheckpointRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.OrderCheckpointResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1442,6 +1493,87 @@ class Admin:
             '/atoll.v1.Admin/PullCheckpoint',
             atoll_dot_v1_dot_admin__pb2.PullCheckpointRequest.SerializeToString,
             atoll_dot_v1_dot_membership__pb2.CheckpointUpload.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/DeleteRun',
+            atoll_dot_v1_dot_admin__pb2.DeleteRunRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.DeleteRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/ForgetNode',
+            atoll_dot_v1_dot_admin__pb2.ForgetNodeRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.ForgetNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OrderCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/OrderCheckpoint',
+            atoll_dot_v1_dot_admin__pb2.OrderCheckpointRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.OrderCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -86,6 +86,12 @@ class AdminStub:
     """The checkpoints that nodes hold, newest first."""
     PullCheckpoint: _grpc.UnaryStreamMultiCallable[_admin_pb2.PullCheckpointRequest, _membership_pb2.CheckpointUpload]
     """One checkpoint's files, relayed from a node that holds it: first an opening, then the bytes."""
+    DeleteRun: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteRunRequest, _admin_pb2.DeleteRunResponse]
+    """Forgets a run for good, with its rows, tokens and nodes. FAILED_PRECONDITION while it may go on, or has connected nodes."""
+    ForgetNode: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ForgetNodeRequest, _admin_pb2.ForgetNodeResponse]
+    """Removes the row of a node that is gone. FAILED_PRECONDITION while it is connected, or while its run needs it."""
+    OrderCheckpoint: _grpc.UnaryUnaryMultiCallable[_admin_pb2.OrderCheckpointRequest, _admin_pb2.OrderCheckpointResponse]
+    """Has connected nodes write a checkpoint. An order lasts for 30 s; calls repeat it, and report how far it is."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -144,6 +150,12 @@ class AdminAsyncStub(AdminStub):
     """The checkpoints that nodes hold, newest first."""
     PullCheckpoint: _aio.UnaryStreamMultiCallable[_admin_pb2.PullCheckpointRequest, _membership_pb2.CheckpointUpload]  # type: ignore[assignment]
     """One checkpoint's files, relayed from a node that holds it: first an opening, then the bytes."""
+    DeleteRun: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteRunRequest, _admin_pb2.DeleteRunResponse]  # type: ignore[assignment]
+    """Forgets a run for good, with its rows, tokens and nodes. FAILED_PRECONDITION while it may go on, or has connected nodes."""
+    ForgetNode: _aio.UnaryUnaryMultiCallable[_admin_pb2.ForgetNodeRequest, _admin_pb2.ForgetNodeResponse]  # type: ignore[assignment]
+    """Removes the row of a node that is gone. FAILED_PRECONDITION while it is connected, or while its run needs it."""
+    OrderCheckpoint: _aio.UnaryUnaryMultiCallable[_admin_pb2.OrderCheckpointRequest, _admin_pb2.OrderCheckpointResponse]  # type: ignore[assignment]
+    """Has connected nodes write a checkpoint. An order lasts for 30 s; calls repeat it, and report how far it is."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -391,5 +403,29 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_membership_pb2.CheckpointUpload], _abc.AsyncIterator[_membership_pb2.CheckpointUpload]]:
         """One checkpoint's files, relayed from a node that holds it: first an opening, then the bytes."""
+
+    @_abc_1.abstractmethod
+    def DeleteRun(
+        self,
+        request: _admin_pb2.DeleteRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DeleteRunResponse, _abc.Awaitable[_admin_pb2.DeleteRunResponse]]:
+        """Forgets a run for good, with its rows, tokens and nodes. FAILED_PRECONDITION while it may go on, or has connected nodes."""
+
+    @_abc_1.abstractmethod
+    def ForgetNode(
+        self,
+        request: _admin_pb2.ForgetNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ForgetNodeResponse, _abc.Awaitable[_admin_pb2.ForgetNodeResponse]]:
+        """Removes the row of a node that is gone. FAILED_PRECONDITION while it is connected, or while its run needs it."""
+
+    @_abc_1.abstractmethod
+    def OrderCheckpoint(
+        self,
+        request: _admin_pb2.OrderCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.OrderCheckpointResponse, _abc.Awaitable[_admin_pb2.OrderCheckpointResponse]]:
+        """Has connected nodes write a checkpoint. An order lasts for 30 s; calls repeat it, and report how far it is."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

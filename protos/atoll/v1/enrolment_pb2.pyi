@@ -66,7 +66,7 @@ class EnrolRequest(_message.Message):
     def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolVersion, _Mapping]] = ..., token_id: _Optional[str] = ..., token_secret: _Optional[str] = ..., csr_der: _Optional[bytes] = ..., identity_public_key: _Optional[bytes] = ..., csr_signature: _Optional[bytes] = ..., node_name: _Optional[str] = ..., node_unix_ms: _Optional[int] = ...) -> None: ...
 
 class EnrolResponse(_message.Message):
-    __slots__ = ("certificate_chain_pem", "membership", "operator_public_key", "deny_list", "seeds", "run_spec_toml", "membership_endpoint", "run_id", "authorities")
+    __slots__ = ("certificate_chain_pem", "membership", "operator_public_key", "deny_list", "seeds", "run_spec_toml", "membership_endpoint", "run_id", "authorities", "run_created_unix_ms")
     CERTIFICATE_CHAIN_PEM_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     OPERATOR_PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class EnrolResponse(_message.Message):
     MEMBERSHIP_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
+    RUN_CREATED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     certificate_chain_pem: bytes
     membership: _common_pb2.Signed
     operator_public_key: bytes
@@ -85,4 +86,5 @@ class EnrolResponse(_message.Message):
     membership_endpoint: str
     run_id: str
     authorities: _common_pb2.Signed
-    def __init__(self, certificate_chain_pem: _Optional[bytes] = ..., membership: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., operator_public_key: _Optional[bytes] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., seeds: _Optional[_Iterable[str]] = ..., run_spec_toml: _Optional[str] = ..., membership_endpoint: _Optional[str] = ..., run_id: _Optional[str] = ..., authorities: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+    run_created_unix_ms: int
+    def __init__(self, certificate_chain_pem: _Optional[bytes] = ..., membership: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., operator_public_key: _Optional[bytes] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., seeds: _Optional[_Iterable[str]] = ..., run_spec_toml: _Optional[str] = ..., membership_endpoint: _Optional[str] = ..., run_id: _Optional[str] = ..., authorities: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., run_created_unix_ms: _Optional[int] = ...) -> None: ...

@@ -169,18 +169,20 @@ class MoveToRunRequest(_message.Message):
     def __init__(self, instance: _Optional[bytes] = ...) -> None: ...
 
 class MoveToRunResponse(_message.Message):
-    __slots__ = ("run_id", "run_spec_toml", "membership", "seeds", "deny_list")
+    __slots__ = ("run_id", "run_spec_toml", "membership", "seeds", "deny_list", "run_created_unix_ms")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     RUN_SPEC_TOML_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     SEEDS_FIELD_NUMBER: _ClassVar[int]
     DENY_LIST_FIELD_NUMBER: _ClassVar[int]
+    RUN_CREATED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     run_spec_toml: str
     membership: _common_pb2.Signed
     seeds: _containers.RepeatedScalarFieldContainer[str]
     deny_list: _common_pb2.Signed
-    def __init__(self, run_id: _Optional[str] = ..., run_spec_toml: _Optional[str] = ..., membership: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., seeds: _Optional[_Iterable[str]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+    run_created_unix_ms: int
+    def __init__(self, run_id: _Optional[str] = ..., run_spec_toml: _Optional[str] = ..., membership: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., seeds: _Optional[_Iterable[str]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., run_created_unix_ms: _Optional[int] = ...) -> None: ...
 
 class LayerTime(_message.Message):
     __slots__ = ("kind", "forward_seconds_per_token", "backward_seconds_per_token")
@@ -467,7 +469,7 @@ class ManifestAnswer(_message.Message):
     def __init__(self, first: _Optional[int] = ..., manifests: _Optional[_Iterable[_Union[_manifest_pb2.CommittedManifest, _Mapping]]] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("acknowledged_sequence", "run_state", "plan", "layers", "genesis", "deny_list", "order", "seeds", "uploads", "unix_ms", "prepare", "notice", "known_round", "manifests", "challenge", "promised", "eta_unix_ms", "authorities")
+    __slots__ = ("acknowledged_sequence", "run_state", "plan", "layers", "genesis", "deny_list", "order", "seeds", "uploads", "unix_ms", "prepare", "notice", "known_round", "manifests", "challenge", "promised", "eta_unix_ms", "authorities", "checkpoint_round")
     ACKNOWLEDGED_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RUN_STATE_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -486,6 +488,7 @@ class HeartbeatResponse(_message.Message):
     PROMISED_FIELD_NUMBER: _ClassVar[int]
     ETA_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_ROUND_FIELD_NUMBER: _ClassVar[int]
     acknowledged_sequence: int
     run_state: RunState
     plan: _common_pb2.Signed
@@ -504,7 +507,8 @@ class HeartbeatResponse(_message.Message):
     promised: Promise
     eta_unix_ms: int
     authorities: _common_pb2.Signed
-    def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ..., uploads: _Optional[_Iterable[_Union[UploadOrder, _Mapping]]] = ..., unix_ms: _Optional[int] = ..., prepare: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., notice: _Optional[str] = ..., known_round: _Optional[int] = ..., manifests: _Optional[_Union[ManifestRequest, _Mapping]] = ..., challenge: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ..., eta_unix_ms: _Optional[int] = ..., authorities: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ...) -> None: ...
+    checkpoint_round: int
+    def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ..., uploads: _Optional[_Iterable[_Union[UploadOrder, _Mapping]]] = ..., unix_ms: _Optional[int] = ..., prepare: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., notice: _Optional[str] = ..., known_round: _Optional[int] = ..., manifests: _Optional[_Union[ManifestRequest, _Mapping]] = ..., challenge: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ..., eta_unix_ms: _Optional[int] = ..., authorities: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., checkpoint_round: _Optional[int] = ...) -> None: ...
 
 class VoteRequest(_message.Message):
     __slots__ = ("round", "proposal")

@@ -145,7 +145,7 @@ async def test_a_new_identity_is_for_the_run_where_the_node_was_moved_while_it_w
 def test_a_membership_that_could_not_be_begun_begins_anew(
     tmp_path: Path, left: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    credentials = SimpleNamespace(run_id="kelp", save=lambda directory: None)
+    credentials = SimpleNamespace(run_id="kelp", run_created_unix_ms=0, save=lambda directory: None)
 
     def full(self: VoteStore) -> None:
         raise DataDirUnusable("no space left on device") if left == "nothing" else KeyboardInterrupt

@@ -40,7 +40,7 @@ def test_a_bug_is_told_by_its_type_because_its_text_may_hold_a_secret() -> None:
     assert (told.reason, told.why) == ("internal error: KeyError", mb.NODE_REASON_INTERNAL)
 
 
-@pytest.mark.parametrize("kind", [errors.Banned, errors.IdentityInUse, errors.IdentityReplaced])
+@pytest.mark.parametrize("kind", [errors.Banned, errors.Forgotten, errors.IdentityInUse, errors.IdentityReplaced])
 def test_what_the_coordinator_said_is_not_told_back(kind: type[errors.AtollError]) -> None:
     assert announcement(kind("x")) is None
 

@@ -28,10 +28,12 @@ from atoll.coordinator.cli import (
     metrics,
     metrics_rows,
     node,
+    node_forget,
     plan,
     run,
     run_assign,
     run_diff,
+    run_end,
     run_plan,
     token,
     trust,
@@ -44,7 +46,9 @@ from atoll.core.errors import (
     AlreadyExists,
     AtollError,
     ConfigError,
+    DeadlineExceeded,
     InvalidRequest,
+    InvalidTransition,
     NotFound,
     RunSpecError,
     TokenExpired,
@@ -161,6 +165,27 @@ AUTHORITIES = wire.AuthoritiesView(
     ],
     until_unix_ms=1_700_043_800_000,
     waiting=["basement"],
+)
+WRITTEN = wire.OrderCheckpointResponse(
+    run_id="reef",
+    round=6,
+    written_round=7,
+    checkpoints=[
+        wire.CheckpointView(
+            checkpoint=mb.CheckpointInfo(
+                round=7,
+                manifest_hash=b"\x01\x02",
+                bytes=2_000_000,
+                written_unix_ms=1_700_000_000_000,
+                committed_tokens=250_000,
+                layers=plan_pb2.Span(last=3),
+            ),
+            peer_id=NODE.peer_id,
+            node_name="basement",
+            connected=True,
+            committed=True,
+        )
+    ],
 )
 EVENT = wire.Event(
     id=3,
@@ -322,6 +347,11 @@ ANSWERS = {
     "RotateAuthority": AUTHORITIES,
     "RetireAuthority": wire.AuthoritiesView(trusted=AUTHORITIES.trusted[:1]),
     "AssignNode": MOVING,
+    "DeleteRun": wire.DeleteRunResponse(run_id="reef", head_round=7, nodes=3, tokens=1),
+    "ForgetNode": wire.ForgetNodeResponse(
+        peer_id=NODE.peer_id, name="basement", run_id="reef", last_seen_unix_ms=1_700_000_000_000
+    ),
+    "OrderCheckpoint": WRITTEN,
     "PinNode": NODE,
     "UnpinNode": NODE,
     "ListMetrics": wire.ListMetricsResponse(rows=METRICS),
@@ -348,6 +378,9 @@ COMMANDS = {
     "run-start": ["run", "start"],
     "run-pause": ["run", "pause"],
     "run-stop": ["run", "stop", "--yes"],
+    "run-delete": ["run", "delete", "reef", "--yes"],
+    "run-checkpoint": ["run", "checkpoint", "reef"],
+    "node-forget": ["node", "forget", "basement", "--yes"],
     "run-resume": ["run", "resume"],
     "run-recover": ["run", "recover", "--yes"],
     "plan-show": ["plan", "show"],
@@ -393,7 +426,22 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
     def connect(_directory: Path | None) -> Iterator[Canned]:
         yield made
 
-    for module in (token, node, run, run_assign, run_plan, run_diff, plan, ca, checkpoint, events, metrics, trust):
+    for module in (
+        token,
+        node,
+        node_forget,
+        run,
+        run_assign,
+        run_diff,
+        run_end,
+        run_plan,
+        plan,
+        ca,
+        checkpoint,
+        events,
+        metrics,
+        trust,
+    ):
         monkeypatch.setattr(module, "connect", connect)
     monkeypatch.setattr("time.time", lambda: NOW)
     with monkeypatch.context() as zone:
@@ -432,6 +480,80 @@ def test_run_diff_shows_the_keys_that_differ_and_the_runs_beside_each_other(
     equal = CliRunner().invoke(main.app, ["run", "diff", "reef", "reef"])
     assert isinstance(equal.exception, UsageError)
     assert "1 different runs" in str(equal.exception)
+
+
+def test_a_checkpoint_that_is_not_whole_in_time_is_an_error_that_says_what_is_missing(
+    canned: Canned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partly = wire.OrderCheckpointResponse(
+        run_id="reef", round=7, checkpoints=WRITTEN.checkpoints, waiting=["attic"], missing="layers 4-7"
+    )
+    monkeypatch.setitem(ANSWERS, "OrderCheckpoint", partly)
+    result = CliRunner().invoke(main.app, ["run", "checkpoint", "--timeout", "20ms"])
+    assert isinstance(result.exception, DeadlineExceeded)
+    assert result.exception.exit_code == 69
+    assert result.stdout == ""
+    assert "layers 4-7 missing; not written by: attic" in str(result.exception)
+    asked = [request for name, request in canned.asked if name == "OrderCheckpoint"]
+    assert [(request.run_id, request.round) for request in asked[:2]] == [("", 0), ("reef", 7)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("command", "typed", "called"),
+    [
+        (["run", "delete", "reef"], "reef\n", True),
+        (["run", "delete", "reef"], "kelp\n", False),
+        (["node", "forget", "basement"], "y\n", True),
+        (["node", "forget", "basement"], "n\n", False),
+    ],
+)
+def test_what_is_for_good_asks_first(
+    canned: Canned, monkeypatch: pytest.MonkeyPatch, command: list[str], typed: str, called: bool
+) -> None:
+    for module in (run_end, node_forget):
+        monkeypatch.setattr(module, "ask_interactively", lambda question: question())
+    result = CliRunner().invoke(main.app, command, input=typed)
+    assert ({"DeleteRun", "ForgetNode"} & {name for name, _ in canned.asked} != set()) == called
+    assert (result.exit_code == 0) == called
+    assert called or isinstance(result.exception, UsageError)
+
+
+def test_nodes_lost_for_days_are_those_without_a_connection_for_so_long(
+    canned: Canned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    day_ms, now_ms = 86_400_000, int(1000 * NOW)
+    seen = {"long": now_ms - 3 * day_ms, "short": now_ms - day_ms, "never": 0, "new": 0}
+    enrolled = {"long": 1, "short": 1, "never": now_ms - 9 * day_ms, "new": now_ms - 10}
+    nodes = [
+        wire.NodeView(peer_id=name, name=name, last_seen_unix_ms=seen[name], enrolled_unix_ms=enrolled[name])
+        for name in seen
+    ]
+    nodes.append(wire.NodeView(peer_id="here", name="here", connected=True))
+    monkeypatch.setitem(ANSWERS, "ListNodes", wire.ListNodesResponse(nodes=nodes))
+    result = CliRunner().invoke(main.app, ["node", "forget", "--lost-for", "2", "--run", "reef", "--yes"])
+    assert result.exit_code == 0, result.output
+    assert [request.node for name, request in canned.asked if name == "ForgetNode"] == ["never", "long"]  # type: ignore[attr-defined]
+    for wrong in ([], ["basement", "--lost-for", "2"], ["basement", "--run", "reef"], ["--lost-for", "-1"]):
+        assert CliRunner().invoke(main.app, ["node", "forget", *wrong]).exit_code != 0
+
+
+def test_a_node_that_is_refused_does_not_keep_the_others(canned: Canned, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = [wire.NodeView(peer_id=name, name=name, last_seen_unix_ms=1) for name in ("attic", "basement")]
+    monkeypatch.setitem(ANSWERS, "ListNodes", wire.ListNodesResponse(nodes=old))
+    answer = canned.call
+
+    def call(method: str, request: object) -> object:
+        answered = answer(method, request)
+        if isinstance(request, wire.ForgetNodeRequest) and request.node == "attic":
+            raise InvalidTransition("attic has a place in plan 1")
+        return answered
+
+    monkeypatch.setattr(canned, "call", call)
+    result = CliRunner().invoke(main.app, ["node", "forget", "--lost-for", "1", "--yes"])
+    assert "basement" in result.stdout
+    assert "not forgotten: attic has a place in plan 1" in result.stderr
+    assert isinstance(result.exception, UsageError)
+    assert "1 of 2 nodes" in str(result.exception)
 
 
 def test_texts_of_nodes_cannot_control_the_terminal(canned: Canned, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,18 +23,23 @@ from atoll.coordinator.store import migrations, retention
 from atoll.coordinator.store.copying import copy_rows
 from atoll.coordinator.store.database_lock import OWNER_TABLE
 from atoll.coordinator.store.records import (
+    OF_RUN,
     RECORDS,
     Change,
     Checkpoint,
     Delete,
+    DeletedRun,
     DenyRow,
     DropMetrics,
+    DropRun,
     Evaluation,
     Event,
+    ForgottenNode,
     Node,
     NodeMetrics,
     PlanFigures,
     PlanRow,
+    ProofRow,
     Round,
     Run,
     Thin,
@@ -68,7 +73,10 @@ DENY = DenyRow(1, b"list")
 EVENT = Event(1, 10, "run.created", "reef", "reef", "run reef created · 3 ±")
 VOTE = Vote("reef", 8, 3, 2**32 - 1, 3, 2, b"\0payload")
 HELD = Checkpoint("p1", 7, "reef", b"hash", 2**40, 13, 2**50)
-ALL = (TOKEN, NODE, RUN, PLAN, FIGURES, ROUND, VOTE, HELD, LOSS, METRICS, DENY, EVENT)
+GONE_RUN = DeletedRun("kelp", 7, 14)
+GONE_NODE = ForgottenNode("p9", "zoe", "kelp", True, 3, 14)
+PROOF = ProofRow("reef", "p1", "0a", "double-vote", 1, 15, "it voted twice", b"proof")
+ALL = (TOKEN, NODE, RUN, PLAN, FIGURES, ROUND, VOTE, HELD, LOSS, METRICS, DENY, PROOF, GONE_RUN, GONE_NODE, EVENT)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +122,9 @@ def test_an_empty_store_is_empty(store: Store) -> None:
 def test_applied_rows_are_loaded_field_by_field(store: Store) -> None:
     store.apply(ALL)
     kept = replace(ROUND, manifest=b"")
-    assert store.load() == Contents((TOKEN,), (NODE,), (RUN,), (PLAN,), (kept,), DENY, 1, (VOTE,), (HELD,), (FIGURES,))
+    rows = (TOKEN,), (NODE,), (RUN,), (PLAN,), (kept,), DENY, 1, (VOTE,), (HELD,), (FIGURES,)
+    assert store.load() == Contents(*rows, (GONE_RUN,), (GONE_NODE,))
+    assert store.proofs("") == (PROOF,)
     assert store.plan_figures("reef") == (FIGURES,)
     assert store.plan_figures("another") == ()
     assert store.events(0, 10) == (EVENT,)
@@ -122,6 +132,32 @@ def test_applied_rows_are_loaded_field_by_field(store: Store) -> None:
     assert store.evaluations("reef") == (LOSS,)
     assert store.node_metrics("reef", MetricsPage(10)) == (METRICS,)
     assert store.plan("reef", 1) == PLAN
+
+
+def test_a_dropped_run_takes_all_its_rows_along_and_nothing_else(store: Store) -> None:
+    other = [replace(row, run_id="kelp", **_other_key(row)) for row in ALL if type(row) in OF_RUN]  # type: ignore[arg-type]
+    store.apply([*ALL, *other])
+    store.apply([DropRun("reef")])
+    left = store.load()
+    for rows in (left.tokens, left.nodes, left.runs, left.plans, left.rounds, left.votes, left.checkpoints):
+        assert [row.run_id for row in rows] == ["kelp"]  # type: ignore[attr-defined]
+    assert [row.run_id for row in left.plan_figures] == ["kelp"]
+    assert (left.deny, left.deleted_runs, left.forgotten_nodes) == (DENY, (GONE_RUN,), (GONE_NODE,))
+    assert [row.run_id for row in (*store.events(0, 10), *store.proofs(""))] == ["kelp", "kelp"]
+    for run_id, kept in (("reef", 0), ("kelp", 1)):
+        logs = store.rounds(run_id, 0, 10), store.evaluations(run_id), store.node_metrics(run_id, MetricsPage(10))
+        assert [len(rows) for rows in logs] == [kept] * 3
+
+
+def _other_key(row: object) -> dict[str, object]:
+    """Another key of rows whose key has no run."""
+    keys: dict[type, dict[str, object]] = {
+        Token: {"token_id": "t2"},
+        Node: {"peer_id": "p2"},
+        Checkpoint: {"peer_id": "p2"},
+        Event: {"event_id": 2},
+    }
+    return keys.get(type(row), {})
 
 
 def test_a_row_with_a_known_key_replaces_it_and_the_last_one_wins(store: Store) -> None:

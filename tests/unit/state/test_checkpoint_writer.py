@@ -104,6 +104,67 @@ async def test_rounds_that_tell_a_wrong_time_make_few_checkpoints_but_some(tmp_p
     assert began[stands] >= 10 / 2
 
 
+async def test_an_ordered_one_is_written_at_once_and_only_once(tmp_path, clock):
+    writer = make(tmp_path, clock)
+    writer.offer(state_of(1, seconds=60))
+    await written(writer, 1)
+    writer.order(0, state_of(2, seconds=61))
+    assert writer._background is None
+    for _ in range(3):
+        writer.order(2, state_of(2, seconds=61))
+    await written(writer, 2, 1)
+    await idle(writer)
+    writer.order(2, state_of(3, seconds=62))
+    writer.offer(state_of(4, seconds=63))
+    assert writer._background is None  # the order is fulfilled
+
+
+async def test_an_order_for_a_round_to_come_waits_for_it(tmp_path, clock):
+    writer = make(tmp_path, clock)
+    writer.offer(state_of(1, seconds=60))
+    await written(writer, 1)
+    writer.order(3, state_of(1, seconds=60))
+    writer.offer(state_of(2, seconds=61))
+    assert writer._background is None
+    writer.offer(state_of(3, seconds=62))
+    await written(writer, 3, 1)
+
+
+async def test_an_order_during_another_write_is_followed_after_it(tmp_path, clock):
+    disk = GatedDisk()
+    writer = make(tmp_path, clock, disk=disk)
+    writer.offer(state_of(1, seconds=60))
+    assert await asyncio.to_thread(disk.reached.wait, 10)
+    writer.order(2, state_of(2, seconds=61))
+    disk.gate.set()
+    await written(writer, 2, 1)
+
+
+async def test_an_order_does_not_take_the_place_of_the_intervals_checkpoints(tmp_path, clock):
+    writer = make(tmp_path, clock)
+    for minute in range(1, 4):
+        clock.now += 60
+        writer.offer(state_of(10 * minute, seconds=60 * minute))
+        await idle(writer)
+        writer.order(10 * minute, state_of(10 * minute, seconds=60 * minute))  # is there already
+        await idle(writer)
+    for number in range(31, 36):
+        writer.order(number, state_of(number, seconds=181))
+        await idle(writer)
+    assert [info.round for info in writer.held()] == [35, 34, 30, 20, 10]
+
+
+async def test_a_failed_ordered_write_is_told_and_the_next_round_is_tried(tmp_path, clock):
+    writer = make(tmp_path, clock, disk=FailingDisk(3, errno.ENOSPC))
+    writer.order(1, state_of(1, seconds=60))
+    await idle(writer)
+    assert writer.problem
+    writer.order(1, state_of(1, seconds=60))
+    assert writer._background is None  # each state is tried once
+    writer.offer(state_of(2, seconds=61))
+    await written(writer, 2)
+
+
 async def test_rounds_go_on_while_one_is_written_and_change_nothing_in_it(tmp_path, clock):
     disk = GatedDisk()
     writer = make(tmp_path, clock, disk=disk)

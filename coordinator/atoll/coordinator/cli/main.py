@@ -14,10 +14,12 @@ from atoll.coordinator.cli import (
     events,
     metrics,
     node,
+    node_forget,
     plan,
     run,
     run_assign,
     run_diff,
+    run_end,
     run_plan,
     token,
     trust,
@@ -41,11 +43,14 @@ def root(version: VersionOption = False) -> None:
 
 
 app.add_typer(token.app, name="token")
+node.app.command()(node_forget.forget)
 app.add_typer(node.app, name="node")
 run.app.command("plan")(run_plan.plan_run)
 run.app.command()(run_assign.clone)
 run.app.command()(run_assign.assign)
 run.app.command()(run_diff.diff)
+run.app.command()(run_end.checkpoint)
+run.app.command()(run_end.delete)
 app.add_typer(run.app, name="run")
 app.add_typer(plan.app, name="plan")
 app.add_typer(trust.app, name="trust")

@@ -22,7 +22,7 @@ from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
-app = typer.Typer(help="Nodes: list, show, drain, vouch, ban.", no_args_is_help=True)
+app = typer.Typer(help="Nodes: list, show, drain, vouch, ban, forget.", no_args_is_help=True)
 _CLOCK_AGREES_SECONDS = 0.5
 _COLUMNS = [
     Column("name"),

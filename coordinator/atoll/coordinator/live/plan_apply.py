@@ -9,6 +9,7 @@ from atoll.coordinator.live import planner_answer, planner_question, quorum_guar
 from atoll.coordinator.live.attendance import attendance_of, membership_change
 from atoll.coordinator.live.plan_issue import issue_replica_plan
 from atoll.coordinator.planner.question import Answer, NamedRoute, Question
+from atoll.coordinator.state import lookup
 from atoll.coordinator.state.snapshot import Draft, Policy, State, Step, StepTime
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Plan
@@ -38,6 +39,7 @@ def apply(state: State, now: StepTime, run_id: str, question: Question, answer: 
 
     Raises `InvalidTransition` where nobody could decide a round under it.
     """
+    lookup.run(state, run_id)  # it may have been deleted since the question
     if not question.given_routes:
         step = planner_answer.accept_answer(state, now, run_id, question, answer, ordered=True)
         if step.result is None:

@@ -47,8 +47,8 @@ class PlanNotes:
 
 
 def next_version(run: Run) -> int:
-    """Version of the run's next plan: higher than any issued one, including those that a restore lost."""
-    return max(run.plan_version, run.plan_floor) + 1
+    """Version of the run's next plan: higher than any issued one, also those of before a restore or a deletion."""
+    return max(run.plan_version, run.plan_floor, run.plans_before) + 1
 
 
 def issue_replica_plan(
@@ -146,8 +146,10 @@ def _base(state: State, run_id: str, members: Iterable[str]) -> Base:
     plan = state.memory[run_id].plan
     if plan is not None:
         return plan.base
-    genesis = manifest_pb2.CommittedManifest.FromString(state.runs[run_id].genesis)
-    return Base(manifest_hash(genesis.payload), first_seats(known_nodes(state, members) or members))
+    run = state.runs[run_id]
+    genesis = manifest_pb2.CommittedManifest.FromString(run.genesis)
+    seats = first_seats(known_nodes(state, members) or members)
+    return Base(manifest_hash(genesis.payload), seats, since_version=run.plans_before + 1)
 
 
 def first_seats(members: Iterable[str]) -> tuple[str, ...]:

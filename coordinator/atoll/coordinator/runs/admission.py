@@ -117,6 +117,7 @@ def enrol(state: State, now: StepTime, applicant: Applicant) -> Step[Node]:
     node = _enrolled(state, now, known, token, applicant)
     draft = Draft(state, now)
     draft.put(node)
+    draft.drop_traces(frozenset(), {node.peer_id} & state.forgotten.keys())
     if not repeated:
         token = replace(token, uses_left=token.uses_left - 1)
         draft.put(token)
@@ -165,13 +166,14 @@ def _enrolled(state: State, now: StepTime, known: Node | None, token: Token, app
         if not repeated:
             admitted = replace(admitted, draining=False, assigned_run="", rotations=0)
         return replace(admitted, epoch=known.epoch + 1, left=False, ended="", ended_detail="")
+    last_epoch = state.forgotten[applicant.peer_id].epoch if applicant.peer_id in state.forgotten else 0
     return Node(
         peer_id=applicant.peer_id,
         name=name,
         run_id=token.run_id,
         roles=token.roles,
         public_key=applicant.public_key,
-        epoch=known.epoch + 1 if known else 1,
+        epoch=known.epoch + 1 if known else last_epoch + 1,
         enrolled_ms=now.unix_ms,
         last_seen_ms=known.last_seen_ms if known else 0,
         token_id=token.token_id,
@@ -377,7 +379,8 @@ def unique_name(state: State, run_id: str, peer_id: str, wanted: str) -> str:
     """The wanted name, with a number added if another peer of the run, or of its plan, has it."""
     plan = state.memory[run_id].plan
     peers = {*(node.peer_id for node in state.members_of(run_id)), *(plan.members if plan else ())}
-    taken = {state.nodes[peer].name for peer in peers - {peer_id} if not state.nodes[peer].replaced_by}
+    others = (state.nodes[peer] for peer in peers - {peer_id} if peer in state.nodes)
+    taken = {node.name for node in others if not node.replaced_by}
     name, number = wanted, 2
     while name in taken:
         name = f"{wanted[:58]}-{number}"

@@ -167,4 +167,5 @@ def check_manifest(
 def connected(state: State, peer_id: str) -> bool:
     """True if the node is connected and not banned."""
     live = state.live.get(peer_id)
-    return live is not None and live.connected and not state.nodes[peer_id].banned
+    node = state.nodes.get(peer_id)
+    return live is not None and live.connected and node is not None and not node.banned

@@ -47,7 +47,10 @@ def create_run(state: State, now: StepTime, spec_toml: str, *, start: bool) -> S
     if name in state.runs:
         raise AlreadyExists(f"a run named {name!r} exists already", "give the new one another run.name")
     draft = Draft(state, now)
-    draft.put(Run(run_id=name, spec_toml=stored, state="CREATED", created_ms=now.unix_ms))
+    before = state.deleted_runs.get(name)
+    plans_before = before.plan_version if before is not None else 0
+    draft.put(Run(run_id=name, spec_toml=stored, state="CREATED", created_ms=now.unix_ms, plans_before=plans_before))
+    draft.drop_traces({name} & state.deleted_runs.keys(), frozenset())
     draft.add_memory(name, RunMemory(spec=spec))
     draft.event("run.created", name, name, f"run {name} created: {spec.run.stop_tokens} tokens")
     if start:

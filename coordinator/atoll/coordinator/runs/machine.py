@@ -17,7 +17,16 @@ from atoll.coordinator.live.attendance import ELIGIBLE_STATES, corpus_expected
 from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs, memory_figures
 from atoll.coordinator.rounds import learner, node_metrics, reports, training_scores
 from atoll.coordinator.rounds.round_checks import check_layer_table, layer_count
-from atoll.coordinator.runs import admission, assignment, checkpoints, forks, lifecycle, recovery
+from atoll.coordinator.runs import (
+    admission,
+    assignment,
+    checkpoint_orders,
+    checkpoints,
+    forgetting,
+    forks,
+    lifecycle,
+    recovery,
+)
 from atoll.coordinator.sanitize import MAX_SENTENCE_CHARACTERS, clean, sanitized_message
 from atoll.coordinator.state import availability, lookup, peer_paths
 from atoll.coordinator.state.rate_limits import MEMORY_CHANGES_RATE
@@ -63,19 +72,23 @@ def restore(
     """
     runs = {run.run_id: run for run in contents.runs}
     memory = {run_id: _rebuild_run_memory(run_id, contents, plans, now) for run_id in runs}
+    nodes = {node.peer_id: node for node in contents.nodes}
     live = {
         peer: LiveNode(session=0, last_message_at=now.monotonic, drain_since=now.monotonic)
         for item in memory.values()
         for peer in (item.plan.members if item.plan else ())
+        if peer in nodes  # a run that is over keeps its plan, whose members may be forgotten
     }
     state = State(
         operator_key=operator_key,
         tokens={token.token_id: token for token in contents.tokens},
-        nodes={node.peer_id: node for node in contents.nodes},
+        nodes=nodes,
         runs=runs,
         memory=memory,
         live=live,
         checkpoints=_checkpoints(contents.checkpoints),
+        deleted_runs={trace.run_id: trace for trace in contents.deleted_runs},
+        forgotten={trace.peer_id: trace for trace in contents.forgotten_nodes},
         deny=deny or EMPTY_DENY_LIST,
         deny_reserved=contents.deny.number if contents.deny else 0,
         last_event_id=contents.last_event_id,
@@ -198,8 +211,9 @@ def disconnect(state: State, now: StepTime, peer_id: str, session: int) -> Step[
 
 
 def tick_streams(state: State, now: StepTime, policy: Policy) -> Step[None]:
-    """End silent streams and mark lost nodes."""
+    """End silent streams, mark lost nodes, and drop what is left of nodes that were forgotten long ago."""
     draft = Draft(state, now)
+    forgetting.drop_old_traces(draft)
     reports.log_dropped_reports(draft)
     for peer_id, live in draft.state.live.items():
         if live.connected and now.monotonic - live.last_message_at > policy.silence_seconds:
@@ -216,11 +230,14 @@ def tick_streams(state: State, now: StepTime, policy: Policy) -> Step[None]:
 def tick_run(state: State, now: StepTime, policy: Policy, run_id: str) -> Step[None]:
     """Apply what time changes in one run. Each run has its own step, so that no run can hold up another."""
     draft = Draft(state, now)
+    if run_id not in state.runs:
+        return draft.done(None)  # it was deleted since this tick began
     _end_streams_with_other_corpus(draft, run_id)
     learner.ask_for_missing_rounds(draft, run_id)
     forks.look_for_forks(draft, run_id)
     hand_over.release_drained(draft, run_id, policy)
     lifecycle.advance(draft, run_id, policy)
+    checkpoint_orders.keep_up(draft, run_id)
     if draft.state.runs[run_id].state == "TRAINING":
         recovery.recover_if_lost(draft, run_id, policy)
         plan_pace.sample_pace(draft, run_id)
@@ -230,6 +247,8 @@ def tick_run(state: State, now: StepTime, policy: Policy, run_id: str) -> Step[N
 
 def apply_planner_answer(state: State, now: StepTime, run_id: str, question: Question, answer: Answer) -> Step[Any]:
     """Apply the planner's answer to a run's question."""
+    if run_id not in state.runs:
+        return Draft(state, now).done(None)  # it was deleted meanwhile
     if question.given_routes:
         return plan_pace.take_prediction(state, now, run_id, question, answer)
     return planner_answer.accept_answer(state, now, run_id, question, answer)

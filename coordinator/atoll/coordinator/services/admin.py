@@ -18,11 +18,21 @@ from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.interceptors import refuse_retired
 from atoll.coordinator.live import pinning, plan_apply
-from atoll.coordinator.runs import admission, assignment, checkpoints, lifecycle, recovery
+from atoll.coordinator.runs import (
+    admission,
+    assignment,
+    checkpoint_orders,
+    checkpoints,
+    deletion,
+    forgetting,
+    lifecycle,
+    recovery,
+)
 from atoll.coordinator.services import plan_views, views
 from atoll.coordinator.services.authority_changes import AuthorityChanges
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.state import lookup
+from atoll.coordinator.state.snapshot import State, Step, StepTime
 from atoll.coordinator.store.records import MAX_INTEGER, Checkpoint, Event, Node, Round, Run
 from atoll.coordinator.store.store import EventFilter, MetricsPage, Store
 from atoll.core.errors import InvalidRequest, NotFound
@@ -225,7 +235,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             )
         figures = await self._controller.read(lambda store: store.plan_figures(run.run_id))
         own = next((item for item in figures if item.version == version), None)
-        state, wishes = self._controller.state, self._controller.policy.preferences
+        state, wishes = self._present(run.run_id), self._controller.policy.preferences
         return plan_views.plan_view(state, pb.Signed.FromString(row.sealed), own, wishes)
 
     async def PlanHistory(self, request: wire.PlanHistoryRequest, context: Context) -> wire.PlanHistoryResponse:
@@ -246,7 +256,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             issued = await self._controller.do(
                 lambda state, now: plan_apply.apply(state, now, run.run_id, question, found)
             )
-        return plan_views.proposal_view(self._controller.state, run.run_id, question, found, issued)
+        return plan_views.proposal_view(self._present(run.run_id), run.run_id, question, found, issued)
 
     async def PinNode(self, request: wire.PinNodeRequest, context: Context) -> wire.NodeView:
         """Pin a node to layers, or out of the plan."""
@@ -267,7 +277,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             return store.newest_rounds(run_id, limit) if newest else store.rounds(run_id, after_round, limit)
 
         rows = await self._controller.read(wanted)
-        return wire.ListRoundsResponse(rounds=[views.round_view(self._controller.state, row) for row in rows])
+        state = self._present(run_id)
+        return wire.ListRoundsResponse(rounds=[views.round_view(state, row) for row in rows])
 
     async def ListMetrics(self, request: wire.ListMetricsRequest, context: Context) -> wire.ListMetricsResponse:
         """A page of what nodes reported of rounds."""
@@ -336,13 +347,54 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
         await self._uploads.pull(wanted, check, context.write)
 
+    # --- ends of runs and nodes, checkpoints now -----------------------------------------------------
+
+    async def DeleteRun(self, request: wire.DeleteRunRequest, context: Context) -> wire.DeleteRunResponse:
+        """Forget a run for good."""
+        found = await self._controller.do(lambda state, now: deletion.delete(state, now, request.run_id))
+        run = found.run
+        return wire.DeleteRunResponse(
+            run_id=run.run_id, head_round=run.head_round, nodes=found.nodes, tokens=found.tokens
+        )
+
+    async def ForgetNode(self, request: wire.ForgetNodeRequest, context: Context) -> wire.ForgetNodeResponse:
+        """Remove the row of a node that is gone."""
+        node = await self._controller.do(lambda state, now: forgetting.forget(state, now, request.node))
+        return wire.ForgetNodeResponse(
+            peer_id=node.peer_id,
+            name=node.name,
+            run_id=node.run_id,
+            banned=node.banned,
+            last_seen_unix_ms=node.last_seen_ms,
+        )
+
+    async def OrderCheckpoint(
+        self, request: wire.OrderCheckpointRequest, context: Context
+    ) -> wire.OrderCheckpointResponse:
+        """Have connected nodes write a checkpoint, or repeat that; tell how far it is."""
+        wanted = min(request.round, MAX_INTEGER)
+
+        def order(state: State, now: StepTime) -> Step[wire.OrderCheckpointResponse]:
+            step = checkpoint_orders.order(state, now, request.run_id, wanted)
+            return Step(step.state, views.checkpoint_progress(step.state, step.result), step.records)
+
+        found = await self._controller.do(order)
+        self._controller.notify()  # nodes are told at once; the order has no row that would do so
+        return found
+
     def _node(self, node: Node) -> wire.NodeView:
         now = self._controller.moment()
         return views.node_view(self._controller.state, node, now.unix_ms, now.monotonic)
 
     async def _run(self, run: Run) -> wire.RunView:
         evaluations = await self._controller.read(lambda store: store.evaluations(run.run_id))
-        return views.run_view(self._controller.state, run, self._controller.moment().unix_ms, evaluations)
+        return views.run_view(self._present(run.run_id), run, self._controller.moment().unix_ms, evaluations)
+
+    def _present(self, run_id: str) -> State:
+        """The state now. Raises `NotFound` if the run was deleted since it was looked up."""
+        state = self._controller.state
+        lookup.run(state, run_id)
+        return state
 
 
 def _role_name(role: int) -> str:

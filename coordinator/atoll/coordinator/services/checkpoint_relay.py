@@ -167,7 +167,8 @@ class CheckpointRelay:
 
         Raises `Unreachable` when the node disconnects, `DeadlineExceeded`, and `NotFound` when it refuses.
         """
-        name = self._controller.state.nodes[upload.peer_id].name
+        node = self._controller.state.nodes.get(upload.peer_id)
+        name = node.name if node is not None else upload.peer_id
         for _ in range(int(OPENING_SECONDS / _POLL_SECONDS)):
             if await upload.wait_for_message(_POLL_SECONDS):
                 break

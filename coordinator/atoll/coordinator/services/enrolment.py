@@ -105,6 +105,7 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
             run_spec_toml=state.runs[node.run_id].spec_toml,
             membership_endpoint=self._membership_endpoint,
             run_id=node.run_id,
+            run_created_unix_ms=state.runs[node.run_id].created_ms,
             authorities=self._keys.announced.signed if self._keys.announced else None,
         )
 

@@ -13,10 +13,10 @@ from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.live import attendance
 from atoll.coordinator.rounds import learner, run_pace
-from atoll.coordinator.runs import admission, forks, machine
+from atoll.coordinator.runs import admission, checkpoint_orders, forks, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
-from atoll.coordinator.state import prefetch
+from atoll.coordinator.state import lookup, prefetch
 from atoll.coordinator.state.snapshot import ForkInquiry, Inquiry, LiveNode
 from atoll.coordinator.store.records import Node
 from atoll.v1 import manifest_pb2, plan_pb2
@@ -44,12 +44,13 @@ class HeartbeatSession:
         self._deny_number = -1
         self._authorities_number = 0
         self._seeds: tuple[str, ...] = ()
-        self._last_sent: tuple[int, int, range, str] = (
+        self._last_sent: tuple[int, int, range, str, int] = (
             -1,
             -1,
             range(0),
             "",
-        )  # run state, order, layers to prepare, notice
+            0,
+        )  # run state, order, layers to prepare, notice, round of the checkpoint to write
         self._asked: dict[type, tuple[int, float]] = {}  # the last question for manifests of each kind
         self._challenge = b""  # the last one that was sent
         self._ordered_uploads: set[bytes] = set()  # tickets of uploads ordered on this stream
@@ -59,7 +60,7 @@ class HeartbeatSession:
         try:
             async for request in requests:
                 if not self._received_any:
-                    self._moved = request.run_id not in ("", self._controller.state.nodes[self._peer_id].run_id)
+                    self._moved = request.run_id not in ("", self._run_id())
                 if self._moved:  # the rest is of the old run
                     request = mb.HeartbeatRequest(sequence=request.sequence, challenge_answer=request.challenge_answer)
                 await self._controller.do(
@@ -96,6 +97,7 @@ class HeartbeatSession:
             run_state=views.run_state(run),
             order=views.order_for(state, node),
             notice=attendance.corpus_notice(state, node),
+            checkpoint_round=checkpoint_orders.round_to_write(state, node),
         )
         if run.genesis:
             response.known_round = run.head_round
@@ -104,7 +106,7 @@ class HeartbeatSession:
         layers = prefetch.layers_to_fetch(state, self._peer_id)
         if layers:
             response.prepare.first, response.prepare.last = layers.start, layers.stop - 1
-        current = (response.run_state, response.order, layers, response.notice)
+        current = (response.run_state, response.order, layers, response.notice, response.checkpoint_round)
         has_news = current != self._last_sent
         has_news |= self._add_plan(response, node)
         has_news |= self._add_deny_list(response)
@@ -121,6 +123,9 @@ class HeartbeatSession:
         self._responded = True
         self._acknowledgement_due = False
         return response
+
+    def _run_id(self) -> str:
+        return lookup.caller(self._controller.state, self._peer_id).run_id
 
     def _order_to_move(self) -> mb.HeartbeatResponse | None:
         if not self._acknowledgement_due:

@@ -95,6 +95,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
             membership=membership_of(self._controller, node),
             seeds=admission.seeds_of(state, node.run_id),
             deny_list=self._controller.signed.deny_list,
+            run_created_unix_ms=state.runs[node.run_id].created_ms,
         )
 
     async def Leave(self, request: mb.LeaveRequest, context: Context) -> mb.LeaveResponse:  # noqa: N802

@@ -13,6 +13,7 @@ from atoll.coordinator.rounds import run_pace
 from atoll.coordinator.rounds.coordinator_seat import VoteReply
 from atoll.coordinator.rounds.source_losses import from_text
 from atoll.coordinator.runs import checkpoints
+from atoll.coordinator.runs.checkpoint_orders import Progress
 from atoll.coordinator.services.plan_views import plan_fields
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.availability import availability, failures_per_hour
@@ -202,7 +203,7 @@ def proof_view(state: State, row: ProofRow) -> admin.ProofView:
         kind=row.kind,
         round=row.round,
         found_unix_ms=row.found_ms,
-        banned=node is not None and node.banned,
+        banned=row.culprit in state.deny.peer_ids or (node is not None and node.banned),
         sentence=row.sentence,
     )
 
@@ -222,6 +223,18 @@ def checkpoint_view(state: State, item: Checkpoint) -> admin.CheckpointView:
         node_name=state.nodes[item.peer_id].name,
         connected=checkpoints.connected(state, item.peer_id),
         committed=checkpoints.is_committed(state, item),
+    )
+
+
+def checkpoint_progress(state: State, found: Progress) -> admin.OrderCheckpointResponse:
+    """View of how far an order to write a checkpoint is."""
+    return admin.OrderCheckpointResponse(
+        run_id=found.run_id,
+        round=found.wanted,
+        written_round=found.written_round,
+        checkpoints=[checkpoint_view(state, item) for item in found.held],
+        waiting=found.waiting,
+        missing=found.missing,
     )
 
 

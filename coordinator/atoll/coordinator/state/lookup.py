@@ -5,7 +5,7 @@ from __future__ import annotations
 from atoll.coordinator.state.run_states import TRANSITIONS
 from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Node, Run, Token
-from atoll.core.errors import Ambiguous, Banned, CertificateInvalid, IdentityReplaced, NotFound
+from atoll.core.errors import Ambiguous, Banned, CertificateInvalid, Forgotten, IdentityReplaced, NotFound
 
 
 def run(state: State, run_id: str) -> Run:
@@ -13,7 +13,8 @@ def run(state: State, run_id: str) -> Run:
     if run_id:
         found = state.runs.get(run_id)
         if found is None:
-            raise NotFound(f"no run is named {run_id!r}", "see `atollctl run list`")
+            what = f"run {run_id!r} was deleted" if run_id in state.deleted_runs else f"no run is named {run_id!r}"
+            raise NotFound(what, "see `atollctl run list`")
         return found
     if not state.runs:
         raise NotFound("no run exists yet", "create one: `atollctl run create FILE`")
@@ -65,9 +66,14 @@ def token(state: State, token_id: str) -> Token:
 
 
 def caller(state: State, peer_id: str) -> Node:
-    """Find the node of a peer that presented a valid certificate. Raises `CertificateInvalid`."""
+    """Find the node of a peer that presented a valid certificate.
+
+    Raises `CertificateInvalid` for an unknown one; `Forgotten`, or `Banned`, if the operator removed its row.
+    """
     found = state.nodes.get(peer_id)
     if found is None:
+        refuse_denied(state, peer_id)
+        _refuse_forgotten(state, peer_id)
         raise CertificateInvalid(f"peer {peer_id} is not enrolled at this coordinator", "join again with a new token")
     return found
 
@@ -75,7 +81,7 @@ def caller(state: State, peer_id: str) -> Node:
 def member(state: State, peer_id: str) -> Node:
     """Find the node of a peer, like `caller`, unless it is denied.
 
-    Raises `Banned`, `IdentityReplaced`, `CertificateInvalid`.
+    Raises `Banned`, `IdentityReplaced`, `Forgotten`, `CertificateInvalid`.
     """
     found = caller(state, peer_id)
     refuse_denied(state, peer_id)
@@ -96,6 +102,21 @@ def refuse_denied(state: State, peer_id: str) -> None:
             f"the operator banned this node: peer {peer_id} is refused by all members",
             "ask your operator why, and to take it back: `atollctl node unban`",
         )
+
+
+def _refuse_forgotten(state: State, peer_id: str) -> None:
+    trace = state.forgotten.get(peer_id)
+    if trace is None:
+        return
+    if trace.run_deleted:
+        raise Forgotten(
+            f"the operator deleted run {trace.run_id!r}, and this node's membership with it",
+            "ask your operator for a token of another run, and join with it: `atoll join`",
+        )
+    raise Forgotten(
+        f"the operator removed this node from run {trace.run_id!r}: it was gone",
+        "ask your operator for a new token, and join again with it: `atoll join`",
+    )
 
 
 def _part_of(text: str, peer_id: str) -> bool:

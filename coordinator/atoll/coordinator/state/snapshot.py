@@ -9,7 +9,7 @@ key has to sign. Nothing here does I/O.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
@@ -19,9 +19,12 @@ from atoll.coordinator.store.records import (
     Change,
     Checkpoint,
     Delete,
+    DeletedRun,
     DropMetrics,
+    DropRun,
     Evaluation,
     Event,
+    ForgottenNode,
     Node,
     NodeMetrics,
     PlanFigures,
@@ -229,6 +232,16 @@ class PendingFetch:
 
 
 @dataclass(frozen=True)
+class CheckpointOrder:
+    """The operator's order to write a checkpoint (`runs/checkpoint_orders.py`)."""
+
+    wanted: int  # the round, or a newer one
+    target: int  # that nodes are told now, at least `wanted`
+    target_since: float  # monotonic
+    asked_at: float  # monotonic, when the operator asked last
+
+
+@dataclass(frozen=True)
 class RunMemory:
     """State of a run that is rebuilt at start: parsed documents, indices, timers (monotonic).
 
@@ -294,6 +307,7 @@ class RunMemory:
     figures: PlanFigures | None = None  # of the newest plan
     sampled_at: float | None = None  # when its speed was last sampled
     predicted_version: int = 0  # version of the last plan whose prediction was requested
+    checkpoint_order: CheckpointOrder | None = None  # by the operator
 
 
 @dataclass(frozen=True)
@@ -307,6 +321,8 @@ class State:
     memory: Mapping[str, RunMemory] = field(default_factory=dict)  # by run id
     live: Mapping[str, LiveNode] = field(default_factory=dict)  # by peer id
     checkpoints: Mapping[str, tuple[Checkpoint, ...]] = field(default_factory=dict)  # by peer id, newest first
+    deleted_runs: Mapping[str, DeletedRun] = field(default_factory=dict)  # by run id
+    forgotten: Mapping[str, ForgottenNode] = field(default_factory=dict)  # by peer id
     deny: DenyList = EMPTY_DENY_LIST
     deny_reserved: int = 0  # numbers up to this one may have been issued before a restore
     last_event_id: int = 0
@@ -403,7 +419,7 @@ class Draft:
         self._plans: list[Plan] = []
         self._deny: DenyList | None = None
 
-    def put(self, row: Token | Node | Run) -> None:
+    def put(self, row: Token | Node | Run | DeletedRun | ForgottenNode) -> None:
         """Insert or replace a durable row."""
         match row:
             case Token():
@@ -412,7 +428,35 @@ class Draft:
                 self._set("nodes", row.peer_id, row)
             case Run():
                 self._set("runs", row.run_id, row)
+            case DeletedRun():
+                self._set("deleted_runs", row.run_id, row)
+            case ForgottenNode():
+                self._set("forgotten", row.peer_id, row)
         self._records.append(row)
+
+    def drop_node(self, peer_id: str) -> None:
+        """Delete a node's row, its checkpoints' records and its live state."""
+        self._records.append(Delete(Node, (peer_id,)))
+        self._records += [Delete(Checkpoint, (peer_id, item.round)) for item in self.state.checkpoints.get(peer_id, ())]
+        for table in ("nodes", "checkpoints", "live"):
+            self._unset(table, {peer_id})
+
+    def drop_run(self, run_id: str) -> None:
+        """Delete all rows of a run, among them its tokens and nodes, and their live state."""
+        self._records.append(DropRun(run_id))
+        self._unset("tokens", {token.token_id for token in self.state.tokens.values() if token.run_id == run_id})
+        peers = {node.peer_id for node in self.state.nodes.values() if node.run_id == run_id}
+        for table in ("nodes", "checkpoints", "live"):
+            self._unset(table, peers)
+        for table in ("runs", "memory"):
+            self._unset(table, {run_id})
+
+    def drop_traces(self, deleted_runs: Set[str], peer_ids: Set[str]) -> None:
+        """Delete what is left of these deleted runs and forgotten nodes."""
+        self._records += [Delete(DeletedRun, (run_id,)) for run_id in sorted(deleted_runs)]
+        self._records += [Delete(ForgottenNode, (peer_id,)) for peer_id in sorted(peer_ids)]
+        self._unset("deleted_runs", deleted_runs)
+        self._unset("forgotten", peer_ids)
 
     def log(self, row: Round | Evaluation | NodeMetrics | ProofRow | DropMetrics) -> None:
         """Append a durable row to a log that is not held in memory."""
@@ -525,6 +569,12 @@ class Draft:
     def done(self, result: T) -> Step[T]:
         """The finished step."""
         return Step(self.state, result, tuple(self._records), tuple(self._plans), self._deny)
+
+    def _unset(self, table: str, keys: Set[str]) -> None:
+        before: Mapping[str, object] = getattr(self.state, table)
+        if not keys.isdisjoint(before):
+            changes: dict[str, Any] = {table: {key: row for key, row in before.items() if key not in keys}}
+            self.state = replace(self.state, **changes)
 
     def _set(self, table: str, key: str, value: object) -> None:
         changes: dict[str, Any] = {table: {**getattr(self.state, table), key: value}}

@@ -89,6 +89,7 @@ class Run:
     parts_zeroed: int = 0  # in all known rounds
     sources: str = ""  # of the newest evaluation
     source_names: tuple[str, ...] = ()  # of its evaluations; at most 64 (`rounds/source_losses.py`)
+    plans_before: int = 0  # highest plan version of a deleted run of this name: its plans must never be newer
 
 
 @dataclass(frozen=True)
@@ -273,6 +274,31 @@ class ProofRow:
     proof: bytes  # serialised Proof
 
 
+@dataclass(frozen=True)
+class DeletedRun:
+    """What is left of a deleted run. Members may still have its plans, which the operator signed."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("run_id",)
+
+    run_id: str
+    plan_version: int  # the highest that may have been issued
+    deleted_ms: int
+
+
+@dataclass(frozen=True)
+class ForgottenNode:
+    """What is left of a forgotten node, until its certificates have expired: why it is refused."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("peer_id",)
+
+    peer_id: str
+    name: str
+    run_id: str
+    run_deleted: bool  # it was forgotten with its run
+    epoch: int  # of its last membership certificate
+    forgotten_ms: int
+
+
 Record = (
     Token
     | Node
@@ -287,6 +313,8 @@ Record = (
     | DenyRow
     | Event
     | ProofRow
+    | DeletedRun
+    | ForgottenNode
 )
 RECORDS: tuple[type[Record], ...] = (
     Token,
@@ -300,6 +328,22 @@ RECORDS: tuple[type[Record], ...] = (
     Evaluation,
     NodeMetrics,
     DenyRow,
+    Event,
+    ProofRow,
+    DeletedRun,
+    ForgottenNode,
+)
+OF_RUN: tuple[type[Record], ...] = (  # tables whose rows belong to one run
+    Token,
+    Node,
+    Run,
+    PlanRow,
+    PlanFigures,
+    Round,
+    Vote,
+    Checkpoint,
+    Evaluation,
+    NodeMetrics,
     Event,
     ProofRow,
 )
@@ -329,4 +373,11 @@ class DropMetrics:
     after_round: int
 
 
-Change = Record | Delete | Thin | DropMetrics
+@dataclass(frozen=True)
+class DropRun:
+    """Order to delete all rows of a run (`OF_RUN`)."""
+
+    run_id: str
+
+
+Change = Record | Delete | Thin | DropMetrics | DropRun

@@ -49,13 +49,17 @@ from atoll.coordinator.store.database_lock import (
     sqlite_file,
 )
 from atoll.coordinator.store.records import (
+    OF_RUN,
     Change,
     Checkpoint,
     Delete,
+    DeletedRun,
     DenyRow,
     DropMetrics,
+    DropRun,
     Evaluation,
     Event,
+    ForgottenNode,
     Node,
     NodeMetrics,
     PlanFigures,
@@ -138,6 +142,8 @@ class SqlStore(Store):
                 votes=_all(connection, Vote, _select(Vote)),
                 checkpoints=_all(connection, Checkpoint, _select(Checkpoint)),
                 plan_figures=_all(connection, PlanFigures, _select(PlanFigures)),
+                deleted_runs=_all(connection, DeletedRun, _select(DeletedRun)),
+                forgotten_nodes=_all(connection, ForgottenNode, _select(ForgottenNode)),
             )
 
     def apply(self, changes: Sequence[Change]) -> None:
@@ -153,6 +159,8 @@ class SqlStore(Store):
                     _thin(connection, change)
                 elif isinstance(change, DropMetrics):
                     _drop_metrics(connection, change)
+                elif isinstance(change, DropRun):
+                    _drop_run(connection, change)
                 elif isinstance(change, Event):
                     _append(connection, change)
                 elif not isinstance(change, NodeMetrics):
@@ -385,6 +393,12 @@ def _thin(connection: Connection, change: Thin) -> None:
 def _drop_metrics(connection: Connection, change: DropMetrics) -> None:
     table = TABLES[NodeMetrics]
     connection.execute(table.delete().where(table.c.run_id == change.run_id, table.c.round > change.after_round))
+
+
+def _drop_run(connection: Connection, change: DropRun) -> None:
+    for record in OF_RUN:
+        table = TABLES[record]
+        connection.execute(table.delete().where(table.c.run_id == change.run_id))
 
 
 def _delete_oldest_metrics(connection: Connection, run_id: str) -> None:

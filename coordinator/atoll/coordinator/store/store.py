@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from atoll.coordinator.store.records import (
     Change,
     Checkpoint,
+    DeletedRun,
     DenyRow,
     Evaluation,
     Event,
+    ForgottenNode,
     Node,
     NodeMetrics,
     PlanFigures,
@@ -46,6 +48,8 @@ class Contents:
     votes: tuple[Vote, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
     plan_figures: tuple[PlanFigures, ...] = ()
+    deleted_runs: tuple[DeletedRun, ...] = ()
+    forgotten_nodes: tuple[ForgottenNode, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class Store(ABC):
 
     @abstractmethod
     def apply(self, changes: Sequence[Change]) -> None:
-        """Insert or replace each row by its key, delete it, or thin a run's log.
+        """Insert or replace each row by its key, delete it, thin a run's log, or delete all rows of a run.
 
         MUST refuse an event whose number is taken.
 

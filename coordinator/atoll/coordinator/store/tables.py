@@ -10,9 +10,11 @@ from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from atoll.coordinator.store.records import (
     Checkpoint,
+    DeletedRun,
     DenyRow,
     Evaluation,
     Event,
+    ForgottenNode,
     Node,
     NodeMetrics,
     PlanFigures,
@@ -54,6 +56,8 @@ _NAMES: dict[type[Record], str] = {
     DenyRow: "deny_lists",
     Event: "events",
     ProofRow: "proofs",
+    DeletedRun: "deleted_runs",
+    ForgottenNode: "forgotten_nodes",
 }
 _TYPES: dict[object, type[TypeEngine[Any]]] = {
     str: Text,

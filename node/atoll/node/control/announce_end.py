@@ -18,6 +18,7 @@ from atoll.core.errors import (
     ConfigError,
     CorpusDiffers,
     CorpusError,
+    Forgotten,
     IdentityInUse,
     IdentityReplaced,
     ModelTooLarge,
@@ -53,7 +54,13 @@ _REASONS: tuple[tuple[type[AtollError], mb.NodeReason], ...] = (  # a class befo
     (StateError, mb.NODE_REASON_DISK),
     (ConfigError, mb.NODE_REASON_SETTINGS),
 )
-_NOT_ANNOUNCED = (AuthorityReplaced, Banned, IdentityInUse, IdentityReplaced)  # the coordinator said so itself
+_NOT_ANNOUNCED = (
+    AuthorityReplaced,
+    Banned,
+    Forgotten,
+    IdentityInUse,
+    IdentityReplaced,
+)  # the coordinator said so itself
 
 _log = log.get("coordinator")
 

@@ -32,6 +32,7 @@ class Credentials:
     seeds: tuple[str, ...]
     run_spec_toml: str
     authorities: bytes = b""  # serialised Signed; empty: the coordinator's CA never changed
+    run_created_unix_ms: int = 0  # tells the run from a deleted one of the same name; 0: not known
 
     @property
     def tls(self) -> Credential:
@@ -85,6 +86,7 @@ class Credentials:
             membership=answer.membership.SerializeToString(),
             run_spec_toml=answer.run_spec_toml,
             seeds=tuple(answer.seeds),
+            run_created_unix_ms=answer.run_created_unix_ms,
         )
         moved.authority.verify_membership(answer.membership, now, expect_peer_id=peer_id)
         return moved.with_deny_list(answer.deny_list)

@@ -40,6 +40,7 @@ class Directives:
         self.order = mb.ORDER_UNSPECIFIED
         self.run_state = mb.RUN_STATE_UNSPECIFIED
         self.prepare = range(0)  # layers that the next plan may give this node
+        self.checkpoint_round = 0  # the operator wants a checkpoint of this round or a newer one; 0: no order
         self.promised_before: Promised | None = None  # the newest that an earlier process told the coordinator
         self.notice = ""  # why the coordinator does not count this node, for people; empty: it does
         self.eta_unix_ms: int | None = None  # when the run reaches stop_tokens, by the coordinator's clock
@@ -69,6 +70,7 @@ class Directives:
         self.run_state = response.run_state
         known = response.HasField("eta_unix_ms") and 0 < response.eta_unix_ms <= _LATEST_MS
         self.eta_unix_ms = response.eta_unix_ms if known else None
+        self.checkpoint_round = response.checkpoint_round
         prepare = response.prepare
         self.prepare = range(prepare.first, prepare.last + 1) if response.HasField("prepare") else range(0)
         self.wake()

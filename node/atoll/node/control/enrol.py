@@ -101,6 +101,7 @@ def _verified_credentials(
         deny_list=response.deny_list.SerializeToString(),
         seeds=tuple(response.seeds),
         run_spec_toml=response.run_spec_toml,
+        run_created_unix_ms=response.run_created_unix_ms,
     )
     if response.HasField("authorities"):
         credentials = credentials.with_authorities(response.authorities)

@@ -1,9 +1,9 @@
-"""Decide when to write checkpoints: once per interval while training, and once more on leaving.
+"""Decide when to write checkpoints: once per interval while training, when the operator orders it, and on leaving.
 
 The commit time in the manifest decides which rounds are due, so all nodes write the same rounds. Checkpoints of nodes
 that each hold some layers then fit together. A wrong clock changes little: no node writes more than four times in an
 interval, or less than once in two intervals. A state with the only copy of some layers is due at every round, because
-it would be lost with this process; the store keeps the newest two of these extra rounds.
+it would be lost with this process. The store keeps the newest two of the rounds outside intervals.
 
 Rounds never wait for the disk. A due state is copied and written in a thread. If a round commits into it during the
 copy, the digests do not match, and the next round is offered anyway. A failing disk logs a warning; the write is
@@ -44,9 +44,12 @@ class CheckpointWriter:
         self._held: tuple[mb.CheckpointInfo, ...] = ()
         self._written_at = -math.inf  # when the last interval's write began, by the monotonic clock
         self._slot = -1  # of the last round written for its interval: number of intervals since 1970
+        self._interval_round = 0  # that round
         self._background: asyncio.Task[None] | None = None
         self._waiting: CheckpointState | None = None  # written next, after the current write
-        self._extra_rounds: set[int] = set()  # rounds written only because no other node has them
+        self._extra_rounds: set[int] = set()  # written because no other node has them, or by order
+        self._ordered = 0  # the operator wants a checkpoint of this round or a newer one; 0: no order
+        self._tried = (0, 0)  # the last order that was followed, and with the state of which round
 
     def held(self) -> tuple[mb.CheckpointInfo, ...]:
         """The newest checkpoints on disk, newest first; a new object after every change."""
@@ -71,20 +74,40 @@ class CheckpointWriter:
     def offer(self, state: CheckpointState, *, only_copy: bool = False) -> None:
         """Offer the state of a committed round. Starts a write if one is due and none is running; returns at once.
 
-        A state that is the `only_copy` of some layers is always due. During another write it waits for its turn, and
-        every later offer replaces it: that round may have changed other layers only.
+        A state that is the `only_copy` of some layers is always due, and so is one that fulfils an order. During
+        another write it waits for its turn, and every later offer replaces it: that round may have changed other layers
+        only.
         """
+        needed = only_copy or self._is_ordered(state.head)
         if self._background is not None:
-            self._waiting = state if only_copy or self._waiting is not None else None
-        elif only_copy or self._is_due(state.head):
+            self._waiting = state if needed or self._waiting is not None else None
+        elif needed or self._is_due(state.head):
             self._background = asyncio.create_task(self._write_in_background(state))
+
+    def order(self, number: int, state: CheckpointState | None) -> None:
+        """Follow the operator's order for a checkpoint of round `number` or a newer one; 0: there is none.
+
+        The present `state` is written at once if it is of such a round, else the first one that is offered. May be
+        called again and again: each state is tried once.
+        """
+        self._ordered = number
+        if state is not None and self._is_ordered(state.head):
+            self.offer(state)
+
+    def _is_ordered(self, head: Head) -> bool:
+        """Whether a checkpoint of `head` is needed for the present order, and was not tried for it."""
+        is_new = all(item.round < self._ordered for item in self._held)
+        return 0 < self._ordered <= head.round and is_new and self._tried != (self._ordered, head.round)
 
     def _begin(self, head: Head) -> None:
         """Record whether this write is the one of its interval, or an extra one."""
+        if self._is_ordered(head):
+            self._tried = (self._ordered, head.round)
         if self._is_due(head):
             self._slot, self._written_at = self._slot_of(head), self._clock.monotonic()
+            self._interval_round = head.round
             self._extra_rounds.discard(head.round)
-        else:
+        elif head.round != self._interval_round:
             self._extra_rounds.add(head.round)
 
     def _is_due(self, head: Head) -> bool:

@@ -1,0 +1,137 @@
+"""The operator's order to write a checkpoint now, and how far it is. Pure.
+
+Nodes are told one round, the target: each writes the first committed state that it has from then on. At first that is
+the newest round. Nodes that hold some layers each may then write different rounds, since training goes on. So once
+all have written and layers are missing, the target becomes the next round, which all of them reach at the same time.
+
+An order lasts while the operator repeats it. It is not stored: after a restart the next repetition renews it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from atoll.coordinator.rounds.round_checks import layer_count
+from atoll.coordinator.runs import checkpoints
+from atoll.coordinator.state import lookup
+from atoll.coordinator.state.snapshot import CheckpointOrder, Draft, State, Step, StepTime
+from atoll.coordinator.store.records import SHA256_BYTES, Checkpoint, Node, Run
+from atoll.core.errors import InvalidTransition, NotFound, Unreachable
+from atoll.core.units import layers_text
+
+ORDER_SECONDS = 30.0  # without a repetition
+RETARGET_SECONDS = 10.0  # least time between two targets
+MAX_NAMED_NODES = 20
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far an order is."""
+
+    run_id: str
+    wanted: int  # the round, or a newer one
+    written_round: int  # of which `held` has all layers; 0: none
+    held: tuple[Checkpoint, ...]
+    waiting: tuple[str, ...]  # names of nodes that have not written
+    missing: str  # layers that no checkpoint of the most complete round has
+
+
+def order(state: State, now: StepTime, run_id: str, wanted: int) -> Step[Progress]:
+    """Order a checkpoint of round `wanted` (0: the newest) or a newer one, or repeat that; report how far it is.
+
+    Raises `NotFound`, `Ambiguous`, `InvalidTransition` before the first round, and `Unreachable` if no node can write.
+    """
+    run = lookup.run(state, run_id)
+    if run.head_round == 0:
+        raise InvalidTransition(
+            f"run {run.run_id!r} has committed no round yet: there is no state to write",
+            "see `atollctl run show`",
+        )
+    if wanted > run.head_round:
+        raise NotFound(f"round {wanted} is not known; the newest of run {run.run_id!r} is {run.head_round}")
+    wanted = wanted or run.head_round
+    found = _progress(state, run, wanted)
+    draft = Draft(state, now)
+    if found.written_round:
+        draft.remember(run.run_id, checkpoint_order=None)
+        return draft.done(found)
+    if not _writers(state, run):
+        raise Unreachable(
+            f"no connected node of run {run.run_id!r} holds its state",
+            "see `atollctl node list`; checkpoints that were written before: `atollctl checkpoint list`",
+        )
+    present = state.memory[run.run_id].checkpoint_order
+    if present is None:  # else that of another operator: a newer round fulfils both, an older one ends it
+        present = CheckpointOrder(wanted, max(wanted, run.head_round), now.monotonic, now.monotonic)
+    draft.remember(run.run_id, checkpoint_order=replace(present, asked_at=now.monotonic))
+    return draft.done(found)
+
+
+def round_to_write(state: State, node: Node) -> int:
+    """The round of which, or of a newer one, this node should write a checkpoint; 0: none."""
+    present = state.memory[node.run_id].checkpoint_order
+    return present.target if present is not None and "node" in node.roles else 0
+
+
+def keep_up(draft: Draft, run_id: str) -> None:
+    """End an order that is fulfilled or not repeated; choose another target if the present one cannot fulfil it."""
+    state, now = draft.state, draft.now.monotonic
+    run, present = state.runs[run_id], state.memory[run_id].checkpoint_order
+    if present is None:
+        return
+    if now - present.asked_at >= ORDER_SECONDS or _progress(state, run, present.wanted).written_round:
+        draft.remember(run_id, checkpoint_order=None)
+        return
+    if now - present.target_since < RETARGET_SECONDS:
+        return
+    pending = [
+        peer for peer, head in _writers(state, run).items() if head >= present.target > _newest_written(state, peer)
+    ]
+    target = present.target
+    if run.state != "TRAINING":
+        target = max(present.wanted, run.head_round)  # no next round may come
+    elif run.head_round > present.target and not pending:
+        target = run.head_round + 1
+    if target != present.target:
+        draft.remember(run_id, checkpoint_order=replace(present, target=target, target_since=now))
+
+
+def _progress(state: State, run: Run, wanted: int) -> Progress:
+    """How far the checkpoints of connected nodes are; those of rounds that are not known to have committed are not."""
+    count = layer_count(run.layers)
+    states: dict[tuple[int, bytes], list[Checkpoint]] = {}
+    for item in checkpoints.checkpoints_of_run(state, run.run_id):
+        if (
+            item.round >= wanted
+            and checkpoints.connected(state, item.peer_id)
+            and checkpoints.is_committed(state, item)
+        ):
+            states.setdefault((item.round, item.manifest_hash), []).append(item)
+    for held in states.values():
+        if checkpoints.fewest_covering(held, count):
+            return Progress(run.run_id, wanted, held[0].round, tuple(held), (), "")
+    best = min(states.values(), key=lambda held: len(_missing(held, count)), default=[])
+    late = [state.nodes[peer].name for peer in _writers(state, run) if _newest_written(state, peer) < wanted]
+    waiting = tuple(sorted(late)[:MAX_NAMED_NODES])
+    return Progress(run.run_id, wanted, 0, tuple(best), waiting, layers_text(_missing(best, count)))
+
+
+def _missing(held: Sequence[Checkpoint], count: int) -> set[int]:
+    return set(range(count)).difference(*(item.layers for item in held))
+
+
+def _writers(state: State, run: Run) -> Mapping[str, int]:
+    """Round of the state of each connected node that holds some, by peer id."""
+    found = {}
+    for node in state.members_of(run.run_id):
+        live = state.live.get(node.peer_id)
+        if "node" not in node.roles or live is None or not checkpoints.connected(state, node.peer_id):
+            continue
+        if live.status.head_round and len(live.status.head_hash) == SHA256_BYTES:
+            found[node.peer_id] = live.status.head_round
+    return found
+
+
+def _newest_written(state: State, peer_id: str) -> int:
+    return max((item.round for item in state.checkpoints.get(peer_id, ())), default=0)

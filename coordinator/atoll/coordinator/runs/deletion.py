@@ -1,0 +1,120 @@
+"""Deletion of runs that are over, or never began: all their rows go, and the name is free again. Pure.
+
+Its nodes go too, except those that were moved to another run. Bans stay, because the deny-list has them.
+
+A deleted run leaves the number of its newest plan. Members may still have its plans and manifests, which the operator
+and they themselves signed. So a new run of the same name begins with newer plans, and with another epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from atoll.coordinator.runs import forgetting
+from atoll.coordinator.state import lookup
+from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime
+from atoll.coordinator.store.records import DeletedRun, Node, Run
+from atoll.core.errors import InvalidRequest, InvalidTransition
+
+KEPT_DELETED_RUNS = 4096  # names
+_DELETABLE = ("CREATED", "STOPPED", "FINISHED")
+_MAX_NAMED_NODES = 5
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """What was deleted."""
+
+    run: Run
+    nodes: int
+    tokens: int
+
+
+def delete(state: State, now: StepTime, run_id: str) -> Step[Deletion]:
+    """Delete a run. Raises `NotFound`, `InvalidRequest`, and `InvalidTransition` if it may go on, or has nodes
+    that are connected or needed."""
+    if not run_id:
+        raise InvalidRequest("a deletion must name the run")
+    run = lookup.run(state, run_id)
+    if run.state not in _DELETABLE:
+        raise InvalidTransition(
+            f"run {run_id!r} is {run.state.lower()}: only a run that is over, or that never started, can be deleted",
+            f"stop it first: atollctl run stop {run_id}",
+        )
+    _refuse_connected(state, run_id)
+    members = [node for node in state.nodes.values() if _home(state, node) == run_id]
+    for node in members:  # a run from which they were moved may need them still
+        forgetting.refuse_needed(state, lookup.newest(state, node), node.peer_id)
+    draft = Draft(state, now)
+    _detach_others(draft, run_id)
+    draft.drop_run(run_id)
+    nodes = _forget_nodes(draft, members)
+    tokens = sum(token.run_id == run_id for token in state.tokens.values())
+    _leave_trace(draft, run)
+    told = f"run {run_id} was deleted at round {run.head_round}, with {_count(nodes, 'node')}"
+    draft.event("run.deleted", "", run_id, f"{told} and {_count(tokens, 'token')}")
+    return draft.done(Deletion(run, nodes, tokens))
+
+
+def _refuse_connected(state: State, run_id: str) -> None:
+    lives = ((node.name, state.live.get(node.peer_id)) for node in state.members_of(run_id))
+    names = sorted(name for name, live in lives if live is not None and live.connected)
+    if names:
+        more = f" and {len(names) - _MAX_NAMED_NODES} more" if len(names) > _MAX_NAMED_NODES else ""
+        raise InvalidTransition(
+            f"nodes of run {run_id!r} are connected: {', '.join(names[:_MAX_NAMED_NODES])}{more}",
+            "move them to another run (`atollctl run assign`), or ask them to leave (`atollctl node drain`)",
+        )
+
+
+def _home(state: State, node: Node) -> str:
+    """The run of a node, also for an identity that it had before."""
+    return lookup.newest(state, node).run_id
+
+
+def _forget_nodes(draft: Draft, nodes: Sequence[Node]) -> int:
+    """Forget the nodes of the deleted run, with all identities that they had; return how many they were."""
+    for node in nodes:
+        forgetting.forget_in_runs(draft, node.peer_id)
+        if not node.replaced_by:
+            forgetting.leave_trace(draft, node, run_deleted=True)
+        if node.peer_id in draft.state.nodes:  # an identity from before it came to this run
+            draft.drop_node(node.peer_id)
+    return sum(not node.replaced_by for node in nodes)
+
+
+def _detach_others(draft: Draft, run_id: str) -> None:
+    """Take the run's name out of the rows of nodes that moved on, or that were to come: they stay where they are."""
+    state = draft.state
+    for node in state.nodes.values():
+        home = _home(state, node)
+        if home == run_id or run_id not in (node.run_id, node.moved_from, node.assigned_run):
+            continue
+        kept = replace(
+            node,
+            run_id=home if node.run_id == run_id else node.run_id,
+            moved_from="" if node.moved_from == run_id else node.moved_from,
+        )
+        if node.assigned_run == run_id:
+            kept = replace(kept, assigned_run="", draining=False)
+            live = state.live.get(node.peer_id)
+            if live is not None:
+                draft.set_live(node.peer_id, replace(live, handing_over=False))
+            draft.event(
+                "node.assigned", home, node.peer_id, f"{node.name} stays in run {home}: run {run_id} was deleted"
+            )
+        draft.put(kept)
+
+
+def _leave_trace(draft: Draft, run: Run) -> None:
+    newest_plan = max(run.plan_version, run.plan_floor, run.plans_before)
+    draft.put(DeletedRun(run.run_id, newest_plan, draft.now.unix_ms))
+    by_age = sorted(draft.state.deleted_runs.values(), key=lambda trace: (trace.deleted_ms, trace.run_id))
+    surplus = {trace.run_id for trace in by_age[:-KEPT_DELETED_RUNS]}
+    if surplus:
+        draft.drop_traces(surplus, frozenset())
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
