@@ -86,6 +86,8 @@ class AdminStub:
     """The checkpoints that nodes hold, newest first."""
     PullCheckpoint: _grpc.UnaryStreamMultiCallable[_admin_pb2.PullCheckpointRequest, _membership_pb2.CheckpointUpload]
     """One checkpoint's files, relayed from a node that holds it: first an opening, then the bytes."""
+    FindForkSource: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ForkSourceRequest, _admin_pb2.ForkSourceView]
+    """What a fork from a round of a run can begin with. NOT_FOUND when no node holds a checkpoint with all layers of it."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -144,6 +146,8 @@ class AdminAsyncStub(AdminStub):
     """The checkpoints that nodes hold, newest first."""
     PullCheckpoint: _aio.UnaryStreamMultiCallable[_admin_pb2.PullCheckpointRequest, _membership_pb2.CheckpointUpload]  # type: ignore[assignment]
     """One checkpoint's files, relayed from a node that holds it: first an opening, then the bytes."""
+    FindForkSource: _aio.UnaryUnaryMultiCallable[_admin_pb2.ForkSourceRequest, _admin_pb2.ForkSourceView]  # type: ignore[assignment]
+    """What a fork from a round of a run can begin with. NOT_FOUND when no node holds a checkpoint with all layers of it."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -391,5 +395,13 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_membership_pb2.CheckpointUpload], _abc.AsyncIterator[_membership_pb2.CheckpointUpload]]:
         """One checkpoint's files, relayed from a node that holds it: first an opening, then the bytes."""
+
+    @_abc_1.abstractmethod
+    def FindForkSource(
+        self,
+        request: _admin_pb2.ForkSourceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ForkSourceView, _abc.Awaitable[_admin_pb2.ForkSourceView]]:
+        """What a fork from a round of a run can begin with. NOT_FOUND when no node holds a checkpoint with all layers of it."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from atoll.coordinator.cli import ca, checkpoint, events, metrics, node, plan, run, run_assign, token, trust
+from atoll.coordinator.cli import ca, checkpoint, events, metrics, node, plan, run, run_assign, run_fork, token, trust
 from atoll.core.cli import run_cli
 from atoll.core.output import VersionOption
 
@@ -30,6 +30,7 @@ def root(version: VersionOption = False) -> None:
 app.add_typer(token.app, name="token")
 app.add_typer(node.app, name="node")
 run.app.command()(run_assign.clone)
+run.app.command()(run_fork.fork)
 run.app.command()(run_assign.assign)
 app.add_typer(run.app, name="run")
 app.add_typer(plan.app, name="plan")

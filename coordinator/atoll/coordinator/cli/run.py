@@ -23,7 +23,9 @@ from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import membership_pb2 as mb
 
 _SHOWN = 8
-app = typer.Typer(help="Runs: create, clone, show, start, pause, stop, recover; assign nodes.", no_args_is_help=True)
+app = typer.Typer(
+    help="Runs: create, clone, fork, show, start, pause, stop, recover; assign nodes.", no_args_is_help=True
+)
 RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="needed only if there are several runs")]
 _COLUMNS = [
     Column("run", "run_id"),

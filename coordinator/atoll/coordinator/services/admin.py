@@ -18,7 +18,7 @@ from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.interceptors import refuse_retired
 from atoll.coordinator.live import pinning, plan_apply
-from atoll.coordinator.runs import admission, assignment, checkpoints, lifecycle, recovery
+from atoll.coordinator.runs import admission, assignment, checkpoints, fork_source, lifecycle, recovery
 from atoll.coordinator.services import plan_views, views
 from atoll.coordinator.services.authority_changes import AuthorityChanges
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
@@ -334,6 +334,17 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             checkpoints.check_manifest(self._controller.state, item, manifest, unverified=lenient)
 
         await self._uploads.pull(wanted, check, context.write)
+
+    async def FindForkSource(self, request: wire.ForkSourceRequest, context: Context) -> wire.ForkSourceView:
+        """A committed round of a run with which another run can begin, and the nodes that hold it."""
+        state = self._controller.state
+        run_id, number = lookup.run(state, request.run_id).run_id, min(request.round, MAX_INTEGER)
+        rows = await self._controller.read(lambda store: store.rounds(run_id, number - 1, MAX_ROUNDS) if number else ())
+        state = self._controller.state
+        logged = fork_source.logged_hash(state, run_id, [row for row in rows if row.number == number])
+        return views.fork_source_view(
+            state, fork_source.find(state, run_id, number, request.manifest_hash, logged=logged)
+        )
 
     def _node(self, node: Node) -> wire.NodeView:
         now = self._controller.moment()

@@ -21,6 +21,8 @@ from atoll.core.quorum import Ballot, Promised
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
+MAX_KEPT_ROUNDS = 4  # so many more checkpoints than `checkpoint_keep` may an operator have a node keep
+
 _log = log.get("coordinator")
 
 
@@ -40,6 +42,7 @@ class Directives:
         self.run_state = mb.RUN_STATE_UNSPECIFIED
         self.prepare = range(0)  # layers that the next plan may give this node
         self.promised_before: Promised | None = None  # the newest that an earlier process told the coordinator
+        self.kept_rounds: tuple[int, ...] = ()  # whose checkpoints stay: forks of this run begin with them
         self.notice = ""  # why the coordinator does not count this node, for people; empty: it does
         self._authority = authority
         self._on_deny_list = on_deny_list
@@ -64,6 +67,7 @@ class Directives:
             _log.warning("node_not_counted", reason=response.notice)
         self.notice = response.notice
         self.order = response.order
+        self.kept_rounds = tuple(response.kept_rounds[:MAX_KEPT_ROUNDS])
         self.run_state = response.run_state
         prepare = response.prepare
         self.prepare = range(prepare.first, prepare.last + 1) if response.HasField("prepare") else range(0)
