@@ -31,6 +31,7 @@ from atoll.coordinator.cli import (
     plan,
     run,
     run_assign,
+    run_fork,
     token,
     trust,
 )
@@ -89,6 +90,17 @@ NODE = wire.NodeView(
     span=plan_pb2.Span(last=3),
     route=1,
     pin="0-3",
+)
+SOURCE = wire.ForkSourceView(
+    run_id="reef",
+    round=6,
+    manifest_hash=b"\x06" * 32,
+    committed=True,
+    holders=[
+        wire.ForkHolder(node_name="attic", run_id="reef"),
+        wire.ForkHolder(node_name="basement", run_id="dune", connected=True),
+    ],
+    spec_toml=spec_toml(),
 )
 MOVING = wire.NodeView()
 MOVING.CopyFrom(NODE)
@@ -312,6 +324,7 @@ ANSWERS = {
     "RotateAuthority": AUTHORITIES,
     "RetireAuthority": wire.AuthoritiesView(trusted=AUTHORITIES.trusted[:1]),
     "AssignNode": MOVING,
+    "FindForkSource": SOURCE,
     "PinNode": NODE,
     "UnpinNode": NODE,
     "ListMetrics": wire.ListMetricsResponse(rows=METRICS),
@@ -329,6 +342,7 @@ COMMANDS = {
     "node-probation": ["node", "probation", "basement"],
     "run-create": ["run", "create", "-"],
     "run-clone": ["run", "clone", "reef", "kelp", "--set", "run.min_nodes=3"],
+    "run-fork": ["run", "fork", "reef", "kelp", "--from", "6", "--set", "optimizer.learning_rate=0.001"],
     "run-assign": ["run", "assign", "kelp", "basement"],
     "run-list": ["run", "list"],
     "run-show": ["run", "show"],
@@ -378,7 +392,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
     def connect(_directory: Path | None) -> Iterator[Canned]:
         yield made
 
-    for module in (token, node, run, run_assign, plan, ca, checkpoint, events, metrics, trust):
+    for module in (token, node, run, run_assign, run_fork, plan, ca, checkpoint, events, metrics, trust):
         monkeypatch.setattr(module, "connect", connect)
     monkeypatch.setattr("time.time", lambda: NOW)
     with monkeypatch.context() as zone:
@@ -474,6 +488,64 @@ def test_a_clone_with_a_wrong_change_is_refused_before_the_coordinator_is_asked(
     done = CliRunner().invoke(main.app, ["run", "clone", "reef", "kelp", *flags])
     assert isinstance(done.exception, error), done.output
     assert [method for method, _ in canned.asked] == ["GetRun"]
+
+
+def test_a_fork_names_its_source_in_the_spec_and_says_who_holds_it(canned: Canned) -> None:
+    flags = ["--from", "6", "--set", "optimizer.learning_rate=0.001"]
+    done = CliRunner().invoke(main.app, ["run", "fork", "reef", "kelp", *flags])
+    assert done.exit_code == 0, done.output
+    (_, asked), (method, created) = canned.asked
+    assert asked == wire.ForkSourceRequest(run_id="reef", round=6)
+    assert method == "CreateRun"
+    made = parse_run_spec(created.spec_toml)  # type: ignore[attr-defined]
+    assert made.fork is not None
+    assert (made.fork.run, made.fork.round, made.fork.manifest) == ("reef", 6, "06" * 32)
+    assert (made.run.name, made.optimizer.learning_rate) == ("kelp", 0.001)
+    assert parse_run_spec(made.resolved_toml()) == made
+    assert "basement (run dune), attic (run reef, not connected)" in done.stderr
+
+
+def test_a_fork_of_a_fork_names_the_newest_source_only() -> None:
+    section = f'[fork]\nrun = "moon"\nround = 1\nmanifest = "{"01" * 32}"\n'
+    before = parse_run_spec(spec_toml() + section).resolved_toml()
+    begins = {"run": "reef", "round": 6, "manifest": "06" * 32}
+    after = parse_run_spec(run_assign.changed_spec(before, "kelp", (), (), begins))
+    assert after.fork is not None
+    assert after.fork.run == "reef"
+
+
+def test_a_clone_of_a_fork_keeps_its_source_and_says_so_or_drops_it(
+    canned: Canned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = f'[fork]\nrun = "moon"\nround = 1\nmanifest = "{"01" * 32}"\n'
+    forked = wire.RunView()
+    forked.CopyFrom(RUN)
+    forked.spec_toml = spec_toml() + section
+    monkeypatch.setitem(ANSWERS, "GetRun", forked)
+    monkeypatch.setitem(ANSWERS, "CreateRun", forked)
+    done = CliRunner().invoke(main.app, ["run", "clone", "reef", "kelp"])
+    assert "begins with the weights of round 1 of run moon" in done.stderr
+    kept = canned.asked[-1][1]
+    CliRunner().invoke(main.app, ["run", "clone", "reef", "kelp", "--unset", "fork"])
+    dropped = canned.asked[-1][1]
+    specs = [parse_run_spec(request.spec_toml) for request in (kept, dropped)]  # type: ignore[attr-defined]
+    assert [spec.fork is None for spec in specs] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--from", "-1"],
+        ["--from", "6", "--manifest", "06"],
+        ["--from", "6", "--set", "fork.round=7"],
+        ["--from", "6", "--set", "run.name=dune"],
+    ],
+)
+def test_a_fork_that_does_not_say_where_it_begins_creates_nothing(canned: Canned, flags: list[str]) -> None:
+    done = CliRunner().invoke(main.app, ["run", "fork", "reef", "kelp", *flags])
+    assert done.exit_code != 0
+    assert "CreateRun" not in [method for method, _ in canned.asked]
 
 
 @pytest.mark.parametrize(("typed", "ends"), [("reef\n", True), ("kelp\n", False), ("\n", False), ("", False)])

@@ -56,7 +56,11 @@ def fork(
     with connect(credentials) as client:
         request = wire.ForkSourceRequest(run_id=run, round=round_number, manifest_hash=bytes.fromhex(manifest))
         source = client.call(client.stub.FindForkSource, request)
-        begins: dict[str, str | int] = {"run": source.run_id, "round": source.round, "manifest": source.manifest_hash.hex()}
+        begins: dict[str, str | int] = {
+            "run": source.run_id,
+            "round": source.round,
+            "manifest": source.manifest_hash.hex(),
+        }
         text = changed_spec(source.spec_toml, name, changes or (), defaults or (), begins)
         created = client.call(client.stub.CreateRun, wire.CreateRunRequest(spec_toml=text, start=start))
     run_views.show_runs(output, {"run": message_dict(created)}, [created])

@@ -21,7 +21,7 @@ from atoll.core.quorum import Ballot, Promised
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
-MAX_KEPT_ROUNDS = 4  # so many more checkpoints than `checkpoint_keep` may an operator have a node keep
+MAX_KEPT_ROUNDS = 4  # the coordinator names no more
 
 _log = log.get("coordinator")
 

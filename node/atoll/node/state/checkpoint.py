@@ -108,9 +108,9 @@ class CheckpointStore:
     ) -> Path:
         """Write `state` durably, then remove checkpoints beyond the newest `keep`; returns the directory.
 
-        Keeps the newest two of `extra_rounds` and all `kept_rounds` as well, beside the `keep` others. Calls
-        `before_piece` before every piece; it may raise to cancel the write. Raises `CheckpointCorrupt` when the
-        vectors do not match the manifest, and `DataDirUnusable`; older checkpoints are unchanged then.
+        Of the `keep`, all but one may be `kept_rounds` instead of newer ones. Keeps the newest two of `extra_rounds`
+        as well. Calls `before_piece` before every piece; it may raise to cancel the write. Raises `CheckpointCorrupt`
+        when the vectors do not match the manifest, and `DataDirUnusable`; older checkpoints are unchanged then.
         """
         head = state.head
         if not _matches_manifest(head, state.layers, state.anchor_E, state.momentum_E):
@@ -190,9 +190,12 @@ class CheckpointStore:
                 self._set_aside(path, "void")
 
     def _drop_older(self, extra_rounds: Collection[int], kept_rounds: Collection[int]) -> None:
-        found = [path for path in self._newest_first() if int(path.name) not in kept_rounds]
-        extra = [path for path in found if int(path.name) in extra_rounds]
-        kept = {*extra[:_KEPT_EXTRA_ROUNDS], *[path for path in found if path not in extra][: self._keep]}
+        found = self._newest_first()
+        held_back = [path for path in found if int(path.name) in kept_rounds][: self._keep - 1]
+        others = [path for path in found if path not in held_back]
+        extra = [path for path in others if int(path.name) in extra_rounds]
+        newest = [path for path in others if path not in extra][: self._keep - len(held_back)]
+        kept = {*held_back, *extra[:_KEPT_EXTRA_ROUNDS], *newest}
         for path in found:
             if path in kept:
                 continue
