@@ -82,12 +82,14 @@ class Reef(World):
         self.connect(name)
         self.say(name, READY, former_checkpoints=[mb.FormerCheckpoint(run_id=RUN, checkpoint=it) for it in former])
 
-    def forked_genesis(self, name: str, number: int = 2, fill: int | None = None, run_id: str = "kelp"):
+    def forked_genesis(self, name: str, number: int = 2, fill: int | None = None, momentum: int = 1):
         """A genesis by this node with the weights of that round, or with others."""
-        made = genesis_report(self.identities[name], run_id=run_id)
+        made = genesis_report(self.identities[name], run_id="kelp")
         manifest = manifest_pb2.Manifest.FromString(made.manifest.payload)
         del manifest.layers[:]
         manifest.layers.extend(layer_states(fill=number if fill is None else fill))
+        for layer in manifest.layers:
+            layer.momentum_digest = bytes([momentum]) * 32
         made.manifest.CopyFrom(commit(manifest.SerializeToString(), [self.identities[name]]))
         made.source_manifest = self.reports[number].manifest.payload
         return made
@@ -243,6 +245,8 @@ def lying(world: Reef, how: str) -> mb.GenesisReport:
     match how:
         case "other weights":
             return world.forked_genesis(world.writer, fill=99)
+        case "momentum":
+            return world.forked_genesis(world.writer, momentum=9)
         case "another round":
             return world.forked_genesis(world.writer, number=3)
         case "no manifest":
@@ -259,7 +263,7 @@ def lying(world: Reef, how: str) -> mb.GenesisReport:
 
 
 @pytest.mark.parametrize(
-    "how", ["other weights", "another round", "no manifest", "rubbish", "a large one", "fewer layers"]
+    "how", ["other weights", "momentum", "another round", "no manifest", "rubbish", "a large one", "fewer layers"]
 )
 def test_a_writer_that_lies_about_the_weights_is_not_believed_and_another_one_is_asked_at_once(
     world: Reef, how: str

@@ -109,6 +109,7 @@ def test_what_cannot_be_read_is_not_reported_and_the_report_is_bounded(runs):
     (runs / "a file").touch()
     (runs / RUN / "checkpoints" / "000000007.corrupt").mkdir()
     assert [it.checkpoint.round for it in former_checkpoints(runs, "kelp", None)] == [1]
+    shutil.rmtree(checkpoint_directory(runs, RUN, 4))
     for number in range(MAX_FORMER_CHECKPOINTS + 6):
         shutil.copytree(checkpoint_directory(runs, RUN, 1), checkpoint_directory(runs, f"old-{number}", 1))
     assert len(former_checkpoints(runs, "kelp", fork_from(1))) == MAX_FORMER_CHECKPOINTS

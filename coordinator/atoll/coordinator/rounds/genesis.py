@@ -21,6 +21,7 @@ from atoll.coordinator.store.records import Run
 from atoll.core.data_position import DataPosition
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.manifest import (
+    Head,
     manifest_hash,
     parse_and_verify_head,
     require_signers,
@@ -115,5 +116,10 @@ def _check_source(state: State, run_id: str, report: mb.GenesisReport, genesis: 
     if [item.anchor_digest for item in source.layers] != [item.anchor_digest for item in genesis.layers]:
         raise PeerMisbehaved(f"genesis has other weights than round {fork.round} of run {fork.run}")
     known = state.runs.get(fork.run)
-    if known is not None and layer_shape(known.layers) != layer_shape(report.layers.SerializeToString()):
+    if known is None or not known.genesis:
+        return
+    if layer_shape(known.layers) != layer_shape(report.layers.SerializeToString()):
         raise PeerMisbehaved(f"genesis has other layers than run {fork.run}")
+    first = Head(manifest_pb2.CommittedManifest.FromString(known.genesis)).manifest  # its momentum is zero, too
+    if [item.momentum_digest for item in first.layers] != [item.momentum_digest for item in genesis.layers]:
+        raise PeerMisbehaved("genesis has momentum")

@@ -144,12 +144,15 @@ def take_former_checkpoints(live: LiveNode, state: State, node: Node, request: m
     if not request.former_checkpoints:
         return live
     found: dict[tuple[str, int], Checkpoint] = {}
+    fork = state.memory[node.run_id].spec.fork
     for item in request.former_checkpoints[:MAX_CHECKPOINTS]:
         run = state.runs.get(item.run_id)
-        if run is None or item.run_id == node.run_id:
+        is_source = fork is not None and item.run_id == fork.run  # also if that run does not exist any more
+        if item.run_id == node.run_id or (run is None and not is_source):
             continue  # of another coordinator, perhaps
         try:
-            row = checked_row(node.peer_id, item.run_id, item.checkpoint, layer_count(run.layers))
+            count = layer_count(run.layers) if run is not None else 0
+            row = checked_row(node.peer_id, item.run_id, item.checkpoint, count)
         except InvalidRequest:
             continue
         found[row.run_id, row.round] = row

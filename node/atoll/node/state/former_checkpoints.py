@@ -5,6 +5,8 @@ Functions here block.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -12,6 +14,7 @@ from google.protobuf.message import DecodeError
 from atoll.core.errors import AtollError
 from atoll.core.run_spec import ForkSection
 from atoll.node.state.checkpoint import describe, rounds_in
+from atoll.node.state.checkpoint_files import MANIFEST
 from atoll.v1 import membership_pb2 as mb
 
 MAX_FORMER_CHECKPOINTS = 64  # reported; the coordinator takes no more
@@ -27,27 +30,23 @@ def former_checkpoints(runs: Path, present: str, fork: ForkSection | None) -> tu
 
     Reads manifests and headers, not the vectors. What cannot be read is left out.
     """
+    source = checkpoint_directory(runs, fork.run, fork.round) if fork is not None else None
+    newest = sorted(_directories(runs, present), key=lambda it: (it[1] == source, it[0]), reverse=True)
     found = []
-    for directory in _directories(runs):
-        run_id = directory.parents[1].name
-        if run_id == present:
-            continue
-        try:
-            found.append(mb.FormerCheckpoint(run_id=run_id, checkpoint=describe(directory)))
-        except (AtollError, DecodeError, OSError):
-            continue
-    found.sort(key=lambda item: -item.checkpoint.written_unix_ms)
-    if fork is not None:
-        found.sort(key=lambda item: (item.run_id, item.checkpoint.round) != (fork.run, fork.round))
-    return tuple(found[:MAX_FORMER_CHECKPOINTS])
+    for _, directory in newest[:MAX_FORMER_CHECKPOINTS]:
+        with contextlib.suppress(AtollError, DecodeError, OSError):
+            described = describe(directory)
+            found.append(mb.FormerCheckpoint(run_id=directory.parents[1].name, checkpoint=described))
+    return tuple(found)
 
 
-def _directories(runs: Path) -> list[Path]:
-    found: list[Path] = []
+def _directories(runs: Path, present: str) -> Iterator[tuple[int, Path]]:
+    """Directories of checkpoints, each with the time at which its manifest was written."""
     try:
-        folders = [path / "checkpoints" for path in runs.iterdir()]
+        folders = [path / "checkpoints" for path in runs.iterdir() if path.name != present]
     except OSError:
-        return found
+        return
     for folder in folders:
-        found += rounds_in(folder)
-    return found
+        for directory in rounds_in(folder):
+            with contextlib.suppress(OSError):
+                yield (directory / MANIFEST).stat().st_mtime_ns, directory
