@@ -31,10 +31,13 @@ BY_RECIPE = -1.0  # where a spec names no number, and `RunSpec` takes that of `c
 _BARE = re.compile(r"[A-Za-z0-9_-]+")  # keys that need no quotes in TOML
 
 
+RunName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+
+
 class RunSection(Section):
     """Name and length of the run."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]  # also the run id
+    name: RunName  # also the run id
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     min_nodes: Annotated[int, Field(ge=1, le=1024)] = 1  # nodes that must be ready before genesis
     stop_tokens: Positive  # the run finishes at this many committed tokens
@@ -178,6 +181,14 @@ class SyncSection(Section):
         return value
 
 
+class ForkSection(Section):
+    """The committed round of another run with whose weights this run begins."""
+
+    run: RunName
+    round: Count
+    manifest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # hash of the round's manifest
+
+
 class RunSpec(Section):
     """A whole run spec file."""
 
@@ -188,6 +199,7 @@ class RunSpec(Section):
     optimizer: OptimizerSection = OptimizerSection()
     sync: SyncSection
     pipeline: PipelineSection = PipelineSection()
+    fork: ForkSection | None = None  # None: the run begins with new weights
 
     @model_validator(mode="after")
     def _known_version(self) -> RunSpec:
@@ -230,6 +242,8 @@ class RunSpec(Section):
         lines = [f"version = {self.version}"]
         for name in ("run", "model", "data", "optimizer", "sync", "pipeline"):
             lines += toml_table(name, dict(getattr(self, name)))
+        if self.fork is not None:
+            lines += toml_table("fork", dict(self.fork))
         return "\n".join(lines) + "\n"
 
 

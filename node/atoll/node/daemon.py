@@ -120,6 +120,7 @@ class Daemon:
             clock,
             run_id=credentials.run_id,
             checkpoints=self._checkpoints_held,
+            former_checkpoints=lambda: self._training.former_checkpoints if self._training is not None else (),
             config=lambda: self._limit_enforcer.config,
             clock_ahead_seconds=lambda: self._link.clock_offset.ahead_seconds,
             newer_deny_list=self._deny_list_for_coordinator,
@@ -420,6 +421,8 @@ class Daemon:
         return self._directives.plan.members if self._directives.plan is not None else ()
 
     def _on_heartbeat_response(self, response: mb.HeartbeatResponse) -> None:
+        if response.order != mb.ORDER_WRITE_GENESIS:
+            self._status.forget_refusal()
         self._directives.apply_heartbeat(response)
         if response.HasField("authorities"):
             self._on_authorities(response.authorities)

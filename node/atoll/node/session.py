@@ -38,6 +38,7 @@ from atoll.node.run.route_membership import RouteMembership
 from atoll.node.run.session_rounds import is_only_holder, make_engine
 from atoll.node.run.session_status import SessionStatus
 from atoll.node.state.checkpoint_files import ANCHOR
+from atoll.node.state.fork_anchor import Refusal
 from atoll.node.trainer.preload import TrainerPreload, span_to_hold
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
 from atoll.node.trainer.trainer_process import LOG_NAME, TrainerProcess
@@ -332,17 +333,21 @@ class TrainingSession:
     # --- reaching a common state -----------------------------------------------------------------------
 
     async def _write_genesis(self, trainer: Trainer) -> None:
-        """Initialise the model and sign round 0; the other members fetch it by digest."""
+        """Initialise the model and sign round 0, or say why not; the other members fetch it by digest."""
         context = self._context
         context.status.enter(mb.NODE_STATE_CATCHING_UP, "writing the genesis anchor", mb.NODE_REASON_FETCHING_STATE)
-        head, state = await write_genesis(
-            trainer, context.identity, context.spec.run.name, context.run_dir, context.clock
-        )
-        self._local_state.begin(head, state)
-        self._on_head_moved(head)
-        if trainer.facts.holds_all:
-            self._first_evaluation = await evaluation_report(trainer, head)
-        self._context.status.genesis_report = mb.GenesisReport(layers=trainer.facts.layers, manifest=head.committed)
+        made = await write_genesis(trainer, context.identity, context.spec, context.run_dir, context.clock)
+        if isinstance(made, Refusal):
+            _log.error("cannot write genesis", reason=made.detail)
+            context.status.genesis_report = mb.GenesisReport(refusal=made.why, refusal_detail=made.detail)
+        else:
+            self._local_state.begin(made.head, made.state)
+            self._on_head_moved(made.head)
+            if trainer.facts.holds_all:
+                self._first_evaluation = await evaluation_report(trainer, made.head)
+            context.status.genesis_report = mb.GenesisReport(
+                layers=trainer.facts.layers, manifest=made.head.committed, source_manifest=made.source_manifest
+            )
         context.link.send_heartbeat_now()
 
     def _has_work(self) -> bool:

@@ -25,6 +25,7 @@ from atoll.node.run.status import LiveStatus
 from atoll.node.session import LOAD_TIMEOUT, TrainingSession
 from atoll.node.state.checkpoint import CheckpointStore
 from atoll.node.state.checkpoint_writer import CheckpointWriter
+from atoll.node.state.former_checkpoints import former_checkpoints
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.vote_store import VoteStore
 from atoll.node.trainer.preload import TrainerPreload, span_to_hold
@@ -66,7 +67,9 @@ class TrainingMember:
             CheckpointStore(directory, parts.spec, keep=config.checkpoint_keep),
             timedelta(seconds=config.checkpoint_interval_seconds),
             parts.clock,
+            kept_rounds=lambda: parts.directives.kept_rounds,
         )
+        self.former_checkpoints = former_checkpoints(parts.run_dir.parent, parts.spec.run.name, parts.spec.fork)
         self.session: TrainingSession | None = None
         self._parts = parts
         self._child = child

@@ -201,6 +201,44 @@ class PullCheckpointRequest(_message.Message):
     unverified: bool
     def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., node: _Optional[str] = ..., unverified: _Optional[bool] = ...) -> None: ...
 
+class ForkSourceRequest(_message.Message):
+    __slots__ = ("run_id", "round", "manifest_hash")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_HASH_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    round: int
+    manifest_hash: bytes
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., manifest_hash: _Optional[bytes] = ...) -> None: ...
+
+class ForkSourceView(_message.Message):
+    __slots__ = ("run_id", "round", "manifest_hash", "committed", "holders", "spec_toml")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_HASH_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_TOML_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    round: int
+    manifest_hash: bytes
+    committed: bool
+    holders: _containers.RepeatedCompositeFieldContainer[ForkHolder]
+    spec_toml: str
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., manifest_hash: _Optional[bytes] = ..., committed: _Optional[bool] = ..., holders: _Optional[_Iterable[_Union[ForkHolder, _Mapping]]] = ..., spec_toml: _Optional[str] = ...) -> None: ...
+
+class ForkHolder(_message.Message):
+    __slots__ = ("peer_id", "node_name", "run_id", "connected")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_NAME_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    node_name: str
+    run_id: str
+    connected: bool
+    def __init__(self, peer_id: _Optional[str] = ..., node_name: _Optional[str] = ..., run_id: _Optional[str] = ..., connected: _Optional[bool] = ...) -> None: ...
+
 class CreateTokenRequest(_message.Message):
     __slots__ = ("run_id", "uses", "ttl_seconds", "roles", "on_probation")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]

@@ -210,6 +210,11 @@ class AdminStub:
                 request_serializer=atoll_dot_v1_dot_admin__pb2.OrderCheckpointRequest.SerializeToString,
                 response_deserializer=atoll_dot_v1_dot_admin__pb2.OrderCheckpointResponse.FromString,
                 _registered_method=True)
+        self.FindForkSource = channel.unary_unary(
+                '/atoll.v1.Admin/FindForkSource',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.ForkSourceRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.ForkSourceView.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -450,6 +455,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindForkSource(self, request, context):
+        """What a fork from a round of a run can begin with. NOT_FOUND when no node holds a checkpoint with all layers of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -627,6 +639,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.OrderCheckpoint,
                     request_deserializer=atoll_dot_v1_dot_admin__pb2.OrderCheckpointRequest.FromString,
                     response_serializer=atoll_dot_v1_dot_admin__pb2.OrderCheckpointResponse.SerializeToString,
+            ),
+            'FindForkSource': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindForkSource,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.ForkSourceRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.ForkSourceView.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1574,6 +1591,33 @@ class Admin:
             '/atoll.v1.Admin/OrderCheckpoint',
             atoll_dot_v1_dot_admin__pb2.OrderCheckpointRequest.SerializeToString,
             atoll_dot_v1_dot_admin__pb2.OrderCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindForkSource(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/FindForkSource',
+            atoll_dot_v1_dot_admin__pb2.ForkSourceRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.ForkSourceView.FromString,
             options,
             channel_credentials,
             insecure,

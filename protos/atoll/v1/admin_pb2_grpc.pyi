@@ -92,6 +92,8 @@ class AdminStub:
     """Removes the row of a node that is gone. FAILED_PRECONDITION while it is connected, or while its run needs it."""
     OrderCheckpoint: _grpc.UnaryUnaryMultiCallable[_admin_pb2.OrderCheckpointRequest, _admin_pb2.OrderCheckpointResponse]
     """Has connected nodes write a checkpoint. An order lasts for 30 s; calls repeat it, and report how far it is."""
+    FindForkSource: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ForkSourceRequest, _admin_pb2.ForkSourceView]
+    """What a fork from a round of a run can begin with. NOT_FOUND when no node holds a checkpoint with all layers of it."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -156,6 +158,8 @@ class AdminAsyncStub(AdminStub):
     """Removes the row of a node that is gone. FAILED_PRECONDITION while it is connected, or while its run needs it."""
     OrderCheckpoint: _aio.UnaryUnaryMultiCallable[_admin_pb2.OrderCheckpointRequest, _admin_pb2.OrderCheckpointResponse]  # type: ignore[assignment]
     """Has connected nodes write a checkpoint. An order lasts for 30 s; calls repeat it, and report how far it is."""
+    FindForkSource: _aio.UnaryUnaryMultiCallable[_admin_pb2.ForkSourceRequest, _admin_pb2.ForkSourceView]  # type: ignore[assignment]
+    """What a fork from a round of a run can begin with. NOT_FOUND when no node holds a checkpoint with all layers of it."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -427,5 +431,13 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.OrderCheckpointResponse, _abc.Awaitable[_admin_pb2.OrderCheckpointResponse]]:
         """Has connected nodes write a checkpoint. An order lasts for 30 s; calls repeat it, and report how far it is."""
+
+    @_abc_1.abstractmethod
+    def FindForkSource(
+        self,
+        request: _admin_pb2.ForkSourceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ForkSourceView, _abc.Awaitable[_admin_pb2.ForkSourceView]]:
+        """What a fork from a round of a run can begin with. NOT_FOUND when no node holds a checkpoint with all layers of it."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -55,6 +55,15 @@ class NodeReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NODE_REASON_SLOW_TEXT: _ClassVar[NodeReason]
     NODE_REASON_TRAINER_RESTARTS: _ClassVar[NodeReason]
 
+class ForkRefusal(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FORK_REFUSAL_UNSPECIFIED: _ClassVar[ForkRefusal]
+    FORK_REFUSAL_MISSING: _ClassVar[ForkRefusal]
+    FORK_REFUSAL_DAMAGED: _ClassVar[ForkRefusal]
+    FORK_REFUSAL_OTHER_MANIFEST: _ClassVar[ForkRefusal]
+    FORK_REFUSAL_SOME_LAYERS: _ClassVar[ForkRefusal]
+    FORK_REFUSAL_OTHER_LAYERS: _ClassVar[ForkRefusal]
+
 class RunState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     RUN_STATE_UNSPECIFIED: _ClassVar[RunState]
@@ -111,6 +120,12 @@ NODE_REASON_FETCHING_STATE: NodeReason
 NODE_REASON_STANDBY: NodeReason
 NODE_REASON_SLOW_TEXT: NodeReason
 NODE_REASON_TRAINER_RESTARTS: NodeReason
+FORK_REFUSAL_UNSPECIFIED: ForkRefusal
+FORK_REFUSAL_MISSING: ForkRefusal
+FORK_REFUSAL_DAMAGED: ForkRefusal
+FORK_REFUSAL_OTHER_MANIFEST: ForkRefusal
+FORK_REFUSAL_SOME_LAYERS: ForkRefusal
+FORK_REFUSAL_OTHER_LAYERS: ForkRefusal
 RUN_STATE_UNSPECIFIED: RunState
 RUN_STATE_CREATED: RunState
 RUN_STATE_WAITING: RunState
@@ -387,12 +402,26 @@ class NodeMetrics(_message.Message):
     def __init__(self, round: _Optional[int] = ..., train_loss: _Optional[float] = ..., learning_rate: _Optional[float] = ..., tokens: _Optional[int] = ..., seconds: _Optional[float] = ..., update_norm: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., stall_seconds: _Optional[float] = ..., exchange_seconds: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ...) -> None: ...
 
 class GenesisReport(_message.Message):
-    __slots__ = ("layers", "manifest")
+    __slots__ = ("layers", "manifest", "refusal", "refusal_detail", "source_manifest")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_DETAIL_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     layers: _plan_pb2.LayerTable
     manifest: _manifest_pb2.CommittedManifest
-    def __init__(self, layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ...) -> None: ...
+    refusal: ForkRefusal
+    refusal_detail: str
+    source_manifest: bytes
+    def __init__(self, layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., manifest: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., refusal: _Optional[_Union[ForkRefusal, str]] = ..., refusal_detail: _Optional[str] = ..., source_manifest: _Optional[bytes] = ...) -> None: ...
+
+class FormerCheckpoint(_message.Message):
+    __slots__ = ("run_id", "checkpoint")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    checkpoint: CheckpointInfo
+    def __init__(self, run_id: _Optional[str] = ..., checkpoint: _Optional[_Union[CheckpointInfo, _Mapping]] = ...) -> None: ...
 
 class Promise(_message.Message):
     __slots__ = ("round", "plan_version", "attempt", "voted")
@@ -407,7 +436,7 @@ class Promise(_message.Message):
     def __init__(self, round: _Optional[int] = ..., plan_version: _Optional[int] = ..., attempt: _Optional[int] = ..., voted: _Optional[bool] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("sequence", "profile", "status", "multiaddrs", "rounds", "evaluations", "genesis", "corpus_digest", "checkpoints", "checkpoints_changed", "paths", "deny_list", "layers", "manifests", "instance", "challenge_answer", "promised", "training_audits", "metrics", "run_id", "stays_in_run")
+    __slots__ = ("sequence", "profile", "status", "multiaddrs", "rounds", "evaluations", "genesis", "corpus_digest", "checkpoints", "checkpoints_changed", "paths", "deny_list", "layers", "manifests", "instance", "challenge_answer", "promised", "training_audits", "metrics", "run_id", "stays_in_run", "former_checkpoints")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -429,6 +458,7 @@ class HeartbeatRequest(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STAYS_IN_RUN_FIELD_NUMBER: _ClassVar[int]
+    FORMER_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     profile: NodeProfile
     status: NodeStatus
@@ -450,7 +480,8 @@ class HeartbeatRequest(_message.Message):
     metrics: _containers.RepeatedCompositeFieldContainer[NodeMetrics]
     run_id: str
     stays_in_run: bool
-    def __init__(self, sequence: _Optional[int] = ..., profile: _Optional[_Union[NodeProfile, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationReport, _Mapping]]] = ..., genesis: _Optional[_Union[GenesisReport, _Mapping]] = ..., corpus_digest: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., checkpoints_changed: _Optional[bool] = ..., paths: _Optional[_Iterable[_Union[PeerPath, _Mapping]]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., manifests: _Optional[_Union[ManifestAnswer, _Mapping]] = ..., instance: _Optional[bytes] = ..., challenge_answer: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ..., training_audits: _Optional[_Iterable[_Union[TrainingAudit, _Mapping]]] = ..., metrics: _Optional[_Iterable[_Union[NodeMetrics, _Mapping]]] = ..., run_id: _Optional[str] = ..., stays_in_run: _Optional[bool] = ...) -> None: ...
+    former_checkpoints: _containers.RepeatedCompositeFieldContainer[FormerCheckpoint]
+    def __init__(self, sequence: _Optional[int] = ..., profile: _Optional[_Union[NodeProfile, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., multiaddrs: _Optional[_Iterable[str]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationReport, _Mapping]]] = ..., genesis: _Optional[_Union[GenesisReport, _Mapping]] = ..., corpus_digest: _Optional[str] = ..., checkpoints: _Optional[_Iterable[_Union[CheckpointInfo, _Mapping]]] = ..., checkpoints_changed: _Optional[bool] = ..., paths: _Optional[_Iterable[_Union[PeerPath, _Mapping]]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., manifests: _Optional[_Union[ManifestAnswer, _Mapping]] = ..., instance: _Optional[bytes] = ..., challenge_answer: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ..., training_audits: _Optional[_Iterable[_Union[TrainingAudit, _Mapping]]] = ..., metrics: _Optional[_Iterable[_Union[NodeMetrics, _Mapping]]] = ..., run_id: _Optional[str] = ..., stays_in_run: _Optional[bool] = ..., former_checkpoints: _Optional[_Iterable[_Union[FormerCheckpoint, _Mapping]]] = ...) -> None: ...
 
 class ManifestRequest(_message.Message):
     __slots__ = ("first", "count")
@@ -469,7 +500,7 @@ class ManifestAnswer(_message.Message):
     def __init__(self, first: _Optional[int] = ..., manifests: _Optional[_Iterable[_Union[_manifest_pb2.CommittedManifest, _Mapping]]] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("acknowledged_sequence", "run_state", "plan", "layers", "genesis", "deny_list", "order", "seeds", "uploads", "unix_ms", "prepare", "notice", "known_round", "manifests", "challenge", "promised", "eta_unix_ms", "authorities", "checkpoint_round")
+    __slots__ = ("acknowledged_sequence", "run_state", "plan", "layers", "genesis", "deny_list", "order", "seeds", "uploads", "unix_ms", "prepare", "notice", "known_round", "manifests", "challenge", "promised", "eta_unix_ms", "authorities", "checkpoint_round", "kept_rounds")
     ACKNOWLEDGED_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RUN_STATE_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -489,6 +520,7 @@ class HeartbeatResponse(_message.Message):
     ETA_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_ROUND_FIELD_NUMBER: _ClassVar[int]
+    KEPT_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     acknowledged_sequence: int
     run_state: RunState
     plan: _common_pb2.Signed
@@ -508,7 +540,8 @@ class HeartbeatResponse(_message.Message):
     eta_unix_ms: int
     authorities: _common_pb2.Signed
     checkpoint_round: int
-    def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ..., uploads: _Optional[_Iterable[_Union[UploadOrder, _Mapping]]] = ..., unix_ms: _Optional[int] = ..., prepare: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., notice: _Optional[str] = ..., known_round: _Optional[int] = ..., manifests: _Optional[_Union[ManifestRequest, _Mapping]] = ..., challenge: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ..., eta_unix_ms: _Optional[int] = ..., authorities: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., checkpoint_round: _Optional[int] = ...) -> None: ...
+    kept_rounds: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ..., uploads: _Optional[_Iterable[_Union[UploadOrder, _Mapping]]] = ..., unix_ms: _Optional[int] = ..., prepare: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., notice: _Optional[str] = ..., known_round: _Optional[int] = ..., manifests: _Optional[_Union[ManifestRequest, _Mapping]] = ..., challenge: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ..., eta_unix_ms: _Optional[int] = ..., authorities: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., checkpoint_round: _Optional[int] = ..., kept_rounds: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class VoteRequest(_message.Message):
     __slots__ = ("round", "proposal")

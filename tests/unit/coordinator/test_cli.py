@@ -34,6 +34,7 @@ from atoll.coordinator.cli import (
     run_assign,
     run_diff,
     run_end,
+    run_fork,
     run_plan,
     token,
     trust,
@@ -101,6 +102,17 @@ NODE = wire.NodeView(
     span=plan_pb2.Span(last=3),
     route=1,
     pin="0-3",
+)
+SOURCE = wire.ForkSourceView(
+    run_id="reef",
+    round=6,
+    manifest_hash=b"\x06" * 32,
+    committed=True,
+    holders=[
+        wire.ForkHolder(node_name="attic", run_id="reef"),
+        wire.ForkHolder(node_name="basement", run_id="dune", connected=True),
+    ],
+    spec_toml=spec_toml(),
 )
 MOVING = wire.NodeView()
 MOVING.CopyFrom(NODE)
@@ -352,6 +364,7 @@ ANSWERS = {
         peer_id=NODE.peer_id, name="basement", run_id="reef", last_seen_unix_ms=1_700_000_000_000
     ),
     "OrderCheckpoint": WRITTEN,
+    "FindForkSource": SOURCE,
     "PinNode": NODE,
     "UnpinNode": NODE,
     "ListMetrics": wire.ListMetricsResponse(rows=METRICS),
@@ -371,6 +384,7 @@ COMMANDS = {
     "run-plan": ["run", "plan", "-", "--price-per-hour", "0.4", "--set", "model.preset=micro"],
     "run-plan-offline": ["run", "plan", "-", "--offline", "--set", "data.tokenizer=gpt2"],
     "run-clone": ["run", "clone", "reef", "kelp", "--set", "run.min_nodes=3"],
+    "run-fork": ["run", "fork", "reef", "kelp", "--from", "6", "--set", "optimizer.learning_rate=0.001"],
     "run-assign": ["run", "assign", "kelp", "basement"],
     "run-list": ["run", "list"],
     "run-show": ["run", "show"],
@@ -434,6 +448,8 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
         run_assign,
         run_diff,
         run_end,
+        run_fork,
+        run_fork,
         run_plan,
         plan,
         ca,
@@ -631,6 +647,64 @@ def test_a_clone_with_a_wrong_change_is_refused_before_the_coordinator_is_asked(
     done = CliRunner().invoke(main.app, ["run", "clone", "reef", "kelp", *flags])
     assert isinstance(done.exception, error), done.output
     assert [method for method, _ in canned.asked] == ["GetRun"]
+
+
+def test_a_fork_names_its_source_in_the_spec_and_says_who_holds_it(canned: Canned) -> None:
+    flags = ["--from", "6", "--set", "optimizer.learning_rate=0.001"]
+    done = CliRunner().invoke(main.app, ["run", "fork", "reef", "kelp", *flags])
+    assert done.exit_code == 0, done.output
+    (_, asked), (method, created) = canned.asked
+    assert asked == wire.ForkSourceRequest(run_id="reef", round=6)
+    assert method == "CreateRun"
+    made = parse_run_spec(created.spec_toml)  # type: ignore[attr-defined]
+    assert made.fork is not None
+    assert (made.fork.run, made.fork.round, made.fork.manifest) == ("reef", 6, "06" * 32)
+    assert (made.run.name, made.optimizer.learning_rate) == ("kelp", 0.001)
+    assert parse_run_spec(made.resolved_toml()) == made
+    assert "basement (run dune), attic (run reef, not connected)" in done.stderr
+
+
+def test_a_fork_of_a_fork_names_the_newest_source_only() -> None:
+    section = f'[fork]\nrun = "moon"\nround = 1\nmanifest = "{"01" * 32}"\n'
+    before = parse_run_spec(spec_toml() + section).resolved_toml()
+    begins = {"run": "reef", "round": 6, "manifest": "06" * 32}
+    after = parse_run_spec(run_assign.changed_spec(before, "kelp", (), (), begins))
+    assert after.fork is not None
+    assert after.fork.run == "reef"
+
+
+def test_a_clone_of_a_fork_keeps_its_source_and_says_so_or_drops_it(
+    canned: Canned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = f'[fork]\nrun = "moon"\nround = 1\nmanifest = "{"01" * 32}"\n'
+    forked = wire.RunView()
+    forked.CopyFrom(RUN)
+    forked.spec_toml = spec_toml() + section
+    monkeypatch.setitem(ANSWERS, "GetRun", forked)
+    monkeypatch.setitem(ANSWERS, "CreateRun", forked)
+    done = CliRunner().invoke(main.app, ["run", "clone", "reef", "kelp"])
+    assert "begins with the weights of round 1 of run moon" in done.stderr
+    kept = canned.asked[-1][1]
+    CliRunner().invoke(main.app, ["run", "clone", "reef", "kelp", "--unset", "fork"])
+    dropped = canned.asked[-1][1]
+    specs = [parse_run_spec(request.spec_toml) for request in (kept, dropped)]  # type: ignore[attr-defined]
+    assert [spec.fork is None for spec in specs] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--from", "-1"],
+        ["--from", "6", "--manifest", "06"],
+        ["--from", "6", "--set", "fork.round=7"],
+        ["--from", "6", "--set", "run.name=dune"],
+    ],
+)
+def test_a_fork_that_does_not_say_where_it_begins_creates_nothing(canned: Canned, flags: list[str]) -> None:
+    done = CliRunner().invoke(main.app, ["run", "fork", "reef", "kelp", *flags])
+    assert done.exit_code != 0
+    assert "CreateRun" not in [method for method, _ in canned.asked]
 
 
 @pytest.mark.parametrize(("typed", "ends"), [("reef\n", True), ("kelp\n", False), ("\n", False), ("", False)])

@@ -6,6 +6,8 @@ import re
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
+from types import NoneType
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel
@@ -58,7 +60,8 @@ def test_run_spec_page_lists_exactly_the_keys_with_their_defaults() -> None:
     documented = {("", plain(row[0])): plain(row[1]) for row in table(RUN_SPEC) if plain(row[0]) == "version"}
     expected = {("", "version"): "required"}
     for section, field in RunSpec.model_fields.items():
-        models = MODELS if section == "model" else {f"[{section}]": field.annotation}
+        kinds = [it for it in get_args(field.annotation) if it is not NoneType] or [field.annotation]
+        models = MODELS if section == "model" else {f"[{section}]": kinds[0]}
         for title, model in models.items() if section != "version" else ():
             assert isinstance(model, type)
             assert issubclass(model, BaseModel)

@@ -20,6 +20,7 @@ from atoll.coordinator.cli import (
     run_assign,
     run_diff,
     run_end,
+    run_fork,
     run_plan,
     token,
     trust,
@@ -47,6 +48,7 @@ node.app.command()(node_forget.forget)
 app.add_typer(node.app, name="node")
 run.app.command("plan")(run_plan.plan_run)
 run.app.command()(run_assign.clone)
+run.app.command()(run_fork.fork)
 run.app.command()(run_assign.assign)
 run.app.command()(run_diff.diff)
 run.app.command()(run_end.checkpoint)

@@ -26,7 +26,8 @@ from atoll.v1 import membership_pb2 as mb
 
 _SHOWN = 8
 app = typer.Typer(
-    help="Runs: plan, create, clone, show, start, pause, stop, delete, recover, assign nodes.", no_args_is_help=True
+    help="Runs: plan, create, clone, fork, show, start, pause, stop, delete, recover, assign nodes.",
+    no_args_is_help=True,
 )
 RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="needed only if there are several runs")]
 _COLUMNS = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -82,6 +82,8 @@ def clone(
 ) -> None:
     """Create a run from the spec of another one, with some keys changed. It begins with new weights.
 
+    A copy of a fork begins with the weights of that fork's source, unless you add --unset fork.
+
     The spec of a run names every number, so all others stay, also those that were defaults.
 
     [bold]Examples[/bold]
@@ -97,16 +99,34 @@ def clone(
     run_views.show_runs(output, {"run": message_dict(created)}, [created])
     if not start:
         print_to_stderr(f"start it with: atollctl run start {created.run_id}")
+    fork = tomllib.loads(created.spec_toml).get("fork")
+    if fork is not None:
+        begins = f"round {fork['round']} of run {fork['run']}"
+        print_to_stderr(f"note: it begins with the weights of {begins}, as run {view.run_id}; not with --unset fork")
     print_to_stderr(f"give it nodes with: atollctl run assign {created.run_id} --all-of {view.run_id}")
 
 
-def changed_spec(spec_toml: str, name: str, changes: Sequence[str], defaults: Sequence[str]) -> str:
-    """The spec under another name: `changes` set, `defaults` not given. Raises `UsageError`, `RunSpecError`."""
+def changed_spec(
+    spec_toml: str,
+    name: str,
+    changes: Sequence[str],
+    defaults: Sequence[str],
+    fork: Mapping[str, str | int] | None = None,
+) -> str:
+    """The spec under another name: `changes` set, `defaults` not given; with `fork`, a fork of that round.
+
+    Raises `UsageError`, `RunSpecError`.
+    """
     from atoll.core.run_spec import check_run_spec  # imports pydantic
 
     document = tomllib.loads(spec_toml)
     document["run"]["name"] = name
+    if fork is not None:
+        document["fork"] = dict(fork)
     for path in defaults:
+        if path.strip() == "fork" and fork is None:
+            document.pop("fork", None)
+            continue
         section, key = _section(document, path), path.strip().rpartition(".")[2]
         if key not in section:
             raise UsageError(f"the spec has no key {path.strip()!r}", "see `atollctl run show`")
@@ -114,6 +134,9 @@ def changed_spec(spec_toml: str, name: str, changes: Sequence[str], defaults: Se
     for change in changes:
         if change.partition("=")[0].strip().split(".") == ["run", "name"]:
             raise UsageError("the name of the new run is the second argument", "leave out --set run.name")
+        if fork is not None and change.strip().partition(".")[0] == "fork":
+            told = change.partition("=")[0].strip()
+            raise UsageError("where the new run begins is named by RUN and --from", f"leave out --set {told}")
         set_key(document, change)
     return check_run_spec(document, "the changed spec").resolved_toml()
 

@@ -1,4 +1,4 @@
-"""Reports of rounds, losses and genesis: checked here, then stored once however often they arrive. Pure.
+"""Reports of rounds and losses: checked here, then stored once however often they arrive. Pure.
 
 A node resends a report until the coordinator knows its round, so receiving it twice must be harmless. A report that is
 provably wrong is logged as an event and dropped: it must neither end the node's heartbeats nor be sent again. Rounds
@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.live import plan_upkeep
 from atoll.coordinator.rounds.round_checks import (
-    check_layer_table,
-    check_layers,
     check_reported_head,
     check_votes,
     report_key,
@@ -24,19 +21,14 @@ from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import run_states
 from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.rate_limits import METRICS_RATE, REFUSED_REPORTS_RATE, STORED_ROWS_RATE
-from atoll.coordinator.state.snapshot import Commit, Draft, RunMemory, attempt_key, charge_row, commit_from_row
+from atoll.coordinator.state.snapshot import Draft, RunMemory, attempt_key, charge_row, commit_from_row
 from atoll.coordinator.store.records import Evaluation, Round, Run
 from atoll.coordinator.store.retention import THIN_EVERY
-from atoll.core.data_position import DataPosition
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.manifest import (
     manifest_hash,
-    parse_and_verify_head,
-    require_signers,
-    strip_unknown_manifest_fields,
     verify_votes,
 )
-from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import membership_pb2 as mb
 
 RECENT_MANIFESTS = 32  # kept in memory, so that a second result of one of these rounds proves who voted twice
@@ -100,34 +92,6 @@ def _fold_sources(draft: Draft, peer_id: str, run: Run, report: mb.EvaluationRep
     if names != run.source_names:
         draft.put(replace(run, source_names=names))
     return folded
-
-
-def apply_genesis_report(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisReport) -> None:
-    """Check and store the genesis manifest, and issue plan 1. Ignores all nodes but the chosen writer."""
-    run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
-    if (
-        run.state != "GENESIS"
-        or run.genesis
-        or memory.genesis_writer != peer_id
-        or peer_id in memory.failed_genesis_writers
-    ):
-        return
-    try:
-        _check_genesis(run, peer_id, report)
-    except AtollError as error:
-        draft.remember(run_id, failed_genesis_writers=memory.failed_genesis_writers | {peer_id})
-        reject(draft, run_id, peer_id, "genesis", error)
-        return
-    report.layers.DiscardUnknownFields()
-    table, manifest = (
-        report.layers.SerializeToString(),
-        strip_unknown_manifest_fields(report.manifest).SerializeToString(),
-    )
-    draft.put(replace(run, layers=table, genesis=manifest))
-    genesis = Commit(manifest_hash(report.manifest.payload))
-    draft.remember(run_id, committed={**memory.committed, 0: genesis}, head_known_since=draft.now.monotonic)
-    draft.event("run.genesis-written", run_id, peer_id, f"genesis has {len(report.layers.layers)} layers")
-    plan_upkeep.issue_first_plan(draft, run_id)
 
 
 def log_dropped_reports(draft: Draft) -> None:
@@ -266,7 +230,7 @@ def drop(draft: Draft, peer_id: str) -> None:
         draft.set_live(peer_id, replace(live, dropped_reports=live.dropped_reports + 1, dropped_since=since))
 
 
-# --- losses and genesis ------------------------------------------------------------------------------
+# --- losses ----------------------------------------------------------------------------------------
 
 
 def _check_evaluation(peer_id: str, memory: RunMemory, report: mb.EvaluationReport) -> int:
@@ -286,18 +250,3 @@ def _check_evaluation(peer_id: str, memory: RunMemory, report: mb.EvaluationRepo
     if not 0 <= report.loss <= MAX_LOSS:  # false for NaN too
         raise PeerMisbehaved(f"the loss of round {report.round} is {report.loss}; must be 0 to {MAX_LOSS:g}")
     return commit.committed_tokens
-
-
-def _check_genesis(run: Run, writer: str, report: mb.GenesisReport) -> None:
-    check_layer_table(report.layers, parse_run_spec(run.spec_toml).model_hash())
-    if len(report.manifest.signatures) != 1:
-        raise PeerMisbehaved(f"genesis has {len(report.manifest.signatures)} signatures; must have its writer's only")
-    head = parse_and_verify_head(report.manifest, run.run_id)
-    if head.round != 0 or head.manifest.previous_hash or head.manifest.contributions:
-        raise PeerMisbehaved("genesis must be round 0, without a previous hash and without contributions")
-    if head.manifest.corpus_digest.hex() != run.corpus_digest:
-        raise PeerMisbehaved("genesis was written from another corpus than the run's")
-    if head.data != DataPosition(epoch_samples=head.data.epoch_samples) or head.committed_tokens:
-        raise PeerMisbehaved("genesis assigns data or counts tokens; plan 1 assigns the first data")
-    check_layers(head.manifest, len(report.layers.layers))
-    require_signers(head, [writer])

@@ -173,6 +173,12 @@ def layer_count(table: bytes) -> int:
     return len(plan_pb2.LayerTable.FromString(table).layers)
 
 
+@lru_cache(maxsize=64)  # needed at every tick while a fork waits
+def layer_shape(table: bytes) -> tuple[tuple[str, int], ...]:
+    """Name and number of parameters of every layer in a serialized layer table."""
+    return tuple((row.name, row.parameters) for row in plan_pb2.LayerTable.FromString(table).layers)
+
+
 def check_votes(head: Head, memory: RunMemory, operator_key: bytes) -> None:
     """Raise `SignatureInvalid` unless the electorate after the round before voted for it. Verifies no signature.
 

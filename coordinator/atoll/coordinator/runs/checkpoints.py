@@ -33,31 +33,32 @@ def update_from_heartbeat(draft: Draft, node: Node, request: mb.HeartbeatRequest
     reported = sorted(request.checkpoints, key=lambda item: -item.round)[:MAX_CHECKPOINTS]
     if len({item.round for item in reported}) != len(reported):
         raise InvalidRequest("a heartbeat reports two checkpoints of one round")
-    for item in reported:
-        numbers = (item.round, item.bytes, item.committed_tokens, abs(item.written_unix_ms))
-        if item.layers.first > item.layers.last or (count and item.layers.last >= count):
-            spans = f"layers {item.layers.first}-{item.layers.last}; the model has {count} layers"
-            raise InvalidRequest(f"the checkpoint of round {item.round} has {spans}")
-        if max(numbers) > MAX_INTEGER:
-            raise InvalidRequest(f"the checkpoint of round {item.round} has a number above {MAX_INTEGER}")
-        if (length := len(item.manifest_hash)) != SHA256_BYTES:
-            raise InvalidRequest(f"manifest_hash has {length} bytes; must be {SHA256_BYTES}")
-    held = tuple(
-        Checkpoint(
-            peer_id=node.peer_id,
-            round=item.round,
-            run_id=node.run_id,
-            manifest_hash=item.manifest_hash,
-            size_bytes=item.bytes,
-            written_ms=item.written_unix_ms,
-            committed_tokens=item.committed_tokens,
-            first_layer=item.layers.first,
-            last_layer=item.layers.last if item.HasField("layers") else max(0, count - 1),
-        )
-        for item in reported
-    )
+    held = tuple(checked_row(node.peer_id, node.run_id, item, count) for item in reported)
     if held != draft.state.checkpoints.get(node.peer_id, ()):
         draft.set_checkpoints(node.peer_id, held)
+
+
+def checked_row(peer_id: str, run_id: str, item: mb.CheckpointInfo, count: int) -> Checkpoint:
+    """The row of a reported checkpoint of a model of `count` layers (0: not known). Raises `InvalidRequest`."""
+    numbers = (item.round, item.bytes, item.committed_tokens, abs(item.written_unix_ms))
+    if item.layers.first > item.layers.last or (count and item.layers.last >= count):
+        spans = f"layers {item.layers.first}-{item.layers.last}; the model has {count} layers"
+        raise InvalidRequest(f"the checkpoint of round {item.round} has {spans}")
+    if max(numbers) > MAX_INTEGER:
+        raise InvalidRequest(f"the checkpoint of round {item.round} has a number above {MAX_INTEGER}")
+    if (length := len(item.manifest_hash)) != SHA256_BYTES:
+        raise InvalidRequest(f"manifest_hash has {length} bytes; must be {SHA256_BYTES}")
+    return Checkpoint(
+        peer_id=peer_id,
+        round=item.round,
+        run_id=run_id,
+        manifest_hash=item.manifest_hash,
+        size_bytes=item.bytes,
+        written_ms=item.written_unix_ms,
+        committed_tokens=item.committed_tokens,
+        first_layer=item.layers.first,
+        last_layer=item.layers.last if item.HasField("layers") else max(0, count - 1),
+    )
 
 
 def checkpoints_of_run(state: State, run_id: str) -> list[Checkpoint]:

@@ -23,7 +23,9 @@ from atoll.coordinator.live.attendance import (
 )
 from atoll.coordinator.live.plan_upkeep import update_plan
 from atoll.coordinator.live.span_fit import span_memory_of
+from atoll.coordinator.runs import fork_source
 from atoll.coordinator.state import lookup
+from atoll.coordinator.state.kept_rounds import update_kept_rounds
 from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.run_states import transition_run
 from atoll.coordinator.state.snapshot import Draft, Policy, RunMemory, State, Step, StepTime, charge_row
@@ -38,7 +40,7 @@ NEEDS_KNOWN_NODE = (
 
 
 def create_run(state: State, now: StepTime, spec_toml: str, *, start: bool) -> Step[Run]:
-    """Create a run from a spec. Raises `RunSpecError`, `AlreadyExists`."""
+    """Create a run from a spec. Raises `RunSpecError`, `AlreadyExists`, and of a fork what `check_spec` raises."""
     spec = parse_run_spec(spec_toml)
     stored = spec.resolved_toml()
     if parse_run_spec(stored, "the spec with its defaults") != spec:  # the next start could not read it
@@ -46,13 +48,16 @@ def create_run(state: State, now: StepTime, spec_toml: str, *, start: bool) -> S
     name = spec.run.name
     if name in state.runs:
         raise AlreadyExists(f"a run named {name!r} exists already", "give the new one another run.name")
+    fork_source.check_spec(state, spec)
     draft = Draft(state, now)
     before = state.deleted_runs.get(name)
     plans_before = before.plan_version if before is not None else 0
     draft.put(Run(run_id=name, spec_toml=stored, state="CREATED", created_ms=now.unix_ms, plans_before=plans_before))
     draft.drop_traces({name} & state.deleted_runs.keys(), frozenset())
     draft.add_memory(name, RunMemory(spec=spec))
-    draft.event("run.created", name, name, f"run {name} created: {spec.run.stop_tokens} tokens")
+    update_kept_rounds(draft, name)
+    begins = f", from round {spec.fork.round} of run {spec.fork.run}" if spec.fork is not None else ""
+    draft.event("run.created", name, name, f"run {name} created: {spec.run.stop_tokens} tokens{begins}")
     if start:
         transition_run(draft, name, "WAITING", "the run was started")
     return draft.done(draft.state.runs[name])
@@ -112,7 +117,8 @@ def _begin_genesis_if_ready(draft: Draft, run_id: str) -> None:
     ready = ready_nodes(state, run_id, digest)
     missing = NEEDS_KNOWN_NODE if only_strangers_are_there(state, run_id) else ""
     if digest and len(ready) >= needed and not missing:
-        missing = _memory_shortage(state, run_id, ready)
+        able = fork_source.writers(state, run_id, ready)
+        missing = _memory_shortage(state, run_id, ready) or fork_source.missing_writer(state, run_id, able)
     if missing != state.memory[run_id].no_plan_reason:
         draft.remember(run_id, no_plan_reason=missing)
         if missing:
@@ -154,8 +160,9 @@ def _replace_late_genesis_writer(draft: Draft, run_id: str, policy: Policy) -> N
     )
     if in_time and may_deliver:
         return
-    if len(ready) >= memory.spec.run.min_nodes:
-        nobody_else = memory.genesis_writer in ready and set(ready) <= memory.failed_genesis_writers
+    able = fork_source.writers(state, run_id, ready)
+    if len(ready) >= memory.spec.run.min_nodes and able:
+        nobody_else = memory.genesis_writer in able and set(able) <= memory.failed_genesis_writers
         if not (in_time and nobody_else):
             _choose_genesis_writer(draft, run_id, ready)
         return
@@ -166,7 +173,8 @@ def _replace_late_genesis_writer(draft: Draft, run_id: str, policy: Policy) -> N
 
 def _choose_genesis_writer(draft: Draft, run_id: str, ready: list[str]) -> None:
     """Choose the lowest peer id that was not asked in vain; if all were, start over."""
-    memory, ready = draft.state.memory[run_id], known_nodes(draft.state, ready) or ready
+    memory, able = draft.state.memory[run_id], fork_source.writers(draft.state, run_id, ready)
+    ready = known_nodes(draft.state, able) or able
     passed = memory.failed_genesis_writers | ({memory.genesis_writer} if memory.genesis_writer else set())
     fresh = [peer for peer in ready if peer not in passed]
     writer = fresh[0] if fresh else ready[0]
@@ -175,6 +183,7 @@ def _choose_genesis_writer(draft: Draft, run_id: str, ready: list[str]) -> None:
         genesis_writer=writer,
         genesis_writer_since=draft.now.monotonic,
         failed_genesis_writers=passed if fresh else frozenset(),
+        no_plan_reason="",
     )
     name = draft.state.nodes[writer].name
     draft.event("run.genesis-writer", run_id, writer, f"{name} was asked to write the genesis anchor")
@@ -197,4 +206,5 @@ def _transition_by_operator(state: State, now: StepTime, run_id: str, target: st
     run = lookup.run(state, run_id)
     draft = Draft(state, now)
     transition_run(draft, run.run_id, target, why)
+    update_kept_rounds(draft, run.run_id)
     return draft.done(draft.state.runs[run.run_id])

@@ -15,7 +15,7 @@ from typing import Any
 from atoll.coordinator.live import hand_over, plan_pace, planner_answer
 from atoll.coordinator.live.attendance import ELIGIBLE_STATES, corpus_expected
 from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs, memory_figures
-from atoll.coordinator.rounds import learner, node_metrics, reports, training_scores
+from atoll.coordinator.rounds import genesis, learner, node_metrics, reports, training_scores
 from atoll.coordinator.rounds.round_checks import check_layer_table, layer_count
 from atoll.coordinator.runs import (
     admission,
@@ -23,12 +23,14 @@ from atoll.coordinator.runs import (
     checkpoint_orders,
     checkpoints,
     forgetting,
+    fork_source,
     forks,
     lifecycle,
     recovery,
 )
 from atoll.coordinator.sanitize import MAX_SENTENCE_CHARACTERS, clean, sanitized_message
 from atoll.coordinator.state import availability, lookup, peer_paths
+from atoll.coordinator.state.kept_rounds import rounds_to_keep
 from atoll.coordinator.state.rate_limits import MEMORY_CHANGES_RATE
 from atoll.coordinator.state.snapshot import (
     Commit,
@@ -73,6 +75,8 @@ def restore(
     runs = {run.run_id: run for run in contents.runs}
     memory = {run_id: _rebuild_run_memory(run_id, contents, plans, now) for run_id in runs}
     nodes = {node.peer_id: node for node in contents.nodes}
+    for source in {item.spec.fork.run for item in memory.values() if item.spec.fork is not None} & runs.keys():
+        memory[source] = replace(memory[source], kept_rounds=rounds_to_keep(contents.runs, memory, source))
     live = {
         peer: LiveNode(session=0, last_message_at=now.monotonic, drain_since=now.monotonic)
         for item in memory.values()
@@ -176,6 +180,7 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
         corpus_digest=request.corpus_digest or live.corpus_digest,
         layers=_accepted_layer_table(state, node, live, request),
     )
+    live = fork_source.take_former_checkpoints(live, state, node, request)
     draft.set_live(peer_id, live)
     if live.stays_in_run:
         assignment.keep_where_it_is(draft, peer_id)
@@ -372,7 +377,7 @@ def _take_reports(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> Non
         learner.take_answer(draft, node.peer_id, node.run_id, request.manifests)
         forks.take_answer(draft, node.peer_id, node.run_id, request.manifests)
     if request.HasField("genesis"):
-        reports.apply_genesis_report(draft, node.peer_id, node.run_id, request.genesis)
+        genesis.apply_genesis_report(draft, node.peer_id, node.run_id, request.genesis)
 
 
 def _end_stream(draft: Draft, peer_id: str, live: LiveNode) -> None:

@@ -25,6 +25,7 @@ from atoll.coordinator.runs import (
     checkpoints,
     deletion,
     forgetting,
+    fork_source,
     lifecycle,
     recovery,
 )
@@ -381,6 +382,17 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         found = await self._controller.do(order)
         self._controller.notify()  # nodes are told at once; the order has no row that would do so
         return found
+
+    async def FindForkSource(self, request: wire.ForkSourceRequest, context: Context) -> wire.ForkSourceView:
+        """A committed round of a run with which another run can begin, and the nodes that hold it."""
+        state = self._controller.state
+        run_id, number = lookup.run(state, request.run_id).run_id, min(request.round, MAX_INTEGER)
+        rows = await self._controller.read(lambda store: store.rounds(run_id, number - 1, MAX_ROUNDS) if number else ())
+        state = self._controller.state
+        logged = fork_source.logged_hash(state, run_id, [row for row in rows if row.number == number])
+        return views.fork_source_view(
+            state, fork_source.find(state, run_id, number, request.manifest_hash, logged=logged)
+        )
 
     def _node(self, node: Node) -> wire.NodeView:
         now = self._controller.moment()

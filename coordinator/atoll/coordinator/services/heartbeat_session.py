@@ -44,13 +44,14 @@ class HeartbeatSession:
         self._deny_number = -1
         self._authorities_number = 0
         self._seeds: tuple[str, ...] = ()
-        self._last_sent: tuple[int, int, range, str, int] = (
+        self._last_sent: tuple[int, int, range, str, int, tuple[int, ...]] = (
             -1,
             -1,
             range(0),
             "",
             0,
-        )  # run state, order, layers to prepare, notice, round of the checkpoint to write
+            (),
+        )  # run state, order, layers to prepare, notice, round of the checkpoint to write, rounds to keep
         self._asked: dict[type, tuple[int, float]] = {}  # the last question for manifests of each kind
         self._challenge = b""  # the last one that was sent
         self._ordered_uploads: set[bytes] = set()  # tickets of uploads ordered on this stream
@@ -106,7 +107,9 @@ class HeartbeatSession:
         layers = prefetch.layers_to_fetch(state, self._peer_id)
         if layers:
             response.prepare.first, response.prepare.last = layers.start, layers.stop - 1
-        current = (response.run_state, response.order, layers, response.notice, response.checkpoint_round)
+        kept = state.memory[node.run_id].kept_rounds
+        response.kept_rounds.extend(kept)
+        current = (response.run_state, response.order, layers, response.notice, response.checkpoint_round, kept)
         has_news = current != self._last_sent
         has_news |= self._add_plan(response, node)
         has_news |= self._add_deny_list(response)

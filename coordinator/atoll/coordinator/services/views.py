@@ -14,6 +14,7 @@ from atoll.coordinator.rounds.coordinator_seat import VoteReply
 from atoll.coordinator.rounds.source_losses import from_text
 from atoll.coordinator.runs import checkpoints
 from atoll.coordinator.runs.checkpoint_orders import Progress
+from atoll.coordinator.runs.fork_source import ForkSource
 from atoll.coordinator.services.plan_views import plan_fields
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.availability import availability, failures_per_hour
@@ -247,6 +248,27 @@ def event_view(row: Event) -> admin.Event:
         run_id=row.run_id,
         subject=row.subject,
         message=row.message,
+    )
+
+
+def fork_source_view(state: State, source: ForkSource) -> admin.ForkSourceView:
+    """View of a round with which a fork can begin."""
+    nodes = [state.nodes[item.peer_id] for item in source.held]
+    return admin.ForkSourceView(
+        run_id=source.run.run_id,
+        round=source.round,
+        manifest_hash=source.manifest_hash,
+        committed=source.committed,
+        holders=[
+            admin.ForkHolder(
+                peer_id=node.peer_id,
+                node_name=node.name,
+                run_id=node.run_id,
+                connected=checkpoints.connected(state, node.peer_id),
+            )
+            for node in nodes
+        ],
+        spec_toml=source.run.spec_toml,
     )
 
 

@@ -103,6 +103,7 @@ class LiveNode:
     paths: Mapping[str, PathMeasurement] = field(default_factory=dict)  # to other members, by peer id
     corpus_digest: str = ""
     layers: bytes = b""  # LayerTable of the run's model, as reported before genesis
+    former_checkpoints: tuple[Checkpoint, ...] = ()  # of other runs, on its disk
     drain_since: float | None = None  # monotonic, since when it is asked to leave, or may leave
     handing_over: bool = False  # draining, but not ordered yet: others fetch its layers first
     row_allowance: Allowance = field(default_factory=Allowance)
@@ -276,6 +277,7 @@ class RunMemory:
     genesis_writer: str = ""  # peer id
     genesis_writer_since: float = 0.0
     failed_genesis_writers: frozenset[str] = frozenset()  # asked in vain
+    kept_rounds: tuple[int, ...] = ()  # of which nodes keep checkpoints, because forks begin with them
     most_common_corpus_digest: str = ""  # the digest that most fit nodes share, as last counted before genesis
     logged_corpus_mismatches: Mapping[str, str] = field(default_factory=dict)  # by peer id: the differing digest
     changed_since: float | None = None  # since when the wanted plan differs from the current one

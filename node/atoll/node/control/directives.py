@@ -21,6 +21,8 @@ from atoll.core.quorum import Ballot, Promised
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
+MAX_KEPT_ROUNDS = 4  # the coordinator names no more
+
 _log = log.get("coordinator")
 _LATEST_MS = 2**53  # exact in JSON
 
@@ -42,6 +44,7 @@ class Directives:
         self.prepare = range(0)  # layers that the next plan may give this node
         self.checkpoint_round = 0  # the operator wants a checkpoint of this round or a newer one; 0: no order
         self.promised_before: Promised | None = None  # the newest that an earlier process told the coordinator
+        self.kept_rounds: tuple[int, ...] = ()  # whose checkpoints stay: forks of this run begin with them
         self.notice = ""  # why the coordinator does not count this node, for people; empty: it does
         self.eta_unix_ms: int | None = None  # when the run reaches stop_tokens, by the coordinator's clock
         self._authority = authority
@@ -67,6 +70,7 @@ class Directives:
             _log.warning("node_not_counted", reason=response.notice)
         self.notice = response.notice
         self.order = response.order
+        self.kept_rounds = tuple(response.kept_rounds[:MAX_KEPT_ROUNDS])
         self.run_state = response.run_state
         known = response.HasField("eta_unix_ms") and 0 < response.eta_unix_ms <= _LATEST_MS
         self.eta_unix_ms = response.eta_unix_ms if known else None

@@ -1,8 +1,12 @@
-"""Genesis (round 0): the chosen node draws the initial parameters and signs their digests; the others fetch them."""
+"""Genesis (round 0): the chosen node draws the initial parameters and signs their digests; the others fetch them.
+
+Of a fork it takes them from a checkpoint of another run on its disk. Momentum, optimizer and data begin anew.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,22 +18,38 @@ from atoll.core.identity import Identity
 from atoll.core.manifest import Head, sign_vote
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
+from atoll.core.run_spec import RunSpec
 from atoll.node.state.anchor import AnchorState
+from atoll.node.state.fork_anchor import ForkAnchor, Refusal, read_fork_anchor
+from atoll.node.state.tensor_file import LayerLayout
 from atoll.node.trainer.trainer import Trainer
 from atoll.v1 import manifest_pb2
 
 
-async def write_genesis(
-    trainer: Trainer, identity: Identity, run_id: str, run_dir: Path, clock: Clock
-) -> tuple[Head, AnchorState]:
-    """Initialise the model and sign round 0; return its head and the state of all layers.
+@dataclass(frozen=True)
+class Genesis:
+    """Round 0, and the state of all layers."""
 
-    The state lies in the trainer's memory if the trainer holds all layers, else in an unlinked mapped file.
-    """
-    state = await _initial_state(trainer, run_dir)
+    head: Head
+    state: AnchorState  # in the trainer's memory if the trainer holds all layers
+    source_manifest: bytes  # payload, of the round with which a fork begins; empty: new weights
+
+
+async def write_genesis(
+    trainer: Trainer, identity: Identity, spec: RunSpec, run_dir: Path, clock: Clock
+) -> Genesis | Refusal:
+    """Initialise the model and sign round 0; of a fork, say why not if its source is not here."""
+    source: ForkAnchor | None = None
+    if spec.fork is not None:
+        layers = LayerLayout.of(trainer.facts.layers)
+        found = await asyncio.to_thread(read_fork_anchor, run_dir.parent, spec.fork, layers)
+        if isinstance(found, Refusal):
+            return found
+        source = found
+    state = await (_initial_state(trainer, run_dir) if source is None else _state_of_source(trainer, source))
     manifest = manifest_pb2.Manifest(
         protocol=protocol.ours(),
-        round=RoundId(run_id, 0, 0, 0, 0).to_proto(),
+        round=RoundId(spec.run.name, 0, 0, 0, 0).to_proto(),
         layers=await asyncio.to_thread(state.layer_states, 0),
         corpus_digest=bytes.fromhex(trainer.facts.corpus_digest),
         committed_unix_ms=unix_ms(clock),
@@ -37,10 +57,20 @@ async def write_genesis(
     )
     payload = manifest.SerializeToString(deterministic=True)
     signatures = [sign_vote(identity, payload, Ballot(0, 0))]
-    return Head(manifest_pb2.CommittedManifest(payload=payload, signatures=signatures)), state
+    head = Head(manifest_pb2.CommittedManifest(payload=payload, signatures=signatures))
+    return Genesis(head, state, source.manifest if source is not None else b"")
+
+
+async def _state_of_source(trainer: Trainer, source: ForkAnchor) -> AnchorState:
+    offsets = trainer.facts.layer_offsets
+    if not trainer.facts.holds_all:
+        return AnchorState(source.anchor_E, offsets)
+    await asyncio.to_thread(trainer.anchor.copy_, source.anchor_E)
+    return AnchorState(trainer.anchor, offsets)
 
 
 async def _initial_state(trainer: Trainer, run_dir: Path) -> AnchorState:
+    """Draw new weights. They lie in an unlinked mapped file if the trainer does not hold all layers."""
     offsets = trainer.facts.layer_offsets
     if trainer.facts.holds_all:
         await trainer.initialise()

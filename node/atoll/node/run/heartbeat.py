@@ -36,6 +36,7 @@ class HeartbeatBuilder:
         *,
         run_id: str,
         checkpoints: Callable[[], tuple[mb.CheckpointInfo, ...]],
+        former_checkpoints: Callable[[], tuple[mb.FormerCheckpoint, ...]],
         config: Callable[[], NodeConfig],
         clock_ahead_seconds: Callable[[], float | None],
         newer_deny_list: Callable[[], pb.Signed | None],
@@ -43,6 +44,7 @@ class HeartbeatBuilder:
         promised: Callable[[], Promised | None],
     ) -> None:
         """`checkpoints` returns those on disk; the tuple stays the same object until they change.
+        `former_checkpoints` returns those of other runs, as at the start.
 
         `config` returns the limits in force; `newer_deny_list` one that the coordinator lacks, if any.
         `manifest_answer` returns an answer to the coordinator's question for rounds, once. `promised` returns the
@@ -52,6 +54,7 @@ class HeartbeatBuilder:
         self.prober: PathProber | None = None
         self._status = status
         self._checkpoints = checkpoints
+        self._former_checkpoints = former_checkpoints
         self._clock = clock
         self._run_id = run_id
         self._config = config
@@ -69,6 +72,7 @@ class HeartbeatBuilder:
         request = mb.HeartbeatRequest(status=status.to_proto(*bytes_sent(self.host)))
         if first:
             request.run_id, request.stays_in_run = self._run_id, self._config().stay_in_run
+            request.former_checkpoints.extend(self._former_checkpoints())
         if facts is not None:
             request.corpus_digest = facts.corpus_digest
             request.profile.CopyFrom(_profile(facts, self._config()))

@@ -49,7 +49,12 @@ class LiveStatus:
     trainer_restarts: int = 0
     route: RouteMembership | None = None
     local_state: LocalState | None = None
-    genesis_report: mb.GenesisReport | None = None  # until a plan shows that the coordinator has it
+    genesis_report: mb.GenesisReport | None = None  # until a plan shows that the coordinator has it; or a refusal
+
+    def forget_refusal(self) -> None:
+        """The coordinator knows that this node refused to write genesis; asked again, it tries again."""
+        if self.genesis_report is not None and self.genesis_report.refusal:
+            self.genesis_report = None
 
     def enter(self, state: mb.NodeState, detail: str, reason: mb.NodeReason) -> None:
         """Set the state, with a detail for people and a typed reason why the node does not train."""

@@ -20,6 +20,7 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -33,7 +34,7 @@ from atoll.core.manifest import Head, parse_and_verify_head
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.state import tensor_file
 from atoll.node.state.checkpoint_files import ANCHOR, MANIFEST, MOMENTUM, SPEC, SUMS, read_small_file, read_sums
-from atoll.node.state.outer_step import matches_digests
+from atoll.node.state.outer_step import digest, matches_digests
 from atoll.node.state.tensor_file import FileMetadata, LayerLayout, ScannedFile, TensorFile
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -93,7 +94,7 @@ class CheckpointStore:
         found = []
         for path in self._newest_first():
             try:
-                found.append(_describe(path))
+                found.append(describe(path))
             except (AtollError, DecodeError, OSError) as error:
                 _log.warning("checkpoint unreadable", path=str(path), reason=str(error))
         return tuple(found)
@@ -103,12 +104,13 @@ class CheckpointStore:
         state: CheckpointState,
         before_piece: Callable[[], None] = lambda: None,
         extra_rounds: Collection[int] = (),
+        kept_rounds: Collection[int] = (),
     ) -> Path:
         """Write `state` durably, then remove checkpoints beyond the newest `keep`; returns the directory.
 
-        Keeps the newest two of `extra_rounds` as well, beside the `keep` others. Calls `before_piece` before every
-        piece; it may raise to cancel the write. Raises `CheckpointCorrupt` when the vectors do not match the manifest,
-        and `DataDirUnusable`; older checkpoints are unchanged then.
+        Of the `keep`, all but one may be `kept_rounds` instead of newer ones. Keeps the newest two of `extra_rounds`
+        as well. Calls `before_piece` before every piece; it may raise to cancel the write. Raises `CheckpointCorrupt`
+        when the vectors do not match the manifest, and `DataDirUnusable`; older checkpoints are unchanged then.
         """
         head = state.head
         if not _matches_manifest(head, state.layers, state.anchor_E, state.momentum_E):
@@ -121,7 +123,7 @@ class CheckpointStore:
                 except OSError as error:
                     raise data_dir_unusable(target, error) from error
             self._void_later_than(target)
-            self._drop_older(extra_rounds)
+            self._drop_older(extra_rounds, kept_rounds)
         return target
 
     def newest(self, layers: LayerLayout) -> Checkpoint | None:
@@ -187,10 +189,13 @@ class CheckpointStore:
             if int(path.name) > int(target.name):
                 self._set_aside(path, "void")
 
-    def _drop_older(self, extra_rounds: Collection[int]) -> None:
+    def _drop_older(self, extra_rounds: Collection[int], kept_rounds: Collection[int]) -> None:
         found = self._newest_first()
-        extra = [path for path in found if int(path.name) in extra_rounds]
-        kept = {*extra[:_KEPT_EXTRA_ROUNDS], *[path for path in found if path not in extra][: self._keep]}
+        held_back = [path for path in found if int(path.name) in kept_rounds][: self._keep - 1]
+        others = [path for path in found if path not in held_back]
+        extra = [path for path in others if int(path.name) in extra_rounds]
+        newest = [path for path in others if path not in extra][: self._keep - len(held_back)]
+        kept = {*held_back, *extra[:_KEPT_EXTRA_ROUNDS], *newest}
         for path in found:
             if path in kept:
                 continue
@@ -236,7 +241,7 @@ class CheckpointStore:
 
     def _holds(self, path: Path, head: Head, layers: LayerLayout) -> bool:
         try:
-            return _describe(path).manifest_hash == head.hash and tensor_file.read_layers(path / ANCHOR) == layers
+            return describe(path).manifest_hash == head.hash and tensor_file.read_layers(path / ANCHOR) == layers
         except (AtollError, DecodeError, OSError):
             return False
 
@@ -250,6 +255,33 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     if not _matches_manifest(metadata.head, anchor.layers, anchor.vector_E, momentum.vector_E):
         raise CheckpointCorrupt(f"{directory}: a layer does not match its digest in the manifest")
     return Checkpoint(metadata.spec, metadata.head, anchor.layers, anchor.vector_E, momentum.vector_E)
+
+
+@dataclass(frozen=True)
+class AnchorOnly:
+    """The anchor of a checkpoint read from disk, fp32 [E]; it matches every digest in the manifest."""
+
+    head: Head
+    layers: LayerLayout
+    anchor_E: Tensor
+
+
+def read_anchor(directory: Path) -> AnchorOnly:
+    """Read a checkpoint's anchor. Checks every byte of the checkpoint, but holds only the anchor in memory.
+
+    Raises `CheckpointCorrupt` and `DataDirUnusable`.
+    """
+    with checkpoint_errors(directory):
+        metadata = read_metadata(directory)
+        anchor = tensor_file.read(directory / ANCHOR)
+        with (directory / MOMENTUM).open("rb", buffering=0) as file:
+            momentum = tensor_file.scan(file, directory / MOMENTUM)
+    require_files(directory, metadata, anchor, momentum)
+    states = metadata.head.manifest.layers[anchor.layers.numbers]
+    digests = [digest(anchor.vector_E[start:end]) for start, end in pairwise(anchor.layers.offsets)]
+    if [(it.anchor_digest, it.momentum_digest) for it in states] != list(zip(digests, momentum.digests, strict=True)):
+        raise CheckpointCorrupt(f"{directory}: a layer does not match its digest in the manifest")
+    return AnchorOnly(metadata.head, anchor.layers, anchor.vector_E)
 
 
 @dataclass(frozen=True)
@@ -319,7 +351,8 @@ def _head_of(path: Path) -> Head:
     return Head(manifest_pb2.CommittedManifest.FromString(read_small_file(path / MANIFEST)))
 
 
-def _describe(path: Path) -> mb.CheckpointInfo:
+def describe(path: Path) -> mb.CheckpointInfo:
+    """Describe a checkpoint from its manifest and a header. Raises `AtollError`, `DecodeError` and `OSError`."""
     manifest_path, head = path / MANIFEST, _head_of(path)
     layers = tensor_file.read_layers(path / ANCHOR)
     return mb.CheckpointInfo(
@@ -330,6 +363,14 @@ def _describe(path: Path) -> mb.CheckpointInfo:
         committed_tokens=head.committed_tokens,
         layers=plan_pb2.Span(first=layers.first, last=layers.first + len(layers.names) - 1),
     )
+
+
+def rounds_in(folder: Path) -> list[Path]:
+    """The directories in a folder of checkpoints; empty if there is no such folder."""
+    try:
+        return [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    except OSError:
+        return []
 
 
 def _small(directory: Path, name: str, sums: Mapping[str, str]) -> bytes:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -36,8 +36,16 @@ _log = log.get("checkpoint")
 class CheckpointWriter:
     """Writes the states that a session offers, one at a time."""
 
-    def __init__(self, store: CheckpointStore, interval: timedelta, clock: Clock) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        interval: timedelta,
+        clock: Clock,
+        kept_rounds: Callable[[], Collection[int]] = tuple,
+    ) -> None:
+        """`kept_rounds` returns rounds that stay on disk although they are old: forks of the run begin with them."""
         self.store = store
+        self._kept_rounds = kept_rounds
         self.problem = ""  # why the last write failed, shown to the operator; empty: it succeeded
         self._interval = interval
         self._clock = clock
@@ -174,7 +182,11 @@ class CheckpointWriter:
         cancelled = threading.Event()
         try:
             path = await asyncio.to_thread(
-                self.store.write, state, _raise_if_set(cancelled), frozenset(self._extra_rounds)
+                self.store.write,
+                state,
+                _raise_if_set(cancelled),
+                frozenset(self._extra_rounds),
+                frozenset(self._kept_rounds()),
             )
         except asyncio.CancelledError:
             cancelled.set()  # the thread stops before its next piece

@@ -1,0 +1,81 @@
+"""`atollctl run fork`: a run that begins with the weights of a committed round of another run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+
+from atoll.coordinator.cli import run as run_views
+from atoll.coordinator.cli.client import connect
+from atoll.coordinator.cli.options import CredentialsOption
+from atoll.coordinator.cli.output import message_dict
+from atoll.coordinator.cli.run_assign import changed_spec
+from atoll.coordinator.store.records import MAX_INTEGER
+from atoll.core.errors import UsageError
+from atoll.core.output import Output, OutputOption, print_to_stderr
+from atoll.v1 import admin_pb2 as wire
+
+_SHOWN = 8
+_HASH = re.compile("[0-9a-f]{64}")
+
+
+def fork(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="the run with whose weights the new one begins")],
+    name: Annotated[str, typer.Argument(metavar="NEW", help="name of the new run")],
+    round_number: Annotated[
+        int, typer.Option("--from", metavar="ROUND", min=0, max=MAX_INTEGER, help="of which a node holds a checkpoint")
+    ],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="a key with another value, as in TOML; repeatable"),
+    ] = None,
+    defaults: Annotated[
+        list[str] | None,
+        typer.Option("--unset", metavar="SECTION.KEY", help="a key with its default again; repeatable"),
+    ] = None,
+    manifest: Annotated[
+        str, typer.Option(metavar="HASH", help="of a round that the coordinator does not know as committed")
+    ] = "",
+    start: Annotated[bool, typer.Option("--start", help="also start the run")] = False,
+    output: OutputOption = Output.TEXT,
+    credentials: CredentialsOption = None,
+) -> None:
+    """Create a run that begins with the weights of a round of another one. [model] and the tokenizer stay.
+
+    Only the weights are taken: tokens, learning rate schedule, momentum, optimizer and data begin anew.
+
+    [bold]Examples[/bold]
+
+      atollctl run fork reef kelp --from 120 --set optimizer.learning_rate=0.0002 --start
+    """
+    if manifest and not _HASH.fullmatch(manifest):
+        raise UsageError("--manifest is not a hash: 64 hexadecimal digits", "see `atollctl checkpoint list`")
+    with connect(credentials) as client:
+        request = wire.ForkSourceRequest(run_id=run, round=round_number, manifest_hash=bytes.fromhex(manifest))
+        source = client.call(client.stub.FindForkSource, request)
+        begins: dict[str, str | int] = {
+            "run": source.run_id,
+            "round": source.round,
+            "manifest": source.manifest_hash.hex(),
+        }
+        text = changed_spec(source.spec_toml, name, changes or (), defaults or (), begins)
+        created = client.call(client.stub.CreateRun, wire.CreateRunRequest(spec_toml=text, start=start))
+    run_views.show_runs(output, {"run": message_dict(created)}, [created])
+    if not source.committed:
+        print_to_stderr(
+            "note: the coordinator does not know that this round committed; it trusts the hash that you named"
+        )
+    if not start:
+        print_to_stderr(f"start it with: atollctl run start {created.run_id}")
+    print_to_stderr(f"give it one of {_places(source.holders)}: atollctl run assign {created.run_id} NODE")
+
+
+def _places(holders: Iterable[wire.ForkHolder]) -> str:
+    """The nodes that can write genesis, those that are connected first."""
+    ordered = sorted(holders, key=lambda it: (not it.connected, it.node_name))
+    shown = [f"{it.node_name} (run {it.run_id}{'' if it.connected else ', not connected'})" for it in ordered[:_SHOWN]]
+    more = len(ordered) - len(shown)
+    return "the nodes that hold the round, " + ", ".join(shown) + (f" and {more} more" if more else "")

@@ -1,0 +1,191 @@
+"""Runs that begin with the weights of a committed round of another run: `[fork]` in the spec. Pure.
+
+The spec names the round's manifest by its hash, and the manifest has the digest of every layer. The node that writes
+genesis sends that manifest with it, so it cannot put other weights in their place. (`runs/forks.py` is about another
+kind of fork: two results of one round.)
+
+Checkpoints stay on disk when a node moves to another run. Each node reports those of its former runs with the first
+message of a stream, so the coordinator knows who can write genesis; it need not store that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from atoll.coordinator.rounds.round_checks import layer_count, layer_shape
+from atoll.coordinator.runs.checkpoints import MAX_CHECKPOINTS, checked_row
+from atoll.coordinator.state import lookup
+from atoll.coordinator.state.snapshot import LiveNode, State, is_void
+from atoll.coordinator.store.records import Checkpoint, Node, Round, Run
+from atoll.core.errors import InvalidRequest, InvalidTransition, NotFound, RunSpecError
+from atoll.core.run_spec import ForkSection, RunSpec
+from atoll.v1 import membership_pb2 as mb
+
+MAX_KEPT_ROUNDS = 4  # of a run; its nodes keep no checkpoints for more forks at a time
+_NAMED = 8  # rounds or nodes in one sentence
+_LOOK = "see `atollctl checkpoint list`"
+
+
+@dataclass(frozen=True)
+class ForkSource:
+    """A round with which a fork can begin, and the checkpoints that have all its layers."""
+
+    run: Run
+    round: int
+    manifest_hash: bytes
+    committed: bool  # as the coordinator knows
+    held: tuple[Checkpoint, ...]  # by node name
+
+
+# --- what an operator may name -----------------------------------------------------------------------
+
+
+def find(state: State, run_id: str, round_number: int, wanted: bytes = b"", *, logged: bytes = b"") -> ForkSource:
+    """The source of a fork from that round.
+
+    `wanted` is the hash of its manifest, if the operator names one; `logged` the hash in the log of rounds, of a round
+    too old for the state. Raises `NotFound`, `Ambiguous`, `InvalidRequest`, `InvalidTransition`.
+    """
+    run = lookup.run(state, run_id)
+    which = f"round {round_number} of run {run.run_id!r}"
+    commit = state.memory[run.run_id].committed.get(round_number)
+    known = commit.manifest_hash if commit is not None else logged
+    if wanted and known and wanted != known:
+        raise InvalidRequest(
+            f"{which} committed with manifest {known.hex()}, not {wanted.hex()}", "leave the manifest out, or name this"
+        )
+    reported = [item for item in reported_checkpoints(state, run.run_id) if item.round == round_number]
+    chosen = wanted or known
+    if reported and not chosen:
+        hashes = ", ".join(sorted({item.manifest_hash.hex() for item in reported})[:3])
+        raise NotFound(
+            f"{which} is not known to have committed; nodes hold it with manifest {hashes}",
+            "check that several nodes hold the same one, then name it with --manifest: it could be forged",
+        )
+    held = [item for item in reported if item.manifest_hash == chosen]
+    if not held:
+        raise NotFound(f"no node holds a checkpoint of {which}; {_rounds_held(state, run.run_id)}", _LOOK)
+    whole = tuple(item for item in held if has_all_layers(run, item))
+    if not whole:
+        spans = ", ".join(f"{state.nodes[it.peer_id].name} {it.first_layer}-{it.last_layer}" for it in held[:_NAMED])
+        raise InvalidTransition(
+            f"no node holds all layers of {which}; there are: {spans}",
+            "a fork needs all layers in one checkpoint, and cannot join such parts yet: keep them with "
+            "`atollctl checkpoint pull`",
+        )
+    return ForkSource(run, round_number, chosen, bool(known), whole)
+
+
+def logged_hash(state: State, run_id: str, rows: Sequence[Round]) -> bytes:
+    """The manifest's hash of a committed round by the rows of its attempts; empty if it is void or unknown."""
+    bases = state.memory[run_id].bases
+    valid = [it for it in rows if it.committed and not is_void(bases, it.number, it.made_under)]
+    return valid[-1].manifest_hash if valid else b""
+
+
+def check_spec(state: State, spec: RunSpec) -> None:
+    """Raise unless this run can begin as its spec says: `NotFound`, `RunSpecError`, and what `find` raises."""
+    if spec.fork is None:
+        return
+    fork = spec.fork
+    if fork.run not in state.runs:
+        raise NotFound(f"there is no run {fork.run!r} to fork from", "see `atollctl run list`")
+    source = state.memory[fork.run].spec
+    changed = [
+        name
+        for name, before, after in (
+            ("[model]", source.model, spec.model),
+            ("data.tokenizer", source.data.tokenizer, spec.data.tokenizer),
+        )
+        if before != after
+    ]
+    if changed:
+        raise RunSpecError(
+            f"{' and '.join(changed)} must stay as in run {fork.run!r}: the fork has its layers",
+            "for another model use `atollctl run clone`, which begins with new weights",
+        )
+    find(state, fork.run, fork.round, bytes.fromhex(fork.manifest))
+
+
+def has_all_layers(run: Run, item: Checkpoint) -> bool:
+    """True if this checkpoint of the run has every layer of its model."""
+    return (item.first_layer, item.last_layer + 1) == (0, layer_count(run.layers))
+
+
+def reported_checkpoints(state: State, run_id: str) -> list[Checkpoint]:
+    """Checkpoints of a run on nodes that are not banned, also on those that moved to another; by node name."""
+    now_there = (item for held in state.checkpoints.values() for item in held)
+    former = (item for live in state.live.values() for item in live.former_checkpoints)
+    found = {
+        (item.peer_id, item.round): item
+        for items in (former, now_there)
+        for item in items
+        if item.run_id == run_id and item.peer_id in state.nodes and not state.nodes[item.peer_id].banned
+    }
+    return sorted(found.values(), key=lambda item: (state.nodes[item.peer_id].name, -item.round))
+
+
+def _rounds_held(state: State, run_id: str) -> str:
+    """A sentence: which rounds are held, and by whom."""
+    names: dict[int, list[str]] = {}
+    for item in reported_checkpoints(state, run_id):
+        names.setdefault(item.round, []).append(state.nodes[item.peer_id].name)
+    newest = sorted(names, reverse=True)[:_NAMED]
+    listed = "; ".join(f"round {number}: {', '.join(names[number][:_NAMED])}" for number in newest)
+    return f"nodes hold {listed}" if listed else "no node reports a checkpoint of this run"
+
+
+# --- who can write genesis ---------------------------------------------------------------------------
+
+
+def take_former_checkpoints(live: LiveNode, state: State, node: Node, request: mb.HeartbeatRequest) -> LiveNode:
+    """Record what a node reports of its former runs. Ignores what cannot be of a run that is known here."""
+    if not request.former_checkpoints:
+        return live
+    found: dict[tuple[str, int], Checkpoint] = {}
+    fork = state.memory[node.run_id].spec.fork
+    for item in request.former_checkpoints[:MAX_CHECKPOINTS]:
+        run = state.runs.get(item.run_id)
+        is_source = fork is not None and item.run_id == fork.run  # also if that run does not exist any more
+        if item.run_id == node.run_id or (run is None and not is_source):
+            continue  # of another coordinator, perhaps
+        try:
+            count = layer_count(run.layers) if run is not None else 0
+            row = checked_row(node.peer_id, item.run_id, item.checkpoint, count)
+        except InvalidRequest:
+            continue
+        found[row.run_id, row.round] = row
+    return replace(live, former_checkpoints=tuple(found.values()))
+
+
+def writers(state: State, run_id: str, ready: list[str]) -> list[str]:
+    """Those of the `ready` nodes that can write the run's genesis; of a fork, those that hold its source."""
+    fork = state.memory[run_id].spec.fork
+    return ready if fork is None else [peer for peer in ready if _holds(state, peer, fork)]
+
+
+def missing_writer(state: State, run_id: str, able: Collection[str]) -> str:
+    """Why no node can write the genesis of this run; empty if one can. `able` are its `writers`."""
+    fork = state.memory[run_id].spec.fork
+    if fork is None:
+        return ""
+    if not able:
+        return (
+            f"needs a node that holds the checkpoint of round {fork.round} of run {fork.run}; "
+            f"move one of them here: `atollctl run assign {run_id} NODE`"
+        )
+    source = state.runs.get(fork.run)
+    tables = [table for peer in able if (table := state.live[peer].layers)]
+    if source is not None and tables and all(layer_shape(table) != layer_shape(source.layers) for table in tables):
+        return f"its model has other layers than run {fork.run}: the text of its nodes has another vocabulary"
+    return ""
+
+
+def _holds(state: State, peer_id: str, fork: ForkSection) -> bool:
+    source = state.runs.get(fork.run)
+    return any(
+        (item.run_id, item.round, item.manifest_hash.hex()) == (fork.run, fork.round, fork.manifest)
+        and (source is None or has_all_layers(source, item))
+        for item in state.live[peer_id].former_checkpoints
+    )

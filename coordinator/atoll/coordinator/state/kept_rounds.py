@@ -1,0 +1,32 @@
+"""Rounds whose checkpoints nodes keep because a run that has no genesis yet begins with them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from atoll.coordinator.state.run_states import TRANSITIONS
+from atoll.coordinator.state.snapshot import Draft, RunMemory
+from atoll.coordinator.store.records import Run
+
+MAX_KEPT_ROUNDS = 4  # of a run; its nodes keep no checkpoints for more forks at a time
+
+
+def rounds_to_keep(runs: Iterable[Run], memory: Mapping[str, RunMemory], source_id: str) -> tuple[int, ...]:
+    """Rounds of the run `source_id` with which forks without a genesis begin, the newest first."""
+    needed = set()
+    for run in runs:
+        fork = memory[run.run_id].spec.fork
+        if fork is not None and fork.run == source_id and not run.genesis and TRANSITIONS[run.state]:
+            needed.add(fork.round)
+    return tuple(sorted(needed, reverse=True)[:MAX_KEPT_ROUNDS])
+
+
+def update_kept_rounds(draft: Draft, run_id: str) -> None:
+    """Call it after a run was created, has its genesis, or was stopped. Does nothing unless the run is a fork."""
+    state = draft.state
+    fork = state.memory[run_id].spec.fork
+    if fork is None or fork.run not in state.runs:
+        return
+    kept = rounds_to_keep(state.runs.values(), state.memory, fork.run)
+    if kept != state.memory[fork.run].kept_rounds:
+        draft.remember(fork.run, kept_rounds=kept)

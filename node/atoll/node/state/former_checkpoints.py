@@ -1,0 +1,52 @@
+"""Checkpoints of this node's former runs: they stay on its disk when it moves, and a fork can begin with one.
+
+Functions here block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from atoll.core.errors import AtollError
+from atoll.core.run_spec import ForkSection
+from atoll.node.state.checkpoint import describe, rounds_in
+from atoll.node.state.checkpoint_files import MANIFEST
+from atoll.v1 import membership_pb2 as mb
+
+MAX_FORMER_CHECKPOINTS = 64  # reported; the coordinator takes no more
+
+
+def checkpoint_directory(runs: Path, run_id: str, round_number: int) -> Path:
+    """Where a node has the checkpoint of that round; it need not exist."""
+    return runs / run_id / "checkpoints" / f"{round_number:09d}"
+
+
+def former_checkpoints(runs: Path, present: str, fork: ForkSection | None) -> tuple[mb.FormerCheckpoint, ...]:
+    """Describe checkpoints of all runs below `runs` but the `present` one: the fork's source, then the newest written.
+
+    Reads manifests and headers, not the vectors. What cannot be read is left out.
+    """
+    source = checkpoint_directory(runs, fork.run, fork.round) if fork is not None else None
+    newest = sorted(_directories(runs, present), key=lambda it: (it[1] == source, it[0]), reverse=True)
+    found = []
+    for _, directory in newest[:MAX_FORMER_CHECKPOINTS]:
+        with contextlib.suppress(AtollError, DecodeError, OSError):
+            described = describe(directory)
+            found.append(mb.FormerCheckpoint(run_id=directory.parents[1].name, checkpoint=described))
+    return tuple(found)
+
+
+def _directories(runs: Path, present: str) -> Iterator[tuple[int, Path]]:
+    """Directories of checkpoints, each with the time at which its manifest was written."""
+    try:
+        folders = [path / "checkpoints" for path in runs.iterdir() if path.name != present]
+    except OSError:
+        return
+    for folder in folders:
+        for directory in rounds_in(folder):
+            with contextlib.suppress(OSError):
+                yield (directory / MANIFEST).stat().st_mtime_ns, directory
