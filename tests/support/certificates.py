@@ -6,7 +6,7 @@ from atoll.v1 import common_pb2 as pb
 
 
 def certificate_of(
-    identity: Identity, operator: Identity, now: float, *, run_id: str = "reef", name: str = "n"
+    identity: Identity, operator: Identity, now: float, *, run_id: str = "reef", name: str = "n", created: int = 0
 ) -> pb.Signed:
     """A node's membership from `now` on."""
     return issue_membership(
@@ -17,4 +17,5 @@ def certificate_of(
         epoch=1,
         now=now,
         node_name=name,
+        run_created_unix_ms=created,
     )

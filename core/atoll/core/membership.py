@@ -52,6 +52,7 @@ def issue_membership(
     epoch: int,
     now: float,
     node_name: str,
+    run_created_unix_ms: int = 0,
 ) -> pb.Signed:
     """Sign a certificate that is valid for 24 h from `now` (Unix seconds)."""
     payload = pb.Membership(
@@ -65,6 +66,7 @@ def issue_membership(
         not_before_unix_ms=int(now * 1000),
         not_after_unix_ms=int((now + CERTIFICATE_LIFETIME.total_seconds()) * 1000),
         node_name=node_name,
+        run_created_unix_ms=run_created_unix_ms,
     )
     return operator.sign_message("membership", payload.SerializeToString())
 
@@ -86,6 +88,7 @@ class MembershipVerifier:
 
     operator_key: bytes
     run_id: str
+    run_created_unix_ms: int = 0  # of the verifier's own run; 0: not known
 
     def verify_membership(self, signed: pb.Signed, now: float, *, expect_peer_id: str | None = None) -> Member:
         """Check signature, operator, run, key, time and version. Raises `CertificateInvalid`, `ProtocolMismatch`."""
@@ -119,6 +122,9 @@ class MembershipVerifier:
             raise CertificateInvalid(
                 f"the membership certificate is for run {membership.run_id!r}, not {self.run_id!r}"
             )
+        created = membership.run_created_unix_ms
+        if created and self.run_created_unix_ms and created != self.run_created_unix_ms:
+            raise CertificateInvalid(f"the membership certificate is for a deleted run of the name {self.run_id!r}")
         if peer_id_of(membership.public_key) != membership.peer_id:
             raise CertificateInvalid("the peer id in the membership certificate does not match its key")
         if expect_peer_id is not None and membership.peer_id != expect_peer_id:

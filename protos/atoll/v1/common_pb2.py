@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x61toll/v1/common.proto\x12\x08\x61toll.v1\"/\n\x0fProtocolVersion\x12\r\n\x05major\x18\x01 \x01(\r\x12\r\n\x05minor\x18\x02 \x01(\r\"@\n\x06Signed\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\x12\x12\n\npublic_key\x18\x03 \x01(\x0c\"\xfb\x01\n\nMembership\x12+\n\x08protocol\x18\x01 \x01(\x0b\x32\x19.atoll.v1.ProtocolVersion\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\x12\n\npublic_key\x18\x03 \x01(\x0c\x12\x13\n\x0boperator_id\x18\x04 \x01(\t\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x1d\n\x05roles\x18\x06 \x03(\x0e\x32\x0e.atoll.v1.Role\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\x1a\n\x12not_before_unix_ms\x18\x08 \x01(\x03\x12\x19\n\x11not_after_unix_ms\x18\t \x01(\x03\x12\x11\n\tnode_name\x18\n \x01(\t\"Y\n\x08\x44\x65nyList\x12\x13\n\x0boperator_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x10\n\x08peer_ids\x18\x03 \x03(\t\x12\x16\n\x0eissued_unix_ms\x18\x04 \x01(\x03\"N\n\rAuthorityList\x12\x13\n\x0boperator_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x18\n\x10\x63\x65rtificates_pem\x18\x03 \x03(\x0c\"S\n\x10IdentityRotation\x12\x11\n\tstatement\x18\x01 \x01(\x0c\x12\x15\n\rold_signature\x18\x02 \x01(\x0c\x12\x15\n\rnew_signature\x18\x03 \x01(\x0c\"X\n\x11RotationStatement\x12\x13\n\x0boperator_id\x18\x01 \x01(\t\x12\x16\n\x0eold_public_key\x18\x02 \x01(\x0c\x12\x16\n\x0enew_public_key\x18\x03 \x01(\x0c\")\n\x0bSampleRange\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\"b\n\x07RoundId\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0cplan_version\x18\x02 \x01(\x04\x12\x10\n\x08\x66ragment\x18\x03 \x01(\r\x12\x0e\n\x06number\x18\x04 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\"\x8c\x01\n\x0b\x45rrorDetail\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06remedy\x18\x02 \x01(\t\x12/\n\x05\x66\x61\x63ts\x18\x03 \x03(\x0b\x32 .atoll.v1.ErrorDetail.FactsEntry\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*J\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\r\n\tROLE_NODE\x10\x01\x12\r\n\tROLE_SEED\x10\x02\x12\x0e\n\nROLE_ADMIN\x10\x03*~\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\x0e\n\nCODEC_FP32\x10\x01\x12\x0e\n\nCODEC_BF16\x10\x02\x12\x0e\n\nCODEC_FP16\x10\x03\x12\x0e\n\nCODEC_INT8\x10\x04\x12\x0e\n\nCODEC_INT4\x10\x05\x12\x0e\n\nCODEC_INT2\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x61toll/v1/common.proto\x12\x08\x61toll.v1\"/\n\x0fProtocolVersion\x12\r\n\x05major\x18\x01 \x01(\r\x12\r\n\x05minor\x18\x02 \x01(\r\"@\n\x06Signed\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\x12\x12\n\npublic_key\x18\x03 \x01(\x0c\"\x98\x02\n\nMembership\x12+\n\x08protocol\x18\x01 \x01(\x0b\x32\x19.atoll.v1.ProtocolVersion\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\x12\n\npublic_key\x18\x03 \x01(\x0c\x12\x13\n\x0boperator_id\x18\x04 \x01(\t\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x1d\n\x05roles\x18\x06 \x03(\x0e\x32\x0e.atoll.v1.Role\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\x1a\n\x12not_before_unix_ms\x18\x08 \x01(\x03\x12\x19\n\x11not_after_unix_ms\x18\t \x01(\x03\x12\x11\n\tnode_name\x18\n \x01(\t\x12\x1b\n\x13run_created_unix_ms\x18\x0b \x01(\x03\"Y\n\x08\x44\x65nyList\x12\x13\n\x0boperator_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x10\n\x08peer_ids\x18\x03 \x03(\t\x12\x16\n\x0eissued_unix_ms\x18\x04 \x01(\x03\"N\n\rAuthorityList\x12\x13\n\x0boperator_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x18\n\x10\x63\x65rtificates_pem\x18\x03 \x03(\x0c\"S\n\x10IdentityRotation\x12\x11\n\tstatement\x18\x01 \x01(\x0c\x12\x15\n\rold_signature\x18\x02 \x01(\x0c\x12\x15\n\rnew_signature\x18\x03 \x01(\x0c\"X\n\x11RotationStatement\x12\x13\n\x0boperator_id\x18\x01 \x01(\t\x12\x16\n\x0eold_public_key\x18\x02 \x01(\x0c\x12\x16\n\x0enew_public_key\x18\x03 \x01(\x0c\")\n\x0bSampleRange\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\"b\n\x07RoundId\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0cplan_version\x18\x02 \x01(\x04\x12\x10\n\x08\x66ragment\x18\x03 \x01(\r\x12\x0e\n\x06number\x18\x04 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\"\x8c\x01\n\x0b\x45rrorDetail\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06remedy\x18\x02 \x01(\t\x12/\n\x05\x66\x61\x63ts\x18\x03 \x03(\x0b\x32 .atoll.v1.ErrorDetail.FactsEntry\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*J\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\r\n\tROLE_NODE\x10\x01\x12\r\n\tROLE_SEED\x10\x02\x12\x0e\n\nROLE_ADMIN\x10\x03*~\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\x0e\n\nCODEC_FP32\x10\x01\x12\x0e\n\nCODEC_BF16\x10\x02\x12\x0e\n\nCODEC_FP16\x10\x03\x12\x0e\n\nCODEC_INT8\x10\x04\x12\x0e\n\nCODEC_INT4\x10\x05\x12\x0e\n\nCODEC_INT2\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +33,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERRORDETAIL_FACTSENTRY']._loaded_options = None
   _globals['_ERRORDETAIL_FACTSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=1036
-  _globals['_ROLE']._serialized_end=1110
-  _globals['_CODEC']._serialized_start=1112
-  _globals['_CODEC']._serialized_end=1238
+  _globals['_ROLE']._serialized_start=1065
+  _globals['_ROLE']._serialized_end=1139
+  _globals['_CODEC']._serialized_start=1141
+  _globals['_CODEC']._serialized_end=1267
   _globals['_PROTOCOLVERSION']._serialized_start=35
   _globals['_PROTOCOLVERSION']._serialized_end=82
   _globals['_SIGNED']._serialized_start=84
   _globals['_SIGNED']._serialized_end=148
   _globals['_MEMBERSHIP']._serialized_start=151
-  _globals['_MEMBERSHIP']._serialized_end=402
-  _globals['_DENYLIST']._serialized_start=404
-  _globals['_DENYLIST']._serialized_end=493
-  _globals['_AUTHORITYLIST']._serialized_start=495
-  _globals['_AUTHORITYLIST']._serialized_end=573
-  _globals['_IDENTITYROTATION']._serialized_start=575
-  _globals['_IDENTITYROTATION']._serialized_end=658
-  _globals['_ROTATIONSTATEMENT']._serialized_start=660
-  _globals['_ROTATIONSTATEMENT']._serialized_end=748
-  _globals['_SAMPLERANGE']._serialized_start=750
-  _globals['_SAMPLERANGE']._serialized_end=791
-  _globals['_ROUNDID']._serialized_start=793
-  _globals['_ROUNDID']._serialized_end=891
-  _globals['_ERRORDETAIL']._serialized_start=894
-  _globals['_ERRORDETAIL']._serialized_end=1034
-  _globals['_ERRORDETAIL_FACTSENTRY']._serialized_start=990
-  _globals['_ERRORDETAIL_FACTSENTRY']._serialized_end=1034
+  _globals['_MEMBERSHIP']._serialized_end=431
+  _globals['_DENYLIST']._serialized_start=433
+  _globals['_DENYLIST']._serialized_end=522
+  _globals['_AUTHORITYLIST']._serialized_start=524
+  _globals['_AUTHORITYLIST']._serialized_end=602
+  _globals['_IDENTITYROTATION']._serialized_start=604
+  _globals['_IDENTITYROTATION']._serialized_end=687
+  _globals['_ROTATIONSTATEMENT']._serialized_start=689
+  _globals['_ROTATIONSTATEMENT']._serialized_end=777
+  _globals['_SAMPLERANGE']._serialized_start=779
+  _globals['_SAMPLERANGE']._serialized_end=820
+  _globals['_ROUNDID']._serialized_start=822
+  _globals['_ROUNDID']._serialized_end=920
+  _globals['_ERRORDETAIL']._serialized_start=923
+  _globals['_ERRORDETAIL']._serialized_end=1063
+  _globals['_ERRORDETAIL_FACTSENTRY']._serialized_start=1019
+  _globals['_ERRORDETAIL_FACTSENTRY']._serialized_end=1063
 # @@protoc_insertion_point(module_scope)

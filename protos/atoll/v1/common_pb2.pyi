@@ -54,7 +54,7 @@ class Signed(_message.Message):
     def __init__(self, payload: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., public_key: _Optional[bytes] = ...) -> None: ...
 
 class Membership(_message.Message):
-    __slots__ = ("protocol", "peer_id", "public_key", "operator_id", "run_id", "roles", "epoch", "not_before_unix_ms", "not_after_unix_ms", "node_name")
+    __slots__ = ("protocol", "peer_id", "public_key", "operator_id", "run_id", "roles", "epoch", "not_before_unix_ms", "not_after_unix_ms", "node_name", "run_created_unix_ms")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,7 @@ class Membership(_message.Message):
     NOT_BEFORE_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     NOT_AFTER_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     NODE_NAME_FIELD_NUMBER: _ClassVar[int]
+    RUN_CREATED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     protocol: ProtocolVersion
     peer_id: str
     public_key: bytes
@@ -75,7 +76,8 @@ class Membership(_message.Message):
     not_before_unix_ms: int
     not_after_unix_ms: int
     node_name: str
-    def __init__(self, protocol: _Optional[_Union[ProtocolVersion, _Mapping]] = ..., peer_id: _Optional[str] = ..., public_key: _Optional[bytes] = ..., operator_id: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., epoch: _Optional[int] = ..., not_before_unix_ms: _Optional[int] = ..., not_after_unix_ms: _Optional[int] = ..., node_name: _Optional[str] = ...) -> None: ...
+    run_created_unix_ms: int
+    def __init__(self, protocol: _Optional[_Union[ProtocolVersion, _Mapping]] = ..., peer_id: _Optional[str] = ..., public_key: _Optional[bytes] = ..., operator_id: _Optional[str] = ..., run_id: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., epoch: _Optional[int] = ..., not_before_unix_ms: _Optional[int] = ..., not_after_unix_ms: _Optional[int] = ..., node_name: _Optional[str] = ..., run_created_unix_ms: _Optional[int] = ...) -> None: ...
 
 class DenyList(_message.Message):
     __slots__ = ("operator_id", "number", "peer_ids", "issued_unix_ms")

@@ -50,6 +50,24 @@ def test_a_peer_is_known_after_its_hello_only(gate: Gate, clock: ManualClock) ->
     assert gate.is_admitted(PEER.peer_id)
 
 
+@pytest.mark.parametrize(("theirs", "known"), [(1000, True), (0, True), (2000, False)])
+def test_a_member_of_a_deleted_run_of_the_same_name_is_none_of_ours(
+    clock: ManualClock, theirs: int, known: bool
+) -> None:
+    """Certificates of releases that did not tell the time are taken."""
+    authority = MembershipVerifier(OPERATOR.public_key, "reef", 1000)
+    ours = certificate_of(OWN, OPERATOR, clock.unix(), created=1000)
+    gate = Gate(authority, ours, OWN.peer_id, EMPTY_DENY_LIST, clock)
+    hello = make_gate(PEER, clock).hello()
+    hello.membership.CopyFrom(certificate_of(PEER, OPERATOR, clock.unix(), created=theirs))
+    if known:
+        gate.admit(PEER.peer_id, hello)
+    else:
+        with pytest.raises(CertificateInvalid, match="deleted run of the name 'reef'"):
+            gate.admit(PEER.peer_id, hello)
+    assert gate.is_admitted(PEER.peer_id) == known
+
+
 def test_a_hello_must_be_the_callers_own_and_of_our_major(gate: Gate, clock: ManualClock) -> None:
     hello = make_gate(PEER, clock).hello()
     with pytest.raises(CertificateInvalid, match="sent the membership certificate of"):

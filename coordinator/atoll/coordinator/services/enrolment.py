@@ -16,6 +16,7 @@ from atoll.coordinator.controller import Controller
 from atoll.coordinator.live.attendance import corpus_expected
 from atoll.coordinator.runs import admission
 from atoll.coordinator.services import views
+from atoll.coordinator.state import lookup
 from atoll.coordinator.store.records import Node
 from atoll.core import protocol
 from atoll.core.certs import csr_public_key
@@ -120,7 +121,8 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
 
 
 def membership_of(controller: Controller, node: Node) -> pb.Signed:
-    """Membership certificate that peers show one another."""
+    """Membership certificate that peers show one another. Raises `NotFound` if the run was deleted just now."""
+    created_ms = lookup.run(controller.state, node.run_id).created_ms
     return issue_membership(
         controller.operator,
         public_key=node.public_key,
@@ -129,4 +131,5 @@ def membership_of(controller: Controller, node: Node) -> pb.Signed:
         epoch=node.epoch,
         now=controller.clock.unix(),
         node_name=node.name,
+        run_created_unix_ms=created_ms,
     )

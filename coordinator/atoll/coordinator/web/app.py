@@ -58,7 +58,8 @@ class _Site:
     def __init__(self, controller: Controller, registry: CollectorRegistry) -> None:
         self._controller = controller
         self._registry = registry
-        self._old_means: dict[str, dict[int, RoundMeans | None]] = {}  # of the last call, by run and round
+        # of the last call, by run and round; a deleted run may have had the same name
+        self._old_means: dict[tuple[str, int], dict[int, RoundMeans | None]] = {}
 
     async def page(self, _request: Request) -> Response:
         return FileResponse(ASSETS / "index.html", headers=_HEADERS)
@@ -92,6 +93,8 @@ class _Site:
 
     def _logs(self, store: Store) -> Logs:
         state = self._controller.state
+        runs = {(run.run_id, run.created_ms) for run in state.runs.values()}
+        self._old_means = {key: held for key, held in self._old_means.items() if key in runs}
         evaluations = {run_id: store.evaluations(run_id, MAX_LOSSES) for run_id in state.runs}
         return Logs(
             evaluations=evaluations,
@@ -102,12 +105,13 @@ class _Site:
 
     def _means(self, store: Store, run_id: str, evaluations: tuple[Evaluation, ...]) -> tuple[RoundMeans, ...]:
         """What nodes reported of the evaluated rounds. Old rounds are read once: of many nodes that is many rows."""
-        settled = self._controller.state.runs[run_id].head_round - SETTLED_ROUNDS
+        run = self._controller.state.runs[run_id]
+        key, settled = (run_id, run.created_ms), run.head_round - SETTLED_ROUNDS
         rounds = [row.round for row in evaluations]
-        known = {number: found for number, found in self._old_means.get(run_id, {}).items() if number <= settled}
+        known = {number: found for number, found in self._old_means.get(key, {}).items() if number <= settled}
         read = {item.round: item for item in store.round_means(run_id, [it for it in rounds if it not in known])}
         means = {number: known[number] if number in known else read.get(number) for number in rounds}
-        self._old_means[run_id] = {number: found for number, found in means.items() if number <= settled}
+        self._old_means[key] = {number: found for number, found in means.items() if number <= settled}
         return tuple(found for found in means.values() if found is not None)
 
 

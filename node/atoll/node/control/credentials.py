@@ -42,7 +42,7 @@ class Credentials:
     @property
     def authority(self) -> MembershipVerifier:
         """Verifier of other members' certificates."""
-        return MembershipVerifier(self.operator_key, self.run_id)
+        return MembershipVerifier(self.operator_key, self.run_id, self.run_created_unix_ms)
 
     def member(self, unix: float) -> Member:
         """This node as its certificate names it. Raises `CertificateInvalid`."""
