@@ -25,7 +25,7 @@ MANY = 10**9
 @contextlib.contextmanager
 def small_disk(path: Path):
     path.mkdir(mode=0o700)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m,mode=0700", "tmpfs", path], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m,mode=0700", "tmpfs", path], check=True)
     try:
         yield
     finally:
@@ -35,9 +35,11 @@ def small_disk(path: Path):
 @contextlib.contextmanager
 def full(path: Path):
     filler = path / "filler"
-    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
+    with filler.open("wb", buffering=0) as file:
+        for block in (1 << 20, 4096):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(block)) == block:
+                    pass
     yield
     filler.unlink()
 

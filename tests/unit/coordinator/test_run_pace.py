@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from unit.coordinator.world import RUN, World, hash_of, round_report
 
 from atoll.coordinator.cli.output import message_dict
-from atoll.coordinator.rounds.run_pace import LEAST_GAPS, SILENT_SECONDS, CommitTime, Eta, predict
+from atoll.coordinator.rounds.run_pace import LEAST_GAPS, SILENT_SECONDS, CommitTime, Eta, eta_of, predict
 from atoll.coordinator.runs import lifecycle
 from atoll.coordinator.services import views
 from atoll.coordinator.state.snapshot import Policy
@@ -120,3 +120,24 @@ def test_run_views_the_page_and_a_restart_agree_and_a_pause_ends_it() -> None:
     world.take(lifecycle.start(world.state, world.now, RUN, world.policy))
     again = views.run_view(world.state, world.run, world.now.unix_ms)
     assert (again.eta_unix_ms - world.now.unix_ms) / 1000 == pytest.approx(50, rel=0.05)
+
+
+def test_rounds_that_waited_for_the_coordinator_count_when_they_were_made() -> None:
+    """It was away for twenty rounds of ten seconds, and hears of all of them within four."""
+    world = World(policy=Policy(lost_after_seconds=1e6))
+    members = world.train("ann", "bob")
+    previous = world.state.memory[RUN].committed[0].manifest_hash
+    began = world.now.unix_ms
+    for number in range(1, 21):
+        world.wait(200 if number == 1 else 0.2)
+        made_ms = began + 10_000 * number
+        before = 100 * (number - 1)
+        report = round_report(
+            number, previous, members, tokens_each=50, committed_before=before, committed_unix_ms=made_ms
+        )
+        world.say(world.opener_of(report), rounds=[report])
+        previous = hash_of(report)
+    assert world.run.head_round == 20
+    found = eta_of(world.state, world.run, world.now.unix_ms)
+    assert found is not None
+    assert found.tokens_per_second == pytest.approx(10, rel=0.05)

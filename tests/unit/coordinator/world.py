@@ -108,6 +108,7 @@ def round_report(
     fragments: int = 1,
     epoch: int = 1,
     seats: list[Identity] | None = None,
+    committed_unix_ms: int = 0,
 ) -> mb.RoundReport:
     """A committed round of `members`, as its opener reports it.
 
@@ -135,6 +136,7 @@ def round_report(
         seats=[peers.index(peer) for peer in deciding if peer != COORDINATOR],
         coordinator_seat=COORDINATOR in deciding,
         epoch=epoch,
+        committed_unix_ms=committed_unix_ms,
     )
     voters = [member for member in members if member not in gone] if signers is None else signers
     committed = commit(manifest.SerializeToString(), voters, ballot)

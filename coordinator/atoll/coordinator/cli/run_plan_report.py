@@ -72,19 +72,21 @@ def make_run_plan(
         else NodesForecast((), missing="the layers of the model are unknown")
     )
     placement = nodes.placement
-    members = placement.placed if placement else spec.run.min_nodes
-    cuts, pace = (placement.cuts, placement.tokens_per_second) if placement else (0, None)
-    rounds = forecast_rounds(spec, len(model.table.layers) if model else None, members, cuts, pace)
-    holders, turn = (placement.routes, placement.turn_seconds) if placement else (members, None)
+    members = placement.routes if placement else spec.run.min_nodes
+    cuts, pace, busy = (
+        (placement.cuts, placement.tokens_per_second, placement.busy_seconds) if placement else (0, None, 0.0)
+    )
+    rounds = forecast_rounds(spec, len(model.table.layers) if model else None, members, cuts, pace, busy)
+    seconds = spec.run.stop_tokens / pace if pace else None
     return RunPlan(
         spec=spec,
         model=model,
         kinds=known_kinds(spec, model),
         rounds=rounds,
-        traffic=forecast_traffic(spec, model, rounds, holders, turn) if model else None,
+        traffic=forecast_traffic(spec, model, rounds, members, seconds) if model else None,
         nodes=nodes,
         step_tokens=placement.step_tokens if placement else members * spec.tokens_per_step,
-        seconds=spec.run.stop_tokens / pace if pace else None,
+        seconds=seconds,
         price_per_hour=price_per_hour,
     )
 
@@ -132,7 +134,9 @@ def facts(plan: RunPlan) -> list[tuple[str, object]]:
     spec, model, rounds = plan.spec, plan.model, plan.rounds
     section, placement = spec.optimizer, plan.nodes.placement
     length = spec.data.sequence_length
-    node_step = f"{count_text(spec.tokens_per_step)} tokens ({spec.tokens_per_step // length} samples) of a node"
+    cut = placement is not None and placement.cuts > 0
+    what, one = ("route", spec.tokens_per_flush) if cut else ("node", spec.tokens_per_step)
+    node_step = f"{count_text(one)} tokens ({one // length} samples) of a {what}"
     all_steps = f"{count_text(plan.step_tokens)} ({plan.step_tokens // length}) of all {rounds.members}"
     fragments = f"; each averages one of {rounds.fragments} fragments" if rounds.fragments > 1 else ""
     return [
@@ -142,8 +146,8 @@ def facts(plan: RunPlan) -> list[tuple[str, object]]:
         ("optimizer", f"{section.name}, learning rate {section.learning_rate:g}, {section.precision}"),
         ("step", node_step if rounds.members == 1 else f"{node_step}; {all_steps}"),
         ("rounds", f"about {rounds.total:,} until {count_text(spec.run.stop_tokens)} tokens{fragments}"),
-        ("round", f"{count_text(rounds.tokens)} tokens; {rounds.steps:.1f} steps of each node"),
-        *_traffic(plan.traffic),
+        ("round", f"{count_text(rounds.tokens)} tokens; {rounds.steps:.1f} steps of each {what}"),
+        *_traffic(plan.traffic, cut=cut),
         ("memory", _memory(plan)),
         ("speed", f"{count_text(placement.tokens_per_second)} tokens/s, predicted" if placement else "–"),
         ("time", f"{duration_text(plan.seconds)} of training, predicted" if plan.seconds is not None else "–"),
@@ -171,15 +175,17 @@ def _parameters(plan: RunPlan) -> str:
     return f"{count_text(plan.model.parameters)}{more}: {', '.join(parts)}"
 
 
-def _traffic(traffic: Traffic | None) -> Iterator[tuple[str, str]]:
+def _traffic(traffic: Traffic | None, *, cut: bool) -> Iterator[tuple[str, str]]:
     if traffic is None:
         yield "averaging", "–"
     elif traffic.holders < 2:
-        yield "averaging", "nothing: no second node holds the model"
+        yield "averaging", f"nothing: no second {'route' if cut else 'node'} holds the model"
     else:
         yield "averaging", f"{bytes_text(traffic.round_bytes)} up and as much down in a round, {traffic.codec}"
         day = f"{bytes_text(traffic.day_bytes)} a day" if traffic.day_bytes is not None else "a day: –"
         yield "", f"{day}; {bytes_text(traffic.run_bytes)} in the whole run"
+        if cut:
+            yield "", "all stages of a route together; without activations between stages"
 
 
 def _memory(plan: RunPlan) -> str:
@@ -255,7 +261,7 @@ def sentences(plan: RunPlan) -> Iterator[str]:
         many = f"{count} equal nodes that each hold" if count > 1 else "one node that holds"
         yield f"counted for {many} all layers, by run.min_nodes"
     if spec.sync.codec == "auto":
-        yield "codec auto: counted as int4, with which it starts and which the planner assumes"
+        yield "codec auto: counted as int4, with which it starts; on fast links, up to four times as many bytes"
     if model is not None:
         yield f"a node keeps {CHECKPOINTS_KEPT} checkpoints and writes the next; its owner can set checkpoint_keep"
     for node in nodes.nodes:
@@ -267,7 +273,7 @@ def sentences(plan: RunPlan) -> Iterator[str]:
 def _prediction(plan: RunPlan) -> Iterator[str]:
     nodes, placement = plan.nodes, plan.nodes.placement
     assert placement is not None
-    shape = "each with the whole model" if not placement.cuts else f"in {placement.routes} routes"
+    shape = "each with the whole model" if not placement.cuts else f"in {_count(placement.routes, 'route')}"
     yield (
         f"predicted by the planner for {placement.placed} of {len(nodes.nodes)} connected nodes, {shape}, if they "
         "train nothing else"

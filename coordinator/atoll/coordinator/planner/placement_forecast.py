@@ -62,7 +62,7 @@ class Placement:
     cuts: int
     step_tokens: int  # of an optimiser step of all routes
     tokens_per_second: float
-    turn_seconds: float  # in which each fragment is averaged once
+    busy_seconds: float  # of the busiest link, to average each fragment once
 
 
 @dataclass(frozen=True)
@@ -123,14 +123,13 @@ def _placed(found: NodesForecast, problem: Problem, value: Evaluation, spec: Run
     routes = value.layout.routes
     stages = {problem.machines[it.machine].name: (number, it) for number, route in enumerate(routes, 1) for it in route}
     busy = max(value.round.busy_seconds.values(), default=0.0) if value.round.busiest is not None else 0.0
-    turn = max(min(value.round.interval_seconds, spec.sync.round_max_seconds.total_seconds()), busy)
     placement = Placement(
         routes=len(routes),
         placed=len(stages),
         cuts=len({stage.first for route in routes for stage in route} - {0}),
         step_tokens=sum(spec.tokens_per_step if len(route) == 1 else spec.tokens_per_flush for route in routes),
         tokens_per_second=value.tokens_per_second,
-        turn_seconds=turn,
+        busy_seconds=busy,
     )
     nodes = tuple(
         replace(row, route=stages[row.name][0], first=stages[row.name][1].first, last=stages[row.name][1].last)

@@ -70,11 +70,11 @@ class KindSize:
 class Rounds:
     """Outer rounds of a run, and of one round once rounds have grown."""
 
-    members: int
+    members: int  # nodes that each hold all layers, or routes of nodes
     fragments: int
     total: int  # until stop_tokens
     tokens: int  # of a round
-    steps: float  # of each node in it, if all are equally fast
+    steps: float  # of each member in it, if all are equally fast
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,23 @@ def known_kinds(spec: RunSpec, model: Model | None) -> tuple[KindSize, ...]:
 
 
 def forecast_rounds(
-    spec: RunSpec, layers: int | None, members: int, cuts: int = 0, pace: float | None = None
+    spec: RunSpec,
+    layers: int | None,
+    members: int,
+    cuts: int = 0,
+    pace: float | None = None,
+    busy_seconds: float = 0.0,
 ) -> Rounds:
-    """Count rounds with `members` nodes that train; `pace` in tokens/s: `round_max_seconds` may end rounds early."""
+    """Count rounds with `members` that train: nodes, or routes if the model has `cuts`.
+
+    `pace` in tokens/s: `round_max_seconds` may end rounds early, but a round is never shorter than its exchange
+    (`busy_seconds` for all fragments), nor than a step of one member.
+    """
     fragments = spec.sync.fragments if layers is None else fragment_count(spec.sync.fragments, layers, cuts)
-    stop, first = spec.run.stop_tokens, members * spec.tokens_per_step
-    most = math.inf if pace is None else pace * spec.sync.round_max_seconds.total_seconds() / fragments
+    step = spec.tokens_per_flush if cuts else spec.tokens_per_step
+    stop, first = spec.run.stop_tokens, members * step
+    turn = max(spec.sync.round_max_seconds.total_seconds(), busy_seconds)
+    most = math.inf if pace is None else max(pace * turn / fragments, step)
     tokens = min(stop, max(1, int(min(due_tokens(spec.sync, stop, first, fragments), most))))
     total = rounds_until(spec.sync, stop, first, fragments, most)
     return Rounds(members, fragments, total, tokens, tokens / first)
@@ -157,17 +168,21 @@ def exchanged_vectors(holders: int) -> float:
 
 
 def forecast_traffic(
-    spec: RunSpec, model: Model, rounds: Rounds, holders: int, turn_seconds: float | None = None
+    spec: RunSpec, model: Model, rounds: Rounds, holders: int, seconds: float | None = None
 ) -> Traffic:
-    """Bytes of a node with all layers. `turn_seconds`: in which each fragment is averaged once."""
+    """Bytes of averaging of a node with all layers, or of all stages of a route together.
+
+    `seconds` that the run takes, for the mean of a day.
+    """
     per_parameter = training_of(spec, read_layers(model.table, spec.data.sequence_length)).outer_bytes_per_parameter
     turn = per_parameter * model.parameters * exchanged_vectors(holders)
+    run_bytes = turn / rounds.fragments * rounds.total
     return Traffic(
         codec="int4" if spec.sync.codec == "auto" else spec.sync.codec,
         holders=holders,
         round_bytes=turn / rounds.fragments,
-        run_bytes=turn / rounds.fragments * rounds.total,
-        day_bytes=None if turn_seconds is None else turn * 86400 / turn_seconds,
+        run_bytes=run_bytes,
+        day_bytes=None if seconds is None else run_bytes * min(1.0, 86400 / seconds),
     )
 
 

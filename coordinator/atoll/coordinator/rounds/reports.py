@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from google.protobuf.message import DecodeError
+
 from atoll.coordinator.rounds.round_checks import (
     check_reported_head,
     check_votes,
@@ -29,6 +31,7 @@ from atoll.core.manifest import (
     manifest_hash,
     verify_votes,
 )
+from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
 RECENT_MANIFESTS = 32  # kept in memory, so that a second result of one of these rounds proves who voted twice
@@ -42,7 +45,7 @@ def apply_round_report(draft: Draft, peer_id: str, run_id: str, report: mb.Round
     if report.round.number > run.head_round + 1 or _is_known_report(run, memory, peer_id, report):
         return
     try:
-        row = row_from_report(draft.state, draft.now.unix_ms, peer_id, run, report)
+        row = row_from_report(draft.state, _when(report, draft.now.unix_ms), peer_id, run, report)
         if row.committed:
             commit_round(draft, peer_id, row, report)
         elif _charge_row(draft, peer_id):
@@ -52,6 +55,17 @@ def apply_round_report(draft: Draft, peer_id: str, run_id: str, report: mb.Round
             draft.event("round.abandoned", run_id, str(row.number), message)
     except AtollError as error:
         reject(draft, run_id, peer_id, "round", error)
+
+
+def _when(report: mb.RoundReport, now_ms: int) -> int:
+    """When a round ended, as its manifest says: a report may have waited for the coordinator. Never in the future."""
+    if not report.committed:
+        return now_ms
+    try:
+        committed_ms = manifest_pb2.Manifest.FromString(report.manifest.payload).committed_unix_ms
+    except DecodeError:  # it is refused below
+        return now_ms
+    return committed_ms if 0 < committed_ms < now_ms else now_ms
 
 
 def apply_evaluation_report(draft: Draft, peer_id: str, run_id: str, report: mb.EvaluationReport) -> None:

@@ -113,6 +113,18 @@ def test_a_slow_pace_makes_more_rounds(pace: float) -> None:
     assert slow.tokens <= usual.tokens
 
 
+@given(st.floats(1e3, 1e7), st.floats(0, 1e4), st.sampled_from([0, 2]), st.integers(2, 50))
+def test_figures_of_a_day_a_run_and_a_round_agree(pace: float, busy: float, cuts: int, members: int) -> None:
+    spec = spec_of()
+    rounds, model = forecast_rounds(spec, 10, members, cuts, pace, busy), model_of(spec)
+    seconds = spec.run.stop_tokens / pace
+    traffic = forecast_traffic(spec, model, rounds, members, seconds)
+    assert traffic.day_bytes == pytest.approx(traffic.run_bytes * min(1, 86400 / seconds))
+    step = spec.tokens_per_flush if cuts else spec.tokens_per_step
+    assert rounds.steps * members == pytest.approx(rounds.tokens / step)
+    assert rounds.tokens >= min(step, spec.sync.round_tokens // rounds.fragments, spec.run.stop_tokens)
+
+
 @given(st.integers(1, 10_000))
 def test_a_node_sends_less_than_two_vectors_and_never_less_with_more_holders(holders: int) -> None:
     assert exchanged_vectors(holders) <= exchanged_vectors(holders + 1) < 2
