@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -17,6 +19,9 @@ from unit.coordinator.model_files import Files, committed_checkpoint
 from unit.coordinator.world import genesis_report, hash_of, spec_toml
 
 from atoll.coordinator.cli import main
+from atoll.coordinator.runs import deletion
+from atoll.coordinator.state.snapshot import State, Step, StepTime
+from atoll.coordinator.store.records import Node as NodeRow
 from atoll.core.clock import SystemClock
 from atoll.core.errors import DeadlineExceeded, InvalidTransition, NotFound
 from atoll.core.identity import Identity
@@ -132,6 +137,26 @@ async def test_a_plan_of_a_new_run_is_newer_than_those_of_a_deleted_one_of_its_n
         await ann.say(mb.NODE_STATE_READY, genesis=genesis_report(ann.identity))
         await ann.plan(2)
         assert old.plan.payload not in [response.plan.payload for response in ann.heard]
+
+
+async def test_a_run_that_is_deleted_while_a_node_joins_gives_a_typed_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with coordinator(tmp_path / "c") as home:
+        await home.create_run(start=False)
+        token = await home.token()
+        do = home.controller.do
+
+        async def deleted_at_once(operation: Callable[[State, StepTime], Step[Any]]) -> object:
+            result = await do(operation)
+            if isinstance(result, NodeRow):
+                await do(lambda state, now: deletion.delete(state, now, home.controller.policy, "reef"))
+            return result
+
+        monkeypatch.setattr(home.controller, "do", deleted_at_once)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await Node(home, Identity.generate(), "ann").enrol(token)
+        assert error_of(failed.value).reason == "NotFound"
 
 
 async def test_a_node_keeps_its_state_of_a_deleted_run_apart(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from atoll.coordinator.services.authority_changes import AuthorityChanges
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.snapshot import State, Step, StepTime
-from atoll.coordinator.store.records import MAX_INTEGER, Checkpoint, Event, Node, Round, Run
+from atoll.coordinator.store.records import MAX_INTEGER, Checkpoint, Event, ForgottenNode, Node, Round, Run
 from atoll.coordinator.store.store import EventFilter, MetricsPage, Store
 from atoll.core.errors import InvalidRequest, NotFound
 from atoll.core.membership import ROLE_NAMES
@@ -146,9 +146,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def BanNode(self, request: wire.BanNodeRequest, context: Context) -> wire.NodeView:
         """Put a node's peer id on the deny-list, for good."""
-        return self._node(
-            await self._controller.do(lambda state, now: admission.ban(state, now, request.node, request.reason))
-        )
+        banned = await self._controller.do(lambda state, now: admission.ban(state, now, request.node, request.reason))
+        if isinstance(banned, ForgottenNode):
+            return wire.NodeView(peer_id=banned.peer_id, name=banned.name, run_id=banned.run_id, banned=True)
+        return self._node(banned)
 
     async def UnbanNode(self, request: wire.UnbanNodeRequest, context: Context) -> wire.NodeView:
         """Take a node's peer id off the deny-list."""
@@ -352,7 +353,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def DeleteRun(self, request: wire.DeleteRunRequest, context: Context) -> wire.DeleteRunResponse:
         """Forget a run for good."""
-        found = await self._controller.do(lambda state, now: deletion.delete(state, now, request.run_id))
+        found = await self._controller.do(
+            lambda state, now: deletion.delete(state, now, self._controller.policy, request.run_id)
+        )
         run = found.run
         return wire.DeleteRunResponse(
             run_id=run.run_id, head_round=run.head_round, nodes=found.nodes, tokens=found.tokens
@@ -360,7 +363,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def ForgetNode(self, request: wire.ForgetNodeRequest, context: Context) -> wire.ForgetNodeResponse:
         """Remove the row of a node that is gone."""
-        node = await self._controller.do(lambda state, now: forgetting.forget(state, now, request.node))
+        node = await self._controller.do(
+            lambda state, now: forgetting.forget(state, now, self._controller.policy, request.node)
+        )
         return wire.ForgetNodeResponse(
             peer_id=node.peer_id,
             name=node.name,
