@@ -206,6 +206,9 @@ async def test_a_node_is_forgotten_comes_back_in_vain_and_joins_again_under_its_
         document = await printed(home, "node", "forget", "ann", bob.identity.peer_id, "--yes")
         assert [item["name"] for item in document["forgotten"]] == ["ann", "bob"]  # type: ignore[attr-defined]
         assert isinstance((await ctl(home, "node", "forget", "ann", "--yes")).exception, NotFound)
+        banned = await printed(home, "node", "ban", bob.identity.peer_id, "--yes")
+        assert (banned["node"]["name"], banned["node"]["banned"]) == ("bob", True)  # type: ignore[index]
+        assert bob.identity.peer_id in home.controller.state.deny.peer_ids
 
         await ann.connect(run_id="reef")
         refused = await ann.ended()

@@ -123,8 +123,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return wire.ListNodesResponse(nodes=[self._node(node) for node in nodes])
 
     async def GetNode(self, request: wire.GetNodeRequest, context: Context) -> wire.NodeView:
-        """A node by peer id, name, or end of a peer id."""
-        return self._node(lookup.node(self._controller.state, request.node))
+        """A node by peer id, name, or end of a peer id; also what is left of a forgotten one, by its peer id."""
+        state = self._controller.state
+        return self._known(lookup.known(state, request.node) or lookup.node(state, request.node))
 
     async def DrainNode(self, request: wire.DrainNodeRequest, context: Context) -> wire.NodeView:
         """Ask a node to finish its round and leave."""
@@ -147,9 +148,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def BanNode(self, request: wire.BanNodeRequest, context: Context) -> wire.NodeView:
         """Put a node's peer id on the deny-list, for good."""
         banned = await self._controller.do(lambda state, now: admission.ban(state, now, request.node, request.reason))
-        if isinstance(banned, ForgottenNode):
-            return wire.NodeView(peer_id=banned.peer_id, name=banned.name, run_id=banned.run_id, banned=True)
-        return self._node(banned)
+        return self._known(banned)
 
     async def UnbanNode(self, request: wire.UnbanNodeRequest, context: Context) -> wire.NodeView:
         """Take a node's peer id off the deny-list."""
@@ -398,6 +397,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return views.fork_source_view(
             state, fork_source.find(state, run_id, number, request.manifest_hash, logged=logged)
         )
+
+    def _known(self, known: Node | ForgottenNode) -> wire.NodeView:
+        if isinstance(known, Node):
+            return self._node(known)
+        banned = known.peer_id in self._controller.state.deny.peer_ids
+        return wire.NodeView(peer_id=known.peer_id, name=known.name, run_id=known.run_id, banned=banned)
 
     def _node(self, node: Node) -> wire.NodeView:
         now = self._controller.moment()
