@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from atoll.coordinator.backup_archive import pack, unpack
 from atoll.coordinator.store.copying import copy_rows
-from atoll.coordinator.store.records import Change, DenyRow, Event
+from atoll.coordinator.store.records import Change, DenyRow, Event, Run
 from atoll.coordinator.store.sql import SqlStore
 from atoll.core.certs import certificate_sha256
 from atoll.core.disk import OS_DISK
@@ -120,7 +120,7 @@ def _mark_as_restored(url: str, operator_key: Path, created_ms: int, unix_ms: in
         deny = contents.deny or DenyRow(EMPTY_DENY_LIST.number, empty.SerializeToString())
         message = "restored from a backup: all tokens are revoked; the coordinator votes after a round of a newer plan"
         changes: list[Change] = [
-            *(replace(run, plan_floor=max(run.plan_version, run.plan_floor) + skipped) for run in contents.runs),
+            *(replace(run, plan_floor=_newest_plan(run) + skipped) for run in contents.runs),
             *(replace(trace, plan_version=trace.plan_version + skipped) for trace in contents.deleted_runs),
             *(replace(token, revoked=True) for token in contents.tokens),
             replace(deny, number=deny.number + skipped),
@@ -129,6 +129,10 @@ def _mark_as_restored(url: str, operator_key: Path, created_ms: int, unix_ms: in
         store.apply(changes)
     finally:
         store.close()
+
+
+def _newest_plan(run: Run) -> int:
+    return max(run.plan_version, run.plan_floor, run.plans_before)
 
 
 # --- databases ---------------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -17,6 +19,9 @@ from unit.coordinator.model_files import Files, committed_checkpoint
 from unit.coordinator.world import genesis_report, hash_of, spec_toml
 
 from atoll.coordinator.cli import main
+from atoll.coordinator.runs import deletion
+from atoll.coordinator.state.snapshot import State, Step, StepTime
+from atoll.coordinator.store.records import Node as NodeRow
 from atoll.core.clock import SystemClock
 from atoll.core.errors import DeadlineExceeded, InvalidTransition, NotFound
 from atoll.core.identity import Identity
@@ -134,6 +139,26 @@ async def test_a_plan_of_a_new_run_is_newer_than_those_of_a_deleted_one_of_its_n
         assert old.plan.payload not in [response.plan.payload for response in ann.heard]
 
 
+async def test_a_run_that_is_deleted_while_a_node_joins_gives_a_typed_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with coordinator(tmp_path / "c") as home:
+        await home.create_run(start=False)
+        token = await home.token()
+        do = home.controller.do
+
+        async def deleted_at_once(operation: Callable[[State, StepTime], Step[Any]]) -> object:
+            result = await do(operation)
+            if isinstance(result, NodeRow):
+                await do(lambda state, now: deletion.delete(state, now, home.controller.policy, "reef"))
+            return result
+
+        monkeypatch.setattr(home.controller, "do", deleted_at_once)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await Node(home, Identity.generate(), "ann").enrol(token)
+        assert error_of(failed.value).reason == "NotFound"
+
+
 async def test_a_node_keeps_its_state_of_a_deleted_run_apart(tmp_path: Path) -> None:
     async with coordinator(tmp_path / "c") as home:
         identity, data_dir = Identity.generate(), tmp_path / "ann"
@@ -181,6 +206,9 @@ async def test_a_node_is_forgotten_comes_back_in_vain_and_joins_again_under_its_
         document = await printed(home, "node", "forget", "ann", bob.identity.peer_id, "--yes")
         assert [item["name"] for item in document["forgotten"]] == ["ann", "bob"]  # type: ignore[attr-defined]
         assert isinstance((await ctl(home, "node", "forget", "ann", "--yes")).exception, NotFound)
+        banned = await printed(home, "node", "ban", bob.identity.peer_id, "--yes")
+        assert (banned["node"]["name"], banned["node"]["banned"]) == ("bob", True)  # type: ignore[index]
+        assert bob.identity.peer_id in home.controller.state.deny.peer_ids
 
         await ann.connect(run_id="reef")
         refused = await ann.ended()

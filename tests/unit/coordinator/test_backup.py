@@ -79,6 +79,19 @@ def test_numbers_go_on_above_all_that_may_have_been_issued(home: Path, tmp_path:
     assert last > 1
 
 
+def test_a_run_of_a_deleted_name_goes_on_above_the_plans_that_were_before_it(home: Path, tmp_path: Path) -> None:
+    store = SqlStore(url(home))
+    (run,) = store.load().runs
+    store.apply([replace(run, plans_before=70)])
+    store.close()
+    backup.write(home, url(home), tmp_path / "b.tar", MADE_MS)
+    backup.restore(tmp_path / "b.tar", tmp_path / "new", "", MADE_MS)
+    store = SqlStore(url(tmp_path / "new"))
+    (run,) = store.load().runs
+    store.close()
+    assert run.plan_floor == 70 + backup.SKIPPED_NUMBERS
+
+
 def test_the_deny_list_that_is_shown_stays_and_the_next_one_is_above_the_spare_numbers() -> None:
     world = World()
     world.train("ann", "bob")

@@ -43,13 +43,13 @@ DAY_MS = 86_400_000
 
 
 def delete(world: World, run_id: str = RUN) -> deletion.Deletion:
-    found = world.take(deletion.delete(world.state, world.now, run_id))
+    found = world.take(deletion.delete(world.state, world.now, world.policy, run_id))
     assert isinstance(found, deletion.Deletion)
     return found
 
 
 def forget(world: World, name: str) -> Node:
-    node = world.take(forgetting.forget(world.state, world.now, name))
+    node = world.take(forgetting.forget(world.state, world.now, world.policy, name))
     assert isinstance(node, Node)
     return node
 
@@ -181,6 +181,9 @@ def test_a_run_with_connected_nodes_cannot_be_deleted_and_they_are_named(role: s
     with pytest.raises(InvalidTransition, match=r"are connected: ann$"):
         delete(world)
     world.hang_up("ann")
+    with pytest.raises(InvalidTransition, match=r"come back: ann$"):
+        delete(world)
+    world.wait(PROMPT.lost_after_seconds + 3)
     delete(world)
 
 
@@ -597,7 +600,7 @@ class Story(World):
             case "stop":
                 self.take(lifecycle.stop(state, now, about[0]))
             case "delete":
-                self.take(deletion.delete(state, now, about[0]))
+                self.take(deletion.delete(state, now, self.policy, about[0]))
                 check_gone(self, about[0])
             case "enrol":
                 wanted = admission.TokenRequest(f"{now.unix_ms:012d}", self._hash(), about[1], 1, 60, ("node",))
@@ -624,7 +627,7 @@ class Story(World):
             case "ban":
                 self.take(admission.ban(state, now, self.identities[about[0]].peer_id, ""))
             case "forget":
-                self.take(forgetting.forget(state, now, self.identities[about[0]].peer_id))
+                self.take(forgetting.forget(state, now, self.policy, self.identities[about[0]].peer_id))
             case "wait":
                 self.wait(float(about[0]))
             case "restart":

@@ -84,7 +84,7 @@ def _is_still_valid(state: State, run_id: str, question: Question, answer: Answe
     """True where the plan, and the nodes that the answer places, have not changed since the question."""
     peers = _placed_peers(question, answer)
     names, plan = question.name_by_peer(), state.memory[run_id].plan
-    pinned = all(pinned_span(state.nodes[it]) == question.pins.get(names[it]) for it in peers)
+    pinned = all(it in state.nodes and pinned_span(state.nodes[it]) == question.pins.get(names[it]) for it in peers)
     as_asked = question.routes == (routes_of(plan) if plan is not None else ())
     return as_asked and pinned and not _changed(state, question, peers, attendance)
 

@@ -14,10 +14,11 @@ from atoll.coordinator.rounds import training_scores
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.snapshot import Draft, LiveNode, State, Step, StepTime, charge_row
-from atoll.coordinator.store.records import Node, Token
+from atoll.coordinator.store.records import ForgottenNode, Node, Token
 from atoll.core.errors import (
     AlreadyExists,
     InvalidRequest,
+    InvalidTransition,
     TokenExpired,
     TokenRevoked,
     TokenUnknown,
@@ -243,28 +244,39 @@ def begin_drain(draft: Draft, peer_id: str) -> None:
         draft.set_live(peer_id, replace(live, drain_since=draft.now.monotonic, handing_over=must_hand_over))
 
 
-def ban(state: State, now: StepTime, text: str, reason: str) -> Step[Node]:
-    """Put a peer on the deny-list, until `unban`. Raises `NotFound`, `Ambiguous`."""
-    node = lookup.node(state, text)
+def ban(state: State, now: StepTime, text: str, reason: str) -> Step[Node | ForgottenNode]:
+    """Put a peer on the deny-list, until `unban`; a forgotten one by its peer id. Raises `NotFound`, `Ambiguous`."""
+    known = lookup.known(state, text) or lookup.node(state, text)
     draft = Draft(state, now)
-    ban_node(draft, node, clean(reason, MAX_REASON_CHARACTERS))
-    return draft.done(draft.state.nodes[node.peer_id])
+    ban_known(draft, known, clean(reason, MAX_REASON_CHARACTERS))
+    return draft.done(draft.state.nodes.get(known.peer_id, known))
 
 
-def ban_node(draft: Draft, node: Node, reason: str) -> None:
-    """Put a node on the deny-list, if it is not there. A new identity does not escape what an earlier one did."""
-    node = lookup.newest(draft.state, node)
-    if not node.banned:
-        draft.put(replace(node, banned=True))
-        change_deny_list(draft, draft.state.deny.peer_ids | {node.peer_id})
-        because = f": {reason}" if reason else ""
-        draft.event("node.banned", node.run_id, node.peer_id, f"{node.name} was banned{because}")
+def ban_known(draft: Draft, known: Node | ForgottenNode, reason: str) -> None:
+    """Put what `lookup.known` found on the deny-list, if it is not there.
+
+    It is the newest identity, which does not escape what an earlier one did.
+    """
+    state = draft.state
+    if isinstance(known, Node):
+        if known.banned:
+            return
+        draft.put(replace(known, banned=True))
+    elif known.peer_id in state.deny.peer_ids:
+        return
+    change_deny_list(draft, state.deny.peer_ids | {known.peer_id})
+    run_id = known.run_id if known.run_id in state.runs else ""
+    draft.event("node.banned", run_id, known.peer_id, f"{known.name} was banned{f': {reason}' if reason else ''}")
 
 
 def unban(state: State, now: StepTime, text: str) -> Step[Node | None]:
-    """Take a peer off the deny-list; None if that is all that is known of it. Raises `NotFound`, `Ambiguous`."""
+    """Take a peer off the deny-list; None if its row is gone.
+
+    Raises `NotFound`, `Ambiguous`, and `InvalidTransition` for an earlier identity of a forgotten node.
+    """
     draft = Draft(state, now)
-    if text in state.deny.peer_ids - state.nodes.keys():  # a restore lost its row
+    if text in state.deny.peer_ids - state.nodes.keys():  # it was forgotten, or a restore lost it
+        _refuse_replaced(state, text)
         change_deny_list(draft, state.deny.peer_ids - {text})
         draft.event("node.unbanned", "", text, f"{text} is not banned any more")
         return draft.done(None)
@@ -274,6 +286,16 @@ def unban(state: State, now: StepTime, text: str) -> Step[Node | None]:
         change_deny_list(draft, state.deny.peer_ids - {node.peer_id})
         draft.event("node.unbanned", node.run_id, node.peer_id, f"{node.name} is not banned any more")
     return draft.done(draft.state.nodes[node.peer_id])
+
+
+def _refuse_replaced(state: State, peer_id: str) -> None:
+    trace, known = state.forgotten.get(peer_id), lookup.known(state, peer_id)
+    if trace is not None and trace.replaced_by:
+        newest = known.peer_id if known is not None else trace.replaced_by
+        raise InvalidTransition(
+            f"{peer_id} is an identity that {trace.name} had earlier: it stays refused",
+            f"if its newest one is banned, take that back: atollctl node unban {newest}",
+        )
 
 
 def change_deny_list(draft: Draft, peer_ids: frozenset[str]) -> None:

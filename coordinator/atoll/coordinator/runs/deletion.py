@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from atoll.coordinator.runs import forgetting
-from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime
+from atoll.coordinator.state import kept_rounds, lookup
+from atoll.coordinator.state.snapshot import Draft, Policy, State, Step, StepTime
 from atoll.coordinator.store.records import DeletedRun, Node, Run
 from atoll.core.errors import InvalidRequest, InvalidTransition
 
@@ -31,9 +31,12 @@ class Deletion:
     tokens: int
 
 
-def delete(state: State, now: StepTime, run_id: str) -> Step[Deletion]:
-    """Delete a run. Raises `NotFound`, `InvalidRequest`, and `InvalidTransition` if it may go on, or has nodes
-    that are connected or needed."""
+def delete(state: State, now: StepTime, policy: Policy, run_id: str) -> Step[Deletion]:
+    """Delete a run.
+
+    Raises `NotFound`, `InvalidRequest`, and `InvalidTransition` if it may go on, if a fork begins with it, or if it has
+    nodes that are connected or needed.
+    """
     if not run_id:
         raise InvalidRequest("a deletion must name the run")
     run = lookup.run(state, run_id)
@@ -42,14 +45,16 @@ def delete(state: State, now: StepTime, run_id: str) -> Step[Deletion]:
             f"run {run_id!r} is {run.state.lower()}: only a run that is over, or that never started, can be deleted",
             f"stop it first: atollctl run stop {run_id}",
         )
-    _refuse_connected(state, run_id)
+    _refuse_forks(state, run_id)
+    _refuse_present(state, now, policy, run_id)
     members = [node for node in state.nodes.values() if _home(state, node) == run_id]
-    for node in members:  # a run from which they were moved may need them still
-        forgetting.refuse_needed(state, lookup.newest(state, node), node.peer_id)
+    forgetting.refuse_needed(state, members, without_run=run_id)  # a run from which they were moved may need them
     draft = Draft(state, now)
     _detach_others(draft, run_id)
     draft.drop_run(run_id)
-    nodes = _forget_nodes(draft, members)
+    kept_rounds.update_source(draft, state.memory[run_id].spec)
+    forgetting.forget_rows(draft, members, run_deleted=True)
+    nodes = sum(not node.replaced_by for node in members)
     tokens = sum(token.run_id == run_id for token in state.tokens.values())
     _leave_trace(draft, run)
     told = f"run {run_id} was deleted at round {run.head_round}, with {_count(nodes, 'node')}"
@@ -57,31 +62,40 @@ def delete(state: State, now: StepTime, run_id: str) -> Step[Deletion]:
     return draft.done(Deletion(run, nodes, tokens))
 
 
-def _refuse_connected(state: State, run_id: str) -> None:
-    lives = ((node.name, state.live.get(node.peer_id)) for node in state.members_of(run_id))
-    names = sorted(name for name, live in lives if live is not None and live.connected)
-    if names:
-        more = f" and {len(names) - _MAX_NAMED_NODES} more" if len(names) > _MAX_NAMED_NODES else ""
+def _refuse_forks(state: State, run_id: str) -> None:
+    for fork, number in sorted(kept_rounds.forks_to_come(state.runs.values(), state.memory, run_id).items()):
         raise InvalidTransition(
-            f"nodes of run {run_id!r} are connected: {', '.join(names[:_MAX_NAMED_NODES])}{more}",
+            f"run {fork!r} begins with round {number} of run {run_id!r}, and has no genesis yet",
+            f"wait until it trains, or delete it first: atollctl run delete {fork}",
+        )
+
+
+def _refuse_present(state: State, now: StepTime, policy: Policy, run_id: str) -> None:
+    members = state.members_of(run_id)
+    lives = ((node, state.live.get(node.peer_id)) for node in members)
+    connected = [node for node, live in lives if live is not None and live.connected]
+    if connected:
+        raise InvalidTransition(
+            f"nodes of run {run_id!r} are connected: {_names(connected)}",
             "move them to another run (`atollctl run assign`), or ask them to leave (`atollctl node drain`)",
         )
+    coming = [node for node in members if forgetting.may_come_back(state, now, policy, node)]
+    if coming:
+        raise InvalidTransition(
+            f"nodes of run {run_id!r} may have lost their connection just now, and come back: {_names(coming)}",
+            "try again when they count as lost",
+        )
+
+
+def _names(nodes: Sequence[Node]) -> str:
+    names = sorted(node.name for node in nodes)
+    more = f" and {len(names) - _MAX_NAMED_NODES} more" if len(names) > _MAX_NAMED_NODES else ""
+    return ", ".join(names[:_MAX_NAMED_NODES]) + more
 
 
 def _home(state: State, node: Node) -> str:
     """The run of a node, also for an identity that it had before."""
     return lookup.newest(state, node).run_id
-
-
-def _forget_nodes(draft: Draft, nodes: Sequence[Node]) -> int:
-    """Forget the nodes of the deleted run, with all identities that they had; return how many they were."""
-    for node in nodes:
-        forgetting.forget_in_runs(draft, node.peer_id)
-        if not node.replaced_by:
-            forgetting.leave_trace(draft, node, run_deleted=True)
-        if node.peer_id in draft.state.nodes:  # an identity from before it came to this run
-            draft.drop_node(node.peer_id)
-    return sum(not node.replaced_by for node in nodes)
 
 
 def _detach_others(draft: Draft, run_id: str) -> None:

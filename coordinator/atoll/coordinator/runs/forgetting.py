@@ -1,78 +1,81 @@
 """Forgetting of nodes that are gone: their rows go, what they contributed stays. Pure.
 
-A node that could still be needed is kept. While its run may go on, its vote may decide the next round, or it may hold
-layers that nobody else has. A ban outlives the row, because the deny-list has it.
+A node that could still be needed is kept. While its run may go on, it may have a place in the plan, its vote may decide
+the next round, or strangers would have the run without it. After a restore nobody knows that, until a round of a newer
+plan has committed. What a node outside the plan has on its disk is not looked at.
 
-A forgotten node that comes back is refused, and told why. What is needed for that is kept until the certificates have
-expired that it may have. It may join again with a new token.
+A ban outlives the row, because the deny-list has it. A forgotten node that comes back is refused, and told why. What is
+needed for that is kept until the certificates have expired that it may have. It may join again with a new token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import fields
 
 from atoll.coordinator.state import deciding, lookup
 from atoll.coordinator.state.run_states import TRANSITIONS
-from atoll.coordinator.state.snapshot import Draft, RunMemory, State, Step, StepTime
-from atoll.coordinator.store.records import ForgottenNode, Node
+from atoll.coordinator.state.snapshot import Draft, Policy, RunMemory, State, Step, StepTime
+from atoll.coordinator.store.records import ForgottenNode, Node, Run
 from atoll.core.certs import LEAF_LIFETIME
 from atoll.core.errors import InvalidTransition
 
 _KEPT_MS = 1000 * (LEAF_LIFETIME.total_seconds() + 3600)
 
 
-def forget(state: State, now: StepTime, text: str) -> Step[Node]:
+def forget(state: State, now: StepTime, policy: Policy, text: str) -> Step[Node]:
     """Forget a node that is gone, under all its identities; the result is its last row.
 
     Raises `NotFound`, `Ambiguous`, and `InvalidTransition` for a node that is connected or needed.
     """
     node = lookup.node(state, text)
-    _refuse_present(state, node)
-    identities = lookup.identities(state, node)
-    for peer_id in identities:
-        refuse_needed(state, node, peer_id)
+    _refuse_present(state, now, policy, node)
+    rows = [state.nodes[peer_id] for peer_id in lookup.identities(state, node)]
+    refuse_needed(state, rows)
     draft = Draft(state, now)
-    for peer_id in identities:
-        forget_in_runs(draft, peer_id)
-        draft.drop_node(peer_id)
-    leave_trace(draft, node, run_deleted=False)
+    forget_rows(draft, rows, run_deleted=False)
     banned = "; it stays banned" if node.banned else ""
     draft.event("node.forgotten", node.run_id, node.peer_id, f"{node.name} was forgotten{banned}")
     return draft.done(node)
 
 
-def leave_trace(draft: Draft, node: Node, *, run_deleted: bool) -> None:
-    """Keep why a node is refused from now on."""
-    draft.put(
+def forget_rows(draft: Draft, rows: Iterable[Node], *, run_deleted: bool) -> None:
+    """Drop these rows, and keep why their peers are refused from now on."""
+    traces = [
         ForgottenNode(
-            peer_id=node.peer_id,
-            name=node.name,
-            run_id=node.run_id,
+            peer_id=row.peer_id,
+            name=row.name,
+            run_id=row.run_id,
             run_deleted=run_deleted,
-            epoch=node.epoch,
+            epoch=row.epoch,
             forgotten_ms=draft.now.unix_ms,
+            replaced_by=row.replaced_by,
         )
-    )
-
-
-def forget_in_runs(draft: Draft, peer_id: str) -> None:
-    """Forget a node in the memory of all runs: its allowances, audits, doubts, and questions about it."""
+        for row in rows
+    ]
+    peer_ids = {trace.peer_id for trace in traces}
     for run_id, memory in draft.state.memory.items():
-        changes: dict[str, object] = {
-            item.name: {key: it for key, it in held.items() if key != peer_id}
-            for item in fields(RunMemory)
-            if isinstance(held := getattr(memory, item.name), Mapping) and peer_id in held
-        }
-        if peer_id in memory.failed_genesis_writers:
-            changes["failed_genesis_writers"] = memory.failed_genesis_writers - {peer_id}
-        if memory.genesis_writer == peer_id:
-            changes["genesis_writer"] = ""  # another one is chosen
-        asked = (memory.question, memory.preparation.question if memory.preparation is not None else None)
-        if any(peer_id in question.peer_by_name().values() for question in asked if question is not None):
-            changes |= {"question": None, "answered_question": None, "preparation": None}  # the planner is asked again
-        if changes:
-            draft.remember(run_id, **changes)
+        _forget_in_run(draft, run_id, memory, peer_ids)
+    draft.drop_nodes(peer_ids & draft.state.nodes.keys())
+    draft.put_traces(traces)
+
+
+def _forget_in_run(draft: Draft, run_id: str, memory: RunMemory, peer_ids: Set[str]) -> None:
+    """Forget nodes in the memory of a run: their allowances, audits, doubts, and questions about them."""
+    changes: dict[str, object] = {
+        item.name: {key: it for key, it in held.items() if key not in peer_ids}
+        for item in fields(RunMemory)
+        if isinstance(held := getattr(memory, item.name), Mapping) and not peer_ids.isdisjoint(held)
+    }
+    if not peer_ids.isdisjoint(memory.failed_genesis_writers):
+        changes["failed_genesis_writers"] = memory.failed_genesis_writers - peer_ids
+    if memory.genesis_writer in peer_ids:
+        changes["genesis_writer"] = ""  # another one is chosen
+    asked = (memory.question, memory.preparation.question if memory.preparation is not None else None)
+    if any(not peer_ids.isdisjoint(question.peer_by_name().values()) for question in asked if question is not None):
+        changes |= {"question": None, "answered_question": None, "preparation": None}  # the planner is asked again
+    if changes:
+        draft.remember(run_id, **changes)
 
 
 def drop_old_traces(draft: Draft) -> None:
@@ -83,35 +86,73 @@ def drop_old_traces(draft: Draft) -> None:
         draft.drop_traces(frozenset(), old)
 
 
-def _refuse_present(state: State, node: Node) -> None:
+def may_come_back(state: State, now: StepTime, policy: Policy, node: Node) -> bool:
+    """Whether a node without a stream had one a moment ago, perhaps to the process before this one."""
     live = state.live.get(node.peer_id)
-    if live is None:
-        return
-    if live.connected:
+    if node.left or node.banned:
+        return False
+    if live is not None:
+        return not live.counted_as_lost
+    return node.last_seen_ms > 0 and now.monotonic - state.started_at <= policy.lost_after_seconds
+
+
+def _refuse_present(state: State, now: StepTime, policy: Policy, node: Node) -> None:
+    live = state.live.get(node.peer_id)
+    if live is not None and live.connected:
         raise InvalidTransition(f"{node.name} is connected", f"ask it to leave first: atollctl node drain {node.name}")
-    if not (live.counted_as_lost or node.left or node.banned):
-        raise InvalidTransition(
-            f"{node.name} lost its connection just now, and may come back", "try again when it counts as lost"
-        )
+    if may_come_back(state, now, policy, node):
+        lost = "lost its connection" if live is not None else "may have been connected until the coordinator started"
+        raise InvalidTransition(f"{node.name} {lost} just now, and may come back", "try again when it counts as lost")
 
 
-def refuse_needed(state: State, node: Node, peer_id: str) -> None:
-    """Raise `InvalidTransition` while a run that may go on needs the node under this identity, an earlier one perhaps.
+def refuse_needed(state: State, rows: Iterable[Node], *, without_run: str = "") -> None:
+    """Raise `InvalidTransition` while a run that may go on needs one of these peers, an earlier identity perhaps.
 
-    The run has it in its plan, or among those that decide the next round.
+    `without_run`: that is deleted with them.
     """
+    leaving = {row.peer_id: lookup.newest(state, row) for row in rows}
     for run in state.runs.values():
-        plan = state.memory[run.run_id].plan
-        if plan is None or not TRANSITIONS[run.state]:
-            continue
-        if plan.assignment(peer_id) is not None:
+        if TRANSITIONS[run.state] and run.run_id != without_run:
+            _refuse_needed_by(state, run, leaving)
+
+
+def _refuse_needed_by(state: State, run: Run, leaving: Mapping[str, Node]) -> None:
+    memory, stop = state.memory[run.run_id], f"or stop the run: atollctl run stop {run.run_id}"
+    own = [peer for peer, node in leaving.items() if run.run_id in (node.run_id, node.moved_from)]
+    if own and (deciding.abstains(run, memory) or deciding.is_behind(state, run.run_id)):
+        raise InvalidTransition(
+            f"run {run.run_id} may be ahead of the coordinator, which then does not know if it needs "
+            f"{leaving[own[0]].name}",
+            f"wait until a round of a newer plan has committed, {stop}",
+        )
+    if memory.plan is not None:
+        for peer in sorted(leaving.keys() & set(memory.plan.members)):
             raise InvalidTransition(
-                f"{node.name} has a place in plan {plan.version} of run {run.run_id}",
-                f"wait for a plan without it (`atollctl plan show`), or stop the run: atollctl run stop {run.run_id}",
+                f"{leaving[peer].name} has a place in plan {memory.plan.version} of run {run.run_id}",
+                f"wait for a plan without it (`atollctl plan show`), {stop}",
             )
         electorate = deciding.next_electorate(state, run.run_id)
-        if electorate is not None and peer_id in electorate.members:
+        for peer in sorted(electorate.members & leaving.keys()) if electorate is not None else ():
             raise InvalidTransition(
-                f"{node.name} has a seat in round {run.head_round + 1} of run {run.run_id}: its vote may decide it",
+                f"{leaving[peer].name} has a seat in round {run.head_round + 1} of run {run.run_id}: its vote may "
+                "decide it",
                 f"wait until a round has committed without it; if none can: atollctl run recover {run.run_id}",
             )
+    if own:
+        _refuse_last_known(state, run, leaving)
+
+
+def _refuse_last_known(state: State, run: Run, leaving: Mapping[str, Node]) -> None:
+    """A run whose only nodes are on probation is theirs (`state/known_nodes.py`)."""
+    rows = [
+        node
+        for node in state.nodes.values()
+        if run.run_id in (node.run_id, node.moved_from) and "node" in node.roles and not node.banned
+    ]
+    known = [node for node in rows if not node.on_probation]
+    strangers = [node for node in rows if node.on_probation and node.peer_id not in leaving]
+    if known and strangers and all(node.peer_id in leaving for node in known):
+        raise InvalidTransition(
+            f"{known[0].name} is the last node of run {run.run_id} that is not on probation: strangers would have it",
+            f"vouch for another one (`atollctl node vouch`), or stop the run: atollctl run stop {run.run_id}",
+        )

@@ -23,6 +23,7 @@ from atoll.coordinator.live.attendance import eligible_nodes
 from atoll.coordinator.rounds.reports import reject
 from atoll.coordinator.rounds.round_checks import check_size
 from atoll.coordinator.runs import admission, recovery
+from atoll.coordinator.state import lookup
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE
 from atoll.coordinator.state.snapshot import Draft, Fork, ForkInquiry, RunMemory, State, electorate_after, epoch_of
 from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, ProofRow
@@ -183,14 +184,16 @@ def _convict(draft: Draft, run_id: str, proof: bytes) -> str:
     breach, name = verify_proof(proof), proof_id(proof)
     if breach.culprit == peer_id_of(draft.state.operator_key):
         return "the coordinator's own key"
-    node = draft.state.nodes.get(breach.culprit)
-    if node is None:
+    known = lookup.known(draft.state, breach.culprit)
+    if known is None:
         return breach.culprit
     now_ms = draft.now.unix_ms
     draft.log(ProofRow(run_id, breach.culprit, name, breach.kind, breach.round, now_ms, breach.sentence, proof))
-    draft.event("trust.proved", run_id, breach.culprit, f"{node.name} broke the rules: {breach.sentence}; proof {name}")
-    admission.ban_node(draft, node, f"proof {name}: {breach.kind}")
-    return node.name
+    draft.event(
+        "trust.proved", run_id, breach.culprit, f"{known.name} broke the rules: {breach.sentence}; proof {name}"
+    )
+    admission.ban_known(draft, known, f"proof {name}: {breach.kind}")
+    return known.name
 
 
 def _end_fork(draft: Draft, run_id: str, fork: Fork) -> None:

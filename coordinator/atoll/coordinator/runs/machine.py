@@ -96,6 +96,7 @@ def restore(
         deny=deny or EMPTY_DENY_LIST,
         deny_reserved=contents.deny.number if contents.deny else 0,
         last_event_id=contents.last_event_id,
+        started_at=now.monotonic,
     )
     stages = [
         peer for peer in live if state.nodes[peer].draining and hand_over.must_hand_over(state, state.nodes[peer])

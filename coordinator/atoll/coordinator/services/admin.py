@@ -34,7 +34,7 @@ from atoll.coordinator.services.authority_changes import AuthorityChanges
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.snapshot import State, Step, StepTime
-from atoll.coordinator.store.records import MAX_INTEGER, Checkpoint, Event, Node, Round, Run
+from atoll.coordinator.store.records import MAX_INTEGER, Checkpoint, Event, ForgottenNode, Node, Round, Run
 from atoll.coordinator.store.store import EventFilter, MetricsPage, Store
 from atoll.core.errors import InvalidRequest, NotFound
 from atoll.core.membership import ROLE_NAMES
@@ -123,8 +123,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return wire.ListNodesResponse(nodes=[self._node(node) for node in nodes])
 
     async def GetNode(self, request: wire.GetNodeRequest, context: Context) -> wire.NodeView:
-        """A node by peer id, name, or end of a peer id."""
-        return self._node(lookup.node(self._controller.state, request.node))
+        """A node by peer id, name, or end of a peer id; also what is left of a forgotten one, by its peer id."""
+        state = self._controller.state
+        return self._known(lookup.known(state, request.node) or lookup.node(state, request.node))
 
     async def DrainNode(self, request: wire.DrainNodeRequest, context: Context) -> wire.NodeView:
         """Ask a node to finish its round and leave."""
@@ -146,9 +147,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def BanNode(self, request: wire.BanNodeRequest, context: Context) -> wire.NodeView:
         """Put a node's peer id on the deny-list, for good."""
-        return self._node(
-            await self._controller.do(lambda state, now: admission.ban(state, now, request.node, request.reason))
-        )
+        banned = await self._controller.do(lambda state, now: admission.ban(state, now, request.node, request.reason))
+        return self._known(banned)
 
     async def UnbanNode(self, request: wire.UnbanNodeRequest, context: Context) -> wire.NodeView:
         """Take a node's peer id off the deny-list."""
@@ -352,7 +352,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def DeleteRun(self, request: wire.DeleteRunRequest, context: Context) -> wire.DeleteRunResponse:
         """Forget a run for good."""
-        found = await self._controller.do(lambda state, now: deletion.delete(state, now, request.run_id))
+        found = await self._controller.do(
+            lambda state, now: deletion.delete(state, now, self._controller.policy, request.run_id)
+        )
         run = found.run
         return wire.DeleteRunResponse(
             run_id=run.run_id, head_round=run.head_round, nodes=found.nodes, tokens=found.tokens
@@ -360,7 +362,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def ForgetNode(self, request: wire.ForgetNodeRequest, context: Context) -> wire.ForgetNodeResponse:
         """Remove the row of a node that is gone."""
-        node = await self._controller.do(lambda state, now: forgetting.forget(state, now, request.node))
+        node = await self._controller.do(
+            lambda state, now: forgetting.forget(state, now, self._controller.policy, request.node)
+        )
         return wire.ForgetNodeResponse(
             peer_id=node.peer_id,
             name=node.name,
@@ -393,6 +397,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return views.fork_source_view(
             state, fork_source.find(state, run_id, number, request.manifest_hash, logged=logged)
         )
+
+    def _known(self, known: Node | ForgottenNode) -> wire.NodeView:
+        if isinstance(known, Node):
+            return self._node(known)
+        banned = known.peer_id in self._controller.state.deny.peer_ids
+        return wire.NodeView(peer_id=known.peer_id, name=known.name, run_id=known.run_id, banned=banned)
 
     def _node(self, node: Node) -> wire.NodeView:
         now = self._controller.moment()

@@ -97,16 +97,17 @@ class EnrolmentService(enrolment_pb2_grpc.EnrolmentServicer):
         )
         node = await self._controller.do(lambda state, now: admission.enrol(state, now, applicant))
         state = self._controller.state
+        run = lookup.run(state, node.run_id)  # it may be deleted by now
         return wire.EnrolResponse(
             certificate_chain_pem=self._keys.issue_node(request.csr_der, peer_id),
             membership=membership_of(self._controller, node),
             operator_public_key=self._keys.operator.public_key,
             deny_list=self._controller.signed.deny_list,
             seeds=admission.seeds_of(state, node.run_id),
-            run_spec_toml=state.runs[node.run_id].spec_toml,
+            run_spec_toml=run.spec_toml,
             membership_endpoint=self._membership_endpoint,
             run_id=node.run_id,
-            run_created_unix_ms=state.runs[node.run_id].created_ms,
+            run_created_unix_ms=run.created_ms,
             authorities=self._keys.announced.signed if self._keys.announced else None,
         )
 

@@ -89,13 +89,14 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         peer_id = caller(context, NODE_SUBJECT_PREFIX)
         node = await self._controller.do(lambda state, now: assignment.move(state, now, peer_id, request.instance))
         state = self._controller.state
+        run = lookup.run(state, node.run_id)  # it may be deleted by now
         return mb.MoveToRunResponse(
             run_id=node.run_id,
-            run_spec_toml=state.runs[node.run_id].spec_toml,
+            run_spec_toml=run.spec_toml,
             membership=membership_of(self._controller, node),
             seeds=admission.seeds_of(state, node.run_id),
             deny_list=self._controller.signed.deny_list,
-            run_created_unix_ms=state.runs[node.run_id].created_ms,
+            run_created_unix_ms=run.created_ms,
         )
 
     async def Leave(self, request: mb.LeaveRequest, context: Context) -> mb.LeaveResponse:  # noqa: N802

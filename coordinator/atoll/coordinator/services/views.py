@@ -194,17 +194,16 @@ def vote_answer(round_id: RoundId, given: VoteReply) -> mb.VoteResponse:
 
 def proof_view(state: State, row: ProofRow) -> admin.ProofView:
     """A proof against a member, without its bytes."""
-    node = state.nodes.get(row.culprit)
-    node = lookup.newest(state, node) if node is not None else None
+    known = lookup.known(state, row.culprit)
     return admin.ProofView(
         id=row.proof_id,
         run_id=row.run_id,
         culprit=row.culprit,
-        culprit_name=node.name if node else "",
+        culprit_name=known.name if known else "",
         kind=row.kind,
         round=row.round,
         found_unix_ms=row.found_ms,
-        banned=row.culprit in state.deny.peer_ids or (node is not None and node.banned),
+        banned=not state.deny.peer_ids.isdisjoint({row.culprit, *([known.peer_id] if known else [])}),
         sentence=row.sentence,
     )
 

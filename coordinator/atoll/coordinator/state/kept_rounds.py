@@ -7,24 +7,35 @@ from collections.abc import Iterable, Mapping
 from atoll.coordinator.state.run_states import TRANSITIONS
 from atoll.coordinator.state.snapshot import Draft, RunMemory
 from atoll.coordinator.store.records import Run
+from atoll.core.run_spec import RunSpec
 
 MAX_KEPT_ROUNDS = 4  # of a run; its nodes keep no checkpoints for more forks at a time
 
 
-def rounds_to_keep(runs: Iterable[Run], memory: Mapping[str, RunMemory], source_id: str) -> tuple[int, ...]:
-    """Rounds of the run `source_id` with which forks without a genesis begin, the newest first."""
-    needed = set()
+def forks_to_come(runs: Iterable[Run], memory: Mapping[str, RunMemory], source_id: str) -> dict[str, int]:
+    """Forks of the run `source_id` that have no genesis yet, by run id: the round with which each begins."""
+    found = {}
     for run in runs:
         fork = memory[run.run_id].spec.fork
         if fork is not None and fork.run == source_id and not run.genesis and TRANSITIONS[run.state]:
-            needed.add(fork.round)
+            found[run.run_id] = fork.round
+    return found
+
+
+def rounds_to_keep(runs: Iterable[Run], memory: Mapping[str, RunMemory], source_id: str) -> tuple[int, ...]:
+    """Rounds of the run `source_id` with which forks without a genesis begin, the newest first."""
+    needed = set(forks_to_come(runs, memory, source_id).values())
     return tuple(sorted(needed, reverse=True)[:MAX_KEPT_ROUNDS])
 
 
 def update_kept_rounds(draft: Draft, run_id: str) -> None:
     """Call it after a run was created, has its genesis, or was stopped. Does nothing unless the run is a fork."""
-    state = draft.state
-    fork = state.memory[run_id].spec.fork
+    update_source(draft, draft.state.memory[run_id].spec)
+
+
+def update_source(draft: Draft, fork_spec: RunSpec) -> None:
+    """The same by the spec of the run, also of one that was deleted."""
+    state, fork = draft.state, fork_spec.fork
     if fork is None or fork.run not in state.runs:
         return
     kept = rounds_to_keep(state.runs.values(), state.memory, fork.run)

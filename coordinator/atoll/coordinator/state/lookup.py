@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from atoll.coordinator.state.run_states import TRANSITIONS
 from atoll.coordinator.state.snapshot import State
-from atoll.coordinator.store.records import Node, Run, Token
+from atoll.coordinator.store.records import ForgottenNode, Node, Run, Token
 from atoll.core.errors import Ambiguous, Banned, CertificateInvalid, Forgotten, IdentityReplaced, NotFound
 
 
@@ -50,6 +50,14 @@ def newest(state: State, found: Node) -> Node:
     while found.replaced_by:
         found = state.nodes[found.replaced_by]
     return found
+
+
+def known(state: State, peer_id: str) -> Node | ForgottenNode | None:
+    """The row of a peer, or what is left of it if it was forgotten, under its newest identity."""
+    while (trace := state.forgotten.get(peer_id)) is not None and trace.replaced_by:
+        peer_id = trace.replaced_by
+    found = state.nodes.get(peer_id)
+    return newest(state, found) if found is not None else trace
 
 
 def identities(state: State, found: Node) -> tuple[str, ...]:

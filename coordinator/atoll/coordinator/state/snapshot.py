@@ -8,8 +8,9 @@ key has to sign. Nothing here does I/O.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
@@ -327,6 +328,7 @@ class State:
     forgotten: Mapping[str, ForgottenNode] = field(default_factory=dict)  # by peer id
     deny: DenyList = EMPTY_DENY_LIST
     deny_reserved: int = 0  # numbers up to this one may have been issued before a restore
+    started_at: float = -math.inf  # monotonic, when this process took over
     last_event_id: int = 0
     last_session: int = 0
 
@@ -421,7 +423,7 @@ class Draft:
         self._plans: list[Plan] = []
         self._deny: DenyList | None = None
 
-    def put(self, row: Token | Node | Run | DeletedRun | ForgottenNode) -> None:
+    def put(self, row: Token | Node | Run | DeletedRun) -> None:
         """Insert or replace a durable row."""
         match row:
             case Token():
@@ -432,16 +434,21 @@ class Draft:
                 self._set("runs", row.run_id, row)
             case DeletedRun():
                 self._set("deleted_runs", row.run_id, row)
-            case ForgottenNode():
-                self._set("forgotten", row.peer_id, row)
         self._records.append(row)
 
-    def drop_node(self, peer_id: str) -> None:
-        """Delete a node's row, its checkpoints' records and its live state."""
-        self._records.append(Delete(Node, (peer_id,)))
-        self._records += [Delete(Checkpoint, (peer_id, item.round)) for item in self.state.checkpoints.get(peer_id, ())]
+    def put_traces(self, traces: Sequence[ForgottenNode]) -> None:
+        """Keep what is left of these nodes; the table is copied once."""
+        self.state = replace(self.state, forgotten={**self.state.forgotten, **{it.peer_id: it for it in traces}})
+        self._records += traces
+
+    def drop_nodes(self, peer_ids: Set[str]) -> None:
+        """Delete nodes' rows, their checkpoints' records and their live state."""
+        held = self.state.checkpoints
+        for peer_id in sorted(peer_ids):
+            self._records.append(Delete(Node, (peer_id,)))
+            self._records += [Delete(Checkpoint, (peer_id, item.round)) for item in held.get(peer_id, ())]
         for table in ("nodes", "checkpoints", "live"):
-            self._unset(table, {peer_id})
+            self._unset(table, peer_ids)
 
     def drop_run(self, run_id: str) -> None:
         """Delete all rows of a run, among them its tokens and nodes, and their live state."""

@@ -297,6 +297,7 @@ class ForgottenNode:
     run_deleted: bool  # it was forgotten with its run
     epoch: int  # of its last membership certificate
     forgotten_ms: int
+    replaced_by: str = ""  # the identity that it had after this one
 
 
 Record = (
