@@ -32,6 +32,7 @@ from atoll.node.control.channel import dial
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.enrol import enrol, preview
 from atoll.node.control.identity_rotation import KEY_FILE, finish_rotation
+from atoll.node.control.run_directories import put_in_place
 from atoll.node.control.run_needs import RunNeeds
 from atoll.node.limits.owner_files import OwnerIntent, save_owner_intent
 from atoll.node.preflight.machine import check_machine, check_writable
@@ -179,6 +180,7 @@ async def load_or_enrol(
     """Return the credentials of an earlier enrolment, or enrol with the token. Raises `UsageError` without either."""
     known = Credentials.load(config.data_dir)
     if known is not None and token is None:
+        put_in_place(config.path("runs", known.run_id), known.run_created_unix_ms)  # if a join was interrupted
         return known
     if token is None:
         raise UsageError(

@@ -28,6 +28,7 @@ from atoll.core.identity import Identity
 from atoll.node.control.begin_membership import begin_membership
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.enrol import enrol
+from atoll.node.control.run_directories import put_in_place
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import membership_pb2 as mb
 
@@ -164,8 +165,10 @@ async def test_a_node_keeps_its_state_of_a_deleted_run_apart(tmp_path: Path) -> 
         identity, data_dir = Identity.generate(), tmp_path / "ann"
         data_dir.mkdir()
         run_dir = data_dir / "runs" / "reef"
-        for life in ("first", "second", "third"):
+        created = []
+        for life in ("first", "second", "third", "fourth"):
             await home.create_run(start=False)
+            created.append(home.controller.state.runs["reef"].created_ms)
             begin_membership(data_dir, await enrol(await home.token(), identity, "ann", CLOCK))
             begin_membership(data_dir, await enrol(await home.token(), identity, "ann", CLOCK))  # of the same run
             assert not (run_dir / "plan").exists()
@@ -175,16 +178,55 @@ async def test_a_node_keeps_its_state_of_a_deleted_run_apart(tmp_path: Path) -> 
             assert loaded.run_created_unix_ms == home.controller.state.runs["reef"].created_ms
             await home.admin.DeleteRun(admin.DeleteRunRequest(run_id="reef"), timeout=SECONDS)
             await asyncio.sleep(0.002)  # the next run is created in another millisecond
-        assert {path.name for path in run_dir.parent.iterdir()} == {"reef", "reef.deleted"}
-        assert (run_dir.parent / "reef.deleted" / "plan").read_text() == "second"
-        assert (run_dir / "plan").read_text() == "third"
+        found = {path.name: (path / "plan").read_text() for path in run_dir.parent.iterdir()}
+        assert found == {"reef": "fourth", f"reef.{created[2]}": "third", f"reef.{created[1]}": "second"}
+
+
+def credentials(created: int) -> Credentials:
+    """Of the run "reef" that was created then."""
+    fields = {"run_id": "reef", "run_created_unix_ms": created, "save": lambda directory: None}
+    return SimpleNamespace(**fields)  # type: ignore[return-value]
+
+
+def test_state_of_a_run_comes_back_with_the_run(tmp_path: Path) -> None:
+    """Two coordinators use one name, and a node goes from one to the other and back."""
+    plan = tmp_path / "runs" / "reef" / "plan"
+    begin_membership(tmp_path, credentials(1))
+    plan.write_text("one")
+    begin_membership(tmp_path, credentials(2))
+    assert not plan.exists()
+    plan.write_text("two")
+    for created, text in ((1, "one"), (2, "two"), (2, "two"), (1, "one")):
+        begin_membership(tmp_path, credentials(created))
+        assert plan.read_text() == text
+    assert {path.name for path in plan.parent.parent.iterdir()} == {"reef", "reef.2"}
+
+
+def test_the_states_used_last_stay_and_other_runs_with_similar_names_are_not_touched(tmp_path: Path) -> None:
+    for other in ("reef-2", "ree", "reef.note"):
+        (tmp_path / "runs" / other).mkdir(parents=True)
+    for created in (1, 2, 3, 1, 4):
+        begin_membership(tmp_path, credentials(created))
+    found = {path.name for path in (tmp_path / "runs").iterdir()}
+    assert found == {"reef-2", "ree", "reef.note", "reef", "reef.1", "reef.3"}
+
+
+def test_after_a_crash_while_another_run_is_joined_the_present_ones_state_comes_back(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    begin_membership(tmp_path, credentials(1))
+    (runs / "reef" / "plan").write_text("one")
+    (runs / "reef").rename(runs / "reef.1")  # here it crashed; the credentials are those of run 1
+    put_in_place(runs / "reef", 1)
+    assert (runs / "reef" / "plan").read_text() == "one"
+
+
+async def test_a_node_of_an_older_release_learns_when_its_run_was_created(tmp_path: Path) -> None:
+    async with training(tmp_path / "c", "ann", "bob") as (home, nodes):
+        told = [response.run_created_unix_ms for response in nodes[0].heard if response.run_created_unix_ms]
+        assert told == [home.controller.state.runs["reef"].created_ms]
 
 
 def test_state_from_before_runs_were_told_apart_is_kept(tmp_path: Path) -> None:
-    def credentials(created: int) -> Credentials:
-        fields = {"run_id": "reef", "run_created_unix_ms": created, "save": lambda directory: None}
-        return SimpleNamespace(**fields)  # type: ignore[return-value]
-
     begin_membership(tmp_path, credentials(0))
     (tmp_path / "runs" / "reef" / "plan").write_text("kept")
     begin_membership(tmp_path, credentials(5))

@@ -49,6 +49,22 @@ async def test_the_time_of_the_end_is_kept_until_the_coordinator_does_not_know_i
         assert told.eta_unix_ms == kept
 
 
+async def test_a_node_remembers_when_its_run_was_created_once_it_hears_it(tmp_path):
+    told = directives(tmp_path / "plan")
+    for sent in (0, -5, 2**62):
+        told.apply_heartbeat(mb.HeartbeatResponse(run_created_unix_ms=sent))
+        assert not (tmp_path / "created").exists()
+    for sent in (1_700_000_000_000, 0, 1_800_000_000_000):
+        told.apply_heartbeat(mb.HeartbeatResponse(run_created_unix_ms=sent))
+        assert (tmp_path / "created").read_text() == "1700000000000"
+
+
+async def test_a_disk_on_which_that_cannot_be_written_does_not_stop_the_rest_of_the_message(tmp_path):
+    told = directives(tmp_path / "missing" / "plan")
+    told.apply_heartbeat(mb.HeartbeatResponse(run_created_unix_ms=5, order=mb.ORDER_DRAIN))
+    assert told.order == mb.ORDER_DRAIN
+
+
 def test_a_truncated_plan_file_is_ignored(plan_file):
     data = plan_file.read_bytes()
     for length in range(len(data)):

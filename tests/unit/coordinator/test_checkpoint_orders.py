@@ -8,7 +8,7 @@ import pytest
 from unit.coordinator.world import LAYERS, RUN, World, hash_of, round_report
 
 from atoll.coordinator.runs import checkpoint_orders, lifecycle
-from atoll.coordinator.runs.checkpoint_orders import ORDER_SECONDS, RETARGET_SECONDS, Progress
+from atoll.coordinator.runs.checkpoint_orders import ORDER_SECONDS, PATIENCE_SECONDS, RETARGET_SECONDS, Progress
 from atoll.coordinator.state import lookup
 from atoll.core.errors import InvalidTransition, NotFound, Unreachable
 from atoll.v1 import membership_pb2 as mb
@@ -18,24 +18,25 @@ LAST = len(LAYERS) - 1
 
 
 class Swarm(World):
-    """Two nodes that train, and write checkpoints when a test says so."""
+    """Nodes that train, and write checkpoints when a test says so."""
 
-    def begin(self) -> Swarm:
-        self.train("ann", "bob")
+    def begin(self, *names: str) -> Swarm:
+        self.names = names
+        self.train(*names)
         self.hash = hash_of(self.genesis())
         self.commit()
         return self
 
     def commit(self) -> int:
-        """One more round; both nodes hold it."""
+        """One more round; all nodes hold it."""
         number = self.run.head_round + 1
         members = [self.identities[self.name_of(peer)] for peer in self.plans[-1].members]
         report = round_report(number, self.hash, members, committed_before=self.run.committed_tokens)
         self.hash = hash_of(report)
-        for name in ("ann", "bob"):
+        for name in self.names:
             self.heads[name] = (number, self.hash)
         self.say(self.opener_of(report), rounds=[report])
-        for name in ("ann", "bob"):
+        for name in self.names:
             self.say(name)
         assert self.run.head_round == number
         return number
@@ -68,7 +69,7 @@ class Swarm(World):
 
 @pytest.fixture
 def swarm() -> Swarm:
-    return Swarm().begin()
+    return Swarm().begin("ann", "bob")
 
 
 def test_nodes_are_told_the_newest_round_and_one_whole_checkpoint_of_it_is_enough(swarm: Swarm) -> None:
@@ -123,13 +124,29 @@ def test_parts_of_different_rounds_do_not_count_and_all_nodes_get_a_round_that_i
     assert swarm.order(1).written_round == 3
 
 
-def test_while_a_node_still_writes_its_target_stays(swarm: Swarm) -> None:
+def test_while_a_node_still_writes_its_target_stays_for_a_while(swarm: Swarm) -> None:
     swarm.order()
     swarm.write("ann", 1, last=1)
     swarm.commit()
     found = swarm.keep_ordering(1, RETARGET_SECONDS + 2)
     assert found.waiting == ("bob",)
     assert (swarm.told("ann"), swarm.told("bob")) == (1, 1)
+    swarm.keep_ordering(1, PATIENCE_SECONDS)
+    assert (swarm.told("ann"), swarm.told("bob")) == (3, 3)
+
+
+def test_a_node_that_never_writes_does_not_keep_the_others_from_one_round() -> None:
+    swarm = Swarm().begin("ann", "bob", "cid")
+    swarm.order()
+    swarm.write("ann", 1, last=1)
+    assert swarm.commit() == 2
+    swarm.write("bob", 2, first=2)
+    assert swarm.keep_ordering(1, PATIENCE_SECONDS + RETARGET_SECONDS).waiting == ("cid",)
+    assert (swarm.told("ann"), swarm.told("bob")) == (3, 3)
+    assert swarm.commit() == 3
+    swarm.write("ann", 3, last=1)
+    swarm.write("bob", 3, first=2)
+    assert swarm.order(1).written_round == 3
 
 
 def test_in_a_paused_run_no_node_waits_for_a_round_to_come(swarm: Swarm) -> None:
@@ -168,7 +185,8 @@ def test_claims_of_rounds_that_never_committed_do_not_count(swarm: Swarm) -> Non
     swarm.order()
     swarm.write("ann", 1, digest=b"x" * 32)
     swarm.write("bob", 10**6)
-    assert swarm.order(1).written_round == 0
+    found = swarm.order(1)
+    assert (found.written_round, found.waiting) == (0, ("ann", "bob"))
 
 
 def test_checkpoints_of_nodes_that_are_gone_do_not_count(swarm: Swarm) -> None:

@@ -176,6 +176,18 @@ def test_a_round_a_run_and_a_directory_can_be_named(tmp_path):
     assert rounds == [3, 5]
 
 
+def test_state_of_a_deleted_run_is_neither_a_run_nor_exported(tmp_path):
+    runs = tmp_path / "node" / "runs"
+    node_with(tmp_path / "node", "reef", 3)
+    (runs / "reef").rename(runs / "reef.1700000000000")
+    where = ("--data-dir", tmp_path / "node")
+    for run in ((), ("--run", "reef"), ("--run", "reef.1700000000000")):
+        assert isinstance(atoll("--to", tmp_path / "none", *where, *run).exception, NotFound)
+    node_with(tmp_path / "node", "reef", 5)
+    done = atoll("--to", tmp_path / "out", *where, "-o", "json")
+    assert json.loads(done.stdout)["export"]["round"] == 5
+
+
 def test_an_export_says_when_the_node_has_a_newer_round(tmp_path, monkeypatch):
     node_with(tmp_path / "node", "reef", 3)
     status: dict[str, object] = {"run": "reef", "round": 3}

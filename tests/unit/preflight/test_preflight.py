@@ -88,6 +88,18 @@ def test_a_disk_needs_room_for_two_checkpoints_less_those_that_are_there(tmp_pat
     check_disk(config, replace(large, roles=frozenset({"seed"})))
 
 
+def test_checkpoints_of_a_deleted_run_make_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[int] = []
+    monkeypatch.setattr("atoll.node.preflight.run_checks.LEAST_FREE_BYTES", 0)
+    monkeypatch.setattr("atoll.node.preflight.run_checks.check_free_space", lambda _, size, what: wanted.append(size))
+    for name in ("none", "reef.1700000000000", "reef"):
+        checkpoint = tmp_path / "runs" / name / "checkpoints" / "000000001"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "anchor").write_bytes(bytes(1000 if name != "none" else 0))
+        check_disk(NodeConfig(data_dir=tmp_path), needs())
+    assert wanted[0] == wanted[1] == wanted[2] + 1000
+
+
 def test_the_owner_is_told_run_operator_model_download_disk_and_router(tmp_path: Path) -> None:
     told = "\n".join(consent_lines(NodeConfig(data_dir=tmp_path, port=7710), needs(head_round=3)))
     for words in (

@@ -140,6 +140,40 @@ async def test_an_order_during_another_write_is_followed_after_it(tmp_path, cloc
     await written(writer, 2, 1)
 
 
+async def test_a_round_that_is_offered_during_an_ordered_write_is_not_written_too(tmp_path, clock):
+    disk = GatedDisk()
+    writer = make(tmp_path, clock, disk=disk)
+    writer.order(5, state_of(5, seconds=60))
+    writer.offer(state_of(6, seconds=61))  # before the write began
+    assert await asyncio.to_thread(disk.reached.wait, 10)
+    writer.order(5, state_of(7, seconds=62))
+    writer.offer(state_of(7, seconds=62))
+    disk.gate.set()
+    await idle(writer)
+    assert [info.round for info in writer.held()] == [5]
+
+
+async def test_a_newer_order_during_an_ordered_write_is_followed(tmp_path, clock):
+    disk = GatedDisk()
+    writer = make(tmp_path, clock, disk=disk)
+    writer.order(5, state_of(5, seconds=60))
+    assert await asyncio.to_thread(disk.reached.wait, 10)
+    writer.order(6, state_of(6, seconds=61))
+    disk.gate.set()
+    await written(writer, 6, 5)
+
+
+async def test_checkpoints_of_a_history_that_a_recovery_made_void_do_not_fulfil_an_order(tmp_path, clock):
+    writer = make(tmp_path, clock)
+    writer.offer(state_of(190, seconds=60))
+    await written(writer, 190)
+    writer.order(150, state_of(150, seconds=61))
+    await written(writer, 150)
+    await idle(writer)
+    writer.order(150, state_of(151, seconds=62))
+    assert writer._background is None
+
+
 async def test_an_order_does_not_take_the_place_of_the_intervals_checkpoints(tmp_path, clock):
     writer = make(tmp_path, clock)
     for minute in range(1, 4):

@@ -3,6 +3,7 @@
 Nodes are told one round, the target: each writes the first committed state that it has from then on. At first that is
 the newest round. Nodes that hold some layers each may then write different rounds, since training goes on. So once
 all have written and layers are missing, the target becomes the next round, which all of them reach at the same time.
+It does so too after a while if some have not written: their disks may be full, and others may hold their layers.
 
 An order lasts while the operator repeats it. It is not stored: after a restart the next repetition renews it.
 """
@@ -22,6 +23,7 @@ from atoll.core.units import layers_text
 
 ORDER_SECONDS = 30.0  # without a repetition
 RETARGET_SECONDS = 10.0  # least time between two targets
+PATIENCE_SECONDS = 120.0  # most time for writing one target, before there is another
 MAX_NAMED_NODES = 20
 
 
@@ -91,7 +93,7 @@ def keep_up(draft: Draft, run_id: str) -> None:
     target = present.target
     if run.state != "TRAINING":
         target = max(present.wanted, run.head_round)  # no next round may come
-    elif run.head_round > present.target and not pending:
+    elif run.head_round > present.target and (not pending or now - present.target_since >= PATIENCE_SECONDS):
         target = run.head_round + 1
     if target != present.target:
         draft.remember(run_id, checkpoint_order=replace(present, target=target, target_since=now))
@@ -134,4 +136,6 @@ def _writers(state: State, run: Run) -> Mapping[str, int]:
 
 
 def _newest_written(state: State, peer_id: str) -> int:
-    return max((item.round for item in state.checkpoints.get(peer_id, ())), default=0)
+    """The newest committed round that the node has; others are of a void history, or made up."""
+    held = state.checkpoints.get(peer_id, ())
+    return max((item.round for item in held if checkpoints.is_committed(state, item)), default=0)

@@ -118,6 +118,7 @@ class HeartbeatSession:
         has_news |= self._add_uploads(response)
         has_news |= self._add_question(response, node)
         has_news |= self._add_challenge(response, live)
+        response.run_created_unix_ms = 0 if self._responded else run.created_ms
         if not self._responded and live.promised_before:
             response.promised.ParseFromString(live.promised_before)
         if not (has_news or self._acknowledgement_due):

@@ -22,6 +22,7 @@ from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.node.cli.options import DataDir, data_directory
 from atoll.node.config import CORPORA
 from atoll.node.control.local_client import call
+from atoll.node.control.run_directories import run_directories
 
 if TYPE_CHECKING:
     from atoll.node.data.open_corpus import CacheFolder
@@ -147,7 +148,8 @@ def _report_newer_round(data_dir: Path, run: str, round_number: int) -> None:
 
 def _checkpoints_directory(data_dir: Path, run: str | None) -> Path:
     """Find the directory of the run's checkpoints. Raises `NotFound`, `Ambiguous`."""
-    found = sorted(path for path in data_dir.glob("runs/*/checkpoints") if run in (None, path.parent.name))
+    there = [path / "checkpoints" for path in run_directories(data_dir) if run in (None, path.name)]
+    found = [path for path in there if path.is_dir()]
     if not found:
         raise NotFound(
             f"no checkpoints under {data_dir}",

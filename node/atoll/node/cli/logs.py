@@ -15,6 +15,7 @@ import typer
 from atoll.core.errors import NotFound
 from atoll.node.cli.options import DataDir, data_directory
 from atoll.node.config import LOG_FILE
+from atoll.node.control.run_directories import run_directories
 
 Format = Annotated[
     Literal["auto", "console", "json"],
@@ -40,7 +41,8 @@ def logs(
 
 
 def _trainer_log(where: Path) -> Path:
-    found = sorted(where.glob("runs/*/trainer.log"), key=lambda path: path.stat().st_mtime)
+    logs = [path / "trainer.log" for path in run_directories(where)]
+    found = sorted((path for path in logs if path.is_file()), key=lambda path: path.stat().st_mtime)
     if not found:
         raise NotFound(
             f"no trainer's log under {where}", "wait until the node starts its trainer, or correct --data-dir"

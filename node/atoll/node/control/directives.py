@@ -13,11 +13,12 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from atoll.core import log
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, DataDirUnusable
 from atoll.core.files import write_atomic
 from atoll.core.membership import DenyList, MembershipVerifier
 from atoll.core.plan import Plan, verify_plan
 from atoll.core.quorum import Ballot, Promised
+from atoll.node.control.run_directories import record_created
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
@@ -69,6 +70,10 @@ class Directives:
         if response.notice and response.notice != self.notice:
             _log.warning("node_not_counted", reason=response.notice)
         self.notice = response.notice
+        try:  # nodes that joined with an older release do not know it
+            record_created(self._plan_path.parent, response.run_created_unix_ms)
+        except DataDirUnusable as error:
+            _log.warning("run_not_dated", reason=str(error))
         self.order = response.order
         self.kept_rounds = tuple(response.kept_rounds[:MAX_KEPT_ROUNDS])
         self.run_state = response.run_state

@@ -17,6 +17,7 @@ from atoll.core.model_size import ModelSize, model_size
 from atoll.core.model_spec import HuggingFaceModel
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.config import CORPORA, NodeConfig
+from atoll.node.control.run_directories import run_directories
 from atoll.node.control.run_needs import RunNeeds
 from atoll.node.model.base_files import BaseFiles
 from atoll.node.preflight.machine import LEAST_FREE_BYTES, check_free_space
@@ -143,7 +144,8 @@ def check_disk(config: NodeConfig, needs: RunNeeds, share: float = 1.0) -> None:
     """Check that the disk has room for two checkpoints, so that one can replace the other. Raises `DataDirUnusable`."""
     size = model_size(needs.spec, needs.layers) if needs.trains else None
     wanted = 2 * size.checkpoint_bytes(share) if size is not None else 0
-    held = sum(path.stat().st_size for path in config.data_dir.glob("runs/*/checkpoints/*/*") if path.is_file())
+    found = [path for run in run_directories(config.data_dir) for path in run.glob("checkpoints/*/*")]
+    held = sum(path.stat().st_size for path in found if path.is_file())
     check_free_space(config, max(LEAST_FREE_BYTES, wanted - held), f"a node of the run {needs.run_id}")
 
 

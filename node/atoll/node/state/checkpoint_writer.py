@@ -54,6 +54,7 @@ class CheckpointWriter:
         self._slot = -1  # of the last round written for its interval: number of intervals since 1970
         self._interval_round = 0  # that round
         self._background: asyncio.Task[None] | None = None
+        self._writing = 0  # the round that it writes; 0: none
         self._waiting: CheckpointState | None = None  # written next, after the current write
         self._extra_rounds: set[int] = set()  # written because no other node has them, or by order
         self._ordered = 0  # the operator wants a checkpoint of this round or a newer one; 0: no order
@@ -90,6 +91,7 @@ class CheckpointWriter:
         if self._background is not None:
             self._waiting = state if needed or self._waiting is not None else None
         elif needed or self._is_due(state.head):
+            self._begin(state.head)
             self._background = asyncio.create_task(self._write_in_background(state))
 
     def order(self, number: int, state: CheckpointState | None) -> None:
@@ -103,14 +105,19 @@ class CheckpointWriter:
             self.offer(state)
 
     def _is_ordered(self, head: Head) -> bool:
-        """Whether a checkpoint of `head` is needed for the present order, and was not tried for it."""
-        is_new = all(item.round < self._ordered for item in self._held)
-        return 0 < self._ordered <= head.round and is_new and self._tried != (self._ordered, head.round)
+        """Whether a checkpoint of `head` is needed for the present order, and was not tried for it.
+
+        Rounds after `head` are of a history that a recovery made void, and do not fulfil the order.
+        """
+        written = {self._writing, *(item.round for item in self._held)}
+        fulfilled = any(self._ordered <= number <= head.round for number in written)
+        return 0 < self._ordered <= head.round and not fulfilled and self._tried != (self._ordered, head.round)
 
     def _begin(self, head: Head) -> None:
-        """Record whether this write is the one of its interval, or an extra one."""
+        """Record that this write is under way, and whether it is the one of its interval, or an extra one."""
         if self._is_ordered(head):
             self._tried = (self._ordered, head.round)
+        self._writing = head.round
         if self._is_due(head):
             self._slot, self._written_at = self._slot_of(head), self._clock.monotonic()
             self._interval_round = head.round
@@ -150,14 +157,14 @@ class CheckpointWriter:
             await asyncio.wait([self._background])
 
     async def _write_in_background(self, state: CheckpointState) -> None:
-        due: CheckpointState | None = state
         try:
-            while due is not None:
+            await self._try_to_write(state)
+            while (due := self._waiting) is not None:
+                self._waiting, self._writing = None, 0
                 self._begin(due.head)
                 await self._try_to_write(due)
-                due, self._waiting = self._waiting, None
         finally:
-            self._background = None
+            self._background, self._writing = None, 0
 
     async def _try_to_write(self, state: CheckpointState) -> None:
         try:
