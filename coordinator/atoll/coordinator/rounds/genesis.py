@@ -15,7 +15,6 @@ from atoll.coordinator.live import plan_upkeep
 from atoll.coordinator.rounds.reports import reject
 from atoll.coordinator.rounds.round_checks import MAX_PAYLOAD_BYTES, check_layer_table, check_layers, layer_shape
 from atoll.coordinator.sanitize import clean
-from atoll.coordinator.state.kept_rounds import update_kept_rounds
 from atoll.coordinator.state.snapshot import Commit, Draft, State, charge_row
 from atoll.coordinator.store.records import Run
 from atoll.core.data_position import DataPosition
@@ -68,7 +67,6 @@ def apply_genesis_report(draft: Draft, peer_id: str, run_id: str, report: mb.Gen
     genesis = Commit(manifest_hash(report.manifest.payload))
     draft.remember(run_id, committed={**memory.committed, 0: genesis}, head_known_since=draft.now.monotonic)
     draft.event("run.genesis-written", run_id, peer_id, f"genesis has {len(report.layers.layers)} layers")
-    update_kept_rounds(draft, run_id)
     plan_upkeep.issue_first_plan(draft, run_id)
 
 

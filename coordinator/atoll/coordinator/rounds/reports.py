@@ -21,6 +21,7 @@ from atoll.coordinator.rounds.round_checks import (
 from atoll.coordinator.rounds.source_losses import KEPT_EVALUATIONS, MAX_LOSS, by_names, check_sources, fold, to_text
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import run_states
+from atoll.coordinator.state.kept_rounds import update_kept_rounds
 from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.rate_limits import METRICS_RATE, REFUSED_REPORTS_RATE, STORED_ROWS_RATE
 from atoll.coordinator.state.snapshot import Draft, RunMemory, attempt_key, charge_row, commit_from_row
@@ -178,6 +179,8 @@ def append_round(draft: Draft, row: Round) -> None:
     if is_new and number >= run.head_round:  # equal: a base that was known only by its hash
         zeroed = run.parts_zeroed + row.parts_zeroed
         draft.put(replace(run, head_round=number, committed_tokens=row.committed_tokens, parts_zeroed=zeroed))
+        if number == 1:
+            update_kept_rounds(draft, run_id)
         now = draft.now.monotonic
         before = memory.committed.get(number - 1)
         timed = row.seconds > 0 and before is not None and before.reported  # else it may have been known late

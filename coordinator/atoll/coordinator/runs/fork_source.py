@@ -22,7 +22,6 @@ from atoll.core.errors import InvalidRequest, InvalidTransition, NotFound, RunSp
 from atoll.core.run_spec import ForkSection, RunSpec
 from atoll.v1 import membership_pb2 as mb
 
-MAX_KEPT_ROUNDS = 4  # of a run; its nodes keep no checkpoints for more forks at a time
 _NAMED = 8  # rounds or nodes in one sentence
 _LOOK = "see `atollctl checkpoint list`"
 

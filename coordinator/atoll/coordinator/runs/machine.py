@@ -181,7 +181,8 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
         corpus_digest=request.corpus_digest or live.corpus_digest,
         layers=_accepted_layer_table(state, node, live, request),
     )
-    live = fork_source.take_former_checkpoints(live, state, node, request)
+    if "node" in node.roles:  # a seed cannot write a genesis
+        live = fork_source.take_former_checkpoints(live, state, node, request)
     draft.set_live(peer_id, live)
     if live.stays_in_run:
         assignment.keep_where_it_is(draft, peer_id)

@@ -1,4 +1,4 @@
-"""Rounds whose checkpoints nodes keep because a run that has no genesis yet begins with them. Pure."""
+"""Rounds whose checkpoints nodes keep because a run that has committed nothing yet begins with them. Pure."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ def forks_to_come(runs: Iterable[Run], memory: Mapping[str, RunMemory], source_i
     found = {}
     for run in runs:
         fork = memory[run.run_id].spec.fork
-        if fork is not None and fork.run == source_id and not run.genesis and TRANSITIONS[run.state]:
+        if fork is not None and fork.run == source_id and not run.head_round and TRANSITIONS[run.state]:
             found[run.run_id] = fork.round
     return found
 
 
 def rounds_to_keep(runs: Iterable[Run], memory: Mapping[str, RunMemory], source_id: str) -> tuple[int, ...]:
-    """Rounds of the run `source_id` with which forks without a genesis begin, the newest first."""
+    """Rounds of the run `source_id` with which forks begin that have committed nothing yet, the newest first.
+
+    Until then, the writer of a genesis may be lost before others have its weights.
+    """
     needed = set(forks_to_come(runs, memory, source_id).values())
     return tuple(sorted(needed, reverse=True)[:MAX_KEPT_ROUNDS])
 
 
 def update_kept_rounds(draft: Draft, run_id: str) -> None:
-    """Call it after a run was created, has its genesis, or was stopped. Does nothing unless the run is a fork."""
+    """Call it after a run was created, has its first round, or was stopped. Does nothing unless the run is a fork."""
     update_source(draft, draft.state.memory[run_id].spec)
 
 

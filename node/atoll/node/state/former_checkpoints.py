@@ -6,6 +6,7 @@ Functions here block.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from atoll.node.state.checkpoint import describe, rounds_in
 from atoll.node.state.checkpoint_files import MANIFEST
 from atoll.v1 import membership_pb2 as mb
 
+_RUN_NAME = re.compile(r"[a-z0-9-]{1,63}")  # what is set aside has a dot
 MAX_FORMER_CHECKPOINTS = 64  # reported; the coordinator takes no more
 
 
@@ -43,10 +45,10 @@ def former_checkpoints(runs: Path, present: str, fork: ForkSection | None) -> tu
 def _directories(runs: Path, present: str) -> Iterator[tuple[int, Path]]:
     """Directories of checkpoints, each with the time at which its manifest was written."""
     try:
-        folders = [path / "checkpoints" for path in runs.iterdir() if path.name != present]
+        names = [path.name for path in runs.iterdir() if path.name != present]
     except OSError:
         return
-    for folder in folders:
-        for directory in rounds_in(folder):
+    for name in filter(_RUN_NAME.fullmatch, names):
+        for directory in rounds_in(runs / name / "checkpoints"):
             with contextlib.suppress(OSError):
                 yield (directory / MANIFEST).stat().st_mtime_ns, directory
