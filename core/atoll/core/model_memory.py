@@ -18,7 +18,7 @@ from atoll.core.run_spec import RunSpec
 from atoll.v1 import plan_pb2
 
 FLAT_COPIES = 6  # weights, gradients, anchor, weights at the snapshot, AdamW's two moments (Muon has one): fp32 each
-_LOGITS = 3  # logits, their log-softmax, its gradient
+LOGITS = 3  # logits, their log-softmax, its gradient
 _ROUNDING = 1.03  # what allocations are rounded up by, and small tensors that are not counted
 CHUNK_ELEMENTS = 1 << 22  # of a pseudo-gradient on the device at once
 STACK_ELEMENTS = 1 << 25  # of matrices that Muon steps at once on a GPU; a larger matrix is alone
@@ -37,7 +37,7 @@ class BlockActivations:
 
     def peak(self, vocabulary: int, *, checkpointing: bool) -> float:
         """Bytes per token in backward at worst: at the logits, or in a block."""
-        head = FP32_BYTES * _LOGITS * vocabulary + 10 * self.width
+        head = FP32_BYTES * LOGITS * vocabulary + 10 * self.width
         if not checkpointing:
             return self.blocks * self.kept + max(head, self.moving)
         return self.blocks * FP32_BYTES * self.width + max(head, self.kept + self.moving)

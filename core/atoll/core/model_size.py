@@ -1,4 +1,4 @@
-"""Size of a run's model on this node: parameters, memory, disk, download. Estimates without torch.
+"""Size of a run's model: parameters, memory, disk, download. Estimates without torch.
 
 They are lower bounds where something is not known yet, so that no node is refused that could train.
 """

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from atoll.core.built_in_shape import FP32_BYTES
 from atoll.core.document_masks import NO_MASKS, MaskMemory
 from atoll.core.layer_kinds import is_block
-from atoll.core.model_memory import borrowed_elements, matrix_outputs
+from atoll.core.model_memory import LOGITS, borrowed_elements, matrix_outputs
 from atoll.node.model.span import Span
 from atoll.v1 import plan_pb2
 
@@ -21,7 +21,6 @@ TOKEN_BYTES = 8
 _KEPT_OUTPUTS = 4 / 3  # elements kept from forward to backward, per element that a block's matrices output
 _KEPT_WIDTHS = 5.0  # vectors of model width that a block keeps besides
 _MOVING_OUTPUTS = 1 / 3  # share of a block's output gradients that exist at once
-_LOGITS = 3  # logits, their log-softmax, its gradient
 _LARGEST_MATRIX = 0.25  # share of a block's elements; its gradient exists twice until it is added
 
 
@@ -104,7 +103,7 @@ def _working(table: plan_pb2.LayerTable, span: Span, traffic: StageTraffic) -> i
         matrix = _dense(row)
         if row.kind == "head":
             logits = row.activation_bytes_per_token / FP32_BYTES
-            phases.append(kept + tokens * (2 * width + _LOGITS * logits))
+            phases.append(kept + tokens * (2 * width + LOGITS * logits))
             phases.append(kept + tokens * (2 * width + logits) + max(matrix, borrowed_elements(table, rows)))
         elif row.kind == "embedding":
             phases.append(2 * width * tokens + matrix)
