@@ -10,6 +10,7 @@ import pytest
 from support.process_swarm import nothing_left, process_swarm
 
 from atoll.core.manifest import require_signers
+from atoll.lab.demo import FULL_PACE_SECONDS, SLOWDOWNS
 from atoll.node.state.manifests import ManifestStore
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
@@ -109,6 +110,8 @@ def test_the_demo_prints_what_it_promises(tmp_path):
     assert it["tokens"] >= 60_000
     assert it["averaging_bytes_fp32"] / it["averaging_bytes_sent"] >= 7
     assert it["val_loss_last"] < 0.7 * it["val_loss_first"]
-    steps = it["steps_per_node"]
-    assert steps["node-4"] < steps["node-3"] < min(steps["node-1"], steps["node-2"])
+    # A slowed node takes no more steps than its pace allows; how many the others take is the machine's affair.
+    assert set(it["steps_per_node"]) == {"node-1", "node-2", "node-3", "node-4"}
+    for slowdown, steps in zip(SLOWDOWNS, it["steps_per_node"].values(), strict=True):
+        assert 0 < steps <= it["seconds"] / (FULL_PACE_SECONDS * slowdown) + 1
     assert Path(it["checkpoint"]).stat().st_size > 1_000_000
