@@ -11,7 +11,7 @@ PEERS := $(patsubst benchmarks/peers/%.txt,.make/peers/%/ready,$(wildcard benchm
 # Mutants: fast modules with direct tests, for CI; all that are pure otherwise.
 MUTANTS_IN_CI := quorum promises earlier_attempts snapshot_ledger
 
-.PHONY: demo test check wheel reference site protos protos-check lock bench peers soak mutants mutants-in-ci format clean
+.PHONY: demo test test-stalled check wheel reference site protos protos-check lock bench peers soak mutants mutants-in-ci format clean
 
 demo: $(VENV)/ready  ## a whole swarm on this machine, in about three minutes
 	$(BIN)/atoll demo
@@ -53,6 +53,10 @@ site: .make/site/ready  ## the documentation as a site, in site/; a link that le
 format: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+test-stalled: $(VENV)/ready  ## the swarm tests on busy cores, with processes that stand still now and then; hours
+	PYTHONPATH=tests:. $(BIN)/python -m support.stalled $(BIN)/pytest -m "$(USUAL) and swarm and not wan" -n logical \
+		--dist worksteal
 
 soak: $(VENV)/ready  ## long tests
 	$(BIN)/pytest -m soak

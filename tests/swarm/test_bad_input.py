@@ -3,12 +3,11 @@
 import socket
 from datetime import timedelta
 
-import pytest
-from support.process_swarm import READY, process_swarm
+from support.process_swarm import READY, SWARM_TEST, process_swarm
 
 from atoll.core.files import write_private
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = SWARM_TEST
 
 
 async def test_every_bad_start_says_what_happened_and_what_to_do(tmp_path):

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from support.hf_runs import config_of, model_section, pretrained
-from support.process_swarm import ProcessSwarm, process_swarm
+from support.process_swarm import SWARM_TEST, ProcessSwarm, process_swarm
 
 from atoll.node.model.run_model import run_model
 from atoll.node.state.checkpoint import read_checkpoint
 
 pytestmark = [
-    pytest.mark.swarm,
-    pytest.mark.timeout(300),
+    *SWARM_TEST,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -38,7 +37,7 @@ async def trained(swarm: ProcessSwarm, model: str, *flags: str) -> None:
 
 async def exported(swarm: ProcessSwarm, to: Path, *flags: str) -> None:
     command = [BIN / "atoll", "export", "--data-dir", swarm.root / "ann", "--to", to, *flags]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

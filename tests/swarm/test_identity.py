@@ -3,14 +3,13 @@
 import json
 import shutil
 
-import pytest
-from support.process_swarm import READY, process_swarm
+from support.process_swarm import READY, SWARM_TEST, process_swarm
 
 from atoll.core.errors import ExitCode
 from atoll.lab.faults import kill
 from atoll.node.state.vote_store import VoteStore
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = SWARM_TEST
 NODES = ("ann", "bob")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support.process_swarm import READY, ProcessSwarm, nothing_left, process_swarm
+from support.process_swarm import READY, SWARM_TEST, ProcessSwarm, nothing_left, process_swarm
 
 from atoll.core.built_in_shape import resolve_shape
 from atoll.core.manifest import Head, changed_layers
@@ -27,7 +27,7 @@ SPARE = "dan"
 
 BIN = Path(sys.executable).parent
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(1200)]
+pytestmark = SWARM_TEST
 
 
 async def begin(swarm: ProcessSwarm, tokens: int) -> None:
@@ -48,7 +48,7 @@ async def begin_halves(swarm: ProcessSwarm) -> None:
 
 
 async def pinned(swarm: ProcessSwarm, name: str, span: tuple[int, int]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(READY.total_seconds()):
         while name not in await swarm.ctl("node", "list"):
             await asyncio.sleep(0.2)
     await swarm.ctl("plan", "pin", name, "--layers", f"{span[0]}-{span[1]}")
@@ -178,7 +178,7 @@ async def test_after_a_power_cut_a_swarm_of_stages_goes_on_from_a_round_that_is_
         assert max(map(max, rounds.values())) > f"{whole:09d}"
         for name in HALVES:
             await swarm.restart_member(name)
-        async with asyncio.timeout(240):
+        async with asyncio.timeout(2 * READY.total_seconds()):
             while "run.recovered" not in await swarm.ctl("events"):
                 await asyncio.sleep(1)
         assert f"continues from round {whole}" in await swarm.ctl("events")

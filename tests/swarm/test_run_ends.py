@@ -4,12 +4,12 @@ import asyncio
 import signal
 
 import pytest
-from support.process_swarm import READY, process_swarm
+from support.process_swarm import READY, SWARM_TEST, process_swarm
 
 from atoll.core.errors import AtollError
 from atoll.lab.faults import kill
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+pytestmark = SWARM_TEST
 
 
 async def exit_code(swarm, name):
@@ -30,7 +30,7 @@ async def test_a_checkpoint_on_order_comes_soon_and_of_a_paused_run_too(tmp_path
             await swarm.node(name)
         await swarm.rounds("ann", 3)
         known = (await swarm.json("run", "show"))["run"]["head_round"]
-        found = (await swarm.json("run", "checkpoint", "reef", "--timeout", "40s"))["checkpoint"]
+        found = (await swarm.json("run", "checkpoint", "reef", "--timeout", "120s"))["checkpoint"]
         assert found["written_round"] >= found["round"] >= known > 1  # the first round's was written without an order
         for item in found["checkpoints"]:
             path = tmp_path / item["node_name"] / "runs/reef/checkpoints" / f"{found['written_round']:09d}"
@@ -38,7 +38,7 @@ async def test_a_checkpoint_on_order_comes_soon_and_of_a_paused_run_too(tmp_path
 
         await swarm.rounds("ann", 1)
         await swarm.ctl("run", "pause")
-        paused = (await swarm.json("run", "checkpoint", "--timeout", "40s"))["checkpoint"]
+        paused = (await swarm.json("run", "checkpoint", "--timeout", "120s"))["checkpoint"]
         assert paused["written_round"] > found["written_round"]
 
 

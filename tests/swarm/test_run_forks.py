@@ -1,9 +1,10 @@
 """A run that begins with the weights of a round of another run, by the same processes."""
 
+import asyncio
 import hashlib
 
 import pytest
-from support.process_swarm import READY, process_swarm
+from support.process_swarm import READY, SWARM_TEST, process_swarm
 
 from atoll.core.manifest import Head
 from atoll.node.state.checkpoint import read_metadata
@@ -11,7 +12,7 @@ from atoll.node.state.checkpoint_files import ANCHOR
 from atoll.node.state.former_checkpoints import checkpoint_directory
 from atoll.node.state.manifests import ManifestStore
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = SWARM_TEST
 
 KEEP = 30  # a round takes half a second, a command one
 
@@ -30,14 +31,15 @@ async def two_nodes_at_round(swarm, number):
 
 
 async def held_by_both(swarm):
-    """The newest round of which both nodes report a checkpoint, once there is one."""
-    for _ in range(200):
-        listed = (await swarm.json("checkpoint", "list", "--run", "reef"))["checkpoints"]
-        rounds = [int(it["checkpoint"]["round"]) for it in listed if it["committed"]]
-        both = [number for number in rounds if rounds.count(number) == 2]
-        if both:
-            return max(both)
-    raise AssertionError("no round is held by both nodes")
+    """The newest evaluated round of which both nodes report a checkpoint, once there is one."""
+    async with asyncio.timeout(READY.total_seconds()):
+        while True:
+            listed = (await swarm.json("checkpoint", "list", "--run", "reef"))["checkpoints"]
+            evaluated = {int(it["round"]) for it in (await swarm.json("run", "show", "reef"))["run"]["evaluations"]}
+            rounds = [int(it["checkpoint"]["round"]) for it in listed if it["committed"]]
+            both = {number for number in rounds if rounds.count(number) == 2} & evaluated
+            if both:
+                return max(both)
 
 
 async def in_run(swarm, name, run_id, *states):

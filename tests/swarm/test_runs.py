@@ -3,12 +3,11 @@
 import asyncio
 import signal
 
-import pytest
-from support.process_swarm import READY, process_swarm
+from support.process_swarm import READY, SWARM_TEST, process_swarm
 
 from atoll.lab.faults import kill
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+pytestmark = SWARM_TEST
 
 
 async def in_run(swarm, name, run_id, *states):
@@ -72,4 +71,4 @@ async def test_two_runs_at_once_and_a_node_that_is_killed_on_its_way_back(tmp_pa
         await swarm.ctl("run", "assign", "dune", "ann")
         program = swarm.programs.pop("ann")
         program.child.send_signal(signal.SIGTERM)  # whatever the move has come to, the process ends
-        assert await asyncio.wait_for(program.child.wait(), 100) == 0
+        assert await asyncio.wait_for(program.child.wait(), READY.total_seconds()) == 0

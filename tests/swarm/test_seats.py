@@ -2,14 +2,13 @@
 
 from datetime import timedelta
 
-import pytest
-from support.process_swarm import process_swarm
+from support.process_swarm import SWARM_TEST, process_swarm
 
 from atoll.lab.faults import kill, same_ports
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(1200)]
+pytestmark = SWARM_TEST
 NAMES = [f"node-{number}" for number in range(8)]
-PATIENCE = timedelta(seconds=240)  # eight nodes share the cores with everything else
+PATIENCE = timedelta(seconds=600)  # eight nodes share the cores with everything else
 
 
 async def test_four_of_eight_die_one_after_another_and_rounds_go_on_without_the_coordinator(tmp_path):

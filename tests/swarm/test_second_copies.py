@@ -3,13 +3,12 @@
 import asyncio
 from dataclasses import dataclass
 
-import pytest
-from support.process_swarm import READY, ProcessSwarm, process_swarm
+from support.process_swarm import READY, SWARM_TEST, ProcessSwarm, process_swarm
 
 from atoll.core.manifest import changed_layers
 from atoll.lab.faults import kill
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+pytestmark = SWARM_TEST
 
 SPANS = {"ann": (0, 2), "bob": (3, 5), "cid": (6, 9)}
 MEGABYTES = "211"  # for six of the ten layers, not for all, with AdamW's two moments
@@ -30,7 +29,7 @@ async def begin(swarm: ProcessSwarm) -> None:
     await swarm.begin(nodes=3, tokens=10**9, optimizer='name = "adamw"', **sizes)
     for name, span in SPANS.items():
         await swarm.node(name, 0.5, "--memory-megabytes", MEGABYTES)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(READY.total_seconds()):
             while name not in await swarm.ctl("node", "list"):
                 await asyncio.sleep(0.2)
         await swarm.ctl("plan", "pin", name, "--layers", f"{span[0]}-{span[1]}")

@@ -1,7 +1,7 @@
 """Benchmarks compare recipes in a swarm in one process: its bits are those of real processes."""
 
 import pytest
-from support.process_swarm import ProcessSwarm, process_swarm
+from support.process_swarm import SWARM_TEST, ProcessSwarm, process_swarm
 from support.replay import History, check, find_carries
 
 from atoll.core.plan import Plan
@@ -9,7 +9,7 @@ from atoll.core.run_spec import parse_run_spec
 from atoll.node.data.corpus import load_corpus
 from atoll.v1 import plan_pb2
 
-pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]  # of busy cores: a minute of quiet ones
+pytestmark = SWARM_TEST
 PACES = {"ann": 0.08, "bob": 0.08, "cid": 0.16}  # seconds a step: some are made while a round is settled, and few
 
 
@@ -27,7 +27,7 @@ async def test_a_virtual_swarm_makes_the_rounds_of_real_processes_bit_for_bit(tm
         plans = {version: await _plan(swarm, version) for version in versions}
     spec = parse_run_spec((tmp_path / "run.toml").read_text())
     history = History(spec, [chain[number] for number in sorted(chain)], plans)
-    assert len(history.heads) >= 5
+    assert len(history.heads) >= 3
     corpus = load_corpus(spec, None)
     carries = find_carries(history, corpus)
     check(history, corpus, carries)

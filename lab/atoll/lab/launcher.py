@@ -21,9 +21,9 @@ from atoll.core.files import make_private_dir, write_private
 from atoll.node.control.local_client import call
 from atoll.node.system import child_processes
 
-START_TIMEOUT = timedelta(seconds=60)
+START_TIMEOUT = timedelta(seconds=180)
 STOP_GRACE = timedelta(seconds=60)  # the last node may first wait in vain for a round before it saves
-COMMAND_TIMEOUT = timedelta(seconds=30)
+COMMAND_TIMEOUT = timedelta(seconds=120)
 _POLL_SECONDS = 0.1
 
 

@@ -28,7 +28,7 @@ from atoll.node.system import child_processes
 
 T = TypeVar("T")
 
-START_TIMEOUT = timedelta(seconds=20)
+START_TIMEOUT = timedelta(seconds=60)
 STOP_GRACE = timedelta(seconds=5)
 # Each host has its own network with a public-looking address, because libp2p considers private addresses unreachable.
 # No packet leaves the namespaces.
