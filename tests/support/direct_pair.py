@@ -32,7 +32,7 @@ from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
 from atoll.node.wire.transport import Stream
 
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=60)
 TALK = "/talk/1"
 CONFIG = DirectConfig(("127.0.0.1",), protocols=frozenset({TALK, "/atoll/state/1"}))
 

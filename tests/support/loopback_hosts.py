@@ -26,8 +26,8 @@ from atoll.v1 import common_pb2 as pb
 ANY_PORT = ("/ip4/127.0.0.1/tcp/0",)
 DIRECT = DirectConfig(("127.0.0.1",), protocols=BULK_PROTOCOLS | {"/echo/1", "/swallow/1"})
 ON_LOOPBACK = DialPolicy(loopback=True, local=True)
-START = timedelta(seconds=20)
-SOON = timedelta(seconds=10)
+START = timedelta(seconds=120)
+SOON = timedelta(seconds=60)
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Lab:
     async def close(self) -> None:
         """Close every host and check that no p2pd and no socket is left."""
         for host in self.hosts:
-            await host.close(timedelta(seconds=5))
+            await host.close(SOON)
         self.assert_nothing_left()
 
     def assert_nothing_left(self) -> None:

@@ -31,7 +31,7 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import enrolment_pb2 as enrolment
 from atoll.v1 import membership_pb2 as mb
 
-SECONDS = 15.0  # deadline of everything that a test waits for
+SECONDS = 90.0  # deadline of everything that a test waits for
 _OPTIONS = (("grpc.ssl_target_name_override", SERVER_NAME), ("grpc.use_local_subchannel_pool", 1))
 
 

@@ -37,7 +37,7 @@ CLOCK = SystemClock()
 
 async def ctl(home: Coordinator, *arguments: str) -> Result:
     command = [*arguments, "--credentials", str(home.data_dir / "admin")]
-    return await asyncio.wait_for(asyncio.to_thread(CliRunner().invoke, main.app, command), 2 * SECONDS)
+    return await asyncio.wait_for(asyncio.to_thread(CliRunner().invoke, main.app, command), SECONDS)
 
 
 async def printed(home: Coordinator, *arguments: str) -> dict[str, object]:

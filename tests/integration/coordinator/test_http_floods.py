@@ -64,7 +64,7 @@ async def test_half_sent_requests_leave_room_for_others(tmp_path: Path) -> None:
             surplus = MANY - http_server.MAX_CONNECTIONS
             await eventually(lambda: clients.begun >= MANY and clients.cut_off >= surplus)
             for _ in range(5):
-                assert (await web.get("/livez", headers={"connection": "close"}, timeout=30)).text == "ok\n"
+                assert (await web.get("/livez", headers={"connection": "close"}, timeout=60)).text == "ok\n"
             assert (await home.node("ann")).enrolled.run_id == "reef"
 
 

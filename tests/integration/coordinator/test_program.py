@@ -27,7 +27,7 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError, DataDirUnusable, ExitCode
 from atoll.core.files import make_private_dir
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 120.0
 SERVE = [sys.executable, "-c", "from atoll.coordinator.cli.serve import main; main()"]
 CTL = [sys.executable, "-c", "from atoll.coordinator.cli.main import main; main()"]
 FREE_PORTS = ["--listen", "127.0.0.1", "--enrol-port", "0", "--member-port", "0", "--http-port", "0"]

@@ -27,7 +27,7 @@ rtt_ms = 20
 
 
 def run(*command):
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 def test_the_list_is_for_people_and_programs():

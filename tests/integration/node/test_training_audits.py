@@ -33,7 +33,7 @@ async def audits_of(made, count: int, contributor: str = "") -> list[mb.Training
         there = [audit for member in made for audit in member.audits]
         return len(there) >= count and (not contributor or any(it.contributor == contributor for it in there))
 
-    async with asyncio.timeout(300):
+    async with asyncio.timeout(600):
         while not enough():
             for member in made:
                 if member.running.done():
@@ -42,7 +42,7 @@ async def audits_of(made, count: int, contributor: str = "") -> list[mb.Training
     return sorted((audit for member in made for audit in member.audits), key=lambda audit: audit.round)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("fragments", "count"), [(1, 16), (2, 4)])
 async def test_the_drawn_member_audits_the_drawn_contribution_and_finds_that_it_was_trained(tmp_path, fragments, count):
     async with members(tmp_path, 3, no_fault, round_tokens=6000, fragments=fragments) as made:
@@ -60,7 +60,7 @@ async def test_the_drawn_member_audits_the_drawn_contribution_and_finds_that_it_
             assert fmean(audit.score for audit in given) > 0  # some 1.2 is usual, with a deviation of 1 for each
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_another_contribution_than_was_summed_is_not_audited(tmp_path, monkeypatch):
     """A member sends its auditor something else than its sketches are of: as a copy that scores better might be."""
     async with members(tmp_path, 3, no_fault, round_tokens=6000) as made:
@@ -81,7 +81,7 @@ async def test_another_contribution_than_was_summed_is_not_audited(tmp_path, mon
         assert all(audit.given for audit in audits if audit.contributor != liar)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_only_the_auditor_gets_a_contribution_and_only_until_the_next_snapshot(tmp_path):
     async with members(tmp_path, 3, no_fault, round_tokens=6000) as made:
         await audits_of(made, 2)

@@ -40,7 +40,7 @@ from atoll.node.swarm.stripes import PROTOCOL as STRIPED
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
-SOON = timedelta(seconds=10)
+SOON = timedelta(seconds=60)
 QUIET_SECONDS = 0.15  # an answer that has not come by then is not waited for
 MEBIBYTE = 1 << 20
 LIMIT = 64 * MEBIBYTE

@@ -36,7 +36,7 @@ connection = context.wrap_socket(socket.create_connection(("127.0.0.1", int(sys.
 connection.sendall(bytes.fromhex(sys.argv[2]))
 connection.recv(16)
 print("in", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

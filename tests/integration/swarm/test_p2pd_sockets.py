@@ -19,7 +19,7 @@ from atoll.node.swarm.p2pd_sockets import BorrowedSocket, P2pdSockets
 
 pytestmark = pytest.mark.skipif(not tcp.PACING_SUPPORTED, reason="only Linux lends sockets")
 
-SECONDS = 20
+SECONDS = 60
 PACE = 123_456
 LARGE = 16 * 1024 * 1024  # more than kernels hold
 CHILD = """
