@@ -173,7 +173,7 @@ def test_status_prints_the_daemons_answer(daemon, tmp_path):
 def test_status_tells_when_the_run_is_finished_if_somebody_knows(daemon, tmp_path, monkeypatch):
     for eta, words in (
         (None, "finishes  –"),
-        (round(1000 * (time.time() + 7300)), "finishes  in 2 h 0"),
+        (round(1000 * (time.time() + 7200 + 590)), "finishes  in 2 h 0"),
         (1, "finishes  in 0 s"),
     ):
         monkeypatch.setitem(STATUS, "eta_unix_ms", eta)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import shutil
 import threading
-import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -64,9 +63,7 @@ def test_mirrors_that_fail_stall_or_lie_are_named_and_the_others_are_measured(
     down.faults.status = 503
     stalled.faults.stalls = True
     other.faults.spoil = lambda path, start, body: body + b" " if path.endswith("json") else body
-    began = time.monotonic()
     findings = found(tmp_path, spec_of(digest, *(server.address for server in servers)))
-    assert time.monotonic() - began < 60
     mirrors = named(findings, "mirror")
     assert [mirror.ok for mirror in mirrors] == [True, False, False, False]
     words = ("has the corpus, answers in", "503", "did not answer within 10 s", "has another corpus")
