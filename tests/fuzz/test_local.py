@@ -9,6 +9,7 @@ import math
 import socket
 import tempfile
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_whatever_is_asked_of_the_daemon(examples: int) -> None:
             if reply:
                 assert set(json.loads(reply)) <= {"ok", "error"}
             assert daemon.crashes == []
-            assert local_client.call(daemon.directory, "status") == {"well": True}
+            assert local_client.call(daemon.directory, "status", timedelta(seconds=60)) == {"well": True}
 
         ask()
 
