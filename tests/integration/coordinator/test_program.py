@@ -30,7 +30,7 @@ from atoll.core.files import make_private_dir
 DEADLINE_SECONDS = 120.0
 SERVE = [sys.executable, "-c", "from atoll.coordinator.cli.serve import main; main()"]
 CTL = [sys.executable, "-c", "from atoll.coordinator.cli.main import main; main()"]
-SLOW = {"torch", "hivemind", "sqlalchemy", "starlette", "pydantic", "alembic", "uvicorn", "cryptography"}
+SLOW = {"torch", "hivemind", "sqlalchemy", "starlette", "alembic", "uvicorn"}
 FREE_PORTS = ["--listen", "127.0.0.1", "--enrol-port", "0", "--member-port", "0", "--http-port", "0"]
 
 
