@@ -92,7 +92,7 @@ class Lab:
     async def close(self) -> None:
         """Close every host and check that no p2pd and no socket is left."""
         for host in self.hosts:
-            await host.close(SOON)
+            await host.close(timedelta(seconds=5))  # then p2pd is killed
         self.assert_nothing_left()
 
     def assert_nothing_left(self) -> None:

@@ -103,7 +103,7 @@ async def test_a_frozen_seed_does_not_delay_the_lookup_of_an_address(lab: Lab, m
 
 async def test_a_killed_p2pd_is_reported_and_nothing_hangs(lab: Lab) -> None:
     seed = await lab.start("seed", relay_service=True)
-    node = await lab.start("node", seeds=seed.multiaddrs())
+    node = await lab.start("node", seeds=seed.multiaddrs(), direct=None)  # a direct stream would live on
     seed.handle("/echo/1", echo)
     await seed.ready()
     stream = await node.open(seed.peer_id, "/echo/1", SOON)
