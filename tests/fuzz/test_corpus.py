@@ -46,7 +46,7 @@ def test_whatever_one_member_answers(examples: int) -> None:
                 swarm.serve("liar", files)
                 swarm.serve("honest", files)
                 client = swarm.client()
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(120):
                     assert await client.read_whole(CARD_NAME, MAX_CARD_BYTES) == swarm.truth[CARD_NAME]
                     for path, start, stop in wanted:
                         assert await client.read(path, start, stop) == swarm.truth[path][start:stop]
@@ -73,17 +73,17 @@ def test_whatever_a_member_asks(examples: int) -> None:
             async def scene() -> None:
                 swarm = CorpusSwarm(Path(directory))
                 swarm.serve("seed", swarm.files(swarm.corpus))
-                stream = await swarm.hub.join("me").open("seed", PROTOCOL, timedelta(seconds=5))
+                stream = await swarm.hub.join("me").open("seed", PROTOCOL, timedelta(seconds=60))
                 try:
-                    async with asyncio.timeout(30):
+                    async with asyncio.timeout(120):
                         for path, start, stop in asked:
                             valid = dp.CorpusRequest(run_id=RUN, path=path, start=start, stop=stop)
                             frame = Frame(FrameKind.MESSAGE, valid.SerializeToString())
                             sent = mutator.frame(frame, dp.CorpusRequest)
                             await stream.send(sent.kind, sent.header, sent.body)
-                            reply = dp.CorpusReply.FromString((await stream.receive(timedelta(seconds=10))).header)
+                            reply = dp.CorpusReply.FromString((await stream.receive(timedelta(seconds=60))).header)
                             if reply.body_bytes:
-                                body = (await stream.receive(timedelta(seconds=10))).body
+                                body = (await stream.receive(timedelta(seconds=60))).body
                                 read = dp.CorpusRequest.FromString(sent.header)
                                 stop = read.stop or read.start + PIECE_BYTES
                                 assert bytes(body) == swarm.truth[read.path][read.start : stop]

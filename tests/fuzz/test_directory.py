@@ -111,7 +111,7 @@ async def directory() -> tuple[DHTProtocol, Daemon]:
     p2p.peer_id = PeerID.from_base58(OWN.peer_id)
     records = MemberRecords(AUTHORITY, clock)
     node_id = DHTID.from_bytes(node_id_bytes(p2p.peer_id.to_bytes()))
-    protocol = await DHTProtocol.create(p2p, node_id, 20, 5, 5, 1.0, record_validator=records)
+    protocol = await DHTProtocol.create(p2p, node_id, 20, 5, 5, 60.0, record_validator=records)
     protocol._validate_dictionary = records.prune
     honest = store(HONEST.peer_id, RECORDS[HONEST.peer_id])
     reply = await daemon.handlers["DHTProtocol.rpc_store"](honest.SerializeToString(), PEER_ID)

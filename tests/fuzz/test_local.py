@@ -9,6 +9,7 @@ import math
 import socket
 import tempfile
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -73,19 +74,19 @@ class Daemon:
 
     def __enter__(self) -> Daemon:
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._api.start(), self._loop).result(5)
+        asyncio.run_coroutine_threadsafe(self._api.start(), self._loop).result(60)
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._api.close(), self._loop).result(5)
+        asyncio.run_coroutine_threadsafe(self._api.close(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(60)
         self._loop.close()
 
     def say(self, data: bytes) -> bytes:
         """Send it and hang up on that side; what comes back until the daemon hangs up."""
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(3)
+            connection.settimeout(60)
             connection.connect(str(self.directory / local_client.SOCKET_NAME))
             try:
                 connection.sendall(data)
@@ -107,7 +108,7 @@ def test_whatever_is_asked_of_the_daemon(examples: int) -> None:
             if reply:
                 assert set(json.loads(reply)) <= {"ok", "error"}
             assert daemon.crashes == []
-            assert local_client.call(daemon.directory, "status") == {"well": True}
+            assert local_client.call(daemon.directory, "status", timedelta(seconds=60)) == {"well": True}
 
         ask()
 
@@ -148,7 +149,7 @@ def test_whatever_the_daemon_answers(examples: int) -> None:
                 with socket.socket(socket.AF_UNIX) as last:
                     last.connect(str(path))
                     last.sendall(b"\n")
-                    thread.join(5)
+                    thread.join(60)
 
 
 problems = JSON.map(lambda value: json.dumps({"error": {"reason": value, "message": "m", "remedy": value}}).encode())

@@ -66,7 +66,7 @@ def test_whatever_one_donor_answers(examples: int) -> None:
                     hub.join(voter.peer_id).handlers.update(donor_swarm.networks[voter.peer_id].handlers)
                 plan = plan_of(*VOTERS, CLEO, seats=VOTERS)
                 with structlog.testing.capture_logs() as logs:
-                    async with asyncio.timeout(10):
+                    async with asyncio.timeout(120):
                         fetched = await catch_up(
                             us, plan, state_of(0.0), None, operator_key=OPERATOR.public_key, policy=POLICY
                         )

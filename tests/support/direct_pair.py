@@ -19,8 +19,9 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import Unreachable
 from atoll.core.identity import Identity
 from atoll.core.membership import EMPTY_DENY_LIST, MembershipVerifier
-from atoll.node.direct import dialler
+from atoll.node.direct import dialler, direct_path, listener, tickets
 from atoll.node.direct import protocol as direct
+from atoll.node.direct import stream as direct_stream
 from atoll.node.direct.dial_policy import DialPolicy
 from atoll.node.direct.dialler import CheckedOffer
 from atoll.node.direct.direct_path import DirectConfig, DirectPath, parse_offer
@@ -32,7 +33,7 @@ from atoll.node.wire.gate import Gate
 from atoll.node.wire.traffic import Traffic
 from atoll.node.wire.transport import Stream
 
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=60)
 TALK = "/talk/1"
 CONFIG = DirectConfig(("127.0.0.1",), protocols=frozenset({TALK, "/atoll/state/1"}))
 
@@ -112,10 +113,16 @@ class Pair:
 
 @contextmanager
 def unhurried_dialling() -> Iterator[None]:
-    """Longer timeouts, so that a test process that pauses does not fall back to libp2p."""
+    """Longer timeouts, so that a test process that pauses neither falls back to libp2p nor closes a connection."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dialler, "CONNECT_WAIT", timedelta(seconds=10))
-        patch.setattr(dialler, "DIAL_TIMEOUT", timedelta(seconds=10))
+        for name in ("CONNECT_WAIT", "DIAL_TIMEOUT", "OFFER_TIMEOUT", "ACCEPT_TIMEOUT"):
+            patch.setattr(dialler, name, SOON)
+        patch.setattr(dialler, "MIN_BACKOFF", dialler.MAX_BACKOFF)
+        patch.setattr(dialler, "OPTIMISTIC_WITHIN", timedelta(hours=1))
+        patch.setattr(direct_path, "_OFFER_TIMEOUT", SOON)
+        patch.setattr(listener, "STRANGER_TIMEOUT", SOON)
+        patch.setattr(direct_stream, "END_TIMEOUT", SOON)
+        patch.setattr(tickets, "LIFETIME", timedelta(hours=1))
         yield
 
 

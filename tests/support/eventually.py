@@ -10,7 +10,7 @@ POLL_SECONDS = 0.01
 _COUNTED = 3.0  # times a pause may take what it was asked for; the rest is the machine's and does not count
 
 
-async def eventually(condition: Callable[[], object], seconds: float = 30.0) -> None:
+async def eventually(condition: Callable[[], object], seconds: float = 120.0) -> None:
     """Return once `condition()` is true; fail after `seconds` of undisturbed waiting.
 
     A pause that takes longer than it was asked for means that this process, or the whole machine, stood still or is

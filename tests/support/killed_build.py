@@ -1,6 +1,7 @@
-"""A real build, with processes, that kills itself at a certain file operation of any of its processes.
+"""A real build, with processes, that kills itself at a certain file operation of any of its processes, or never ends.
 
 python -c "from support.killed_build import main; main()" INPUT CORPUS OPERATION NAME
+python -c "from support.killed_build import held; held()" data build …
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from support.corpora import SMALL, small_spec
 
 from atoll.core.disk import File, OsDisk
+from atoll.lab.cli.main import main as atoll
+from atoll.node.data import build
 from atoll.node.data.build import build_corpus
 from atoll.node.data.build_spec import read_build_spec
 
@@ -47,3 +51,19 @@ def main() -> None:
     if path.endswith(".toml"):
         spec = read_build_spec(Path(path)).model_copy(update={"shard_bytes": 512})
     print(build_corpus(spec, Path(corpus), workers=2, limits=SMALL, disk=disk).digest)
+
+
+@dataclass
+class HoldingDisk(OsDisk):
+    """The operating system's disk, on which no worker gets beyond the beginning of a unit."""
+
+    def create(self, path: Path, mode: int = 0o644) -> File:
+        while str(path).endswith(".spill.tmp"):
+            signal.pause()
+        return super().create(path, mode)
+
+
+def held() -> None:
+    """`atoll`, with builds that last until they are ended."""
+    build.build_corpus = partial(build_corpus, disk=HoldingDisk())  # type: ignore[assignment]
+    atoll()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from atoll.core.membership import EMPTY_DENY_LIST, DenyList, MembershipVerifier
 from atoll.node.direct.dial_policy import DialPolicy
 from atoll.node.direct.direct_path import DirectConfig
 from atoll.node.direct.protocol import BULK_PROTOCOLS
+from atoll.node.swarm import dht, hello, p2p, p2pd_control, stream_acceptor
 from atoll.node.swarm.host import SwarmConfig, SwarmHost
 from atoll.node.wire.transport import Stream
 from atoll.v1 import common_pb2 as pb
@@ -26,8 +28,8 @@ from atoll.v1 import common_pb2 as pb
 ANY_PORT = ("/ip4/127.0.0.1/tcp/0",)
 DIRECT = DirectConfig(("127.0.0.1",), protocols=BULK_PROTOCOLS | {"/echo/1", "/swallow/1"})
 ON_LOOPBACK = DialPolicy(loopback=True, local=True)
-START = timedelta(seconds=20)
-SOON = timedelta(seconds=10)
+START = timedelta(seconds=120)
+SOON = timedelta(seconds=60)
 
 
 @dataclass
@@ -90,7 +92,7 @@ class Lab:
     async def close(self) -> None:
         """Close every host and check that no p2pd and no socket is left."""
         for host in self.hosts:
-            await host.close(timedelta(seconds=5))
+            await host.close(timedelta(seconds=5))  # then p2pd is killed
         self.assert_nothing_left()
 
     def assert_nothing_left(self) -> None:
@@ -111,9 +113,22 @@ def short_dir() -> Iterator[Path]:
 async def lab(short_dir: Path) -> AsyncIterator[Lab]:
     """The lab that a test starts its hosts in."""
     made = Lab(short_dir)
-    with unhurried_dialling():
+    with unhurried_dialling(), unhurried_answers():
         yield made
         await made.close()
+
+
+@contextmanager
+def unhurried_answers() -> Iterator[None]:
+    """Longer timeouts, so that a process that pauses is not taken for a peer or a daemon that does not answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RPC_TIMEOUT", "STORE_TIMEOUT", "LOOKUP_TIMEOUT", "SLOW_SEED_GRACE"):
+            patch.setattr(dht, name, SOON)
+        for module in (p2p, p2pd_control, stream_acceptor):
+            patch.setattr(module, "CONTROL_TIMEOUT", SOON)
+        patch.setattr(hello, "HELLO_TIMEOUT", SOON)
+        patch.setattr(p2p, "UNARY_TIMEOUT", SOON)
+        yield
 
 
 async def echo(stream: Stream) -> None:

@@ -21,7 +21,8 @@ needs_wan = (
     pytest.mark.skipif(_problem is not None, reason=f"WAN lab: {_problem}; {getattr(_problem, 'remedy', '')}"),
 )
 PROBE = [sys.executable, "-I", "-S", str(Path(probe.__file__))]
-_DEADLINE_SECONDS = 60
+_DEADLINE_SECONDS = 180
+PINGS, PING_TRIES = 10, 3
 
 
 def small(hosts: int = 2, rtt_ms: float = 20, **values: object) -> Topology:
@@ -69,7 +70,10 @@ async def output(network: WanNetwork, host: str, *command: str) -> str:
 
 
 async def reaches(network: WanNetwork, host: str, peer: str) -> bool:
-    """Whether most of ten datagrams come back."""
-    found = await ask(network, host, peer, task="ping", count=10, interval=0.01)
-    assert found["lost"] in (0, 10)
-    return found["lost"] == 0
+    """Whether datagrams come back. They are late, as if they were lost, where a program stops for a moment."""
+    for _ in range(PING_TRIES):
+        found = await ask(network, host, peer, task="ping", count=PINGS, interval=0.01)
+        if not found["lost"]:
+            return True
+    assert found["lost"] == PINGS
+    return False

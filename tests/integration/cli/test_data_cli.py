@@ -31,7 +31,7 @@ DOCUMENTS = [f"document {number} of a small corpus" for number in range(200)]
 
 def atoll(*arguments: object, program: list[str] = ATOLL, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [*program, "data", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=cwd)
 
 
 def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:

@@ -121,7 +121,7 @@ class Victim:
     async def ready(self) -> Coordinator:
         """The process serves; a client of it."""
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(2 * SECONDS):
+        async with asyncio.timeout(SECONDS):
             while await loop.sock_recv(self.heard, 64) != b"READY=1":
                 pass
         told = json.loads((self.data_dir / "endpoints.json").read_text())

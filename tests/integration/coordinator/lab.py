@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import httpx
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -31,7 +32,7 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import enrolment_pb2 as enrolment
 from atoll.v1 import membership_pb2 as mb
 
-SECONDS = 15.0  # deadline of everything that a test waits for
+SECONDS = 90.0  # deadline of everything that a test waits for
 _OPTIONS = (("grpc.ssl_target_name_override", SERVER_NAME), ("grpc.use_local_subchannel_pool", 1))
 
 
@@ -88,6 +89,11 @@ async def coordinator(data_dir: Path, **settings: object) -> AsyncIterator[Coord
         finally:
             stopping.set()
             controller.notify()
+
+
+def http_client(home: Coordinator) -> httpx.AsyncClient:
+    """A browser on the coordinator's page."""
+    return httpx.AsyncClient(base_url=f"http://{home.endpoints.http}", timeout=SECONDS)
 
 
 def admin_channel(credential: Path, endpoint: str) -> grpc.aio.Channel:

@@ -61,7 +61,7 @@ async def test_backed_up_under_load_and_restored_elsewhere(tmp_path: Path) -> No
         banning = await nodes[0].hear(lambda response: response.HasField("deny_list") and number(response.deny_list))
         await close(nodes)
     await run("restore", str(archive), "--data-dir", str(second))
-    async with coordinator(second, lost_after_seconds=10.0) as home:
+    async with coordinator(second, lost_after_seconds=600.0) as home:
         assert home.keys.ca.sha256 == fingerprint
         listed = (await home.admin.ListTokens(admin.ListTokensRequest(), timeout=SECONDS)).tokens
         known = {token.id for token in listed}

@@ -118,7 +118,7 @@ async def test_the_list_outlives_a_restart(tmp_path: Path) -> None:
         await hold(nodes[0], checkpoint(nodes[0].identity, 7))
         await hold(nodes[1], checkpoint(nodes[1].identity, 9))
         await hold(nodes[0], checkpoint(nodes[0].identity, 8))  # 7 is gone
-    async with coordinator(data_dir, lost_after_seconds=60.0) as home:  # no news beside the JSON
+    async with coordinator(data_dir, lost_after_seconds=600.0) as home:  # no news beside the JSON
         listed = json.loads((await ctl(home, "list", "--output", "json")).stdout)["checkpoints"]
         assert [(item["checkpoint"]["round"], item["connected"]) for item in listed] == [(9, False), (8, False)]
         result = await ctl(home, "pull", "--unverified", "--to", str(tmp_path / "x"))

@@ -164,7 +164,7 @@ async def test_unfinished_calls_exclude_no_node_and_end_within_seconds(tmp_path:
                 call = channel.stream_unary("/atoll.v1.Enrolment/Enrol")()  # its message never comes
                 await call.wait_for_connection()
                 unfinished.append(call)
-        async with asyncio.timeout(4 * SECONDS):
+        async with asyncio.timeout(2 * SECONDS):
             assert (await home.node("ann")).enrolled.run_id == "reef"
             await asyncio.gather(*(call.code() for call in unfinished))
 
@@ -176,7 +176,7 @@ async def test_connections_that_say_nothing_are_closed_within_seconds(tmp_path: 
             await asyncio.open_connection(*split_endpoint(endpoint))
             for endpoint in (home.endpoints.enrolment, home.endpoints.local)
         ]
-        async with asyncio.timeout(4 * SECONDS):
+        async with asyncio.timeout(2 * SECONDS):
             for reader, writer in silent:
                 await reader.read()  # to its end
                 writer.close()
@@ -199,7 +199,7 @@ async def test_connections_have_a_bound(tmp_path: Path, monkeypatch: pytest.Monk
         for task, writer in (one for ended in held for one in ended):
             writer.transport.abort()
             await asyncio.gather(task, return_exceptions=True)
-        async with asyncio.timeout(4 * SECONDS):
+        async with asyncio.timeout(2 * SECONDS):
             node = Node(home, Identity.generate(), "ann")
             while node.enrolled.run_id != "reef":  # gRPC notices the ends in its own time
                 with suppress(grpc.aio.AioRpcError):
@@ -220,7 +220,7 @@ async def test_excess_concurrent_enrolments_are_asked_to_retry(tmp_path: Path) -
         home.controller._thread.submit(stuck.wait, SECONDS)  # a disk that takes its time
         nodes = [Node(home, Identity.generate(), f"n{number}") for number in range(MAX_CONCURRENT_ENROLMENTS + 1)]
         calls = [asyncio.create_task(node.enrol(token)) for node in nodes]
-        async with asyncio.timeout(4 * SECONDS):
+        async with asyncio.timeout(2 * SECONDS):
             (refused_one,), _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
             failure = refused_one.exception()
             assert isinstance(failure, grpc.aio.AioRpcError)

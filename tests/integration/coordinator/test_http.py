@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
-from integration.coordinator.lab import SECONDS, coordinator
+from integration.coordinator.lab import SECONDS, coordinator, http_client
 
 from atoll.coordinator.state.snapshot import Step
 from atoll.coordinator.store.records import Change, Evaluation, NodeMetrics
@@ -15,7 +14,7 @@ from atoll.v1 import admin_pb2 as admin
 
 
 async def test_page_assets_status_metrics_and_probes(tmp_path: Path) -> None:
-    async with coordinator(tmp_path / "c") as home, httpx.AsyncClient(base_url=f"http://{home.endpoints.http}") as web:
+    async with coordinator(tmp_path / "c") as home, http_client(home) as web:
         await home.create_run()
         await home.node("ann")
         page = await web.get("/")
@@ -39,7 +38,7 @@ async def test_page_assets_status_metrics_and_probes(tmp_path: Path) -> None:
 
 
 async def test_the_page_has_the_training_loss_of_evaluated_rounds_new_and_old(tmp_path: Path) -> None:
-    async with coordinator(tmp_path / "c") as home, httpx.AsyncClient(base_url=f"http://{home.endpoints.http}") as web:
+    async with coordinator(tmp_path / "c") as home, http_client(home) as web:
         await home.create_run()
 
         async def store(*rows: Change) -> None:
@@ -64,12 +63,12 @@ async def test_the_page_has_the_training_loss_of_evaluated_rounds_new_and_old(tm
 
 
 async def test_a_page_elsewhere_cannot_read_this_one_by_a_name_of_its_own(tmp_path: Path) -> None:
-    async with coordinator(tmp_path / "c") as home, httpx.AsyncClient(base_url=f"http://{home.endpoints.http}") as web:
+    async with coordinator(tmp_path / "c") as home, http_client(home) as web:
         assert (await web.get("/api/status", headers={"host": "evil.example"})).status_code == 400
 
 
 async def test_the_page_learns_what_differs_between_runs(tmp_path: Path) -> None:
-    async with coordinator(tmp_path / "c") as home, httpx.AsyncClient(base_url=f"http://{home.endpoints.http}") as web:
+    async with coordinator(tmp_path / "c") as home, http_client(home) as web:
         text = (await home.create_run()).spec_toml
         other = text.replace('name = "reef"', 'name = "kelp"').replace("stop_tokens = 10000", "stop_tokens = 20000")
         await home.admin.CreateRun(admin.CreateRunRequest(spec_toml=other), timeout=SECONDS)

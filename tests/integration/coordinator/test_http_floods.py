@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-import httpx
 import pytest
-from integration.coordinator.lab import Coordinator, coordinator
+from integration.coordinator.lab import Coordinator, coordinator, http_client
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -57,14 +56,14 @@ class Clients:
 
 
 async def test_half_sent_requests_leave_room_for_others(tmp_path: Path) -> None:
-    async with coordinator(tmp_path / "c") as home, httpx.AsyncClient(base_url=f"http://{home.endpoints.http}") as web:
+    async with coordinator(tmp_path / "c") as home, http_client(home) as web:
         await home.create_run()
         clients = Clients(home)
         async with clients.hold(MANY):
             surplus = MANY - http_server.MAX_CONNECTIONS
             await eventually(lambda: clients.begun >= MANY and clients.cut_off >= surplus)
             for _ in range(5):
-                assert (await web.get("/livez", headers={"connection": "close"}, timeout=30)).text == "ok\n"
+                assert (await web.get("/livez", headers={"connection": "close"}, timeout=60)).text == "ok\n"
             assert (await home.node("ann")).enrolled.run_id == "reef"
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 from integration.coordinator.lab import SECONDS, Coordinator, Node, coordinator, error_of
 
+from atoll.coordinator.state.snapshot import State, Step, StepTime
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import membership_pb2 as mb
 
@@ -25,11 +27,9 @@ def copy_of(node: Node) -> Node:
 
 
 @asynccontextmanager
-async def node_with_copy(
-    data_dir: Path, **settings: object
-) -> AsyncIterator[tuple[Coordinator, Node, Node, asyncio.Task[Node]]]:
+async def node_with_copy(data_dir: Path) -> AsyncIterator[tuple[Coordinator, Node, Node, asyncio.Task[Node]]]:
     """A node, its copy, and the copy's first heartbeat, which waits for an answer; the node was challenged."""
-    async with coordinator(data_dir, **settings) as home:
+    async with coordinator(data_dir) as home:
         await home.create_run()
         node = await (await home.node("ann")).connect(instance=FIRST)
         await node.acknowledged(1)
@@ -86,21 +86,28 @@ async def test_the_copy_of_a_node_cannot_announce_that_it_leaves(tmp_path: Path)
         assert await events(home, "node.left") == ["ann left: bedtime"]
 
 
-async def end_of_process(node: Node) -> None:
+async def end_of_process(_: Coordinator, node: Node) -> None:
     """The kernel closes its connections."""
     await node.close()
 
 
-async def silence(_: Node) -> None:
-    """Its machine lost power, or its link: nothing tells the coordinator."""
+async def silence(home: Coordinator, node: Node) -> None:
+    """Its machine lost power, or its link, an hour ago: nothing tells the coordinator."""
+
+    def an_hour_later(state: State, now: StepTime) -> Step[None]:
+        peer_id = node.identity.peer_id
+        silent = replace(state.live[peer_id], last_message_at=now.monotonic - 3600)
+        return Step(replace(state, live={**state.live, peer_id: silent}), None)
+
+    await home.controller.do(an_hour_later)
 
 
-@pytest.mark.parametrize(("ending", "silent_after"), [(end_of_process, 120.0), (silence, 1.0)])
+@pytest.mark.parametrize("ending", [end_of_process, silence])
 async def test_a_node_that_starts_again_gets_the_place_of_its_dead_process(
-    tmp_path: Path, ending: Callable[[Node], Awaitable[None]], silent_after: float
+    tmp_path: Path, ending: Callable[[Coordinator, Node], Awaitable[None]]
 ) -> None:
-    async with node_with_copy(tmp_path / "c", silence_seconds=silent_after) as (home, node, copy, answered):
-        await ending(node)
+    async with node_with_copy(tmp_path / "c") as (home, node, copy, answered):
+        await ending(home, node)
         async with asyncio.timeout(SECONDS):
             await answered
         assert await events(home, "node.identity-in-use") == []

@@ -67,6 +67,7 @@ async def kill_often(tmp_path: Path, times: int, seed: int) -> None:
 
 
 @pytest.mark.swarm
+@pytest.mark.timeout(1800)
 async def test_killed_under_load_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
     await kill_often(tmp_path, 24, seed=3)
 

@@ -191,7 +191,7 @@ async def test_a_restart_changes_nothing_that_was_acknowledged(tmp_path: Path) -
     data_dir = tmp_path / "c"
     async with training(data_dir, "ann", "bob") as (home, nodes):
         ca, before = home.keys.ca.pem, (await home.admin.GetPlan(admin.GetPlanRequest(), timeout=SECONDS)).signed
-    async with coordinator(data_dir, lost_after_seconds=10.0) as home:
+    async with coordinator(data_dir, lost_after_seconds=600.0) as home:
         assert home.keys.ca.pem == ca
         for node in nodes:
             node.home = home

@@ -46,7 +46,7 @@ def spans_in(plan: Plan) -> dict[str, tuple[int, int]]:
 
 
 async def test_a_route_is_planned_mended_shown_and_steered(tmp_path: Path) -> None:
-    async with coordinator(tmp_path / "c", plan_search_seconds=0.5) as home:
+    async with coordinator(tmp_path / "c", plan_search_seconds=2.0) as home:
         ann, bob = await halves(home, "ann", "bob")
         plan = plan_in(await ann.plan(1), home)
         (route,) = routes_of(plan)

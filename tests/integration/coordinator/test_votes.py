@@ -44,7 +44,7 @@ async def test_one_of_two_commits_with_the_coordinators_vote_that_survives_a_res
         verify_vote(payload, mine.ballot, answer.vote, peer_id_of(operator_key))
         report.manifest.signatures[0].CopyFrom(sign_vote(ann.identity, payload, mine.ballot))
         report.manifest.signatures.append(answer.vote)
-    async with coordinator(data_dir, lost_after_seconds=10.0) as home:
+    async with coordinator(data_dir, lost_after_seconds=600.0) as home:
         for node in nodes:
             node.home = home
             await node.connect(mb.NODE_STATE_TRAINING)

@@ -25,7 +25,7 @@ ATOLL = [sys.executable, "-c", "from atoll.lab.cli.main import main; main()"]
 
 def atoll(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*ATOLL, "data", *map(str, arguments)], capture_output=True, text=True, env=ENVIRONMENT, timeout=120, **options
+        [*ATOLL, "data", *map(str, arguments)], capture_output=True, text=True, env=ENVIRONMENT, timeout=240, **options
     )  # type: ignore[call-overload]
 
 
@@ -85,7 +85,7 @@ def test_a_killed_build_goes_on_to_the_same_corpus(operation: str, name: str, tm
     program = "from support.killed_build import main; main()"
     killed = subprocess.run(
         [sys.executable, "-c", program, str(path), str(corpus), operation, name],
-        capture_output=True, text=True, env=ENVIRONMENT, timeout=120,
+        capture_output=True, text=True, env=ENVIRONMENT, timeout=240,
     )  # fmt: skip
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (corpus / "corpus.json").exists()
@@ -118,9 +118,10 @@ def test_a_full_disk_is_a_sentence_and_the_build_goes_on(tmp_path: Path) -> None
 
 def test_ctrl_c_ends_every_process_and_says_how_to_go_on(tmp_path: Path) -> None:
     line = json.dumps({"text": "words " * 1000}) + "\n"
-    (tmp_path / "in.jsonl").write_text(line * 8000)
-    command = [*ATOLL, "data", "build", str(tmp_path / "in.jsonl"), "--source", "jsonl", "--to", str(tmp_path / "c")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, process_group=0) as child:
+    (tmp_path / "in.jsonl").write_text(line * 800)
+    arguments = ["data", "build", str(tmp_path / "in.jsonl"), "--source", "jsonl", "--to", str(tmp_path / "c")]
+    held = [sys.executable, "-c", "from support.killed_build import held; held()", *arguments]
+    with subprocess.Popen(held, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, process_group=0) as child:
         assert child.stderr is not None
         assert child.stderr.readline().startswith("tokenising: 0 B of")
         os.killpg(child.pid, signal.SIGINT)
@@ -129,6 +130,6 @@ def test_ctrl_c_ends_every_process_and_says_how_to_go_on(tmp_path: Path) -> None
     assert "repeat the command to go on" in told
     assert "Traceback" not in told
     assert not (tmp_path / "c/corpus.json").exists()
-    resumed = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    resumed = subprocess.run([*ATOLL, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=240)
     assert resumed.returncode == 0, resumed.stderr
-    assert json.loads(atoll("show", tmp_path / "c", "-o", "json").stdout)["corpus"]["documents"] == 8000
+    assert json.loads(atoll("show", tmp_path / "c", "-o", "json").stdout)["corpus"]["documents"] == 800

@@ -37,7 +37,7 @@ from atoll.node.training.loop import InnerLoop
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *sys.path])}
 ATOLL = [sys.executable, "-c", "from atoll.lab.cli.main import main; main()"]
-DEADLINE = timedelta(seconds=60)
+DEADLINE = timedelta(seconds=180)
 STEPS = 5
 MIRROR = "http://mirror"
 TALKS = [
@@ -83,7 +83,7 @@ round_tokens = 1000
 
 def atoll(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*ATOLL, "data", *map(str, arguments)], capture_output=True, text=True, env=ENVIRONMENT, timeout=120
+        [*ATOLL, "data", *map(str, arguments)], capture_output=True, text=True, env=ENVIRONMENT, timeout=240
     )
 
 
@@ -149,7 +149,7 @@ def test_a_killed_build_goes_on_to_the_same_corpus(operation: str, name: str, fo
     program = "from support.killed_build import main; main()"
     killed = subprocess.run(
         [sys.executable, "-c", program, str(folder / "spec.toml"), str(corpus), operation, name],
-        capture_output=True, text=True, env=ENVIRONMENT, timeout=120,
+        capture_output=True, text=True, env=ENVIRONMENT, timeout=240,
     )  # fmt: skip
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     resumed = build_corpus(small(folder), corpus, workers=2, limits=SMALL)
@@ -177,7 +177,7 @@ async def test_trainers_keep_conversations_apart(devices: str, folder: Path, tmp
     with CorpusServer(files_of_directory(folder / "corpus")) as server:
         text = RUN_SPEC.format(digest=digest).replace("sequence_length = 16", masked).replace(MIRROR, server.address)
         spec = parse_run_spec(text)
-        config = TrainerConfig(text, device=devices, cache_path=str(tmp_path / "cache"), minimum_step_seconds=0.1)
+        config = TrainerConfig(text, device=devices, cache_path=str(tmp_path / "cache"), minimum_step_seconds=0.5)
         trainer = await Trainer.spawn(config, log_path=tmp_path / "trainer.log", timeout=DEADLINE)
         opened = open_corpus(spec.data, str(folder / "corpus"), CacheFolder(tmp_path / "own"), SystemClock())
         corpus = opened.for_training(spec)
@@ -211,7 +211,7 @@ async def test_trainers_learn_the_answers(devices: str, folder: Path, tmp_path: 
     text = RUN_SPEC.format(digest=built["digest"])
     spec, torch_threads = parse_run_spec(text), torch.get_num_threads()
     config = TrainerConfig(
-        text, str(folder / "corpus"), device=devices, cache_path=str(tmp_path / "cache"), minimum_step_seconds=0.1
+        text, str(folder / "corpus"), device=devices, cache_path=str(tmp_path / "cache"), minimum_step_seconds=0.5
     )
     trainer = await Trainer.spawn(config, log_path=tmp_path / "trainer.log", timeout=DEADLINE)
     torch.set_num_threads(1)

@@ -23,7 +23,7 @@ except ArithmeticDiffers as error:
 def said(capability: str, threads: int, how: str) -> str:
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-c", PROGRAM, str(threads), how]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=True).stdout
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])

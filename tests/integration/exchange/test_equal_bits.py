@@ -49,7 +49,7 @@ def digests(path, capability: str) -> set[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=True,
     ).stdout
     lines = printed.split("\n")[:2]

@@ -15,7 +15,7 @@ from atoll.lab.wan import memory, namespaces
 from atoll.lab.wan.network import wan_network
 from atoll.node.system import child_processes
 
-pytestmark = [*needs_wan, pytest.mark.timeout(120)]
+pytestmark = [*needs_wan, pytest.mark.timeout(400)]
 LAB = """
 import asyncio, sys
 from atoll.lab.wan.network import wan_network
@@ -61,7 +61,7 @@ async def start_lab(directory: Path) -> tuple[asyncio.subprocess.Process, str]:
     child = await child_processes.start(
         [sys.executable, "-c", LAB, str(topology)], environment=os.environ, stdout=asyncio.subprocess.PIPE
     )
-    token = (await asyncio.wait_for(child.stdout.readline(), 30)).decode().strip()
+    token = (await asyncio.wait_for(child.stdout.readline(), 120)).decode().strip()
     assert len(left(token)) >= 5
     return child, token
 
@@ -88,7 +88,7 @@ async def test_what_a_killed_lab_leaves_goes_at_the_next_start_and_nothing_else(
     finally:
         namespaces.ip("netns", "delete", foreign)
         living.kill()
-        await asyncio.wait_for(living.wait(), 30)
+        await asyncio.wait_for(living.wait(), 120)
         namespaces.remove_leftovers()
     assert left(other) == []
 
@@ -138,7 +138,7 @@ def test_a_check_that_is_interrupted_leaves_nothing(number, shell):
     assert "round trips" in child.stderr.readline()
     [lock] = set(namespaces.LABS.glob("*.lock")) - before
     child.send_signal(number)
-    _, problems = child.communicate(timeout=30)
+    _, problems = child.communicate(timeout=120)
     assert child.returncode == 130
     assert "Traceback" not in problems
     assert left(lock.stem) == []

@@ -22,7 +22,7 @@ async def _printed(*arguments: object) -> str:
     child = await asyncio.create_subprocess_exec(
         BIN / "atoll", *map(str, arguments), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         printed, _ = await child.communicate()
     return printed.decode()
 
@@ -57,7 +57,7 @@ async def test_a_detached_node_outlives_a_hangup_and_is_stopped_like_any_other(t
                 lines = (await _printed("logs", "--data-dir", start.data_dir)).splitlines()
                 assert "joined the swarm" in [json.loads(line)["event"] for line in lines if line.startswith("{")]
                 daemon.send_signal(signal.SIGTERM)
-                await eventually(lambda: not daemon.is_running() or daemon.status() == "zombie", 60)
+                await eventually(lambda: not daemon.is_running() or daemon.status() == "zombie", 120)
                 (node,) = home.controller.state.nodes.values()
                 assert (node.left, node.ended, node.ended_detail) == (True, "STOPPED", "stopped by SIGTERM")
             finally:

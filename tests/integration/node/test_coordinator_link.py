@@ -95,7 +95,7 @@ class Early(membership_pb2_grpc.MembershipServiceServicer):
 async def test_a_node_measures_its_clock_offset(seconds):
     service = Early(seconds)
     async with serving(service) as link:
-        async with asyncio.timeout(20):  # answers that come late on a busy machine are outdone by quick ones
+        async with asyncio.timeout(120):  # answers that come late on a busy machine are outdone by quick ones
             while service.answers < 6 or link.clock_offset.ahead_seconds != pytest.approx(seconds, abs=0.1):
                 link.send_heartbeat_now()
                 await asyncio.sleep(0.05)
@@ -106,11 +106,11 @@ async def test_reports_survive_every_broken_stream():
     async with serving(service) as link:
         for number in range(5):
             link.report(mb.EvaluationReport(round=number))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while number not in service.durable:
                     await asyncio.sleep(0.02)
         assert service.streams >= 2
-        assert await link.flush(timedelta(seconds=5))
+        assert await link.flush(timedelta(seconds=60))
         assert set(service.durable) == set(range(5))
 
 
@@ -141,7 +141,7 @@ async def test_a_node_answers_a_challenge_at_once_and_ends_when_it_is_refused(mo
     link = plain_link(f"127.0.0.1:{port}")
     link.credentials = SimpleNamespace(coordinator="here")
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             with pytest.raises(IdentityInUse):
                 await link.run()
             await link.first_answer()
@@ -168,4 +168,4 @@ async def starve():
 
 def test_without_descriptors_the_link_waits_and_the_node_lives():
     program = [sys.executable, "-c", "import asyncio, test_coordinator_link as it; asyncio.run(it.starve())"]
-    subprocess.run(program, cwd=Path(__file__).parent, check=True, timeout=60)
+    subprocess.run(program, cwd=Path(__file__).parent, check=True, timeout=120)

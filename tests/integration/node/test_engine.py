@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.eventually import eventually
 from support.machine_plans import make_plan
 from support.memory_network import MemoryHub
 from support.process_swarm import MODEL, SPEC, write_corpus
@@ -45,7 +46,7 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=180)
 OPERATOR = Identity.generate()
 DEADLINES = timedelta(seconds=180)  # of an attempt whose opener is cut off in the middle of it, and of the next
 
@@ -173,32 +174,33 @@ async def members(tmp_path, count, fault, codec="int4", round_tokens=2000, fragm
         await hub.close()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 async def test_inner_steps_go_on_while_parts_are_exchanged(tmp_path):
-    """The exchange is made to last more than a second; the trainers must not notice."""
-    steps_at_parts: dict[str, list[int]] = {}
-    trainers: dict[str, Trainer] = {}
+    """In each round, a part of each member arrives only when its sender has trained on."""
+    trained_on: dict[tuple[str, int], int] = {}  # steps while a part was under way, by sender and round
+    sending: dict[str, Member] = {}
 
     async def slow(passage):
-        if passage.protocol == AVERAGE and passage.frame.kind is FrameKind.PART:
-            trainer = trainers.get(passage.sender)
-            if trainer is not None:
-                steps_at_parts.setdefault(passage.sender, []).append(trainer.status.steps)
-            await asyncio.sleep(0.15)
+        member = sending.get(passage.sender)
+        if passage.protocol == AVERAGE and passage.frame.kind is FrameKind.PART and member is not None:
+            at, trainer = (passage.sender, len(member.heads)), member.trainer
+            if at not in trained_on:
+                before, trained_on[at] = trainer.status.steps, 0
+                await eventually(lambda: trainer.status.steps >= before + 10)
+                trained_on[at] = trainer.status.steps - before
         return passage.frame
 
     async with members(tmp_path, 2, slow) as made:
-        trainers.update({member.identity.peer_id: member.trainer for member in made})
+        sending.update({member.identity.peer_id: member for member in made})
         await asyncio.gather(*(member.rounds(2) for member in made))
         assert made[0].heads[1].hash == made[1].heads[1].hash
         for member in made:
-            seen = steps_at_parts[member.identity.peer_id]
-            assert max(seen) - min(seen) >= 20
+            assert max(steps for (peer, _), steps in trained_on.items() if peer == member.identity.peer_id) >= 10
             carried = member.trainer.status.progress_tokens
             assert carried > 0  # what was trained during the exchange is progress of the next round
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 async def test_a_broken_part_is_repaired_or_its_contribution_spent_and_replicas_stay_equal(tmp_path):
     broken = []
 
@@ -217,7 +219,7 @@ async def test_a_broken_part_is_repaired_or_its_contribution_spent_and_replicas_
         assert torch.equal(made[0].state.anchor_E, made[1].state.anchor_E)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 async def test_a_vote_is_on_disk_before_it_is_sent(tmp_path):
     recorded: dict[str, list[int]] = {}
     stores: dict[str, VoteStore] = {}
@@ -239,7 +241,7 @@ async def test_a_vote_is_on_disk_before_it_is_sent(tmp_path):
         assert recorded
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 async def test_what_a_round_holds_is_not_reported_again_while_its_state_is_written(tmp_path):
     """A large state takes seconds; rounds must not open for tokens that were just counted."""
     trainers: dict[str, Trainer] = {}
@@ -264,13 +266,13 @@ async def test_what_a_round_holds_is_not_reported_again_while_its_state_is_writt
         trainers.update({member.identity.peer_id: member.trainer for member in made})
         for member in made:
             commit = member.state.commit
-            member.state.commit = lambda staged, commit=commit: (reported.wait(30), commit(staged))
+            member.state.commit = lambda staged, commit=commit: (reported.wait(120), commit(staged))
         await asyncio.gather(*(member.rounds(2) for member in made))
         assert reported.is_set()
         assert all(tokens <= left for tokens, left in reports)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_fragments_take_turns_replicas_stay_equal_and_who_was_away_catches_up(tmp_path):
     """The one that is away hears of no round for a while: it fetches what changed, and its progress enters a round."""
     away: set[str] = set()
@@ -332,7 +334,7 @@ async def _reaches(member, number):
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_a_member_that_trains_backwards_is_left_out_of_sums_and_hears_of_it(tmp_path, monkeypatch):
     """Its replica stays equal to the others', its tokens do not count, and everybody can read why."""
 
@@ -371,7 +373,7 @@ async def test_a_member_that_trains_backwards_is_left_out_of_sums_and_hears_of_i
         assert not any(member.counters.left_out for member in rest)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "cut off"])
 async def test_who_was_away_for_long_brings_what_it_trained_meanwhile_and_nothing_stale(tmp_path, frozen, monkeypatch):
     cut: set[str] = set()
@@ -407,7 +409,7 @@ async def test_who_was_away_for_long_brings_what_it_trained_meanwhile_and_nothin
         await away.rounds(there + 3)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 async def test_what_a_commit_held_is_known_though_the_machine_went_on_meanwhile(tmp_path):
     cut: set[str] = set()
 
@@ -426,7 +428,7 @@ async def test_what_a_commit_held_is_known_though_the_machine_went_on_meanwhile(
         assert share.counted is rt.Counted.SNAPSHOT
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 async def test_progress_that_cannot_be_kept_ends_the_engine_and_not_only_a_catch_up(tmp_path, monkeypatch):
     async def through(passage):
         return passage.frame
@@ -450,7 +452,7 @@ async def test_progress_that_cannot_be_kept_ends_the_engine_and_not_only_a_catch
             await engine._catch_up(CountedShare(rt.Counted.NOTHING))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("kept", [True, False])
 async def test_who_cannot_tell_what_of_its_progress_counted_begins_at_the_anchor(tmp_path, monkeypatch, kept):
     """Rounds hold a snapshot that made room for another, and the state of their result is still here, or is fetched."""
@@ -479,7 +481,7 @@ async def test_who_cannot_tell_what_of_its_progress_counted_begins_at_the_anchor
         assert set(told) == {"load"}
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_an_automatic_codec_follows_the_link(tmp_path):
     slow = asyncio.Event()
     slow.set()

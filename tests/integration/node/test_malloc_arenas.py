@@ -38,7 +38,7 @@ def arenas(setup: str) -> int:
     left_out = ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     program = [sys.executable, "-c", _PROGRAM.format(setup=setup)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     return len(re.findall(r"^Arena \d+:", done.stderr, re.MULTILINE))
 

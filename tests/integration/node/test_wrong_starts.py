@@ -124,7 +124,7 @@ class Start:
             env={**{key: value for key, value in os.environ.items() if "ATOLL_" not in key}, **self.variables},
         )
         try:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(240):
                 printed, problems = await child.communicate(self.token.text().encode())
         finally:
             if child.returncode is None:
@@ -311,7 +311,7 @@ async def test_doctor_is_red_where_training_is_impossible(
                 stdout=asyncio.subprocess.PIPE,
                 env={**{key: value for key, value in os.environ.items() if "ATOLL_" not in key}, **start.variables},
             )
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(240):
                 printed, _ = await child.communicate()
             findings = json.loads(printed)["doctor"]
             red = [item for item in findings if not item["ok"] and item["name"] in ("settings", "standing", "training")]

@@ -17,7 +17,7 @@ import torch
 from support.corpora import build_inline, write_rows
 from support.eventually import eventually
 from support.loopback_hosts import DIRECT, Lab
-from support.stage_threads import connected_route, trainers_of
+from support.stage_threads import StageThread, connected_route, trainers_of
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import ChildDied
@@ -28,7 +28,7 @@ from atoll.node.data.corpus import load_corpus
 from atoll.node.data.open_corpus import open_corpus
 from atoll.node.direct.direct_path import DirectConfig
 from atoll.node.exchange.codecs import BY_NUMBER
-from atoll.node.pipeline import link_codec, stage_streams
+from atoll.node.pipeline import link_codec, stage_loop, stage_streams
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.message_codec import LinkFormat, read_header
 from atoll.node.pipeline.route import RoutePlace
@@ -74,7 +74,7 @@ codec = "fp32"
 STEP_TOKENS, STEP_SAMPLES = 3 * 2 * 32, 6
 SPANS = [(0, 0), (1, 2), (3, 3)]
 RANGES = ((0, 10_000),)
-DEADLINE = timedelta(seconds=60)
+DEADLINE = timedelta(seconds=180)
 
 
 @pytest.fixture
@@ -93,7 +93,10 @@ async def hosts_of(lab: Lab, direct: DirectConfig | None) -> list[SwarmHost]:
     return hosts
 
 
-async def test_through_libp2p_too_until_its_daemon_dies_which_costs_a_flush(lab: Lab, corpus: Path) -> None:
+async def test_through_libp2p_too_until_its_daemon_dies_which_costs_a_flush(
+    lab: Lab, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_loop, "MIN_FLUSH_DEADLINE_SECONDS", DEADLINE.total_seconds())
     hosts = await hosts_of(lab, None)
     dispatchers = [RouteDispatcher(host) for host in hosts]
     for host in hosts:
@@ -106,7 +109,7 @@ async def test_through_libp2p_too_until_its_daemon_dies_which_costs_a_flush(lab:
         async with connected_route(stages, hosts, dispatchers):
             await eventually(lambda: stages[2].status.steps >= 3)
             assert stages[0].status.flushes_aborted == 0
-            await struck_in_a_flush(hosts[2].p2pd_pid)
+            await struck_in_a_flush(stages[0], hosts[2].p2pd_pid)
             await eventually(lambda: stages[0].status.flushes_aborted == 1)
             taken = await stages[0].order(messages.TakeSnapshot(0, 9))
             assert isinstance(taken, messages.Snapshot)
@@ -123,7 +126,7 @@ class Swarm:
         self._peers = tuple(host.peer_id for host in hosts)
 
     async def spawn(self, stage: int, device: str = "cpu") -> Trainer:
-        pace = 0.1 if stage == 0 else 0.0  # nothing here needs many steps
+        pace = 0.5 if stage == 0 else 0.0  # few steps, even where this process stops for a moment: errors grow
         config = TrainerConfig(
             self._spec, str(self._corpus), device=device, span=SPANS[stage], minimum_step_seconds=pace
         )
@@ -133,7 +136,7 @@ class Swarm:
         return trainer
 
     async def _end(self, trainer: Trainer) -> None:
-        await trainer.stop(timedelta(seconds=5))
+        await trainer.stop(DEADLINE)
         assert not psutil.pid_exists(trainer.pid)
 
     async def join(self, stage: int, trainer: Trainer) -> asyncio.Task[None]:
@@ -156,10 +159,17 @@ class Swarm:
             await task
 
 
-async def struck_in_a_flush(pid: int) -> None:
+async def struck_in_a_flush(driver: StageThread | Trainer, pid: int) -> None:
     """Kill it when a flush waits for it: the driver, that may rest between two, has long begun the next."""
+    reports = [driver.status]  # one comes twice a second
+
+    def waits() -> bool:
+        if driver.status is not reports[-1]:
+            reports.append(driver.status)
+        return len(reports) >= 4 and len({report.steps for report in reports[-4:]}) == 1
+
     os.kill(pid, signal.SIGSTOP)
-    await asyncio.sleep(1.5)
+    await eventually(waits)
     os.kill(pid, signal.SIGKILL)
 
 
@@ -174,7 +184,7 @@ async def swarm_on(lab: Lab, corpus: Path, device: str = "cpu", spec: str = SPEC
         yield swarm
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 async def test_links_within_a_building_turn_to_bf16_where_the_run_leaves_their_code_open(
     lab: Lab, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +200,7 @@ async def test_links_within_a_building_turn_to_bf16_where_the_run_leaves_their_c
 
     monkeypatch.setattr(stage_streams, "read_header", noting)
     monkeypatch.setattr(link_codec, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(stage_loop, "MIN_FLUSH_DEADLINE_SECONDS", DEADLINE.total_seconds())
     spec = SPEC.replace('codec = "fp32"', 'codec = "auto"')
     hosts = await hosts_of(lab, DIRECT)
     peers = tuple(host.peer_id for host in hosts)
@@ -206,20 +217,20 @@ async def test_links_within_a_building_turn_to_bf16_where_the_run_leaves_their_c
             await place.follow(plan, cast("Trainer", stage))
             leaving.push_async_callback(place.leave)
         await eventually(
-            lambda: [codes.get(kind, [])[-8:] for kind in ("activation", "gradient")] == [["bf16"] * 8] * 2, 60
+            lambda: [codes.get(kind, [])[-8:] for kind in ("activation", "gradient")] == [["bf16"] * 8] * 2
         )
         assert {code for kind in codes.values() for code in kind} <= {"int8", "bf16"}
         assert stages[0].status.flushes_aborted == 0
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 async def test_three_processes_are_one_and_survive_the_middle_one(lab: Lab, corpus: Path) -> None:
     async with swarm_on(lab, corpus) as swarm:
         driver, middle, last = swarm.trainers
         for trainer in swarm.trainers:
             await trainer.initialise()
         connections = [await swarm.join(stage, trainer) for stage, trainer in enumerate(swarm.trainers)]
-        await eventually(lambda: driver.status.steps >= 4, 60)
+        await eventually(lambda: driver.status.steps >= 4)
 
         taken = await driver.snapshot()  # a flush is under way, most likely: it waits for the end
         assert taken == whole_steps(taken.steps, samples=True)
@@ -237,7 +248,7 @@ async def test_three_processes_are_one_and_survive_the_middle_one(lab: Lab, corp
 
         await driver.train()
         await eventually(lambda: driver.status.steps >= steps + 3)
-        await struck_in_a_flush(middle.pid)
+        await struck_in_a_flush(driver, middle.pid)
         with pytest.raises(ChildDied):
             await connections[1]
         await eventually(lambda: driver.status.flushes_aborted == 1)
@@ -248,7 +259,7 @@ async def test_three_processes_are_one_and_survive_the_middle_one(lab: Lab, corp
         other.anchor.copy_(middle.anchor)
         await swarm.join(1, other)
         before = driver.status.steps
-        await eventually(lambda: driver.status.steps >= before + 3, 60)
+        await eventually(lambda: driver.status.steps >= before + 3)
         await eventually(lambda: other.status.steps > 0)  # it tells now and then
 
         os.kill(other.pid, signal.SIGSTOP)
@@ -256,12 +267,12 @@ async def test_three_processes_are_one_and_survive_the_middle_one(lab: Lab, corp
         assert "longer than" in driver.status.route_trouble
         stalled = driver.status.steps
         os.kill(other.pid, signal.SIGCONT)
-        await eventually(lambda: driver.status.steps >= stalled + 2, 60)
+        await eventually(lambda: driver.status.steps >= stalled + 2)
         taken = await driver.snapshot()
         assert taken == whole_steps(taken.steps, samples=True)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 async def test_nodes_with_several_devices_are_stages_like_others(lab: Lab, corpus: Path) -> None:
     """Owner and borrower of the tied matrix, and blocks between them, each on two; a micro-batch has three samples."""
     async with swarm_on(lab, corpus, "cpu,cpu") as swarm:
@@ -270,7 +281,7 @@ async def test_nodes_with_several_devices_are_stages_like_others(lab: Lab, corpu
             await trainer.initialise()
         genesis_E = torch.cat([trainer.anchor for trainer in swarm.trainers])
         connections = [await swarm.join(stage, trainer) for stage, trainer in enumerate(swarm.trainers)]
-        await eventually(lambda: driver.status.steps >= 4, 60)
+        await eventually(lambda: driver.status.steps >= 4)
         looked = (await driver.snapshot()).steps
         seen = driver.status.train_loss
         await driver.pause()
@@ -286,8 +297,8 @@ async def test_nodes_with_several_devices_are_stages_like_others(lab: Lab, corpu
             await driver.train()
             assert (await driver.evaluate()).value == pytest.approx(loop.evaluate(genesis_E), abs=1e-4)
         (follower,) = psutil.Process(last.pid).children()
-        await struck_in_a_flush(follower.pid)
-        await asyncio.wait_for(last.died, 60)
+        await struck_in_a_flush(driver, follower.pid)
+        await asyncio.wait_for(last.died, DEADLINE.total_seconds())
         with pytest.raises(ChildDied):
             await connections[2]
         await eventually(lambda: driver.status.flushes_aborted == 1)
@@ -295,12 +306,12 @@ async def test_nodes_with_several_devices_are_stages_like_others(lab: Lab, corpu
         other.anchor.copy_(last.anchor)
         await swarm.join(2, other)
         before = driver.status.steps
-        await eventually(lambda: driver.status.steps >= before + 3, 60)
+        await eventually(lambda: driver.status.steps >= before + 3)
         taken = await driver.snapshot()
         assert taken == whole_steps(taken.steps, samples=True)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(900)
 async def test_stages_with_several_devices_take_the_mean_over_all_targets(lab: Lab, tmp_path: Path) -> None:
     """Prompts of many lengths: micro-batches, and the devices' parts of them, differ in their targets."""
     rows = [{"ask": "which reef? " * (n * 13 % 17), "say": f"reef {n % 7}, a ring"} for n in range(900)]
@@ -320,7 +331,7 @@ async def test_stages_with_several_devices_take_the_mean_over_all_targets(lab: L
             genesis_E = torch.cat([trainer.anchor for trainer in swarm.trainers])
             for stage, trainer in enumerate(swarm.trainers):
                 await swarm.join(stage, trainer)
-            await eventually(lambda: driver.status.steps >= 4, 60)
+            await eventually(lambda: driver.status.steps >= 4)
             await driver.pause()
             steps = driver.status.steps
             await eventually(lambda: last.status.steps == steps)

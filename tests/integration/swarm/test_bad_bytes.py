@@ -26,6 +26,7 @@ from atoll.core.records import build_address_record, page_keys
 from atoll.core.round_id import RoundId
 from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
 from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.rounds import message_bounds
 from atoll.node.rounds.member_streams import PROTOCOL as ROUND
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.state.manifests import ManifestStore
@@ -40,7 +41,7 @@ from atoll.node.swarm.stripes import PROTOCOL as STRIPED
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
-SOON = timedelta(seconds=10)
+SOON = timedelta(seconds=60)
 QUIET_SECONDS = 0.15  # an answer that has not come by then is not waited for
 MEBIBYTE = 1 << 20
 LIMIT = 64 * MEBIBYTE
@@ -190,7 +191,10 @@ async def honest_life_goes_on(lab: Lab, node: Node, name: str) -> None:
         pytest.param(10_000, id="soak", marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
     ],
 )
-async def test_whatever_bytes_a_member_writes(lab: Lab, tmp_path: Path, examples: int) -> None:
+async def test_whatever_bytes_a_member_writes(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examples: int
+) -> None:
+    monkeypatch.setattr(message_bounds, "LONGEST_PAUSE_SECONDS", 1.0)  # all streams are read soon
     node = Node(await lab.start("victim", relay_service=True), tmp_path)
     await node.host.ready()
     attacker = await lab.start("attacker", seeds=node.host.multiaddrs())

@@ -21,7 +21,7 @@ from atoll.node.direct.dial_policy import DialPolicy
 from atoll.node.direct.dialler import CheckedOffer, Dialler
 from atoll.node.swarm.host import SwarmHost
 
-SOON = timedelta(seconds=10)
+SOON = timedelta(seconds=60)
 # The swarm is at 127.0.0.1, as if that were its public address. A service of the victim's network is at 127.0.0.2.
 PUBLIC_ONLY = DialPolicy(loopback=False, local=False, ranges=(ipaddress.ip_network("127.0.0.1/32"),))
 ALL = DialPolicy(loopback=True, local=True)

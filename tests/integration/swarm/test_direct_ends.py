@@ -14,7 +14,7 @@ from support.direct_pair import TALK, direct_pair, shout
 from atoll.core.frames import FrameKind
 from atoll.node.direct import tls, tls_streams
 
-TIMEOUT = timedelta(seconds=10)
+TIMEOUT = timedelta(seconds=60)
 SMALL = [16, 60_000] * 4
 MANY = [16, 300] * 400
 LARGE = [16, 300_000, 16]

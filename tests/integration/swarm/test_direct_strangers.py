@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.direct_pair import SOON, TALK, Pair, direct_pair, shout
+from support.eventually import eventually
 from support.mutation import Mutator, on_wire
 
 from atoll.core.clock import SystemClock
@@ -36,7 +37,7 @@ connection = context.wrap_socket(socket.create_connection(("127.0.0.1", int(sys.
 connection.sendall(bytes.fromhex(sys.argv[2]))
 connection.recv(16)
 print("in", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -159,38 +160,38 @@ async def test_a_listener_with_another_certificate_gets_no_ticket(tmp_path: Path
 async def test_an_unauthenticated_connection_without_a_proof_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(listener, "STRANGER_TIMEOUT", timedelta(seconds=1))
     async with direct_pair(tmp_path) as pair:
         pair.b.acceptor.handle(TALK, shout)
-        if how == "no TLS":
-            reader, writer = await asyncio.open_connection("127.0.0.1", pair.b.path.port)
-            with suppress(ConnectionError):
-                assert await asyncio.wait_for(reader.read(), SOON.total_seconds()) == b""
-            writer.close()
-        else:
-            assert await answer_to(pair, b"" if how == "silent" else ticket_frame(pair, bytes(32))[:20]) == b""
-        assert pair.b.path.strangers_refused == 1
-        monkeypatch.undo()
+        with monkeypatch.context() as hurried:
+            hurried.setattr(listener, "STRANGER_TIMEOUT", timedelta(seconds=1))
+            if how == "no TLS":
+                reader, writer = await asyncio.open_connection("127.0.0.1", pair.b.path.port)
+                with suppress(ConnectionError):
+                    assert await asyncio.wait_for(reader.read(), SOON.total_seconds()) == b""
+                writer.close()
+            else:
+                with suppress(ConnectionError, ssl.SSLError):  # where the handshake itself took a second
+                    assert await answer_to(pair, b"" if how == "silent" else ticket_frame(pair, bytes(32))[:20]) == b""
+            await eventually(lambda: pair.b.path.strangers_refused == 1)
         await honest_life_goes_on(pair)
 
 
 async def test_a_crowd_of_unauthenticated_connections_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "STRANGER_TIMEOUT", timedelta(seconds=1))
     async with direct_pair(tmp_path) as pair:
+        monkeypatch.setattr(listener, "STRANGER_TIMEOUT", timedelta(hours=1))  # nobody is sent away for its silence
         pair.b.acceptor.handle(TALK, shout)
         most, crowd = listener.MAX_STRANGERS_PER_ADDRESS, 100
         ends = [await asyncio.open_connection("127.0.0.1", pair.b.path.port) for _ in range(crowd)]
-        async with asyncio.timeout(SOON.total_seconds()):
-            while pair.b.path.strangers_refused < crowd - most:
-                await asyncio.sleep(0.005)
-        assert len(pair.b.path._listener._strangers) <= most
-        for reader, writer in ends:
+        await eventually(lambda: pair.b.path.strangers_refused == crowd - most)
+        assert len(pair.b.path._listener._strangers) == most
+        for reader, _ in ends[most:]:
             with suppress(ConnectionError):
                 assert await asyncio.wait_for(reader.read(), SOON.total_seconds()) == b""
+        for _, writer in ends:
             writer.transport.abort()
-        monkeypatch.undo()
+        await eventually(lambda: not len(pair.b.path._listener._strangers))
         await honest_life_goes_on(pair)
 
 
@@ -202,9 +203,7 @@ async def test_members_with_tickets_all_get_in_when_they_dial_at_the_same_moment
         for place in range(members):
             pair.b.path._tickets.issue(f"member {place}")
         ends = [await asyncio.open_connection("127.0.0.1", pair.b.path.port) for _ in range(members)]
-        async with asyncio.timeout(SOON.total_seconds()):
-            while len(pair.b.path._listener._strangers) < members:
-                await asyncio.sleep(0.005)
+        await eventually(lambda: len(pair.b.path._listener._strangers) == members)
         assert pair.b.path.strangers_refused == 0
         for _, writer in ends:
             writer.transport.abort()

@@ -15,7 +15,7 @@ WITHOUT_TORCH = (
 
 
 def told(program: str) -> str:
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
     return run.stdout
 
 

@@ -23,7 +23,7 @@ from atoll.node.swarm.p2pd import P2pd, P2pdConfig
 async def main():
     directory = pathlib.Path(sys.argv[1])
     config = P2pdConfig(directory / "key", directory, ("/ip4/127.0.0.1/tcp/0",), (), False, ())
-    daemon = await P2pd.start(config, timedelta(seconds=20))
+    daemon = await P2pd.start(config, timedelta(seconds=120))
     sys.stderr.write(f"pid {daemon.pid}\\n")
     await asyncio.Event().wait()
 
@@ -31,7 +31,7 @@ asyncio.run(main())
 """
 
 
-def wait_gone(pid: int, seconds: float = 5) -> bool:
+def wait_gone(pid: int, seconds: float = 60) -> bool:
     """Tell whether the process ended in time; its pidfd becomes readable then."""
     try:
         descriptor = os.pidfd_open(pid)
@@ -61,10 +61,10 @@ def test_p2pd_dies_with_a_parent_that_is_killed(short_dir: Path) -> None:
 
 
 async def test_stop_asks_first_and_insists_after_the_grace() -> None:
-    child = await child_processes.start([SLEEP, "60"], environment={})
+    child = await child_processes.start([SLEEP, "600"], environment={})
     assert os.getpgid(child.pid) == child.pid
-    assert await child_processes.stop(child, timedelta(seconds=5)) == -signal.SIGTERM
-    assert await child_processes.stop(child, timedelta(seconds=5)) == -signal.SIGTERM
+    assert await child_processes.stop(child, timedelta(seconds=60)) == -signal.SIGTERM
+    assert await child_processes.stop(child, timedelta(seconds=60)) == -signal.SIGTERM
 
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
     child = await child_processes.start(

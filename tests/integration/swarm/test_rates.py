@@ -13,10 +13,10 @@ from atoll.core.frames import FrameKind
 from atoll.node.direct.stream import DirectStream
 from atoll.node.wire.transport import Stream
 
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=60)
 RATE = 2e6  # bytes a second
 PART = bytes(64 * 1024)
-STREAMS, SECONDS, LOOKS = 4, 3.0, 5
+STREAMS, SECONDS, LOOKS = 4, 3.0, 40
 
 
 def rate_of(arrived: list[tuple[float, int]]) -> float:

@@ -16,10 +16,10 @@ from atoll.node.data.corpus import load_corpus
 from atoll.node.model.run_model import run_model
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
 
-DEADLINE = timedelta(seconds=60)
+DEADLINE = timedelta(seconds=180)
 ONE_STEP = 3600.0  # the least seconds of a step: none follows the first one within the test
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 @pytest.mark.parametrize("family", ["", "llama"])

@@ -17,7 +17,7 @@ from atoll.node.trainer.trainer import Trainer, TrainerConfig
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
-DEADLINE = timedelta(seconds=60)
+DEADLINE = timedelta(seconds=180)
 RANGES = ((0, 4000),)
 
 

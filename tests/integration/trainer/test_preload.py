@@ -14,9 +14,9 @@ from atoll.node.trainer.preload import TrainerPreload
 from atoll.node.trainer.trainer import TrainerConfig
 from atoll.node.trainer.trainer_process import TrainerProcess
 
-DEADLINE = timedelta(seconds=60)
+DEADLINE = timedelta(seconds=180)
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from atoll.node.trainer.trainer_process import TrainerProcess
 
 DEADLINE = timedelta(seconds=120)
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def open_files() -> set[str]:
@@ -121,7 +121,7 @@ async def loads_slowly(tmp_path: Path, silence: timedelta) -> list[int]:
     return heard
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_a_corpus_may_take_longer_than_a_child_may_be_silent(tmp_path: Path) -> None:
     heard: list[int] = []
     for seconds in (6, 24, 96):  # a machine that is busy may stop a child for that long
@@ -167,7 +167,7 @@ async def test_it_dies_with_its_parent_before_anybody_took_it(tmp_path: Path) ->
         "    child = await TrainerProcess.start(pathlib.Path(sys.argv[1]))\n"
         "    pathlib.Path(sys.argv[2]).write_text(str(child.process.pid))\n"
         "    assert 'torch' not in sys.modules\n"
-        "    await asyncio.sleep(60)\n"
+        "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )
     parent = await asyncio.create_subprocess_exec(
