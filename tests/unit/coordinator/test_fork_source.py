@@ -10,6 +10,7 @@ from unit.coordinator.world import (
     RUN,
     World,
     commit,
+    digest_of_zeros,
     genesis_report,
     hash_of,
     layer_states,
@@ -32,6 +33,7 @@ from atoll.core.errors import (
     NotFound,
     RunSpecError,
 )
+from atoll.core.manifest import Head
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
@@ -83,14 +85,14 @@ class Reef(World):
         self.connect(name)
         self.say(name, READY, former_checkpoints=[mb.FormerCheckpoint(run_id=RUN, checkpoint=it) for it in former])
 
-    def forked_genesis(self, name: str, number: int = 2, fill: int | None = None, momentum: int = 1):
+    def forked_genesis(self, name: str, number: int = 2, fill: int | None = None, momentum: bytes = b""):
         """A genesis by this node with the weights of that round, or with others."""
         made = genesis_report(self.identities[name], run_id="kelp")
         manifest = manifest_pb2.Manifest.FromString(made.manifest.payload)
         del manifest.layers[:]
         manifest.layers.extend(layer_states(fill=number if fill is None else fill))
-        for layer in manifest.layers:
-            layer.momentum_digest = bytes([momentum]) * 32
+        for layer, row in zip(manifest.layers, made.layers.layers, strict=True):
+            layer.momentum_digest = momentum or digest_of_zeros(row.parameters)
         made.manifest.CopyFrom(commit(manifest.SerializeToString(), [self.identities[name]]))
         made.source_manifest = self.reports[number].manifest.payload
         return made
@@ -241,13 +243,28 @@ def test_a_fork_trains_from_the_weights_of_its_source(world: Reef) -> None:
     assert world.state.runs["kelp"].state == "TRAINING"
 
 
+def test_a_source_whose_own_genesis_has_momentum_can_be_forked(world: Reef) -> None:
+    genesis = Head(world.genesis_of_reef.manifest).manifest  # from a writer that nobody checked
+    for layer in genesis.layers:
+        layer.momentum_digest = b"\x09" * 32
+    ann = world.identities["ann"]
+    world.put(replace(world.run, genesis=commit(genesis.SerializeToString(), [ann]).SerializeToString()))
+    world.hold("ann", world.info(2))
+    world.fork()
+    for name in ("ann", "bob"):
+        world.move(name, world.info(2))
+    world.wait(1)
+    world.say(world.writer, READY, genesis=world.forked_genesis(world.writer))
+    assert world.state.runs["kelp"].state == "TRAINING"
+
+
 def lying(world: Reef, how: str) -> mb.GenesisReport:
     made = world.forked_genesis(world.writer)
     match how:
         case "other weights":
             return world.forked_genesis(world.writer, fill=99)
         case "momentum":
-            return world.forked_genesis(world.writer, momentum=9)
+            return world.forked_genesis(world.writer, momentum=b"\x09" * 32)
         case "another round":
             return world.forked_genesis(world.writer, number=3)
         case "no manifest":
