@@ -37,6 +37,7 @@ _REFUSALS = {
     mb.FORK_REFUSAL_DAMAGED: "its checkpoint is damaged",
     mb.FORK_REFUSAL_OTHER_MANIFEST: "its checkpoint has another manifest",
     mb.FORK_REFUSAL_SOME_LAYERS: "its checkpoint lacks layers",
+    mb.FORK_REFUSAL_RESOURCES: "it cannot read its checkpoint now",
     mb.FORK_REFUSAL_OTHER_LAYERS: "its model has other layers",
 }
 
