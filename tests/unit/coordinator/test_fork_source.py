@@ -20,7 +20,7 @@ from unit.coordinator.world import (
 )
 
 from atoll.coordinator.rounds.genesis import MAX_PAYLOAD_BYTES
-from atoll.coordinator.runs import assignment, fork_source, lifecycle
+from atoll.coordinator.runs import admission, assignment, fork_source, lifecycle, recovery
 from atoll.coordinator.services.views import order_for
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.kept_rounds import MAX_KEPT_ROUNDS, update_kept_rounds
@@ -241,6 +241,97 @@ def test_a_fork_trains_from_the_weights_of_its_source(world: Reef) -> None:
     world.wait(1)
     world.say(world.writer, READY, genesis=world.forked_genesis(world.writer))
     assert world.state.runs["kelp"].state == "TRAINING"
+
+
+def stranger(world: Reef, name: str) -> None:
+    world.take(admission.set_probation(world.state, world.now, name, on_probation=True))
+
+
+def test_a_stranger_that_alone_holds_the_source_is_not_asked_while_the_run_has_known_nodes(world: Reef) -> None:
+    world.hold("ann", world.info(2))
+    world.fork()
+    stranger(world, "ann")
+    world.move("ann", world.info(2))
+    world.move("bob")
+    world.wait(1)
+    assert (world.state.runs["kelp"].state, world.writer) == ("WAITING", "")
+    assert "only nodes on probation hold the checkpoint of round 2 of run reef here: ann" in world.reason
+    assert "node vouch" in world.told("plan.impossible")[-1]
+    world.say("bob", READY, former_checkpoints=[mb.FormerCheckpoint(run_id=RUN, checkpoint=world.info(2))])
+    world.wait(1)
+    assert (world.writer, world.reason) == ("bob", "")
+
+
+def test_a_known_node_that_leaves_does_not_give_the_genesis_to_a_stranger(world: Reef) -> None:
+    world.hold("ann", world.info(2))
+    world.fork()
+    stranger(world, "ann")
+    for name in ("ann", "bob"):
+        world.move(name, world.info(2))
+    world.wait(1)
+    assert world.writer == "bob"
+    world.say("bob", READY, genesis=mb.GenesisReport(refusal=mb.FORK_REFUSAL_DAMAGED))
+    world.wait(1)
+    assert world.writer != "ann"
+    world.hang_up("bob")
+    world.wait(60)
+    assert world.writer != "ann"
+    world.take(admission.set_probation(world.state, world.now, "ann", on_probation=False))
+    world.move("bob")
+    world.wait(1)
+    assert world.writer == "ann"
+
+
+def test_where_a_run_has_only_strangers_one_of_them_writes(world: Reef) -> None:
+    world.hold("ann", world.info(2))
+    world.fork()
+    for name in ("ann", "bob"):
+        stranger(world, name)
+        world.move(name, world.info(2))
+    world.wait(1)
+    assert world.writer in ("ann", "bob")
+
+
+# --- a source that became void -----------------------------------------------------------------------
+
+
+def recover_to(world: Reef, number: int, *names: str) -> None:
+    digest = world.state.memory[RUN].committed[number].manifest_hash
+    for name in names:
+        world.heads[name] = (number, digest)
+        world.say(name)
+    world.take(recovery.recover(world.state, world.now, RUN, force=True))
+    assert world.run.head_round == number
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_fork_whose_source_a_recovery_made_void_says_so_and_cannot_be_started(world: Reef, restarted: bool) -> None:
+    world.hold("ann", world.info(3))
+    world.fork(3)
+    world.fork(3, name="dune", start=False)
+    recover_to(world, 1, "ann", "bob")
+    world.hold("ann", world.info(1))  # it has set the later one aside
+    if restarted:
+        world.restart()
+    world.wait(1)
+    assert "round 3 of run reef, with which it begins, is void" in world.reason
+    assert "fork from another round" in world.told("plan.impossible")[-1]
+    with pytest.raises(InvalidTransition, match="round 3 of run reef, with which it begins, is void"):
+        lifecycle.start(world.state, world.now, "dune", world.policy)
+
+
+def test_a_fork_whose_source_became_void_goes_on_if_a_node_that_moved_away_still_holds_it(world: Reef) -> None:
+    world.enrol("cyd")
+    world.connect("cyd")
+    world.hold("cyd", world.info(3))
+    world.fork(3)
+    world.move("cyd", world.info(3))
+    recover_to(world, 1, "ann", "bob")
+    world.wait(1)
+    assert "void" not in world.reason
+    world.move("bob")
+    world.wait(1)
+    assert world.writer == "cyd"
 
 
 def test_a_source_whose_own_genesis_has_momentum_can_be_forked(world: Reef) -> None:
