@@ -19,13 +19,14 @@ from unit.coordinator.world import (
     spec_toml,
 )
 
+from atoll.coordinator.rounds import reports
 from atoll.coordinator.rounds.genesis import MAX_PAYLOAD_BYTES
 from atoll.coordinator.runs import admission, assignment, fork_source, lifecycle, recovery
 from atoll.coordinator.services.views import order_for
-from atoll.coordinator.state import lookup
+from atoll.coordinator.state import lookup, snapshot
 from atoll.coordinator.state.kept_rounds import MAX_KEPT_ROUNDS, update_kept_rounds
 from atoll.coordinator.state.snapshot import Draft
-from atoll.coordinator.store.records import Event
+from atoll.coordinator.store.records import Event, Thin
 from atoll.core.errors import (
     AlreadyExists,
     InvalidRequest,
@@ -33,6 +34,7 @@ from atoll.core.errors import (
     NotFound,
     RunSpecError,
 )
+from atoll.core.identity import Identity
 from atoll.core.manifest import Head
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -45,19 +47,22 @@ class Reef(World):
     """A run that committed three rounds, and its nodes with checkpoints of them."""
 
     reports: dict[int, mb.RoundReport]
+    members_of_reef: list[Identity]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.reports = {}
-        members = self.train("ann", "bob")
-        previous, tokens = hash_of(self.genesis_of_reef), 0
-        for number in (1, 2, 3):
-            report = round_report(number, previous, members, committed_before=tokens)
-            opener = self.opener_of(report)
-            self.say(opener, rounds=[report])
-            self.reports[number], previous = report, hash_of(report)
-            tokens += 1000
-        assert self.run.head_round == 3
+        self.members_of_reef = self.train("ann", "bob", stop_tokens=10**6)
+        self.commit_more(3)
+
+    def commit_more(self, rounds: int) -> None:
+        """So many rounds of the source commit."""
+        for number in range(self.run.head_round + 1, self.run.head_round + 1 + rounds):
+            previous = hash_of(self.reports[number - 1] if number > 1 else self.genesis_of_reef)
+            report = round_report(number, previous, self.members_of_reef, committed_before=1000 * (number - 1))
+            self.say(self.opener_of(report), rounds=[report])
+            self.reports[number] = report
+            assert self.run.head_round == number
 
     @property
     def genesis_of_reef(self) -> mb.GenesisReport:
@@ -476,6 +481,26 @@ def test_nodes_keep_the_round_of_a_fork_until_its_first_round_also_after_a_resta
     draft.put(replace(world.state.runs["kelp"], head_round=1))
     update_kept_rounds(draft, "kelp")
     assert draft.state.memory[RUN].kept_rounds == ()
+
+
+def test_the_log_keeps_rounds_that_only_forks_and_nodes_that_moved_away_need(
+    world: Reef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "KEPT_COMMITS", 4)
+    monkeypatch.setattr(reports, "THIN_EVERY", 4)
+    world.enrol("cyd")
+    world.connect("cyd")
+    world.hold("cyd", world.info(1), world.info(2))
+    world.fork(1)
+    world.take(lifecycle.create_run(world.state, world.now, spec_toml(name="moon"), start=False))
+    world.move("cyd", world.info(1), world.info(2), run_id="moon")
+    world.commit_more(9)
+    assert {1, 2} <= set(world.state.memory[RUN].committed)
+    assert 3 not in world.state.memory[RUN].committed
+    assert next(it for it in reversed(world.records) if isinstance(it, Thin)).kept == (1, 2)
+    world.hang_up("cyd")
+    world.commit_more(8)
+    assert fork_source.find(world.state, RUN, 1).committed  # of the fork to come, also while its holder is away
 
 
 def test_a_fork_that_is_stopped_keeps_nothing_and_many_forks_keep_a_few_rounds(world: Reef) -> None:
