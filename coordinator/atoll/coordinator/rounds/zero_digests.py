@@ -21,7 +21,7 @@ _ZEROS = bytes(4 << 20)
 def zero_digests(sizes: Iterable[int], stopped: Callable[[], bool] = lambda: False) -> dict[int, bytes]:
     """The digests of layers with these numbers of parameters. Blocks; returns fewer digests once `stopped`."""
     whole, hashed = hashlib.sha256(), 0
-    found = {}
+    found: dict[int, bytes] = {}
     for size in sorted(set(sizes)):
         while left := size * _FP32_BYTES - hashed:
             if stopped():
