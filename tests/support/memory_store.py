@@ -160,8 +160,8 @@ class MemoryStore(Store):
                 by_worth = sorted(old.values(), key=lambda number: (number in with_losses, number))
                 kept = {number // bucket: number for number in by_worth}.values()
                 for key, number in old.items():
-                    of_checkpoint = table is not NodeMetrics and self._has_checkpoint(change.run_id, number)
-                    if number not in kept and not of_checkpoint:
+                    held = self._has_checkpoint(change.run_id, number) or number in change.kept
+                    if number not in kept and not (held and table is not NodeMetrics):
                         del self._tables[table][key], numbers[key]
         ours = [key for key in self._tables[NodeMetrics] if key[0] == change.run_id]
         rounds_newest_first = sorted((int(str(key[1])) for key in ours), reverse=True)

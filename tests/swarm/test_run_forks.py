@@ -7,7 +7,7 @@ import pytest
 from support.process_swarm import READY, SWARM_TEST, process_swarm
 
 from atoll.core.manifest import Head
-from atoll.node.state.checkpoint import read_metadata
+from atoll.node.state.checkpoint import read_metadata, scan_checkpoint
 from atoll.node.state.checkpoint_files import ANCHOR
 from atoll.node.state.former_checkpoints import checkpoint_directory
 from atoll.node.state.manifests import ManifestStore
@@ -50,6 +50,10 @@ async def in_run(swarm, name, run_id, *states):
     await swarm.until(there, f"{name} is not {' or '.join(states)} in {run_id}", READY)
 
 
+def digests_of(directory):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
+
+
 def anchor_digests(manifest):
     return [layer.anchor_digest for layer in manifest.layers]
 
@@ -65,8 +69,10 @@ async def test_a_fork_begins_with_the_very_weights_of_its_source_and_trains_on_a
         changes = ("--set", f"optimizer.learning_rate={half}", "--set", "run.stop_tokens=8000")
         await swarm.ctl("run", "fork", "reef", "kelp", "--from", str(number), *changes, "--start")
         source = checkpoint_directory(tmp_path / "ann" / "runs", "reef", number)
+        before_it_is_old = digests_of(source)
         await swarm.rounds("ann", KEEP + 3)  # more than the node keeps: the fork's round stays
-        assert source.exists()
+        assert digests_of(source) == before_it_is_old
+        assert scan_checkpoint(source).head.round == number  # every byte matches the sums and the manifest
         assert len(list(source.parent.iterdir())) <= KEEP + 1  # and perhaps one that is being written
         await swarm.ctl("run", "assign", "kelp", "--all-of", "reef")
         for name in ("ann", "bob"):

@@ -63,6 +63,7 @@ class ForkRefusal(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FORK_REFUSAL_OTHER_MANIFEST: _ClassVar[ForkRefusal]
     FORK_REFUSAL_SOME_LAYERS: _ClassVar[ForkRefusal]
     FORK_REFUSAL_OTHER_LAYERS: _ClassVar[ForkRefusal]
+    FORK_REFUSAL_RESOURCES: _ClassVar[ForkRefusal]
 
 class RunState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -126,6 +127,7 @@ FORK_REFUSAL_DAMAGED: ForkRefusal
 FORK_REFUSAL_OTHER_MANIFEST: ForkRefusal
 FORK_REFUSAL_SOME_LAYERS: ForkRefusal
 FORK_REFUSAL_OTHER_LAYERS: ForkRefusal
+FORK_REFUSAL_RESOURCES: ForkRefusal
 RUN_STATE_UNSPECIFIED: RunState
 RUN_STATE_CREATED: RunState
 RUN_STATE_WAITING: RunState

@@ -70,6 +70,7 @@ async def test_a_fork_goes_from_the_command_to_a_plan_and_a_restart_does_not_for
         done = await fork(home, "--from", "1", "--start")
         assert done.exit_code == 0, done.output
         assert "ann (run reef)" in done.stderr
+        assert "where `checkpoint_keep` is 1, the next one replaces it" in done.stderr
         spec = (await home.admin.GetRun(admin.RunRequest(run_id="kelp"), timeout=SECONDS)).spec_toml
         section = parse_run_spec(spec).fork
         assert section is not None

@@ -42,6 +42,43 @@ async def test_the_notice_is_kept_until_the_coordinator_counts_the_node(tmp_path
     assert told.notice == ""
 
 
+async def test_the_rounds_of_forks_are_kept_by_a_node_that_starts_while_the_coordinator_is_away(tmp_path):
+    directives(tmp_path / "plan").apply_heartbeat(mb.HeartbeatResponse(kept_rounds=[120, 7]))
+    again = directives(tmp_path / "plan")
+    assert again.kept_rounds == (120, 7)
+    again.apply_heartbeat(mb.HeartbeatResponse(kept_rounds=range(9, 0, -1)))
+    assert directives(tmp_path / "plan").kept_rounds == (9, 8, 7, 6)
+    again.apply_heartbeat(mb.HeartbeatResponse())
+    assert directives(tmp_path / "plan").kept_rounds == ()
+
+
+async def test_an_order_to_move_does_not_drop_the_rounds_of_forks(tmp_path):
+    told = directives(tmp_path / "plan")
+    told.apply_heartbeat(mb.HeartbeatResponse(kept_rounds=[120]))
+    told.apply_heartbeat(mb.HeartbeatResponse(order=mb.ORDER_MOVE))
+    assert told.kept_rounds == (120,)
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damaged_kept_rounds_are_not_believed(tmp_path, data):
+    directives(tmp_path / "plan").apply_heartbeat(mb.HeartbeatResponse(kept_rounds=[120, 7]))
+    path = tmp_path / "kept-rounds"
+    sound = path.read_bytes()
+    damaged = bytearray(sound)
+    damaged[data.draw(st.integers(0, len(sound) - 1))] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(data.draw(st.sampled_from([bytes(damaged), sound[: len(sound) // 2], b"", b"[]\n"])))
+    assert directives(tmp_path / "plan").kept_rounds == ()
+    path.unlink()
+
+
+async def test_a_full_disk_does_not_lose_the_kept_rounds_of_this_process(tmp_path):
+    told = directives(tmp_path / "plan")
+    (tmp_path / "kept-rounds").mkdir()
+    told.apply_heartbeat(mb.HeartbeatResponse(kept_rounds=[120]))
+    assert told.kept_rounds == (120,)
+
+
 async def test_the_time_of_the_end_is_kept_until_the_coordinator_does_not_know_it(tmp_path):
     told = directives(tmp_path / "plan")
     for sent, kept in ((1_700_000_000_000, 1_700_000_000_000), (None, None), (0, None), (-5, None), (2**62, None)):

@@ -691,6 +691,30 @@ def test_a_clone_of_a_fork_keeps_its_source_and_says_so_or_drops_it(
     assert [spec.fork is None for spec in specs] == [False, True]
 
 
+def test_a_clone_of_a_run_that_is_no_fork_cannot_drop_its_source(canned: Canned) -> None:
+    done = CliRunner().invoke(main.app, ["run", "clone", "reef", "kelp", "--unset", "fork"])
+    assert isinstance(done.exception, UsageError)
+    assert "that run is no fork" in str(done.exception)
+    assert "CreateRun" not in {method for method, _ in canned.asked}
+
+
+@pytest.mark.parametrize(("kept", "where", "noted"), [(1, "reef", True), (2, "reef", False), (1, "dune", False)])
+def test_the_operator_is_told_where_the_source_of_a_fork_may_be_gone_soon(
+    canned: Canned, monkeypatch: pytest.MonkeyPatch, kept: int, where: str, noted: bool
+) -> None:
+    source = wire.ForkSourceView()
+    source.CopyFrom(SOURCE)
+    del source.holders[:]
+    source.holders.add(peer_id="p", node_name="ann", run_id=where, connected=True)
+    held = [wire.CheckpointView(checkpoint=mb.CheckpointInfo(round=number), peer_id="p") for number in range(kept)]
+    held += [wire.CheckpointView(checkpoint=mb.CheckpointInfo(round=number), peer_id="q") for number in range(3)]
+    monkeypatch.setitem(ANSWERS, "FindForkSource", source)
+    monkeypatch.setitem(ANSWERS, "ListCheckpoints", wire.ListCheckpointsResponse(checkpoints=held))
+    done = CliRunner().invoke(main.app, ["run", "fork", "reef", "kelp", "--from", "6"])
+    assert done.exit_code == 0, done.output
+    assert ("where `checkpoint_keep` is 1" in done.stderr) == noted
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -698,6 +722,7 @@ def test_a_clone_of_a_fork_keeps_its_source_and_says_so_or_drops_it(
         ["--from", "-1"],
         ["--from", "6", "--manifest", "06"],
         ["--from", "6", "--set", "fork.round=7"],
+        ["--from", "6", "--unset", "fork"],
         ["--from", "6", "--set", "run.name=dune"],
     ],
 )

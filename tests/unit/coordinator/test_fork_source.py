@@ -10,6 +10,7 @@ from unit.coordinator.world import (
     RUN,
     World,
     commit,
+    digest_of_zeros,
     genesis_report,
     hash_of,
     layer_states,
@@ -18,13 +19,14 @@ from unit.coordinator.world import (
     spec_toml,
 )
 
+from atoll.coordinator.rounds import reports
 from atoll.coordinator.rounds.genesis import MAX_PAYLOAD_BYTES
-from atoll.coordinator.runs import assignment, fork_source, lifecycle
+from atoll.coordinator.runs import admission, assignment, fork_source, lifecycle, recovery
 from atoll.coordinator.services.views import order_for
-from atoll.coordinator.state import lookup
+from atoll.coordinator.state import lookup, snapshot
 from atoll.coordinator.state.kept_rounds import MAX_KEPT_ROUNDS, update_kept_rounds
 from atoll.coordinator.state.snapshot import Draft
-from atoll.coordinator.store.records import Event
+from atoll.coordinator.store.records import Event, Thin
 from atoll.core.errors import (
     AlreadyExists,
     InvalidRequest,
@@ -32,6 +34,8 @@ from atoll.core.errors import (
     NotFound,
     RunSpecError,
 )
+from atoll.core.identity import Identity
+from atoll.core.manifest import Head
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
@@ -43,19 +47,22 @@ class Reef(World):
     """A run that committed three rounds, and its nodes with checkpoints of them."""
 
     reports: dict[int, mb.RoundReport]
+    members_of_reef: list[Identity]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.reports = {}
-        members = self.train("ann", "bob")
-        previous, tokens = hash_of(self.genesis_of_reef), 0
-        for number in (1, 2, 3):
-            report = round_report(number, previous, members, committed_before=tokens)
-            opener = self.opener_of(report)
-            self.say(opener, rounds=[report])
-            self.reports[number], previous = report, hash_of(report)
-            tokens += 1000
-        assert self.run.head_round == 3
+        self.members_of_reef = self.train("ann", "bob", stop_tokens=10**6)
+        self.commit_more(3)
+
+    def commit_more(self, rounds: int) -> None:
+        """So many rounds of the source commit."""
+        for number in range(self.run.head_round + 1, self.run.head_round + 1 + rounds):
+            previous = hash_of(self.reports[number - 1] if number > 1 else self.genesis_of_reef)
+            report = round_report(number, previous, self.members_of_reef, committed_before=1000 * (number - 1))
+            self.say(self.opener_of(report), rounds=[report])
+            self.reports[number] = report
+            assert self.run.head_round == number
 
     @property
     def genesis_of_reef(self) -> mb.GenesisReport:
@@ -83,14 +90,14 @@ class Reef(World):
         self.connect(name)
         self.say(name, READY, former_checkpoints=[mb.FormerCheckpoint(run_id=RUN, checkpoint=it) for it in former])
 
-    def forked_genesis(self, name: str, number: int = 2, fill: int | None = None, momentum: int = 1):
+    def forked_genesis(self, name: str, number: int = 2, fill: int | None = None, momentum: bytes = b""):
         """A genesis by this node with the weights of that round, or with others."""
         made = genesis_report(self.identities[name], run_id="kelp")
         manifest = manifest_pb2.Manifest.FromString(made.manifest.payload)
         del manifest.layers[:]
         manifest.layers.extend(layer_states(fill=number if fill is None else fill))
-        for layer in manifest.layers:
-            layer.momentum_digest = bytes([momentum]) * 32
+        for layer, row in zip(manifest.layers, made.layers.layers, strict=True):
+            layer.momentum_digest = momentum or digest_of_zeros(row.parameters)
         made.manifest.CopyFrom(commit(manifest.SerializeToString(), [self.identities[name]]))
         made.source_manifest = self.reports[number].manifest.payload
         return made
@@ -241,13 +248,119 @@ def test_a_fork_trains_from_the_weights_of_its_source(world: Reef) -> None:
     assert world.state.runs["kelp"].state == "TRAINING"
 
 
+def stranger(world: Reef, name: str) -> None:
+    world.take(admission.set_probation(world.state, world.now, name, on_probation=True))
+
+
+def test_a_stranger_that_alone_holds_the_source_is_not_asked_while_the_run_has_known_nodes(world: Reef) -> None:
+    world.hold("ann", world.info(2))
+    world.fork()
+    stranger(world, "ann")
+    world.move("ann", world.info(2))
+    world.move("bob")
+    world.wait(1)
+    assert (world.state.runs["kelp"].state, world.writer) == ("WAITING", "")
+    assert "only nodes on probation hold the checkpoint of round 2 of run reef here: ann" in world.reason
+    assert "node vouch" in world.told("plan.impossible")[-1]
+    world.say("bob", READY, former_checkpoints=[mb.FormerCheckpoint(run_id=RUN, checkpoint=world.info(2))])
+    world.wait(1)
+    assert (world.writer, world.reason) == ("bob", "")
+
+
+def test_a_known_node_that_leaves_does_not_give_the_genesis_to_a_stranger(world: Reef) -> None:
+    world.hold("ann", world.info(2))
+    world.fork()
+    stranger(world, "ann")
+    for name in ("ann", "bob"):
+        world.move(name, world.info(2))
+    world.wait(1)
+    assert world.writer == "bob"
+    world.say("bob", READY, genesis=mb.GenesisReport(refusal=mb.FORK_REFUSAL_DAMAGED))
+    world.wait(1)
+    assert world.writer != "ann"
+    world.hang_up("bob")
+    world.wait(60)
+    assert world.writer != "ann"
+    world.take(admission.set_probation(world.state, world.now, "ann", on_probation=False))
+    world.move("bob")
+    world.wait(1)
+    assert world.writer == "ann"
+
+
+def test_where_a_run_has_only_strangers_one_of_them_writes(world: Reef) -> None:
+    world.hold("ann", world.info(2))
+    world.fork()
+    for name in ("ann", "bob"):
+        stranger(world, name)
+        world.move(name, world.info(2))
+    world.wait(1)
+    assert world.writer in ("ann", "bob")
+
+
+# --- a source that became void -----------------------------------------------------------------------
+
+
+def recover_to(world: Reef, number: int, *names: str) -> None:
+    digest = world.state.memory[RUN].committed[number].manifest_hash
+    for name in names:
+        world.heads[name] = (number, digest)
+        world.say(name)
+    world.take(recovery.recover(world.state, world.now, RUN, force=True))
+    assert world.run.head_round == number
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_fork_whose_source_a_recovery_made_void_says_so_and_cannot_be_started(world: Reef, restarted: bool) -> None:
+    world.hold("ann", world.info(3))
+    world.fork(3)
+    world.fork(3, name="dune", start=False)
+    recover_to(world, 1, "ann", "bob")
+    world.hold("ann", world.info(1))  # it has set the later one aside
+    if restarted:
+        world.restart()
+    world.wait(1)
+    assert "round 3 of run reef, with which it begins, is void" in world.reason
+    assert "fork from another round" in world.told("plan.impossible")[-1]
+    with pytest.raises(InvalidTransition, match="round 3 of run reef, with which it begins, is void"):
+        lifecycle.start(world.state, world.now, "dune", world.policy)
+
+
+def test_a_fork_whose_source_became_void_goes_on_if_a_node_that_moved_away_still_holds_it(world: Reef) -> None:
+    world.enrol("cyd")
+    world.connect("cyd")
+    world.hold("cyd", world.info(3))
+    world.fork(3)
+    world.move("cyd", world.info(3))
+    recover_to(world, 1, "ann", "bob")
+    world.wait(1)
+    assert "void" not in world.reason
+    world.move("bob")
+    world.wait(1)
+    assert world.writer == "cyd"
+
+
+def test_a_source_whose_own_genesis_has_momentum_can_be_forked(world: Reef) -> None:
+    genesis = Head(world.genesis_of_reef.manifest).manifest  # from a writer that nobody checked
+    for layer in genesis.layers:
+        layer.momentum_digest = b"\x09" * 32
+    ann = world.identities["ann"]
+    world.put(replace(world.run, genesis=commit(genesis.SerializeToString(), [ann]).SerializeToString()))
+    world.hold("ann", world.info(2))
+    world.fork()
+    for name in ("ann", "bob"):
+        world.move(name, world.info(2))
+    world.wait(1)
+    world.say(world.writer, READY, genesis=world.forked_genesis(world.writer))
+    assert world.state.runs["kelp"].state == "TRAINING"
+
+
 def lying(world: Reef, how: str) -> mb.GenesisReport:
     made = world.forked_genesis(world.writer)
     match how:
         case "other weights":
             return world.forked_genesis(world.writer, fill=99)
         case "momentum":
-            return world.forked_genesis(world.writer, momentum=9)
+            return world.forked_genesis(world.writer, momentum=b"\x09" * 32)
         case "another round":
             return world.forked_genesis(world.writer, number=3)
         case "no manifest":
@@ -368,6 +481,26 @@ def test_nodes_keep_the_round_of_a_fork_until_its_first_round_also_after_a_resta
     draft.put(replace(world.state.runs["kelp"], head_round=1))
     update_kept_rounds(draft, "kelp")
     assert draft.state.memory[RUN].kept_rounds == ()
+
+
+def test_the_log_keeps_rounds_that_only_forks_and_nodes_that_moved_away_need(
+    world: Reef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "KEPT_COMMITS", 4)
+    monkeypatch.setattr(reports, "THIN_EVERY", 4)
+    world.enrol("cyd")
+    world.connect("cyd")
+    world.hold("cyd", world.info(1), world.info(2))
+    world.fork(1)
+    world.take(lifecycle.create_run(world.state, world.now, spec_toml(name="moon"), start=False))
+    world.move("cyd", world.info(1), world.info(2), run_id="moon")
+    world.commit_more(9)
+    assert {1, 2} <= set(world.state.memory[RUN].committed)
+    assert 3 not in world.state.memory[RUN].committed
+    assert next(it for it in reversed(world.records) if isinstance(it, Thin)).kept == (1, 2)
+    world.hang_up("cyd")
+    world.commit_more(8)
+    assert fork_source.find(world.state, RUN, 1).committed  # of the fork to come, also while its holder is away
 
 
 def test_a_fork_that_is_stopped_keeps_nothing_and_many_forks_keep_a_few_rounds(world: Reef) -> None:

@@ -230,6 +230,22 @@ def test_members_on_probation_decide_neither_corpus_nor_genesis() -> None:
     assert world.name_of(world.state.memory[RUN].genesis_writer) in {"ann", "bob"}
 
 
+def test_no_member_on_probation_writes_the_genesis_after_the_others_left() -> None:
+    world = World()
+    world.create_run(min_nodes=1)
+    token = strangers_token(world)
+    world.join("ann")
+    for name in ("s1", "s2"):
+        world.enrol(name, token)
+        world.connect(name)
+    world.wait(1)
+    assert world.name_of(world.state.memory[RUN].genesis_writer) == "ann"
+    world.take(admission.leave(world.state, world.now, world.identities["ann"].peer_id, ""))
+    world.wait(5)
+    assert (world.run.state, world.state.memory[RUN].genesis_writer) == ("WAITING", "")
+    assert "on probation" in world.state.memory[RUN].no_plan_reason
+
+
 def test_recovery_does_not_believe_what_members_on_probation_report() -> None:
     world = joined_by_strangers(*(f"s{number}" for number in range(8)))
     assert told_by(world, [*ALL])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 
@@ -9,8 +10,9 @@ import pytest
 from unit.coordinator.world import CORPUS, RUN, World, abandoned_report, commit, genesis_report, hash_of, round_report
 
 from atoll.coordinator.rounds import reports
-from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT
+from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT, MAX_LAYER_PARAMETERS
 from atoll.coordinator.rounds.source_losses import from_text, to_text
+from atoll.coordinator.rounds.zero_digests import sizes_to_hash
 from atoll.coordinator.runs import admission
 from atoll.coordinator.services import views
 from atoll.coordinator.state import snapshot
@@ -529,12 +531,17 @@ def spoil_data(manifest: manifest_pb2.Manifest) -> None:
     manifest.data.cursor = 99
 
 
+def spoil_momentum(manifest: manifest_pb2.Manifest) -> None:
+    manifest.layers[-1].momentum_digest = hashlib.sha256(b"\0\0\x80\x3f" * 10).digest()
+
+
 def spoil_protocol(manifest: manifest_pb2.Manifest) -> None:
     manifest.protocol.major = 9
 
 
 @pytest.mark.parametrize(
-    "spoil", [spoil_digest, spoil_order, spoil_round, spoil_run, spoil_corpus, spoil_data, spoil_protocol]
+    "spoil",
+    [spoil_digest, spoil_order, spoil_round, spoil_run, spoil_corpus, spoil_data, spoil_momentum, spoil_protocol],
 )
 def test_a_bad_genesis_is_refused_and_another_node_is_asked(spoil: Callable[[manifest_pb2.Manifest], None]) -> None:
     world = World()
@@ -554,6 +561,18 @@ def test_a_bad_genesis_is_refused_and_another_node_is_asked(spoil: Callable[[man
     assert other != name
     world.say(other, mb.NODE_STATE_READY, genesis=genesis_report(world.identities[other]))
     assert world.run.state == "TRAINING"
+
+
+def test_a_genesis_with_a_layer_larger_than_any_is_refused_and_no_zeros_are_hashed_for_it() -> None:
+    world = World()
+    world.create_run(min_nodes=1)
+    world.join("ann")
+    world.wait(0.4)
+    report = genesis_report(world.identities["ann"])
+    report.layers.layers[0].parameters = MAX_LAYER_PARAMETERS + 1
+    assert sizes_to_hash(report.layers) == set()
+    world.say("ann", mb.NODE_STATE_READY, genesis=report)
+    assert world.kinds()[-1] == "genesis.rejected"
 
 
 def test_genesis_signed_by_someone_else_is_refused() -> None:

@@ -326,6 +326,19 @@ def test_old_metrics_are_thinned_for_all_nodes_alike(store: Store, monkeypatch: 
     assert [number for number, _ in metrics_in(store, peers=("p2",))] == kept
 
 
+def test_rounds_that_nodes_of_another_run_hold_are_not_thinned(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "FULL_ROUNDS", 8)
+    store.apply([replace(RUN, head_round=80), *(replace(ROUND, number=number) for number in range(1, 81))])
+    store.apply([replace(LOSS, round=number) for number in range(1, 81)])
+    store.apply([Thin("reef", 80, (5, 6))])
+    numbers = [row.number for row in store.rounds("reef", 0, 100)]
+    assert {5, 6} <= set(numbers)
+    assert len(numbers) < 40
+    assert {5, 6} <= {row.round for row in store.evaluations("reef")}
+    store.apply([Thin("reef", 80)])
+    assert not {5, 6} & {row.number for row in store.rounds("reef", 0, 100)}
+
+
 def test_metrics_of_old_rounds_that_have_a_loss_are_those_that_stay(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

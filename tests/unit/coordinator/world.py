@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from support.memory_store import MemoryStore
 
 from atoll.coordinator.rounds import learner, node_metrics
+from atoll.coordinator.rounds.zero_digests import sizes_to_hash, zero_digests
 from atoll.coordinator.runs import admission, lifecycle, machine
 from atoll.coordinator.state.snapshot import Draft, Policy, State, Step, StepTime, seats_after
 from atoll.coordinator.store.records import Change, Event, Node, Run, Token
@@ -53,6 +55,12 @@ def spec_toml(
     )
 
 
+@lru_cache
+def digest_of_zeros(parameters: int) -> bytes:
+    """The digest of a layer whose outer momentum is zero."""
+    return zero_digests([parameters])[parameters]
+
+
 def layer_states(count: int = len(LAYERS), fill: int = 1) -> list[manifest_pb2.LayerState]:
     """Digests of the right length."""
     digest = bytes([fill]) * 32
@@ -88,6 +96,8 @@ def genesis_report(
         layers=layer_states(len(table.layers)),
         corpus_digest=bytes.fromhex(corpus),
     )
+    for layer, row in zip(manifest.layers, table.layers, strict=True):
+        layer.momentum_digest = digest_of_zeros(row.parameters)
     return mb.GenesisReport(layers=table, manifest=commit(manifest.SerializeToString(), [writer]))
 
 
@@ -296,6 +306,9 @@ class World:
         told = {"profile": self.profiles.get(name), **request}
         message = mb.HeartbeatRequest(status=status, **told)  # type: ignore[arg-type]
         self.take(machine.heartbeat(self.state, self.now, peer, self.sessions[peer], message))
+        if message.HasField("genesis"):
+            zeros = zero_digests(sizes_to_hash(message.genesis.layers))
+            self.take(machine.take_genesis(self.state, self.now, peer, self.sessions[peer], message.genesis, zeros))
 
     @property
     def asked_node(self) -> str:

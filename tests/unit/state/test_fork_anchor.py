@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.small_state import LAYERS, SPEC, state_of
 
+from atoll.core.errors import DataDirUnusable
 from atoll.core.run_spec import ForkSection
-from atoll.node.state.checkpoint import ANCHOR, MOMENTUM, CheckpointState, CheckpointStore, read_anchor
+from atoll.node.state import fork_anchor
+from atoll.node.state.checkpoint import ANCHOR, MOMENTUM, CheckpointState, CheckpointStore
 from atoll.node.state.fork_anchor import ForkAnchor, Refusal, read_fork_anchor
 from atoll.node.state.former_checkpoints import (
     MAX_FORMER_CHECKPOINTS,
@@ -36,18 +38,75 @@ def runs(tmp_path):
     return tmp_path
 
 
+def room():
+    return torch.zeros(LAYERS.elements)
+
+
 def refusal(runs, fork, layers=LAYERS):
-    found = read_fork_anchor(runs, fork, layers)
+    found = read_fork_anchor(
+        runs, fork, layers, lambda: pytest.fail("nothing is allocated for a checkpoint that does not fit")
+    )
     assert isinstance(found, Refusal)
     assert str(runs) not in found.detail  # paths of this machine stay here
     return found.why, found.detail
 
 
 def test_the_anchor_of_the_source_is_read_with_its_manifest(runs):
-    found = read_fork_anchor(runs, fork_from(4), LAYERS)
+    found = read_fork_anchor(runs, fork_from(4), LAYERS, room)
     assert isinstance(found, ForkAnchor)
     assert torch.equal(found.anchor_E, state_of(4).anchor_E)
     assert found.manifest == state_of(4).head.committed.payload
+
+
+def test_the_anchor_goes_into_the_given_memory_and_takes_no_other_of_its_size(runs, monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("can't allocate memory")
+
+    given_E = room()
+    monkeypatch.setattr(torch, "empty", full)
+    monkeypatch.setattr(torch, "zeros", full)
+    found = read_fork_anchor(runs, fork_from(4), LAYERS, lambda: given_E)
+    assert isinstance(found, ForkAnchor)
+    assert found.anchor_E is given_E
+    assert given_E.tolist() == state_of(4).anchor_E.tolist()
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("can't allocate memory\n  at c10"), OSError(28, "No space left on device")]
+)
+def test_a_node_without_memory_or_disk_for_the_weights_says_so(runs, error):
+    def full():
+        raise error
+
+    found = read_fork_anchor(runs, fork_from(4), LAYERS, full)
+    assert isinstance(found, Refusal)
+    assert found.why == mb.FORK_REFUSAL_RESOURCES
+    assert type(error).__name__ in found.detail
+    assert "\n" not in found.detail
+
+
+def test_a_directory_that_may_not_be_read_is_no_damage(runs, monkeypatch):
+    def forbidden(directory):
+        raise DataDirUnusable(f"{directory} cannot be read: permission denied")
+
+    monkeypatch.setattr(fork_anchor, "scan_checkpoint", forbidden)
+    why, detail = refusal(runs, fork_from(4))
+    assert why == mb.FORK_REFUSAL_RESOURCES
+    assert "permission denied" in detail
+
+
+def test_a_file_that_changes_after_it_was_checked_is_refused(runs):
+    path = checkpoint_directory(runs, RUN, 4) / ANCHOR
+
+    def change():
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        return room()
+
+    found = read_fork_anchor(runs, fork_from(4), LAYERS, change)
+    assert isinstance(found, Refusal)
+    assert found.why == mb.FORK_REFUSAL_DAMAGED
 
 
 def test_a_missing_checkpoint_is_refused_as_missing(runs):
@@ -90,7 +149,6 @@ def test_a_checkpoint_of_some_layers_is_refused(tmp_path):
     some = CheckpointState(whole.head, part, whole.anchor_E[:size].clone(), whole.momentum_E[:size].clone())
     CheckpointStore(tmp_path / RUN / "checkpoints", SPEC, keep=9).write(some)
     assert refusal(tmp_path, fork_from(4))[0] == mb.FORK_REFUSAL_SOME_LAYERS
-    assert torch.equal(read_anchor(checkpoint_directory(tmp_path, RUN, 4)).anchor_E, some.anchor_E)
 
 
 def test_checkpoints_of_other_runs_are_reported_the_source_of_a_fork_first(runs):

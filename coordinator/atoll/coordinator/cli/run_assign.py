@@ -125,7 +125,8 @@ def changed_spec(
         document["fork"] = dict(fork)
     for path in defaults:
         if path.strip() == "fork" and fork is None:
-            document.pop("fork", None)
+            if document.pop("fork", None) is None:
+                raise UsageError("that run is no fork: it begins with new weights", "leave out --unset fork")
             continue
         section, key = _section(document, path), path.strip().rpartition(".")[2]
         if key not in section:

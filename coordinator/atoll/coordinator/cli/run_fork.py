@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated
 
 import typer
 
 from atoll.coordinator.cli import run as run_views
-from atoll.coordinator.cli.client import connect
+from atoll.coordinator.cli.client import Client, connect
 from atoll.coordinator.cli.options import CredentialsOption
 from atoll.coordinator.cli.output import message_dict
 from atoll.coordinator.cli.run_assign import changed_spec
@@ -62,15 +63,30 @@ def fork(
             "manifest": source.manifest_hash.hex(),
         }
         text = changed_spec(source.spec_toml, name, changes or (), defaults or (), begins)
+        at_risk = _may_lose_it(client, source)
         created = client.call(client.stub.CreateRun, wire.CreateRunRequest(spec_toml=text, start=start))
     run_views.show_runs(output, {"run": message_dict(created)}, [created])
     if not source.committed:
         print_to_stderr(
             "note: the coordinator does not know that this round committed; it trusts the hash that you named"
         )
+    if at_risk:
+        print_to_stderr(
+            f"note: the nodes that hold round {source.round} hold no other checkpoint of run {source.run_id}; "
+            "where `checkpoint_keep` is 1, the next one replaces it: start the fork and assign a node to it soon"
+        )
     if not start:
         print_to_stderr(f"start it with: atollctl run start {created.run_id}")
     print_to_stderr(f"give it one of {_places(source.holders)}: atollctl run assign {created.run_id} NODE")
+
+
+def _may_lose_it(client: Client, source: wire.ForkSourceView) -> bool:
+    """True if all holders are still in the source's run, and none is seen to keep more than one checkpoint."""
+    if any(it.run_id != source.run_id for it in source.holders):
+        return False
+    held = client.call(client.stub.ListCheckpoints, wire.ListCheckpointsRequest(run_id=source.run_id)).checkpoints
+    counts = Counter(it.peer_id for it in held)
+    return all(counts[it.peer_id] < 2 for it in source.holders)
 
 
 def _places(holders: Iterable[wire.ForkHolder]) -> str:

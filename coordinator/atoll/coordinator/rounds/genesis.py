@@ -1,5 +1,7 @@
 """Genesis as the chosen node reports it: checked, stored, and followed by plan 1. Pure.
 
+Its outer momentum is zero, in all layers: the run begins with its first round, and its forks begin like it.
+
 The genesis of a fork must have the weights of its source. The spec names the source round's manifest by its hash; the
 node sends that manifest, and it has the digest of every layer. So the writer cannot put other weights in their place.
 """
@@ -14,13 +16,13 @@ from google.protobuf.message import DecodeError
 from atoll.coordinator.live import plan_upkeep
 from atoll.coordinator.rounds.reports import reject
 from atoll.coordinator.rounds.round_checks import MAX_PAYLOAD_BYTES, check_layer_table, check_layers, layer_shape
+from atoll.coordinator.rounds.zero_digests import ZeroDigests
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state.snapshot import Commit, Draft, State, charge_row
 from atoll.coordinator.store.records import Run
 from atoll.core.data_position import DataPosition
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.manifest import (
-    Head,
     manifest_hash,
     parse_and_verify_head,
     require_signers,
@@ -35,12 +37,16 @@ _REFUSALS = {
     mb.FORK_REFUSAL_DAMAGED: "its checkpoint is damaged",
     mb.FORK_REFUSAL_OTHER_MANIFEST: "its checkpoint has another manifest",
     mb.FORK_REFUSAL_SOME_LAYERS: "its checkpoint lacks layers",
+    mb.FORK_REFUSAL_RESOURCES: "it cannot read its checkpoint now",
     mb.FORK_REFUSAL_OTHER_LAYERS: "its model has other layers",
 }
 
 
-def apply_genesis_report(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisReport) -> None:
-    """Check and store the genesis manifest, and issue plan 1. Ignores all nodes but the chosen writer."""
+def apply_genesis_report(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisReport, zeros: ZeroDigests) -> None:
+    """Check and store the genesis manifest, and issue plan 1. Ignores all nodes but the chosen writer.
+
+    `zeros` has the digests for the sizes of the report's layers.
+    """
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
     if (
         run.state != "GENESIS"
@@ -53,7 +59,7 @@ def apply_genesis_report(draft: Draft, peer_id: str, run_id: str, report: mb.Gen
         _take_refusal(draft, peer_id, run_id, report)
         return
     try:
-        _check_genesis(draft.state, run, peer_id, report)
+        _check_genesis(draft.state, run, peer_id, report, zeros)
     except AtollError as error:
         draft.remember(run_id, failed_genesis_writers=memory.failed_genesis_writers | {peer_id})
         reject(draft, run_id, peer_id, "genesis", error)
@@ -81,7 +87,7 @@ def _take_refusal(draft: Draft, peer_id: str, run_id: str, report: mb.GenesisRep
         draft.event("genesis.refused", run_id, peer_id, said)
 
 
-def _check_genesis(state: State, run: Run, writer: str, report: mb.GenesisReport) -> None:
+def _check_genesis(state: State, run: Run, writer: str, report: mb.GenesisReport, zeros: ZeroDigests) -> None:
     check_layer_table(report.layers, parse_run_spec(run.spec_toml).model_hash())
     if len(report.manifest.signatures) != 1:
         raise PeerMisbehaved(f"genesis has {len(report.manifest.signatures)} signatures; must have its writer's only")
@@ -93,6 +99,9 @@ def _check_genesis(state: State, run: Run, writer: str, report: mb.GenesisReport
     if head.data != DataPosition(epoch_samples=head.data.epoch_samples) or head.committed_tokens:
         raise PeerMisbehaved("genesis assigns data or counts tokens; plan 1 assigns the first data")
     check_layers(head.manifest, len(report.layers.layers))
+    for row, item in zip(report.layers.layers, head.manifest.layers, strict=True):
+        if item.momentum_digest != zeros.get(row.parameters):
+            raise PeerMisbehaved(f"genesis has momentum in layer {clean(row.name, 64)}; it must be zero")
     _check_source(state, run.run_id, report, head.manifest)
     require_signers(head, [writer])
 
@@ -118,6 +127,3 @@ def _check_source(state: State, run_id: str, report: mb.GenesisReport, genesis: 
         return
     if layer_shape(known.layers) != layer_shape(report.layers.SerializeToString()):
         raise PeerMisbehaved(f"genesis has other layers than run {fork.run}")
-    first = Head(manifest_pb2.CommittedManifest.FromString(known.genesis)).manifest  # its momentum is zero, too
-    if [item.momentum_digest for item in first.layers] != [item.momentum_digest for item in genesis.layers]:
-        raise PeerMisbehaved("genesis has momentum")

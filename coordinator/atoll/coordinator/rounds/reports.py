@@ -21,7 +21,7 @@ from atoll.coordinator.rounds.round_checks import (
 from atoll.coordinator.rounds.source_losses import KEPT_EVALUATIONS, MAX_LOSS, by_names, check_sources, fold, to_text
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import run_states
-from atoll.coordinator.state.kept_rounds import update_kept_rounds
+from atoll.coordinator.state.kept_rounds import rounds_held_elsewhere, update_kept_rounds
 from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.rate_limits import METRICS_RATE, REFUSED_REPORTS_RATE, STORED_ROWS_RATE
 from atoll.coordinator.state.snapshot import Draft, RunMemory, attempt_key, charge_row, commit_from_row
@@ -188,7 +188,7 @@ def append_round(draft: Draft, row: Round) -> None:
         draft.remember(run_id, head_known_since=now, commit_seconds=seconds)
         draft.forget_votes(run_id, [decided for decided in memory.votes if decided <= number])
         if number // THIN_EVERY > run.head_round // THIN_EVERY:
-            draft.compact(run_id)
+            draft.compact(run_id, rounds_held_elsewhere(draft.state, run_id))
         run_states.finish_if_due(draft, run_id)
 
 

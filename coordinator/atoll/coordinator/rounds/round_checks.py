@@ -37,6 +37,7 @@ from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
 
 MAX_LAYERS = 4096
+MAX_LAYER_PARAMETERS = 1 << 33  # of one layer: 34 GB of fp32
 MAX_ROUNDS_AHEAD = 10_000  # from the newest known round to one that asks for the coordinator's vote
 MAX_ATTEMPT = 10**6  # enough for weeks without a majority
 MAX_PAYLOAD_BYTES = 2 << 20  # enough for thousands of members and layers
@@ -203,6 +204,9 @@ def check_layer_table(table: plan_pb2.LayerTable, model_hash: str) -> None:
     if any(not names.issuperset(layer.tied_to) for layer in table.layers):
         raise PeerMisbehaved("the layer table ties a layer to one that is not in it")
     for layer in table.layers:
+        if layer.parameters > MAX_LAYER_PARAMETERS:
+            has = f"layer {clean(layer.name, 64)} has {layer.parameters} parameters"
+            raise PeerMisbehaved(f"{has}; must have at most {MAX_LAYER_PARAMETERS}")
         if not 0 <= layer.flops_per_token_forward <= _MAX_FLOPS_PER_TOKEN:  # also refuses NaN
             flops = f"flops_per_token_forward of layer {clean(layer.name, 64)} is {layer.flops_per_token_forward}"
             raise PeerMisbehaved(f"{flops}; must be 0 to {_MAX_FLOPS_PER_TOKEN:g}")

@@ -10,12 +10,13 @@ message of a stream, so the coordinator knows who can write genesis; it need not
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from atoll.coordinator.rounds.round_checks import layer_count, layer_shape
 from atoll.coordinator.runs.checkpoints import MAX_CHECKPOINTS, checked_row
 from atoll.coordinator.state import lookup
+from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.snapshot import LiveNode, State, is_void
 from atoll.coordinator.store.records import Checkpoint, Node, Round, Run
 from atoll.core.errors import InvalidRequest, InvalidTransition, NotFound, RunSpecError
@@ -159,17 +160,27 @@ def take_former_checkpoints(live: LiveNode, state: State, node: Node, request: m
 
 
 def writers(state: State, run_id: str, ready: list[str]) -> list[str]:
-    """Those of the `ready` nodes that can write the run's genesis; of a fork, those that hold its source."""
-    fork = state.memory[run_id].spec.fork
-    return ready if fork is None else [peer for peer in ready if _holds(state, peer, fork)]
+    """Those of the `ready` nodes that may write the run's genesis; of a fork, those that hold its source.
+
+    Nodes on probation may not, unless the run never had others: nobody can check the weights of an ordinary genesis,
+    and while one stranger has the genesis of a fork, it can withhold it.
+    """
+    return known_nodes(state, _holders(state, run_id, ready))
 
 
-def missing_writer(state: State, run_id: str, able: Collection[str]) -> str:
-    """Why no node can write the genesis of this run; empty if one can. `able` are its `writers`."""
+def missing_writer(state: State, run_id: str, ready: list[str]) -> str:
+    """Why none of the `ready` nodes can write the genesis of this run; empty if one can."""
     fork = state.memory[run_id].spec.fork
     if fork is None:
         return ""
+    able = writers(state, run_id, ready)
     if not able:
+        strangers = [state.nodes[peer].name for peer in _holders(state, run_id, ready)]
+        if strangers:
+            return (
+                f"only nodes on probation hold the checkpoint of round {fork.round} of run {fork.run} here: "
+                f"{', '.join(strangers[:_NAMED])}; move another holder here, or `atollctl node vouch` for one of these"
+            )
         return (
             f"needs a node that holds the checkpoint of round {fork.round} of run {fork.run}; "
             f"move one of them here: `atollctl run assign {run_id} NODE`"
@@ -179,6 +190,36 @@ def missing_writer(state: State, run_id: str, able: Collection[str]) -> str:
     if source is not None and tables and all(layer_shape(table) != layer_shape(source.layers) for table in tables):
         return f"its model has other layers than run {fork.run}: the text of its nodes has another vocabulary"
     return ""
+
+
+def lost_source(state: State, run_id: str) -> str:
+    """Why this fork can never begin: a recovery made its source round void, and no node holds it; empty otherwise.
+
+    A node that still holds that round, for example because it had moved away before, can write the genesis.
+    """
+    fork = state.memory[run_id].spec.fork
+    if fork is None or fork.run not in state.runs or state.runs[run_id].genesis:
+        return ""
+    memory, wanted = state.memory[fork.run], bytes.fromhex(fork.manifest)
+    commit = memory.committed.get(fork.round)
+    replaced = commit is not None and commit.manifest_hash != wanted
+    if not (replaced or wanted in memory.void_manifest_hashes):
+        return ""
+    source = state.runs[fork.run]
+    if any(
+        (item.round, item.manifest_hash) == (fork.round, wanted) and has_all_layers(source, item)
+        for item in reported_checkpoints(state, fork.run)
+    ):
+        return ""
+    return (
+        f"round {fork.round} of run {fork.run}, with which it begins, is void: that run was recovered to an earlier "
+        f"round, and no node holds it any more; stop this run and fork from another round ({_LOOK})"
+    )
+
+
+def _holders(state: State, run_id: str, ready: list[str]) -> list[str]:
+    fork = state.memory[run_id].spec.fork
+    return ready if fork is None else [peer for peer in ready if _holds(state, peer, fork)]
 
 
 def _holds(state: State, peer_id: str, fork: ForkSection) -> bool:

@@ -26,7 +26,6 @@ from atoll.coordinator.live.span_fit import span_memory_of
 from atoll.coordinator.runs import fork_source
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.kept_rounds import update_kept_rounds
-from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.run_states import transition_run
 from atoll.coordinator.state.snapshot import Draft, Policy, RunMemory, State, Step, StepTime, charge_row
 from atoll.coordinator.store.records import Run
@@ -72,6 +71,8 @@ def start(state: State, now: StepTime, run_id: str, policy: Policy) -> Step[Run]
             f"run {run.run_id!r} is {run.state.lower()}: only a created or paused run can be started",
             "see `atollctl run show`",
         )
+    if lost := fork_source.lost_source(state, run.run_id):
+        raise InvalidTransition(f"run {run.run_id!r} cannot begin: {lost}")
     resumed = run.state == "PAUSED"
     transition_run(
         draft,
@@ -115,10 +116,11 @@ def _begin_genesis_if_ready(draft: Draft, run_id: str) -> None:
     if digest != state.memory[run_id].most_common_corpus_digest:
         draft.remember(run_id, most_common_corpus_digest=digest)
     ready = ready_nodes(state, run_id, digest)
-    missing = NEEDS_KNOWN_NODE if only_strangers_are_there(state, run_id) else ""
+    missing = fork_source.lost_source(state, run_id)
+    if not missing and only_strangers_are_there(state, run_id):
+        missing = NEEDS_KNOWN_NODE
     if digest and len(ready) >= needed and not missing:
-        able = fork_source.writers(state, run_id, ready)
-        missing = _memory_shortage(state, run_id, ready) or fork_source.missing_writer(state, run_id, able)
+        missing = _memory_shortage(state, run_id, ready) or fork_source.missing_writer(state, run_id, ready)
     if missing != state.memory[run_id].no_plan_reason:
         draft.remember(run_id, no_plan_reason=missing)
         if missing:
@@ -174,10 +176,9 @@ def _replace_late_genesis_writer(draft: Draft, run_id: str, policy: Policy) -> N
 def _choose_genesis_writer(draft: Draft, run_id: str, ready: list[str]) -> None:
     """Choose the lowest peer id that was not asked in vain; if all were, start over."""
     memory, able = draft.state.memory[run_id], fork_source.writers(draft.state, run_id, ready)
-    ready = known_nodes(draft.state, able) or able
     passed = memory.failed_genesis_writers | ({memory.genesis_writer} if memory.genesis_writer else set())
-    fresh = [peer for peer in ready if peer not in passed]
-    writer = fresh[0] if fresh else ready[0]
+    fresh = [peer for peer in able if peer not in passed]
+    writer = fresh[0] if fresh else able[0]
     draft.remember(
         run_id,
         genesis_writer=writer,

@@ -17,6 +17,7 @@ from atoll.coordinator.live.attendance import ELIGIBLE_STATES, corpus_expected
 from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs, memory_figures
 from atoll.coordinator.rounds import genesis, learner, node_metrics, reports, training_scores
 from atoll.coordinator.rounds.round_checks import check_layer_table, layer_count
+from atoll.coordinator.rounds.zero_digests import ZeroDigests
 from atoll.coordinator.runs import (
     admission,
     assignment,
@@ -149,7 +150,7 @@ def connect(state: State, now: StepTime, peer_id: str, instance: bytes = b"", au
 
 
 def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: mb.HeartbeatRequest) -> Step[None]:
-    """Apply one message of a stream.
+    """Apply one message of a stream, but its genesis (`take_genesis`).
 
     Raises `InvalidTransition` if the stream is no longer the node's, `CorpusDiffers` if the node has another corpus
     than the run, and `InvalidRequest`.
@@ -189,6 +190,17 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
     if "node" in node.roles:
         checkpoints.update_from_heartbeat(draft, node, request)
         _take_reports(draft, node, request)
+    return draft.done(None)
+
+
+def take_genesis(
+    state: State, now: StepTime, peer_id: str, session: int, report: mb.GenesisReport, zeros: ZeroDigests
+) -> Step[None]:
+    """Apply the genesis of a message; `zeros` are for its layers. Raises what `check_session` raises."""
+    node, _ = check_session(state, peer_id, session)
+    draft = Draft(state, now)
+    if "node" in node.roles:
+        genesis.apply_genesis_report(draft, peer_id, node.run_id, report, zeros)
     return draft.done(None)
 
 
@@ -378,8 +390,6 @@ def _take_reports(draft: Draft, node: Node, request: mb.HeartbeatRequest) -> Non
     if request.HasField("manifests"):
         learner.take_answer(draft, node.peer_id, node.run_id, request.manifests)
         forks.take_answer(draft, node.peer_id, node.run_id, request.manifests)
-    if request.HasField("genesis"):
-        genesis.apply_genesis_report(draft, node.peer_id, node.run_id, request.genesis)
 
 
 def _end_stream(draft: Draft, peer_id: str, live: LiveNode) -> None:

@@ -16,6 +16,7 @@ from atoll.coordinator.rounds import learner, run_pace
 from atoll.coordinator.runs import admission, checkpoint_orders, forks, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
+from atoll.coordinator.services.genesis_intake import GenesisIntake
 from atoll.coordinator.state import lookup, prefetch
 from atoll.coordinator.state.snapshot import ForkInquiry, Inquiry, LiveNode
 from atoll.coordinator.store.records import Node
@@ -34,6 +35,7 @@ class HeartbeatSession:
         self._uploads = uploads
         self._peer_id = peer_id
         self._session = session
+        self._genesis = GenesisIntake(controller, peer_id, session)
         self._received_sequence = 0  # of the last request
         self._received_any = False
         self._moved = False  # the node moved to another run and does not know it yet: its answer was lost
@@ -69,6 +71,8 @@ class HeartbeatSession:
                         state, now, self._peer_id, self._session, request
                     )
                 )
+                if request.HasField("genesis"):
+                    self._genesis.offer(request.genesis)
                 if not self._received_any:
                     self._received_any = True
                     self._sent_plan_version = request.status.plan_version
@@ -79,6 +83,7 @@ class HeartbeatSession:
                     self._controller.notify()  # another process of the node waits for it
         finally:
             changed.set()
+            await self._genesis.close()
 
     def next_response(self) -> mb.HeartbeatResponse | None:
         """The response to send now; None if the node knows everything.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from atoll.coordinator.state.run_states import TRANSITIONS
-from atoll.coordinator.state.snapshot import Draft, RunMemory
+from atoll.coordinator.state.snapshot import Draft, RunMemory, State
 from atoll.coordinator.store.records import Run
 from atoll.core.run_spec import RunSpec
 
+_ROUNDS_ELSEWHERE = 256
 MAX_KEPT_ROUNDS = 4  # of a run; its nodes keep no checkpoints for more forks at a time
 
 
@@ -29,6 +30,16 @@ def rounds_to_keep(runs: Iterable[Run], memory: Mapping[str, RunMemory], source_
     """
     needed = set(forks_to_come(runs, memory, source_id).values())
     return tuple(sorted(needed, reverse=True)[:MAX_KEPT_ROUNDS])
+
+
+def rounds_held_elsewhere(state: State, run_id: str) -> tuple[int, ...]:
+    """Rounds of a run that stay in its log although no node of it may hold them: forks begin with them.
+
+    These are the rounds of forks to come, and the newest of which connected nodes of other runs report checkpoints.
+    """
+    former = {it.round for live in state.live.values() for it in live.former_checkpoints if it.run_id == run_id}
+    newest = sorted(former, reverse=True)[:_ROUNDS_ELSEWHERE]
+    return tuple(sorted({*state.memory[run_id].kept_rounds, *newest}))
 
 
 def update_kept_rounds(draft: Draft, run_id: str) -> None:

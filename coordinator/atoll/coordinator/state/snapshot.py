@@ -492,15 +492,15 @@ class Draft:
             self._records.append(Delete(Round, (run_id, *oldest)))
         self.remember(run_id, abandoned_attempts=kept)
 
-    def compact(self, run_id: str) -> None:
-        """Forget old rounds, here and in the store. Genesis, the base and rounds of checkpoints stay."""
+    def compact(self, run_id: str, elsewhere: tuple[int, ...]) -> None:
+        """Forget old rounds, here and in the store. Genesis, the base, rounds of checkpoints and `elsewhere` stay."""
         run, memory = self.state.runs[run_id], self.state.memory[run_id]
-        kept = {0, *(base.round for base in memory.bases)}
+        kept = {0, *(base.round for base in memory.bases), *elsewhere}
         kept |= {item.round for held in self.state.checkpoints.values() for item in held if item.run_id == run_id}
         oldest = run.head_round - KEPT_COMMITS
         committed = {number: commit for number, commit in memory.committed.items() if number > oldest or number in kept}
         self.remember(run_id, committed=committed)
-        self._records.append(Thin(run_id, run.head_round))
+        self._records.append(Thin(run_id, run.head_round, elsewhere))
 
     def set_checkpoints(self, peer_id: str, held: tuple[Checkpoint, ...]) -> None:
         """Replace all checkpoints of a node, the newest first."""

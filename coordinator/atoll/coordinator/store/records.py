@@ -360,10 +360,14 @@ class Delete:
 
 @dataclass(frozen=True)
 class Thin:
-    """Order to delete old rounds, losses and metrics of a run, and manifests of older rounds (`retention.py`)."""
+    """Order to delete old rounds, losses and metrics of a run, and manifests of older rounds (`retention.py`).
+
+    Rounds of checkpoints stay, and those that are `kept`: nodes that moved to another run hold them.
+    """
 
     run_id: str
     head_round: int
+    kept: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The newest `FULL_ROUNDS` rounds and their losses are complete. Of those up to twice as old every second one stays, of
 those up to four times as old every fourth, and so on. So a run of 100,000 rounds keeps about 23,000 rows, and one of a
-million about 37,000. Rounds of checkpoints on nodes stay: an operator may pull these.
+million about 37,000. Rounds of checkpoints on nodes stay: an operator may pull these, or fork the run there.
 
 Metrics of nodes are rows for each round and node. So only `FULL_METRICS_ROUNDS` are complete, and older ones are
 thinned alike: a node has about 4,400 rows after 100,000 rounds. A run keeps at most `MAX_METRICS_ROWS`, the newest.

@@ -385,7 +385,8 @@ def _thin(connection: Connection, change: Thin) -> None:
                 newest_kept = func.coalesce(func.max(case((has_loss, number))), newest_kept)
             kept = select(newest_kept).where(old).group_by(number // bucket)
             surplus = table.delete().where(old, table.c[column].not_in(kept))
-            connection.execute(surplus if table is metrics else surplus.where(~_has_checkpoint(table, column)))
+            held = _has_checkpoint(table, column) | number.in_(change.kept)
+            connection.execute(surplus if table is metrics else surplus.where(~held))
 
     _delete_oldest_metrics(connection, change.run_id)
 

@@ -19,10 +19,9 @@ from atoll.core.membership import DenyList, MembershipVerifier
 from atoll.core.plan import Plan, verify_plan
 from atoll.core.quorum import Ballot, Promised
 from atoll.node.control.run_directories import record_created
+from atoll.node.state.kept_rounds import KeptRounds
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
-
-MAX_KEPT_ROUNDS = 4  # the coordinator names no more
 
 _log = log.get("coordinator")
 _LATEST_MS = 2**53  # exact in JSON
@@ -45,7 +44,6 @@ class Directives:
         self.prepare = range(0)  # layers that the next plan may give this node
         self.checkpoint_round = 0  # the operator wants a checkpoint of this round or a newer one; 0: no order
         self.promised_before: Promised | None = None  # the newest that an earlier process told the coordinator
-        self.kept_rounds: tuple[int, ...] = ()  # whose checkpoints stay: forks of this run begin with them
         self.notice = ""  # why the coordinator does not count this node, for people; empty: it does
         self.eta_unix_ms: int | None = None  # when the run reaches stop_tokens, by the coordinator's clock
         self._authority = authority
@@ -53,6 +51,7 @@ class Directives:
         self._on_seeds_changed = on_seeds_changed
         self._changed = asyncio.Event()  # replaced at each change
         self._plan_path = plan_path
+        self._kept_rounds = KeptRounds(plan_path.parent)
         self._load_saved_plan()
 
     def apply_heartbeat(self, response: mb.HeartbeatResponse) -> None:
@@ -74,8 +73,8 @@ class Directives:
             record_created(self._plan_path.parent, response.run_created_unix_ms)
         except DataDirUnusable as error:
             _log.warning("run_not_dated", reason=str(error))
+        self._keep_rounds(response)
         self.order = response.order
-        self.kept_rounds = tuple(response.kept_rounds[:MAX_KEPT_ROUNDS])
         self.run_state = response.run_state
         known = response.HasField("eta_unix_ms") and 0 < response.eta_unix_ms <= _LATEST_MS
         self.eta_unix_ms = response.eta_unix_ms if known else None
@@ -83,6 +82,19 @@ class Directives:
         prepare = response.prepare
         self.prepare = range(prepare.first, prepare.last + 1) if response.HasField("prepare") else range(0)
         self.wake()
+
+    @property
+    def kept_rounds(self) -> tuple[int, ...]:
+        """Rounds whose checkpoints stay: forks of this run begin with them."""
+        return self._kept_rounds.rounds
+
+    def _keep_rounds(self, response: mb.HeartbeatResponse) -> None:
+        if response.order == mb.ORDER_MOVE:  # of a coordinator that counts this node in the next run already
+            return
+        try:
+            self._kept_rounds.replace(tuple(response.kept_rounds))
+        except DataDirUnusable as error:
+            _log.warning("kept_rounds_not_saved", reason=str(error))
 
     def accept_plan(self, signed: pb.Signed) -> None:
         """Adopt a plan that a member passed on; ignore it if it does not verify or is not newer."""

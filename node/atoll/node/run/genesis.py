@@ -6,24 +6,30 @@ Of a fork it takes them from a checkpoint of another run on its disk. Momentum, 
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
+from torch import Tensor
 
 from atoll.core import protocol
+from atoll.core.built_in_shape import FP32_BYTES
 from atoll.core.clock import Clock, unix_ms
 from atoll.core.data_position import DataPosition
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head, sign_vote
 from atoll.core.quorum import Ballot
 from atoll.core.round_id import RoundId
-from atoll.core.run_spec import RunSpec
+from atoll.core.run_spec import ForkSection, RunSpec
 from atoll.node.state.anchor import AnchorState
-from atoll.node.state.fork_anchor import ForkAnchor, Refusal, read_fork_anchor
+from atoll.node.state.fork_anchor import Refusal, read_fork_anchor, resources_refusal
 from atoll.node.state.tensor_file import LayerLayout
 from atoll.node.trainer.trainer import Trainer
 from atoll.v1 import manifest_pb2
+
+GENESIS_ANCHOR, GENESIS_MOMENTUM = "genesis.f32", "genesis-momentum.f32"  # unlinked at once
 
 
 @dataclass(frozen=True)
@@ -39,14 +45,10 @@ async def write_genesis(
     trainer: Trainer, identity: Identity, spec: RunSpec, run_dir: Path, clock: Clock
 ) -> Genesis | Refusal:
     """Initialise the model and sign round 0; of a fork, say why not if its source is not here."""
-    source: ForkAnchor | None = None
-    if spec.fork is not None:
-        layers = LayerLayout.of(trainer.facts.layers)
-        found = await asyncio.to_thread(read_fork_anchor, run_dir.parent, spec.fork, layers)
-        if isinstance(found, Refusal):
-            return found
-        source = found
-    state = await (_initial_state(trainer, run_dir) if source is None else _state_of_source(trainer, source))
+    begun = await _begin(trainer, spec, run_dir)
+    if isinstance(begun, Refusal):
+        return begun
+    state, source_manifest = begun
     manifest = manifest_pb2.Manifest(
         protocol=protocol.ours(),
         round=RoundId(spec.run.name, 0, 0, 0, 0).to_proto(),
@@ -58,25 +60,66 @@ async def write_genesis(
     payload = manifest.SerializeToString(deterministic=True)
     signatures = [sign_vote(identity, payload, Ballot(0, 0))]
     head = Head(manifest_pb2.CommittedManifest(payload=payload, signatures=signatures))
-    return Genesis(head, state, source.manifest if source is not None else b"")
+    return Genesis(head, state, source_manifest)
 
 
-async def _state_of_source(trainer: Trainer, source: ForkAnchor) -> AnchorState:
-    offsets = trainer.facts.layer_offsets
-    if not trainer.facts.holds_all:
-        return AnchorState(source.anchor_E, offsets)
-    await asyncio.to_thread(trainer.anchor.copy_, source.anchor_E)
-    return AnchorState(trainer.anchor, offsets)
+async def _begin(trainer: Trainer, spec: RunSpec, run_dir: Path) -> tuple[AnchorState, bytes] | Refusal:
+    """The state of round 0; of a fork, with the manifest of its source."""
+    if spec.fork is None:
+        return await _initial_state(trainer, run_dir), b""
+    return await asyncio.to_thread(_state_of_source, trainer, spec.fork, run_dir)
+
+
+def _state_of_source(trainer: Trainer, fork: ForkSection, run_dir: Path) -> tuple[AnchorState, bytes] | Refusal:
+    facts = trainer.facts
+
+    def allocate() -> Tensor:
+        return trainer.anchor if facts.holds_all else _mapped_vector(run_dir / GENESIS_ANCHOR, facts.elements)
+
+    source = read_fork_anchor(run_dir.parent, fork, LayerLayout.of(facts.layers), allocate)
+    if isinstance(source, Refusal):
+        return source
+    try:
+        return _state(trainer, run_dir, source.anchor_E), source.manifest
+    except (OSError, MemoryError, RuntimeError) as error:  # torch raises RuntimeError without memory
+        return resources_refusal(error, run_dir.parent)
 
 
 async def _initial_state(trainer: Trainer, run_dir: Path) -> AnchorState:
     """Draw new weights. They lie in an unlinked mapped file if the trainer does not hold all layers."""
-    offsets = trainer.facts.layer_offsets
-    if trainer.facts.holds_all:
+    facts = trainer.facts
+    if facts.holds_all:
         await trainer.initialise()
-        return AnchorState(trainer.anchor, offsets)
-    path = run_dir / "genesis.f32"
+        return await asyncio.to_thread(_state, trainer, run_dir, trainer.anchor)
+    path = run_dir / GENESIS_ANCHOR
     await trainer.write_initial_weights(path)
-    initial = torch.from_file(str(path), size=offsets[-1], dtype=torch.float32)
+    initial = torch.from_file(str(path), size=facts.elements, dtype=torch.float32)
     path.unlink()  # the mapping keeps its bytes
-    return AnchorState(initial, offsets)
+    return await asyncio.to_thread(_state, trainer, run_dir, initial)
+
+
+def _state(trainer: Trainer, run_dir: Path, anchor: Tensor) -> AnchorState:
+    """The state with these weights. For a model larger than the trainer, momentum takes no memory."""
+    facts = trainer.facts
+    momentum = None if facts.holds_all else _mapped_zeros(run_dir / GENESIS_MOMENTUM, facts.elements)
+    return AnchorState(anchor, facts.layer_offsets, momentum_E=momentum)
+
+
+def _mapped_vector(path: Path, elements: int) -> Tensor:
+    """fp32 [`elements`] on disk instead of in memory. Raises `OSError` without room for it."""
+    with path.open("wb") as file:
+        path.unlink()  # the mapping keeps its bytes
+        os.posix_fallocate(file.fileno(), 0, FP32_BYTES * elements)  # else a full disk would end the process later
+        return torch.from_file(_name_of(file), shared=True, size=elements, dtype=torch.float32)
+
+
+def _mapped_zeros(path: Path, elements: int) -> Tensor:
+    """fp32 zeros [`elements`] that take no memory and no disk while nothing is written to them. Raises `OSError`."""
+    with path.open("wb") as file:
+        path.unlink()
+        file.truncate(FP32_BYTES * elements)
+        return torch.from_file(_name_of(file), size=elements, dtype=torch.float32)
+
+
+def _name_of(file: BinaryIO) -> str:
+    return f"/proc/self/fd/{file.fileno()}"

@@ -20,7 +20,6 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -34,7 +33,7 @@ from atoll.core.manifest import Head, parse_and_verify_head
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.state import tensor_file
 from atoll.node.state.checkpoint_files import ANCHOR, MANIFEST, MOMENTUM, SPEC, SUMS, read_small_file, read_sums
-from atoll.node.state.outer_step import digest, matches_digests
+from atoll.node.state.outer_step import matches_digests
 from atoll.node.state.tensor_file import FileMetadata, LayerLayout, ScannedFile, TensorFile
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb
@@ -258,30 +257,37 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 @dataclass(frozen=True)
-class AnchorOnly:
-    """The anchor of a checkpoint read from disk, fp32 [E]; it matches every digest in the manifest."""
+class ScannedCheckpoint:
+    """A checkpoint of which every byte was checked; its vectors are still on disk only."""
 
     head: Head
     layers: LayerLayout
-    anchor_E: Tensor
+    anchor_sha256: str  # hex, of the anchor's file
 
 
-def read_anchor(directory: Path) -> AnchorOnly:
-    """Read a checkpoint's anchor. Checks every byte of the checkpoint, but holds only the anchor in memory.
-
-    Raises `CheckpointCorrupt` and `DataDirUnusable`.
-    """
+def scan_checkpoint(directory: Path) -> ScannedCheckpoint:
+    """Check every byte of a checkpoint, a chunk in memory at a time. Raises `CheckpointCorrupt`, `DataDirUnusable`."""
     with checkpoint_errors(directory):
         metadata = read_metadata(directory)
-        anchor = tensor_file.read(directory / ANCHOR)
-        with (directory / MOMENTUM).open("rb", buffering=0) as file:
-            momentum = tensor_file.scan(file, directory / MOMENTUM)
+        anchor, momentum = (_scan(directory / name) for name in (ANCHOR, MOMENTUM))
     require_files(directory, metadata, anchor, momentum)
     states = metadata.head.manifest.layers[anchor.layers.numbers]
-    digests = [digest(anchor.vector_E[start:end]) for start, end in pairwise(anchor.layers.offsets)]
-    if [(it.anchor_digest, it.momentum_digest) for it in states] != list(zip(digests, momentum.digests, strict=True)):
+    digests = list(zip(anchor.digests, momentum.digests, strict=True))
+    if [(it.anchor_digest, it.momentum_digest) for it in states] != digests:
         raise CheckpointCorrupt(f"{directory}: a layer does not match its digest in the manifest")
-    return AnchorOnly(metadata.head, anchor.layers, anchor.vector_E)
+    return ScannedCheckpoint(metadata.head, anchor.layers, anchor.sha256)
+
+
+def read_anchor_into(directory: Path, scanned: ScannedCheckpoint, anchor_E: Tensor) -> None:
+    """Read the anchor of a checkpoint that was scanned. Raises `CheckpointCorrupt`, `DataDirUnusable`."""
+    with checkpoint_errors(directory):
+        if tensor_file.read_into(directory / ANCHOR, anchor_E) != scanned.anchor_sha256:
+            raise CheckpointCorrupt(f"{directory / ANCHOR} changed while it was read")
+
+
+def _scan(path: Path) -> ScannedFile:
+    with path.open("rb", buffering=0) as file:
+        return tensor_file.scan(file, path)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import CheckpointCorrupt, DataDirUnusable
 from atoll.core.run_spec import ForkSection
-from atoll.node.state.checkpoint import read_anchor
+from atoll.node.state.checkpoint import ScannedCheckpoint, read_anchor_into, scan_checkpoint
 from atoll.node.state.checkpoint_files import MANIFEST
 from atoll.node.state.former_checkpoints import checkpoint_directory
 from atoll.node.state.tensor_file import LayerLayout
@@ -32,17 +33,40 @@ class Refusal:
     detail: str
 
 
-def read_fork_anchor(runs: Path, fork: ForkSection, layers: LayerLayout) -> ForkAnchor | Refusal:
-    """Read the source round from the directory of this node's runs, and check every byte. `layers`: of the new run."""
+def read_fork_anchor(
+    runs: Path, fork: ForkSection, layers: LayerLayout, allocate: Callable[[], Tensor]
+) -> ForkAnchor | Refusal:
+    """Read the source round from the directory of this node's runs, and check every byte. `layers`: of the new run.
+
+    The whole checkpoint is checked first, a chunk at a time. Then the vector, fp32 [E], of `allocate` is filled.
+    """
     directory = checkpoint_directory(runs, fork.run, fork.round)
-    name = directory.relative_to(runs)  # no path of this machine leaves it
+    name = str(directory.relative_to(runs))  # no path of this machine leaves it
     if not (directory / MANIFEST).is_file():
         told = f"there is no checkpoint {name}; the node keeps `checkpoint_keep` of them"
         return Refusal(mb.FORK_REFUSAL_MISSING, told)
     try:
-        found = read_anchor(directory)
-    except AtollError as error:
-        return Refusal(mb.FORK_REFUSAL_DAMAGED, str(error).replace(str(directory), str(name)))
+        found = scan_checkpoint(directory)
+        unfit = _unfit(found, fork, layers, name)
+        if unfit is not None:
+            return unfit
+        anchor_E = allocate()
+        read_anchor_into(directory, found, anchor_E)
+    except CheckpointCorrupt as error:
+        return Refusal(mb.FORK_REFUSAL_DAMAGED, str(error).replace(str(directory), name))
+    except (DataDirUnusable, OSError, MemoryError, RuntimeError) as error:  # torch raises RuntimeError without memory
+        return resources_refusal(error, runs)
+    return ForkAnchor(anchor_E, found.head.committed.payload)
+
+
+def resources_refusal(error: BaseException, runs: Path) -> Refusal:
+    """The refusal of a node without the memory or disk for this genesis; `runs` is not named in it."""
+    said = (str(error).splitlines() or [""])[0].replace(str(runs), "runs")
+    return Refusal(mb.FORK_REFUSAL_RESOURCES, f"{type(error).__name__}: {said}" if said else type(error).__name__)
+
+
+def _unfit(found: ScannedCheckpoint, fork: ForkSection, layers: LayerLayout, name: str) -> Refusal | None:
+    """Why the fork cannot begin with an undamaged checkpoint; None: it can."""
     if found.head.hash.hex() != fork.manifest:
         told = f"{name} has manifest {found.head.hash.hex()}; the run begins with {fork.manifest}"
         return Refusal(mb.FORK_REFUSAL_OTHER_MANIFEST, told)
@@ -53,7 +77,7 @@ def read_fork_anchor(runs: Path, fork: ForkSection, layers: LayerLayout) -> Fork
     if found.layers != layers:
         told = f"the vocabulary or [model] of the new run differs: {_difference(found.layers, layers)}"
         return Refusal(mb.FORK_REFUSAL_OTHER_LAYERS, told)
-    return ForkAnchor(found.anchor_E, found.head.committed.payload)
+    return None
 
 
 def _difference(source: LayerLayout, ours: LayerLayout) -> str:

@@ -112,6 +112,25 @@ def read(path: Path) -> TensorFile:
     return TensorFile(facts, layers, vector_E, hasher.hexdigest())
 
 
+def read_into(path: Path, vector_E: Tensor) -> str:
+    """Read the values into `vector_E`, a chunk at a time; returns the file's SHA-256 in hex.
+
+    Raises `CheckpointCorrupt`, also for another number of values than `vector_E` has, and `OSError`.
+    """
+    with path.open("rb", buffering=0) as file:
+        layers, _, header = _begin(file, path)
+        if layers.elements != vector_E.numel():
+            raise CheckpointCorrupt(f"{path} has {layers.elements} values; must have {vector_E.numel()}")
+        whole, target, filled = hashlib.sha256(header), bytes_of(vector_E), 0
+        while filled < len(target):
+            count = file.readinto(target[filled : filled + CHUNK_BYTES])
+            if not count:
+                raise CheckpointCorrupt(f"{path} is truncated")
+            whole.update(target[filled : filled + count])
+            filled += count
+    return whole.hexdigest()
+
+
 def scan(file: BinaryIO, path: Path) -> ScannedFile:
     """Check the file like `read`, but hold one chunk in memory at a time. Raises `CheckpointCorrupt` and `OSError`."""
     layers, facts, header = _begin(file, path)

@@ -1,0 +1,47 @@
+"""Rounds whose checkpoints this node keeps because forks begin with them, on disk.
+
+A node that starts while the coordinator is away still keeps them. The file is JSON and a line with its SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from atoll.core import log
+from atoll.core.files import write_atomic
+
+MAX_KEPT_ROUNDS = 4  # the coordinator names no more
+_FILE = "kept-rounds"
+
+_log = log.get("checkpoint")
+
+
+class KeptRounds:
+    """The rounds that the coordinator named last."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / _FILE
+        self.rounds = self._load()
+
+    def replace(self, rounds: tuple[int, ...]) -> None:
+        """Keep the first of these rounds, and write them if they changed. Raises `DataDirUnusable`."""
+        wanted = rounds[:MAX_KEPT_ROUNDS]
+        if wanted == self.rounds:
+            return
+        self.rounds = wanted  # holds for this process, also if it cannot be written
+        body = json.dumps(wanted).encode()
+        write_atomic(self._path, body + b"\n" + hashlib.sha256(body).hexdigest().encode())
+
+    def _load(self) -> tuple[int, ...]:
+        try:
+            body, _, checksum = self._path.read_bytes().rpartition(b"\n")
+            if hashlib.sha256(body).hexdigest().encode() != checksum:
+                raise ValueError("the file does not match its checksum")
+            return tuple(map(int, json.loads(body)))[:MAX_KEPT_ROUNDS]
+        except FileNotFoundError:
+            return ()
+        except (OSError, ValueError, TypeError) as error:
+            _log.warning("kept rounds cannot be read; the coordinator sends them again", reason=str(error))
+            return ()
