@@ -1,11 +1,14 @@
 """An event loop whose clock jumps to the next timer when nobody has anything to do: minutes of waiting cost nothing.
 
-Nothing outside the loop may be waited for (no sockets, no threads): executors have to be `Inline`.
+Nothing outside the loop may be waited for: no other process, and no thread. What is given to the loop's own threads, as
+by `asyncio.to_thread`, is done at once; other executors have to be `Inline`. Both ends of a local socket may be within
+the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import selectors
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
@@ -46,11 +49,24 @@ class _Loop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._virtual.now
 
+    def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        return super().run_in_executor(executor or Inline(), func, *args)
+
 
 def run_virtually(work: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run`, without the waiting. `loop.time()` tells the virtual seconds, from 0."""
     with asyncio.Runner(loop_factory=lambda: _Loop(_Selector())) as runner:
         return runner.run(work)
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Decorate a test to run so: deadlines of milliseconds then pass only where nobody has anything to do."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        run_virtually(test(*args, **kwargs))
+
+    return run
 
 
 class Inline(Executor):

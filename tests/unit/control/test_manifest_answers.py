@@ -16,7 +16,7 @@ async def answer_to(store, first, count):
     answers = ManifestAnswers(store, due.set)
     assert answers.take() is None
     answers.ask(mb.ManifestRequest(first=first, count=count))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await due.wait()
     answer = answers.take()
     assert answers.take() is None

@@ -19,7 +19,7 @@ from sqlalchemy import create_engine, inspect
 from support.memory_store import MemoryStore
 from support.postgres import Postgres, missing, postgres
 
-from atoll.coordinator.store import migrations, retention
+from atoll.coordinator.store import database_lock, migrations, retention
 from atoll.coordinator.store.copying import copy_rows
 from atoll.coordinator.store.database_lock import OWNER_TABLE
 from atoll.coordinator.store.records import (
@@ -447,8 +447,11 @@ def test_a_database_has_one_owner_at_a_time_named_in_the_error(url: str) -> None
     second.close()
 
 
-def test_a_coordinator_waits_for_the_lock_of_one_that_has_just_ended(server: Postgres) -> None:
+def test_a_coordinator_waits_for_the_lock_of_one_that_has_just_ended(
+    server: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A PostgreSQL server may notice the end of a session after the next coordinator has asked for the lock."""
+    monkeypatch.setattr(database_lock, "_PATIENCE_MS", 60_000)
     url = server.fresh()
     first = SqlStore(url, "first")
     ending = threading.Timer(0.3, first.close)

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from support.hurrying_clock import HurryingClock
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import Unreachable
@@ -16,7 +17,7 @@ from atoll.node.data.fetcher import Fetched, Fetcher
 from atoll.node.data.mirror_health import MirrorHealth
 from atoll.node.data.mirrors import BlockAbsent, Cancelled, DirectoryMirror, Kind
 
-SOON = timedelta(seconds=30)
+SOON = timedelta(seconds=60)
 
 
 class Partial:
@@ -86,14 +87,15 @@ def test_what_none_has_is_waited_for_and_said() -> None:
     assert fetcher.trouble == "only lacks b"
     assert fetcher.read("a", 0, 9, right) == bytes(9)  # meanwhile others do not wait
     only.paths.add("b")
-    thread.join(30)
+    thread.join(60)
     assert found == [bytes(9)]
     assert fetcher.trouble == ""
     assert only.asked.count("b") < 20
 
 
 def test_patience_ends_with_the_reason() -> None:
-    fetcher = Fetcher([Partial("only")], SystemClock(), timedelta(seconds=0.2))
+    heard = list[str]()
+    fetcher = Fetcher([Partial("only")], HurryingClock(lambda: heard), SOON, heard.append)
     with pytest.raises(Unreachable, match="only lacks b"):
         fetcher.read("b", 0, 9, right)
 

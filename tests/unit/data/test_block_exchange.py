@@ -22,7 +22,7 @@ from atoll.node.data.card import CARD_NAME, MAX_CARD_BYTES
 from atoll.node.data.corpus_table import MAX_RANGE_BYTES
 from atoll.v1 import dataplane_pb2 as dp
 
-SOON = timedelta(seconds=10)
+SOON = timedelta(seconds=60)
 WEB = "web/000000.tokens"
 
 

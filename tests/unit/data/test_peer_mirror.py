@@ -162,7 +162,7 @@ async def test_whatever_is_written_to_the_socket_it_serves_on(
 ) -> None:
     def write() -> bytes:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(10)
+            connection.settimeout(60)
             connection.connect(str(daemon.path))
             connection.sendall(written)
             connection.shutdown(socket.SHUT_WR)

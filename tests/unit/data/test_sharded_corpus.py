@@ -7,18 +7,17 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 from benchmarks.corpus_server import CorpusServer, endless_corpus, files_of, write_corpus
 from numpy.typing import NDArray
+from support.hurrying_clock import HurryingClock
 
 from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError, ConfigError, CorpusError, Unreachable
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.data import open_corpus as opening
 from atoll.node.data.blocks import BLOCK_BYTES, CHUNK_BYTES
 from atoll.node.data.open_corpus import CacheFolder, open_corpus
 from atoll.node.data.sample_order import ORDER_VERSION, SHUFFLED_SHARDS, WOVEN_UNITS, cut_into_units
@@ -188,36 +187,43 @@ def test_a_lease_fetches_hardly_more_than_it_trains_in_few_requests(tmp_path: Pa
         assert len(server.requests) - asked <= 2 * chunks + SHUFFLED_SHARDS + 4 * WOVEN_UNITS
 
 
+def lie(liar: CorpusServer, honest: CorpusServer, is_wrong: Callable[[str, int], bool]) -> None:
+    """Have the liar send wrong bytes where `is_wrong`, and prefer it until it did."""
+
+    def lies(path: str, start: int) -> bool:
+        if is_wrong(path, start):
+            honest.faults.delay_seconds = 0.0
+        return is_wrong(path, start)
+
+    liar.faults.lies, honest.faults.delay_seconds = lies, 5.0
+
+
 def test_a_mirror_that_lies_is_not_believed_and_another_is_asked(
     lab: Lab, server: CorpusServer, closing: Closing
 ) -> None:
-    server.faults.lies = lambda path, start: path.endswith("tokens") and (start // BLOCK_BYTES) % 2 == 1
     with CorpusServer(files_of(lab.root)) as honest:
-        honest.faults.delay_seconds = 0.2  # so that the liar is preferred
+        lie(server, honest, lambda path, start: path.endswith("tokens") and (start // BLOCK_BYTES) % 2 == 1)
         corpus = closing(lab.open(server.address, honest.address))
         check(corpus, range(100))
     assert corpus.fetcher.mirrors[0].lies >= 1
 
 
 def test_a_mirror_that_lies_about_digests_is_not_believed(lab: Lab, server: CorpusServer, closing: Closing) -> None:
-    server.faults.lies = lambda path, start: path.endswith("digests")
     with CorpusServer(files_of(lab.root)) as honest:
-        honest.faults.delay_seconds = 0.2  # so that the liar is preferred
+        lie(server, honest, lambda path, start: path.endswith("digests"))
         corpus = closing(lab.open(server.address, honest.address))
         check(corpus, range(200))
     assert corpus.fetcher.mirrors[0].lies >= 1
 
 
 @pytest.mark.parametrize("path", ["corpus.json", "tokens", "digests"])
-def test_one_mirror_that_always_lies_gives_an_error_and_no_token(
-    lab: Lab, server: CorpusServer, closing: Closing, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "OPENING_PATIENCE", timedelta(seconds=1.5))
+def test_one_mirror_that_always_lies_gives_an_error_and_no_token(lab: Lab, server: CorpusServer, path: str) -> None:
     server.faults.lies = lambda name, start: name.endswith(path)
     heard: list[str] = []
     spec = spec_of(lab.digest, [server.address])
+    clock = HurryingClock(lambda: heard)
     with pytest.raises(Unreachable, match="wrong bytes"):
-        open_corpus(spec.data, None, CacheFolder(lab.cache), SystemClock(), heard.append).for_training(spec)
+        open_corpus(spec.data, None, CacheFolder(lab.cache), clock, heard.append).for_training(spec)
     assert "wrong bytes" in heard[0]
 
 
@@ -369,12 +375,11 @@ def test_a_lone_mirror_is_used_again_as_soon_as_it_is_back(lab: Lab, server: Cor
     assert health.rests_until == 0
 
 
-def test_a_read_that_should_come_soon_gives_up_soon(
-    lab: Lab, server: CorpusServer, closing: Closing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_should_come_soon_gives_up_soon(lab: Lab, server: CorpusServer, closing: Closing) -> None:
+    clock = HurryingClock(lambda: corpus.fetcher.mirrors[0].failures, seconds=60.0)  # less than others wait
     corpus = closing(lab.open(server.address))
+    corpus.fetcher._clock = clock
     server.faults.status = 503
-    monkeypatch.setattr("atoll.node.data.sharded_corpus._SOON_SECONDS", 0.5)
     with pytest.raises(Unreachable, match="503"):
         corpus.windows([corpus.window(700)], soon=True)
 

@@ -42,7 +42,7 @@ class Machine:
         environment |= {"FAKES": str(self._fakes), "CALLS": str(self._calls)} | more
         self._calls.write_text("")
         command = [str(word) for word in (SCRIPT, *arguments)]
-        return subprocess.run(command, env=environment, umask=umask, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=environment, umask=umask, capture_output=True, text=True, timeout=120)
 
     def install(self, *arguments: str | Path, umask: int = 0o022, **more: str) -> list[str]:
         """Run the script; return the calls that it made."""
@@ -203,7 +203,7 @@ def test_an_upgrade_that_does_not_start_says_how_to_go_back(machine: Machine) ->
     (command,) = (line.partition("go back: ")[2] for line in done.stderr.splitlines() if "go back" in line)
     assert command.endswith(" && systemctl restart atoll-coordinator atoll-node")
     assert machine.release != before
-    subprocess.run(command.partition(" && ")[0].split(), check=True, timeout=60)
+    subprocess.run(command.partition(" && ")[0].split(), check=True, timeout=120)
     assert machine.release == before
     assert (before / "bin/start-node").exists()
 
@@ -285,12 +285,12 @@ def test_an_environment_that_somebody_else_made_stays_until_it_is_moved_away(mac
     assert done.returncode == 78
     assert "is not from this script" in done.stderr
     assert machine.calls == []
-    subprocess.run(done.stderr.strip().rpartition(": ")[2].split(), check=True, timeout=60)
+    subprocess.run(done.stderr.strip().rpartition(": ")[2].split(), check=True, timeout=120)
     machine.install("node", machine.wheel)
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not on this machine")
 @pytest.mark.parametrize("name", ["install", "start-node"])
 def test_shell_scripts_pass_shellcheck(name: str) -> None:
-    checked = subprocess.run(["shellcheck", ROOT / "deploy" / name], capture_output=True, text=True, timeout=60)
+    checked = subprocess.run(["shellcheck", ROOT / "deploy" / name], capture_output=True, text=True, timeout=120)
     assert checked.returncode == 0, checked.stdout

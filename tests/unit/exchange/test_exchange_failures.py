@@ -418,7 +418,7 @@ async def test_a_contributor_that_waits_for_room_goes_on_when_its_inlet_is_close
     await asyncio.sleep(0)
     assert not blocked.done()
     assert inlet.close()
-    await asyncio.wait_for(blocked, 1)
+    await asyncio.wait_for(blocked, 60)
     assert [value is None for value in [await inlet.next() for _ in range(4)]] == [False, False, True, True]
 
 
@@ -428,12 +428,12 @@ async def test_a_cancelled_put_is_over_when_it_says_so():
 
     def work() -> None:
         begun.set()
-        assert may_end.wait(5)
+        assert may_end.wait(60)
 
     with ThreadPoolExecutor(1) as executor:
         average = Average(start_message({"a": 1}, "fp32"), into(torch.zeros(1)), executor)
         task = asyncio.create_task(average.compute(work))
-        await asyncio.to_thread(begun.wait, 5)
+        await asyncio.to_thread(begun.wait, 60)
         for _ in range(2):  # the exchange, and whoever it is part of
             task.cancel()
             await asyncio.wait([task], timeout=0.05)

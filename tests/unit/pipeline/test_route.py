@@ -76,7 +76,7 @@ codec = "fp32"
 """
 TIED = "tie_embeddings = true"
 STEP_TOKENS = 2 * 3 * 8
-SOON = timedelta(seconds=10)
+SOON = timedelta(seconds=60)
 NAMES = ("reef", "lagoon", "atoll")
 SPANS = [(0, 0), (1, 2), (3, 3)]
 

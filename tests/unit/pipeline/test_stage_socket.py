@@ -46,7 +46,7 @@ class Pair:
         self.end = StageIO(far, self.events.put)
         self.end.link_format, self.end.codec = LINK_FORMAT, CODECS["fp32"]
         self.near = near
-        near.settimeout(5)
+        near.settimeout(60)
 
     def send(self, frame_type: FrameType, stage: int, incarnation: int, payload: bytes = b"") -> None:
         self.near.sendall(pack_prefix(frame_type, stage, incarnation, len(payload)) + payload)
@@ -68,7 +68,7 @@ class Pair:
         except TimeoutError:
             return True
         finally:
-            self.near.settimeout(5)
+            self.near.settimeout(60)
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def joined() -> Iterator[Pair]:
     pair = Pair(near, far)
     yield pair
     near.close()
-    while not isinstance(pair.events.get(timeout=5), IncarnationEnded):
+    while not isinstance(pair.events.get(timeout=60), IncarnationEnded):
         pass
 
 
@@ -115,7 +115,7 @@ def test_a_link_is_coded_as_the_swarm_process_says_until_the_stage_has_another_p
         pair.end.begin(3)
         pair.send(FrameType.CODEC, 1, 0, b"bf16")
         pair.send(FrameType.ATTACH, 0, 3)
-        assert pair.events.get(timeout=5) == IncarnationBegan(3)  # so what was said before it was heard
+        assert pair.events.get(timeout=60) == IncarnationBegan(3)  # so what was said before it was heard
         assert (codec_to(1), codec_to(2)) == (CODECS["bf16"].number, CODECS["fp32"].number)
         pair.end.enter(LINK_FORMAT)
         assert codec_to(1) == CODECS["fp32"].number
@@ -133,9 +133,9 @@ def test_what_comes_from_several_neighbours_at_once_is_put_together() -> None:
         ):
             for sender in (1, 2):
                 pair.send(frame_type, sender, 3, payload)
-        assert pair.events.get(timeout=5) == IncarnationBegan(3)
+        assert pair.events.get(timeout=60) == IncarnationBegan(3)
         for sender in (1, 2):
-            event = pair.events.get(timeout=5)
+            event = pair.events.get(timeout=60)
             assert isinstance(event, MessageReceived)
             assert event.sender == sender
             assert isinstance(event.message, Gradient)
@@ -152,10 +152,10 @@ def test_bytes_that_are_no_message_are_an_event_and_the_next_one_arrives() -> No
         pair.send(FrameType.BODY, 1, 3, b"\xff" * len(body))
         pair.send(FrameType.HEADER, 1, 3, pack(Begin(1, 2), link_format)[0].SerializeToString())
         for _ in range(2):
-            event = pair.events.get(timeout=5)
+            event = pair.events.get(timeout=60)
             assert isinstance(event, MessageInvalid)
             assert isinstance(event.error, PeerMisbehaved)
-        assert pair.events.get(timeout=5) == MessageReceived(3, 1, Begin(1, 2))
+        assert pair.events.get(timeout=60) == MessageReceived(3, 1, Begin(1, 2))
 
 
 def test_a_break_overtakes_what_waits() -> None:

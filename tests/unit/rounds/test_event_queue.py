@@ -27,7 +27,7 @@ from atoll.node.state.vote_store import VoteStore
 from atoll.node.trainer.trainer import Trainer
 from atoll.v1 import dataplane_pb2 as dp
 
-SOON = 5.0
+SOON = 60.0
 FLOOD = 10 * (PLACES + QUEUE_FRAMES)
 WORD = dp.RoundMessage(report=dp.TokenReport(tokens=7))
 

@@ -80,7 +80,7 @@ async def test_members_are_known_from_seeds_the_plan_or_the_dht(swarm: CorpusSwa
     reader.join(host, known, lambda: seeds, lambda: True)
     looking = asyncio.create_task(reader.look_up(host, known))
     await asyncio.sleep(0)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert await asyncio.to_thread(read, reader) == swarm.truth[WEB][:BLOCK_BYTES]
     assert reader.status_json()["corpus_bytes_from_members"] > BLOCK_BYTES
     assert giver.status_json()["corpus_bytes_to_members"] > BLOCK_BYTES

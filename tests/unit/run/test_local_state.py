@@ -162,7 +162,7 @@ async def test_a_spare_with_an_old_checkpoint_is_not_prepared_before_it_has_what
     prefetcher, running = node.holdings.prefetcher, follow(node)
     node.directives.prepare = OURS
     node.directives.wake()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await node.directives.until(lambda: prefetcher.span == OURS)
     assert prefetcher.round == 3
     assert prefetcher.held
@@ -179,7 +179,7 @@ async def test_what_was_prepared_is_taken_over_whatever_head_the_node_has(make):
     prefetcher, running = node.holdings.prefetcher, follow(node)
     node.directives.prepare = OURS
     node.directives.wake()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await node.directives.until(lambda: prefetcher.span == OURS)
     for holding in holdings:
         holding.state = part(3, THEIRS)

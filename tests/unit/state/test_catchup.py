@@ -2,7 +2,6 @@
 
 import asyncio
 import tempfile
-import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +34,7 @@ from support.donors import (
     plan_of,
     state_of,
 )
+from support.virtual_time import in_virtual_time, run_virtually
 
 from atoll.core.errors import AtollError, Busy, CheckpointCorrupt, NotFound, PeerMisbehaved, Unreachable
 from atoll.core.fragments import split_into_fragments
@@ -54,10 +54,8 @@ CHUNKS = 2 * (3 + 4 + 4)  # of sixteen elements, in layers of 40, 60, 0 and 64
 
 
 @pytest.fixture
-async def donor_swarm(tmp_path):
-    made = DonorSwarm(tmp_path)
-    yield made
-    await made.hub.close()
+def donor_swarm(tmp_path):
+    return DonorSwarm(tmp_path)
 
 
 async def fetch(donor_swarm, ours=None, held=None, plan=PLAN, policy=QUICK):
@@ -70,6 +68,7 @@ def is_true(fetched, state=STATE) -> bool:
     return torch.equal(fetched.anchor_E, state.anchor_E) and torch.equal(fetched.momentum_E, state.momentum_E)
 
 
+@in_virtual_time
 async def test_every_donor_does_a_share(donor_swarm):
     for member in DONORS:
         donor_swarm.serve(member, history(HEAD), STATE)
@@ -78,6 +77,7 @@ async def test_every_donor_does_a_share(donor_swarm):
     assert sum(donor_swarm.bodies.values()) == CHUNKS
 
 
+@in_virtual_time
 async def test_of_genesis_only_the_anchor_travels(donor_swarm):
     """Its momentum is zero; one node has to send it to all others."""
     genesis = state_of(3.0)
@@ -91,6 +91,7 @@ async def test_of_genesis_only_the_anchor_travels(donor_swarm):
     assert donor_swarm.bodies[ANN.peer_id] == CHUNKS / 2
 
 
+@in_virtual_time
 async def test_the_stream_that_told_the_head_brings_the_state_too(donor_swarm):
     """Another one would cost round trips, and where it is a connection of its own, a slow start."""
     opened = []
@@ -113,6 +114,7 @@ async def test_the_stream_that_told_the_head_brings_the_state_too(donor_swarm):
 
 
 @pytest.mark.parametrize("fault", [lies, cuts_short, is_silent, dies, after(2, dies), after(1, freezes)])
+@in_virtual_time
 async def test_one_true_donor_among_four_is_enough(donor_swarm, fault):
     for member in DONORS:
         donor_swarm.serve(member, history(HEAD), STATE)
@@ -121,6 +123,7 @@ async def test_one_true_donor_among_four_is_enough(donor_swarm, fault):
     assert is_true(await fetch(donor_swarm))
 
 
+@in_virtual_time
 async def test_liars_are_found_out_at_the_price_of_one_piece_each_and_named(donor_swarm):
     for member in DONORS:
         donor_swarm.serve(member, history(HEAD), STATE)
@@ -132,6 +135,7 @@ async def test_liars_are_found_out_at_the_price_of_one_piece_each_and_named(dono
     assert all(donor_swarm.bodies.get(liar, 0) <= 4 for liar in liars)
 
 
+@in_virtual_time
 async def test_bytes_that_nobody_has_right_are_an_error_that_names_the_donors(donor_swarm):
     for member in DONORS:
         donor_swarm.serve(member, history(HEAD), STATE)
@@ -140,6 +144,7 @@ async def test_bytes_that_nobody_has_right_are_an_error_that_names_the_donors(do
         await fetch(donor_swarm)
 
 
+@in_virtual_time
 async def test_a_stream_that_breaks_costs_what_was_under_way(donor_swarm):
     donor_swarm.serve(ANN, history(HEAD), STATE)
     calls = 0
@@ -154,6 +159,7 @@ async def test_a_stream_that_breaks_costs_what_was_under_way(donor_swarm):
     assert donor_swarm.bodies[ANN.peer_id] <= CHUNKS + 2 * QUICK.max_requests_in_flight
 
 
+@in_virtual_time
 async def test_a_node_back_from_sleep_fetches_only_what_changed(donor_swarm):
     anchor_E, momentum_E = STATE.anchor_E.clone(), STATE.momentum_E.clone()
     momentum_E[OFFSETS[1] : OFFSETS[2]] += 1.0  # four chunks
@@ -166,6 +172,7 @@ async def test_a_node_back_from_sleep_fetches_only_what_changed(donor_swarm):
     assert sum(donor_swarm.bodies.values()) == 4
 
 
+@in_virtual_time
 async def test_when_the_head_moves_on_only_what_changed_is_fetched_again(donor_swarm):
     later = AnchorState(STATE.anchor_E, OFFSETS)
     later.momentum_E = STATE.momentum_E + 1.0
@@ -197,6 +204,7 @@ def goes_on(holding, head, state):
     return behave
 
 
+@in_virtual_time
 async def test_who_stays_behind_and_hardly_answers_does_not_hold_a_fetch_when_the_others_moved_on(donor_swarm):
     later = state_of(5.0)
     head = commit(later, 2, list(DONORS), after=HEAD)
@@ -209,6 +217,7 @@ async def test_who_stays_behind_and_hardly_answers_does_not_hold_a_fetch_when_th
         assert is_true(await fetch(donor_swarm, policy=slow), later)
 
 
+@in_virtual_time
 async def test_who_stays_behind_and_gives_the_rest_in_time_is_not_left_for_those_who_moved_on(donor_swarm):
     later = state_of(5.0)
     head = commit(later, 2, list(DONORS), after=HEAD)
@@ -218,6 +227,7 @@ async def test_who_stays_behind_and_gives_the_rest_in_time_is_not_left_for_those
     assert is_true(await fetch(donor_swarm, policy=replace(QUICK, stragglers_timeout=timedelta(seconds=20))))
 
 
+@in_virtual_time
 async def test_a_head_that_never_stands_still_is_an_error(donor_swarm):
     holding = donor_swarm.serve(ANN, history(HEAD), STATE)
     plan = plan_of(ANN, CLEO, seats=DONORS)
@@ -234,6 +244,7 @@ async def test_a_head_that_never_stands_still_is_an_error(donor_swarm):
         await fetch(donor_swarm, plan=plan, policy=replace(QUICK, max_restarts=2))
 
 
+@in_virtual_time
 async def test_a_donor_that_changes_its_state_is_asked_again(donor_swarm):
     holding = donor_swarm.serve(ANN, history(HEAD), STATE)
     count = 0
@@ -251,6 +262,7 @@ async def test_a_donor_that_changes_its_state_is_asked_again(donor_swarm):
     assert is_true(await fetch(donor_swarm, plan=plan_of(ANN, CLEO, seats=DONORS), policy=patient))
 
 
+@in_virtual_time
 async def test_a_head_of_another_model_is_an_error_not_a_crash(donor_swarm):
     odd = AnchorState(torch.ones(164), (0, 10, 20, 100, 164))
     head = commit(odd, 1, list(DONORS), after=GENESIS)
@@ -268,6 +280,7 @@ async def talk(donor_swarm, run_id="r"):
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 165), (5, 5), (6, 5), (2**63, 2**63 + 1), (0, 2**64 - 1)])
+@in_virtual_time
 async def test_nothing_outside_the_vector_is_served(donor_swarm, start, end):
     donor_swarm.serve(ANN, history(HEAD), STATE)
     conversation = await talk(donor_swarm)
@@ -276,6 +289,7 @@ async def test_nothing_outside_the_vector_is_served(donor_swarm, start, end):
         await conversation.receive_slice(1)
 
 
+@in_virtual_time
 async def test_no_more_than_the_cap_is_served_at_once(donor_swarm):
     big = AnchorState(torch.zeros((1 << 20) + 1), (0, (1 << 20) + 1))
     head = commit(big, 1, list(DONORS), after=GENESIS)
@@ -288,6 +302,7 @@ async def test_no_more_than_the_cap_is_served_at_once(donor_swarm):
         await conversation.receive_slice((1 << 20) + 1)
 
 
+@in_virtual_time
 async def test_four_conversations_at_once_and_not_five(donor_swarm):
     donor_swarm.serve(ANN, history(HEAD), STATE)
     talks = [await talk(donor_swarm) for _ in range(4)]
@@ -306,6 +321,7 @@ async def test_four_conversations_at_once_and_not_five(donor_swarm):
                 await asyncio.sleep(0)  # it has not noticed yet
 
 
+@in_virtual_time
 async def test_what_is_not_held_is_refused_by_name(donor_swarm):
     holding = donor_swarm.serve(ANN, history(HEAD), STATE)
     with pytest.raises(NotFound):
@@ -362,7 +378,7 @@ def test_what_is_adopted_is_true_and_everything_else_a_typed_error_in_time(fault
         plan = plan_of(*members, CLEO, seats=members)
         ours = state_of(3.0) if local else state_of(9.0)
         ours.momentum_E += 1.0
-        started = time.monotonic()
+        started = asyncio.get_running_loop().time()
         try:
             fetched = await fetch(donor_swarm, ours=ours, held=GENESIS if local else None, plan=plan)
             expected = {head.hash: STATE, next_head.hash: later}.get(fetched.head.hash)
@@ -373,11 +389,11 @@ def test_what_is_adopted_is_true_and_everything_else_a_typed_error_in_time(fault
         except AtollError:
             honest = sum(fault is None for fault in faults)
             assert 2 * honest <= len(faults)
-        assert time.monotonic() - started < 10
+        assert asyncio.get_running_loop().time() - started < 10
         await donor_swarm.hub.close()
 
     with tempfile.TemporaryDirectory() as directory:
-        asyncio.run(once(Path(directory)))
+        run_virtually(once(Path(directory)))
 
 
 # --- fragments -----------------------------------------------------------------------------------------
@@ -395,6 +411,7 @@ def stepped(before: AnchorState, head: Head, index: int) -> tuple[AnchorState, H
     return state, commit(state, head.round + 1, list(DONORS), after=head, layers=staged.layers)
 
 
+@in_virtual_time
 async def test_what_no_round_has_changed_is_given_out_under_an_older_head(donor_swarm):
     """Else nobody could catch up whose link is slower than the rounds of fragments."""
     holding = donor_swarm.serve(ANN, history(HEAD), STATE)
@@ -412,6 +429,7 @@ async def test_what_no_round_has_changed_is_given_out_under_an_older_head(donor_
     await conversation.close()
 
 
+@in_virtual_time
 async def test_who_is_slower_than_the_rounds_of_fragments_catches_up_all_the_same(donor_swarm):
     """After every ten chunks the donors move on; the whole state has 22, and no part of it outlasts two moves."""
     holdings = [donor_swarm.serve(member, history(HEAD), STATE) for member in DONORS]
@@ -433,6 +451,7 @@ async def test_who_is_slower_than_the_rounds_of_fragments_catches_up_all_the_sam
     assert matches_digests(fetched.head.manifest.layers, fetched.anchor_E, fetched.momentum_E, OFFSETS)
 
 
+@in_virtual_time
 async def test_who_goes_back_to_an_earlier_head_finds_nothing_of_a_later_one(donor_swarm):
     """Half of a later state came over what was verified; then its donor was gone."""
     old, new = STATE, state_of(9.0)

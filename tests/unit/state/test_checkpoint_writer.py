@@ -17,7 +17,7 @@ from atoll.core.errors import DataDirUnusable, DeadlineExceeded
 from atoll.node.state.checkpoint import CheckpointStore
 from atoll.node.state.checkpoint_writer import CheckpointWriter
 
-SOON = timedelta(seconds=10)
+SOON = timedelta(seconds=60)
 
 
 class HandClock:
@@ -39,7 +39,7 @@ class GatedDisk(OsDisk):
 
     def mkdir(self, path: Path, mode: int = 0o755) -> None:
         self.reached.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         super().mkdir(path, mode)
 
 
@@ -53,7 +53,7 @@ def make(directory, clock, **more) -> CheckpointWriter:
 
 
 async def written(writer: CheckpointWriter, *rounds: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while tuple(info.round for info in writer.held()) != rounds:
             await asyncio.sleep(0.005)
 
@@ -75,7 +75,7 @@ async def test_the_first_is_written_and_then_the_first_of_every_interval(tmp_pat
 
 
 async def idle(writer: CheckpointWriter) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while writer._background is not None:
             await asyncio.sleep(0.001)
 
@@ -134,7 +134,7 @@ async def test_an_order_during_another_write_is_followed_after_it(tmp_path, cloc
     disk = GatedDisk()
     writer = make(tmp_path, clock, disk=disk)
     writer.offer(state_of(1, seconds=60))
-    assert await asyncio.to_thread(disk.reached.wait, 10)
+    assert await asyncio.to_thread(disk.reached.wait, 60)
     writer.order(2, state_of(2, seconds=61))
     disk.gate.set()
     await written(writer, 2, 1)
@@ -145,7 +145,7 @@ async def test_a_round_that_is_offered_during_an_ordered_write_is_not_written_to
     writer = make(tmp_path, clock, disk=disk)
     writer.order(5, state_of(5, seconds=60))
     writer.offer(state_of(6, seconds=61))  # before the write began
-    assert await asyncio.to_thread(disk.reached.wait, 10)
+    assert await asyncio.to_thread(disk.reached.wait, 60)
     writer.order(5, state_of(7, seconds=62))
     writer.offer(state_of(7, seconds=62))
     disk.gate.set()
@@ -157,7 +157,7 @@ async def test_a_newer_order_during_an_ordered_write_is_followed(tmp_path, clock
     disk = GatedDisk()
     writer = make(tmp_path, clock, disk=disk)
     writer.order(5, state_of(5, seconds=60))
-    assert await asyncio.to_thread(disk.reached.wait, 10)
+    assert await asyncio.to_thread(disk.reached.wait, 60)
     writer.order(6, state_of(6, seconds=61))
     disk.gate.set()
     await written(writer, 6, 5)
@@ -204,7 +204,7 @@ async def test_rounds_go_on_while_one_is_written_and_change_nothing_in_it(tmp_pa
     writer = make(tmp_path, clock, disk=disk)
     state = state_of(1)
     writer.offer(state)
-    assert await asyncio.to_thread(disk.reached.wait, 10)
+    assert await asyncio.to_thread(disk.reached.wait, 60)
     state.anchor_E.fill_(666.0)  # the next commit, in place
     state.momentum_E.fill_(666.0)
     clock.now += 1000
@@ -218,7 +218,7 @@ async def test_what_nobody_else_holds_is_written_every_time_and_next_if_one_is_b
     disk = GatedDisk()
     writer = make(tmp_path, clock, disk=disk)
     writer.offer(state_of(1))
-    assert await asyncio.to_thread(disk.reached.wait, 10)
+    assert await asyncio.to_thread(disk.reached.wait, 60)
     writer.offer(state_of(2), only_copy=True)
     writer.offer(state_of(3), only_copy=True)
     disk.gate.set()
@@ -232,7 +232,7 @@ async def test_a_round_of_other_layers_does_not_take_the_only_copy_s_turn(tmp_pa
     disk = GatedDisk()
     writer = make(tmp_path, clock, disk=disk)
     writer.offer(state_of(1))
-    assert await asyncio.to_thread(disk.reached.wait, 10)
+    assert await asyncio.to_thread(disk.reached.wait, 60)
     writer.offer(state_of(2), only_copy=True)
     writer.offer(state_of(3))  # only witnessed: what is ours is as it was in round 2
     disk.gate.set()
@@ -244,7 +244,7 @@ async def test_a_state_that_moved_during_the_copy_is_not_written_and_the_next_on
     torn = state_of(1)
     torn.anchor_E[3] += 1
     writer.offer(torn)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not writer.held():
             writer.offer(state_of(2))  # at once, not an interval later
             await asyncio.sleep(0.005)
@@ -257,7 +257,7 @@ async def test_a_full_disk_is_a_problem_and_another_try_an_interval_later(tmp_pa
     await written(writer, 1)
     full = make(tmp_path, clock, disk=FailingDisk(3, errno.ENOSPC))
     full.offer(state_of(2))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not full.problem:
             await asyncio.sleep(0.005)
     full.offer(state_of(3))
@@ -291,9 +291,9 @@ async def test_closing_gives_up_and_leaves_no_half(tmp_path, clock):
     disk = GatedDisk()
     writer = make(tmp_path, clock, disk=disk)
     writer.offer(state_of(1))
-    assert await asyncio.to_thread(disk.reached.wait, 10)
+    assert await asyncio.to_thread(disk.reached.wait, 60)
     closing = asyncio.create_task(writer.close())
-    await asyncio.wait_for(closing, 10)
+    await asyncio.wait_for(closing, 60)
     disk.gate.set()
     assert await make(tmp_path, clock).restore(LAYERS) is None
 

@@ -22,12 +22,13 @@ from support.donors import (
     plan_of,
     state_of,
 )
+from support.virtual_time import in_virtual_time
 
 from atoll.core.errors import NotFound, Unreachable
 from atoll.core.frames import FrameKind
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head
-from atoll.node.state import heads, state_server
+from atoll.node.state import heads
 from atoll.node.state.catchup import catch_up, fetch_manifest, newest_round
 from atoll.node.state.state_client import PROTOCOL
 from atoll.v1 import dataplane_pb2 as dp
@@ -40,10 +41,8 @@ SECOND = commit(TWO, 2, [ANN, BOB], after=FIRST, present=[ANN, BOB, DAN])
 
 
 @pytest.fixture
-async def donor_swarm(tmp_path):
-    made = DonorSwarm(tmp_path)
-    yield made
-    await made.hub.close()
+def donor_swarm(tmp_path):
+    return DonorSwarm(tmp_path)
 
 
 async def believed(donor_swarm, plan, held=None, operator=OPERATOR):
@@ -53,6 +52,7 @@ async def believed(donor_swarm, plan, held=None, operator=OPERATOR):
     return fetched.head if fetched else None
 
 
+@in_virtual_time
 async def test_a_newcomer_believes_what_a_majority_voted_for(donor_swarm):
     for member in (ANN, BOB, DAN):
         donor_swarm.serve(member, history(FIRST, SECOND), TWO)
@@ -76,6 +76,7 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES.keys())
+@in_virtual_time
 async def test_one_of_four_cannot_make_others_believe_a_forged_head(donor_swarm, forge):
     poison = state_of(666.0)
     for member in (ANN, BOB, DAN):
@@ -88,6 +89,7 @@ async def test_one_of_four_cannot_make_others_believe_a_forged_head(donor_swarm,
 
 
 @pytest.mark.parametrize("liar", [ANN, BOB, DAN], ids=["ann", "bob", "dan"])
+@in_virtual_time
 async def test_nobody_hides_the_true_head_by_leaving_out_its_votes(donor_swarm, liar):
     """Whichever member does it: the copies of one manifest are compared in the order of the plan."""
     voters = [ANN, BOB, DAN]
@@ -100,6 +102,7 @@ async def test_nobody_hides_the_true_head_by_leaving_out_its_votes(donor_swarm, 
     assert [line["peer"] for line in logs if line["event"] == "head rejected"] == [liar.peer_id]
 
 
+@in_virtual_time
 async def test_an_honest_member_that_is_one_round_ahead_is_not_called_a_liar(donor_swarm):
     donor_swarm.serve(ANN, history(FIRST, SECOND), TWO)
     for member in (BOB, DAN):
@@ -110,6 +113,7 @@ async def test_an_honest_member_that_is_one_round_ahead_is_not_called_a_liar(don
     assert not logs
 
 
+@in_virtual_time
 async def test_members_that_went_on_still_agree_on_the_round_before(donor_swarm):
     for member in (ANN, BOB):
         donor_swarm.serve(member, history(FIRST, SECOND), TWO)
@@ -118,6 +122,7 @@ async def test_members_that_went_on_still_agree_on_the_round_before(donor_swarm)
     assert (await believed(donor_swarm, plan_of(*ALL, seats=(ANN, BOB, DAN)))).hash == FIRST.hash
 
 
+@in_virtual_time
 async def test_newcomers_in_the_round_do_not_make_its_votes_too_few(donor_swarm):
     crowded = commit(TWO, 2, [ANN, BOB], after=FIRST, present=[ANN, BOB, CLEO, EVE, FAY])
     for member in (ANN, BOB, EVE):
@@ -125,6 +130,7 @@ async def test_newcomers_in_the_round_do_not_make_its_votes_too_few(donor_swarm)
     assert (await believed(donor_swarm, plan_of(*ALL, seats=(ANN, BOB, DAN)))).hash == crowded.hash
 
 
+@in_virtual_time
 async def test_where_two_members_decide_one_needs_the_coordinators_vote(donor_swarm):
     plan = plan_of(ANN, BOB, CLEO, DAN, EVE, seats=(ANN, BOB))
     alone = commit(ONE, 1, [ANN], after=GENESIS)
@@ -140,6 +146,7 @@ async def test_where_two_members_decide_one_needs_the_coordinators_vote(donor_sw
     assert (await believed(donor_swarm, plan)).hash == decided.hash
 
 
+@in_virtual_time
 async def test_where_three_members_decide_the_coordinator_has_no_vote(donor_swarm):
     plan = plan_of(*ALL, seats=(ANN, BOB, DAN))
     for member in (ANN, DAN, EVE):
@@ -148,6 +155,7 @@ async def test_where_three_members_decide_the_coordinator_has_no_vote(donor_swar
         await believed(donor_swarm, plan)
 
 
+@in_virtual_time
 async def test_present_members_without_seats_decide_nothing(donor_swarm):
     plan = plan_of(ANN, BOB, CLEO, DAN, EVE, FAY, seats=(ANN, BOB, DAN))
     others = commit(ONE, 1, [CLEO, EVE, FAY], after=GENESIS, present=[ANN, BOB, CLEO, DAN, EVE, FAY])
@@ -157,6 +165,7 @@ async def test_present_members_without_seats_decide_nothing(donor_swarm):
         await believed(donor_swarm, plan)
 
 
+@in_virtual_time
 async def test_members_that_hold_nothing_are_not_asked_to_agree(donor_swarm):
     donor_swarm.serve(ANN, history(FIRST), ONE)
     for member in (BOB, DAN, EVE):
@@ -164,6 +173,7 @@ async def test_members_that_hold_nothing_are_not_asked_to_agree(donor_swarm):
     assert (await believed(donor_swarm, plan_of(*ALL, seats=(ANN, BOB, DAN)))).hash == FIRST.hash
 
 
+@in_virtual_time
 async def test_who_alone_holds_a_head_need_not_have_voted_for_it(donor_swarm):
     """Most members have no seat, so those that do must be enough."""
     others = commit(ONE, 1, [BOB, DAN], after=GENESIS, present=[ANN, BOB, DAN])
@@ -171,6 +181,7 @@ async def test_who_alone_holds_a_head_need_not_have_voted_for_it(donor_swarm):
     assert (await believed(donor_swarm, plan_of(ANN, BOB, CLEO, DAN, seats=(ANN, BOB, DAN)))).hash == others.hash
 
 
+@in_virtual_time
 async def test_two_holders_that_contradict_one_another_are_not_believed(donor_swarm):
     other = commit(TWO, 1, [ANN, BOB, DAN], after=GENESIS)
     donor_swarm.serve(ANN, history(FIRST), ONE)
@@ -179,12 +190,14 @@ async def test_two_holders_that_contradict_one_another_are_not_believed(donor_sw
         await believed(donor_swarm, plan_of(ANN, BOB, CLEO, DAN, seats=(ANN, BOB, DAN)))
 
 
+@in_virtual_time
 async def test_genesis_is_believed_by_the_hash_in_the_plan(donor_swarm):
     donor_swarm.serve(ANN, history(), state_of(0.0))
     donor_swarm.serve(EVE, [commit(state_of(666.0), 0, [])], state_of(666.0))
     assert (await believed(donor_swarm, plan_of(ANN, CLEO, EVE))).hash == GENESIS.hash
 
 
+@in_virtual_time
 async def test_after_a_recovery_the_void_history_is_left_for_the_base(donor_swarm):
     plan = plan_of(ANN, BOB, CLEO, version=7, base=FIRST)
     donor_swarm.serve(ANN, history(FIRST, SECOND), TWO)  # has not heard of the recovery
@@ -193,6 +206,7 @@ async def test_after_a_recovery_the_void_history_is_left_for_the_base(donor_swar
     assert await believed(donor_swarm, plan, held=FIRST) is None
 
 
+@in_virtual_time
 async def test_a_private_manifest_at_our_own_round_gives_way(donor_swarm):
     for member in (ANN, BOB):
         donor_swarm.serve(member, history(FIRST), ONE)
@@ -200,12 +214,14 @@ async def test_a_private_manifest_at_our_own_round_gives_way(donor_swarm):
     assert (await believed(donor_swarm, plan_of(ANN, BOB, CLEO), held=private)).hash == FIRST.hash
 
 
+@in_virtual_time
 async def test_a_newer_head_of_ours_is_kept(donor_swarm):
     for member in (ANN, BOB):
         donor_swarm.serve(member, history(FIRST), ONE)
     assert await believed(donor_swarm, plan_of(ANN, BOB, CLEO), held=SECOND) is None
 
 
+@in_virtual_time
 async def test_members_that_change_their_state_still_say_what_their_head_is(donor_swarm):
     holdings = [donor_swarm.serve(member, history(FIRST), ONE) for member in (ANN, BOB)]
     assert (await fetch_manifest(donor_swarm.network, ANN.peer_id, "r", None)).hash == FIRST.hash
@@ -213,6 +229,7 @@ async def test_members_that_change_their_state_still_say_what_their_head_is(dono
     assert (await fetch_manifest(donor_swarm.network, ANN.peer_id, "r", None)).hash == FIRST.hash
 
 
+@in_virtual_time
 async def test_a_frozen_member_does_not_keep_the_others_from_being_believed(donor_swarm, monkeypatch):
     monkeypatch.setattr(heads, "_STRAGGLERS_TIMEOUT", timedelta(milliseconds=50))
     for member in (ANN, BOB, DAN):
@@ -226,6 +243,7 @@ async def test_a_frozen_member_does_not_keep_the_others_from_being_believed(dono
         assert (await believed(donor_swarm, plan_of(*ALL, seats=(ANN, BOB, DAN)))).hash == FIRST.hash
 
 
+@in_virtual_time
 async def test_former_members_that_are_gone_keep_nobody_waiting(donor_swarm, monkeypatch):
     monkeypatch.setattr(heads, "_STRAGGLERS_TIMEOUT", timedelta(milliseconds=50))
 
@@ -240,6 +258,7 @@ async def test_former_members_that_are_gone_keep_nobody_waiting(donor_swarm, mon
         assert (await believed(donor_swarm, plan)).hash == FIRST.hash
 
 
+@in_virtual_time
 async def test_a_void_history_does_not_win_by_numbers(donor_swarm):
     plan = plan_of(ANN, BOB, CLEO, DAN, version=7, base=FIRST, seats=(ANN, BOB, DAN))
     for member in (ANN, BOB):
@@ -248,6 +267,7 @@ async def test_a_void_history_does_not_win_by_numbers(donor_swarm):
     assert (await believed(donor_swarm, plan)).hash == FIRST.hash
 
 
+@in_virtual_time
 async def test_rounds_of_another_epoch_are_void_whatever_plan_they_are_of(donor_swarm):
     plan = replace(plan_of(ANN, BOB, CLEO, DAN, version=7, base=FIRST, seats=(ANN, BOB, DAN)), version=8)
     for epoch, believes in ((1, False), (8, False), (7, True)):
@@ -259,6 +279,7 @@ async def test_rounds_of_another_epoch_are_void_whatever_plan_they_are_of(donor_
         assert (found is not None and found.hash == head.hash) == believes
 
 
+@in_virtual_time
 async def test_rounds_cannot_be_skipped(donor_swarm):
     leap = commit(TWO, 7, [ANN, BOB, DAN], after=GENESIS)
     donor_swarm.serve(ANN, history(leap), TWO)
@@ -266,6 +287,7 @@ async def test_rounds_cannot_be_skipped(donor_swarm):
         await believed(donor_swarm, plan_of(ANN, BOB, CLEO, DAN, seats=(ANN, BOB, DAN)))
 
 
+@in_virtual_time
 async def test_the_manifest_before_counts_only_if_it_is_the_one_that_the_head_names(donor_swarm):
     unrelated = commit(ONE, 2, [EVE], after=FIRST)
     claimed = commit(TWO, 3, [EVE], after=SECOND, present=[ANN, BOB, EVE])
@@ -288,6 +310,7 @@ class GoneOn:
 FIRST_OF_TWO = commit(ONE, 1, [ANN, DAN], after=GENESIS)
 
 
+@in_virtual_time
 async def test_who_holds_the_round_that_a_history_grew_from_needs_nobody_to_agree(donor_swarm):
     """Two that are equally far behind, and only one in front, would otherwise wait for one another for ever."""
     run = GoneOn()
@@ -299,6 +322,7 @@ async def test_who_holds_the_round_that_a_history_grew_from_needs_nobody_to_agre
     assert (await believed(donor_swarm, run.plan)).hash == FIRST_OF_TWO.hash  # a newcomer goes there first
 
 
+@in_virtual_time
 async def test_what_one_member_lacks_of_a_history_another_may_have(donor_swarm):
     run = GoneOn(rounds=40)
     for member in (ANN, BOB, EVE):
@@ -311,6 +335,7 @@ async def test_what_one_member_lacks_of_a_history_another_may_have(donor_swarm):
 
 
 @pytest.mark.parametrize("flaw", ["no second vote", "another's vote", "a stranger's votes", "a gap", "another root"])
+@in_virtual_time
 async def test_a_history_that_did_not_grow_from_ours_is_not_believed(donor_swarm, flaw):
     run = GoneOn(rounds=5)
     voters = {"no second vote": [DAN], "another's vote": [DAN, EVE]}.get(flaw, [DAN, OPERATOR])
@@ -326,6 +351,7 @@ async def test_a_history_that_did_not_grow_from_ours_is_not_believed(donor_swarm
     assert await newest_round(donor_swarm.network, run.plan, FIRST_OF_TWO, operator_key=OPERATOR.public_key) == 1
 
 
+@in_virtual_time
 async def test_a_history_longer_than_can_be_followed_needs_a_majority(donor_swarm, monkeypatch):
     run = GoneOn(rounds=5)
     for member in (ANN, BOB):
@@ -355,36 +381,31 @@ class Dripping:
             await stream.send(FrameKind.MESSAGE, reply.SerializeToString())
 
 
-@pytest.fixture
-def hasty(monkeypatch):
-    """Deadlines as they are to one another, but a tenth."""
-    monkeypatch.setattr(heads, "ANSWER_TIMEOUT", timedelta(seconds=1))
-    monkeypatch.setattr(heads, "_HISTORY_TIMEOUT", timedelta(seconds=6))
-    monkeypatch.setattr(state_server, "_IDLE_TIMEOUT", timedelta(seconds=3))
-
-
-async def test_who_is_slow_about_its_history_does_not_keep_a_member_from_what_most_agree_on(donor_swarm, hasty):
+@in_virtual_time
+async def test_who_is_slow_about_its_history_does_not_keep_a_member_from_what_most_agree_on(donor_swarm):
     for member in (ANN, BOB, DAN):
         donor_swarm.serve(member, history(FIRST, SECOND), TWO)
-    Dripping(donor_swarm, EVE, commit(state_of(666.0), 1000, [EVE], after=SECOND), 0.9)
-    async with asyncio.timeout(5):
+    Dripping(donor_swarm, EVE, commit(state_of(666.0), 1000, [EVE], after=SECOND), 9.0)
+    async with asyncio.timeout(50):
         assert (await believed(donor_swarm, plan_of(*ALL, seats=(ANN, BOB, DAN)), held=FIRST)).hash == SECOND.hash
 
 
 @pytest.mark.parametrize("offers", ["a head of its own", "the true head"])
-async def test_who_is_slow_about_its_history_is_asked_once_and_others_tell_it(donor_swarm, hasty, offers):
+@in_virtual_time
+async def test_who_is_slow_about_its_history_is_asked_once_and_others_tell_it(donor_swarm, offers):
     run = GoneOn(rounds=80)
     for member in (ANN, BOB):
         donor_swarm.serve(member, history(FIRST_OF_TWO), ONE)
     donor_swarm.serve(FAY, run.heads, TWO)
     for member in (DAN, EVE):
         own = commit(state_of(666.0), 1000, [member], after=SECOND)
-        Dripping(donor_swarm, member, own if offers == "a head of its own" else run.heads[-1], 0.9)
+        Dripping(donor_swarm, member, own if offers == "a head of its own" else run.heads[-1], 9.0)
     plan = plan_of(ANN, BOB, CLEO, DAN, EVE, FAY, seats=(ANN, DAN))
     newest = await newest_round(donor_swarm.network, plan, FIRST_OF_TWO, operator_key=OPERATOR.public_key)
     assert newest == 80
 
 
+@in_virtual_time
 async def test_a_head_that_was_only_believed_does_not_stand_against_a_majority_later(donor_swarm):
     """A newcomer that first reaches a liar alone, whose state then is not there, believes the others after all."""
     forged = commit(state_of(666.0), 1000, [EVE], after=SECOND)
@@ -401,6 +422,7 @@ async def test_a_head_that_was_only_believed_does_not_stand_against_a_majority_l
     assert (await believed(donor_swarm, plan)).hash == SECOND.hash
 
 
+@in_virtual_time
 async def test_a_manifest_that_does_not_fit_does_not_hide_the_true_one_of_another(donor_swarm):
     """Whoever has manifests of a void history, or a forged one, is passed over."""
     run = GoneOn(rounds=6)
@@ -415,6 +437,7 @@ async def test_a_manifest_that_does_not_fit_does_not_hide_the_true_one_of_anothe
 
 
 @pytest.mark.parametrize("held", [None, FIRST, SECOND], ids=["nothing", "the first round", "the newest round"])
+@in_virtual_time
 async def test_three_of_five_that_are_on_probation_make_nobody_believe_their_chain(donor_swarm, held):
     """They outnumber the two known members that answer. Their chain's own seats are theirs."""
     poison, strangers = state_of(666.0), (EVE, FAY, Identity.generate())
@@ -434,6 +457,7 @@ async def test_three_of_five_that_are_on_probation_make_nobody_believe_their_cha
     assert await newest_round(donor_swarm.network, plan, SECOND, operator_key=OPERATOR.public_key) == 2
 
 
+@in_virtual_time
 async def test_who_has_nothing_believes_members_on_probation_only_where_nobody_else_offers_a_head(donor_swarm):
     """Else a known member could never join a run of strangers, or come back with an empty disk."""
     strangers = (ANN, BOB, DAN)

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import wraps
 from typing import cast
 
 import pytest
@@ -20,6 +21,7 @@ from support.donors import (
     plan_of,
     state_of,
 )
+from support.virtual_time import in_virtual_time
 
 from atoll.core.errors import DataDirUnusable, Unreachable
 from atoll.core.membership import MembershipVerifier
@@ -77,13 +79,22 @@ class Node:
 
 
 @pytest.fixture
-async def node(tmp_path):
-    node = Node(tmp_path)
-    running = asyncio.create_task(node.prefetcher.run())
-    yield node
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await node.donor_swarm.hub.close()
+def node(tmp_path):
+    return Node(tmp_path)
+
+
+def prefetching(test):
+    """Decorate a test to run in virtual time beside the prefetcher of its node."""
+
+    @in_virtual_time
+    @wraps(test)
+    async def run(node, **more):
+        running = asyncio.create_task(node.prefetcher.run())
+        await test(node, **more)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    return run
 
 
 def holds(held, state, layers) -> bool:
@@ -91,6 +102,7 @@ def holds(held, state, layers) -> bool:
     return torch.equal(held.anchor_E, state.anchor_E[own]) and torch.equal(held.momentum_E, state.momentum_E[own])
 
 
+@prefetching
 async def test_a_spare_fetches_the_span_and_says_so_once(node):
     node.wants(range(1, 4))
     await node.until(lambda: node.prefetcher.span == range(1, 4))
@@ -100,6 +112,7 @@ async def test_a_spare_fetches_the_span_and_says_so_once(node):
     assert node.told == 1
 
 
+@prefetching
 async def test_what_finds_no_room_is_not_fetched_and_said_for_as_long_as_it_is_wanted(node):
     node.wants(range(1, 4))
     await node.until(lambda: node.prefetcher.span == range(1, 4))
@@ -114,6 +127,7 @@ async def test_what_finds_no_room_is_not_fetched_and_said_for_as_long_as_it_is_w
     assert node.prefetcher.span == range(0)
 
 
+@prefetching
 async def test_a_member_fetches_only_what_it_lacks(node):
     node.present = CurrentLayers(OFFSETS, range(1, 2), HEAD)
     node.wants(range(4))
@@ -123,6 +137,7 @@ async def test_a_member_fetches_only_what_it_lacks(node):
     assert sum(node.donor_swarm.bodies.values()) == 4  # an anchor and a momentum of two layers that have parameters
 
 
+@prefetching
 async def test_what_is_held_already_needs_nothing(node):
     node.present = CurrentLayers(OFFSETS, range(4), HEAD)
     node.wants(range(1, 3))
@@ -131,6 +146,7 @@ async def test_what_is_held_already_needs_nothing(node):
     assert not node.donor_swarm.bodies
 
 
+@prefetching
 async def test_it_follows_the_rounds_until_the_plan_is_there(node):
     node.directives.plan = plan_with(range(3, 4), version=1)
     node.present = CurrentLayers(OFFSETS, range(3, 4), HEAD)
@@ -154,6 +170,7 @@ async def test_it_follows_the_rounds_until_the_plan_is_there(node):
     assert node.prefetcher.held == ()
 
 
+@prefetching
 async def test_a_spare_looks_for_new_rounds_itself(node, monkeypatch):
     monkeypatch.setattr(prefetch, "POLL", prefetch.POLL / 20)
     node.wants(range(4))
@@ -167,6 +184,7 @@ async def test_a_spare_looks_for_new_rounds_itself(node, monkeypatch):
             await asyncio.sleep(0.01)
 
 
+@prefetching
 async def test_a_plan_that_is_given_up_leaves_nothing(node, monkeypatch):
     monkeypatch.setattr(prefetch, "_SET_ASIDE_TIME", prefetch._SET_ASIDE_TIME / 3000)
     node.wants(range(4))
@@ -178,6 +196,7 @@ async def test_a_plan_that_is_given_up_leaves_nothing(node, monkeypatch):
     assert not node.prefetcher.span
 
 
+@prefetching
 async def test_another_span_takes_the_place_of_the_first(node):
     node.wants(range(2))
     await node.until(lambda: node.prefetcher.span == range(2))
@@ -186,6 +205,7 @@ async def test_another_span_takes_the_place_of_the_first(node):
     assert [state.layers for _, state in node.prefetcher.held] == [range(2, 4)]
 
 
+@prefetching
 async def test_what_a_plan_gave_us_waits_for_who_loads_it_though_something_else_is_wanted(node):
     """As when a stage takes over its neighbour's layers, and is to have others of the next one at once."""
     node.directives.plan = plan_with(range(1), version=1)
@@ -200,6 +220,7 @@ async def test_what_a_plan_gave_us_waits_for_who_loads_it_though_something_else_
     await node.until(lambda: node.prefetcher.span == range(4))
 
 
+@prefetching
 async def test_what_nobody_takes_stays_until_a_plan_gives_it_to_others(node, monkeypatch):
     """Nobody else may have it."""
     monkeypatch.setattr(prefetch, "_LOAD_TIMEOUT", prefetch._LOAD_TIMEOUT / 6_000)
@@ -216,6 +237,7 @@ async def test_what_nobody_takes_stays_until_a_plan_gives_it_to_others(node, mon
     await node.until(lambda: node.prefetcher.span == range(2, 4))
 
 
+@prefetching
 async def test_while_a_trainer_loads_its_layers_are_not_fetched_beside_it(node):
     """Nothing here follows the rounds then."""
     node.directives.plan = plan_with(range(1), version=1)
@@ -229,6 +251,7 @@ async def test_while_a_trainer_loads_its_layers_are_not_fetched_beside_it(node):
             await asyncio.sleep(0.01)
 
 
+@prefetching
 async def test_what_the_plan_gives_anyway_is_nothing_to_prepare(node):
     """As when the plan comes from a member, before the coordinator's word that this is not wanted any more."""
     node.directives.plan = plan_with(range(1), version=1)
@@ -246,6 +269,7 @@ async def test_what_the_plan_gives_anyway_is_nothing_to_prepare(node):
     assert [state.layers for _, state in node.prefetcher.held] == [range(2, 3)]
 
 
+@prefetching
 async def test_another_plan_that_is_prepared_in_between_makes_nobody_fetch_twice(node):
     node.directives.plan = plan_with(range(1), version=1)
     node.present = CurrentLayers(OFFSETS, range(1), HEAD)
@@ -260,6 +284,7 @@ async def test_another_plan_that_is_prepared_in_between_makes_nobody_fetch_twice
     assert sum(node.donor_swarm.bodies.values()) == fetched
 
 
+@prefetching
 async def test_what_is_wanted_again_soon_is_not_fetched_again(node):
     """A pause, another plan that is prepared and given up, a coordinator that was started again."""
     node.wants(range(2))
@@ -278,6 +303,7 @@ async def test_what_is_wanted_again_soon_is_not_fetched_again(node):
     assert sum(node.donor_swarm.bodies.values()) == fetched  # the third has no parameters
 
 
+@prefetching
 async def test_one_that_hears_of_a_round_before_its_holders_have_it_asks_again(node, monkeypatch):
     monkeypatch.setattr(prefetch, "POLL", prefetch.POLL / 20)
     node.present = CurrentLayers(OFFSETS, range(1), HEAD)
@@ -296,6 +322,7 @@ async def test_one_that_hears_of_a_round_before_its_holders_have_it_asks_again(n
             await asyncio.sleep(0.01)
 
 
+@prefetching
 async def test_a_copy_that_is_wanted_no_more_is_dropped_though_plans_came_and_went(node):
     node.present = CurrentLayers(OFFSETS, range(1), HEAD)
     node.directives.plan = plan_with(range(1), version=1)
@@ -308,6 +335,7 @@ async def test_a_copy_that_is_wanted_no_more_is_dropped_though_plans_came_and_we
             await asyncio.sleep(0.01)
 
 
+@prefetching
 async def test_rounds_of_other_layers_copy_nothing(node):
     """A second copy is followed for as long as a run: only what was averaged is written anew."""
     node.present = CurrentLayers(OFFSETS, range(1), HEAD)
@@ -329,6 +357,7 @@ async def test_rounds_of_other_layers_copy_nothing(node):
     assert node.donor_swarm.bodies == fetched
 
 
+@prefetching
 async def test_layers_that_the_model_has_not_are_ignored(node):
     node.wants(range(2, 9))
     await asyncio.sleep(0.05)
@@ -337,6 +366,7 @@ async def test_layers_that_the_model_has_not_are_ignored(node):
     await node.until(lambda: node.prefetcher.span == range(2, 4))
 
 
+@prefetching
 async def test_when_nobody_can_be_reached_it_tries_again(node, monkeypatch):
     monkeypatch.setattr(prefetch, "_RETRY", prefetch.POLL / 100)
     states = [(holding, holding.state) for holding in node.holdings]
@@ -370,9 +400,9 @@ def test_no_room_on_the_disk_is_told_before_anything_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_what_stands_still_here_is_used_before_anybody_is_asked(tmp_path):
-    node = Node(tmp_path)
-    node.prefetcher = LayerPrefetcher(
+@in_virtual_time
+async def test_what_stands_still_here_is_used_before_anybody_is_asked(node):
+    prefetcher = LayerPrefetcher(
         node.donor_swarm.network,
         node.directives,
         OPERATOR.public_key,
@@ -381,15 +411,15 @@ async def test_what_stands_still_here_is_used_before_anybody_is_asked(tmp_path):
         node.ready,
         local_states=lambda: ((HEAD, STATE),),
     )
-    running = asyncio.create_task(node.prefetcher.run())
+    running = asyncio.create_task(prefetcher.run())
     node.wants(range(4))
-    await node.until(lambda: node.prefetcher.span == range(4))
+    await node.until(lambda: prefetcher.span == range(4))
     assert not node.donor_swarm.bodies
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    await node.donor_swarm.hub.close()
 
 
+@prefetching
 async def test_an_error_while_it_follows_leaves_what_is_here(node, monkeypatch):
     monkeypatch.setattr(prefetch, "POLL", prefetch.POLL / 50)
     monkeypatch.setattr(prefetch, "_RETRY", prefetch.POLL / 50)
@@ -419,6 +449,7 @@ async def test_an_error_while_it_follows_leaves_what_is_here(node, monkeypatch):
     assert sum(node.donor_swarm.bodies.values()) == bodies  # nothing is fetched again
 
 
+@prefetching
 async def test_a_plan_that_comes_during_a_fetch_leaves_nothing_behind(node):
     for holding in node.holdings:
         holding.moving = True
@@ -435,6 +466,7 @@ async def test_a_plan_that_comes_during_a_fetch_leaves_nothing_behind(node):
     assert list(node.folder.iterdir()) == []
 
 
+@prefetching
 async def test_what_has_no_room_is_not_fetched(node):
     node.wants(range(4))
     node.prefetcher.refuse()
@@ -443,6 +475,7 @@ async def test_what_has_no_room_is_not_fetched(node):
     assert not node.donor_swarm.bodies
 
 
+@prefetching
 async def test_what_turns_out_to_have_no_room_is_dropped_and_not_called_prepared(node, monkeypatch):
     """A trainer with these layers is loaded meanwhile, and cannot hold them."""
     monkeypatch.setattr(prefetch, "POLL", prefetch.POLL / 100)

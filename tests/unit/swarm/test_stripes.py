@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.byte_stream import RecordingWriter, reader_of
+from support.virtual_time import LoopClock, in_virtual_time
 
-from atoll.core.clock import SystemClock
 from atoll.core.errors import DeadlineExceeded, HelloRequired, PeerMisbehaved, Unreachable
 from atoll.core.frames import Frame, FrameKind
 from atoll.node.swarm import stripes
@@ -51,6 +51,7 @@ def dealt(count: int, pieces: list[bytes]) -> list[bytes]:
 
 
 @given(count=st.integers(1, 5), sizes=cuts, asked=cuts, seed=st.binary(min_size=1, max_size=9))
+@in_virtual_time
 async def test_bytes_arrive_in_order_for_any_sizes_of_writes_and_reads(
     count: int, sizes: list[int], asked: list[int], seed: bytes
 ) -> None:
@@ -71,6 +72,7 @@ async def test_bytes_arrive_in_order_for_any_sizes_of_writes_and_reads(
         await reader.readexactly(1)
 
 
+@in_virtual_time
 async def test_a_cancelled_read_continues_where_it_stopped() -> None:
     data = bytes(range(256)) * (3 * STRIPE_UNIT_BYTES // 256)
     readers = [asyncio.StreamReader(), asyncio.StreamReader()]
@@ -87,6 +89,7 @@ async def test_a_cancelled_read_continues_where_it_stopped() -> None:
     assert await reader.readexactly(len(data)) == data
 
 
+@in_virtual_time
 async def test_frames_pass_and_the_end_of_one_stripe_ends_the_stream() -> None:
     writers = [RecordingWriter() for _ in range(STRIPES)]
     sender = stream_on(StripedReader([]), StripedWriter(writers))
@@ -103,9 +106,10 @@ async def test_frames_pass_and_the_end_of_one_stripe_ends_the_stream() -> None:
 
 
 def stream_on(reader: Any, writer: Any) -> SocketStream:
-    return SocketStream("peer", AVERAGE, reader, writer, require_member=lambda: None, traffic=Traffic(SystemClock()))
+    return SocketStream("peer", AVERAGE, reader, writer, require_member=lambda: None, traffic=Traffic(LoopClock()))
 
 
+@in_virtual_time
 async def test_a_send_returns_when_every_stripe_has_taken_its_bytes() -> None:
     """Until then the body must not be overwritten: since Python 3.12, transports keep it and not a copy."""
     writers = [SlowWriter() for _ in range(STRIPES)]
@@ -118,6 +122,7 @@ async def test_a_send_returns_when_every_stripe_has_taken_its_bytes() -> None:
     await asyncio.wait_for(sending, SOON.total_seconds())
 
 
+@in_virtual_time
 async def test_a_sender_waits_as_long_as_any_stripe_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "STALL_TIMEOUT", timedelta(seconds=0.05))
     writers = [SlowWriter() for _ in range(STRIPES)]
@@ -152,6 +157,7 @@ class SlowWriter(RecordingWriter):
     ("waits_for", "seconds"), [(16, 0.1), (2 * STRIPE_UNIT_BYTES, 0.1), (3 * STRIPE_UNIT_BYTES, 1e6)]
 )
 @pytest.mark.parametrize("asks_again", [0.01, 1e6])
+@in_virtual_time
 async def test_a_waiting_read_notices_the_end_of_another_stripe(
     monkeypatch: pytest.MonkeyPatch, how: str, waits_for: int, seconds: float, asks_again: float
 ) -> None:
@@ -178,6 +184,7 @@ async def ask(reader: StripedReader, count: int, again: float) -> None:
             return
 
 
+@in_virtual_time
 async def test_a_read_waits_for_slow_bytes_after_the_end_of_another_stripe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -192,6 +199,7 @@ async def test_a_read_waits_for_slow_bytes_after_the_end_of_another_stripe(
     assert await asyncio.wait_for(reading, SOON.total_seconds()) == bytes(range(15))
 
 
+@in_virtual_time
 async def test_bytes_that_arrive_after_the_end_of_another_stripe_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the peer's last frame, the end of one stripe may overtake bytes on another."""
     monkeypatch.setattr(stripes, "_POLL_SECONDS", 0.01)
@@ -206,6 +214,7 @@ async def test_bytes_that_arrive_after_the_end_of_another_stripe_are_not_lost(mo
     assert await asyncio.wait_for(reading, SOON.total_seconds()) == data
 
 
+@in_virtual_time
 async def test_memory_grows_with_received_bytes_and_not_with_announced_ones() -> None:
     announced = 512 * 1024 * 1024
     readers = [reader_of(bytes(100), ends=False) for _ in range(STRIPES)]
@@ -249,6 +258,7 @@ def coming(assembler: StripeAssembler, index: int, marked: bytes = b"", *, peer:
 
 
 @given(order=st.permutations(range(STRIPES)))
+@in_virtual_time
 async def test_the_first_stripe_gets_all_stripes_in_order(order: list[int]) -> None:
     assembler = StripeAssembler(FakeGate(), {AVERAGE})
     marked = [bytes([index]) * STRIPE_UNIT_BYTES for index in range(STRIPES)]
@@ -281,6 +291,7 @@ async def test_the_first_stripe_gets_all_stripes_in_order(order: list[int]) -> N
         Frame(FrameKind.MESSAGE, told(1).header, b"body"),
     ],
 )
+@in_virtual_time
 async def test_a_stripe_that_does_not_fit_is_refused_and_the_others_continue(frame: Frame) -> None:
     assembler = StripeAssembler(FakeGate(), {AVERAGE, STATE})
     waiting = coming(assembler, 0)
@@ -291,6 +302,7 @@ async def test_a_stripe_that_does_not_fit_is_refused_and_the_others_continue(fra
     assert await waiting is not None
 
 
+@in_virtual_time
 async def test_incomplete_streams_of_a_peer_are_bounded_and_all_their_stripes_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -313,6 +325,7 @@ async def test_incomplete_streams_of_a_peer_are_bounded_and_all_their_stripes_ti
 
 
 @pytest.mark.parametrize("how", ["ends", "breaks"])
+@in_virtual_time
 async def test_a_peer_that_closes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(stripes, "_POLL_SECONDS", 0.02)
     assembler = StripeAssembler(FakeGate(), {AVERAGE})
@@ -329,6 +342,7 @@ async def test_a_peer_that_closes_is_not_waited_for(monkeypatch: pytest.MonkeyPa
             await asyncio.wait_for(task, SOON.total_seconds())
 
 
+@in_virtual_time
 async def test_an_evicted_or_cancelled_stream_leaves_no_state() -> None:
     gate = FakeGate()
     assembler = StripeAssembler(gate, {AVERAGE})
@@ -347,6 +361,7 @@ async def test_an_evicted_or_cancelled_stream_leaves_no_state() -> None:
         assert not gate.held
 
 
+@in_virtual_time
 async def test_if_one_stripe_cannot_be_opened_the_others_are_closed() -> None:
     opened: list[RecordingWriter] = []
 

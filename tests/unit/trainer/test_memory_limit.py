@@ -52,7 +52,7 @@ round_tokens = 1000
 def later_imports(tmp_path: Path, span: tuple[int, int] | None) -> str:
     (tmp_path / "text.txt").write_text("a reef is a ring of islands; " * 100)
     program = PROGRAM.format(spec=SPEC.format(path=tmp_path / "text.txt"), span=span)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from datetime import timedelta
 
 import pytest
 from support.memory_network import FrameInTransit, MemoryHub
+from support.virtual_time import in_virtual_time
 
 from atoll.core.errors import DeadlineExceeded, FrameInvalid, InvalidRequest, Unreachable
 from atoll.core.frames import Frame, FrameKind
@@ -24,12 +24,11 @@ async def echo(stream: Stream) -> None:
 
 
 @pytest.fixture
-async def hub() -> AsyncIterator[MemoryHub]:
-    hub = MemoryHub()
-    yield hub
-    await hub.close()
+def hub() -> MemoryHub:
+    return MemoryHub()
 
 
+@in_virtual_time
 async def test_frames_arrive_in_order_and_bytes_are_counted(hub: MemoryHub) -> None:
     a: Network = hub.join("a")
     hub.join("b").handle("/echo/1", echo)
@@ -40,6 +39,7 @@ async def test_frames_arrive_in_order_and_bytes_are_counted(hub: MemoryHub) -> N
     assert (stream.peer_id, stream.bytes_sent) == ("b", 2 * 20)
 
 
+@in_virtual_time
 async def test_bytes_sent_before_close_are_still_received(hub: MemoryHub) -> None:
     async def reply_and_go(stream: Stream) -> None:
         await stream.send(FrameKind.BODY, b"", b"bye")
@@ -52,6 +52,7 @@ async def test_bytes_sent_before_close_are_still_received(hub: MemoryHub) -> Non
         await stream.receive(SECOND)
 
 
+@in_virtual_time
 async def test_handler_errors_come_back_as_their_class_and_crashes_as_internal(hub: MemoryHub) -> None:
     async def refuse(stream: Stream) -> None:
         raise InvalidRequest("no such round")
@@ -69,6 +70,7 @@ async def test_handler_errors_come_back_as_their_class_and_crashes_as_internal(h
     assert b.crashes == 1
 
 
+@in_virtual_time
 async def test_a_silent_peer_is_a_deadline_and_an_unknown_one_is_unreachable(hub: MemoryHub) -> None:
     a = hub.join("a")
     hub.join("b").handle("/echo/1", echo)
@@ -79,6 +81,7 @@ async def test_a_silent_peer_is_a_deadline_and_an_unknown_one_is_unreachable(hub
             await a.open(peer, protocol, SECOND)
 
 
+@in_virtual_time
 async def test_an_evicted_peer_ends_even_the_stream_of_a_blocked_sender(hub: MemoryHub) -> None:
     async def never_read(stream: Stream) -> None:
         await asyncio.Event().wait()
@@ -98,6 +101,7 @@ async def test_an_evicted_peer_ends_even_the_stream_of_a_blocked_sender(hub: Mem
         await sender
 
 
+@in_virtual_time
 async def test_faults_drop_replace_and_damage() -> None:
     async def fault(passage: FrameInTransit) -> Frame | FrameInvalid | None:
         verdicts = {b"drop": None, b"lie": Frame(FrameKind.PART, b"", b"!"), b"rot": FrameInvalid("damaged")}

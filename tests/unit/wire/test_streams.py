@@ -7,8 +7,9 @@ import struct
 from datetime import timedelta
 
 import pytest
+from support.virtual_time import LoopClock, in_virtual_time
 
-from atoll.core.clock import Clock, SystemClock
+from atoll.core.clock import Clock
 from atoll.core.errors import (
     AtollError,
     CheckpointCorrupt,
@@ -72,7 +73,7 @@ def make_stream(
         if not known:
             raise HelloRequired("who is there")
 
-    reader, writer, traffic = asyncio.StreamReader(), FakeWriter(), Traffic(clock or SystemClock())
+    reader, writer, traffic = asyncio.StreamReader(), FakeWriter(), Traffic(clock or LoopClock())
     stream = SocketStream("peer", "/p/1", reader, writer, require_member=require_member, traffic=traffic)  # type: ignore[arg-type]
     return stream, reader, writer, traffic
 
@@ -81,6 +82,7 @@ def frame(kind: FrameKind, header: bytes, body: bytes = b"") -> bytes:
     return pack_prefix(kind, header, body) + header + body
 
 
+@in_virtual_time
 async def test_a_frame_in_pieces_survives_a_deadline_in_its_middle() -> None:
     stream, reader, _, traffic = make_stream()
     data = frame(FrameKind.PART, b"head", b"body" * 100)
@@ -93,6 +95,7 @@ async def test_a_frame_in_pieces_survives_a_deadline_in_its_middle() -> None:
     assert (received.header, bytes(received.body), traffic.received["/p/1"]) == (b"head", b"body" * 100, len(data))
 
 
+@in_virtual_time
 async def test_a_peer_that_announces_much_and_leaves_delays_no_other() -> None:
     for ends in ("close", "abort"):
         stream, reader, _, traffic = make_stream()
@@ -104,9 +107,10 @@ async def test_a_peer_that_announces_much_and_leaves_delays_no_other() -> None:
             await stream.close()
         else:
             stream.abort()
-        assert traffic.down.slot_start(100_000, small=False) - SystemClock().monotonic() < 0.1
+        assert traffic.down.slot_start(100_000, small=False) - LoopClock().monotonic() < 0.1
 
 
+@in_virtual_time
 async def test_an_announced_length_of_2_to_the_40_allocates_nothing() -> None:
     stream, reader, _, _ = make_stream()
     reader.feed_data(struct.pack(">2sBBIII", b"AT", 1, 2, 2**32 - 1, 2**32 - 1, 0))
@@ -118,6 +122,7 @@ async def test_an_announced_length_of_2_to_the_40_allocates_nothing() -> None:
         await stream.receive(SOON)
 
 
+@in_virtual_time
 async def test_damage_and_early_ends_are_told_apart() -> None:
     stream, reader, _, _ = make_stream()
     damaged = bytearray(frame(FrameKind.PART, b"h", b"body"))
@@ -130,6 +135,7 @@ async def test_damage_and_early_ends_are_told_apart() -> None:
         await stream.receive(SOON)
 
 
+@in_virtual_time
 async def test_a_refusal_is_raised_as_its_class_and_ends_the_stream() -> None:
     stream, reader, writer, _ = make_stream()
     reader.feed_data(frame(FrameKind.REFUSAL, refusal_header(RoundAbandoned("too\x1b[31m late"))))
@@ -140,6 +146,7 @@ async def test_a_refusal_is_raised_as_its_class_and_ends_the_stream() -> None:
 
 
 @pytest.mark.parametrize("trouble", [ChildDied, CheckpointCorrupt, ModelTooLarge, UsageError, PortInUse])
+@in_virtual_time
 async def test_an_error_about_the_peers_own_machine_becomes_unreachable(trouble: type[AtollError]) -> None:
     """A node restarts its own trainer and gives up after too many failures; a peer's error must not cause that."""
     stream, reader, _, _ = make_stream()
@@ -148,6 +155,7 @@ async def test_an_error_about_the_peers_own_machine_becomes_unreachable(trouble:
         await stream.receive(SOON)
 
 
+@in_virtual_time
 async def test_sent_bytes_are_counted_per_protocol_and_a_closed_stream_refuses() -> None:
     stream, _, writer, traffic = make_stream()
     await stream.send(FrameKind.PART, b"head", memoryview(b"b" * 100_000))
@@ -161,6 +169,7 @@ async def test_sent_bytes_are_counted_per_protocol_and_a_closed_stream_refuses()
         await stream.send(FrameKind.PART, b"")
 
 
+@in_virtual_time
 async def test_membership_is_checked_on_each_use() -> None:
     stream, reader, writer, _ = make_stream(known=False)
     reader.feed_data(frame(FrameKind.MESSAGE, b"x"))
@@ -171,6 +180,7 @@ async def test_membership_is_checked_on_each_use() -> None:
     assert not writer.written
 
 
+@in_virtual_time
 async def test_a_send_waits_for_a_slow_peer_and_fails_for_a_stuck_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "STALL_TIMEOUT", timedelta(milliseconds=1))
     stream, _, writer, _ = make_stream()

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.virtual_time import LoopClock, in_virtual_time
 
-from atoll.core.clock import ManualClock, SystemClock
+from atoll.core.clock import ManualClock
 from atoll.core.errors import Busy, Unreachable
 from atoll.core.frames import FrameKind
 from atoll.node.wire.streams import SocketStream
 from atoll.node.wire.traffic import RateLimiter, Traffic
 
 RATE = 1e6
-LOOKS = 5
 BURST = 0.1 * RATE
 
 
@@ -76,9 +76,10 @@ async def pair(path: Path, sender: Traffic, receiver: Traffic) -> AsyncIterator[
 
 
 @pytest.mark.parametrize("limited", ["up", "down"])
+@in_virtual_time
 async def test_streams_share_the_rate_evenly(tmp_path: Path, limited: str) -> None:
     """Four streams at 8 Mbit/s for a second: within 15 % of the rate, and of one another."""
-    clock = SystemClock()
+    clock = LoopClock()
     sender, receiver = Traffic(clock), Traffic(clock)
     (sender if limited == "up" else receiver).limit(*((RATE, 0.0) if limited == "up" else (0.0, RATE)))
     got = [0] * 4
@@ -96,23 +97,21 @@ async def test_streams_share_the_rate_evenly(tmp_path: Path, limited: str) -> No
         tasks = [asyncio.create_task(send(one)) for one, _ in ends]
         tasks += [asyncio.create_task(receive(number, two)) for number, (_, two) in enumerate(ends)]
         await asyncio.sleep(0.5)  # what the sockets buffer
-        for _ in range(LOOKS):  # a process that stops for a moment sends less in it
-            before, started = list(got), clock.monotonic()
-            await asyncio.sleep(1.5)
-            seconds, passed = clock.monotonic() - started, [now - then for now, then in zip(got, before, strict=True)]
-            if sum(passed) / seconds == pytest.approx(RATE, rel=0.15) and max(passed) < 1.4 * min(passed):
-                break
+        before = list(got)
+        await asyncio.sleep(1.5)
+        passed = [now - then for now, then in zip(got, before, strict=True)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    assert sum(passed) / seconds == pytest.approx(RATE, rel=0.15)
+    assert sum(passed) / 1.5 == pytest.approx(RATE, rel=0.15)
     assert max(passed) < 1.4 * min(passed)
     assert sender.sent["/p/1"] >= receiver.received["/p/1"] > 0
     assert sender.bytes_total == sender.sent.total()
 
 
+@in_virtual_time
 async def test_a_vote_does_not_wait_behind_bulk(tmp_path: Path) -> None:
-    sender, receiver = Traffic(SystemClock()), Traffic(SystemClock())
+    sender, receiver = Traffic(LoopClock()), Traffic(LoopClock())
     sender.limit(1e5, 0.0)
     async with pair(tmp_path / "a", sender, receiver) as (bulk, _), pair(tmp_path / "b", sender, receiver) as ends:
         sending = asyncio.create_task(bulk.send(FrameKind.PART, b"", bytes(10**6)))  # ten seconds' worth
@@ -126,8 +125,9 @@ async def test_a_vote_does_not_wait_behind_bulk(tmp_path: Path) -> None:
             await bulk.send(FrameKind.MESSAGE, b"")
 
 
+@in_virtual_time
 async def test_a_spent_allowance_stops_bodies_both_ways_and_nothing_else(tmp_path: Path) -> None:
-    sender, receiver = Traffic(SystemClock()), Traffic(SystemClock())
+    sender, receiver = Traffic(LoopClock()), Traffic(LoopClock())
     async with pair(tmp_path / "a", sender, receiver) as (one, two):
         receiver.set_remaining_bytes(100)
         await one.send(FrameKind.PART, b"", bytes(200))  # begun within the allowance
@@ -145,8 +145,9 @@ async def test_a_spent_allowance_stops_bodies_both_ways_and_nothing_else(tmp_pat
         assert bytes((await two.receive(timedelta(seconds=1))).body) == b"1"
 
 
+@in_virtual_time
 async def test_two_frames_at_once_on_one_stream_do_not_mix(tmp_path: Path) -> None:
-    sender, receiver = Traffic(SystemClock()), Traffic(SystemClock())
+    sender, receiver = Traffic(LoopClock()), Traffic(LoopClock())
     sender.limit(1e7, 0.0)
     async with pair(tmp_path / "a", sender, receiver) as (one, two):
         bodies = [bytes([number]) * 700_000 for number in range(3)]
