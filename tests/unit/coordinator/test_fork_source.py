@@ -269,7 +269,7 @@ def test_a_stranger_that_alone_holds_the_source_is_not_asked_while_the_run_has_k
 
 def test_a_known_node_that_leaves_does_not_give_the_genesis_to_a_stranger(world: Reef) -> None:
     world.hold("ann", world.info(2))
-    world.fork()
+    world.fork(text=spec_toml(name="kelp", min_nodes=1))
     stranger(world, "ann")
     for name in ("ann", "bob"):
         world.move(name, world.info(2))
