@@ -32,7 +32,7 @@ def verdicts(path: str, only: str, *tests: str) -> str:
         cwd=ROOT,
         env={"PYTHONPATH": "tests:.", "PATH": "/usr/bin:/bin"},
         check=True,
-        timeout=200,
+        timeout=600,
     )
     return ran.stdout.strip().splitlines()[-1]
 
@@ -56,6 +56,7 @@ def test_a_change_takes_the_place_of_the_loaded_code_for_a_while():
         pass
 
 
+@pytest.mark.timeout(900)  # it starts pytest
 @pytest.mark.parametrize(
     ("path", "only", "test", "verdict"),
     [
