@@ -352,7 +352,6 @@ class TrainingSession:
 
     def _has_work(self) -> bool:
         """Report whether a waiting session must act: report another state, write genesis, load layers or train."""
-        self._status.forget_old_refusal()
         if self._status.must_write_genesis or self._status.waiting_is_outdated():
             return True
         if self._trainer is None:

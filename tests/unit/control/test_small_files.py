@@ -1,5 +1,6 @@
 """Small files from which a node starts: a truncated file or a changed byte is always detected."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,10 @@ async def test_an_order_to_move_does_not_drop_the_rounds_of_forks(tmp_path):
     assert told.kept_rounds == (120,)
 
 
+def checked(body):
+    return body + b"\n" + hashlib.sha256(body).hexdigest().encode()
+
+
 @given(st.data())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_kept_rounds_are_not_believed(tmp_path, data):
@@ -67,7 +72,8 @@ def test_damaged_kept_rounds_are_not_believed(tmp_path, data):
     sound = path.read_bytes()
     damaged = bytearray(sound)
     damaged[data.draw(st.integers(0, len(sound) - 1))] ^= data.draw(st.integers(1, 255))
-    path.write_bytes(data.draw(st.sampled_from([bytes(damaged), sound[: len(sound) // 2], b"", b"[]\n"])))
+    wrong = [bytes(damaged), sound[: len(sound) // 2], b"", b"[]\n", checked(b"[Infinity]"), checked(b"[" * 9999)]
+    path.write_bytes(data.draw(st.sampled_from(wrong)))
     assert directives(tmp_path / "plan").kept_rounds == ()
     path.unlink()
 
@@ -77,6 +83,9 @@ async def test_a_full_disk_does_not_lose_the_kept_rounds_of_this_process(tmp_pat
     (tmp_path / "kept-rounds").mkdir()
     told.apply_heartbeat(mb.HeartbeatResponse(kept_rounds=[120]))
     assert told.kept_rounds == (120,)
+    (tmp_path / "kept-rounds").rmdir()
+    told.apply_heartbeat(mb.HeartbeatResponse(kept_rounds=[120]))  # there is room again
+    assert directives(tmp_path / "plan").kept_rounds == (120,)
 
 
 async def test_the_time_of_the_end_is_kept_until_the_coordinator_does_not_know_it(tmp_path):

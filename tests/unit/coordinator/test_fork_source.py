@@ -24,7 +24,7 @@ from atoll.coordinator.rounds.genesis import MAX_PAYLOAD_BYTES
 from atoll.coordinator.runs import admission, assignment, fork_source, lifecycle, recovery
 from atoll.coordinator.services.views import order_for
 from atoll.coordinator.state import lookup, snapshot
-from atoll.coordinator.state.kept_rounds import MAX_KEPT_ROUNDS, update_kept_rounds
+from atoll.coordinator.state.kept_rounds import MAX_KEPT_ROUNDS, rounds_held_elsewhere, update_kept_rounds
 from atoll.coordinator.state.snapshot import Draft
 from atoll.coordinator.store.records import Event, Thin
 from atoll.core.errors import (
@@ -287,6 +287,33 @@ def test_a_known_node_that_leaves_does_not_give_the_genesis_to_a_stranger(world:
     assert world.writer == "ann"
 
 
+def test_strangers_that_move_before_the_known_nodes_do_not_get_the_genesis(world: Reef) -> None:
+    world.hold("ann", world.info(2))
+    world.fork(text=spec_toml(name="kelp", min_nodes=1))
+    stranger(world, "ann")
+    world.take(assignment.assign(world.state, world.now, "bob", "kelp"))  # and it is still training
+    world.move("ann", world.info(2))
+    world.wait(1)
+    assert (world.state.runs["kelp"].state, world.writer) == ("WAITING", "")
+    world.move("bob", world.info(2))
+    world.wait(1)
+    assert world.writer == "bob"
+
+
+def test_a_stranger_that_was_asked_loses_the_genesis_when_a_known_node_comes(world: Reef) -> None:
+    world.hold("ann", world.info(2))
+    world.fork(text=spec_toml(name="kelp", min_nodes=1))
+    stranger(world, "ann")
+    world.move("ann", world.info(2))
+    world.wait(1)
+    assert world.writer == "ann"
+    world.move("bob", world.info(2))
+    world.say("ann", READY, genesis=world.forked_genesis("ann"))
+    assert world.state.runs["kelp"].state != "TRAINING"
+    world.wait(1)
+    assert world.writer == "bob"
+
+
 def test_where_a_run_has_only_strangers_one_of_them_writes(world: Reef) -> None:
     world.hold("ann", world.info(2))
     world.fork()
@@ -501,6 +528,20 @@ def test_the_log_keeps_rounds_that_only_forks_and_nodes_that_moved_away_need(
     world.hang_up("cyd")
     world.commit_more(8)
     assert fork_source.find(world.state, RUN, 1).committed  # of the fork to come, also while its holder is away
+
+
+def test_claims_of_rounds_that_never_were_push_no_round_out_of_the_log(world: Reef) -> None:
+    for name in ("cyd", "eve", "sue"):
+        world.enrol(name)
+        world.connect(name)
+    world.hold("cyd", world.info(2))
+    stranger(world, "sue")
+    world.take(lifecycle.create_run(world.state, world.now, spec_toml(name="moon"), start=False))
+    world.move("cyd", world.info(2), run_id="moon")
+    claims = [world.info(2**40 + number, manifest=bytes(32)) for number in range(3)]
+    world.move("eve", *claims, run_id="moon")
+    world.move("sue", world.info(3), *claims, run_id="moon")
+    assert rounds_held_elsewhere(world.state, RUN) == (2,)
 
 
 def test_a_fork_that_is_stopped_keeps_nothing_and_many_forks_keep_a_few_rounds(world: Reef) -> None:

@@ -573,6 +573,8 @@ def test_a_genesis_with_a_layer_larger_than_any_is_refused_and_no_zeros_are_hash
     assert sizes_to_hash(report.layers) == set()
     world.say("ann", mb.NODE_STATE_READY, genesis=report)
     assert world.kinds()[-1] == "genesis.rejected"
+    told = [it.message for it in world.records if isinstance(it, Event) and it.kind == "genesis.rejected"]
+    assert f"must have at most {MAX_LAYER_PARAMETERS}" in told[-1]
 
 
 def test_genesis_signed_by_someone_else_is_refused() -> None:

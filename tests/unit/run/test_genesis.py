@@ -12,6 +12,7 @@ from atoll.core.run_spec import ForkSection
 from atoll.node.run import genesis
 from atoll.node.run.genesis import Genesis, write_genesis
 from atoll.node.run.session_status import SessionStatus
+from atoll.node.run.status import LiveStatus
 from atoll.node.state.checkpoint import CheckpointStore
 from atoll.node.state.fork_anchor import Refusal
 from atoll.v1 import membership_pb2 as mb
@@ -91,18 +92,14 @@ async def test_a_node_without_disk_for_the_weights_refuses_and_leaves_no_file(ru
 
 def test_a_node_that_refused_and_is_asked_again_tries_again():
     directives = SimpleNamespace(order=mb.ORDER_WRITE_GENESIS)
-    status = SimpleNamespace(genesis_report=mb.GenesisReport(refusal=mb.FORK_REFUSAL_RESOURCES))
+    status = LiveStatus(genesis_report=mb.GenesisReport(refusal=mb.FORK_REFUSAL_RESOURCES))
     session = SessionStatus(SimpleNamespace(directives=directives, status=status))
-    session.forget_old_refusal()
     assert not session.must_write_genesis  # the coordinator may not have it yet
-    directives.order = mb.ORDER_UNSPECIFIED
-    session.forget_old_refusal()
-    directives.order = mb.ORDER_WRITE_GENESIS
+    status.forget_refusal()  # a response without the order
     assert session.must_write_genesis
 
 
 def test_a_genesis_that_was_written_is_reported_until_a_plan_comes():
-    directives = SimpleNamespace(order=mb.ORDER_UNSPECIFIED)
-    status = SimpleNamespace(genesis_report=mb.GenesisReport(source_manifest=b"x"))
-    SessionStatus(SimpleNamespace(directives=directives, status=status)).forget_old_refusal()
+    status = LiveStatus(genesis_report=mb.GenesisReport(source_manifest=b"x"))
+    status.forget_refusal()
     assert status.genesis_report is not None

@@ -18,6 +18,7 @@ from atoll.coordinator.rounds.reports import reject
 from atoll.coordinator.rounds.round_checks import MAX_PAYLOAD_BYTES, check_layer_table, check_layers, layer_shape
 from atoll.coordinator.rounds.zero_digests import ZeroDigests
 from atoll.coordinator.sanitize import clean
+from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.snapshot import Commit, Draft, State, charge_row
 from atoll.coordinator.store.records import Run
 from atoll.core.data_position import DataPosition
@@ -53,6 +54,7 @@ def apply_genesis_report(draft: Draft, peer_id: str, run_id: str, report: mb.Gen
         or run.genesis
         or memory.genesis_writer != peer_id
         or peer_id in memory.failed_genesis_writers
+        or not known_nodes(draft.state, [peer_id])  # the next tick asks another node
     ):
         return
     if report.refusal:

@@ -212,8 +212,9 @@ def lost_source(state: State, run_id: str) -> str:
     ):
         return ""
     return (
-        f"round {fork.round} of run {fork.run}, with which it begins, is void: that run was recovered to an earlier "
-        f"round, and no node holds it any more; stop this run and fork from another round ({_LOOK})"
+        f"round {fork.round} of run {fork.run}, with which it begins, is void: another round took its place, and none "
+        f"of the nodes seen since the coordinator started holds it; start one that does, or stop this run and fork "
+        f"from another round ({_LOOK})"
     )
 
 

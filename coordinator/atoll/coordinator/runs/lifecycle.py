@@ -26,6 +26,7 @@ from atoll.coordinator.live.span_fit import span_memory_of
 from atoll.coordinator.runs import fork_source
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.kept_rounds import update_kept_rounds
+from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.run_states import transition_run
 from atoll.coordinator.state.snapshot import Draft, Policy, RunMemory, State, Step, StepTime, charge_row
 from atoll.coordinator.store.records import Run
@@ -159,6 +160,7 @@ def _replace_late_genesis_writer(draft: Draft, run_id: str, policy: Policy) -> N
         memory.genesis_writer
         and memory.genesis_writer not in memory.failed_genesis_writers
         and can_still_write_genesis(state, run_id, memory.genesis_writer)
+        and known_nodes(state, [memory.genesis_writer])
     )
     if in_time and may_deliver:
         return

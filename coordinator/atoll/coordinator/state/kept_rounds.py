@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from atoll.coordinator.state.known_nodes import is_on_probation
 from atoll.coordinator.state.run_states import TRANSITIONS
 from atoll.coordinator.state.snapshot import Draft, RunMemory, State
 from atoll.coordinator.store.records import Run
@@ -35,9 +36,17 @@ def rounds_to_keep(runs: Iterable[Run], memory: Mapping[str, RunMemory], source_
 def rounds_held_elsewhere(state: State, run_id: str) -> tuple[int, ...]:
     """Rounds of a run that stay in its log although no node of it may hold them: forks begin with them.
 
-    These are the rounds of forks to come, and the newest of which connected nodes of other runs report checkpoints.
+    These are the rounds of forks to come, and the newest of which nodes of other runs report checkpoints. Nodes on
+    probation could claim any, so theirs do not count.
     """
-    former = {it.round for live in state.live.values() for it in live.former_checkpoints if it.run_id == run_id}
+    head = state.runs[run_id].head_round
+    claims = (
+        it
+        for peer, live in state.live.items()
+        if live.former_checkpoints and not is_on_probation(state, peer)
+        for it in live.former_checkpoints
+    )
+    former = {it.round for it in claims if it.run_id == run_id and it.round <= head}
     newest = sorted(former, reverse=True)[:_ROUNDS_ELSEWHERE]
     return tuple(sorted({*state.memory[run_id].kept_rounds, *newest}))
 

@@ -18,6 +18,7 @@ from atoll.core import protocol
 from atoll.core.built_in_shape import FP32_BYTES
 from atoll.core.clock import Clock, unix_ms
 from atoll.core.data_position import DataPosition
+from atoll.core.files import data_dir_unusable
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head, sign_vote
 from atoll.core.quorum import Ballot
@@ -93,9 +94,12 @@ async def _initial_state(trainer: Trainer, run_dir: Path) -> AnchorState:
         return await asyncio.to_thread(_state, trainer, run_dir, trainer.anchor)
     path = run_dir / GENESIS_ANCHOR
     await trainer.write_initial_weights(path)
-    initial = torch.from_file(str(path), size=facts.elements, dtype=torch.float32)
-    path.unlink()  # the mapping keeps its bytes
-    return await asyncio.to_thread(_state, trainer, run_dir, initial)
+    try:
+        initial = torch.from_file(str(path), size=facts.elements, dtype=torch.float32)
+        path.unlink()  # the mapping keeps its bytes
+        return await asyncio.to_thread(_state, trainer, run_dir, initial)
+    except OSError as error:
+        raise data_dir_unusable(run_dir, error) from error
 
 
 def _state(trainer: Trainer, run_dir: Path, anchor: Tensor) -> AnchorState:

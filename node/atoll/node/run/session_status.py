@@ -45,12 +45,6 @@ class SessionStatus:
         """The coordinator ordered genesis, and this node has not written it yet."""
         return self._context.directives.order == mb.ORDER_WRITE_GENESIS and self._context.status.genesis_report is None
 
-    def forget_old_refusal(self) -> None:
-        """Forget that this node could not write genesis once the order is gone: asked again, it tries again."""
-        report = self._context.status.genesis_report
-        if report is not None and report.refusal and self._context.directives.order != mb.ORDER_WRITE_GENESIS:
-            self._context.status.genesis_report = None
-
     def adopt_plan(self) -> Plan:
         """Return the newest plan and show it in the status."""
         plan, status = self._context.directives.plan, self._context.status

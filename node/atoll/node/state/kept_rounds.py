@@ -24,15 +24,16 @@ class KeptRounds:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / _FILE
         self.rounds = self._load()
+        self._saved = self.rounds
 
     def replace(self, rounds: tuple[int, ...]) -> None:
-        """Keep the first of these rounds, and write them if they changed. Raises `DataDirUnusable`."""
-        wanted = rounds[:MAX_KEPT_ROUNDS]
-        if wanted == self.rounds:
+        """Keep the first of these rounds, and write them unless they are on disk. Raises `DataDirUnusable`."""
+        self.rounds = rounds[:MAX_KEPT_ROUNDS]  # holds for this process, also if it cannot be written
+        if self.rounds == self._saved:
             return
-        self.rounds = wanted  # holds for this process, also if it cannot be written
-        body = json.dumps(wanted).encode()
+        body = json.dumps(self.rounds).encode()
         write_atomic(self._path, body + b"\n" + hashlib.sha256(body).hexdigest().encode())
+        self._saved = self.rounds
 
     def _load(self) -> tuple[int, ...]:
         try:
@@ -42,6 +43,6 @@ class KeptRounds:
             return tuple(map(int, json.loads(body)))[:MAX_KEPT_ROUNDS]
         except FileNotFoundError:
             return ()
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
             _log.warning("kept rounds cannot be read; the coordinator sends them again", reason=str(error))
             return ()
