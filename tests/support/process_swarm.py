@@ -23,7 +23,7 @@ from atoll.node.state.manifests import ManifestStore
 READY = ROUNDS = timedelta(seconds=300)  # these only end a test that hangs: a busy machine costs time, not a verdict
 GONE = timedelta(seconds=60)
 BUSY = timedelta(seconds=60)
-SWARM_TEST = (pytest.mark.swarm, pytest.mark.timeout(1800))
+SWARM_TEST = [pytest.mark.swarm, pytest.mark.timeout(1800)]
 LOG_LINES, LOG_WIDTH = 80, 400  # of each log, after a failure
 MARK = "REEF_TEST_ROOT"
 
