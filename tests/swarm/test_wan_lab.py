@@ -13,7 +13,7 @@ from atoll.core.verdicts import partial_contributions
 from atoll.node.state.manifests import ManifestStore
 
 pytestmark = [*needs_wan, *SWARM_TEST]
-STEP_SECONDS = 0.2
+STEP_SECONDS = 0.1
 ATOLL = str(Path(sys.executable).parent / "atoll")
 
 
@@ -27,7 +27,7 @@ def test_all_train_to_one_model_also_behind_nat(tmp_path):
     assert all(host["rounds_committed"] > 0 and host["steps"] > 0 for host in hosts.values()), hosts
     assert all(host["sent_megabytes"] > 1 for host in hosts.values())
     slow_steps = result["seconds"] * hosts["h2"]["speed"] / STEP_SECONDS  # no more than its pace allows
-    assert hosts["h2"]["steps"] <= 1.1 * slow_steps + 10
+    assert hosts["h2"]["steps"] <= 1.1 * slow_steps + 30  # some before it was first seen
     assert 0 < result["utilisation"] <= 1
 
 
