@@ -11,6 +11,7 @@ import contextlib
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -61,6 +62,7 @@ def main(command: Sequence[str]) -> int:
     """Run `command` so; the seed of the draws is printed and can be set as `STALL_SEED`."""
     seed = int(os.environ.get("STALL_SEED", random.randrange(2**31)))
     done = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is started here ends, too
     with busy_processors():
         child = subprocess.Popen(command)
         counted: list[int] = []
@@ -73,6 +75,9 @@ def main(command: Sequence[str]) -> int:
         finally:
             done.set()
             stalls.join()
+            if child.poll() is None:
+                child.terminate()
+                child.wait(END_SECONDS)
     print(f"stalled {counted[0]} times for {STALL_SECONDS:g} s, STALL_SEED={seed}", file=sys.stderr)
     return status
 

@@ -252,6 +252,13 @@ def stranger(world: Reef, name: str) -> None:
     world.take(admission.set_probation(world.state, world.now, name, on_probation=True))
 
 
+def fork_held_by_a_stranger(world: Reef) -> None:
+    """Ann, on probation, holds the source of a fork for which one node is enough."""
+    world.hold("ann", world.info(2))
+    world.fork(text=spec_toml(name="kelp", min_nodes=1))
+    stranger(world, "ann")
+
+
 def test_a_stranger_that_alone_holds_the_source_is_not_asked_while_the_run_has_known_nodes(world: Reef) -> None:
     world.hold("ann", world.info(2))
     world.fork()
@@ -268,9 +275,7 @@ def test_a_stranger_that_alone_holds_the_source_is_not_asked_while_the_run_has_k
 
 
 def test_a_known_node_that_leaves_does_not_give_the_genesis_to_a_stranger(world: Reef) -> None:
-    world.hold("ann", world.info(2))
-    world.fork(text=spec_toml(name="kelp", min_nodes=1))
-    stranger(world, "ann")
+    fork_held_by_a_stranger(world)
     for name in ("ann", "bob"):
         world.move(name, world.info(2))
     world.wait(1)
@@ -288,9 +293,7 @@ def test_a_known_node_that_leaves_does_not_give_the_genesis_to_a_stranger(world:
 
 
 def test_strangers_that_move_before_the_known_nodes_do_not_get_the_genesis(world: Reef) -> None:
-    world.hold("ann", world.info(2))
-    world.fork(text=spec_toml(name="kelp", min_nodes=1))
-    stranger(world, "ann")
+    fork_held_by_a_stranger(world)
     world.take(assignment.assign(world.state, world.now, "bob", "kelp"))  # and it is still training
     world.move("ann", world.info(2))
     world.wait(1)
@@ -301,9 +304,7 @@ def test_strangers_that_move_before_the_known_nodes_do_not_get_the_genesis(world
 
 
 def test_a_stranger_that_was_asked_loses_the_genesis_when_a_known_node_comes(world: Reef) -> None:
-    world.hold("ann", world.info(2))
-    world.fork(text=spec_toml(name="kelp", min_nodes=1))
-    stranger(world, "ann")
+    fork_held_by_a_stranger(world)
     world.move("ann", world.info(2))
     world.wait(1)
     assert world.writer == "ann"
