@@ -1,7 +1,7 @@
 """Start of a trainer's process, before it is told what to train, with the resources that it shares with the daemon.
 
-Nothing here imports torch. A daemon starts its trainer's process first. Both then import torch at the same time, while
-the daemon joins the swarm.
+Nothing here imports torch. A daemon starts its trainer's process first, so that both import torch at the same time. The
+trainer then loads its model while the daemon joins the swarm.
 """
 
 from __future__ import annotations

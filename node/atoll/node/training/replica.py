@@ -4,7 +4,7 @@
 
 `snapshot` fixes the pseudo-gradient (anchor − weights); training goes on while peers average it. `apply` takes the new
 anchor and adds the progress made meanwhile ("carry"). `rebase` moves all progress to an anchor that others made.
-`discard` forgets an abandoned round and keeps all progress (DESIGN §4.2).
+`discard` forgets an abandoned round and keeps all progress (docs/explain/architecture.md).
 
 `training/loop.py` (all layers) and `pipeline/stage_loop.py` (a span) train the weights. All vectors are fp32 and
 contain the held layers. Pseudo-gradient and carry use only elementwise operations that are rounded one by one, as does
