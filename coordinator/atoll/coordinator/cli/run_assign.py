@@ -67,7 +67,7 @@ def assign(
 
 def clone(
     run: Annotated[str, typer.Argument(metavar="RUN", help="the run whose spec is copied")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="of the new run")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="name of the new run")],
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="a key with another value, as in TOML; repeatable"),

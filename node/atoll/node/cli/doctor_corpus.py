@@ -52,7 +52,7 @@ class _Probe:
 
 @dataclass(frozen=True)
 class _Need:
-    """How fast text must come for the device, and how its pace is known."""
+    """Bytes of text per second that training on this device needs, and where that figure comes from."""
 
     bytes_per_second: float
     why: str

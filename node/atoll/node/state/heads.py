@@ -152,7 +152,7 @@ async def _history(
 ) -> set[bytes]:
     """The hashes of `held` and of its descendants up to the newest of `ahead`, as far as they arrive in time.
 
-    Every round must be committed by the electorate of the round before, as if this node had followed live. Skips
+    Each round must have the votes of a majority of the seats that the manifest before it names. Skips
     members that lack a manifest or have another one; does not ask slow members again.
     """
     before, batch_start, hashes = held, -1, {held.hash}
