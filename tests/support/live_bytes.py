@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -12,7 +13,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is entered, every storage that an operation makes counts until it is freed; meta tensors have none."""
+    """While it is entered, every storage that an operation makes counts until it is freed; meta tensors have none.
+
+    A product of bf16 matrices is zeros: only sizes count, and a processor without bf16 units takes seconds for one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +24,10 @@ class LiveBytes(TorchDispatchMode):
         self._known = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and args[0].dtype == torch.bfloat16:
+            made = args[0].new_zeros(args[0].shape[0], args[1].shape[1])
+        else:
+            made = func(*args, **(kwargs or {}))
         tree_map_only(Tensor, self._see, made)
         return made
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 from support.loopback_hosts import SOON, Lab, echo
 
-from atoll.core.errors import Banned, ConfigError, PortInUse, ProtocolMismatch, Unreachable
+from atoll.core.errors import Banned, ConfigError, DeadlineExceeded, PortInUse, ProtocolMismatch, Unreachable
 from atoll.core.frames import FrameKind
 from atoll.core.membership import DenyList
 from atoll.node.swarm import dht, p2p
@@ -112,8 +112,9 @@ async def test_a_killed_p2pd_is_reported_and_nothing_hangs(lab: Lab) -> None:
     assert "p2pd ended by itself" in str(died)
     with pytest.raises(Unreachable):
         await stream.receive(SOON)
-    with pytest.raises(Unreachable):
+    with pytest.raises(Unreachable) as failed:
         await node.open(seed.peer_id, "/echo/1", SOON)
+    assert not isinstance(failed.value, DeadlineExceeded), "it waited for answers of a p2pd that is gone"
     await stream.close()
 
 

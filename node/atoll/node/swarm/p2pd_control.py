@@ -2,7 +2,8 @@
 
 One persistent connection carries unary calls; every other request uses its own short connection. In contrast to
 hivemind's client, short connections have a deadline and are always closed, their failures become `AtollError`s, a late
-reply to a cancelled call does not stop the reader of the persistent connection, and raw streams get a larger buffer.
+reply to a cancelled call does not stop the reader of the persistent connection, unary calls fail when that connection
+ends, and raw streams get a larger buffer.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from atoll.core.errors import DeadlineExceeded, Unreachable
 
 STREAM_BUFFER_BYTES = 64 * 1024  # asyncio reads ahead up to twice this; more did not raise the rate
 CONTROL_TIMEOUT = timedelta(seconds=5)  # for requests that p2pd answers without the network
+_ENDED = "p2pd has ended its connection"
 
 
 class _Reply(asyncio.Future[bytes]):
@@ -53,6 +55,7 @@ class P2pdControl(ControlClient):  # type: ignore[misc]
                 )
         except (OSError, TimeoutError, EOFError) as error:
             raise Unreachable(f"p2pd does not answer on {control_socket}: {error}") from error
+        client.control.on_lost(client.control._fail_pending_calls)  # hivemind's client would wait for answers for ever
         return client
 
     def on_lost(self, callback: Callable[[], None]) -> None:
@@ -120,6 +123,8 @@ class P2pdControl(ControlClient):  # type: ignore[misc]
             raise P2PDaemonError(
                 f"a message has {message.ByteSize()} bytes; the cap is {self.persistent_conn_max_msg_size}"
             )
+        if self._read_task.done():
+            raise P2PDaemonError(_ENDED)
         reply = self._pending_calls[call_id] = _Reply()
         try:
             await self._pending_messages.put(message)
@@ -131,6 +136,10 @@ class P2pdControl(ControlClient):  # type: ignore[misc]
             raise
         finally:
             self._pending_calls.pop(call_id, None)
+
+    def _fail_pending_calls(self) -> None:
+        for reply in self._pending_calls.values():
+            reply.set_exception(P2PDaemonError(_ENDED))
 
     async def drain_tasks(self) -> None:
         """After `close()`, wait until both tasks of the persistent connection have ended."""
