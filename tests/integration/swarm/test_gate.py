@@ -14,7 +14,7 @@ from support.loopback_hosts import SOON, Lab, echo
 from atoll.core.errors import Banned, ConfigError, DeadlineExceeded, PortInUse, ProtocolMismatch, Unreachable
 from atoll.core.frames import FrameKind
 from atoll.core.membership import DenyList
-from atoll.node.swarm import dht, p2p
+from atoll.node.swarm import dht
 from atoll.node.wire.transport import Stream
 
 LIFETIME = timedelta(minutes=5)
@@ -82,9 +82,8 @@ async def test_an_unknown_peer_is_found_through_a_seed(lab: Lab) -> None:
 
 
 async def test_a_frozen_seed_does_not_delay_the_lookup_of_an_address(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer would be waited for longer than the lookup may take."""
-    monkeypatch.setattr(dht, "RPC_TIMEOUT", 3 * SOON)
-    monkeypatch.setattr(p2p, "UNARY_TIMEOUT", 3 * SOON)
+    """Nothing else would end the wait for its answer before libp2p gives its connection up, after about 45 s."""
+    monkeypatch.setattr(dht, "SLOW_SEED_GRACE", timedelta(seconds=2))
     seeds = [await lab.start(name, relay_service=True) for name in ("seed", "frozen")]
     addresses = tuple(address for seed in seeds for address in seed.multiaddrs())
     b = await lab.start("b", seeds=addresses)
@@ -94,7 +93,8 @@ async def test_a_frozen_seed_does_not_delay_the_lookup_of_an_address(lab: Lab, m
     await a.ready()
     os.kill(seeds[1].p2pd_pid, signal.SIGSTOP)
     try:
-        stream = await a.open(b.peer_id, "/echo/1", SOON)
+        async with asyncio.timeout(30):
+            stream = await a.open(b.peer_id, "/echo/1", SOON)
         assert stream.peer_id == b.peer_id
         await stream.close()
     finally:
