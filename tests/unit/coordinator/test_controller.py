@@ -16,7 +16,8 @@ from atoll.coordinator.controller import Controller
 from atoll.coordinator.planner.answer_question import answer_question
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.runs import admission, lifecycle
-from atoll.coordinator.state.snapshot import Draft, Policy
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.snapshot import Policy
 from atoll.coordinator.store.records import DenyRow, PlanRow, Record
 from atoll.core.clock import Clock, ManualClock
 from atoll.core.errors import DatabaseCorrupt, DataDirUnusable

@@ -19,9 +19,10 @@ from atoll.coordinator.runs import (
     identity_rotation,
     lifecycle,
     machine,
+    restart,
 )
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import RunMemory
+from atoll.coordinator.state.run_memory import RunMemory
 from atoll.coordinator.store.records import OF_RUN, Checkpoint, Event, Node, NodeMetrics, ProofRow
 from atoll.core.errors import (
     AtollError,
@@ -94,7 +95,7 @@ def check_durable(world: World) -> None:
     assert {row.peer_id: row for row in contents.forgotten_nodes} == world.state.forgotten
     held = {(row.peer_id, row.round): row for row in contents.checkpoints}
     assert held == {(row.peer_id, row.round): row for rows in world.state.checkpoints.values() for row in rows}
-    again = machine.restore(contents, tuple(it for it in world.plans if it.run_id in world.state.runs), None, world.now)
+    again = restart.restore(contents, tuple(it for it in world.plans if it.run_id in world.state.runs), None, world.now)
     assert again.memory.keys() == world.state.memory.keys() == world.state.runs.keys()
 
 

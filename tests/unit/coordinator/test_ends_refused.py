@@ -7,17 +7,7 @@ from typing import Any
 
 import pytest
 from unit.coordinator.routed import RoutedWorld
-from unit.coordinator.test_ends import (
-    check_durable,
-    delete,
-    deny,
-    forget,
-    leave,
-    lose,
-    rotate,
-    stop,
-    without_cid,
-)
+from unit.coordinator.test_ends import check_durable, delete, deny, forget, leave, lose, rotate, stop, without_cid
 from unit.coordinator.test_fork_source import Reef
 from unit.coordinator.test_forks import LIAR, LONG, ONE_SIDE, OTHER_SIDE, answer, events, grow, hold, proofs, report
 from unit.coordinator.world import PROMPT, RUN, World
@@ -25,8 +15,9 @@ from unit.coordinator.world import PROMPT, RUN, World
 from atoll.coordinator.live import planner_answer
 from atoll.coordinator.runs import admission, assignment, forks, machine
 from atoll.coordinator.services.views import proof_view
-from atoll.coordinator.state import known_nodes, snapshot
-from atoll.coordinator.state.snapshot import Draft
+from atoll.coordinator.state import known_nodes
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Event
 from atoll.core.errors import Banned, InvalidTransition, NotFound
 
@@ -259,10 +250,10 @@ def test_tables_are_not_copied_for_each_node_of_a_deleted_run(monkeypatch: pytes
 
     def counted(item: Any, **changes: Any) -> Any:
         nonlocal copies
-        copies += isinstance(item, snapshot.State)
+        copies += isinstance(item, State)
         return replace(item, **changes)
 
-    monkeypatch.setattr(snapshot, "replace", counted)
+    monkeypatch.setattr("atoll.coordinator.state.draft.replace", counted)
     assert delete(world, "kelp").nodes == 60
     assert copies < 30
     assert world.state.memory[RUN].corrections == {}

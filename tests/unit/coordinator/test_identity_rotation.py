@@ -9,8 +9,10 @@ from unit.coordinator.world import RUN, World
 
 from atoll.coordinator.runs import admission, identity_rotation, machine, recovery
 from atoll.coordinator.state import lookup
+from atoll.coordinator.state.draft import Step
 from atoll.coordinator.state.rate_limits import CALLS_RATE, Allowance
-from atoll.coordinator.state.snapshot import Step, StepTime, TrainingComparison, TrainingScore
+from atoll.coordinator.state.run_memory import TrainingComparison, TrainingScore
+from atoll.coordinator.state.snapshot import StepTime
 from atoll.coordinator.store.records import Event, Node
 from atoll.core.errors import AlreadyExists, Banned, Busy, IdentityReplaced, NotPermitted
 from atoll.core.identity import Identity

@@ -13,9 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.memory_store import MemoryStore
 from unit.coordinator.world import RUN, World, abandoned_report, genesis_report, round_report, spec_toml
 
-from atoll.coordinator.runs import admission, lifecycle, machine
+from atoll.coordinator.runs import admission, lifecycle, machine, restart
+from atoll.coordinator.state.draft import Draft, Step
+from atoll.coordinator.state.run_memory import electorate_after
 from atoll.coordinator.state.run_states import TRANSITIONS
-from atoll.coordinator.state.snapshot import Draft, State, Step, electorate_after
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Event, Run
 from atoll.core.errors import AtollError, InvalidRequest, InvalidTransition
 from atoll.core.identity import Identity
@@ -65,7 +67,7 @@ class StoringWorld(World):
         """Only what was stored comes back."""
         deny = self.state.deny if self.state.deny.number else None
         old = self.state
-        self.state = machine.restore(self.store.load(), tuple(self.plans), deny, self.now, self.operator.public_key)
+        self.state = restart.restore(self.store.load(), tuple(self.plans), deny, self.now, self.operator.public_key)
         self.sessions.clear()
         assert (self.state.nodes, self.state.tokens, self.state.runs) == (old.nodes, old.tokens, old.runs)
         assert self.state.last_event_id == old.last_event_id

@@ -17,7 +17,8 @@ from atoll.coordinator.live.backup_spans import NeighbourPair
 from atoll.coordinator.live.plan_issue import round_seconds
 from atoll.coordinator.runs import admission, lifecycle
 from atoll.coordinator.services import plan_views
-from atoll.coordinator.state.snapshot import Draft, PendingFetch
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.run_memory import PendingFetch
 from atoll.core.plan import sign_plan
 from atoll.v1 import membership_pb2 as mb
 

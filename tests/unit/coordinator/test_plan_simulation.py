@@ -24,7 +24,7 @@ from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.runs import admission
 from atoll.coordinator.state import deciding
-from atoll.coordinator.state.snapshot import Step
+from atoll.coordinator.state.draft import Step
 from atoll.core.errors import PlanInputInvalid
 from atoll.core.identity import Identity
 from atoll.core.plan import Plan

@@ -14,7 +14,8 @@ from unit.coordinator.world import RUN, World
 from atoll.coordinator.live.attendance import REST_SECONDS
 from atoll.coordinator.runs import admission, recovery
 from atoll.coordinator.state import deciding
-from atoll.coordinator.state.snapshot import Policy, Step
+from atoll.coordinator.state.draft import Step
+from atoll.coordinator.state.snapshot import Policy
 from atoll.coordinator.store.records import Event
 from atoll.core.plan import Plan
 from atoll.core.quorum import Electorate

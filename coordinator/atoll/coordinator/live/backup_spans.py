@@ -29,7 +29,9 @@ from atoll.coordinator.live.span_fit import span_fits, span_memory_of
 from atoll.coordinator.planner.plan_builder import Route, RoutePart, routes_of
 from atoll.coordinator.planner.question import STATE_BYTES_PER_PARAMETER, has_planner_inputs
 from atoll.coordinator.state import prefetch
-from atoll.coordinator.state.snapshot import Draft, PendingFetch, Policy, RunMemory, State
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.run_memory import PendingFetch, RunMemory
+from atoll.coordinator.state.snapshot import Policy, State
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 

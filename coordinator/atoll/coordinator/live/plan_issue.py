@@ -25,8 +25,10 @@ from atoll.coordinator.planner.reduce_shares import (
     reduce_rate,
     span_rates,
 )
+from atoll.coordinator.state.draft import Draft
 from atoll.coordinator.state.known_nodes import known_nodes
-from atoll.coordinator.state.snapshot import Draft, RunMemory, State
+from atoll.coordinator.state.run_memory import RunMemory
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import PlanFigures, Run
 from atoll.core.manifest import manifest_hash
 from atoll.core.plan import Base, Plan

@@ -21,8 +21,10 @@ from atoll.coordinator.live.plan_issue import PlanNotes, issue_route_plan
 from atoll.coordinator.planner.plan_builder import Route, RoutePart, routes_of
 from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs, memory_figures
 from atoll.coordinator.state import prefetch
+from atoll.coordinator.state.draft import Draft, Step
+from atoll.coordinator.state.run_memory import AnsweredQuestion, Preparation
 from atoll.coordinator.state.run_states import transition_run
-from atoll.coordinator.state.snapshot import AnsweredQuestion, Draft, Policy, Preparation, State, Step, StepTime
+from atoll.coordinator.state.snapshot import Policy, State, StepTime
 from atoll.core.plan import Plan
 
 _UNPREPARED_WAIT_FACTOR = 4.0  # × the time waited for a node in vain: how long no plan waits for it again

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from atoll.coordinator.live.attendance import ELIGIBLE_STATES, live_of, only_strangers_are_there
 from atoll.coordinator.live.span_fit import span_fits
 from atoll.coordinator.state import deciding
-from atoll.coordinator.state.snapshot import Draft, State
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.snapshot import State
 from atoll.core.plan import Base
 from atoll.core.quorum import COORDINATOR, Electorate
 

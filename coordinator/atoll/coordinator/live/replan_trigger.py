@@ -29,7 +29,8 @@ from atoll.coordinator.live.probation import probation_changed, probation_text
 from atoll.coordinator.live.span_fit import span_memory_of
 from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.planner.reduce_shares import MIN_RESHARE_SPEEDUP, span_rates, span_reshare_speedup
-from atoll.coordinator.state.snapshot import Draft, Policy, State
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.snapshot import Policy, State
 from atoll.core.plan import Plan
 
 if TYPE_CHECKING:

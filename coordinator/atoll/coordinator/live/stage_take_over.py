@@ -29,7 +29,8 @@ from atoll.coordinator.live.backup_spans import (
 from atoll.coordinator.live.plan_issue import PlanNotes, issue_route_plan
 from atoll.coordinator.planner.plan_builder import Route, routes_of
 from atoll.coordinator.state import prefetch
-from atoll.coordinator.state.snapshot import Draft, Policy, State
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.snapshot import Policy, State
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 

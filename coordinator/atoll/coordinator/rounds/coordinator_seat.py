@@ -17,8 +17,10 @@ from google.protobuf.message import DecodeError
 from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT, MAX_PAYLOAD_BYTES, MAX_ROUNDS_AHEAD, fragments_of
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.deciding import abstains
+from atoll.coordinator.state.draft import Draft, Step
 from atoll.coordinator.state.rate_limits import ATTEMPT_RAISES_RATE, Allowance
-from atoll.coordinator.state.snapshot import Draft, RunMemory, State, Step, StepTime, epoch_of, is_void, seats_after
+from atoll.coordinator.state.run_memory import RunMemory, epoch_of, is_void, seats_after
+from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.coordinator.store.records import Run, Vote
 from atoll.core.errors import InvalidRequest, SignatureInvalid
 from atoll.core.fragments import fragment_of_round

@@ -18,17 +18,14 @@ from atoll.coordinator.rounds.reports import reject
 from atoll.coordinator.rounds.round_checks import MAX_PAYLOAD_BYTES, check_layer_table, check_layers, layer_shape
 from atoll.coordinator.rounds.zero_digests import ZeroDigests
 from atoll.coordinator.sanitize import clean
+from atoll.coordinator.state.draft import Draft, charge_row
 from atoll.coordinator.state.known_nodes import known_nodes
-from atoll.coordinator.state.snapshot import Commit, Draft, State, charge_row
+from atoll.coordinator.state.run_memory import Commit
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Run
 from atoll.core.data_position import DataPosition
 from atoll.core.errors import AtollError, PeerMisbehaved
-from atoll.core.manifest import (
-    manifest_hash,
-    parse_and_verify_head,
-    require_signers,
-    strip_unknown_manifest_fields,
-)
+from atoll.core.manifest import manifest_hash, parse_and_verify_head, require_signers, strip_unknown_manifest_fields
 from atoll.core.run_spec import parse_run_spec
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb

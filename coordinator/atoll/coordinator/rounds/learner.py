@@ -17,7 +17,9 @@ from dataclasses import replace
 
 from atoll.coordinator.rounds.reports import commit_round, reject
 from atoll.coordinator.rounds.round_checks import fragments_of, row_from_report
-from atoll.coordinator.state.snapshot import Draft, Inquiry, State, seats_after
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.run_memory import Inquiry, seats_after
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, Round
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.fragments import fragment_of_round

@@ -13,16 +13,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from atoll.coordinator.sanitize import clean
-from atoll.coordinator.state.snapshot import (
-    KEPT_PLANS,
-    AttemptKey,
-    RunMemory,
-    State,
-    electorate_after,
-    epoch_of,
-    is_void,
-    seats_after,
-)
+from atoll.coordinator.state.draft import KEPT_PLANS
+from atoll.coordinator.state.run_memory import AttemptKey, RunMemory, electorate_after, epoch_of, is_void, seats_after
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, Round, Run
 from atoll.core.errors import PeerMisbehaved, SignatureInvalid
 from atoll.core.fragments import fragment_count, fragment_of_round

@@ -19,9 +19,10 @@ from dataclasses import replace
 from statistics import fmean, median, median_high
 
 from atoll.coordinator.rounds.reports import reject
+from atoll.coordinator.state.draft import Draft
 from atoll.coordinator.state.known_nodes import is_on_probation
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE
-from atoll.coordinator.state.snapshot import Draft, TrainingComparison, TrainingScore
+from atoll.coordinator.state.run_memory import TrainingComparison, TrainingScore
 from atoll.coordinator.store.records import Node
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.training_audits import MAX_SAMPLES, MAX_SCORE, draw

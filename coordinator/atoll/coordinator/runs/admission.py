@@ -13,7 +13,8 @@ from atoll.coordinator.live import hand_over
 from atoll.coordinator.rounds import training_scores
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import Draft, LiveNode, State, Step, StepTime, charge_row
+from atoll.coordinator.state.draft import Draft, Step, charge_row
+from atoll.coordinator.state.snapshot import LiveNode, State, StepTime
 from atoll.coordinator.store.records import ForgottenNode, Node, Token
 from atoll.core.errors import (
     AlreadyExists,

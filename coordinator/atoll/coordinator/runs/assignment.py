@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from atoll.coordinator.runs import admission
 from atoll.coordinator.state import availability, lookup
+from atoll.coordinator.state.draft import Draft, Step
 from atoll.coordinator.state.run_states import TRANSITIONS
-from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime
+from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.coordinator.store.records import Node
 from atoll.core.errors import Banned, IdentityInUse, InvalidRequest, InvalidTransition, NotPermitted
 

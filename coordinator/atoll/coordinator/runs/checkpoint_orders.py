@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 from atoll.coordinator.rounds.round_checks import layer_count
 from atoll.coordinator.runs import checkpoints
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import CheckpointOrder, Draft, State, Step, StepTime
+from atoll.coordinator.state.draft import Draft, Step
+from atoll.coordinator.state.run_memory import CheckpointOrder
+from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.coordinator.store.records import SHA256_BYTES, Checkpoint, Node, Run
 from atoll.core.errors import InvalidTransition, NotFound, Unreachable
 from atoll.core.units import layers_text

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 from atoll.coordinator.rounds.round_checks import layer_count
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import Draft, State, electorate_after
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.run_memory import electorate_after
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, Checkpoint, Node
 from atoll.core.errors import AtollError, InvalidRequest, NotFound, PeerMisbehaved, Unreachable
 from atoll.core.manifest import parse_head, require_quorum, verify_votes

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from atoll.coordinator.runs import forgetting
 from atoll.coordinator.state import kept_rounds, lookup
-from atoll.coordinator.state.snapshot import Draft, Policy, State, Step, StepTime
+from atoll.coordinator.state.draft import Draft, Step
+from atoll.coordinator.state.snapshot import Policy, State, StepTime
 from atoll.coordinator.store.records import DeletedRun, Node, Run
 from atoll.core.errors import InvalidRequest, InvalidTransition
 

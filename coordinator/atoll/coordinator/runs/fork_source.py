@@ -17,7 +17,8 @@ from atoll.coordinator.rounds.round_checks import layer_count, layer_shape
 from atoll.coordinator.runs.checkpoints import MAX_CHECKPOINTS, checked_row
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.known_nodes import known_nodes
-from atoll.coordinator.state.snapshot import LiveNode, State, is_void
+from atoll.coordinator.state.run_memory import is_void
+from atoll.coordinator.state.snapshot import LiveNode, State
 from atoll.coordinator.store.records import Checkpoint, Node, Round, Run
 from atoll.core.errors import InvalidRequest, InvalidTransition, NotFound, RunSpecError
 from atoll.core.run_spec import ForkSection, RunSpec

@@ -24,8 +24,10 @@ from atoll.coordinator.rounds.reports import reject
 from atoll.coordinator.rounds.round_checks import check_size
 from atoll.coordinator.runs import admission, recovery
 from atoll.coordinator.state import lookup
+from atoll.coordinator.state.draft import Draft
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE
-from atoll.coordinator.state.snapshot import Draft, Fork, ForkInquiry, RunMemory, State, electorate_after, epoch_of
+from atoll.coordinator.state.run_memory import Fork, ForkInquiry, RunMemory, electorate_after, epoch_of
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, ProofRow
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.identity import peer_id_of

@@ -25,10 +25,12 @@ from atoll.coordinator.live.plan_upkeep import update_plan
 from atoll.coordinator.live.span_fit import span_memory_of
 from atoll.coordinator.runs import fork_source
 from atoll.coordinator.state import lookup
+from atoll.coordinator.state.draft import Draft, Step, charge_row
 from atoll.coordinator.state.kept_rounds import update_kept_rounds
 from atoll.coordinator.state.known_nodes import known_nodes
+from atoll.coordinator.state.run_memory import RunMemory
 from atoll.coordinator.state.run_states import transition_run
-from atoll.coordinator.state.snapshot import Draft, Policy, RunMemory, State, Step, StepTime, charge_row
+from atoll.coordinator.state.snapshot import Policy, State, StepTime
 from atoll.coordinator.store.records import Run
 from atoll.core.errors import AlreadyExists, InvalidTransition, RunSpecError
 from atoll.core.run_spec import parse_run_spec

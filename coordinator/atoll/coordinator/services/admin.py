@@ -33,7 +33,8 @@ from atoll.coordinator.services import plan_views, views
 from atoll.coordinator.services.authority_changes import AuthorityChanges
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import State, Step, StepTime
+from atoll.coordinator.state.draft import Step
+from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.coordinator.store.records import MAX_INTEGER, Checkpoint, Event, ForgottenNode, Node, Round, Run
 from atoll.coordinator.store.store import EventFilter, MetricsPage, Store
 from atoll.core.errors import InvalidRequest, NotFound

@@ -12,7 +12,8 @@ from typing import Any
 
 from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime
+from atoll.coordinator.state.draft import Draft, Step
+from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.coordinator.store.records import Node
 from atoll.core import log
 from atoll.core.certs import LEAF_LIFETIME, not_after

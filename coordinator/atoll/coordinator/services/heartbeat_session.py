@@ -18,7 +18,8 @@ from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.services.genesis_intake import GenesisIntake
 from atoll.coordinator.state import lookup, prefetch
-from atoll.coordinator.state.snapshot import ForkInquiry, Inquiry, LiveNode
+from atoll.coordinator.state.run_memory import ForkInquiry, Inquiry
+from atoll.coordinator.state.snapshot import LiveNode
 from atoll.coordinator.store.records import Node
 from atoll.v1 import manifest_pb2, plan_pb2
 from atoll.v1 import membership_pb2 as mb

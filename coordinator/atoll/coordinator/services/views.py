@@ -19,7 +19,8 @@ from atoll.coordinator.services.plan_views import plan_fields
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.availability import availability, failures_per_hour
 from atoll.coordinator.state.peer_paths import recent_paths
-from atoll.coordinator.state.snapshot import State, is_void
+from atoll.coordinator.state.run_memory import is_void
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import (
     Checkpoint,
     Evaluation,
