@@ -13,7 +13,7 @@ from unit.coordinator.test_forks import LIAR, LONG, ONE_SIDE, OTHER_SIDE, answer
 from unit.coordinator.world import PROMPT, RUN, World
 
 from atoll.coordinator.live import planner_answer
-from atoll.coordinator.runs import admission, assignment, forks, machine
+from atoll.coordinator.runs import admission, assignment, bans, forks, machine
 from atoll.coordinator.services.views import proof_view
 from atoll.coordinator.state import known_nodes
 from atoll.coordinator.state.draft import Draft
@@ -44,7 +44,7 @@ def test_after_a_restart_nobody_waits_for_a_node_that_cannot_be_there(how: str) 
         world.connect("cid")
         leave(world, "cid")
     elif how == "banned":
-        world.take(admission.ban(world.state, world.now, "cid", ""))
+        world.take(bans.ban(world.state, world.now, "cid", ""))
     else:
         world.enrol("dan")
     world.restart()
@@ -144,18 +144,18 @@ def test_a_forgotten_node_can_be_banned_and_unbanned() -> None:
     cid = world.identities["cid"].peer_id
     forget(world, "cid")
     for _ in range(2):
-        known: Any = world.take(admission.ban(world.state, world.now, cid, "lies"))
+        known: Any = world.take(bans.ban(world.state, world.now, cid, "lies"))
         assert (known.peer_id, known.name) == (cid, "cid")
     assert deny(world).peer_ids == {cid}
     assert events(world, "node.banned") == ["cid was banned: lies"]
     for refused in (lambda: machine.connect(world.state, world.now, cid), lambda: world.enrol("cid")):
         with pytest.raises(Banned):
             refused()
-    world.take(admission.unban(world.state, world.now, cid))
+    world.take(bans.unban(world.state, world.now, cid))
     assert not deny(world).peer_ids
     world.enrol("cid")
     with pytest.raises(NotFound):
-        admission.ban(world.state, world.now, "nobody", "")
+        bans.ban(world.state, world.now, "nobody", "")
 
 
 def test_a_ban_of_a_node_of_a_deleted_run_leaves_no_row_of_that_run() -> None:
@@ -163,7 +163,7 @@ def test_a_ban_of_a_node_of_a_deleted_run_leaves_no_row_of_that_run() -> None:
     world.create_run(start=False)
     world.enrol("ann")
     delete(world)
-    world.take(admission.ban(world.state, world.now, world.identities["ann"].peer_id, ""))
+    world.take(bans.ban(world.state, world.now, world.identities["ann"].peer_id, ""))
     assert [row.run_id for row in world.records if isinstance(row, Event) and row.kind == "node.banned"] == [""]
 
 
@@ -182,11 +182,11 @@ def test_an_earlier_identity_of_a_forgotten_node_stays_refused(how: str) -> None
     world.restart()
     world.state = replace(world.state, deny=denied)
     with pytest.raises(InvalidTransition, match="an identity that cid had earlier") as refused:
-        admission.unban(world.state, world.now, old)
+        bans.unban(world.state, world.now, old)
     assert new in refused.value.remedy
-    world.take(admission.ban(world.state, world.now, old, ""))  # a new identity does not escape it
+    world.take(bans.ban(world.state, world.now, old, ""))  # a new identity does not escape it
     assert deny(world).peer_ids == {old, new}
-    world.take(admission.unban(world.state, world.now, new))
+    world.take(bans.unban(world.state, world.now, new))
     assert deny(world).peer_ids == {old}
 
 

@@ -22,7 +22,7 @@ from unit.coordinator.world import (
 from atoll.coordinator.call_rates import CallRates
 from atoll.coordinator.live import attendance
 from atoll.coordinator.rounds import coordinator_seat
-from atoll.coordinator.runs import admission, checkpoints
+from atoll.coordinator.runs import admission, checkpoints, departure
 from atoll.coordinator.state import draft, run_memory
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE, STORED_ROWS_RATE, Allowance, Rate
 from atoll.coordinator.store.records import Event, PlanRow, Round
@@ -226,7 +226,7 @@ def test_reconnecting_repeatedly_stops_filling_the_event_log(world: World) -> No
 def test_leaving_repeatedly_stops_filling_the_event_log(world: World) -> None:
     peer = world.identities["eve"].peer_id
     for _ in range(2 * int(STORED_ROWS_RATE.burst)):
-        world.take(admission.leave(world.state, world.now, peer, "bye"))
+        world.take(departure.leave(world.state, world.now, peer, "bye"))
         assert world.state.nodes[peer].left
         world.connect("eve")
     assert world.kinds().count("node.left") + world.kinds().count("node.connected") < STORED_ROWS_RATE.burst + 2 * len(

@@ -92,7 +92,7 @@ def issue_route_plan(
     False: it could not decide the next round, so there is no plan (`quorum_guard.py`).
     """
     run = draft.state.runs[run_id]
-    spans = {part.peer_id: range(part.first, part.last + 1) for route in routes for part in route}
+    spans = {part.peer_id: part.span for route in routes for part in route}
     voters = keep_voters(draft, run_id, {**spans, **standbys}, base)
     if voters is None:
         return False

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from atoll.coordinator.live import backup_spans, planner_question
+from atoll.coordinator.live import planner_question, standbys
 from atoll.coordinator.live.attendance import Attendance, attendance_of, live_of, membership_change
 from atoll.coordinator.live.pinning import pinned_span
 from atoll.coordinator.live.plan_issue import PlanNotes, issue_route_plan
@@ -185,7 +185,7 @@ def _issue(draft: Draft, run_id: str, question: Question, answer: Answer) -> boo
     routes: list[Route] = [
         tuple(RoutePart(peers[name], first, last) for name, first, last in route) for route in answer.routes
     ]
-    standing = backup_spans.remaining_standbys(state, run_id, routes, attendance.plannable)
+    standing = standbys.remaining_standbys(state, run_id, routes, attendance.plannable)
     members = sorted([*standing, *(part.peer_id for route in routes for part in route)])
     changed = membership_change(state, plan.members, members) if plan else ""
     notes = PlanNotes(answer.tokens_per_second, math.fsum(answer.fetched_bytes.values()), left_out)

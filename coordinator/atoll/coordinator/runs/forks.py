@@ -22,7 +22,7 @@ from dataclasses import replace
 from atoll.coordinator.live.attendance import eligible_nodes
 from atoll.coordinator.rounds.reports import reject
 from atoll.coordinator.rounds.round_checks import check_size
-from atoll.coordinator.runs import admission, recovery
+from atoll.coordinator.runs import bans, recovery
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.draft import Draft
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE
@@ -194,7 +194,7 @@ def _convict(draft: Draft, run_id: str, proof: bytes) -> str:
     draft.event(
         "trust.proved", run_id, breach.culprit, f"{known.name} broke the rules: {breach.sentence}; proof {name}"
     )
-    admission.ban_known(draft, known, f"proof {name}: {breach.kind}")
+    bans.ban_known(draft, known, f"proof {name}: {breach.kind}")
     return known.name
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from atoll.coordinator.runs import machine
-from atoll.coordinator.runs.admission import is_of_another_process
+from atoll.coordinator.runs.departure import is_of_another_process
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.draft import Draft, Step, charge_row
 from atoll.coordinator.state.snapshot import State, StepTime

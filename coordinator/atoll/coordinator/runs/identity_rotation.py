@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atoll.coordinator.rounds import training_scores
-from atoll.coordinator.runs.admission import change_deny_list
+from atoll.coordinator.runs.bans import change_deny_list
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.draft import Draft, Step
 from atoll.coordinator.state.snapshot import State, StepTime

@@ -18,8 +18,8 @@ from atoll.coordinator.rounds import genesis, learner, node_metrics, reports, tr
 from atoll.coordinator.rounds.round_checks import check_layer_table, layer_count
 from atoll.coordinator.rounds.zero_digests import ZeroDigests
 from atoll.coordinator.runs import (
-    admission,
     assignment,
+    bans,
     checkpoint_orders,
     checkpoints,
     forgetting,
@@ -103,7 +103,7 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
     status = sanitized_message(request.status, MAX_SENTENCE_CHARACTERS)
     status.data_stall_share = min(1.0, status.data_stall_share)
     if request.HasField("deny_list"):
-        admission.merge_deny_list(draft, request.deny_list)
+        bans.merge_deny_list(draft, request.deny_list)
     _take_addresses(draft, node, request)
     live = replace(
         live,

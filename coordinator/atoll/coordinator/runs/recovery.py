@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 from atoll.coordinator.live import replan_trigger
 from atoll.coordinator.live.attendance import attendance_of, eligible_nodes
-from atoll.coordinator.live.backup_spans import remaining_standbys
 from atoll.coordinator.live.plan_issue import PlanNotes, first_seats, issue_replica_plan, issue_route_plan, next_version
+from atoll.coordinator.live.standbys import remaining_standbys
 from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.state import deciding, lookup
 from atoll.coordinator.state.draft import Draft, Step

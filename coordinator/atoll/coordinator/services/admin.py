@@ -21,9 +21,11 @@ from atoll.coordinator.live import pinning, plan_apply
 from atoll.coordinator.runs import (
     admission,
     assignment,
+    bans,
     checkpoint_orders,
     checkpoints,
     deletion,
+    departure,
     forgetting,
     fork_source,
     lifecycle,
@@ -130,7 +132,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def DrainNode(self, request: wire.DrainNodeRequest, context: Context) -> wire.NodeView:
         """Ask a node to finish its round and leave."""
-        return self._node(await self._controller.do(lambda state, now: admission.drain(state, now, request.node)))
+        return self._node(await self._controller.do(lambda state, now: departure.drain(state, now, request.node)))
 
     async def AssignNode(self, request: wire.AssignNodeRequest, context: Context) -> wire.NodeView:
         """Order a node to move to another run."""
@@ -148,12 +150,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def BanNode(self, request: wire.BanNodeRequest, context: Context) -> wire.NodeView:
         """Put a node's peer id on the deny-list, for good."""
-        banned = await self._controller.do(lambda state, now: admission.ban(state, now, request.node, request.reason))
+        banned = await self._controller.do(lambda state, now: bans.ban(state, now, request.node, request.reason))
         return self._known(banned)
 
     async def UnbanNode(self, request: wire.UnbanNodeRequest, context: Context) -> wire.NodeView:
         """Take a node's peer id off the deny-list."""
-        node = await self._controller.do(lambda state, now: admission.unban(state, now, request.node))
+        node = await self._controller.do(lambda state, now: bans.unban(state, now, request.node))
         return self._node(node) if node is not None else wire.NodeView(peer_id=request.node)
 
     async def ListProofs(self, request: wire.ListProofsRequest, context: Context) -> wire.ListProofsResponse:
