@@ -61,8 +61,8 @@ def _least_period(tables: CostTables, order: Sequence[int]) -> float:
     reached[0] = 0.0
     before = None
     for machine in order:
-        if before is not None and tables.hop_limits_rate[before, machine]:
-            reached = np.maximum(reached, tables.hop(before, machine)[1])
+        if before is not None and tables.hops.limits_rate[before, machine]:
+            reached = np.maximum(reached, tables.hops.costs(before, machine)[1])
         start, _, period = tables.stage(machine).by_length
         reached = np.maximum(reached[start], period).min(axis=0)
         before = machine
@@ -77,9 +77,9 @@ def _sums(tables: CostTables, order: Sequence[int], limits: FloatArray) -> list[
     before = None
     for machine in order:
         if before is not None:
-            total, period = tables.hop(before, machine)
+            total, period = tables.hops.costs(before, machine)
             reached = reached + total
-            if tables.hop_limits_rate[before, machine]:
+            if tables.hops.limits_rate[before, machine]:
                 reached[period > limits[:, None]] = np.inf
         start, total, period = tables.stage(machine).by_length
         sums = reached[:, start] + total
