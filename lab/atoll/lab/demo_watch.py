@@ -41,11 +41,7 @@ def fraction_done(view: DemoView) -> float:
 
 
 async def start(
-    swarm: LocalSwarm,
-    spec: str,
-    flags: Mapping[str, Sequence[str]],
-    view: DemoView,
-    show: Callable[[DemoView], None],
+    swarm: LocalSwarm, spec: str, flags: Mapping[str, Sequence[str]], view: DemoView, show: Callable[[DemoView], None]
 ) -> dict[str, Any]:
     """Start coordinator, run, seed, and a node per entry of `flags`. Return the coordinator's endpoints."""
     endpoints = await swarm.start_coordinator()

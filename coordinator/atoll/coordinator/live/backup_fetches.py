@@ -26,21 +26,20 @@ def pending_fetches(
         peer: known if (known := before.get(peer)) and known.span == span else PendingFetch(span, now)
         for peer, span in spans.items()
     }
-    late = {
+    failed = {
         peer
         for peer, it in pending.items()
-        if now - it.since >= _fetch_deadline_seconds(state, run_id, it.span, policy)
-        and not prefetch.has_prefetched(state, peer, it.span)
+        if _is_late(state, run_id, policy, peer, it, now) or prefetch.reports_no_room(state, peer, it.span)
     }
-    failed = late | {peer for peer, it in pending.items() if prefetch.reports_no_room(state, peer, it.span)}
     if failed:
         draft.remember(run_id, fetch_timeouts={**memory.fetch_timeouts, **dict.fromkeys(failed, now)})
     return {peer: it for peer, it in pending.items() if peer not in failed}
 
 
-def _fetch_deadline_seconds(state: State, run_id: str, span: range, policy: Policy) -> float:
-    fetched_bytes = STATE_BYTES_PER_PARAMETER * parameters_of(state, run_id, span)
-    return policy.prepare_seconds + fetched_bytes / prefetch.ASSUMED_MIN_BYTES_PER_SECOND
+def _is_late(state: State, run_id: str, policy: Policy, peer: str, fetch: PendingFetch, now: float) -> bool:
+    fetched_bytes = STATE_BYTES_PER_PARAMETER * parameters_of(state, run_id, fetch.span)
+    deadline_seconds = policy.prepare_seconds + fetched_bytes / prefetch.ASSUMED_MIN_BYTES_PER_SECOND
+    return now - fetch.since >= deadline_seconds and not prefetch.has_prefetched(state, peer, fetch.span)
 
 
 def may_hold(state: State, run_id: str, peer: str, span: range) -> bool:

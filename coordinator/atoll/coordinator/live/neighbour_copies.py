@@ -102,10 +102,14 @@ def update_copies(draft: Draft, run_id: str, policy: Policy, attendance: Attenda
     if copies == memory.copy_fetches:
         return
     for peer in sorted(copies.keys() - memory.copy_fetches.keys()):
-        pair = wanted[peer]
-        layers = f"layers {pair.stage_span.start}–{pair.stage_span.stop - 1} of {state.nodes[pair.stage].name}"
-        draft.event("copy.wanted", run_id, peer, f"{state.nodes[peer].name} fetches a second copy of {layers}")
+        _log_wanted(draft, run_id, wanted[peer])
     draft.remember(run_id, copy_fetches=copies)
+
+
+def _log_wanted(draft: Draft, run_id: str, pair: NeighbourPair) -> None:
+    nodes, span = draft.state.nodes, pair.stage_span
+    layers = f"layers {span.start}–{span.stop - 1} of {nodes[pair.stage].name}"
+    draft.event("copy.wanted", run_id, pair.holder, f"{nodes[pair.holder].name} fetches a second copy of {layers}")
 
 
 def drop_unusable_copies(draft: Draft, run_id: str) -> None:

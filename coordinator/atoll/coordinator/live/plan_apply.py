@@ -46,6 +46,10 @@ def apply(state: State, now: StepTime, run_id: str, question: Question, answer: 
         if step.result is None:
             _require_decidable(step.state, run_id)
         return step
+    return _apply_replicas(state, now, run_id)
+
+
+def _apply_replicas(state: State, now: StepTime, run_id: str) -> Step[Plan | None]:
     draft = Draft(state, now)
     plan = state.memory[run_id].plan
     attendance = attendance_of(state, run_id, now.monotonic)

@@ -91,12 +91,19 @@ def _wanted_standbys(state: State, run_id: str, plan: Plan, attendance: Attendan
     if open_spans:
         taken = {*found.values(), *plan.stages}
         free = [peer for peer in attendance.eligible if peer not in taken and may_fetch(state, run_id, peer, now)]
-        for span in sorted(open_spans, key=lambda it: (len(plan.holders(it)), -len(it), it.start)):
-            able = [peer for peer in free if _can_stand_by(state, run_id, peer, span)]
-            if able:
-                found[span] = min(able, key=lambda peer: _preference(state, peer, span))
-                free.remove(found[span])
+        found |= _new_standbys(state, plan, open_spans, free)
     return {peer: span for span, peer in found.items()}
+
+
+def _new_standbys(state: State, plan: Plan, open_spans: Sequence[range], free: list[str]) -> dict[range, str]:
+    """Choose from `free` for each span, those with the fewest holders first."""
+    found: dict[range, str] = {}
+    for span in sorted(open_spans, key=lambda it: (len(plan.holders(it)), -len(it), it.start)):
+        able = [peer for peer in free if _can_stand_by(state, plan.run_id, peer, span)]
+        if able:
+            found[span] = min(able, key=lambda peer: _preference(state, peer, span))
+            free.remove(found[span])
+    return found
 
 
 def _possible_standbys(

@@ -46,13 +46,19 @@ def best_split(tables: CostTables, order: Sequence[int], bounds: Sequence[float]
         for it, limit in zip(through, limits.tolist(), strict=True)
     ]
     best = min(range(len(flush)), key=lambda place: flush[place])
-    route, end = [], tables.layers
+    route = _route_of(order, [table[best] for table in sums], tables.layers)
+    cost = route_cost(tables, route)
+    return Split(cost.score_rate, route, cost.price_per_second)
+
+
+def _route_of(order: Sequence[int], sums: Sequence[FloatArray], layers: int) -> Route:
+    """The stages of the least sum of all layers, by stage: of its length and end, [K, L + 1]."""
+    route, end = [], layers
     for machine, table in zip(reversed(order), reversed(sums), strict=True):
-        start = end - 1 - int(table[best, :, end].argmin())
+        start = end - 1 - int(table[:, end].argmin())
         route.append(Stage(machine, start, end - 1))
         end = start
-    cost = route_cost(tables, tuple(reversed(route)))
-    return Split(cost.score_rate, tuple(reversed(route)), cost.price_per_second)
+    return tuple(reversed(route))
 
 
 def _least_period(tables: CostTables, order: Sequence[int]) -> float:

@@ -241,10 +241,14 @@ def _skip_to(
         reject(draft, run_id, sender, "round", error)
         return False
     if number > newest + 1:
-        run = draft.state.runs[run_id]
-        draft.put(replace(run, rounds_opened=run.rounds_opened + number - newest - 1))
-        lost = f"round {newest + 1:,} was" if number == newest + 2 else f"rounds {newest + 1:,} to {number - 1:,} were"
-        message = f"{lost} not reported by anybody; went on from round {number:,}, which {held} hold"
-        draft.event("run.gap", run_id, str(number), message)
+        _note_gap(draft, run_id, newest, number, held)
     draft.remember(run_id, inquiry=None)
     return True
+
+
+def _note_gap(draft: Draft, run_id: str, newest: int, number: int, held: str) -> None:
+    run = draft.state.runs[run_id]
+    draft.put(replace(run, rounds_opened=run.rounds_opened + number - newest - 1))
+    lost = f"round {newest + 1:,} was" if number == newest + 2 else f"rounds {newest + 1:,} to {number - 1:,} were"
+    message = f"{lost} not reported by anybody; went on from round {number:,}, which {held} hold"
+    draft.event("run.gap", run_id, str(number), message)

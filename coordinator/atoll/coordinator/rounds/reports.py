@@ -16,7 +16,7 @@ from atoll.coordinator.rounds.round_checks import check_reported_head, check_vot
 from atoll.coordinator.rounds.source_losses import KEPT_EVALUATIONS, MAX_LOSS, by_names, check_sources, fold, to_text
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import run_states
-from atoll.coordinator.state.draft import Draft, charge_row
+from atoll.coordinator.state.draft import Draft, charge_refusal, charge_row
 from atoll.coordinator.state.kept_rounds import rounds_held_elsewhere, update_kept_rounds
 from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.rate_limits import METRICS_RATE, REFUSED_REPORTS_RATE, STORED_ROWS_RATE
@@ -222,12 +222,9 @@ def _charge_row(draft: Draft, peer_id: str) -> bool:
 
 def reject(draft: Draft, run_id: str, peer_id: str, kind: str, error: AtollError) -> None:
     """Log an event that a report of this node was rejected, within the node's allowance for such events."""
-    live = draft.state.live.get(peer_id)
-    remaining = live.refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) if live else None
-    if live is None or remaining is None:
+    if not charge_refusal(draft, peer_id):
         drop(draft, peer_id)
         return
-    draft.set_live(peer_id, replace(live, refusal_allowance=remaining))
     name = draft.state.nodes[peer_id].name
     draft.event(f"{kind}.rejected", run_id, peer_id, f"{kind} report of {name} was rejected: {clean(str(error), 300)}")
 

@@ -224,16 +224,15 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
         raise InvalidRequest(f"a heartbeat may report at most {checkpoints.MAX_REPORTED_CHECKPOINTS} checkpoints")
     if len(request.instance) > MAX_INSTANCE_BYTES or len(request.challenge_answer) > MAX_INSTANCE_BYTES:
         raise InvalidRequest(f"instance and challenge_answer may have at most {MAX_INSTANCE_BYTES} bytes")
-    for address in request.multiaddrs[:MAX_MULTIADDRS]:
-        if (
-            not 0 < len(address) <= MAX_MULTIADDR_CHARACTERS
-            or not address.startswith("/")
-            or address.split() != [address]
-            or clean(address) != address
-        ):
-            raise InvalidRequest(
-                f"a multiaddr must start with /, without spaces, with at most {MAX_MULTIADDR_CHARACTERS} characters"
-            )
+    if not all(map(_is_multiaddr, request.multiaddrs[:MAX_MULTIADDRS])):
+        raise InvalidRequest(
+            f"a multiaddr must start with /, without spaces, with at most {MAX_MULTIADDR_CHARACTERS} characters"
+        )
+
+
+def _is_multiaddr(text: str) -> bool:
+    printable = text.split() == [text] and clean(text) == text
+    return 0 < len(text) <= MAX_MULTIADDR_CHARACTERS and text.startswith("/") and printable
 
 
 def _unfit_since(live: LiveNode, state: mb.NodeState, now: float) -> float | None:

@@ -45,11 +45,6 @@ class NodeUpdates:
 
     def add(self, response: mb.HeartbeatResponse, node: Node, live: LiveNode) -> bool:
         """Add all updates. False: there is no news, so that the response may be left out."""
-        if not self._responded:
-            response.run_created_unix_ms = self._controller.state.runs[node.run_id].created_ms
-            if live.promised_before:
-                response.promised.ParseFromString(live.promised_before)
-            self._responded = True
         news = (
             self._add_orders(response, node),
             self._add_plan(response, node),
@@ -61,7 +56,15 @@ class NodeUpdates:
             self._add_challenge(response, live),
         )
         self._add_progress(response, node)
+        if not self._responded:
+            self._add_facts_for_start(response, node, live)
+            self._responded = True
         return any(news)
+
+    def _add_facts_for_start(self, response: mb.HeartbeatResponse, node: Node, live: LiveNode) -> None:
+        response.run_created_unix_ms = self._controller.state.runs[node.run_id].created_ms
+        if live.promised_before:
+            response.promised.ParseFromString(live.promised_before)
 
     def _add_orders(self, response: mb.HeartbeatResponse, node: Node) -> bool:
         """These are in every response; each of them that changes is news."""
@@ -75,16 +78,9 @@ class NodeUpdates:
             response.prepare.first, response.prepare.last = layers.start, layers.stop - 1
         kept = state.memory[node.run_id].kept_rounds
         response.kept_rounds.extend(kept)
-        before = self._sent_orders
-        self._sent_orders = (
-            response.run_state,
-            response.order,
-            layers,
-            response.notice,
-            response.checkpoint_round,
-            kept,
-        )
-        return self._sent_orders != before
+        orders = (response.run_state, response.order, layers, response.notice, response.checkpoint_round, kept)
+        changed, self._sent_orders = orders != self._sent_orders, orders
+        return changed
 
     def _add_progress(self, response: mb.HeartbeatResponse, node: Node) -> None:
         """These are in every response, and no news alone."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from atoll.coordinator.state.rate_limits import STORED_ROWS_RATE
+from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE, STORED_ROWS_RATE
 from atoll.coordinator.state.run_memory import AttemptKey, RunMemory, add_base, token_caps_of
 from atoll.coordinator.state.snapshot import LiveNode, State, StepTime
 from atoll.coordinator.store.records import (
@@ -233,6 +233,16 @@ class Draft:
     def _set(self, table: str, key: str, value: object) -> None:
         changes: dict[str, Any] = {table: {**getattr(self.state, table), key: value}}
         self.state = replace(self.state, **changes)
+
+
+def charge_refusal(draft: Draft, peer_id: str) -> bool:
+    """Charge a message that may be refused to this peer's allowance; False if that is used up, or the peer not live."""
+    live = draft.state.live.get(peer_id)
+    remaining = live.refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) if live is not None else None
+    if live is None or remaining is None:
+        return False
+    draft.set_live(peer_id, replace(live, refusal_allowance=remaining))
+    return True
 
 
 def charge_row(draft: Draft, peer_id: str) -> bool:

@@ -17,6 +17,7 @@ from atoll.lab.cli.work_directory import KeepOption, MinutesOption, make_work_di
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from atoll.lab.wan.check import CheckResult, Measurement
     from atoll.lab.wan.run import LabRunResult
@@ -162,8 +163,7 @@ def _warn(console: Console, late: int) -> None:
         console.print(f"This machine was too busy {times} to carry packets in time.", soft_wrap=True)
 
 
-def _print_check(result: CheckResult) -> None:
-    from rich.console import Console
+def _check_table(result: CheckResult) -> Table:
     from rich.table import Table
 
     table = Table("what", "host", "peer", box=None, pad_edge=False, header_style="bold")
@@ -174,8 +174,14 @@ def _print_check(result: CheckResult) -> None:
         low, measured, high = (_value(row, value) for value in (row.low, row.measured, row.high))
         mark = "[green]✓[/]" if row.ok else "[red]✗[/]"
         table.add_row(row.quantity, row.host, row.peer, _value(row, row.set), measured, f"{low} – {high}", mark)
+    return table
+
+
+def _print_check(result: CheckResult) -> None:
+    from rich.console import Console
+
     console = Console(highlight=False)
-    console.print(table)
+    console.print(_check_table(result))
     wrong = sum(not row.ok for row in result.measurements)
     console.print(
         f"\n{result.topology}: {len(result.measurements) - wrong} of {len(result.measurements)} within tolerance; "
