@@ -31,7 +31,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from atoll.lab import demo
+from atoll.lab import demo, demo_watch
 from atoll.lab.corpus import write_python_corpus
 from atoll.lab.demo import RUN
 from atoll.lab.demo_pipeline import SEQUENCE_LENGTH, counted_twice
@@ -174,7 +174,7 @@ async def measure(count: int, standbys: int, peace_seconds: float, seconds: floa
     corpus = root / "corpus.txt"
     write_python_corpus(corpus, 1 << 20)
     swarm = LocalSwarm(root)
-    view = demo.DemoView(title="pipeline_faults", started=time.monotonic(), stop_tokens=10**9)
+    view = demo_watch.DemoView(title="pipeline_faults", started=time.monotonic(), stop_tokens=10**9)
     text = SPEC.format(
         name=RUN,
         corpus=json.dumps(str(corpus)),
@@ -184,7 +184,7 @@ async def measure(count: int, standbys: int, peace_seconds: float, seconds: floa
     )
     try:
         flags = dict.fromkeys(spans, ("--minimum-step-seconds", str(PACE_SECONDS)))
-        await demo.start(swarm, text, flags, view, lambda _: None)
+        await demo_watch.start(swarm, text, flags, view, lambda _: None)
         for name, (first, last) in spans.items():
             async with asyncio.timeout(_READY.total_seconds()):
                 while name not in await swarm.ctl("node", "list"):  # noqa: ASYNC110 - another process decides it

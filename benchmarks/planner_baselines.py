@@ -45,7 +45,7 @@ def greedy(tables: CostTables, rng: random.Random) -> Layout:
         ways = [_lengthened(tables, route, machine) for route in begun]
         best = max(
             (way for way in zip(begun, ways, strict=True) if way[1] is not None),
-            key=lambda way: (tables.layers - _covered(way[0]), -tables.hop_latency[way[0][-1].machine, machine]),
+            key=lambda way: (tables.layers - _covered(way[0]), -tables.hops.latency[way[0][-1].machine, machine]),
             default=None,
         )
         route = best[1] if best else _lengthened(tables, (), machine)
@@ -177,7 +177,7 @@ def _random_of(tables: CostTables, rng: random.Random) -> Layout:
 def _lengthened(tables: CostTables, route: Route, machine: int) -> Route | None:
     """The route with as many further layers as the machine can hold; None where it can hold none there."""
     start = _covered(route)
-    if route and not tables.usable[route[-1].machine, machine]:
+    if route and not tables.hops.usable[route[-1].machine, machine]:
         return None
     period = tables.stage(machine).period[start]
     ends = [end for end in range(start + 1, tables.layers + 1) if period[end] < float("inf")]

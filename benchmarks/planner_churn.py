@@ -4,7 +4,7 @@ Machines are there for a share of the time (`availability`); absences are expone
 silent is missed after 20 s; changes of 1 s make one question; an answer takes 2 s; a plan that gives layers to machines
 is issued when these were fetched, while the old one is followed, and at once when a member of the old one is gone;
 whoever gets other layers loads them for 15 s; who comes back fetches its span. Who has no place stands by with the
-layers of a stage, as `live/backup_spans.py` has it, and takes its place 3 s after it is gone. *Oracle*: the same solver
+layers of a stage, as `live/standbys.py` has it, and takes its place 3 s after it is gone. *Oracle*: the same solver
 at every change, with full knowledge, moves for nothing. *Fixed*: the first plan for ever, whose members fetch what they
 missed, too. All three are worth what `cost.evaluate` says that their whole routes train, in tokens. Time is simulated;
 searches are counted in steps, so that results repeat.

@@ -28,8 +28,9 @@ from pathlib import Path
 from unit.coordinator.world import RUN, World
 
 from atoll.coordinator.rounds import reports
-from atoll.coordinator.runs import machine
-from atoll.coordinator.state.snapshot import Draft, StepTime
+from atoll.coordinator.runs import restart
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.snapshot import StepTime
 from atoll.coordinator.store.records import Change, Evaluation, Round
 from atoll.coordinator.store.sql import SqlStore
 from atoll.core import protocol
@@ -144,7 +145,7 @@ def write_coordinator(rounds: int, members: int, folder: str) -> Measured:
         early = _resident_mb() if number == int(_EARLY * rounds) else early
     peak, seconds = _peak_mb(), time.perf_counter() - start
     start = time.perf_counter()
-    machine.restore(store.load(), tuple(world.plans), None, world.now, world.operator.public_key)
+    restart.restore(store.load(), tuple(world.plans), None, world.now, world.operator.public_key)
     restart_seconds = time.perf_counter() - start
     kept = len(store.rounds(RUN, 0, rounds))
     store.close()

@@ -28,7 +28,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from atoll.lab import demo
+from atoll.lab import demo, demo_watch
 from atoll.lab.corpus import write_python_corpus
 from atoll.lab.demo import RUN
 from atoll.lab.demo_pipeline import SEQUENCE_LENGTH, counted_twice
@@ -90,7 +90,7 @@ async def begin(swarm: LocalSwarm, root: Path, *, copies: bool) -> None:
     """The route, pinned until it trains. Raises what the launcher raises."""
     corpus = root / "corpus.txt"
     write_python_corpus(corpus, 1 << 20)
-    view = demo.DemoView(title="second_copies", started=time.monotonic(), stop_tokens=10**9)
+    view = demo_watch.DemoView(title="second_copies", started=time.monotonic(), stop_tokens=10**9)
     text = SPEC.format(
         name=RUN,
         corpus=json.dumps(str(corpus)),
@@ -100,7 +100,7 @@ async def begin(swarm: LocalSwarm, root: Path, *, copies: bool) -> None:
         round_tokens=8 * MICRO_BATCHES * SEQUENCE_LENGTH,
     )
     flags = ("--minimum-step-seconds", str(PACE_SECONDS), "--memory-megabytes", MEGABYTES)
-    await demo.start(swarm, text, dict.fromkeys(SPANS, flags), view, lambda _: None)
+    await demo_watch.start(swarm, text, dict.fromkeys(SPANS, flags), view, lambda _: None)
     for name, span in SPANS.items():
         async with asyncio.timeout(_READY.total_seconds()):
             while name not in await swarm.ctl("node", "list"):  # noqa: ASYNC110 - another process decides it

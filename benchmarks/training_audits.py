@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from atoll.coordinator.rounds.training_scores import compare
-from atoll.coordinator.state.snapshot import TrainingScore
+from atoll.coordinator.state.run_memory import TrainingScore
 from atoll.core.data_position import DataPosition
 from atoll.core.training_audits import draw_samples
 from atoll.lab.corpus import write_python_corpus

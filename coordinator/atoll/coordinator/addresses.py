@@ -48,18 +48,16 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
         listener.listen(128)
     except OSError as error:
         listener.close()
-        if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            taken = (
-                "is in use" if error.errno == errno.EADDRINUSE else "needs privileges that this process does not have"
-            )
-            raise PortInUse(
-                f"port {port} on {host} {taken}",
-                f"stop the program that listens there, or choose another port with {flag}",
-            ) from error
-        raise ConfigError(
-            f"cannot listen on {host}: {error.strerror or error}", "see --listen and --http-host"
-        ) from error
+        raise _cannot_listen(error, host, port, flag) from error
     return listener
+
+
+def _cannot_listen(error: OSError, host: str, port: int, flag: str) -> PortInUse | ConfigError:
+    if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+        return ConfigError(f"cannot listen on {host}: {error.strerror or error}", "see --listen and --http-host")
+    taken = "is in use" if error.errno == errno.EADDRINUSE else "needs privileges that this process does not have"
+    remedy = f"stop the program that listens there, or choose another port with {flag}"
+    return PortInUse(f"port {port} on {host} {taken}", remedy)
 
 
 def check_free(host: str, port: int, flag: str) -> None:

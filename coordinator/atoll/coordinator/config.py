@@ -126,9 +126,12 @@ def load(
     try:
         return Loaded(CoordinatorConfig.model_validate(values), origin)
     except ValidationError as error:
-        problems = [(str(item["loc"][0]), item["msg"].removeprefix("Value error, ")) for item in error.errors()]
-        message = "; ".join(f"{key} ({origin[key]}): {problem}" for key, problem in problems)
-        raise ConfigError(message, "`atoll-coordinator config` lists every key") from error
+        raise ConfigError(_problems(error, origin), "`atoll-coordinator config` lists every key") from error
+
+
+def _problems(error: ValidationError, origin: Mapping[str, str]) -> str:
+    problems = [(str(item["loc"][0]), item["msg"].removeprefix("Value error, ")) for item in error.errors()]
+    return "; ".join(f"{key} ({origin[key]}): {problem}" for key, problem in problems)
 
 
 def _sources(

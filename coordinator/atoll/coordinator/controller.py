@@ -18,9 +18,10 @@ import structlog
 
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.rounds import node_metrics
-from atoll.coordinator.runs import machine
+from atoll.coordinator.runs import machine, restart
 from atoll.coordinator.signed_documents import SignedDocuments
-from atoll.coordinator.state.snapshot import Policy, State, Step, StepTime
+from atoll.coordinator.state.draft import Step
+from atoll.coordinator.state.snapshot import Policy, State, StepTime
 from atoll.coordinator.store.records import Change, DenyRow, DropRun, Event, PlanRow
 from atoll.coordinator.store.store import Store
 from atoll.core import log
@@ -50,7 +51,7 @@ class Controller:
         self.signed = SignedDocuments(operator, clock)
         contents = store.load()
         plans, deny = self.signed.load(contents)
-        self.state = machine.restore(contents, plans, deny, self.moment(), operator.public_key)
+        self.state = restart.restore(contents, plans, deny, self.moment(), operator.public_key)
 
     async def do(self, operation: Operation[T]) -> T:
         """Run one step and return its result once it is durable. Raises what the step or the store raises."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 MAX_NAME_CHARACTERS = 256
+MAX_REASON_CHARACTERS = 200
 _SIGNED = ("clock_offset_seconds",)  # figures that may be negative
 MAX_SENTENCE_CHARACTERS = 500
 _M = TypeVar("_M", bound=Message)

@@ -132,38 +132,13 @@ async def running_servers(
     config: CoordinatorConfig, controller: Controller, keys: CoordinatorKeys, stopping: asyncio.Event
 ) -> AsyncIterator[addresses.Endpoints]:
     """Run all servers inside the context; drain them at its end. Set `stopping` first: it ends open streams."""
-    descriptors = raise_descriptor_limit(MAX_FILES)  # shared out, so that no port can take all of them
     registry = CollectorRegistry()
     guard = AuthInterceptor(rpc_errors(registry), CallRates(controller.clock), keys.authorities)
     registry.register(StateCollector(controller))
-    enrol = GrpcServer(
-        config.listen,
-        config.enrol_port,
-        "--enrol-port",
-        ServerCertificate(keys.authorities, controller.clock).credentials(mutual=False),
-        guard,
-        max_message_bytes=MAX_ENROLMENT_BYTES,
-        max_connections=min(MAX_ENROLMENT_CONNECTIONS, descriptors // 8),
-        max_calls=MAX_ENROLMENT_CALLS,
-    )
-    member = GrpcServer(
-        config.listen,
-        config.member_port,
-        "--member-port",
-        ServerCertificate(keys.authorities, controller.clock).credentials(mutual=True),
-        guard,
-        max_message_bytes=MAX_MEMBER_BYTES,
-        max_connections=min(MAX_MEMBER_CONNECTIONS, descriptors // 2),
-    )
+    enrol = _enrol_server(config, keys, controller.clock, guard)
+    member = _member_server(config, keys, controller.clock, guard)
     listener = addresses.bind(config.http_host, config.http_port, "--http-port")
-    uploads = CheckpointRelay(controller)
     endpoints = _endpoints(config, enrol.port, member.port, listener.getsockname()[1])
-    enrolment_pb2_grpc.add_EnrolmentServicer_to_server(
-        EnrolmentService(controller, keys, config.public_member_endpoint or f":{member.port}"), enrol.server
-    )
-    membership_pb2_grpc.add_MembershipServiceServicer_to_server(
-        MembershipService(controller, keys, uploads, stopping), member.server
-    )
 
     async def take_over() -> None:
         await handshake(config.listen, enrol.port)
@@ -171,17 +146,15 @@ async def running_servers(
         _write_credential(keys, config.data_dir, endpoints.local, controller.clock)
 
     authorities = AuthorityChanges(controller, keys, take_over)
-    admin_pb2_grpc.add_AdminServicer_to_server(
-        AdminService(
-            controller,
-            uploads,
-            keys=keys,
-            authorities=authorities,
-            public_endpoint=endpoints.public,
-            stopping=stopping,
-        ),
-        member.server,
+    uploads = CheckpointRelay(controller)
+    enrolment = EnrolmentService(controller, keys, config.public_member_endpoint or f":{member.port}")
+    enrolment_pb2_grpc.add_EnrolmentServicer_to_server(enrolment, enrol.server)
+    membership = MembershipService(controller, keys, uploads, stopping)
+    membership_pb2_grpc.add_MembershipServiceServicer_to_server(membership, member.server)
+    admin = AdminService(
+        controller, uploads, keys=keys, authorities=authorities, public_endpoint=endpoints.public, stopping=stopping
     )
+    admin_pb2_grpc.add_AdminServicer_to_server(admin, member.server)
     http = HttpServer(create_app(controller, registry, config.http_host), listener)
     await enrol.start()
     await member.start("atoll.v1.MembershipService", "atoll.v1.Admin")
@@ -193,6 +166,35 @@ async def running_servers(
         retiring.cancel()
         await stop_all([enrol, member], config.drain_seconds)
         await http.stop()
+
+
+def _enrol_server(config: CoordinatorConfig, keys: CoordinatorKeys, clock: Clock, guard: AuthInterceptor) -> GrpcServer:
+    """The server for nodes with a token. The limits share out the descriptors, so that no port can take all of them."""
+    return GrpcServer(
+        config.listen,
+        config.enrol_port,
+        "--enrol-port",
+        ServerCertificate(keys.authorities, clock).credentials(mutual=False),
+        guard,
+        max_message_bytes=MAX_ENROLMENT_BYTES,
+        max_connections=min(MAX_ENROLMENT_CONNECTIONS, raise_descriptor_limit(MAX_FILES) // 8),
+        max_calls=MAX_ENROLMENT_CALLS,
+    )
+
+
+def _member_server(
+    config: CoordinatorConfig, keys: CoordinatorKeys, clock: Clock, guard: AuthInterceptor
+) -> GrpcServer:
+    """The server for members and operators."""
+    return GrpcServer(
+        config.listen,
+        config.member_port,
+        "--member-port",
+        ServerCertificate(keys.authorities, clock).credentials(mutual=True),
+        guard,
+        max_message_bytes=MAX_MEMBER_BYTES,
+        max_connections=min(MAX_MEMBER_CONNECTIONS, raise_descriptor_limit(MAX_FILES) // 2),
+    )
 
 
 @asynccontextmanager

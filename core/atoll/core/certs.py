@@ -93,17 +93,9 @@ class CertificateAuthority:
     def generate(cls, now: float) -> CertificateAuthority:
         """Create an authority. Its name is random, so that TLS finds the right one of two."""
         key = ed25519.Ed25519PrivateKey.generate()
-        start = _moment(now)
-        common_name = f"Atoll certificate authority {secrets.token_hex(8)}"
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+        name = _name(f"Atoll certificate authority {secrets.token_hex(8)}")
         certificate = (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(name)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(start - _BACKDATE)
-            .not_valid_after(start + CA_LIFETIME)
+            _unsigned(name, name, key.public_key(), now, CA_LIFETIME)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(signs_certificates=True), critical=True)
             .sign(key, None)
@@ -117,17 +109,10 @@ class CertificateAuthority:
 
     def hand_over(self, successor: CertificateAuthority, now: float) -> bytes:
         """Return a certificate (PEM) by which this authority names its successor."""
-        start = _moment(now)
         uri = x509.UniformResourceIdentifier(HAND_OVER_PREFIX + successor.sha256)
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Atoll hand-over")])
+        name, key = _name("Atoll hand-over"), successor._key.public_key()
         signed = (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(self._certificate.subject)
-            .public_key(successor._key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(start - _BACKDATE)
-            .not_valid_after(start + CA_LIFETIME)
+            _unsigned(name, self._certificate.subject, key, now, CA_LIFETIME)
             .add_extension(x509.SubjectAlternativeName([uri]), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .sign(self._key, None)
@@ -144,19 +129,12 @@ class CertificateAuthority:
         lifetime: dt.timedelta = LEAF_LIFETIME,
     ) -> bytes:
         """Return a leaf for `subject` (a URI) followed by the CA's certificate, PEM."""
-        start = _moment(now)
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(subject)]
         if server:
             names.append(x509.DNSName(SERVER_NAME))
         purpose = ExtendedKeyUsageOID.SERVER_AUTH if server else ExtendedKeyUsageOID.CLIENT_AUTH
         leaf = (
-            x509.CertificateBuilder()
-            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "atoll")]))
-            .issuer_name(self._certificate.subject)
-            .public_key(public_key)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(start - _BACKDATE)
-            .not_valid_after(start + lifetime)
+            _unsigned(_name("atoll"), self._certificate.subject, public_key, now, lifetime)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
@@ -177,8 +155,7 @@ class CertificateAuthority:
 def new_tls_key_and_csr() -> tuple[bytes, bytes]:
     """Create a P-256 key; return it as PEM and its CSR as DER."""
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "atoll")])
-    csr = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
+    csr = x509.CertificateSigningRequestBuilder().subject_name(_name("atoll")).sign(key, hashes.SHA256())
     return _private_pem(key), csr.public_bytes(serialization.Encoding.DER)
 
 
@@ -256,6 +233,30 @@ def subject_uri(pem_or_der: bytes) -> str:
 
 def _moment(unix: float) -> dt.datetime:
     return dt.datetime.fromtimestamp(int(unix), dt.UTC)
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _unsigned(
+    subject: x509.Name,
+    issuer: x509.Name,
+    public_key: ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey,
+    now: float,
+    lifetime: dt.timedelta,
+) -> x509.CertificateBuilder:
+    """A certificate without extensions and signature, valid from now on."""
+    start = _moment(now)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start - _BACKDATE)
+        .not_valid_after(start + lifetime)
+    )
 
 
 def _private_pem(key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey) -> bytes:

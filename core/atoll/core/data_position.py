@@ -78,12 +78,7 @@ class DataPosition:
     @classmethod
     def from_proto(cls, message: manifest_pb2.DataPosition) -> DataPosition:
         """Parse a message. Raises `PeerMisbehaved` for too many ranges or a range that ends before it starts."""
-        held = sum(len(holding.ranges) for holding in message.holdings)
-        if len(message.returned) + len(message.holdings) + held > MAX_RANGES:
-            raise PeerMisbehaved(f"a data position has more than {MAX_RANGES} ranges and holders")
-        holdings = [piece for holding in message.holdings for piece in holding.ranges]
-        if any(piece.end < piece.start for piece in [*message.returned, *holdings]):
-            raise PeerMisbehaved("a data range ends before it starts")
+        _check_ranges(message)
         paces = {item.peer_id: Pace(item.pace, item.rounds_uncounted) for item in message.holdings}
         return cls(
             cursor=message.cursor,
@@ -100,6 +95,14 @@ class DataPosition:
     def pace(self, peer: str) -> Pace:
         """Return a member's pace."""
         return self.paces.get(peer, Pace())
+
+
+def _check_ranges(message: manifest_pb2.DataPosition) -> None:
+    held = [piece for holding in message.holdings for piece in holding.ranges]
+    if len(message.returned) + len(message.holdings) + len(held) > MAX_RANGES:
+        raise PeerMisbehaved(f"a data position has more than {MAX_RANGES} ranges and holders")
+    if any(piece.end < piece.start for piece in [*message.returned, *held]):
+        raise PeerMisbehaved("a data range ends before it starts")
 
 
 def genesis_position(members: Sequence[str], samples_each: int, epoch_samples: int = 0) -> DataPosition:

@@ -93,6 +93,16 @@ def _verify_double_vote(votes: wire.DoubleVote) -> Breach:
     first, second = votes.first_payload, votes.second_payload
     for payload, signature in ((first, votes.first_signature), (second, votes.second_signature)):
         verify_vote(payload, ballot, pb.Signed(public_key=votes.public_key, signature=signature), culprit)
+    named = _round_of_two_results(first, second)
+    sentence = (
+        f"it voted for two results of round {named.number} in attempt {ballot.attempt} under plan "
+        f"{ballot.plan_version}: {manifest_hash(first).hex()[:12]}… and {manifest_hash(second).hex()[:12]}…"
+    )
+    return Breach(culprit, DOUBLE_VOTE, named.run_id, named.number, sentence)
+
+
+def _round_of_two_results(first: bytes, second: bytes) -> pb.RoundId:
+    """The round for which both manifests are. Raises for two that one node may vote for."""
     try:
         one, other = (manifest_pb2.Manifest.FromString(payload) for payload in (first, second))
     except DecodeError as error:
@@ -103,9 +113,4 @@ def _verify_double_vote(votes: wire.DoubleVote) -> Breach:
         raise SignatureInvalid("the two signatures of the proof are of genesis, which nobody votes for")
     if manifest_hash(first) == manifest_hash(second):
         raise SignatureInvalid("the two votes of the proof are for one result, which is allowed")
-    named = one.round
-    sentence = (
-        f"it voted for two results of round {named.number} in attempt {ballot.attempt} under plan "
-        f"{ballot.plan_version}: {manifest_hash(first).hex()[:12]}… and {manifest_hash(second).hex()[:12]}…"
-    )
-    return Breach(culprit, DOUBLE_VOTE, named.run_id, named.number, sentence)
+    return one.round

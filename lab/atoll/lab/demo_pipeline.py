@@ -19,8 +19,9 @@ from typing import Any
 
 from atoll.core.errors import first_error
 from atoll.core.manifest import Head, changed_layers
-from atoll.lab import demo
-from atoll.lab.demo import RUN, DemoView
+from atoll.lab import demo, demo_watch
+from atoll.lab.demo import RUN
+from atoll.lab.demo_watch import DemoView
 from atoll.lab.faults import RESTART_DELAY_SECONDS, kill
 from atoll.lab.launcher import LocalSwarm
 from atoll.node.control.local_client import call
@@ -115,13 +116,13 @@ async def run_pipeline_demo(options: PipelineOptions, root: Path, show: Callable
     flags = {name: ("--memory-megabytes", str(most)) for name, most in MEMORY_MEGABYTES.items()}
     aborted: dict[str, int] = {}
     try:
-        await demo.start(swarm, _spec(options, root), flags, view, show)
+        await demo_watch.start(swarm, _spec(options, root), flags, view, show)
         for name, span in SPANS.items():
             await _pin(swarm, name, span)
         async with asyncio.TaskGroup() as tasks:
             killing = tasks.create_task(_kill_a_stage(swarm, view))
             tasks.create_task(_count_aborted(view, aborted, killing))
-            watching = demo.watch(swarm, options.timeout, list(flags), view, show, killing)
+            watching = demo_watch.watch(swarm, options.timeout, list(flags), view, show, killing)
             await tasks.create_task(watching)
         view.phase = "collecting"
         show(view)
@@ -152,11 +153,11 @@ async def _pin(swarm: LocalSwarm, name: str, span: str) -> None:
 
 async def _kill_a_stage(swarm: LocalSwarm, view: DemoView) -> None:
     """Kill the last stage of the longest route, and start it again after a delay as its owner would."""
-    while demo.fraction_done(view) < _KILL_AT:  # noqa: ASYNC110 - polls the view
+    while demo_watch.fraction_done(view) < _KILL_AT:  # noqa: ASYNC110 - polls the view
         await asyncio.sleep(0.2)
     routes = await _routes(swarm)
     victim = max(routes, key=len)[-1]["name"]
-    view.faults.append(f"kill {victim} at {demo.fraction_done(view):.0%}")
+    view.faults.append(f"kill {victim} at {demo_watch.fraction_done(view):.0%}")
     await kill(swarm, victim)
     await asyncio.sleep(RESTART_DELAY_SECONDS)
     await swarm.restart_member(victim)

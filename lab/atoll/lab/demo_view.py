@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.core.units import bytes_text, count_text, duration_text
-from atoll.lab.demo import DemoView
+from atoll.lab.demo_watch import DemoView
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH, _CURVE_HEIGHT = 56, 5

@@ -20,7 +20,8 @@ from unit.coordinator.world import genesis_report, hash_of, spec_toml
 
 from atoll.coordinator.cli import main
 from atoll.coordinator.runs import deletion
-from atoll.coordinator.state.snapshot import State, Step, StepTime
+from atoll.coordinator.state.draft import Step
+from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.coordinator.store.records import Node as NodeRow
 from atoll.core.clock import SystemClock
 from atoll.core.errors import DeadlineExceeded, InvalidTransition, NotFound

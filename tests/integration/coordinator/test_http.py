@@ -7,7 +7,7 @@ from pathlib import Path
 
 from integration.coordinator.lab import SECONDS, coordinator, http_client
 
-from atoll.coordinator.state.snapshot import Step
+from atoll.coordinator.state.draft import Step
 from atoll.coordinator.store.records import Change, Evaluation, NodeMetrics
 from atoll.coordinator.web.app import SETTLED_ROUNDS
 from atoll.v1 import admin_pb2 as admin

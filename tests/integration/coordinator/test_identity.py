@@ -12,7 +12,8 @@ import grpc
 import pytest
 from integration.coordinator.lab import SECONDS, Coordinator, Node, coordinator, error_of
 
-from atoll.coordinator.state.snapshot import State, Step, StepTime
+from atoll.coordinator.state.draft import Step
+from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.v1 import admin_pb2 as admin
 from atoll.v1 import membership_pb2 as mb
 

@@ -21,7 +21,8 @@ import pytest
 from integration.coordinator.lab import Coordinator, Node, coordinator
 from unit.coordinator.world import spec_toml
 
-from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime
+from atoll.coordinator.state.draft import Draft, Step
+from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.core.clock import SystemClock
 from atoll.core.files import make_private_dir
 from atoll.core.identity import Identity

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.coordinator.world import RUN, SECRET, World, spec_toml
 
-from atoll.coordinator.runs import admission, lifecycle, machine
+from atoll.coordinator.runs import admission, bans, departure, lifecycle, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.state import lookup
 from atoll.coordinator.store.records import Event
@@ -97,7 +97,7 @@ def test_names_are_made_unique_per_run(world: World) -> None:
 
 def test_a_banned_peer_can_neither_enrol_nor_renew_nor_connect(world: World) -> None:
     peer = world.enrol("ann").peer_id
-    step = admission.ban(world.state, world.now, "ann", "sent garbage")
+    step = bans.ban(world.state, world.now, "ann", "sent garbage")
     world.take(step)
     assert step.deny is not None
     assert (step.deny.number, step.deny.peer_ids) == (1, {peer})
@@ -111,7 +111,7 @@ def test_a_banned_peer_can_neither_enrol_nor_renew_nor_connect(world: World) -> 
 
 def test_the_reason_of_a_leave_is_one_printable_line(world: World) -> None:
     peer = world.enrol("ann").peer_id
-    world.take(admission.leave(world.state, world.now, peer, "\x1b[31mgone\nfor \u202egood" + "!" * 999))
+    world.take(departure.leave(world.state, world.now, peer, "\x1b[31mgone\nfor \u202egood" + "!" * 999))
     told = [record.message for record in world.records if isinstance(record, Event)][-1]
     assert told.startswith("ann left: [31mgone for good!")
     assert told.isprintable()
@@ -122,8 +122,8 @@ def test_a_failure_is_told_with_its_reason_until_the_node_connects(world: World)
     peer = world.enrol("ann").peer_id
     why, told = mb.NODE_REASON_TEXT_DIFFERS, "the text at /books is not the run's\x1b[31m" + "!" * 9999
     for _ in range(3):
-        world.take(admission.leave(world.state, world.now, peer, told, b"", why))
-    world.take(admission.leave(world.state, world.now, peer, "bye"))  # a failure is not told otherwise later
+        world.take(departure.leave(world.state, world.now, peer, told, b"", why))
+    world.take(departure.leave(world.state, world.now, peer, "bye"))  # a failure is not told otherwise later
     events = [record for record in world.records if isinstance(record, Event) and record.kind == "node.failed"]
     assert len(events) == 1
     assert events[0].message.startswith("ann failed: text differs: the text at /books is not the run's[31m!!!")
@@ -133,10 +133,10 @@ def test_a_failure_is_told_with_its_reason_until_the_node_connects(world: World)
     assert view.ended_detail.startswith("the text at /books")
     rows = len(world.records)
     for number in range(1000):  # a flood of reasons costs nothing
-        world.take(admission.leave(world.state, world.now, peer, f"full {number}", b"", mb.NODE_REASON_DISK))
+        world.take(departure.leave(world.state, world.now, peer, f"full {number}", b"", mb.NODE_REASON_DISK))
     assert len(world.records) == rows
-    world.wait(admission.FAILURE_SECONDS + 1)
-    world.take(admission.leave(world.state, world.now, peer, "full", b"", mb.NODE_REASON_DISK))  # the next try
+    world.wait(departure.FAILURE_SECONDS + 1)
+    world.take(departure.leave(world.state, world.now, peer, "full", b"", mb.NODE_REASON_DISK))  # the next try
     assert world.state.nodes[peer].ended == "DISK"
     world.take(machine.connect(world.state, world.now, peer))
     node = world.state.nodes[peer]
@@ -152,8 +152,8 @@ def test_any_number_of_a_reason_has_words_and_a_name(number: int) -> None:
 
 def test_banning_twice_does_not_issue_another_list(world: World) -> None:
     world.enrol("ann")
-    world.take(admission.ban(world.state, world.now, "ann", ""))
-    assert admission.ban(world.state, world.now, "ann", "").deny is None
+    world.take(bans.ban(world.state, world.now, "ann", ""))
+    assert bans.ban(world.state, world.now, "ann", "").deny is None
 
 
 def test_one_identity_works_for_one_run_at_a_time(world: World) -> None:
@@ -193,7 +193,7 @@ def test_a_token_needs_a_run() -> None:
 def test_strangers_have_no_row(world: World) -> None:
     for call in (
         lambda: admission.renew(world.state, world.now, "12D3KooWnobody"),
-        lambda: admission.leave(world.state, world.now, "12D3KooWnobody", ""),
+        lambda: departure.leave(world.state, world.now, "12D3KooWnobody", ""),
         lambda: machine.connect(world.state, world.now, "12D3KooWnobody"),
     ):
         with pytest.raises(CertificateInvalid, match="not enrolled"):
@@ -216,7 +216,7 @@ def test_seeds_are_handed_out_with_their_peer_id(world: World) -> None:
     world.connect("seed")
     world.say("seed", multiaddrs=["/ip4/192.0.2.7/tcp/4001"])
     assert admission.seeds_of(world.state, RUN) == (f"/ip4/192.0.2.7/tcp/4001/p2p/{seed.peer_id}",)
-    world.take(admission.ban(world.state, world.now, "seed", ""))
+    world.take(bans.ban(world.state, world.now, "seed", ""))
     assert admission.seeds_of(world.state, RUN) == ()
 
 
@@ -238,7 +238,7 @@ def test_a_node_that_enrols_before_any_seed_is_logged(world: World) -> None:
     world.enrol("seed", world.token(roles=("seed",)))
     world.enrol("bob")
     told = world.records[seen:]
-    world.take(admission.ban(world.state, world.now, "seed", ""))
+    world.take(bans.ban(world.state, world.now, "seed", ""))
     world.enrol("cid")
     assert any(isinstance(it, Event) and it.kind == "run.no-seed" for it in world.records[seen + len(told) :])
     assert not any(isinstance(it, Event) and it.kind == "run.no-seed" for it in told)
@@ -285,7 +285,7 @@ def test_enrolling_again_keeps_the_record_of_a_node_and_its_drain_until_a_new_to
     """A drain until it shows another token: the operator gave it that."""
     world.join("ann")
     world.wait(60)
-    world.take(admission.drain(world.state, world.now, "ann"))
+    world.take(departure.drain(world.state, world.now, "ann"))
     world.hang_up("ann")
     world.wait(60)  # it is lost
     peer = world.identities["ann"].peer_id
@@ -322,6 +322,6 @@ def test_a_start_that_failed_elsewhere_does_not_end_the_node_that_runs(world: Wo
     live = replace(world.state.live[peer], instance=b"the one that runs")
     world.state = replace(world.state, live={**world.state.live, peer: live})
     for instance in (b"", b"a copy"):
-        world.take(admission.leave(world.state, world.now, peer, "port in use", instance, mb.NODE_REASON_NETWORK))
+        world.take(departure.leave(world.state, world.now, peer, "port in use", instance, mb.NODE_REASON_NETWORK))
     assert not world.state.nodes[peer].left
     assert "node.failed" not in world.kinds()

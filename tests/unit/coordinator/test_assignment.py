@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from unit.coordinator.world import World
 
-from atoll.coordinator.runs import admission, assignment, lifecycle, machine
+from atoll.coordinator.runs import admission, assignment, bans, departure, lifecycle, machine
 from atoll.coordinator.services.views import order_for
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.known_nodes import known_nodes
@@ -139,7 +139,7 @@ def test_its_present_run_takes_the_order_back(world: World) -> None:
 
 def test_a_drain_takes_the_place_of_a_move(world: World) -> None:
     assign(world, "ann", "kelp")
-    world.take(admission.drain(world.state, world.now, "ann"))
+    world.take(departure.drain(world.state, world.now, "ann"))
     assert order(world, "ann") == mb.ORDER_DRAIN
     assert move(world, "ann").run_id == "reef"
     assert order(world, "ann") == mb.ORDER_DRAIN  # who asks without an order does not escape it
@@ -147,7 +147,7 @@ def test_a_drain_takes_the_place_of_a_move(world: World) -> None:
 
 def test_an_assigned_node_that_left_moves_when_it_comes_back(world: World) -> None:
     assign(world, "ann", "kelp")
-    world.take(admission.leave(world.state, world.now, world.identities["ann"].peer_id, "stopped by SIGTERM"))
+    world.take(departure.leave(world.state, world.now, world.identities["ann"].peer_id, "stopped by SIGTERM"))
     world.hang_up("ann")
     world.restart()
     world.connect("ann")
@@ -186,7 +186,7 @@ def test_bad_assignments_change_nothing(world: World) -> None:
     world.take(lifecycle.stop(world.state, world.now, "kelp"))
     with pytest.raises(InvalidTransition):
         assign(world, "ann", "kelp")
-    world.take(admission.ban(world.state, world.now, "ann", "lies"))
+    world.take(bans.ban(world.state, world.now, "ann", "lies"))
     with pytest.raises(Banned):
         assign(world, "ann", "reef")
     assert {node.assigned_run for node in world.state.nodes.values()} == {""}
@@ -213,7 +213,7 @@ def test_an_order_to_a_node_that_was_away_ends_when_its_owner_wants_it_to_stay(w
 
 
 def test_a_node_that_drains_is_not_moved(world: World) -> None:
-    world.take(admission.drain(world.state, world.now, "ann"))
+    world.take(departure.drain(world.state, world.now, "ann"))
     with pytest.raises(InvalidTransition):
         assign(world, "ann", "kelp")
     assert order(world, "ann") == mb.ORDER_DRAIN
@@ -261,6 +261,6 @@ def test_a_run_that_ended_meanwhile_gets_nobody(world: World) -> None:
 
 def test_a_banned_node_does_not_move(world: World) -> None:
     assign(world, "ann", "kelp")
-    world.take(admission.ban(world.state, world.now, "ann", "lies"))
+    world.take(bans.ban(world.state, world.now, "ann", "lies"))
     with pytest.raises(Banned):
         move(world, "ann")

@@ -23,6 +23,7 @@ from unit.coordinator.world import spec_toml
 from atoll.coordinator.cli import (
     ca,
     checkpoint,
+    confirmation,
     events,
     main,
     metrics,
@@ -32,10 +33,12 @@ from atoll.coordinator.cli import (
     plan,
     run,
     run_assign,
+    run_clone,
     run_diff,
     run_end,
     run_fork,
     run_plan,
+    spec_changes,
     token,
     trust,
 )
@@ -446,9 +449,9 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
         node_forget,
         run,
         run_assign,
+        run_clone,
         run_diff,
         run_end,
-        run_fork,
         run_fork,
         run_plan,
         plan,
@@ -526,8 +529,7 @@ def test_a_checkpoint_that_is_not_whole_in_time_is_an_error_that_says_what_is_mi
 def test_what_is_for_good_asks_first(
     canned: Canned, monkeypatch: pytest.MonkeyPatch, command: list[str], typed: str, called: bool
 ) -> None:
-    for module in (run_end, node_forget):
-        monkeypatch.setattr(module, "ask_interactively", lambda question: question())
+    monkeypatch.setattr(confirmation, "ask_interactively", lambda question: question())
     result = CliRunner().invoke(main.app, command, input=typed)
     assert ({"DeleteRun", "ForgetNode"} & {name for name, _ in canned.asked} != set()) == called
     assert (result.exit_code == 0) == called
@@ -619,7 +621,7 @@ def test_an_assignment_says_which_nodes_it_means(canned: Canned, arguments: list
 def test_a_clone_keeps_every_number_but_those_that_are_changed() -> None:
     before = parse_run_spec(spec_toml())
     changes = ["run.stop_tokens = 77", "optimizer.name=adamw", 'sync.codec="fp32"']
-    text = run_assign.changed_spec(before.resolved_toml(), "kelp", changes, ["optimizer.learning_rate"])
+    text = spec_changes.changed_spec(before.resolved_toml(), "kelp", changes, ["optimizer.learning_rate"])
     after = parse_run_spec(text)
     assert (after.run.name, after.run.stop_tokens) == ("kelp", 77)
     assert (after.optimizer.name, after.sync.codec) == ("adamw", "fp32")
@@ -668,7 +670,7 @@ def test_a_fork_of_a_fork_names_the_newest_source_only() -> None:
     section = f'[fork]\nrun = "moon"\nround = 1\nmanifest = "{"01" * 32}"\n'
     before = parse_run_spec(spec_toml() + section).resolved_toml()
     begins = {"run": "reef", "round": 6, "manifest": "06" * 32}
-    after = parse_run_spec(run_assign.changed_spec(before, "kelp", (), (), begins))
+    after = parse_run_spec(spec_changes.changed_spec(before, "kelp", (), (), begins))
     assert after.fork is not None
     assert after.fork.run == "reef"
 

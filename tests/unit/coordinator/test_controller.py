@@ -15,8 +15,9 @@ from atoll.coordinator import controller as coordinator
 from atoll.coordinator.controller import Controller
 from atoll.coordinator.planner.answer_question import answer_question
 from atoll.coordinator.planner.question import Answer, Question
-from atoll.coordinator.runs import admission, lifecycle
-from atoll.coordinator.state.snapshot import Draft, Policy
+from atoll.coordinator.runs import admission, bans, departure, lifecycle
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.snapshot import Policy
 from atoll.coordinator.store.records import DenyRow, PlanRow, Record
 from atoll.core.clock import Clock, ManualClock
 from atoll.core.errors import DatabaseCorrupt, DataDirUnusable
@@ -79,7 +80,7 @@ async def test_bans_and_plans_are_signed_stored_and_restored() -> None:
     world.train("ann", "bob")
     store.apply(world.records)
     first = Controller(store, operator, ManualClock(), Policy())
-    await first.do(lambda state, now: admission.ban(state, now, "ann", ""))
+    await first.do(lambda state, now: bans.ban(state, now, "ann", ""))
     first.close()
     again = Controller(store, operator, ManualClock(), Policy())
     assert again.state.deny.peer_ids == {world.identities["ann"].peer_id}
@@ -96,7 +97,7 @@ async def test_a_plan_that_is_due_is_sealed_for_members() -> None:
     controller = Controller(MemoryStore(), operator, clock, prompt)
     controller.state = world.state
     peer = world.identities["bob"].peer_id
-    await controller.do(lambda state, now: admission.leave(state, now, peer, ""))
+    await controller.do(lambda state, now: departure.leave(state, now, peer, ""))
     for _ in range(3):
         await controller.tick()
     sealed = controller.signed.plan(RUN)

@@ -11,7 +11,7 @@ from support.memory_store import MemoryStore
 from unit.coordinator.world import RUN, World, hash_of, round_report
 
 from atoll.coordinator.rounds import coordinator_seat
-from atoll.coordinator.state.snapshot import seats_after
+from atoll.coordinator.state.run_memory import seats_after
 from atoll.coordinator.store.records import Delete, Vote
 from atoll.core.errors import AtollError, Banned, InvalidRequest
 from atoll.core.identity import Identity

@@ -8,7 +8,7 @@ from unit.coordinator.world import ELIGIBLE_STATES, RUN
 
 from atoll.coordinator.live import pinning, plan_apply
 from atoll.coordinator.planner.answer_question import answer_question
-from atoll.coordinator.runs import admission, lifecycle
+from atoll.coordinator.runs import bans, lifecycle
 from atoll.coordinator.state import prefetch
 from atoll.core.clock import ManualClock
 from atoll.v1 import membership_pb2 as mb
@@ -115,7 +115,7 @@ def test_a_member_that_did_not_fetch_moves_where_no_plan_is_possible_without() -
     world.wait(2 * world.policy.prepare_seconds + 15)
     assert len(world.told("plan.abandoned")) == 1
     world.slow = ""
-    world.take(admission.ban(world.state, world.now, "cid", "gone"))
+    world.take(bans.ban(world.state, world.now, "cid", "gone"))
     world.wait(25)
     assert sorted(name for route in world.routes() for name in route) == ["ann", "bob"]
 

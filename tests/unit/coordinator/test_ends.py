@@ -13,15 +13,18 @@ from unit.coordinator.world import PROMPT, RUN, World, hash_of, round_report
 from atoll.coordinator.runs import (
     admission,
     assignment,
+    bans,
     checkpoints,
     deletion,
+    departure,
     forgetting,
     identity_rotation,
     lifecycle,
     machine,
+    restart,
 )
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import RunMemory
+from atoll.coordinator.state.run_memory import RunMemory
 from atoll.coordinator.store.records import OF_RUN, Checkpoint, Event, Node, NodeMetrics, ProofRow
 from atoll.core.errors import (
     AtollError,
@@ -60,7 +63,7 @@ def stop(world: World, run_id: str = RUN) -> None:
 
 def leave(world: World, *names: str) -> None:
     for name in names:
-        world.take(admission.leave(world.state, world.now, world.identities[name].peer_id, "stopped"))
+        world.take(departure.leave(world.state, world.now, world.identities[name].peer_id, "stopped"))
         if world.identities[name].peer_id in world.sessions:
             world.hang_up(name)
 
@@ -94,7 +97,7 @@ def check_durable(world: World) -> None:
     assert {row.peer_id: row for row in contents.forgotten_nodes} == world.state.forgotten
     held = {(row.peer_id, row.round): row for row in contents.checkpoints}
     assert held == {(row.peer_id, row.round): row for rows in world.state.checkpoints.values() for row in rows}
-    again = machine.restore(contents, tuple(it for it in world.plans if it.run_id in world.state.runs), None, world.now)
+    again = restart.restore(contents, tuple(it for it in world.plans if it.run_id in world.state.runs), None, world.now)
     assert again.memory.keys() == world.state.memory.keys() == world.state.runs.keys()
 
 
@@ -216,7 +219,7 @@ def test_a_node_of_a_deleted_run_is_told_what_happened() -> None:
 def test_a_ban_outlives_the_run_and_is_told_first() -> None:
     world = World()
     world.train("ann", "bob")
-    world.take(admission.ban(world.state, world.now, "ann", "lies"))
+    world.take(bans.ban(world.state, world.now, "ann", "lies"))
     stop(world)
     leave(world, "bob")
     world.hang_up("ann")
@@ -230,7 +233,7 @@ def test_a_ban_outlives_the_run_and_is_told_first() -> None:
     world.create_run()
     with pytest.raises(Banned):
         world.enrol("ann")
-    world.take(admission.unban(world.state, world.now, ann))
+    world.take(bans.unban(world.state, world.now, ann))
     world.enrol("ann")
 
 
@@ -496,14 +499,14 @@ def test_a_run_is_not_deleted_while_another_one_needs_a_node_that_moved_to_it() 
 
 def test_a_banned_node_is_forgotten_and_stays_banned() -> None:
     world = without_cid()
-    world.take(admission.ban(world.state, world.now, "cid", "lies"))
+    world.take(bans.ban(world.state, world.now, "cid", "lies"))
     denied, cid = deny(world), world.identities["cid"].peer_id
     assert forget(world, "cid").banned
     assert deny(world) == denied
     for refused in (lambda: machine.connect(world.state, world.now, cid), lambda: world.enrol("cid")):
         with pytest.raises(Banned):
             refused()
-    world.take(admission.unban(world.state, world.now, cid))
+    world.take(bans.unban(world.state, world.now, cid))
     with pytest.raises(Forgotten):
         machine.connect(world.state, world.now, cid)
     world.enrol("cid")
@@ -617,7 +620,7 @@ class Story(World):
             case "hang-up":
                 self.hang_up(about[0])
             case "leave":
-                self.take(admission.leave(state, now, self.identities[about[0]].peer_id, "stopped"))
+                self.take(departure.leave(state, now, self.identities[about[0]].peer_id, "stopped"))
             case "assign":
                 self.take(assignment.assign(state, now, self.identities[about[0]].peer_id, about[1]))
             case "move":
@@ -625,7 +628,7 @@ class Story(World):
             case "rotate":
                 rotate(self, about[0])
             case "ban":
-                self.take(admission.ban(state, now, self.identities[about[0]].peer_id, ""))
+                self.take(bans.ban(state, now, self.identities[about[0]].peer_id, ""))
             case "forget":
                 self.take(forgetting.forget(state, now, self.policy, self.identities[about[0]].peer_id))
             case "wait":

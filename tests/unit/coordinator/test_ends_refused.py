@@ -7,26 +7,17 @@ from typing import Any
 
 import pytest
 from unit.coordinator.routed import RoutedWorld
-from unit.coordinator.test_ends import (
-    check_durable,
-    delete,
-    deny,
-    forget,
-    leave,
-    lose,
-    rotate,
-    stop,
-    without_cid,
-)
+from unit.coordinator.test_ends import check_durable, delete, deny, forget, leave, lose, rotate, stop, without_cid
 from unit.coordinator.test_fork_source import Reef
 from unit.coordinator.test_forks import LIAR, LONG, ONE_SIDE, OTHER_SIDE, answer, events, grow, hold, proofs, report
 from unit.coordinator.world import PROMPT, RUN, World
 
 from atoll.coordinator.live import planner_answer
-from atoll.coordinator.runs import admission, assignment, forks, machine
+from atoll.coordinator.runs import admission, assignment, bans, forks, machine
 from atoll.coordinator.services.views import proof_view
-from atoll.coordinator.state import known_nodes, snapshot
-from atoll.coordinator.state.snapshot import Draft
+from atoll.coordinator.state import known_nodes
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Event
 from atoll.core.errors import Banned, InvalidTransition, NotFound
 
@@ -53,7 +44,7 @@ def test_after_a_restart_nobody_waits_for_a_node_that_cannot_be_there(how: str) 
         world.connect("cid")
         leave(world, "cid")
     elif how == "banned":
-        world.take(admission.ban(world.state, world.now, "cid", ""))
+        world.take(bans.ban(world.state, world.now, "cid", ""))
     else:
         world.enrol("dan")
     world.restart()
@@ -153,18 +144,18 @@ def test_a_forgotten_node_can_be_banned_and_unbanned() -> None:
     cid = world.identities["cid"].peer_id
     forget(world, "cid")
     for _ in range(2):
-        known: Any = world.take(admission.ban(world.state, world.now, cid, "lies"))
+        known: Any = world.take(bans.ban(world.state, world.now, cid, "lies"))
         assert (known.peer_id, known.name) == (cid, "cid")
     assert deny(world).peer_ids == {cid}
     assert events(world, "node.banned") == ["cid was banned: lies"]
     for refused in (lambda: machine.connect(world.state, world.now, cid), lambda: world.enrol("cid")):
         with pytest.raises(Banned):
             refused()
-    world.take(admission.unban(world.state, world.now, cid))
+    world.take(bans.unban(world.state, world.now, cid))
     assert not deny(world).peer_ids
     world.enrol("cid")
     with pytest.raises(NotFound):
-        admission.ban(world.state, world.now, "nobody", "")
+        bans.ban(world.state, world.now, "nobody", "")
 
 
 def test_a_ban_of_a_node_of_a_deleted_run_leaves_no_row_of_that_run() -> None:
@@ -172,7 +163,7 @@ def test_a_ban_of_a_node_of_a_deleted_run_leaves_no_row_of_that_run() -> None:
     world.create_run(start=False)
     world.enrol("ann")
     delete(world)
-    world.take(admission.ban(world.state, world.now, world.identities["ann"].peer_id, ""))
+    world.take(bans.ban(world.state, world.now, world.identities["ann"].peer_id, ""))
     assert [row.run_id for row in world.records if isinstance(row, Event) and row.kind == "node.banned"] == [""]
 
 
@@ -191,11 +182,11 @@ def test_an_earlier_identity_of_a_forgotten_node_stays_refused(how: str) -> None
     world.restart()
     world.state = replace(world.state, deny=denied)
     with pytest.raises(InvalidTransition, match="an identity that cid had earlier") as refused:
-        admission.unban(world.state, world.now, old)
+        bans.unban(world.state, world.now, old)
     assert new in refused.value.remedy
-    world.take(admission.ban(world.state, world.now, old, ""))  # a new identity does not escape it
+    world.take(bans.ban(world.state, world.now, old, ""))  # a new identity does not escape it
     assert deny(world).peer_ids == {old, new}
-    world.take(admission.unban(world.state, world.now, new))
+    world.take(bans.unban(world.state, world.now, new))
     assert deny(world).peer_ids == {old}
 
 
@@ -259,10 +250,10 @@ def test_tables_are_not_copied_for_each_node_of_a_deleted_run(monkeypatch: pytes
 
     def counted(item: Any, **changes: Any) -> Any:
         nonlocal copies
-        copies += isinstance(item, snapshot.State)
+        copies += isinstance(item, State)
         return replace(item, **changes)
 
-    monkeypatch.setattr(snapshot, "replace", counted)
+    monkeypatch.setattr("atoll.coordinator.state.draft.replace", counted)
     assert delete(world, "kelp").nodes == 60
     assert copies < 30
     assert world.state.memory[RUN].corrections == {}

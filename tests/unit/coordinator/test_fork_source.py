@@ -23,17 +23,11 @@ from atoll.coordinator.rounds import reports
 from atoll.coordinator.rounds.genesis import MAX_PAYLOAD_BYTES
 from atoll.coordinator.runs import admission, assignment, fork_source, lifecycle, recovery
 from atoll.coordinator.services.views import order_for
-from atoll.coordinator.state import lookup, snapshot
+from atoll.coordinator.state import lookup
+from atoll.coordinator.state.draft import Draft
 from atoll.coordinator.state.kept_rounds import MAX_KEPT_ROUNDS, rounds_held_elsewhere, update_kept_rounds
-from atoll.coordinator.state.snapshot import Draft
 from atoll.coordinator.store.records import Event, Thin
-from atoll.core.errors import (
-    AlreadyExists,
-    InvalidRequest,
-    InvalidTransition,
-    NotFound,
-    RunSpecError,
-)
+from atoll.core.errors import AlreadyExists, InvalidRequest, InvalidTransition, NotFound, RunSpecError
 from atoll.core.identity import Identity
 from atoll.core.manifest import Head
 from atoll.v1 import manifest_pb2, plan_pb2
@@ -514,7 +508,7 @@ def test_nodes_keep_the_round_of_a_fork_until_its_first_round_also_after_a_resta
 def test_the_log_keeps_rounds_that_only_forks_and_nodes_that_moved_away_need(
     world: Reef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "KEPT_COMMITS", 4)
+    monkeypatch.setattr("atoll.coordinator.state.draft.KEPT_COMMITS", 4)
     monkeypatch.setattr(reports, "THIN_EVERY", 4)
     world.enrol("cyd")
     world.connect("cyd")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from unit.coordinator.world import RUN, World, hash_of, round_report
 
-from atoll.coordinator.runs import admission, forks, lifecycle
+from atoll.coordinator.runs import bans, forks, lifecycle
 from atoll.coordinator.store.records import Event, ProofRow
 from atoll.core.identity import Identity
 from atoll.core.membership import DenyList, issue_deny_list
@@ -374,16 +374,16 @@ def test_a_peer_of_which_only_the_ban_is_left_is_unbanned_by_its_id(world: World
     lost = Identity.generate().peer_id
     world.say("cid", deny_list=issue_deny_list(world.operator, 7, frozenset({lost}), world.now.unix_ms / 1000))
     assert world.state.deny.peer_ids == {lost}
-    world.take(admission.unban(world.state, world.now, lost))
+    world.take(bans.unban(world.state, world.now, lost))
     assert world.state.deny.peer_ids == frozenset()
 
 
 def test_the_operator_takes_a_ban_back(world: World) -> None:
-    world.take(admission.ban(world.state, world.now, LIAR, ""))
+    world.take(bans.ban(world.state, world.now, LIAR, ""))
     number = world.state.deny.number
-    world.take(admission.unban(world.state, world.now, LIAR))
+    world.take(bans.unban(world.state, world.now, LIAR))
     assert world.state.deny == DenyList(number + 1, frozenset())
-    world.take(admission.unban(world.state, world.now, LIAR))  # again
+    world.take(bans.unban(world.state, world.now, LIAR))  # again
     assert world.state.deny.number == number + 1
     world.connect(LIAR)
     world.wait(20)

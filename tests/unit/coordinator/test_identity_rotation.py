@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 from unit.coordinator.world import RUN, World
 
-from atoll.coordinator.runs import admission, identity_rotation, machine, recovery
+from atoll.coordinator.runs import admission, bans, departure, identity_rotation, machine, recovery
 from atoll.coordinator.state import lookup
+from atoll.coordinator.state.draft import Step
 from atoll.coordinator.state.rate_limits import CALLS_RATE, Allowance
-from atoll.coordinator.state.snapshot import Step, StepTime, TrainingComparison, TrainingScore
+from atoll.coordinator.state.run_memory import TrainingComparison, TrainingScore
+from atoll.coordinator.state.snapshot import StepTime
 from atoll.coordinator.store.records import Event, Node
 from atoll.core.errors import AlreadyExists, Banned, Busy, IdentityReplaced, NotPermitted
 from atoll.core.identity import Identity
@@ -106,7 +108,7 @@ def test_after_another_rotation_the_first_statement_is_refused(world: World) -> 
 
 def test_a_ban_is_not_escaped(world: World) -> None:
     world.enrol("ann")
-    world.take(admission.ban(world.state, world.now, "ann", ""))
+    world.take(bans.ban(world.state, world.now, "ann", ""))
     with pytest.raises(Banned):
         step(world, world.identities["ann"], Identity.generate())
 
@@ -119,11 +121,11 @@ def test_a_ban_of_the_old_identity_reaches_the_new_one_and_is_taken_back_there(w
         deny = world.state.deny
         world.restart()  # it forgets the list, which the operator's key signs
         world.state = replace(world.state, deny=deny)
-    world.take(admission.ban(world.state, world.now, old.peer_id, "it cheated before"))
+    world.take(bans.ban(world.state, world.now, old.peer_id, "it cheated before"))
     assert {old.peer_id, new.peer_id} <= world.state.deny.peer_ids
     with pytest.raises(Banned):
         machine.connect(world.state, world.now, new.peer_id)
-    world.take(admission.unban(world.state, world.now, old.peer_id))
+    world.take(bans.unban(world.state, world.now, old.peer_id))
     assert old.peer_id in world.state.deny.peer_ids
     assert new.peer_id not in world.state.deny.peer_ids
     machine.connect(world.state, world.now, new.peer_id)
@@ -161,7 +163,7 @@ def test_rotations_have_a_pause_and_a_number_for_each_use_of_a_token(world: Worl
 def test_the_old_identity_cannot_say_that_the_node_left(world: World) -> None:
     world.join("ann")
     old, _ = rotate(world, "ann")
-    world.take(admission.leave(world.state, world.now, old.peer_id, ""))
+    world.take(departure.leave(world.state, world.now, old.peer_id, ""))
     assert "node.left" not in world.kinds()
     assert not row(world, "ann").left
 

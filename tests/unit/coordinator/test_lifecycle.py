@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from unit.coordinator.world import CORPUS, RUN, World, genesis_report, round_report, spec_toml
 
 from atoll.coordinator.live.attendance import DRAIN_SECONDS, corpus_notice, ready_count
-from atoll.coordinator.runs import admission, lifecycle, machine
+from atoll.coordinator.runs import bans, departure, lifecycle, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.run_states import TRANSITIONS
@@ -177,7 +177,7 @@ def test_when_too_few_remain_the_run_waits_again() -> None:
     world.create_run(min_nodes=2)
     world.join("ann", "bob")
     world.wait(0.4)
-    world.take(admission.leave(world.state, world.now, world.state.memory[RUN].genesis_writer, ""))
+    world.take(departure.leave(world.state, world.now, world.state.memory[RUN].genesis_writer, ""))
     world.wait(0.4)
     assert world.run.state == "WAITING"
     assert world.run.corpus_digest == ""
@@ -231,7 +231,7 @@ def test_who_is_here_and_does_not_count_is_told_with_the_reason() -> None:
     world.connect("dan", mb.NODE_STATE_JOINING)
     world.connect("eve")
     world.connect("gus", corpus="")
-    world.take(admission.drain(world.state, world.now, "eve"))
+    world.take(departure.drain(world.state, world.now, "eve"))
     view = views.run_view(world.state, world.run, world.now.unix_ms)  # fay never came: nobody is told of those
     assert view.nodes_ready == 2
     assert list(view.uncounted) == [
@@ -396,13 +396,13 @@ def test_who_must_go_is_out_of_the_next_plan(how: str) -> None:
     world.train("ann", "bob")
     peer = world.identities["bob"].peer_id
     if how == "drain":
-        world.take(admission.drain(world.state, world.now, "bob"))
+        world.take(departure.drain(world.state, world.now, "bob"))
         assert order(world, "bob") == mb.ORDER_DRAIN
         world.say("bob", mb.NODE_STATE_DRAINING)
     elif how == "ban":
-        world.take(admission.ban(world.state, world.now, "bob", "garbage"))
+        world.take(bans.ban(world.state, world.now, "bob", "garbage"))
     else:
-        world.take(admission.leave(world.state, world.now, peer, "bye"))
+        world.take(departure.leave(world.state, world.now, peer, "bye"))
     world.wait(1.6)
     assert world.members() == {"ann"}
 
@@ -410,7 +410,7 @@ def test_who_must_go_is_out_of_the_next_plan(how: str) -> None:
 def test_a_drained_node_is_planned_until_it_has_finished_its_round() -> None:
     world = World()
     world.train("ann", "bob")
-    world.take(admission.drain(world.state, world.now, "bob"))
+    world.take(departure.drain(world.state, world.now, "bob"))
     world.wait(DRAIN_SECONDS - 5)
     assert len(world.plans) == 1
     world.say("bob", mb.NODE_STATE_DRAINING)
@@ -422,7 +422,7 @@ def test_a_drained_node_is_planned_until_it_has_finished_its_round() -> None:
 def test_a_drained_node_that_never_leaves_is_dropped() -> None:
     world = World()
     world.train("ann", "bob")
-    world.take(admission.drain(world.state, world.now, "bob"))
+    world.take(departure.drain(world.state, world.now, "bob"))
     world.wait(30)
     world.connect("bob", mb.NODE_STATE_TRAINING)  # a new stream is no new patience
     world.wait(DRAIN_SECONDS - 30 + 1.6)
@@ -433,7 +433,7 @@ def test_a_drained_node_that_was_not_planned_is_not_planned_any_more() -> None:
     world = World()
     world.train("ann", "bob")
     world.enrol("cid")
-    world.take(admission.drain(world.state, world.now, "cid"))
+    world.take(departure.drain(world.state, world.now, "cid"))
     world.connect("cid")
     world.wait(3)
     assert world.members() == {"ann", "bob"}
@@ -442,8 +442,8 @@ def test_a_drained_node_that_was_not_planned_is_not_planned_any_more() -> None:
 def test_a_node_that_left_may_come_back_with_its_certificate() -> None:
     world = World()
     world.train("ann", "bob")
-    world.take(admission.drain(world.state, world.now, "bob"))
-    world.take(admission.leave(world.state, world.now, world.identities["bob"].peer_id, ""))
+    world.take(departure.drain(world.state, world.now, "bob"))
+    world.take(departure.leave(world.state, world.now, world.identities["bob"].peer_id, ""))
     world.hang_up("bob")
     world.wait(2)
     assert world.members() == {"ann"}

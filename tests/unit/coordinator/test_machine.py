@@ -13,9 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.memory_store import MemoryStore
 from unit.coordinator.world import RUN, World, abandoned_report, genesis_report, round_report, spec_toml
 
-from atoll.coordinator.runs import admission, lifecycle, machine
+from atoll.coordinator.runs import bans, departure, lifecycle, machine, restart
+from atoll.coordinator.state.draft import Draft, Step
+from atoll.coordinator.state.run_memory import electorate_after
 from atoll.coordinator.state.run_states import TRANSITIONS
-from atoll.coordinator.state.snapshot import Draft, State, Step, electorate_after
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Event, Run
 from atoll.core.errors import AtollError, InvalidRequest, InvalidTransition
 from atoll.core.identity import Identity
@@ -65,7 +67,7 @@ class StoringWorld(World):
         """Only what was stored comes back."""
         deny = self.state.deny if self.state.deny.number else None
         old = self.state
-        self.state = machine.restore(self.store.load(), tuple(self.plans), deny, self.now, self.operator.public_key)
+        self.state = restart.restore(self.store.load(), tuple(self.plans), deny, self.now, self.operator.public_key)
         self.sessions.clear()
         assert (self.state.nodes, self.state.tokens, self.state.runs) == (old.nodes, old.tokens, old.runs)
         assert self.state.last_event_id == old.last_event_id
@@ -170,11 +172,11 @@ class Swarm(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def leave(self, name: str) -> None:
         peer = self.world.identities[name].peer_id
-        self.attempt(lambda: admission.leave(self.world.state, self.world.now, peer, ""))
+        self.attempt(lambda: departure.leave(self.world.state, self.world.now, peer, ""))
 
-    @rule(name=st.sampled_from(NAMES), what=st.sampled_from([admission.drain] * 3 + [admission.ban]))
+    @rule(name=st.sampled_from(NAMES), what=st.sampled_from([departure.drain] * 3 + [bans.ban]))
     def send_away(self, name: str, what: object) -> None:
-        extra = ("",) if what is admission.ban else ()
+        extra = ("",) if what is bans.ban else ()
         self.attempt(lambda: what(self.world.state, self.world.now, name, *extra))  # type: ignore[operator]
 
     @rule(what=st.sampled_from(["start"] * 5 + ["pause"] * 4 + ["stop"]))

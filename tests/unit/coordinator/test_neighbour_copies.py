@@ -11,13 +11,14 @@ from unit.coordinator.routed import LAYERS, RoutedWorld, card
 from unit.coordinator.test_prefetch import order, told
 from unit.coordinator.world import ELIGIBLE_STATES, RUN
 
-from atoll.coordinator.live import backup_spans, pinning
+from atoll.coordinator.live import neighbour_copies, pinning
 from atoll.coordinator.live.attendance import Attendance
-from atoll.coordinator.live.backup_spans import NeighbourPair
+from atoll.coordinator.live.neighbour_copies import NeighbourPair
 from atoll.coordinator.live.plan_issue import round_seconds
-from atoll.coordinator.runs import admission, lifecycle
+from atoll.coordinator.runs import bans, departure, lifecycle
 from atoll.coordinator.services import plan_views
-from atoll.coordinator.state.snapshot import Draft, PendingFetch
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.run_memory import PendingFetch
 from atoll.core.plan import sign_plan
 from atoll.v1 import membership_pb2 as mb
 
@@ -69,7 +70,7 @@ def copies(world: RoutedWorld) -> dict[str, str]:
     """Stage whose layers each holder has, by names."""
     return {
         world.name_of(pair.holder): world.name_of(pair.stage)
-        for pair in backup_spans.complete_copies(world.state, world.plan)
+        for pair in neighbour_copies.complete_copies(world.state, world.plan)
     }
 
 
@@ -125,7 +126,7 @@ def test_copies_are_distributed(lengths: list[int], data: st.DataObject) -> None
     routes = [[f"{number}-{place}" for place in range(length)] for number, length in enumerate(lengths)]
     every = [pair for route in routes for pair in pairs_along(route)]
     able = [pair for pair in every if data.draw(st.booleans())]
-    found = backup_spans.choose_copies(able)
+    found = neighbour_copies.choose_copies(able)
     assert all(pair.holder == holder for holder, pair in found.items())
     copied = [pair.stage for pair in found.values()]
     assert len(set(copied)) == len(copied)
@@ -135,7 +136,7 @@ def test_copies_are_distributed(lengths: list[int], data: st.DataObject) -> None
 @given(st.integers(1, 12))
 def test_no_stage_of_an_even_route_is_left_without(half: int) -> None:
     route = [str(place) for place in range(2 * half)]
-    assert {pair.stage for pair in backup_spans.choose_copies(pairs_along(route)).values()} == set(route)
+    assert {pair.stage for pair in neighbour_copies.choose_copies(pairs_along(route)).values()} == set(route)
 
 
 def pairs_along(route: list[str]) -> list[NeighbourPair]:
@@ -235,7 +236,7 @@ def test_the_holder_of_a_copy_takes_both_spans(swarm: RoutedWorld) -> None:
 
 def test_a_banned_stage_is_replaced_at_once(swarm: RoutedWorld) -> None:
     swarm.answers = False
-    swarm.take(admission.ban(swarm.state, swarm.now, "bob", "lies"))
+    swarm.take(bans.ban(swarm.state, swarm.now, "bob", "lies"))
     swarm.wait(0.4)
     assert swarm.spans() == {"ann": (0, 7), "cid": (8, 11)}
 
@@ -262,8 +263,8 @@ def test_a_stage_without_a_copy_is_lost_after_the_usual_time(swarm: RoutedWorld)
 
 def test_two_stages_with_each_others_copy_do_not_both_take_over(swarm: RoutedWorld) -> None:
     swarm.answers = False
-    swarm.take(admission.ban(swarm.state, swarm.now, "ann", "lies"))
-    swarm.take(admission.ban(swarm.state, swarm.now, "bob", "lies"))
+    swarm.take(bans.ban(swarm.state, swarm.now, "ann", "lies"))
+    swarm.take(bans.ban(swarm.state, swarm.now, "bob", "lies"))
     swarm.wait(5)
     for plan in swarm.plans:
         for route in plan.routes:
@@ -299,7 +300,7 @@ def test_a_stage_that_drains_still_hands_its_layers_over_when_another_is_gone() 
     settle(world)
     world.fetch_told()
     assert copies(world)["bob"] == "ann"
-    world.take(admission.drain(world.state, world.now, "cid"))
+    world.take(departure.drain(world.state, world.now, "cid"))
     world.wait(4)
     assert world.state.memory[RUN].preparation is not None
     world.answers = False
@@ -317,7 +318,7 @@ def test_a_lost_stage_ends_the_preparation_that_its_copy_is_set_aside_for() -> N
     world.fetch_told()
     world.wait(1)
     assert copies(world)["bob"] == "ann"
-    world.take(admission.drain(world.state, world.now, "cid"))
+    world.take(departure.drain(world.state, world.now, "cid"))
     world.wait(4)
     memory = world.state.memory[RUN]
     assert memory.preparation is not None
@@ -339,7 +340,7 @@ def test_a_copy_outlives_its_stage(swarm: RoutedWorld) -> None:
     swarm.wait(5)
     draft = Draft(swarm.state, swarm.now)
     draft.remember(RUN, copies_checked_at=None)
-    backup_spans.update_copies(
+    neighbour_copies.update_copies(
         draft, RUN, swarm.policy, Attendance(eligible=tuple(sorted((bob, cid))), awaited=(), finishing=())
     )
     assert draft.state.memory[RUN].copy_fetches[bob].span == range(8)
@@ -350,7 +351,7 @@ def test_long_preparations_make_no_copy_late() -> None:
     settle(world)
     world.fetch_told()
     world.wait(1)
-    world.take(admission.drain(world.state, world.now, "cid"))
+    world.take(departure.drain(world.state, world.now, "cid"))
     world.wait(4)
     world.answers = False
     for _ in range(10):
@@ -368,7 +369,7 @@ def test_long_preparations_make_no_copy_late() -> None:
 def test_another_stage_that_is_gone_is_not_waited_for(swarm: RoutedWorld) -> None:
     swarm.answers = False
     lose(swarm, "ann", seconds=1.2)
-    swarm.take(admission.ban(swarm.state, swarm.now, "cid", "lies"))
+    swarm.take(bans.ban(swarm.state, swarm.now, "cid", "lies"))
     swarm.wait(swarm.policy.debounce_seconds + 1)
     assert swarm.state.memory[RUN].question is not None
 

@@ -9,7 +9,7 @@ from unit.coordinator.routed import LAYERS, RoutedWorld
 from unit.coordinator.world import RUN
 
 from atoll.coordinator.live.plan_pace import PERSIST_INTERVAL_SECONDS, SAMPLE_SECONDS
-from atoll.coordinator.runs import admission
+from atoll.coordinator.runs import bans, departure
 from atoll.coordinator.store.records import PlanFigures
 
 
@@ -55,7 +55,7 @@ def test_the_mean_is_over_time_and_only_over_time_under_that_plan() -> None:
     world.wait(10 * SAMPLE_SECONDS)
     at(world, ann=300.0)
     world.wait(10 * SAMPLE_SECONDS)
-    world.take(admission.leave(world.state, world.now, world.identities["bob"].peer_id, ""))
+    world.take(departure.leave(world.state, world.now, world.identities["bob"].peer_id, ""))
     world.hang_up("bob")
     world.wait(2)
     assert world.plan.version == 2
@@ -95,7 +95,7 @@ def test_an_infinite_speed_report_neither_stops_planning_nor_outlives_its_node()
     at(world, ann=100.0, bob=1.7e308)
     world.wait(3 * PERSIST_INTERVAL_SECONDS)
     assert math.isfinite(kept(world, 1).measured_tokens_per_second)
-    world.take(admission.ban(world.state, world.now, "bob", ""))
+    world.take(bans.ban(world.state, world.now, "bob", ""))
     world.wait(5)
     assert world.plan.members == (world.identities["ann"].peer_id,)
     at(world, ann=100.0)

@@ -22,9 +22,9 @@ from atoll.coordinator.live import pinning
 from atoll.coordinator.live.attendance import attendance_of
 from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.planner.question import Answer, Question
-from atoll.coordinator.runs import admission
+from atoll.coordinator.runs import departure
 from atoll.coordinator.state import deciding
-from atoll.coordinator.state.snapshot import Step
+from atoll.coordinator.state.draft import Step
 from atoll.core.errors import PlanInputInvalid
 from atoll.core.identity import Identity
 from atoll.core.plan import Plan
@@ -152,7 +152,7 @@ class Storm:
     def leave(self) -> None:
         if len(self.here()) > 1:
             name = self.rng.choice(self.here())
-            self.world.take(admission.leave(self.world.state, self.world.now, self._id(name), ""))
+            self.world.take(departure.leave(self.world.state, self.world.now, self._id(name), ""))
             self.world.hang_up(name)
 
     def come_back(self) -> None:
@@ -163,7 +163,7 @@ class Storm:
     def drain(self) -> None:
         if len(self.here()) > 2:
             name = self.rng.choice(self.here())
-            self.world.take(admission.drain(self.world.state, self.world.now, name))
+            self.world.take(departure.drain(self.world.state, self.world.now, name))
             if self.rng.random() < 0.7:
                 self.world.say(name, mb.NODE_STATE_DRAINING)
 

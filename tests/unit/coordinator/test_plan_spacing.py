@@ -11,7 +11,7 @@ from unit.coordinator.world import RUN, World
 
 from atoll.coordinator.live import plan_apply
 from atoll.coordinator.planner.question import Answer
-from atoll.coordinator.runs import admission
+from atoll.coordinator.runs import bans
 from atoll.coordinator.state.snapshot import Policy
 from atoll.v1 import membership_pb2 as mb
 
@@ -124,7 +124,7 @@ def test_a_stage_without_another_route_is_replaced_at_once() -> None:
         world.state,
         memory={RUN: replace(world.state.memory[RUN], plan_issued_at=world.now.monotonic)},  # the plan is new
     )
-    world.take(admission.ban(world.state, world.now, lost, "lies"))
+    world.take(bans.ban(world.state, world.now, lost, "lies"))
     world.wait(0.4)
     assert world.plan.version == version + 1
     assert standby in world.plan.stages

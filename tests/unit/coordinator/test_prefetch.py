@@ -9,7 +9,7 @@ from unit.coordinator.routed import LAYERS, RoutedWorld
 from unit.coordinator.world import RUN, SECRET
 
 from atoll.coordinator.live import hand_over
-from atoll.coordinator.runs import admission, lifecycle
+from atoll.coordinator.runs import admission, departure, lifecycle
 from atoll.coordinator.services import views
 from atoll.coordinator.state import prefetch
 from atoll.v1 import membership_pb2 as mb
@@ -141,7 +141,7 @@ def test_the_successor_of_a_draining_stage_fetches_while_that_stage_trains(pair:
     pair.wait(2)
     going = pair.routes()[0][0]
     first, last = pair.spans()[going]
-    pair.take(admission.drain(pair.state, pair.now, going))
+    pair.take(departure.drain(pair.state, pair.now, going))
     pair.wait(3)
     assert told(pair) == {"cid": range(first, last + 1)}
     assert order(pair, going) == mb.ORDER_UNSPECIFIED
@@ -156,7 +156,7 @@ def test_the_successor_of_a_draining_stage_fetches_while_that_stage_trains(pair:
 
 def test_a_stage_without_a_successor_may_leave(pair: RoutedWorld) -> None:
     going = pair.routes()[0][0]
-    pair.take(admission.drain(pair.state, pair.now, going))
+    pair.take(departure.drain(pair.state, pair.now, going))
     assert order(pair, going) == mb.ORDER_UNSPECIFIED
     pair.wait(5)
     assert order(pair, going) == mb.ORDER_DRAIN
@@ -167,7 +167,7 @@ def test_a_stage_goes_when_its_layers_are_not_fetched_for_long(pair: RoutedWorld
     pair.cards(cid=6)
     pair.wait(2)
     going = pair.routes()[0][0]
-    pair.take(admission.drain(pair.state, pair.now, going))
+    pair.take(departure.drain(pair.state, pair.now, going))
     pair.hang_up(going)
     pair.connect(going, mb.NODE_STATE_TRAINING)
     pair.wait(30)
@@ -236,7 +236,7 @@ def test_a_coordinator_that_starts_again_lets_a_draining_stage_hand_over(pair: R
     pair.cards(cid=6)
     pair.wait(2)
     going = pair.routes()[0][0]
-    pair.take(admission.drain(pair.state, pair.now, going))
+    pair.take(departure.drain(pair.state, pair.now, going))
     pair.wait(3)
     pair.restart()
     for name in pair.identities:

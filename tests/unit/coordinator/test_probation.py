@@ -10,7 +10,7 @@ from unit.coordinator.world import PROMPT, RUN, SECRET, World, commit, round_rep
 
 from atoll.coordinator.live.probation import planned_probation
 from atoll.coordinator.planner.plan_builder import RoutePart
-from atoll.coordinator.runs import admission
+from atoll.coordinator.runs import admission, departure
 from atoll.coordinator.runs.recovery import newest_held_state, recover
 from atoll.coordinator.state.deciding import is_behind
 from atoll.coordinator.store.records import Token
@@ -240,7 +240,7 @@ def test_no_member_on_probation_writes_the_genesis_after_the_others_left() -> No
         world.connect(name)
     world.wait(1)
     assert world.name_of(world.state.memory[RUN].genesis_writer) == "ann"
-    world.take(admission.leave(world.state, world.now, world.identities["ann"].peer_id, ""))
+    world.take(departure.leave(world.state, world.now, world.identities["ann"].peer_id, ""))
     world.wait(5)
     assert (world.run.state, world.state.memory[RUN].genesis_writer) == ("WAITING", "")
     assert "on probation" in world.state.memory[RUN].no_plan_reason
@@ -274,7 +274,7 @@ def test_a_run_whose_known_nodes_are_away_waits_for_them() -> None:
 
 def test_a_run_whose_known_nodes_are_lost_goes_on_with_a_node_that_the_operator_vouches_for() -> None:
     world = joined_by_strangers("sue", "tim", known=("ann",))
-    world.take(admission.leave(world.state, world.now, world.identities["ann"].peer_id, ""))
+    world.take(departure.leave(world.state, world.now, world.identities["ann"].peer_id, ""))
     settle_plan(world)
     reason = world.state.memory[RUN].undecidable_reason
     assert "Missing: ann" in reason

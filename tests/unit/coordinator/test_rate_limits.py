@@ -22,8 +22,8 @@ from unit.coordinator.world import (
 from atoll.coordinator.call_rates import CallRates
 from atoll.coordinator.live import attendance
 from atoll.coordinator.rounds import coordinator_seat
-from atoll.coordinator.runs import admission, checkpoints
-from atoll.coordinator.state import snapshot
+from atoll.coordinator.runs import admission, checkpoints, departure
+from atoll.coordinator.state import draft, run_memory
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE, STORED_ROWS_RATE, Allowance, Rate
 from atoll.coordinator.store.records import Event, PlanRow, Round
 from atoll.core import manifest as manifests
@@ -182,7 +182,8 @@ def test_attempts_of_a_round_long_over_are_not_kept(world: World) -> None:
     world.state = replace(world.state, runs={RUN: replace(world.run, head_round=1000)})
     commits = world.state.memory[RUN].committed
     memory = replace(
-        world.state.memory[RUN], committed={**commits, 1000: snapshot.Commit(b"h" * 32, seats=world.plans[-1].members)}
+        world.state.memory[RUN],
+        committed={**commits, 1000: run_memory.Commit(b"h" * 32, seats=world.plans[-1].members)},
     )
     world.state = replace(world.state, memory={RUN: memory})
     for number, kind in ((700, "round.rejected"), (900, "round.abandoned"), (1001, "round.abandoned")):
@@ -225,7 +226,7 @@ def test_reconnecting_repeatedly_stops_filling_the_event_log(world: World) -> No
 def test_leaving_repeatedly_stops_filling_the_event_log(world: World) -> None:
     peer = world.identities["eve"].peer_id
     for _ in range(2 * int(STORED_ROWS_RATE.burst)):
-        world.take(admission.leave(world.state, world.now, peer, "bye"))
+        world.take(departure.leave(world.state, world.now, peer, "bye"))
         assert world.state.nodes[peer].left
         world.connect("eve")
     assert world.kinds().count("node.left") + world.kinds().count("node.connected") < STORED_ROWS_RATE.burst + 2 * len(
@@ -314,8 +315,8 @@ def test_an_allowance_comes_back_with_time() -> None:
 
 
 def test_old_events_and_attempts_go_and_are_still_counted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "KEPT_EVENTS", 30)
-    monkeypatch.setattr(snapshot, "KEPT_ATTEMPTS", 10)
+    monkeypatch.setattr(draft, "KEPT_EVENTS", 30)
+    monkeypatch.setattr(draft, "KEPT_ATTEMPTS", 10)
     world.say("eve", rounds=own_attempts(world, "eve")[:60])
     store = stored(world)
     assert len(store.load().rounds) == 10
@@ -353,7 +354,7 @@ def test_a_node_that_joins_and_leaves_repeatedly_causes_few_plans(world: World) 
 
 
 def test_old_plans_are_deleted_except_those_that_set_a_base(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "KEPT_PLANS", 3)
+    monkeypatch.setattr(draft, "KEPT_PLANS", 3)
     for _ in range(6):
         flap(world, 2)
         world.wait(35)

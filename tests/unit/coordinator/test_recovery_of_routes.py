@@ -6,7 +6,7 @@ import pytest
 from unit.coordinator.routed import LAYERS, RoutedWorld
 from unit.coordinator.world import RUN, hash_of, round_report
 
-from atoll.coordinator.runs import admission, recovery
+from atoll.coordinator.runs import departure, recovery
 from atoll.core.errors import InvalidRequest, InvalidTransition
 from atoll.core.quorum import COORDINATOR
 from atoll.v1 import membership_pb2 as mb
@@ -193,7 +193,7 @@ def test_recovery_waits_for_absent_members_of_the_newest_round(pair: RoutedWorld
     tell(pair, "spare", 8)
     pair.wait(3 * pair.policy.lost_layers_seconds)
     assert pair.plan.base.round == 0
-    pair.take(admission.leave(pair.state, pair.now, pair.identities[away].peer_id, ""))  # for good
+    pair.take(departure.leave(pair.state, pair.now, pair.identities[away].peer_id, ""))  # for good
     pair.wait(pair.policy.lost_layers_seconds + 3)
     assert pair.plan.base.round == 8
 

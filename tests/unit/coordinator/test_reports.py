@@ -15,7 +15,7 @@ from atoll.coordinator.rounds.source_losses import from_text, to_text
 from atoll.coordinator.rounds.zero_digests import sizes_to_hash
 from atoll.coordinator.runs import admission
 from atoll.coordinator.services import views
-from atoll.coordinator.state import snapshot
+from atoll.coordinator.state import draft
 from atoll.coordinator.store import retention
 from atoll.coordinator.store.records import Evaluation, Event, Round
 from atoll.core.identity import Identity
@@ -593,7 +593,7 @@ def test_a_long_run_keeps_a_bounded_part_in_memory_and_the_same_after_a_restart(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "KEPT_COMMITS", 8)
-    monkeypatch.setattr(snapshot, "KEPT_COMMITS", 8)
+    monkeypatch.setattr(draft, "KEPT_COMMITS", 8)
     monkeypatch.setattr(reports, "THIN_EVERY", 4)
     previous, tokens, first = genesis_hash(world), 0, None
     for number in range(1, 41):

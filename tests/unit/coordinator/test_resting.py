@@ -12,9 +12,10 @@ from unit.coordinator.test_recovery import go_on
 from unit.coordinator.world import RUN, World
 
 from atoll.coordinator.live.attendance import REST_SECONDS
-from atoll.coordinator.runs import admission, recovery
+from atoll.coordinator.runs import bans, recovery
 from atoll.coordinator.state import deciding
-from atoll.coordinator.state.snapshot import Policy, Step
+from atoll.coordinator.state.draft import Step
+from atoll.coordinator.state.snapshot import Policy
 from atoll.coordinator.store.records import Event
 from atoll.core.plan import Plan
 from atoll.core.quorum import Electorate
@@ -236,7 +237,7 @@ def happen(world: World, thing: str, name: str) -> None:
     elif thing == "die" and here:
         world.hang_up(name)
     elif thing == "ban" and here and not banned:
-        world.take(admission.ban(world.state, world.now, name, "lies"))
+        world.take(bans.ban(world.state, world.now, name, "lies"))
         world.hang_up(name)
     elif thing == "round":
         commit(world)

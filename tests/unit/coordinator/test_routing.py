@@ -11,7 +11,7 @@ from unit.coordinator.world import ELIGIBLE_STATES, RUN, layer_table
 
 from atoll.coordinator.planner.plan_builder import most_round_tokens, routes_of
 from atoll.coordinator.planner.question import Answer, Preferences
-from atoll.coordinator.runs import admission, machine, recovery
+from atoll.coordinator.runs import departure, machine, recovery
 from atoll.coordinator.services.plan_views import plan_fields
 from atoll.core.errors import InvalidTransition, PeerMisbehaved
 from atoll.core.quorum import COORDINATOR
@@ -169,7 +169,7 @@ def test_an_answer_with_a_node_that_left_is_dropped_and_asked_for_again(pair: Ro
     question = pair.state.memory[RUN].question
     assert question is not None
     found = pair.find(question)
-    pair.take(admission.leave(pair.state, pair.now, pair.identities["dan"].peer_id, ""))
+    pair.take(departure.leave(pair.state, pair.now, pair.identities["dan"].peer_id, ""))
     pair.hang_up("dan")
     pair.bring(question, found)
     assert pair.plan.version == 1
@@ -251,7 +251,7 @@ def test_a_route_continues_without_a_stage_where_the_others_have_memory() -> Non
     world = RoutedWorld()
     world.begin(ann=4, bob=4, cid=8)
     leaver = next(name for name in world.spans() if name != "cid")
-    world.take(admission.leave(world.state, world.now, world.identities[leaver].peer_id, ""))
+    world.take(departure.leave(world.state, world.now, world.identities[leaver].peer_id, ""))
     world.hang_up(leaver)
     world.wait(3)
     (route,) = routes_of(world.plan)
@@ -303,7 +303,7 @@ def test_a_draining_stage_goes_once_another_has_its_layers(pair: RoutedWorld) ->
     pair.wait(2)
     going = first_of(pair)
     span = pair.spans()[going]
-    pair.take(admission.drain(pair.state, pair.now, going))
+    pair.take(departure.drain(pair.state, pair.now, going))
     pair.wait(3)
     assert going in pair.spans()
     pair.fetches = True
@@ -330,7 +330,7 @@ def test_without_small_nodes_the_others_hold_all_layers() -> None:
     world = RoutedWorld()
     world.begin(ann=6, bob=6, whale=12, orca=12)
     for name in ("ann", "bob"):
-        world.take(admission.leave(world.state, world.now, world.identities[name].peer_id, ""))
+        world.take(departure.leave(world.state, world.now, world.identities[name].peer_id, ""))
         world.hang_up(name)
     world.wait(3)
     assert world.spans() == dict.fromkeys(("whale", "orca"), (0, LAYERS - 1))

@@ -12,7 +12,7 @@ from unit.coordinator.world import RUN, World
 from atoll.coordinator.rounds import coordinator_seat
 from atoll.coordinator.rounds.coordinator_seat import VoteReply, cast_vote, promise
 from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT, MAX_ROUNDS_AHEAD
-from atoll.coordinator.state.snapshot import RunMemory
+from atoll.coordinator.state.run_memory import RunMemory
 from atoll.coordinator.store.records import Event, Vote
 from atoll.core.errors import InvalidRequest
 from atoll.core.identity import Identity

@@ -12,7 +12,7 @@ from unit.coordinator.world import ELIGIBLE_STATES, RUN
 
 from atoll.coordinator.live import pinning
 from atoll.coordinator.live.span_fit import span_memory_of
-from atoll.coordinator.runs import admission, recovery
+from atoll.coordinator.runs import bans, departure, recovery
 from atoll.coordinator.services import plan_views
 from atoll.v1 import membership_pb2 as mb
 
@@ -73,7 +73,7 @@ def test_routes_that_a_plan_leaves_as_they_are_keep_their_names(trio: RoutedWorl
     assert {trio.plan.name_of(0), trio.plan.name_of(1)} == {(1, 0), (version, 1)}
     assert trio.plan.routes_begun == 2
     lost = whose_route(trio, since=1)[1]
-    trio.take(admission.ban(trio.state, trio.now, lost, "lies"))
+    trio.take(bans.ban(trio.state, trio.now, lost, "lies"))
     trio.cards(eve=6)
     trio.wait(6)
     assert (1, 0) not in [trio.plan.name_of(number) for number in range(len(trio.routes()))]
@@ -326,7 +326,7 @@ def test_a_recovery_keeps_standbys(trio: RoutedWorld) -> None:
 
 def test_a_banned_stage_is_replaced_at_once(trio: RoutedWorld) -> None:
     lost = whose_place(trio)
-    trio.take(admission.ban(trio.state, trio.now, lost, "lies"))
+    trio.take(bans.ban(trio.state, trio.now, lost, "lies"))
     trio.wait(0.4)
     assert "cid" in trio.routes()[0]
 
@@ -344,7 +344,7 @@ def test_a_standby_that_is_gone_is_no_member_any_more(trio: RoutedWorld) -> None
 
 
 def test_a_drained_standby_leaves_at_once(trio: RoutedWorld) -> None:
-    trio.take(admission.drain(trio.state, trio.now, "cid"))
+    trio.take(departure.drain(trio.state, trio.now, "cid"))
     trio.wait(0.4)
     assert order(trio, "cid") == mb.ORDER_DRAIN
     trio.wait(4)
@@ -355,7 +355,7 @@ def test_a_draining_stage_gives_its_place_to_its_standby(trio: RoutedWorld) -> N
     going = whose_place(trio)
     span = trio.spans()[going]
     trio.fetches = False
-    trio.take(admission.drain(trio.state, trio.now, going))
+    trio.take(departure.drain(trio.state, trio.now, going))
     trio.wait(3)
     assert trio.spans()["cid"] == span
     assert going not in trio.spans()

@@ -12,7 +12,7 @@ from unit.coordinator.world import RUN, World, commit, round_report
 
 from atoll.coordinator.rounds.training_scores import KEPT_SCORES, compare
 from atoll.coordinator.services.views import node_view
-from atoll.coordinator.state.snapshot import TrainingScore
+from atoll.coordinator.state.run_memory import TrainingScore
 from atoll.coordinator.store.records import Event
 from atoll.core.round_id import RoundId
 from atoll.core.training_audits import Drawn, audit_seed, draw

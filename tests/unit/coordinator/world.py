@@ -12,8 +12,10 @@ from support.memory_store import MemoryStore
 
 from atoll.coordinator.rounds import learner, node_metrics
 from atoll.coordinator.rounds.zero_digests import sizes_to_hash, zero_digests
-from atoll.coordinator.runs import admission, lifecycle, machine
-from atoll.coordinator.state.snapshot import Draft, Policy, State, Step, StepTime, seats_after
+from atoll.coordinator.runs import admission, lifecycle, machine, restart
+from atoll.coordinator.state.draft import Draft, Step
+from atoll.coordinator.state.run_memory import seats_after
+from atoll.coordinator.state.snapshot import Policy, State, StepTime
 from atoll.coordinator.store.records import Change, Event, Node, Run, Token
 from atoll.core import protocol
 from atoll.core.fragments import fragment_of_round
@@ -214,7 +216,7 @@ class World:
         """The process ends and another takes over from what was made durable."""
         store = MemoryStore()
         store.apply(self.records)
-        self.state = machine.restore(store.load(), tuple(self.plans), None, self.now, self.operator.public_key)
+        self.state = restart.restore(store.load(), tuple(self.plans), None, self.now, self.operator.public_key)
         self.sessions.clear()
 
     def wait(self, seconds: float) -> None:

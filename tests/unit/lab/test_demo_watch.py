@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from atoll.core.errors import DeadlineExceeded
-from atoll.lab import demo
+from atoll.lab import demo_watch
 from atoll.lab.launcher import LocalSwarm
 
 
@@ -25,10 +25,10 @@ async def test_a_run_past_the_deadline_names_the_limit_and_the_option_that_raise
     async def nothing(_view):
         pass
 
-    monkeypatch.setattr(demo, "fetch_run_view", nothing)
-    view = demo.DemoView(title="demo", started=0.0, stop_tokens=1)
+    monkeypatch.setattr(demo_watch, "fetch_run_view", nothing)
+    view = demo_watch.DemoView(title="demo", started=0.0, stop_tokens=1)
     faults = asyncio.create_task(asyncio.sleep(0))
     limit = timedelta(minutes=0.001)
     with pytest.raises(DeadlineExceeded, match=r"within 0.001 min") as caught:
-        await demo.watch(cast(LocalSwarm, Endless()), limit, ["node-1"], view, lambda _: None, faults)
+        await demo_watch.watch(cast(LocalSwarm, Endless()), limit, ["node-1"], view, lambda _: None, faults)
     assert "--minutes" in caught.value.remedy

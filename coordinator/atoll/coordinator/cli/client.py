@@ -22,6 +22,12 @@ from atoll.v1 import admin_pb2_grpc
 
 CALL_SECONDS = 10.0
 MAX_MESSAGE_BYTES = 64 << 20
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.keepalive_time_ms", 15_000),  # ends a stream whose coordinator died silently
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
@@ -59,13 +65,7 @@ def connect(directory: Path | None) -> Iterator[Client]:
         private_key=_read(place / "admin.key"),
         certificate_chain=_read(place / "admin.crt"),
     )
-    options = (
-        ("grpc.ssl_target_name_override", server_name),
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.enable_http_proxy", 0),
-        ("grpc.keepalive_time_ms", 15_000),  # ends a stream whose coordinator died silently
-        ("grpc.keepalive_timeout_ms", 10_000),
-    )
+    options = (("grpc.ssl_target_name_override", server_name), *_CHANNEL_OPTIONS)
     with grpc.secure_channel(endpoint, credentials, options) as channel:
         yield Client(admin_pb2_grpc.AdminStub(channel), endpoint)
 

@@ -18,6 +18,7 @@ from atoll.coordinator.cli import (
     plan,
     run,
     run_assign,
+    run_clone,
     run_diff,
     run_end,
     run_fork,
@@ -47,7 +48,7 @@ app.add_typer(token.app, name="token")
 node.app.command()(node_forget.forget)
 app.add_typer(node.app, name="node")
 run.app.command("plan")(run_plan.plan_run)
-run.app.command()(run_assign.clone)
+run.app.command()(run_clone.clone)
 run.app.command()(run_fork.fork)
 run.app.command()(run_assign.assign)
 run.app.command()(run_diff.diff)

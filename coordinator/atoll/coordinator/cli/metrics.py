@@ -16,9 +16,8 @@ import typer
 from atoll.coordinator.cli.client import connect
 from atoll.coordinator.cli.formatting import count_or_dash, loss_or_dash, size_or_dash
 from atoll.coordinator.cli.metrics_rows import UNITS, Row, Value, Wanted, all_rows, newest_rows
-from atoll.coordinator.cli.options import CredentialsOption
+from atoll.coordinator.cli.options import CredentialsOption, RunArgument
 from atoll.coordinator.cli.output import Column, JsonObject, print_sentences, show, show_facts
-from atoll.coordinator.cli.run import RunArgument
 from atoll.coordinator.cli.tensorboard_files import directory_name, event_files
 from atoll.coordinator.store.records import MAX_INTEGER
 from atoll.core.errors import UsageError

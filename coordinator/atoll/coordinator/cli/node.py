@@ -11,13 +11,13 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import connect
+from atoll.coordinator.cli.confirmation import confirm
 from atoll.coordinator.cli.formatting import count_or_dash, local_time, loss_or_dash, size_or_dash, time_ago
-from atoll.coordinator.cli.options import CredentialsOption, NodeArgument, RunOption
+from atoll.coordinator.cli.options import CredentialsOption, NodeArgument, RunOption, YesOption
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show, show_facts
 from atoll.coordinator.sanitize import clean, enum_word
-from atoll.core.errors import UsageError
 from atoll.core.node_reasons import is_failure, reason_words, telling_words
-from atoll.core.output import Output, OutputOption, ask_interactively, print_to_stderr
+from atoll.core.output import Output, OutputOption, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
@@ -113,7 +113,7 @@ def _set_probation(node: str, on_probation: bool, output: Output, credentials: P
 def ban(
     node: NodeArgument,
     reason: Annotated[str, typer.Option(help="for the event log")] = "",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
+    yes: YesOption = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
@@ -127,8 +127,7 @@ def ban(
         view = client.call(client.stub.GetNode, wire.GetNodeRequest(node=node))
         if not yes:
             print_to_stderr(f"this bans {clean(view.name)} ({clean(view.peer_id)}); it loses its place at once")
-            if not ask_interactively(lambda: typer.confirm("ban it?", err=True)):
-                raise UsageError("nothing was done", "answer yes, or pass --yes")
+            confirm("ban it?")
         view = client.call(client.stub.BanNode, wire.BanNodeRequest(node=view.peer_id, reason=reason))
     show(output, {"node": message_dict(view)}, _COLUMNS, [_row(view, time.time())])
 

@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from atoll.coordinator.cli.client import connect
-from atoll.coordinator.cli.formatting import count_or_dash, local_time, loss_or_dash
-from atoll.coordinator.cli.options import CredentialsOption
+from atoll.coordinator.cli.client import Client, connect
+from atoll.coordinator.cli.confirmation import confirm, confirm_run
+from atoll.coordinator.cli.formatting import count_or_dash, local_time
+from atoll.coordinator.cli.options import CredentialsOption, RunArgument, SpecArgument, StartOption, YesOption
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show, show_facts
-from atoll.coordinator.sanitize import clean, enum_word
+from atoll.coordinator.cli.run_views import run_facts, show_one_run, show_runs
+from atoll.coordinator.sanitize import clean
 from atoll.coordinator.store.records import MAX_INTEGER
-from atoll.core.errors import ConfigError, RunSpecError, UsageError
-from atoll.core.output import Output, OutputOption, ask_interactively, print_to_stderr
-from atoll.core.units import count_text, duration_text
+from atoll.core.errors import ConfigError, RunSpecError
+from atoll.core.output import Output, OutputOption, print_to_stderr
 from atoll.v1 import admin_pb2 as wire
-from atoll.v1 import membership_pb2 as mb
 
-_SHOWN = 8
 app = typer.Typer(
     help="Runs: plan, create, clone, fork, show, start, pause, stop, delete, recover, assign nodes.",
     no_args_is_help=True,
 )
-RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="needed only if there are several runs")]
-_COLUMNS = [
-    Column("run", "run_id"),
-    Column("state"),
-    Column("round", align_right=True),
-    Column("tokens", align_right=True),
-    Column("done", align_right=True),
-    Column("loss", align_right=True),
-    Column("nodes", align_right=True),
-    Column("plan", align_right=True, drop_order=1),
-    Column("left", align_right=True),
-]
 _ROUNDS = 1000  # rows a request, abandoned attempts included
 _ROUND_COLUMNS = [
     Column("round", align_right=True),
@@ -61,8 +46,8 @@ _ROUND_COLUMNS = [
 
 @app.command()
 def create(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="the run spec, TOML; - reads standard input")],
-    start: Annotated[bool, typer.Option("--start", help="also start the run")] = False,
+    file: SpecArgument,
+    start: StartOption = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
@@ -76,17 +61,14 @@ def create(
     request = wire.CreateRunRequest(spec_toml=text, start=start)
     with connect(credentials) as client:
         run = client.call(client.stub.CreateRun, request)
-    show_runs(output, {"run": message_dict(run)}, [run])
+    show_one_run(output, run)
     _print_spec_notes(text)
     if not start:
         print_to_stderr(f"start it with: atollctl run start {run.run_id}")
 
 
 def _print_spec_notes(text: str) -> None:
-    from atoll.core.run_spec import (
-        parse_run_spec,
-        spec_warnings,
-    )  # imports pydantic
+    from atoll.core.run_spec import parse_run_spec, spec_warnings  # imports pydantic
 
     with suppress(RunSpecError):  # the coordinator accepted the spec: its release may be newer
         for warning in spec_warnings(parse_run_spec(text)):
@@ -116,7 +98,7 @@ def show_run(run: RunArgument = "", output: OutputOption = Output.TEXT, credenti
     """
     with connect(credentials) as client:
         view = client.call(client.stub.GetRun, wire.RunRequest(run_id=run))
-    show_facts(output, {"run": message_dict(view)}, _facts(view))
+    show_facts(output, {"run": message_dict(view)}, run_facts(view))
 
 
 @app.command()
@@ -156,7 +138,7 @@ def start(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials
     """
     with connect(credentials) as client:
         view = client.call(client.stub.StartRun, wire.RunRequest(run_id=run))
-    show_runs(output, {"run": message_dict(view)}, [view])
+    show_one_run(output, view)
 
 
 @app.command()
@@ -180,13 +162,13 @@ def pause(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials
     """
     with connect(credentials) as client:
         view = client.call(client.stub.PauseRun, wire.RunRequest(run_id=run))
-    show_runs(output, {"run": message_dict(view)}, [view])
+    show_one_run(output, view)
 
 
 @app.command()
 def stop(
     run: RunArgument = "",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
+    yes: YesOption = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
@@ -200,16 +182,15 @@ def stop(
         view = client.call(client.stub.GetRun, wire.RunRequest(run_id=run))
         if not yes:
             print_to_stderr(f"this ends run {clean(view.run_id)} at round {view.head_round}, for good")
-            if ask_interactively(lambda: typer.prompt("type the name of the run", err=True)) != view.run_id:
-                raise UsageError("nothing was done", "type its name, or pass --yes; `run pause` is not for good")
+            confirm_run(view.run_id, "; `run pause` is not for good")
         view = client.call(client.stub.StopRun, wire.RunRequest(run_id=view.run_id))
-    show_runs(output, {"run": message_dict(view)}, [view])
+    show_one_run(output, view)
 
 
 @app.command()
 def recover(
     run: RunArgument = "",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
+    yes: YesOption = False,
     force: Annotated[
         bool, typer.Option("--force", help="recover even if a majority is connected: a lost result blocks the run")
     ] = False,
@@ -227,22 +208,18 @@ def recover(
     with connect(credentials) as client:
         view = client.call(client.stub.GetRun, wire.RunRequest(run_id=run))
         if not yes:
-            nodes = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=view.run_id)).nodes
-            head_rounds = [node.status.head_round for node in nodes if node.connected and node.status.head_hash]
-            print_to_stderr(
-                f"run {clean(view.run_id)} is at round {view.head_round}; "
-                f"connected nodes hold: {_holders_by_round(head_rounds)}"
-            )
-            print_to_stderr("rounds newer than the newest of these become void for good, on every node")
-            if not ask_interactively(lambda: typer.confirm("recover it?", err=True)):
-                raise UsageError("nothing was done", "answer yes, or pass --yes")
+            _confirm_recovery(client, view)
         view = client.call(client.stub.RecoverRun, wire.RecoverRunRequest(run_id=view.run_id, force=force))
-    show_runs(output, {"run": message_dict(view)}, [view])
+    show_one_run(output, view)
 
 
-def _holders_by_round(rounds: list[int]) -> str:
-    found = Counter(rounds)
-    return ", ".join(f"round {number} on {found[number]}" for number in sorted(found, reverse=True)) or "nothing"
+def _confirm_recovery(client: Client, run: wire.RunView) -> None:
+    nodes = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=run.run_id)).nodes
+    found = Counter(node.status.head_round for node in nodes if node.connected and node.status.head_hash)
+    held = ", ".join(f"round {number} on {found[number]}" for number in sorted(found, reverse=True)) or "nothing"
+    print_to_stderr(f"run {clean(run.run_id)} is at round {run.head_round}; connected nodes hold: {held}")
+    print_to_stderr("rounds newer than the newest of these become void for good, on every node")
+    confirm("recover it?")
 
 
 def read_spec(file: Path) -> str:
@@ -253,42 +230,6 @@ def read_spec(file: Path) -> str:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not text", "a run spec is a TOML file in UTF-8") from error
-
-
-def show_runs(output: Output, document: JsonObject, runs: list[wire.RunView]) -> None:
-    """Print runs as `run list` does."""
-    show(output, document, _COLUMNS, [_row(run) for run in runs])
-
-
-def _state(run: wire.RunView) -> str:
-    return enum_word(mb.RunState.DESCRIPTOR, run.state)
-
-
-def _row(run: wire.RunView) -> JsonObject:
-    return {
-        "run_id": run.run_id,
-        "state": _state(run),
-        "round": run.head_round or "–",
-        "tokens": count_or_dash(run.committed_tokens),
-        "done": f"{100 * min(1.0, run.committed_tokens / run.stop_tokens):.0f} %",
-        "loss": loss_or_dash(run.validation_loss),
-        "nodes": f"{run.nodes_ready} of {run.min_nodes}+",
-        "plan": run.plan_version or "–",
-        "left": _left(run),
-    }
-
-
-def _left(run: wire.RunView) -> str:
-    """Time until the run is finished, at the pace of its recent rounds."""
-    known = run.HasField("eta_unix_ms")
-    return duration_text(max(0.0, run.eta_unix_ms / 1000 - time.time())) if known else "–"
-
-
-def _finish(run: wire.RunView) -> str:
-    if not run.HasField("eta_unix_ms"):
-        return "–"
-    pace = f"{count_text(run.recent_tokens_per_second)} tokens/s"
-    return f"in {_left(run)}, {local_time(run.eta_unix_ms)}, at the pace of its recent rounds: {pace}"
 
 
 def _round_row(item: wire.RoundView) -> JsonObject:
@@ -308,54 +249,3 @@ def _round_row(item: wire.RoundView) -> JsonObject:
         "seconds": f"{item.seconds:.1f}" if item.seconds else "–",  # of a round that was learned from its manifest
         "when": local_time(item.unix_ms),
     }
-
-
-def _facts(run: wire.RunView) -> list[tuple[str, object]]:
-    facts: list[tuple[str, object]] = [
-        ("run", run.run_id),
-        ("state", _state(run)),
-        ("tokens", f"{count_or_dash(run.committed_tokens)} of {count_or_dash(run.stop_tokens)}"),
-        ("finishes", _finish(run)),
-        ("rounds", f"{run.rounds_committed} committed of {run.rounds_opened} opened; head {run.head_round}"),
-        ("nodes", f"{run.nodes_ready} ready; {run.min_nodes} needed to begin"),
-        *([("nodes not ready", _first_few(run.uncounted))] if run.uncounted else []),
-        ("plan", run.plan_version or "–"),
-        *([("no plan is possible", run.missing)] if run.missing else []),
-        ("validation loss", _losses([(item.round, item.loss) for item in run.evaluations])),
-        *_source_losses(run),
-        ("layers", _layers(run)),
-        ("spec", "\n" + run.spec_toml.rstrip()),
-    ]
-    return facts
-
-
-def _first_few(words: Sequence[str]) -> str:
-    """The first few texts and the number of the others; hundreds of nodes may load at once."""
-    shown, more = [clean(text, 80) for text in words[:_SHOWN]], len(words) - _SHOWN
-    return "; ".join(shown) + (f"; {more} more" if more > 0 else "")
-
-
-def _layers(run: wire.RunView) -> str:
-    rows = run.layers.layers
-    frozen = sum(row.frozen_parameters for row in rows)
-    frozen_text = f" trained, {count_or_dash(frozen)} frozen" if frozen else ""
-    return f"{len(rows)}, {count_or_dash(sum(row.parameters for row in rows))} parameters{frozen_text}"
-
-
-def _losses(curve: Sequence[tuple[int, float]]) -> str:
-    """First and last of the losses by round."""
-    if not curve:
-        return "–"
-    (first_round, first), (last_round, last) = curve[0], curve[-1]
-    return f"{first:.4f} (round {first_round}) → {last:.4f} (round {last_round})"
-
-
-def _source_losses(run: wire.RunView) -> Iterator[tuple[str, str]]:
-    """One fact for each source of the newest evaluation that has sources."""
-    newest = [item for item in run.evaluations if item.sources][-1:]
-    for source in newest[0].sources if newest else ():
-        name = clean(source.name, 64)
-        rounds = [(item.round, {it.name: it.loss for it in item.sources}) for item in run.evaluations]
-        curve = [(number, losses[source.name]) for number, losses in rounds if source.name in losses]
-        trained = f", {count_or_dash(source.tokens)} tokens trained" if source.tokens else ""
-        yield f"loss on {name}", f"{_losses(curve)}{trained}"

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from atoll.coordinator.cli.client import Client, connect
+from atoll.coordinator.cli.confirmation import confirm_run
 from atoll.coordinator.cli.formatting import size_or_dash
-from atoll.coordinator.cli.options import CredentialsOption
+from atoll.coordinator.cli.options import CredentialsOption, RunArgument, YesOption
 from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show
-from atoll.coordinator.cli.run import RunArgument
 from atoll.coordinator.sanitize import clean
-from atoll.core.errors import DeadlineExceeded, UsageError
-from atoll.core.output import Output, OutputOption, ask_interactively, print_to_stderr
+from atoll.core.errors import DeadlineExceeded
+from atoll.core.output import Output, OutputOption, print_to_stderr
 from atoll.core.units import duration_text, parse_duration
 from atoll.v1 import admin_pb2 as wire
 
@@ -36,7 +36,7 @@ _CHECKPOINT_COLUMNS = [
 
 def delete(
     run: Annotated[str, typer.Argument(metavar="RUN", help="a run that is over, or that never started")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
+    yes: YesOption = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
@@ -55,8 +55,7 @@ def delete(
             print_to_stderr(
                 f"this deletes all records of run {clean(view.run_id)} ({view.head_round} rounds), for good"
             )
-            if ask_interactively(lambda: typer.prompt("type the name of the run", err=True)) != view.run_id:
-                raise UsageError("nothing was done", "type its name, or pass --yes")
+            confirm_run(view.run_id)
         deleted = client.call(client.stub.DeleteRun, wire.DeleteRunRequest(run_id=view.run_id))
     row = message_dict(deleted)
     show(output, {"deleted": row}, _DELETED_COLUMNS, [row])

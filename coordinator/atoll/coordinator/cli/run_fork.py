@@ -9,11 +9,10 @@ from typing import Annotated
 
 import typer
 
-from atoll.coordinator.cli import run as run_views
 from atoll.coordinator.cli.client import Client, connect
-from atoll.coordinator.cli.options import CredentialsOption
-from atoll.coordinator.cli.output import message_dict
-from atoll.coordinator.cli.run_assign import changed_spec
+from atoll.coordinator.cli.options import CredentialsOption, SetOption, StartOption, UnsetOption
+from atoll.coordinator.cli.run_views import show_one_run
+from atoll.coordinator.cli.spec_changes import changed_spec
 from atoll.coordinator.store.records import MAX_INTEGER
 from atoll.core.errors import UsageError
 from atoll.core.output import Output, OutputOption, print_to_stderr
@@ -29,18 +28,12 @@ def fork(
     round_number: Annotated[
         int, typer.Option("--from", metavar="ROUND", min=0, max=MAX_INTEGER, help="of which a node holds a checkpoint")
     ],
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="a key with another value, as in TOML; repeatable"),
-    ] = None,
-    defaults: Annotated[
-        list[str] | None,
-        typer.Option("--unset", metavar="SECTION.KEY", help="a key with its default again; repeatable"),
-    ] = None,
+    changes: SetOption = None,
+    defaults: UnsetOption = None,
     manifest: Annotated[
         str, typer.Option(metavar="HASH", help="of a round that the coordinator does not know as committed")
     ] = "",
-    start: Annotated[bool, typer.Option("--start", help="also start the run")] = False,
+    start: StartOption = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
@@ -65,7 +58,7 @@ def fork(
         text = changed_spec(source.spec_toml, name, changes or (), defaults or (), begins)
         at_risk = _may_lose_it(client, source)
         created = client.call(client.stub.CreateRun, wire.CreateRunRequest(spec_toml=text, start=start))
-    run_views.show_runs(output, {"run": message_dict(created)}, [created])
+    show_one_run(output, created)
     if not source.committed:
         print_to_stderr(
             "note: the coordinator does not know that this round committed; it trusts the hash that you named"

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.coordinator.cli.client import Client, connect
-from atoll.coordinator.cli.options import CredentialsOption
+from atoll.coordinator.cli.options import CredentialsOption, SetOption, SpecArgument
 from atoll.coordinator.cli.output import print_sentences, show, show_facts
 from atoll.coordinator.cli.run import read_spec
-from atoll.coordinator.cli.run_assign import set_key
+from atoll.coordinator.cli.spec_changes import set_key
 from atoll.core.errors import RunSpecError, UsageError
 from atoll.core.output import Output, OutputOption
 from atoll.v1 import admin_pb2 as wire
@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 
 
 def plan_run(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="the run spec, TOML; - reads standard input")],
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="a key with another value, as in TOML; repeatable"),
-    ] = None,
+    file: SpecArgument,
+    changes: SetOption = None,
     run: Annotated[str, typer.Option("--run", metavar="RUN", help="count only the nodes of this run")] = "",
     price_per_hour: Annotated[
         float | None, typer.Option(min=0, max=1e6, help="of one node: also tell what the run costs")

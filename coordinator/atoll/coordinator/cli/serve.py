@@ -87,10 +87,7 @@ def serve(
 
 
 @app.command("config")
-def show_config(
-    config: ConfigOption = None,
-    output: OutputOption = Output.TEXT,
-) -> None:
+def show_config(config: ConfigOption = None, output: OutputOption = Output.TEXT) -> None:
     """Show every setting, its value, and where it came from.
 
     [bold]Example[/bold]

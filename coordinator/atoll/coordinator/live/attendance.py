@@ -14,7 +14,8 @@ from functools import cached_property
 from atoll.coordinator.sanitize import enum_word
 from atoll.coordinator.state import deciding
 from atoll.coordinator.state.known_nodes import known_nodes
-from atoll.coordinator.state.snapshot import LiveNode, PlanJoins, RunMemory, State
+from atoll.coordinator.state.run_memory import PlanJoins, RunMemory
+from atoll.coordinator.state.snapshot import LiveNode, State
 from atoll.coordinator.store.records import Node
 from atoll.core.fragments import fragment_count
 from atoll.core.node_reasons import is_failure, named_reason, reason_words

@@ -7,7 +7,8 @@ from dataclasses import replace
 from atoll.coordinator.live import planner_question
 from atoll.coordinator.live.attendance import attendance_of
 from atoll.coordinator.state import prefetch
-from atoll.coordinator.state.snapshot import Draft, Policy, State
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.snapshot import Policy, State
 from atoll.coordinator.store.records import Node
 
 MAX_HAND_OVER_SECONDS = 300.0  # beside a preparation's own deadline; then the node leaves in any case

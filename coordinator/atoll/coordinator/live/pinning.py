@@ -7,7 +7,8 @@ from dataclasses import replace
 from atoll.coordinator.live.attendance import PINNED_OUT, should_train
 from atoll.coordinator.live.span_fit import span_memory_of
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime
+from atoll.coordinator.state.draft import Draft, Step
+from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.coordinator.store.records import Node
 from atoll.core.errors import PlanInputInvalid
 from atoll.core.units import bytes_text

@@ -10,7 +10,8 @@ from atoll.coordinator.live.attendance import attendance_of, membership_change
 from atoll.coordinator.live.plan_issue import issue_replica_plan
 from atoll.coordinator.planner.question import Answer, NamedRoute, Question
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import Draft, Policy, State, Step, StepTime
+from atoll.coordinator.state.draft import Draft, Step
+from atoll.coordinator.state.snapshot import Policy, State, StepTime
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Plan
 
@@ -45,6 +46,10 @@ def apply(state: State, now: StepTime, run_id: str, question: Question, answer: 
         if step.result is None:
             _require_decidable(step.state, run_id)
         return step
+    return _apply_replicas(state, now, run_id)
+
+
+def _apply_replicas(state: State, now: StepTime, run_id: str) -> Step[Plan | None]:
     draft = Draft(state, now)
     plan = state.memory[run_id].plan
     attendance = attendance_of(state, run_id, now.monotonic)

@@ -25,8 +25,10 @@ from atoll.coordinator.planner.reduce_shares import (
     reduce_rate,
     span_rates,
 )
+from atoll.coordinator.state.draft import Draft
 from atoll.coordinator.state.known_nodes import known_nodes
-from atoll.coordinator.state.snapshot import Draft, RunMemory, State
+from atoll.coordinator.state.run_memory import RunMemory
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import PlanFigures, Run
 from atoll.core.manifest import manifest_hash
 from atoll.core.plan import Base, Plan
@@ -90,7 +92,7 @@ def issue_route_plan(
     False: it could not decide the next round, so there is no plan (`quorum_guard.py`).
     """
     run = draft.state.runs[run_id]
-    spans = {part.peer_id: range(part.first, part.last + 1) for route in routes for part in route}
+    spans = {part.peer_id: part.span for route in routes for part in route}
     voters = keep_voters(draft, run_id, {**spans, **standbys}, base)
     if voters is None:
         return False

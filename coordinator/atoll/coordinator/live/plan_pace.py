@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from atoll.coordinator.live import planner_answer, planner_question
 from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs
-from atoll.coordinator.state.snapshot import Draft, Policy, State, Step, StepTime
+from atoll.coordinator.state.draft import Draft, Step
+from atoll.coordinator.state.snapshot import Policy, State, StepTime
 from atoll.coordinator.store.records import PlanFigures
 from atoll.core.plan import Plan
 

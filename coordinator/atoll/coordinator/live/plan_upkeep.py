@@ -16,8 +16,9 @@ from atoll.coordinator.live.planner_question import may_follow_newer_plan
 from atoll.coordinator.live.probation import probation_changed, probation_text
 from atoll.coordinator.live.replan_trigger import ReplanReason
 from atoll.coordinator.planner.reduce_shares import MIN_RESHARE_SPEEDUP, reshare_speedup
+from atoll.coordinator.state.draft import Draft
 from atoll.coordinator.state.run_states import transition_run
-from atoll.coordinator.state.snapshot import Draft, Policy, State
+from atoll.coordinator.state.snapshot import Policy, State
 from atoll.core.plan import Plan
 
 

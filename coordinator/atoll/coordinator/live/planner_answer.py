@@ -14,15 +14,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from atoll.coordinator.live import backup_spans, planner_question
+from atoll.coordinator.live import planner_question, standbys
 from atoll.coordinator.live.attendance import Attendance, attendance_of, live_of, membership_change
 from atoll.coordinator.live.pinning import pinned_span
 from atoll.coordinator.live.plan_issue import PlanNotes, issue_route_plan
 from atoll.coordinator.planner.plan_builder import Route, RoutePart, routes_of
 from atoll.coordinator.planner.question import Answer, Question, has_planner_inputs, memory_figures
 from atoll.coordinator.state import prefetch
+from atoll.coordinator.state.draft import Draft, Step
+from atoll.coordinator.state.run_memory import AnsweredQuestion, Preparation
 from atoll.coordinator.state.run_states import transition_run
-from atoll.coordinator.state.snapshot import AnsweredQuestion, Draft, Policy, Preparation, State, Step, StepTime
+from atoll.coordinator.state.snapshot import Policy, State, StepTime
 from atoll.core.plan import Plan
 
 _UNPREPARED_WAIT_FACTOR = 4.0  # × the time waited for a node in vain: how long no plan waits for it again
@@ -183,7 +185,7 @@ def _issue(draft: Draft, run_id: str, question: Question, answer: Answer) -> boo
     routes: list[Route] = [
         tuple(RoutePart(peers[name], first, last) for name, first, last in route) for route in answer.routes
     ]
-    standing = backup_spans.remaining_standbys(state, run_id, routes, attendance.plannable)
+    standing = standbys.remaining_standbys(state, run_id, routes, attendance.plannable)
     members = sorted([*standing, *(part.peer_id for route in routes for part in route)])
     changed = membership_change(state, plan.members, members) if plan else ""
     notes = PlanNotes(answer.tokens_per_second, math.fsum(answer.fetched_bytes.values()), left_out)

@@ -18,7 +18,8 @@ from atoll.coordinator.planner.question import (
 )
 from atoll.coordinator.state import availability
 from atoll.coordinator.state.peer_paths import recent_paths
-from atoll.coordinator.state.snapshot import Policy, RunMemory, State, StepTime
+from atoll.coordinator.state.run_memory import RunMemory
+from atoll.coordinator.state.snapshot import Policy, State, StepTime
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Plan
 from atoll.v1 import plan_pb2

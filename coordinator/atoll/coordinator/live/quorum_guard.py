@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from atoll.coordinator.live.attendance import ELIGIBLE_STATES, live_of, only_strangers_are_there
 from atoll.coordinator.live.span_fit import span_fits
 from atoll.coordinator.state import deciding
-from atoll.coordinator.state.snapshot import Draft, State
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.snapshot import State
 from atoll.core.plan import Base
 from atoll.core.quorum import COORDINATOR, Electorate
 
@@ -32,14 +33,18 @@ def keep_voters(
     state = draft.state
     kept = voters_to_keep(state, run_id, spans, base)
     reason = "" if base is not None else _why_undecidable(state, run_id, {*spans, *kept})
+    _note_undecidable(draft, run_id, reason)
+    return None if reason else kept
+
+
+def _note_undecidable(draft: Draft, run_id: str, reason: str) -> None:
+    before = draft.state.memory[run_id].undecidable_reason
+    if reason and reason != before:
+        draft.event("plan.undecidable", run_id, run_id, f"no new plan: {reason}")
     if reason:
-        if reason != state.memory[run_id].undecidable_reason:
-            draft.event("plan.undecidable", run_id, run_id, f"no new plan: {reason}")
         draft.remember(run_id, undecidable_reason=reason, undecidable_at=draft.now.monotonic)
-        return None
-    if state.memory[run_id].undecidable_reason:
+    elif before:
         draft.remember(run_id, undecidable_reason="")
-    return kept
 
 
 def voters_to_keep(state: State, run_id: str, spans: Mapping[str, range], base: Base | None = None) -> dict[str, range]:

@@ -16,12 +16,13 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from atoll.coordinator.live import (
-    backup_spans,
+    neighbour_copies,
     plan_issue,
     plan_spacing,
     planner_answer,
     planner_question,
     stage_take_over,
+    standbys,
 )
 from atoll.coordinator.live.attendance import Attendance, live_of
 from atoll.coordinator.live.pinning import pinned_span
@@ -29,7 +30,8 @@ from atoll.coordinator.live.probation import probation_changed, probation_text
 from atoll.coordinator.live.span_fit import span_memory_of
 from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.planner.reduce_shares import MIN_RESHARE_SPEEDUP, span_rates, span_reshare_speedup
-from atoll.coordinator.state.snapshot import Draft, Policy, State
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.snapshot import Policy, State
 from atoll.core.plan import Plan
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ def update_routes(draft: Draft, run_id: str, policy: Policy, attendance: Attenda
     """Ask the planner when its inputs differ from the last question's and stay so for the debounce time."""
     if stage_take_over.take_over(draft, run_id, policy, attendance):
         return
-    backup_spans.drop_unusable_copies(draft, run_id)
+    neighbour_copies.drop_unusable_copies(draft, run_id)
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     if memory.preparation is not None:
         if stage_take_over.is_set_aside_copy_needed(draft.state, run_id, attendance, now):
@@ -84,8 +86,8 @@ def update_routes(draft: Draft, run_id: str, policy: Policy, attendance: Attenda
     if why is None:
         if memory.changed_since is not None:
             draft.remember(run_id, changed_since=None)
-        backup_spans.update_standbys(draft, run_id, policy, attendance)
-        backup_spans.update_copies(draft, run_id, policy, attendance)
+        standbys.update_standbys(draft, run_id, policy, attendance)
+        neighbour_copies.update_copies(draft, run_id, policy, attendance)
     elif now < memory.no_question_before and _is_whole(memory.plan, attendance):
         return
     elif memory.changed_since is None or memory.changed_why != why:
@@ -164,9 +166,9 @@ def _reissue_same_routes(draft: Draft, run_id: str, why: ReplanReason) -> None:
     """Issue the same routes with new reduce shares, and with those on probation that are."""
     plan = draft.state.memory[run_id].plan
     assert plan is not None
-    standbys = backup_spans.standby_spans(plan)
+    standing = standbys.standby_spans(plan)
     reason = plan_issue.RESHARE_REASON if why is ReplanReason.LINKS else probation_text(draft.state, plan)
-    backup_spans.issue_with_standbys(draft, run_id, routes_of(plan), standbys, reason)
+    standbys.issue_with_standbys(draft, run_id, routes_of(plan), standing, reason)
     draft.remember(run_id, new_shares_pay=False)
 
 

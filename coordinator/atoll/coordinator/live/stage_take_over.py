@@ -16,20 +16,14 @@ from dataclasses import replace
 
 from atoll.coordinator.live import plan_spacing
 from atoll.coordinator.live.attendance import Attendance, live_of
-from atoll.coordinator.live.backup_spans import (
-    NeighbourPair,
-    complete_copies,
-    is_training,
-    issue_with_standbys,
-    may_hold,
-    neighbour_pairs,
-    part_span,
-    remaining_standbys,
-)
+from atoll.coordinator.live.backup_fetches import is_training, may_hold
+from atoll.coordinator.live.neighbour_copies import NeighbourPair, complete_copies, neighbour_pairs
 from atoll.coordinator.live.plan_issue import PlanNotes, issue_route_plan
+from atoll.coordinator.live.standbys import issue_with_standbys, remaining_standbys
 from atoll.coordinator.planner.plan_builder import Route, routes_of
 from atoll.coordinator.state import prefetch
-from atoll.coordinator.state.snapshot import Draft, Policy, State
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.snapshot import Policy, State
 from atoll.core.plan import Plan
 from atoll.v1 import membership_pb2 as mb
 
@@ -73,7 +67,7 @@ def _promote_standbys(draft: Draft, run_id: str, policy: Policy, attendance: Att
     }
     successors: dict[str, str] = {}  # stage → standby
     for part in (part for route in routes_of(plan) for part in route):
-        standby = next((peer for peer, held in sorted(free.items()) if held == part_span(part)), None)
+        standby = next((peer for peer, held in sorted(free.items()) if held == part.span), None)
         if standby is not None and _can_be_replaced(state, plan, part.peer_id, attendance, now):
             del free[standby]
             successors[part.peer_id] = standby

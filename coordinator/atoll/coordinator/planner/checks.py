@@ -34,8 +34,8 @@ def check_problem(problem: Problem) -> None:
     for pin in problem.wishes.pins:
         _check_pin(problem, pin)
     _check_names("pin", [pin.machine for pin in problem.wishes.pins])
-    if problem.wishes.goal is Goal.PRICE and any(not machine.price_per_hour for machine in problem.machines):
-        free = next(machine.name for machine in problem.machines if not machine.price_per_hour)
+    free = next((machine.name for machine in problem.machines if not machine.price_per_hour), None)
+    if problem.wishes.goal is Goal.PRICE and free is not None:
         raise PlanInputInvalid(
             f"{free} has no price_per_hour, and the goal is a low price",
             "set price_per_hour of all machines, or set the goal to time",
@@ -66,7 +66,7 @@ def check_layout(problem: Problem, layout: Layout) -> None:
 def why_infeasible(tables: CostTables) -> NoFeasiblePlan:
     """Build the error for a problem without a layout: what is missing, and the largest span that fits."""
     problem = tables.problem
-    reach = islands(tables.usable)[0]
+    reach = islands(tables.hops.usable)[0]
     unplaceable = _unplaceable_layer(tables, reach)
     if unplaceable:
         return unplaceable
@@ -94,21 +94,24 @@ def _unplaceable_layer(tables: CostTables, reach: list[int]) -> NoFeasiblePlan |
     """Build the error for a layer that none of these machines may or can hold; None where each has a holder."""
     for index, layer in enumerate(tables.problem.layers):
         holders = [it for it in reach if np.isfinite(tables.stage(it).period[: index + 1, index + 1 :]).any()]
-        if holders:
-            continue
-        need = float(tables.spans.device_bytes[index, index + 1])
-        most = max(tables.problem.machines[it].device_memory_bytes for it in reach)
-        if need > most:
-            return NoFeasiblePlan(
-                f"needs {bytes_text(need - most)} more memory on one machine: layer {layer.name} takes "
-                f"{bytes_text(need)} and the largest machine lends {bytes_text(most)}",
-                "a layer cannot be divided: lend more memory, or use a smaller micro-batch",
-            )
-        return NoFeasiblePlan(
-            f"no machine may hold layer {layer.name}: each lacks memory of device or host, or trust, or is pinned",
-            "remove a pin, trust a machine, or lend more host memory",
-        )
+        if not holders:
+            need = float(tables.spans.device_bytes[index, index + 1])
+            most = max(tables.problem.machines[it].device_memory_bytes for it in reach)
+            return _unplaceable(layer.name, need, most)
     return None
+
+
+def _unplaceable(layer: str, need: float, most: float) -> NoFeasiblePlan:
+    if need > most:
+        return NoFeasiblePlan(
+            f"needs {bytes_text(need - most)} more memory on one machine: layer {layer} takes "
+            f"{bytes_text(need)} and the largest machine lends {bytes_text(most)}",
+            "a layer cannot be divided: lend more memory, or use a smaller micro-batch",
+        )
+    return NoFeasiblePlan(
+        f"no machine may hold layer {layer}: each lacks memory of device or host, or trust, or is pinned",
+        "remove a pin, trust a machine, or lend more host memory",
+    )
 
 
 def _longest_span(tables: CostTables, machine: int) -> tuple[int, int]:

@@ -132,9 +132,9 @@ def route_cost(tables: CostTables, route: Route) -> RouteCost:
         period = max(period, float(table.period[a, b]))
         if before is not None:
             pair = before, stage.machine
-            hops.append(float(cut_bytes[a] * tables.hop_total_per_byte[pair] + tables.hop_latency[pair]))
-            penalties.append(float(tables.hop_penalty[pair]))
-            period = max(period, float(cut_bytes[a] * tables.hop_period_per_byte[pair]))
+            hops.append(float(cut_bytes[a] * tables.hops.total_per_byte[pair] + tables.hops.latency[pair]))
+            penalties.append(float(tables.hops.penalty[pair]))
+            period = max(period, float(cut_bytes[a] * tables.hops.period_per_byte[pair]))
         before = stage.machine
     machines = [stage.machine for stage in route]
     through, penalty = math.fsum((*totals, *hops)), math.fsum(penalties)

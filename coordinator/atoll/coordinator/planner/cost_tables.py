@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from atoll.coordinator.planner.exchange_time import link_rates
-from atoll.coordinator.planner.links import transfer_rates
+from atoll.coordinator.planner.hop_table import HopTable
 from atoll.coordinator.planner.problem import BoolArray, FloatArray, IntArray, Machine, Problem, Reach
 from atoll.coordinator.planner.span_tables import SpanTables
 
@@ -45,41 +45,31 @@ class StageTable:
 
 
 class CostTables:
-    """Stage tables of all machines, computed on first use, and the costs of hops between them."""
+    """Stage tables of all machines, computed on first use, beside the costs of hops between them."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.count = len(problem.machines)
         self.layers = len(problem.layers)
         self.spans = SpanTables(problem)
-        training, wishes = problem.training, problem.wishes
-        rate = transfer_rates(problem)
-        rtt = problem.links.rtt_seconds
-        self.usable: BoolArray = rate > 0
-        tokens = float(training.micro_batch_tokens)
-        with np.errstate(divide="ignore"):
-            forward = tokens * training.activation_ratio / rate
-            backward = tokens * training.gradient_ratio / rate.T
-        self.hop_total_per_byte: FloatArray = forward + backward  # [N, N], seconds per byte of `cut_bytes_per_token`
-        self.hop_period_per_byte: FloatArray = np.maximum(forward, backward)
-        self.hop_latency: FloatArray = np.where(self.usable, rtt, np.inf)
-        self.hop_penalty: FloatArray = np.where(
-            self.usable, wishes.rtt_weight * np.maximum(0.0, rtt - wishes.rtt_cap_seconds), np.inf
-        )
+        training = problem.training
         efficiency = training.link_efficiency
         self.uplink = np.array([machine.uplink_bytes_per_second for machine in problem.machines]) * efficiency
         self.downlink = np.array([machine.downlink_bytes_per_second for machine in problem.machines]) * efficiency
-        self.hop_limits_rate = self._slower_than_access_links(rate)
+        self.hops = HopTable(problem, self.spans.cut_bytes_per_token, self.uplink, self.downlink)
         self.link_bytes_per_second = link_rates(self.uplink, self.downlink)
         self.dialable = np.array([machine.reach is Reach.PUBLIC for machine in problem.machines])
         self.layer_bytes = training.outer_bytes_per_parameter * np.array([layer.parameters for layer in problem.layers])
         self.availability = np.array([machine.availability for machine in problem.machines])
         self.failures_per_second = np.array([machine.failures_per_hour for machine in problem.machines]) / 3600
         self.price_per_second = np.array([machine.price_per_hour for machine in problem.machines]) / 3600
-        self.pins = {pin.machine: pin.span for pin in wishes.pins}
-        self._only_span = {pin.machine: pin.span for pin in wishes.allowed_spans} | self.pins
+        self.pins = {pin.machine: pin.span for pin in problem.wishes.pins}
         self._stages: dict[int, StageTable] = {}
         self._round_limit_seconds = np.inf
+
+    @property
+    def count(self) -> int:
+        """Number of machines, N."""
+        return len(self.problem.machines)
 
     def least_step_seconds(self, machines: Iterable[int]) -> float:
         """Shortest inner step, in seconds, that the owners of these machines allow."""
@@ -98,19 +88,6 @@ class CostTables:
         other = copy(self)
         other._stages, other._round_limit_seconds = {}, seconds
         return other
-
-    def hop(self, source: int, target: int) -> tuple[FloatArray, FloatArray]:
-        """Total (with the penalty for round trips above the cap) and period, by the position of the cut, [L + 1]."""
-        cut = self.spans.cut_bytes_per_token
-        if not self.usable[source, target]:
-            return np.full(cut.shape, np.inf), np.full(cut.shape, np.inf)
-        constant = self.hop_latency[source, target] + self.hop_penalty[source, target]
-        return cut * self.hop_total_per_byte[source, target] + constant, cut * self.hop_period_per_byte[source, target]
-
-    def _slower_than_access_links(self, rate: FloatArray) -> BoolArray:
-        """Pairs whose path is slower than their access links: only there a hop can be slower than both stages."""
-        narrow = rate < 0.999 * np.minimum(self.uplink[:, None], self.downlink)
-        return np.asarray(narrow | narrow.T)
 
     def seconds_per_token(self, machine: int) -> tuple[FloatArray, FloatArray]:
         """Seconds of forward and of backward, by layer, [L] each."""
@@ -155,8 +132,9 @@ class CostTables:
 
     def _permitted(self, profile: Machine) -> BoolArray:
         allowed = self.spans.is_span.copy()
-        if profile.name in self._only_span:
-            span = self._only_span[profile.name]
+        only_span = {pin.machine: pin.span for pin in self.problem.wishes.allowed_spans} | self.pins
+        if profile.name in only_span:
+            span = only_span[profile.name]
             allowed[:] = False
             if span is not None:
                 allowed[span[0], span[1] + 1] = True

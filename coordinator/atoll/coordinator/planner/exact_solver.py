@@ -112,7 +112,7 @@ def best_routes(
 def _periods(tables: CostTables, machines: Sequence[int]) -> FloatArray:
     """All values that the period of a route of these machines can have, ascending."""
     stages = [tables.stage(machine).period.ravel() for machine in machines]
-    hops = [tables.hop(one, other)[1][1:-1] for one, other in permutations(machines, 2)]
+    hops = [tables.hops.costs(one, other)[1][1:-1] for one, other in permutations(machines, 2)]
     values = np.unique(np.concatenate(stages + hops))
     return values[np.isfinite(values)] * (1 + 1e-12)
 
@@ -151,7 +151,7 @@ def _held_karp(
 
 def _bounded_hop(tables: CostTables, one: int, other: int, limits: FloatArray) -> FloatArray:
     """Hop totals by cut, infinite where the hop's period exceeds the limit, [T, L + 1]."""
-    total, period = tables.hop(one, other)
+    total, period = tables.hops.costs(one, other)
     return np.where(period <= limits[:, None], total, np.inf)
 
 

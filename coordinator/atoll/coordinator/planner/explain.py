@@ -154,7 +154,7 @@ def _pace_setter(tables: CostTables, route: Route) -> tuple[str, str]:
 
 
 def _hop_period(tables: CostTables, pair: tuple[Stage, Stage]) -> float:
-    return float(tables.hop(pair[0].machine, pair[1].machine)[1][pair[1].first])
+    return float(tables.hops.costs(pair[0].machine, pair[1].machine)[1][pair[1].first])
 
 
 def _places(tables: CostTables, value: Evaluation, label: Sequence[int]) -> Iterator[StagePlacement]:
@@ -185,7 +185,7 @@ def _places(tables: CostTables, value: Evaluation, label: Sequence[int]) -> Iter
 def left_out(tables: CostTables, value: Evaluation, most: int) -> tuple[LeftOut, ...]:
     """Machines without a place in a layout (of at least one route), and why; at most `most` reasons are computed."""
     placed, label = set(value.layout.machines), regions(tables.problem).tolist()
-    home = next((set(island) for island in islands(tables.usable) if placed & set(island)), placed)
+    home = next((set(island) for island in islands(tables.hops.usable) if placed & set(island)), placed)
     outside = [index for index in range(tables.count) if index not in placed]
     reasons = [_reason(tables, value, index, home) for index in outside[:most]]
     reasons += ["the search found no place for this machine"] * (len(outside) - len(reasons))

@@ -23,6 +23,11 @@ class RoutePart:
     first: int
     last: int  # inclusive
 
+    @property
+    def span(self) -> range:
+        """Its layers."""
+        return range(self.first, self.last + 1)
+
 
 Route = tuple[RoutePart, ...]
 

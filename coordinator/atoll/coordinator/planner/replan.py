@@ -77,7 +77,7 @@ def replan(
     if not found.gap:  # the exact solver ignores the present layout; a search from it may find an equal one nearby
         nearby = solve(problem, clock=clock, rng=rng, seconds=seconds / 2, steps=steps, start=start, exact=False)
         layouts.append(nearby.evaluation.layout)
-    return _chosen(tables, current, standbys, kept, layouts)
+    return _chosen(tables, current, standbys, layouts)
 
 
 def assess_layout(
@@ -116,11 +116,7 @@ def fetched_bytes(
 
 
 def _chosen(
-    tables: CostTables,
-    current: Sequence[NamedRoute],
-    standbys: NamedRoute,
-    kept: Layout,
-    layouts: Sequence[Layout],
+    tables: CostTables, current: Sequence[NamedRoute], standbys: NamedRoute, layouts: Sequence[Layout]
 ) -> ReplanResult:
     options = [_option(tables, current, standbys, layout) for layout in layouts]
     before = best = options[0]

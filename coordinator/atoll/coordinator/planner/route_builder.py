@@ -38,7 +38,7 @@ class RouteBuilder:
         self._layers = np.array([tables.stage(machine).most_layers for machine in range(tables.count)])
         self._speed = np.array([self._max_micro_batches_per_second(machine) for machine in range(tables.count)])
         cut = float(np.median(tables.spans.cut_bytes_per_token[1:-1])) if tables.layers > 1 else 0.0
-        self.distance: FloatArray = tables.hop_total_per_byte * cut + tables.hop_latency + tables.hop_penalty
+        self.distance: FloatArray = tables.hops.total_per_byte * cut + tables.hops.latency + tables.hops.penalty
 
     def split(self, order: Order) -> Split:
         """Best split over that order."""

@@ -138,12 +138,7 @@ def known_kinds(spec: RunSpec, model: Model | None) -> tuple[KindSize, ...]:
 
 
 def forecast_rounds(
-    spec: RunSpec,
-    layers: int | None,
-    members: int,
-    cuts: int = 0,
-    pace: float | None = None,
-    busy_seconds: float = 0.0,
+    spec: RunSpec, layers: int | None, members: int, cuts: int = 0, pace: float | None = None, busy_seconds: float = 0.0
 ) -> Rounds:
     """Count rounds with `members` that train: nodes, or routes if the model has `cuts`.
 

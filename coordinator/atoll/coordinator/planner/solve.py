@@ -69,7 +69,7 @@ def solve(
     check_pins_fit(tables)
     best: Evaluation | None = None
     gap, taken = 0.0, 0
-    for island in islands(tables.usable):
+    for island in islands(tables.hops.usable):
         if best is not None and _no_better(tables, island, best):
             continue
         found, its_gap, its_steps = _solve_island(tables, island, budget, rng, start, exact)

@@ -46,13 +46,19 @@ def best_split(tables: CostTables, order: Sequence[int], bounds: Sequence[float]
         for it, limit in zip(through, limits.tolist(), strict=True)
     ]
     best = min(range(len(flush)), key=lambda place: flush[place])
-    route, end = [], tables.layers
+    route = _route_of(order, [table[best] for table in sums], tables.layers)
+    cost = route_cost(tables, route)
+    return Split(cost.score_rate, route, cost.price_per_second)
+
+
+def _route_of(order: Sequence[int], sums: Sequence[FloatArray], layers: int) -> Route:
+    """The stages of the least sum of all layers, by stage: of its length and end, [K, L + 1]."""
+    route, end = [], layers
     for machine, table in zip(reversed(order), reversed(sums), strict=True):
-        start = end - 1 - int(table[best, :, end].argmin())
+        start = end - 1 - int(table[:, end].argmin())
         route.append(Stage(machine, start, end - 1))
         end = start
-    cost = route_cost(tables, tuple(reversed(route)))
-    return Split(cost.score_rate, tuple(reversed(route)), cost.price_per_second)
+    return tuple(reversed(route))
 
 
 def _least_period(tables: CostTables, order: Sequence[int]) -> float:
@@ -61,8 +67,8 @@ def _least_period(tables: CostTables, order: Sequence[int]) -> float:
     reached[0] = 0.0
     before = None
     for machine in order:
-        if before is not None and tables.hop_limits_rate[before, machine]:
-            reached = np.maximum(reached, tables.hop(before, machine)[1])
+        if before is not None and tables.hops.limits_rate[before, machine]:
+            reached = np.maximum(reached, tables.hops.costs(before, machine)[1])
         start, _, period = tables.stage(machine).by_length
         reached = np.maximum(reached[start], period).min(axis=0)
         before = machine
@@ -77,9 +83,9 @@ def _sums(tables: CostTables, order: Sequence[int], limits: FloatArray) -> list[
     before = None
     for machine in order:
         if before is not None:
-            total, period = tables.hop(before, machine)
+            total, period = tables.hops.costs(before, machine)
             reached = reached + total
-            if tables.hop_limits_rate[before, machine]:
+            if tables.hops.limits_rate[before, machine]:
                 reached[period > limits[:, None]] = np.inf
         start, total, period = tables.stage(machine).by_length
         sums = reached[:, start] + total

@@ -10,6 +10,7 @@ the restore* has committed, no earlier vote can matter. Until then the coordinat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from google.protobuf.message import DecodeError
@@ -17,8 +18,10 @@ from google.protobuf.message import DecodeError
 from atoll.coordinator.rounds.round_checks import MAX_ATTEMPT, MAX_PAYLOAD_BYTES, MAX_ROUNDS_AHEAD, fragments_of
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.deciding import abstains
+from atoll.coordinator.state.draft import Draft, Step
 from atoll.coordinator.state.rate_limits import ATTEMPT_RAISES_RATE, Allowance
-from atoll.coordinator.state.snapshot import Draft, RunMemory, State, Step, StepTime, epoch_of, is_void, seats_after
+from atoll.coordinator.state.run_memory import RunMemory, epoch_of, is_void, seats_after
+from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.coordinator.store.records import Run, Vote
 from atoll.core.errors import InvalidRequest, SignatureInvalid
 from atoll.core.fragments import fragment_of_round
@@ -113,6 +116,13 @@ def _refusal(run: Run, memory: RunMemory, number: int) -> str:
     return ""
 
 
+def _check_seats(seats: Sequence[str], openers: Sequence[str], peer_id: str, round_id: RoundId) -> None:
+    if COORDINATOR not in seats:
+        raise InvalidRequest(f"the coordinator has no seat in round {round_id.number}")
+    if round_id.opener(openers) != peer_id:
+        raise InvalidRequest(f"this node is not the opener of attempt {round_id.attempt} at round {round_id.number}")
+
+
 def _check_request(run: Run, memory: RunMemory, peer_id: str, round_id: RoundId) -> None:
     members = memory.token_caps.get(round_id.plan_version, {})
     current = memory.plan.members if memory.plan else ()
@@ -126,10 +136,8 @@ def _check_request(run: Run, memory: RunMemory, peer_id: str, round_id: RoundId)
     if round_id.attempt > MAX_ATTEMPT:
         raise InvalidRequest(f"attempt is {round_id.attempt}; must be at most {MAX_ATTEMPT}")
     seats = seats_after(memory, round_id.number - 1)
-    if seats is not None and COORDINATOR not in seats:
-        raise InvalidRequest(f"the coordinator has no seat in round {round_id.number}")
-    if seats is not None and round_id.opener([peer for peer in seats if peer in members]) != peer_id:
-        raise InvalidRequest(f"this node is not the opener of attempt {round_id.attempt} at round {round_id.number}")
+    if seats is not None:
+        _check_seats(seats, [peer for peer in seats if peer in members], peer_id, round_id)
     if is_void(memory.bases, round_id.number, round_id.plan_version):
         raise InvalidRequest(f"round {round_id.number} under plan {round_id.plan_version} is void")
 

@@ -18,18 +18,15 @@ from atoll.coordinator.rounds.reports import reject
 from atoll.coordinator.rounds.round_checks import MAX_PAYLOAD_BYTES, check_layer_table, check_layers, layer_shape
 from atoll.coordinator.rounds.zero_digests import ZeroDigests
 from atoll.coordinator.sanitize import clean
+from atoll.coordinator.state.draft import Draft, charge_row
 from atoll.coordinator.state.known_nodes import known_nodes
-from atoll.coordinator.state.snapshot import Commit, Draft, State, charge_row
+from atoll.coordinator.state.run_memory import Commit
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Run
 from atoll.core.data_position import DataPosition
 from atoll.core.errors import AtollError, PeerMisbehaved
-from atoll.core.manifest import (
-    manifest_hash,
-    parse_and_verify_head,
-    require_signers,
-    strip_unknown_manifest_fields,
-)
-from atoll.core.run_spec import parse_run_spec
+from atoll.core.manifest import manifest_hash, parse_and_verify_head, require_signers, strip_unknown_manifest_fields
+from atoll.core.run_spec import ForkSection, parse_run_spec
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
@@ -108,12 +105,7 @@ def _check_genesis(state: State, run: Run, writer: str, report: mb.GenesisReport
     require_signers(head, [writer])
 
 
-def _check_source(state: State, run_id: str, report: mb.GenesisReport, genesis: manifest_pb2.Manifest) -> None:
-    """Raise `PeerMisbehaved` unless the genesis of a fork has, bit for bit, the weights of its source."""
-    fork = state.memory[run_id].spec.fork
-    if fork is None:
-        return
-    payload = report.source_manifest
+def _source_manifest(fork: ForkSection, payload: bytes) -> manifest_pb2.Manifest:
     if len(payload) > MAX_PAYLOAD_BYTES or hashlib.sha256(payload).hexdigest() != fork.manifest:
         raise PeerMisbehaved(f"genesis came without the manifest of round {fork.round} of run {fork.run}")
     try:
@@ -122,6 +114,15 @@ def _check_source(state: State, run_id: str, report: mb.GenesisReport, genesis: 
         raise PeerMisbehaved(f"the hash in the spec is not that of a manifest: {error}") from error
     if (source.round.run_id, source.round.number) != (fork.run, fork.round):
         raise PeerMisbehaved(f"the manifest in the spec is of round {source.round.number} of run {source.round.run_id}")
+    return source
+
+
+def _check_source(state: State, run_id: str, report: mb.GenesisReport, genesis: manifest_pb2.Manifest) -> None:
+    """Raise `PeerMisbehaved` unless the genesis of a fork has, bit for bit, the weights of its source."""
+    fork = state.memory[run_id].spec.fork
+    if fork is None:
+        return
+    source = _source_manifest(fork, report.source_manifest)
     if [item.anchor_digest for item in source.layers] != [item.anchor_digest for item in genesis.layers]:
         raise PeerMisbehaved(f"genesis has other weights than round {fork.round} of run {fork.run}")
     known = state.runs.get(fork.run)

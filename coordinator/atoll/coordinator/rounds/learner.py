@@ -17,7 +17,9 @@ from dataclasses import replace
 
 from atoll.coordinator.rounds.reports import commit_round, reject
 from atoll.coordinator.rounds.round_checks import fragments_of, row_from_report
-from atoll.coordinator.state.snapshot import Draft, Inquiry, State, seats_after
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.run_memory import Inquiry, seats_after
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, Round
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.fragments import fragment_of_round
@@ -239,10 +241,14 @@ def _skip_to(
         reject(draft, run_id, sender, "round", error)
         return False
     if number > newest + 1:
-        run = draft.state.runs[run_id]
-        draft.put(replace(run, rounds_opened=run.rounds_opened + number - newest - 1))
-        lost = f"round {newest + 1:,} was" if number == newest + 2 else f"rounds {newest + 1:,} to {number - 1:,} were"
-        message = f"{lost} not reported by anybody; went on from round {number:,}, which {held} hold"
-        draft.event("run.gap", run_id, str(number), message)
+        _note_gap(draft, run_id, newest, number, held)
     draft.remember(run_id, inquiry=None)
     return True
+
+
+def _note_gap(draft: Draft, run_id: str, newest: int, number: int, held: str) -> None:
+    run = draft.state.runs[run_id]
+    draft.put(replace(run, rounds_opened=run.rounds_opened + number - newest - 1))
+    lost = f"round {newest + 1:,} was" if number == newest + 2 else f"rounds {newest + 1:,} to {number - 1:,} were"
+    message = f"{lost} not reported by anybody; went on from round {number:,}, which {held} hold"
+    draft.event("run.gap", run_id, str(number), message)

@@ -12,8 +12,9 @@ from dataclasses import fields, replace
 
 from atoll.coordinator.rounds.reports import drop, reject
 from atoll.coordinator.rounds.source_losses import MAX_LOSS
+from atoll.coordinator.state.draft import Draft, Step
 from atoll.coordinator.state.rate_limits import METRICS_RATE
-from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime
+from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.coordinator.store.records import NodeMetrics
 from atoll.coordinator.store.retention import FULL_METRICS_ROUNDS
 from atoll.core.errors import PeerMisbehaved

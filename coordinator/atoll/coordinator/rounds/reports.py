@@ -12,26 +12,19 @@ from dataclasses import replace
 
 from google.protobuf.message import DecodeError
 
-from atoll.coordinator.rounds.round_checks import (
-    check_reported_head,
-    check_votes,
-    report_key,
-    row_from_report,
-)
+from atoll.coordinator.rounds.round_checks import check_reported_head, check_votes, report_key, row_from_report
 from atoll.coordinator.rounds.source_losses import KEPT_EVALUATIONS, MAX_LOSS, by_names, check_sources, fold, to_text
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import run_states
+from atoll.coordinator.state.draft import Draft, charge_refusal, charge_row
 from atoll.coordinator.state.kept_rounds import rounds_held_elsewhere, update_kept_rounds
 from atoll.coordinator.state.known_nodes import known_nodes
 from atoll.coordinator.state.rate_limits import METRICS_RATE, REFUSED_REPORTS_RATE, STORED_ROWS_RATE
-from atoll.coordinator.state.snapshot import Draft, RunMemory, attempt_key, charge_row, commit_from_row
+from atoll.coordinator.state.run_memory import RunMemory, attempt_key, commit_from_row
 from atoll.coordinator.store.records import Evaluation, Round, Run
 from atoll.coordinator.store.retention import THIN_EVERY
 from atoll.core.errors import AtollError, PeerMisbehaved
-from atoll.core.manifest import (
-    manifest_hash,
-    verify_votes,
-)
+from atoll.core.manifest import manifest_hash, verify_votes
 from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
@@ -229,12 +222,9 @@ def _charge_row(draft: Draft, peer_id: str) -> bool:
 
 def reject(draft: Draft, run_id: str, peer_id: str, kind: str, error: AtollError) -> None:
     """Log an event that a report of this node was rejected, within the node's allowance for such events."""
-    live = draft.state.live.get(peer_id)
-    remaining = live.refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) if live else None
-    if live is None or remaining is None:
+    if not charge_refusal(draft, peer_id):
         drop(draft, peer_id)
         return
-    draft.set_live(peer_id, replace(live, refusal_allowance=remaining))
     name = draft.state.nodes[peer_id].name
     draft.event(f"{kind}.rejected", run_id, peer_id, f"{kind} report of {name} was rejected: {clean(str(error), 300)}")
 

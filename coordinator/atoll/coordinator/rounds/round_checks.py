@@ -13,16 +13,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from atoll.coordinator.sanitize import clean
-from atoll.coordinator.state.snapshot import (
-    KEPT_PLANS,
-    AttemptKey,
-    RunMemory,
-    State,
-    electorate_after,
-    epoch_of,
-    is_void,
-    seats_after,
-)
+from atoll.coordinator.state.draft import KEPT_PLANS
+from atoll.coordinator.state.run_memory import AttemptKey, RunMemory, electorate_after, epoch_of, is_void, seats_after
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, Round, Run
 from atoll.core.errors import PeerMisbehaved, SignatureInvalid
 from atoll.core.fragments import fragment_count, fragment_of_round
@@ -204,14 +197,18 @@ def check_layer_table(table: plan_pb2.LayerTable, model_hash: str) -> None:
     if any(not names.issuperset(layer.tied_to) for layer in table.layers):
         raise PeerMisbehaved("the layer table ties a layer to one that is not in it")
     for layer in table.layers:
-        if layer.parameters > MAX_LAYER_PARAMETERS:
-            has = f"layer {clean(layer.name, 64)} has {layer.parameters} parameters"
-            raise PeerMisbehaved(f"{has}; must have at most {MAX_LAYER_PARAMETERS}")
-        if not 0 <= layer.flops_per_token_forward <= _MAX_FLOPS_PER_TOKEN:  # also refuses NaN
-            flops = f"flops_per_token_forward of layer {clean(layer.name, 64)} is {layer.flops_per_token_forward}"
-            raise PeerMisbehaved(f"{flops}; must be 0 to {_MAX_FLOPS_PER_TOKEN:g}")
+        _check_layer(layer)
     if table.model_hash != model_hash:
         raise PeerMisbehaved("the layer table belongs to another model than the run's")
+
+
+def _check_layer(layer: plan_pb2.LayerInfo) -> None:
+    if layer.parameters > MAX_LAYER_PARAMETERS:
+        has = f"layer {clean(layer.name, 64)} has {layer.parameters} parameters"
+        raise PeerMisbehaved(f"{has}; must have at most {MAX_LAYER_PARAMETERS}")
+    if not 0 <= layer.flops_per_token_forward <= _MAX_FLOPS_PER_TOKEN:  # also refuses NaN
+        flops = f"flops_per_token_forward of layer {clean(layer.name, 64)} is {layer.flops_per_token_forward}"
+        raise PeerMisbehaved(f"{flops}; must be 0 to {_MAX_FLOPS_PER_TOKEN:g}")
 
 
 def check_layers(manifest: manifest_pb2.Manifest, count: int) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from atoll.coordinator.state.snapshot import RunMemory, State
+from atoll.coordinator.state.run_memory import RunMemory
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Run
 
 RECENT_ROUNDS = 32

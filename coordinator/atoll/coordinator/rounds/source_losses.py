@@ -39,10 +39,14 @@ def check_sources(spec: RunSpec, sources: Sequence[mb.SourceLoss]) -> None:
     if known and not known.issuperset(names):
         raise PeerMisbehaved("an evaluation has a source that the run's mixture does not name")
     for source in sources:
-        if not 0 <= source.loss <= MAX_LOSS or not source.windows:  # false for NaN too
-            raise PeerMisbehaved(f"the loss of the source {source.name} is {source.loss} over {source.windows} samples")
-        if source.tokens > MAX_INTEGER:
-            raise PeerMisbehaved(f"the source {source.name} has {source.tokens} tokens trained")
+        _check_figures(source)
+
+
+def _check_figures(source: mb.SourceLoss) -> None:
+    if not 0 <= source.loss <= MAX_LOSS or not source.windows:  # false for NaN too
+        raise PeerMisbehaved(f"the loss of the source {source.name} is {source.loss} over {source.windows} samples")
+    if source.tokens > MAX_INTEGER:
+        raise PeerMisbehaved(f"the source {source.name} has {source.tokens} tokens trained")
 
 
 def fold(

@@ -19,9 +19,9 @@ from dataclasses import replace
 from statistics import fmean, median, median_high
 
 from atoll.coordinator.rounds.reports import reject
+from atoll.coordinator.state.draft import Draft, charge_refusal
 from atoll.coordinator.state.known_nodes import is_on_probation
-from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE
-from atoll.coordinator.state.snapshot import Draft, TrainingComparison, TrainingScore
+from atoll.coordinator.state.run_memory import TrainingComparison, TrainingScore
 from atoll.coordinator.store.records import Node
 from atoll.core.errors import PeerMisbehaved
 from atoll.core.training_audits import MAX_SAMPLES, MAX_SCORE, draw
@@ -45,11 +45,8 @@ def apply_training_audit(draft: Draft, peer_id: str, run_id: str, report: mb.Tra
         return  # the node sends it again once the round is known; old ones are of no use
     if any(score.round == report.round for score in memory.training_scores.get(report.contributor, ())):
         return
-    live = draft.state.live.get(peer_id)
-    remaining = live.refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic) if live is not None else None
-    if live is None or remaining is None:
+    if not charge_refusal(draft, peer_id):  # also if it is right: reading takes time
         return
-    draft.set_live(peer_id, replace(live, refusal_allowance=remaining))  # also if it is right: reading takes time
     committed = manifest_pb2.CommittedManifest.FromString(held)
     manifest = manifest_pb2.Manifest.FromString(committed.payload)
     drawn = draw(manifest)

@@ -1,4 +1,4 @@
-"""Admission and removal of nodes: tokens, enrolment, renewal, drain, ban, leave. Pure.
+"""Admission of nodes: tokens, enrolment, renewal, probation, seeds. Pure.
 
 Spending a token and writing the node's row are one step, hence one transaction: a token with N uses admits
 N times, whichever process dies when.
@@ -9,32 +9,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from atoll.coordinator.live import hand_over
 from atoll.coordinator.rounds import training_scores
-from atoll.coordinator.sanitize import clean
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import Draft, LiveNode, State, Step, StepTime, charge_row
-from atoll.coordinator.store.records import ForgottenNode, Node, Token
-from atoll.core.errors import (
-    AlreadyExists,
-    InvalidRequest,
-    InvalidTransition,
-    TokenExpired,
-    TokenRevoked,
-    TokenUnknown,
-    TokenUsedUp,
-)
-from atoll.core.membership import DenyList, MembershipVerifier
-from atoll.core.node_reasons import is_failure, reason_name, reason_words
+from atoll.coordinator.state.draft import Draft, Step, charge_row
+from atoll.coordinator.state.snapshot import State, StepTime
+from atoll.coordinator.store.records import Node, Token
+from atoll.core.errors import AlreadyExists, InvalidRequest, TokenExpired, TokenRevoked, TokenUnknown, TokenUsedUp
 from atoll.core.tokens import secret_matches
 from atoll.core.units import duration_text
-from atoll.v1 import common_pb2 as pb
-from atoll.v1 import membership_pb2 as mb
 
 TOKEN_ROLES = ("node", "seed")
-MAX_REASON_CHARACTERS = 200
-MAX_FAILURE_CHARACTERS = 500
-FAILURE_SECONDS = 10  # between two failures of a node that never connects
 MAX_USES = 100_000
 MAX_TTL_SECONDS = 366 * 24 * 3600
 _NAME = re.compile(r"[a-z0-9-]{1,63}")
@@ -219,146 +203,6 @@ def set_probation(state: State, now: StepTime, text: str, *, on_probation: bool)
         training_scores.forget(draft, node)
         draft.event(kind, node.run_id, node.peer_id, message)
     return draft.done(node)
-
-
-def drain(state: State, now: StepTime, text: str) -> Step[Node]:
-    """Ask a node to finish its round and leave, also one that was to move. Raises `NotFound`, `Ambiguous`."""
-    node = lookup.node(state, text)
-    draft = Draft(state, now)
-    if not node.draining or node.assigned_run:
-        draft.put(replace(node, assigned_run=""))
-        begin_drain(draft, node.peer_id)
-        draft.event("node.draining", node.run_id, node.peer_id, f"{node.name} was asked to drain")
-    return draft.done(draft.state.nodes[node.peer_id])
-
-
-def begin_drain(draft: Draft, peer_id: str) -> None:
-    """Have a node finish its round, and hand over its layers if it is a stage. Does nothing if it drains already."""
-    node, live = draft.state.nodes[peer_id], draft.state.live.get(peer_id)
-    if node.draining:
-        return
-    node = replace(node, draining=True)
-    draft.put(node)
-    if live is not None:
-        must_hand_over = hand_over.must_hand_over(draft.state, node)
-        draft.set_live(peer_id, replace(live, drain_since=draft.now.monotonic, handing_over=must_hand_over))
-
-
-def ban(state: State, now: StepTime, text: str, reason: str) -> Step[Node | ForgottenNode]:
-    """Put a peer on the deny-list, until `unban`; a forgotten one by its peer id. Raises `NotFound`, `Ambiguous`."""
-    known = lookup.known(state, text) or lookup.node(state, text)
-    draft = Draft(state, now)
-    ban_known(draft, known, clean(reason, MAX_REASON_CHARACTERS))
-    return draft.done(draft.state.nodes.get(known.peer_id, known))
-
-
-def ban_known(draft: Draft, known: Node | ForgottenNode, reason: str) -> None:
-    """Put what `lookup.known` found on the deny-list, if it is not there.
-
-    It is the newest identity, which does not escape what an earlier one did.
-    """
-    state = draft.state
-    if isinstance(known, Node):
-        if known.banned:
-            return
-        draft.put(replace(known, banned=True))
-    elif known.peer_id in state.deny.peer_ids:
-        return
-    change_deny_list(draft, state.deny.peer_ids | {known.peer_id})
-    run_id = known.run_id if known.run_id in state.runs else ""
-    draft.event("node.banned", run_id, known.peer_id, f"{known.name} was banned{f': {reason}' if reason else ''}")
-
-
-def unban(state: State, now: StepTime, text: str) -> Step[Node | None]:
-    """Take a peer off the deny-list; None if its row is gone.
-
-    Raises `NotFound`, `Ambiguous`, and `InvalidTransition` for an earlier identity of a forgotten node.
-    """
-    draft = Draft(state, now)
-    if text in state.deny.peer_ids - state.nodes.keys():  # it was forgotten, or a restore lost it
-        _refuse_replaced(state, text)
-        change_deny_list(draft, state.deny.peer_ids - {text})
-        draft.event("node.unbanned", "", text, f"{text} is not banned any more")
-        return draft.done(None)
-    node = lookup.node(state, text)
-    if node.banned:
-        draft.put(replace(node, banned=False))
-        change_deny_list(draft, state.deny.peer_ids - {node.peer_id})
-        draft.event("node.unbanned", node.run_id, node.peer_id, f"{node.name} is not banned any more")
-    return draft.done(draft.state.nodes[node.peer_id])
-
-
-def _refuse_replaced(state: State, peer_id: str) -> None:
-    trace, known = state.forgotten.get(peer_id), lookup.known(state, peer_id)
-    if trace is not None and trace.replaced_by:
-        newest = known.peer_id if known is not None else trace.replaced_by
-        raise InvalidTransition(
-            f"{peer_id} is an identity that {trace.name} had earlier: it stays refused",
-            f"if its newest one is banned, take that back: atollctl node unban {newest}",
-        )
-
-
-def change_deny_list(draft: Draft, peer_ids: frozenset[str]) -> None:
-    """Issue a deny-list of these peers."""
-    number = max(draft.state.deny.number, draft.state.deny_reserved) + 1
-    draft.issue_deny(DenyList(number, peer_ids))
-
-
-def merge_deny_list(draft: Draft, signed: pb.Signed) -> None:
-    """Adopt a newer deny-list that a member shows: this coordinator was restored from an older backup.
-
-    Raises `SignatureInvalid`, `CertificateInvalid` for a list that this operator did not sign.
-    """
-    shown = MembershipVerifier(draft.state.operator_key, "").verify_deny_list(signed)
-    known = draft.state.deny
-    if shown.number <= known.number:
-        return
-    number = max(shown.number, draft.state.deny_reserved) + 1
-    draft.issue_deny(DenyList(number, known.peer_ids | shown.peer_ids))  # which of them were unbanned is not known
-    for peer_id in sorted(shown.peer_ids - known.peer_ids):
-        node = draft.state.nodes.get(peer_id)
-        if node is not None:
-            draft.put(replace(node, banned=True))
-        name = node.name if node else peer_id
-        draft.event("node.banned", node.run_id if node else "", peer_id, f"{name} was banned before the restore")
-
-
-def leave(
-    state: State, now: StepTime, peer_id: str, reason: str, instance: bytes = b"", why: int = mb.NODE_REASON_UNSPECIFIED
-) -> Step[None]:
-    """Record an announced end, and why. The node may return while its certificate is valid.
-
-    Raises `CertificateInvalid`.
-
-    A process that does not have the node's stream cannot announce that for the one that has it.
-    """
-    node = lookup.caller(state, peer_id)
-    reason = clean(reason, MAX_FAILURE_CHARACTERS if is_failure(why) else MAX_REASON_CHARACTERS)
-    draft = Draft(state, now)
-    told_before = node.left and (node.ended, node.ended_detail) == (reason_name(why), reason)
-    another_tells_nothing_new = node.left and not is_failure(why)
-    if node.replaced_by or told_before or another_tells_nothing_new:
-        return draft.done(None)
-    live = state.live.get(peer_id)
-    a_start_failed_elsewhere = is_failure(why) and not instance and live is not None and live.connected
-    if live is None and node.left and node.ended and 0 <= now.unix_ms - node.last_seen_ms < 1000 * FAILURE_SECONDS:
-        return draft.done(None)
-    if is_of_another_process(live, instance) or a_start_failed_elsewhere:
-        return draft.done(None)
-    charged = charge_row(draft, peer_id)
-    if charged or not node.left:  # that it left counts in any case
-        draining = bool(node.assigned_run)  # it moves when it comes back
-        node = replace(node, left=True, draining=draining, last_seen_ms=now.unix_ms)
-        draft.put(replace(node, ended=reason_name(why), ended_detail=reason))
-    if charged:
-        kind, verb = ("node.failed", f"failed: {reason_words(why)}") if is_failure(why) else ("node.left", "left")
-        draft.event(kind, node.run_id, peer_id, f"{node.name} {verb}{f': {reason}' if reason else ''}")
-    return draft.done(None)
-
-
-def is_of_another_process(live: LiveNode | None, instance: bytes) -> bool:
-    """Whether the open stream of a node is of another process than `instance`; one that did not say is none."""
-    return live is not None and live.connected and bool(live.instance and instance) and live.instance != instance
 
 
 def seeds_of(state: State, run_id: str) -> tuple[str, ...]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.runs import admission
+from atoll.coordinator.runs import admission, departure
 from atoll.coordinator.state import availability, lookup
+from atoll.coordinator.state.draft import Draft, Step
 from atoll.coordinator.state.run_states import TRANSITIONS
-from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime
+from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.coordinator.store.records import Node
 from atoll.core.errors import Banned, IdentityInUse, InvalidRequest, InvalidTransition, NotPermitted
 
@@ -48,7 +49,7 @@ def assign(state: State, now: StepTime, text: str, run_id: str) -> Step[Node]:
     if node.assigned_run != run.run_id:
         draft.put(replace(node, assigned_run=run.run_id))
         draft.event("node.assigned", node.run_id, node.peer_id, f"{node.name} is to move to run {run.run_id}")
-        admission.begin_drain(draft, node.peer_id)
+        departure.begin_drain(draft, node.peer_id)
     return draft.done(draft.state.nodes[node.peer_id])
 
 
@@ -80,7 +81,7 @@ def move(state: State, now: StepTime, peer_id: str, instance: bytes = b"") -> St
     the node has the stream, `Banned`, `IdentityReplaced`, `CertificateInvalid`.
     """
     node, live = lookup.member(state, peer_id), state.live.get(peer_id)
-    if admission.is_of_another_process(live, instance):
+    if departure.is_of_another_process(live, instance):
         raise IdentityInUse("another process runs with the identity of this node", "run only one of them")
     if not (node.assigned_run and TRANSITIONS[state.runs[node.assigned_run].state]):
         return _stay(state, now, node)  # also if that run is over by now

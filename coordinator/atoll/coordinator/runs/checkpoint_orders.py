@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 from atoll.coordinator.rounds.round_checks import layer_count
 from atoll.coordinator.runs import checkpoints
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import CheckpointOrder, Draft, State, Step, StepTime
+from atoll.coordinator.state.draft import Draft, Step
+from atoll.coordinator.state.run_memory import CheckpointOrder
+from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.coordinator.store.records import SHA256_BYTES, Checkpoint, Node, Run
 from atoll.core.errors import InvalidTransition, NotFound, Unreachable
 from atoll.core.units import layers_text
@@ -76,6 +78,16 @@ def round_to_write(state: State, node: Node) -> int:
     return present.target if present is not None and "node" in node.roles else 0
 
 
+def _next_target(state: State, run: Run, order: CheckpointOrder, now: float) -> int:
+    if run.state != "TRAINING":
+        return max(order.wanted, run.head_round)  # no next round may come
+    heads = _writers(state, run).items()
+    pending = any(head >= order.target > _newest_written(state, peer) for peer, head in heads)
+    if run.head_round > order.target and (not pending or now - order.target_since >= PATIENCE_SECONDS):
+        return run.head_round + 1
+    return order.target
+
+
 def keep_up(draft: Draft, run_id: str) -> None:
     """End an order that is fulfilled or not repeated; choose another target if the present one cannot fulfil it."""
     state, now = draft.state, draft.now.monotonic
@@ -87,14 +99,7 @@ def keep_up(draft: Draft, run_id: str) -> None:
         return
     if now - present.target_since < RETARGET_SECONDS:
         return
-    pending = [
-        peer for peer, head in _writers(state, run).items() if head >= present.target > _newest_written(state, peer)
-    ]
-    target = present.target
-    if run.state != "TRAINING":
-        target = max(present.wanted, run.head_round)  # no next round may come
-    elif run.head_round > present.target and (not pending or now - present.target_since >= PATIENCE_SECONDS):
-        target = run.head_round + 1
+    target = _next_target(state, run, present, now)
     if target != present.target:
         draft.remember(run_id, checkpoint_order=replace(present, target=target, target_since=now))
 

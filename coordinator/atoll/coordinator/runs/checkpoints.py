@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 from atoll.coordinator.rounds.round_checks import layer_count
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import Draft, State, electorate_after
+from atoll.coordinator.state.draft import Draft
+from atoll.coordinator.state.run_memory import electorate_after
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, Checkpoint, Node
 from atoll.core.errors import AtollError, InvalidRequest, NotFound, PeerMisbehaved, Unreachable
 from atoll.core.manifest import parse_head, require_quorum, verify_votes
@@ -38,8 +40,7 @@ def update_from_heartbeat(draft: Draft, node: Node, request: mb.HeartbeatRequest
         draft.set_checkpoints(node.peer_id, held)
 
 
-def checked_row(peer_id: str, run_id: str, item: mb.CheckpointInfo, count: int) -> Checkpoint:
-    """The row of a reported checkpoint of a model of `count` layers (0: not known). Raises `InvalidRequest`."""
+def _check_reported(item: mb.CheckpointInfo, count: int) -> None:
     numbers = (item.round, item.bytes, item.committed_tokens, abs(item.written_unix_ms))
     if item.layers.first > item.layers.last or (count and item.layers.last >= count):
         spans = f"layers {item.layers.first}-{item.layers.last}; the model has {count} layers"
@@ -48,6 +49,11 @@ def checked_row(peer_id: str, run_id: str, item: mb.CheckpointInfo, count: int) 
         raise InvalidRequest(f"the checkpoint of round {item.round} has a number above {MAX_INTEGER}")
     if (length := len(item.manifest_hash)) != SHA256_BYTES:
         raise InvalidRequest(f"manifest_hash has {length} bytes; must be {SHA256_BYTES}")
+
+
+def checked_row(peer_id: str, run_id: str, item: mb.CheckpointInfo, count: int) -> Checkpoint:
+    """The row of a reported checkpoint of a model of `count` layers (0: not known). Raises `InvalidRequest`."""
+    _check_reported(item, count)
     return Checkpoint(
         peer_id=peer_id,
         round=item.round,

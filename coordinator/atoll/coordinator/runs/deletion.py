@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from atoll.coordinator.runs import forgetting
 from atoll.coordinator.state import kept_rounds, lookup
-from atoll.coordinator.state.snapshot import Draft, Policy, State, Step, StepTime
+from atoll.coordinator.state.draft import Draft, Step
+from atoll.coordinator.state.snapshot import Policy, State, StepTime
 from atoll.coordinator.store.records import DeletedRun, Node, Run
 from atoll.core.errors import InvalidRequest, InvalidTransition
 
@@ -112,13 +113,16 @@ def _detach_others(draft: Draft, run_id: str) -> None:
         )
         if node.assigned_run == run_id:
             kept = replace(kept, assigned_run="", draining=False)
-            live = state.live.get(node.peer_id)
-            if live is not None:
-                draft.set_live(node.peer_id, replace(live, handing_over=False))
-            draft.event(
-                "node.assigned", home, node.peer_id, f"{node.name} stays in run {home}: run {run_id} was deleted"
-            )
+            _call_off_move(draft, node, home)
         draft.put(kept)
+
+
+def _call_off_move(draft: Draft, node: Node, home: str) -> None:
+    live = draft.state.live.get(node.peer_id)
+    if live is not None:
+        draft.set_live(node.peer_id, replace(live, handing_over=False))
+    message = f"{node.name} stays in run {home}: run {node.assigned_run} was deleted"
+    draft.event("node.assigned", home, node.peer_id, message)
 
 
 def _leave_trace(draft: Draft, run: Run) -> None:

@@ -14,8 +14,10 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import fields
 
 from atoll.coordinator.state import deciding, lookup
+from atoll.coordinator.state.draft import Draft, Step
+from atoll.coordinator.state.run_memory import RunMemory
 from atoll.coordinator.state.run_states import TRANSITIONS
-from atoll.coordinator.state.snapshot import Draft, Policy, RunMemory, State, Step, StepTime
+from atoll.coordinator.state.snapshot import Policy, State, StepTime
 from atoll.coordinator.store.records import ForgottenNode, Node, Run
 from atoll.core.certs import LEAF_LIFETIME
 from atoll.core.errors import InvalidTransition

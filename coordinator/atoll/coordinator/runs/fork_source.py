@@ -17,7 +17,8 @@ from atoll.coordinator.rounds.round_checks import layer_count, layer_shape
 from atoll.coordinator.runs.checkpoints import MAX_CHECKPOINTS, checked_row
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.known_nodes import known_nodes
-from atoll.coordinator.state.snapshot import LiveNode, State, is_void
+from atoll.coordinator.state.run_memory import RunMemory, is_void
+from atoll.coordinator.state.snapshot import LiveNode, State
 from atoll.coordinator.store.records import Checkpoint, Node, Round, Run
 from atoll.core.errors import InvalidRequest, InvalidTransition, NotFound, RunSpecError
 from atoll.core.run_spec import ForkSection, RunSpec
@@ -92,14 +93,8 @@ def check_spec(state: State, spec: RunSpec) -> None:
     if fork.run not in state.runs:
         raise NotFound(f"there is no run {fork.run!r} to fork from", "see `atollctl run list`")
     source = state.memory[fork.run].spec
-    changed = [
-        name
-        for name, before, after in (
-            ("[model]", source.model, spec.model),
-            ("data.tokenizer", source.data.tokenizer, spec.data.tokenizer),
-        )
-        if before != after
-    ]
+    changed = ["[model]"] * (source.model != spec.model)
+    changed += ["data.tokenizer"] * (source.data.tokenizer != spec.data.tokenizer)
     if changed:
         raise RunSpecError(
             f"{' and '.join(changed)} must stay as in run {fork.run!r}: the fork has its layers",
@@ -175,21 +170,25 @@ def missing_writer(state: State, run_id: str, ready: list[str]) -> str:
         return ""
     able = writers(state, run_id, ready)
     if not able:
-        strangers = [state.nodes[peer].name for peer in _holders(state, run_id, ready)]
-        if strangers:
-            return (
-                f"only nodes on probation hold the checkpoint of round {fork.round} of run {fork.run} here: "
-                f"{', '.join(strangers[:_NAMED])}; move another holder here, or `atollctl node vouch` for one of these"
-            )
-        return (
-            f"needs a node that holds the checkpoint of round {fork.round} of run {fork.run}; "
-            f"move one of them here: `atollctl run assign {run_id} NODE`"
-        )
+        return _missing_holder(state, run_id, fork, ready)
     source = state.runs.get(fork.run)
     tables = [table for peer in able if (table := state.live[peer].layers)]
     if source is not None and tables and all(layer_shape(table) != layer_shape(source.layers) for table in tables):
         return f"its model has other layers than run {fork.run}: the text of its nodes has another vocabulary"
     return ""
+
+
+def _missing_holder(state: State, run_id: str, fork: ForkSection, ready: list[str]) -> str:
+    strangers = [state.nodes[peer].name for peer in _holders(state, run_id, ready)]
+    if strangers:
+        return (
+            f"only nodes on probation hold the checkpoint of round {fork.round} of run {fork.run} here: "
+            f"{', '.join(strangers[:_NAMED])}; move another holder here, or `atollctl node vouch` for one of these"
+        )
+    return (
+        f"needs a node that holds the checkpoint of round {fork.round} of run {fork.run}; "
+        f"move one of them here: `atollctl run assign {run_id} NODE`"
+    )
 
 
 def lost_source(state: State, run_id: str) -> str:
@@ -200,21 +199,27 @@ def lost_source(state: State, run_id: str) -> str:
     fork = state.memory[run_id].spec.fork
     if fork is None or fork.run not in state.runs or state.runs[run_id].genesis:
         return ""
-    memory, wanted = state.memory[fork.run], bytes.fromhex(fork.manifest)
-    commit = memory.committed.get(fork.round)
-    replaced = commit is not None and commit.manifest_hash != wanted
-    if not (replaced or wanted in memory.void_manifest_hashes):
-        return ""
-    source = state.runs[fork.run]
-    if any(
-        (item.round, item.manifest_hash) == (fork.round, wanted) and has_all_layers(source, item)
-        for item in reported_checkpoints(state, fork.run)
-    ):
+    if not _is_replaced(state.memory[fork.run], fork) or _is_held(state, fork):
         return ""
     return (
         f"round {fork.round} of run {fork.run}, with which it begins, is void: another round took its place, and none "
         f"of the nodes seen since the coordinator started holds it; start one that does, or stop this run and fork "
         f"from another round ({_LOOK})"
+    )
+
+
+def _is_replaced(memory: RunMemory, fork: ForkSection) -> bool:
+    """Whether a recovery made the round void."""
+    commit, wanted = memory.committed.get(fork.round), bytes.fromhex(fork.manifest)
+    return (commit is not None and commit.manifest_hash != wanted) or wanted in memory.void_manifest_hashes
+
+
+def _is_held(state: State, fork: ForkSection) -> bool:
+    """Whether a node reported a checkpoint of the round with all layers."""
+    source, wanted = state.runs[fork.run], bytes.fromhex(fork.manifest)
+    return any(
+        (item.round, item.manifest_hash) == (fork.round, wanted) and has_all_layers(source, item)
+        for item in reported_checkpoints(state, fork.run)
     )
 
 

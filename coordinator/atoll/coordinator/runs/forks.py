@@ -22,11 +22,12 @@ from dataclasses import replace
 from atoll.coordinator.live.attendance import eligible_nodes
 from atoll.coordinator.rounds.reports import reject
 from atoll.coordinator.rounds.round_checks import check_size
-from atoll.coordinator.runs import admission, recovery
+from atoll.coordinator.runs import bans, recovery
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE
-from atoll.coordinator.state.snapshot import Draft, Fork, ForkInquiry, RunMemory, State, electorate_after, epoch_of
-from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, ProofRow
+from atoll.coordinator.state.draft import Draft, charge_refusal
+from atoll.coordinator.state.run_memory import Fork, ForkInquiry, RunMemory, electorate_after, epoch_of
+from atoll.coordinator.state.snapshot import State
+from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, ProofRow, Run
 from atoll.core.errors import AtollError, PeerMisbehaved
 from atoll.core.identity import peer_id_of
 from atoll.core.manifest import Head, parse_head, require_quorum, strip_unknown_manifest_fields, verify_votes
@@ -103,23 +104,23 @@ def _contradicting_heads(state: State, run_id: str) -> dict[str, int]:
     run, memory = state.runs[run_id], state.memory[run_id]
     if run.state != "TRAINING":
         return {}
-    found = {}
-    for node in state.members_of(run_id):
-        live = state.live.get(node.peer_id)
-        if "node" not in node.roles or live is None or not live.connected:
-            continue
-        number, digest = live.status.head_round, live.status.head_hash
-        if len(digest) != SHA256_BYTES or digest in memory.void_manifest_hashes:
-            continue
-        if not _base_round(memory) < number <= MAX_INTEGER:
-            continue
-        known, inquiry = memory.committed.get(number), memory.inquiry
-        differs = known is not None and known.manifest_hash != digest
-        ahead_in_vain = number > run.head_round and inquiry is not None and node.peer_id in inquiry.failed
-        asked_now = inquiry is not None and inquiry.peer_id == node.peer_id  # it answers one question at a time
-        if (differs or ahead_in_vain) and not asked_now:
-            found[node.peer_id] = number
-    return found
+    trainers = [node.peer_id for node in state.members_of(run_id) if "node" in node.roles]
+    here = {peer: live for peer in trainers if (live := state.live.get(peer)) is not None and live.connected}
+    return {peer: live.status.head_round for peer, live in here.items() if _contradicts(run, memory, peer, live.status)}
+
+
+def _contradicts(run: Run, memory: RunMemory, peer_id: str, status: mb.NodeStatus) -> bool:
+    """Whether the log has the node's head otherwise, or nobody could tell it; not while that node is asked."""
+    number, digest, inquiry = status.head_round, status.head_hash, memory.inquiry
+    if len(digest) != SHA256_BYTES or digest in memory.void_manifest_hashes:
+        return False
+    if not _base_round(memory) < number <= MAX_INTEGER:
+        return False
+    known = memory.committed.get(number)
+    differs = known is not None and known.manifest_hash != digest
+    ahead_in_vain = number > run.head_round and inquiry is not None and peer_id in inquiry.failed
+    asked_now = inquiry is not None and inquiry.peer_id == peer_id  # it answers one question at a time
+    return (differs or ahead_in_vain) and not asked_now
 
 
 # --- what it answers ---------------------------------------------------------------------------------
@@ -127,12 +128,9 @@ def _contradicting_heads(state: State, run_id: str) -> dict[str, int]:
 
 def _first_difference(draft: Draft, run_id: str, inquiry: ForkInquiry, answer: mb.ManifestAnswer) -> Head | None:
     """The first round of the answer that the log has otherwise. Verifies no signature. Raises `AtollError`."""
-    live, memory = draft.state.live[inquiry.peer_id], draft.state.memory[run_id]
-    remaining = live.refusal_allowance.spend(REFUSED_REPORTS_RATE, draft.now.monotonic)
-    if remaining is None:
+    if not charge_refusal(draft, inquiry.peer_id):
         raise PeerMisbehaved("this node has no allowance left for rejected reports")
-    draft.set_live(inquiry.peer_id, replace(live, refusal_allowance=remaining))
-    number = inquiry.first
+    number, memory = inquiry.first, draft.state.memory[run_id]
     for committed in answer.manifests[:BATCH]:
         check_size(committed)
         head = parse_head(committed, run_id, max_signatures=MAX_SEATS)
@@ -192,7 +190,7 @@ def _convict(draft: Draft, run_id: str, proof: bytes) -> str:
     draft.event(
         "trust.proved", run_id, breach.culprit, f"{known.name} broke the rules: {breach.sentence}; proof {name}"
     )
-    admission.ban_known(draft, known, f"proof {name}: {breach.kind}")
+    bans.ban_known(draft, known, f"proof {name}: {breach.kind}")
     return known.name
 
 

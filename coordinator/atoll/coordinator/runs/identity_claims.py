@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from atoll.coordinator.runs import machine
-from atoll.coordinator.runs.admission import is_of_another_process
+from atoll.coordinator.runs.departure import is_of_another_process
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime, charge_row
+from atoll.coordinator.state.draft import Draft, Step, charge_row
+from atoll.coordinator.state.snapshot import State, StepTime
 
 
 @dataclass(frozen=True)

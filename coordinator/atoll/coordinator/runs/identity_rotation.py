@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atoll.coordinator.rounds import training_scores
-from atoll.coordinator.runs.admission import change_deny_list
+from atoll.coordinator.runs.bans import change_deny_list
 from atoll.coordinator.state import lookup
-from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime
+from atoll.coordinator.state.draft import Draft, Step
+from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.coordinator.store.records import Node
 from atoll.core.errors import AlreadyExists, Busy, NotPermitted
 from atoll.core.identity_rotation import Rotation

@@ -25,10 +25,12 @@ from atoll.coordinator.live.plan_upkeep import update_plan
 from atoll.coordinator.live.span_fit import span_memory_of
 from atoll.coordinator.runs import fork_source
 from atoll.coordinator.state import lookup
+from atoll.coordinator.state.draft import Draft, Step, charge_row
 from atoll.coordinator.state.kept_rounds import update_kept_rounds
 from atoll.coordinator.state.known_nodes import known_nodes
+from atoll.coordinator.state.run_memory import RunMemory
 from atoll.coordinator.state.run_states import transition_run
-from atoll.coordinator.state.snapshot import Draft, Policy, RunMemory, State, Step, StepTime, charge_row
+from atoll.coordinator.state.snapshot import Policy, State, StepTime
 from atoll.coordinator.store.records import Run
 from atoll.core.errors import AlreadyExists, InvalidTransition, RunSpecError
 from atoll.core.run_spec import parse_run_spec
@@ -74,13 +76,8 @@ def start(state: State, now: StepTime, run_id: str, policy: Policy) -> Step[Run]
         )
     if lost := fork_source.lost_source(state, run.run_id):
         raise InvalidTransition(f"run {run.run_id!r} cannot begin: {lost}")
-    resumed = run.state == "PAUSED"
-    transition_run(
-        draft,
-        run.run_id,
-        "TRAINING" if run.genesis else "WAITING",
-        "the run was resumed" if resumed else "the run was started",
-    )
+    reason = "the run was resumed" if run.state == "PAUSED" else "the run was started"
+    transition_run(draft, run.run_id, "TRAINING" if run.genesis else "WAITING", reason)
     draft.remember(run.run_id, no_plan_before=now.monotonic + policy.resume_seconds, changed_since=None)
     return draft.done(draft.state.runs[run.run_id])
 
@@ -110,6 +107,13 @@ def advance(draft: Draft, run_id: str, policy: Policy) -> None:
 # --- waiting and genesis ---------------------------------------------------------------------------
 
 
+def _note_missing(draft: Draft, run_id: str, missing: str) -> None:
+    if missing != draft.state.memory[run_id].no_plan_reason:
+        draft.remember(run_id, no_plan_reason=missing)
+        if missing:
+            draft.event("plan.impossible", run_id, run_id, f"genesis waits: {missing}")
+
+
 def _begin_genesis_if_ready(draft: Draft, run_id: str) -> None:
     state = draft.state
     needed = state.memory[run_id].spec.run.min_nodes
@@ -122,10 +126,7 @@ def _begin_genesis_if_ready(draft: Draft, run_id: str) -> None:
         missing = NEEDS_KNOWN_NODE
     if digest and len(ready) >= needed and not missing:
         missing = _memory_shortage(state, run_id, ready) or fork_source.missing_writer(state, run_id, ready)
-    if missing != state.memory[run_id].no_plan_reason:
-        draft.remember(run_id, no_plan_reason=missing)
-        if missing:
-            draft.event("plan.impossible", run_id, run_id, f"genesis waits: {missing}")
+    _note_missing(draft, run_id, missing)
     if not digest or len(ready) < needed:
         _log_corpus_mismatches(draft, run_id, digest)
         return
@@ -152,17 +153,18 @@ def _memory_shortage(state: State, run_id: str, ready: list[str]) -> str:
     return f"needs {missing} more memory: the {len(ready)} ready nodes hold {held} of {model.layers} layers together"
 
 
+def _writer_may_deliver(state: State, run_id: str) -> bool:
+    memory = state.memory[run_id]
+    writer = memory.genesis_writer
+    may = writer and writer not in memory.failed_genesis_writers and can_still_write_genesis(state, run_id, writer)
+    return bool(may and known_nodes(state, [writer]))
+
+
 def _replace_late_genesis_writer(draft: Draft, run_id: str, policy: Policy) -> None:
     state, memory = draft.state, draft.state.memory[run_id]
     ready = ready_nodes(state, run_id, corpus_expected(state, run_id))
     in_time = draft.now.monotonic - memory.genesis_writer_since < policy.genesis_seconds
-    may_deliver = (
-        memory.genesis_writer
-        and memory.genesis_writer not in memory.failed_genesis_writers
-        and can_still_write_genesis(state, run_id, memory.genesis_writer)
-        and known_nodes(state, [memory.genesis_writer])
-    )
-    if in_time and may_deliver:
+    if in_time and _writer_may_deliver(state, run_id):
         return
     able = fork_source.writers(state, run_id, ready)
     if len(ready) >= memory.spec.run.min_nodes and able:

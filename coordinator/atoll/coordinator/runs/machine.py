@@ -7,7 +7,6 @@ nodes, and advance runs. With nothing to do they return the state that they were
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -19,8 +18,8 @@ from atoll.coordinator.rounds import genesis, learner, node_metrics, reports, tr
 from atoll.coordinator.rounds.round_checks import check_layer_table, layer_count
 from atoll.coordinator.rounds.zero_digests import ZeroDigests
 from atoll.coordinator.runs import (
-    admission,
     assignment,
+    bans,
     checkpoint_orders,
     checkpoints,
     forgetting,
@@ -31,32 +30,11 @@ from atoll.coordinator.runs import (
 )
 from atoll.coordinator.sanitize import MAX_SENTENCE_CHARACTERS, clean, sanitized_message
 from atoll.coordinator.state import availability, lookup, peer_paths
-from atoll.coordinator.state.kept_rounds import rounds_to_keep
+from atoll.coordinator.state.draft import Draft, Step, charge_row
 from atoll.coordinator.state.rate_limits import MEMORY_CHANGES_RATE
-from atoll.coordinator.state.snapshot import (
-    Commit,
-    Draft,
-    LiveNode,
-    Policy,
-    RunMemory,
-    State,
-    Step,
-    StepTime,
-    add_base,
-    attempt_key,
-    charge_row,
-    commit_from_row,
-    is_void,
-    token_caps_of,
-)
-from atoll.coordinator.store.records import SHA256_BYTES, Checkpoint, Node
-from atoll.coordinator.store.store import Contents
+from atoll.coordinator.state.snapshot import LiveNode, Policy, State, StepTime
+from atoll.coordinator.store.records import SHA256_BYTES, Node
 from atoll.core.errors import CorpusDiffers, InvalidRequest, InvalidTransition
-from atoll.core.manifest import manifest_hash
-from atoll.core.membership import EMPTY_DENY_LIST, DenyList
-from atoll.core.plan import Base, Plan
-from atoll.core.run_spec import parse_run_spec
-from atoll.v1 import manifest_pb2
 from atoll.v1 import membership_pb2 as mb
 
 MAX_MULTIADDRS = 64  # of one node; later ones are ignored
@@ -64,45 +42,6 @@ MAX_MULTIADDR_CHARACTERS = 256
 MAX_INSTANCE_BYTES = 32
 MAX_REPORTS = 256  # of each kind in one heartbeat
 _CORPUS_DIGEST = re.compile(r"(?:[0-9a-f]{64})?")
-
-
-def restore(
-    contents: Contents, plans: tuple[Plan, ...], deny: DenyList | None, now: StepTime, operator_key: bytes = b""
-) -> State:
-    """The state after a restart. `plans` and `deny` are the stored ones; their signatures are checked already.
-
-    Members of the newest plans get the usual time to reconnect, as if their streams had ended just now.
-    """
-    runs = {run.run_id: run for run in contents.runs}
-    memory = {run_id: _rebuild_run_memory(run_id, contents, plans, now) for run_id in runs}
-    nodes = {node.peer_id: node for node in contents.nodes}
-    for source in {item.spec.fork.run for item in memory.values() if item.spec.fork is not None} & runs.keys():
-        memory[source] = replace(memory[source], kept_rounds=rounds_to_keep(contents.runs, memory, source))
-    live = {
-        peer: LiveNode(session=0, last_message_at=now.monotonic, drain_since=now.monotonic)
-        for item in memory.values()
-        for peer in (item.plan.members if item.plan else ())
-        if peer in nodes  # a run that is over keeps its plan, whose members may be forgotten
-    }
-    state = State(
-        operator_key=operator_key,
-        tokens={token.token_id: token for token in contents.tokens},
-        nodes=nodes,
-        runs=runs,
-        memory=memory,
-        live=live,
-        checkpoints=_checkpoints(contents.checkpoints),
-        deleted_runs={trace.run_id: trace for trace in contents.deleted_runs},
-        forgotten={trace.peer_id: trace for trace in contents.forgotten_nodes},
-        deny=deny or EMPTY_DENY_LIST,
-        deny_reserved=contents.deny.number if contents.deny else 0,
-        last_event_id=contents.last_event_id,
-        started_at=now.monotonic,
-    )
-    stages = [
-        peer for peer in live if state.nodes[peer].draining and hand_over.must_hand_over(state, state.nodes[peer])
-    ]
-    return replace(state, live={**live, **{peer: replace(live[peer], handing_over=True) for peer in stages}})
 
 
 def connect(state: State, now: StepTime, peer_id: str, instance: bytes = b"", authority: str = "") -> Step[int]:
@@ -164,7 +103,7 @@ def heartbeat(state: State, now: StepTime, peer_id: str, session: int, request: 
     status = sanitized_message(request.status, MAX_SENTENCE_CHARACTERS)
     status.data_stall_share = min(1.0, status.data_stall_share)
     if request.HasField("deny_list"):
-        admission.merge_deny_list(draft, request.deny_list)
+        bans.merge_deny_list(draft, request.deny_list)
     _take_addresses(draft, node, request)
     live = replace(
         live,
@@ -273,49 +212,6 @@ def apply_planner_answer(state: State, now: StepTime, run_id: str, question: Que
     return planner_answer.accept_answer(state, now, run_id, question, answer)
 
 
-def _rebuild_run_memory(run_id: str, contents: Contents, plans: tuple[Plan, ...], now: StepTime) -> RunMemory:
-    run = next(item for item in contents.runs if item.run_id == run_id)
-    own = sorted((plan for plan in plans if plan.run_id == run_id), key=lambda plan: plan.version)
-    rounds = [row for row in contents.rounds if row.run_id == run_id]
-    bases: tuple[Base, ...] = ()
-    for plan in own:
-        bases = add_base(bases, plan.base)
-    void = {row.manifest_hash for row in rounds if row.committed and is_void(bases, row.number, row.made_under)}
-    committed = {base.round: Commit(base.manifest_hash, committed_tokens=None) for base in bases[-1:]}
-    for row in sorted(rounds, key=lambda row: row.number):
-        if row.committed and row.manifest_hash not in void:
-            committed[row.number] = commit_from_row(row, committed.get(row.number - 1))
-    if run.genesis:
-        committed[0] = Commit(_genesis_hash(run.genesis))
-    figures = next((row for row in reversed(contents.plan_figures) if row.run_id == run_id), None)
-    return RunMemory(
-        spec=parse_run_spec(run.spec_toml, f"the stored spec of run {run_id!r}"),
-        plan=own[-1] if own else None,
-        token_caps={plan.version: token_caps_of(plan) for plan in own},
-        cut_counts={plan.version: len(plan.cuts) for plan in own},
-        on_probation={plan.version: plan.on_probation for plan in own},
-        abandoned_attempts=frozenset(attempt_key(row) for row in rounds if not row.committed),
-        head_known_since=now.monotonic,
-        committed=committed,
-        votes={vote.number: vote for vote in contents.votes if vote.run_id == run_id},
-        bases=bases,
-        void_manifest_hashes=frozenset(void),
-        figures=figures,
-        left_out=json.loads(figures.left_out) if figures else {},
-    )
-
-
-def _checkpoints(rows: tuple[Checkpoint, ...]) -> dict[str, tuple[Checkpoint, ...]]:
-    held: dict[str, tuple[Checkpoint, ...]] = {}
-    for row in sorted(rows, key=lambda row: -row.round):
-        held[row.peer_id] = (*held.get(row.peer_id, ()), row)
-    return held
-
-
-def _genesis_hash(genesis: bytes) -> bytes:
-    return manifest_hash(manifest_pb2.CommittedManifest.FromString(genesis).payload)
-
-
 def _check_request(request: mb.HeartbeatRequest) -> None:
     if not _CORPUS_DIGEST.fullmatch(request.corpus_digest):
         raise InvalidRequest("corpus_digest must be empty or 64 hexadecimal digits")
@@ -328,16 +224,15 @@ def _check_request(request: mb.HeartbeatRequest) -> None:
         raise InvalidRequest(f"a heartbeat may report at most {checkpoints.MAX_REPORTED_CHECKPOINTS} checkpoints")
     if len(request.instance) > MAX_INSTANCE_BYTES or len(request.challenge_answer) > MAX_INSTANCE_BYTES:
         raise InvalidRequest(f"instance and challenge_answer may have at most {MAX_INSTANCE_BYTES} bytes")
-    for address in request.multiaddrs[:MAX_MULTIADDRS]:
-        if (
-            not 0 < len(address) <= MAX_MULTIADDR_CHARACTERS
-            or not address.startswith("/")
-            or address.split() != [address]
-            or clean(address) != address
-        ):
-            raise InvalidRequest(
-                f"a multiaddr must start with /, without spaces, with at most {MAX_MULTIADDR_CHARACTERS} characters"
-            )
+    if not all(map(_is_multiaddr, request.multiaddrs[:MAX_MULTIADDRS])):
+        raise InvalidRequest(
+            f"a multiaddr must start with /, without spaces, with at most {MAX_MULTIADDR_CHARACTERS} characters"
+        )
+
+
+def _is_multiaddr(text: str) -> bool:
+    printable = text.split() == [text] and clean(text) == text
+    return 0 < len(text) <= MAX_MULTIADDR_CHARACTERS and text.startswith("/") and printable
 
 
 def _unfit_since(live: LiveNode, state: mb.NodeState, now: float) -> float | None:

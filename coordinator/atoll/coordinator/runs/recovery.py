@@ -16,18 +16,14 @@ from dataclasses import dataclass, replace
 
 from atoll.coordinator.live import replan_trigger
 from atoll.coordinator.live.attendance import attendance_of, eligible_nodes
-from atoll.coordinator.live.backup_spans import remaining_standbys
-from atoll.coordinator.live.plan_issue import (
-    PlanNotes,
-    first_seats,
-    issue_replica_plan,
-    issue_route_plan,
-    next_version,
-)
+from atoll.coordinator.live.plan_issue import PlanNotes, first_seats, issue_replica_plan, issue_route_plan, next_version
+from atoll.coordinator.live.standbys import remaining_standbys
 from atoll.coordinator.planner.plan_builder import routes_of
 from atoll.coordinator.state import deciding, lookup
+from atoll.coordinator.state.draft import Draft, Step
 from atoll.coordinator.state.known_nodes import known_nodes
-from atoll.coordinator.state.snapshot import Commit, Draft, Policy, RunMemory, State, Step, StepTime, electorate_after
+from atoll.coordinator.state.run_memory import Commit, RunMemory, electorate_after
+from atoll.coordinator.state.snapshot import Policy, State, StepTime
 from atoll.coordinator.store.records import MAX_INTEGER, SHA256_BYTES, DropMetrics, Run
 from atoll.core.errors import InvalidTransition
 from atoll.core.plan import Base

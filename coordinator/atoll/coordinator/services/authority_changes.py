@@ -12,7 +12,8 @@ from typing import Any
 
 from atoll.coordinator.ca import CoordinatorKeys
 from atoll.coordinator.controller import Controller
-from atoll.coordinator.state.snapshot import Draft, State, Step, StepTime
+from atoll.coordinator.state.draft import Draft, Step
+from atoll.coordinator.state.snapshot import State, StepTime
 from atoll.coordinator.store.records import Node
 from atoll.core import log
 from atoll.core.certs import LEAF_LIFETIME, not_after
@@ -69,16 +70,13 @@ class AuthorityChanges:
         others = sorted(node.name for node in nodes if node.authority not in (newest, *first))
         waiting = others if trusted.until_ms else []  # else they need tokens
         members = {trusted.serving.sha256: len(waiting), newest: len(nodes) - len(others)}
-        return wire.AuthoritiesView(
-            trusted=[
-                wire.AuthorityView(
-                    sha256=it.sha256, expires_unix_ms=int(1000 * not_after(it.pem)), members=members[it.sha256]
-                )
-                for it in trusted.all
-            ],
-            until_unix_ms=trusted.until_ms,
-            waiting=waiting[:MAX_NAMED],
-        )
+        views = [
+            wire.AuthorityView(
+                sha256=it.sha256, expires_unix_ms=int(1000 * not_after(it.pem)), members=members[it.sha256]
+            )
+            for it in trusted.all
+        ]
+        return wire.AuthoritiesView(trusted=views, until_unix_ms=trusted.until_ms, waiting=waiting[:MAX_NAMED])
 
     async def _to_its_end(self, change: Coroutine[Any, Any, None]) -> None:
         """Make a change although its caller may leave: members must hear of what is on disk."""

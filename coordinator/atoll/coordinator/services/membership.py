@@ -19,7 +19,7 @@ from atoll.coordinator.controller import Controller
 from atoll.coordinator.interceptors import NODE_SUBJECT_PREFIX, caller, issuer, refuse_retired
 from atoll.coordinator.live.attendance import corpus_expected
 from atoll.coordinator.rounds import coordinator_seat
-from atoll.coordinator.runs import admission, assignment, identity_claims, identity_rotation, machine
+from atoll.coordinator.runs import admission, assignment, departure, identity_claims, identity_rotation, machine
 from atoll.coordinator.services import views
 from atoll.coordinator.services.checkpoint_relay import CheckpointRelay
 from atoll.coordinator.services.enrolment import membership_of
@@ -103,7 +103,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
         """Record that the node leaves; the next plan is made without it."""
         peer_id = caller(context, NODE_SUBJECT_PREFIX)
         await self._controller.do(
-            lambda state, now: admission.leave(state, now, peer_id, request.reason, request.instance, request.why)
+            lambda state, now: departure.leave(state, now, peer_id, request.reason, request.instance, request.why)
         )
         return mb.LeaveResponse()
 

@@ -6,15 +6,9 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
-from atoll.coordinator.live.backup_spans import complete_copies
+from atoll.coordinator.live.neighbour_copies import complete_copies
 from atoll.coordinator.live.span_fit import span_memory_of
-from atoll.coordinator.planner.question import (
-    STATE_BYTES_PER_PARAMETER,
-    Answer,
-    NamedRoute,
-    Preferences,
-    Question,
-)
+from atoll.coordinator.planner.question import STATE_BYTES_PER_PARAMETER, Answer, NamedRoute, Preferences, Question
 from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Node, PlanFigures
 from atoll.core.plan import Plan

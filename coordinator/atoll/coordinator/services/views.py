@@ -19,7 +19,8 @@ from atoll.coordinator.services.plan_views import plan_fields
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.availability import availability, failures_per_hour
 from atoll.coordinator.state.peer_paths import recent_paths
-from atoll.coordinator.state.snapshot import State, is_void
+from atoll.coordinator.state.run_memory import is_void
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import (
     Checkpoint,
     Evaluation,
@@ -35,7 +36,6 @@ from atoll.core.membership import ROLES
 from atoll.core.node_reasons import named_reason
 from atoll.core.round_id import RoundId
 from atoll.v1 import admin_pb2 as admin
-from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 from atoll.v1 import plan_pb2
 
@@ -133,13 +133,7 @@ def run_view(state: State, run: Run, unix_ms: int, evaluations: tuple[Evaluation
 def round_view(state: State, row: Round) -> admin.RoundView:
     """View of one row of the round log."""
     return admin.RoundView(
-        round=pb.RoundId(
-            run_id=row.run_id,
-            plan_version=row.plan_version,
-            fragment=row.fragment,
-            number=row.number,
-            attempt=row.attempt,
-        ),
+        round=RoundId(row.run_id, row.plan_version, row.fragment, row.number, row.attempt).to_proto(),
         committed=row.committed,
         reason=row.reason,
         tokens=row.tokens,
@@ -163,19 +157,23 @@ def metrics_row(state: State, row: NodeMetrics) -> admin.MetricsRow:
         peer_id=row.peer_id,
         name=lookup.newest(state, node).name if node is not None else "",
         unix_ms=row.reported_ms,
-        metrics=mb.NodeMetrics(
-            round=row.round,
-            train_loss=row.train_loss,
-            learning_rate=row.learning_rate,
-            tokens=row.tokens,
-            seconds=row.seconds,
-            update_norm=row.update_norm,
-            compute_seconds=row.compute_seconds,
-            stall_seconds=row.stall_seconds,
-            exchange_seconds=row.exchange_seconds,
-            bytes_sent=row.bytes_sent,
-            bytes_received=row.bytes_received,
-        ),
+        metrics=_measured(row),
+    )
+
+
+def _measured(row: NodeMetrics) -> mb.NodeMetrics:
+    return mb.NodeMetrics(
+        round=row.round,
+        train_loss=row.train_loss,
+        learning_rate=row.learning_rate,
+        tokens=row.tokens,
+        seconds=row.seconds,
+        update_norm=row.update_norm,
+        compute_seconds=row.compute_seconds,
+        stall_seconds=row.stall_seconds,
+        exchange_seconds=row.exchange_seconds,
+        bytes_sent=row.bytes_sent,
+        bytes_received=row.bytes_received,
     )
 
 
@@ -252,23 +250,19 @@ def event_view(row: Event) -> admin.Event:
 
 def fork_source_view(state: State, source: ForkSource) -> admin.ForkSourceView:
     """View of a round with which a fork can begin."""
-    nodes = [state.nodes[item.peer_id] for item in source.held]
     return admin.ForkSourceView(
         run_id=source.run.run_id,
         round=source.round,
         manifest_hash=source.manifest_hash,
         committed=source.committed,
-        holders=[
-            admin.ForkHolder(
-                peer_id=node.peer_id,
-                node_name=node.name,
-                run_id=node.run_id,
-                connected=checkpoints.connected(state, node.peer_id),
-            )
-            for node in nodes
-        ],
+        holders=[_fork_holder(state, item.peer_id) for item in source.held],
         spec_toml=source.run.spec_toml,
     )
+
+
+def _fork_holder(state: State, peer_id: str) -> admin.ForkHolder:
+    node, connected = state.nodes[peer_id], checkpoints.connected(state, peer_id)
+    return admin.ForkHolder(peer_id=peer_id, node_name=node.name, run_id=node.run_id, connected=connected)
 
 
 def run_state(run: Run) -> mb.RunState:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from atoll.coordinator.state.known_nodes import known_nodes
-from atoll.coordinator.state.snapshot import RunMemory, State, electorate_after
+from atoll.coordinator.state.run_memory import RunMemory, electorate_after
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Run
 from atoll.core.quorum import COORDINATOR, Electorate
 from atoll.v1 import membership_pb2 as mb

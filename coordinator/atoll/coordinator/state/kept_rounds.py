@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from atoll.coordinator.state.draft import Draft
 from atoll.coordinator.state.known_nodes import is_on_probation
+from atoll.coordinator.state.run_memory import RunMemory
 from atoll.coordinator.state.run_states import TRANSITIONS
-from atoll.coordinator.state.snapshot import Draft, RunMemory, State
+from atoll.coordinator.state.snapshot import State
 from atoll.coordinator.store.records import Run
 from atoll.core.run_spec import RunSpec
 

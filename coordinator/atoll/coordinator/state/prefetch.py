@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from atoll.coordinator.planner.question import Answer, Question
-from atoll.coordinator.state.snapshot import Preparation, State
+from atoll.coordinator.state.run_memory import Preparation
+from atoll.coordinator.state.snapshot import State
 
 if TYPE_CHECKING:
     from atoll.core.plan import Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.state.snapshot import Draft
+from atoll.coordinator.state.draft import Draft
 from atoll.core.errors import InvalidTransition
 
 TRANSITIONS: dict[str, frozenset[str]] = {

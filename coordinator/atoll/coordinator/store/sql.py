@@ -153,18 +153,7 @@ class SqlStore(Store):
             if self._lock is not None:
                 check_ownership(connection, self._generation)
             for change in changes:
-                if isinstance(change, Delete):
-                    _delete(connection, change)
-                elif isinstance(change, Thin):
-                    _thin(connection, change)
-                elif isinstance(change, DropMetrics):
-                    _drop_metrics(connection, change)
-                elif isinstance(change, DropRun):
-                    _drop_run(connection, change)
-                elif isinstance(change, Event):
-                    _append(connection, change)
-                elif not isinstance(change, NodeMetrics):
-                    _upsert(connection, change)
+                _apply(connection, change)
             _replace_metrics(connection, [change for change in changes if isinstance(change, NodeMetrics)])
 
     def events(self, after_id: int, limit: int, wanted: EventFilter = ALL_EVENTS) -> tuple[Event, ...]:
@@ -442,6 +431,23 @@ def _append(connection: Connection, event: Event) -> None:
         connection.execute(TABLES[Event].insert(), values)
     except IntegrityError as error:
         raise already_owned("") from error
+
+
+def _apply(connection: Connection, change: Change) -> None:
+    """Apply one change. Metrics are not among them: those of a step are replaced together."""
+    match change:
+        case Delete():
+            _delete(connection, change)
+        case Thin():
+            _thin(connection, change)
+        case DropMetrics():
+            _drop_metrics(connection, change)
+        case DropRun():
+            _drop_run(connection, change)
+        case Event():
+            _append(connection, change)
+        case _ if not isinstance(change, NodeMetrics):
+            _upsert(connection, change)
 
 
 def _delete(connection: Connection, change: Delete) -> None:

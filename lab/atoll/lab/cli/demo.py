@@ -14,47 +14,49 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.core.errors import AtollError, UsageError
-from atoll.core.files import make_private_dir
 from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.core.units import bytes_text, count_text
+from atoll.lab.cli.work_directory import KeepOption, MinutesOption, make_work_directory
 
 if TYPE_CHECKING:
-    from atoll.lab.demo import DemoResult
+    from atoll.lab.demo import DemoOptions, DemoResult
     from atoll.lab.demo_pipeline import PipelineResult
 
 _OPTIONS_UNUSED_BY_PIPELINE = ("nodes", "codec", "inner_steps", "kill", "together", "freeze", "kill_coordinator")
 DEFAULT_TOKENS = 340_000  # about 480 steps of a full-speed node in the default swarm
+TokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens", min=1, help="Stop at this many committed tokens; default: 340000, with --pipeline 120000."
+    ),
+]
+InnerStepsOption = Annotated[
+    int, typer.Option("--inner-steps", min=1, help="Steps of a full-speed node between rounds.")
+]
+KillCoordinatorOption = Annotated[
+    bool, typer.Option("--kill-coordinator", help="Kill the coordinator, too; with --together at the same time.")
+]
+PipelineOption = Annotated[
+    bool,
+    typer.Option("--pipeline", help="Train a model that no node can hold: five nodes, two routes, a killed stage."),
+]
 
 
 def demo(
     context: typer.Context,
     nodes: Annotated[int, typer.Option("--nodes", min=1, max=16, help="Number of nodes that train.")] = 4,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--tokens", min=1, help="Stop at this many committed tokens; default: 340000, with --pipeline 120000."
-        ),
-    ] = None,
+    tokens: TokensOption = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of initialisation and data order.")] = 0,
     data: Annotated[Path | None, typer.Option("--data", help="Train on your own text: a file or a directory.")] = None,
     codec: Annotated[str, typer.Option("--codec", help="fp32, bf16, fp16, int8, int4, int2, or auto.")] = "int4",
-    inner_steps: Annotated[
-        int, typer.Option("--inner-steps", min=1, help="Steps of a full-speed node between rounds.")
-    ] = 20,
+    inner_steps: InnerStepsOption = 20,
     kill: Annotated[int, typer.Option("--kill", min=0, help="Kill this many nodes while they train (SIGKILL).")] = 0,
     together: Annotated[bool, typer.Option("--together", help="Kill them all at the same time.")] = False,
     freeze: Annotated[int, typer.Option("--freeze", min=0, help="Freeze this many nodes for 20 s (SIGSTOP).")] = 0,
-    kill_coordinator: Annotated[
-        bool, typer.Option("--kill-coordinator", help="Kill the coordinator, too; with --together at the same time.")
-    ] = False,
-    pipeline: Annotated[
-        bool,
-        typer.Option("--pipeline", help="Train a model that no node can hold: five nodes, two routes, a killed stage."),
-    ] = False,
-    keep: Annotated[
-        Path | None, typer.Option("--keep", help="Keep logs, state and the model in this new directory.")
-    ] = None,
-    minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="Give up after this many minutes.")] = 15.0,
+    kill_coordinator: KillCoordinatorOption = False,
+    pipeline: PipelineOption = False,
+    keep: KeepOption = None,
+    minutes: MinutesOption = 15.0,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Start a coordinator, a seed and four nodes on loopback and train a language model on real text.
@@ -63,33 +65,24 @@ def demo(
     others find that out by measurement. Killed and frozen nodes come back, and the model stays the same on all nodes.
     With --pipeline five nodes with limited memory train a model that none of them can hold.
     """
-    import asyncio
-
     from atoll.core.run_spec import check_codec
-    from atoll.lab.demo import SLOWDOWNS, DemoOptions, run_demo
-    from atoll.lab.demo_view import live_view
+    from atoll.lab.demo import SLOWDOWNS, DemoOptions
     from atoll.lab.faults import FaultPlan
 
+    timeout = timedelta(minutes=minutes)
     if pipeline:
         _refuse_unused_options(context)
-        _run_pipeline_demo(tokens, seed, data, timedelta(minutes=minutes), keep, output)
+        _run_pipeline_demo(tokens, seed, data, timeout, keep, output)
         return
     check_codec(codec)
-    slowdowns = tuple(float(SLOWDOWNS[i % len(SLOWDOWNS)]) for i in range(nodes))
-    faults = FaultPlan(kill, together, freeze, kill_coordinator)
-    options = DemoOptions(
-        nodes, tokens or DEFAULT_TOKENS, seed, data, codec, slowdowns, inner_steps, timedelta(minutes=minutes), faults
-    )
     if kill + freeze > nodes:
         raise UsageError(
             f"--kill {kill} and --freeze {freeze} need {kill + freeze} nodes; --nodes is {nodes}", "raise --nodes"
         )
-    with _work_directory(keep) as root, live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
-        result = asyncio.run(run_demo(options, root, show))
-    if output is Output.JSON:
-        print_json({"demo": result.to_json()})
-    else:
-        _print_result(result, keep)
+    slowdowns = tuple(float(SLOWDOWNS[i % len(SLOWDOWNS)]) for i in range(nodes))
+    faults = FaultPlan(kill, together, freeze, kill_coordinator)
+    tokens = tokens or DEFAULT_TOKENS
+    _run_demo(DemoOptions(nodes, tokens, seed, data, codec, slowdowns, inner_steps, timeout, faults), keep, output)
 
 
 def _refuse_unused_options(context: typer.Context) -> None:
@@ -101,6 +94,20 @@ def _refuse_unused_options(context: typer.Context) -> None:
         raise UsageError(
             f"--pipeline cannot be combined with {words}", "remove them: it always has five nodes and kills one"
         )
+
+
+def _run_demo(options: DemoOptions, keep: Path | None, output: Output) -> None:
+    import asyncio
+
+    from atoll.lab.demo import run_demo
+    from atoll.lab.demo_view import live_view
+
+    with _work_directory(keep) as root, live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
+        result = asyncio.run(run_demo(options, root, show))
+    if output is Output.JSON:
+        print_json({"demo": result.to_json()})
+    else:
+        _print_result(result, keep)
 
 
 def _run_pipeline_demo(
@@ -123,9 +130,7 @@ def _run_pipeline_demo(
 @contextmanager
 def _work_directory(keep: Path | None) -> Iterator[Path]:
     """Yield the directory of the demo's programs. Without `keep` it is removed; after a failure the logs are kept."""
-    if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise UsageError(f"{keep} is not empty", "pass a new directory with --keep")
-    root = make_private_dir(keep.resolve()) if keep else Path(tempfile.mkdtemp(prefix="atoll-demo-"))
+    root = make_work_directory(keep, "demo")
     try:
         yield root
     except AtollError:

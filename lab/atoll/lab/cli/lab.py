@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.core.errors import ConfigError, ExitCode, UsageError
-from atoll.core.files import make_private_dir
+from atoll.core.errors import ConfigError, ExitCode
 from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
 from atoll.core.units import count_text
+from atoll.lab.cli.work_directory import KeepOption, MinutesOption, make_work_directory
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from atoll.lab.wan.check import CheckResult, Measurement
     from atoll.lab.wan.run import LabRunResult
@@ -89,10 +89,8 @@ def run(
             "--step-seconds", min=0, help="Minimum inner step at full speed; 0: as fast as this machine allows."
         ),
     ] = 0.0,
-    keep: Annotated[
-        Path | None, typer.Option("--keep", help="Keep logs, state and the model in this new directory.")
-    ] = None,
-    minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="Give up after this many minutes.")] = 30.0,
+    keep: KeepOption = None,
+    minutes: MinutesOption = 30.0,
     output: OutputOption = Output.TEXT,
 ) -> None:
     """Train in a topology: the shipped coordinator, seed and nodes, each on its own host. Needs root.
@@ -111,9 +109,7 @@ def run(
     check_codec(codec)
     text = _read(spec) if spec is not None else None
     options = LabRunOptions(load_topology(topology), text, tokens, codec, step_seconds, timedelta(minutes=minutes))
-    if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise UsageError(f"{keep} is not empty", "pass a new directory with --keep")
-    root = make_private_dir(keep.resolve()) if keep else Path(tempfile.mkdtemp(prefix="atoll-lab-"))
+    root = make_work_directory(keep, "lab")
     child_processes.treat_sigterm_as_sigint()
     try:
         with live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
@@ -167,8 +163,7 @@ def _warn(console: Console, late: int) -> None:
         console.print(f"This machine was too busy {times} to carry packets in time.", soft_wrap=True)
 
 
-def _print_check(result: CheckResult) -> None:
-    from rich.console import Console
+def _check_table(result: CheckResult) -> Table:
     from rich.table import Table
 
     table = Table("what", "host", "peer", box=None, pad_edge=False, header_style="bold")
@@ -179,8 +174,14 @@ def _print_check(result: CheckResult) -> None:
         low, measured, high = (_value(row, value) for value in (row.low, row.measured, row.high))
         mark = "[green]✓[/]" if row.ok else "[red]✗[/]"
         table.add_row(row.quantity, row.host, row.peer, _value(row, row.set), measured, f"{low} – {high}", mark)
+    return table
+
+
+def _print_check(result: CheckResult) -> None:
+    from rich.console import Console
+
     console = Console(highlight=False)
-    console.print(table)
+    console.print(_check_table(result))
     wrong = sum(not row.ok for row in result.measurements)
     console.print(
         f"\n{result.topology}: {len(result.measurements) - wrong} of {len(result.measurements)} within tolerance; "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -109,14 +109,15 @@ def decode(line: bytes) -> Request:
     if not well_formed:
         raise TopologyError(f"not a request of the hub: {line[:80]!r}")
     if isinstance(request, SetHost | SetRoute):
-        known = _HOST_KEYS if isinstance(request, SetHost) else _ROUTE_KEYS
-        for key, value in request.values.items():
-            if key not in known:
-                raise TopologyError(
-                    f"{key!r} cannot be changed while the lab runs", f"change one of {', '.join(known)}"
-                )
-            check_number(key, value)
+        _check_values(request.values, _HOST_KEYS if isinstance(request, SetHost) else _ROUTE_KEYS)
     return request
+
+
+def _check_values(values: Mapping[str, float], known: Collection[str]) -> None:
+    for key, value in values.items():
+        if key not in known:
+            raise TopologyError(f"{key!r} cannot be changed while the lab runs", f"change one of {', '.join(known)}")
+        check_number(key, value)
 
 
 class HubControl:

@@ -20,7 +20,8 @@ from typing import Any
 from atoll.core.errors import ConfigError, DeadlineExceeded
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.lab.corpus import write_python_corpus
-from atoll.lab.demo import READY_TIMEOUT, DemoView, read_status, sha256_of, show_runs, spec_toml
+from atoll.lab.demo import sha256_of, spec_toml
+from atoll.lab.demo_watch import READY_TIMEOUT, DemoView, read_status, show_runs
 from atoll.lab.launcher import LocalSwarm
 from atoll.lab.wan.network import WanNetwork, wan_network
 from atoll.lab.wan.topology import COORDINATOR, SEED, Host, Topology

@@ -1,0 +1,20 @@
+"""Questions before what cannot be undone. The option --yes of a command leaves them out."""
+
+from __future__ import annotations
+
+import typer
+
+from atoll.core.errors import UsageError
+from atoll.core.output import ask_interactively
+
+
+def confirm(question: str) -> None:
+    """Ask yes or no. Raises `UsageError` for a no."""
+    if not ask_interactively(lambda: typer.confirm(question, err=True)):
+        raise UsageError("nothing was done", "answer yes, or pass --yes")
+
+
+def confirm_run(run_id: str, hint: str = "") -> None:
+    """Ask for the run's name. Raises `UsageError` for another one."""
+    if ask_interactively(lambda: typer.prompt("type the name of the run", err=True)) != run_id:
+        raise UsageError("nothing was done", f"type its name, or pass --yes{hint}")
