@@ -1,8 +1,8 @@
 """Encoding of stage messages, and the checks of a peer's header before anything is allocated.
 
 Activations and gradients use codecs of `exchange/codecs.py`: `fp32`, `bf16`, or `int8` in blocks of 128. `int8` costs a
-run nothing in loss; 4 bits do (docs/explain/pipelines.md). Tied weights and their gradient travel in fp32. A tensor whose
-values are not finite is only announced and arrives as NaN, so that the route skips its step as one process would.
+run nothing in loss; 4 bits do (docs/explain/pipelines.md). Tied weights and their gradient travel in fp32. A tensor
+with values that are not finite is only announced and arrives as NaN: the route skips its step as one process would.
 
 Shape suffixes: B batch, T sequence, D model, V vocabulary.
 """
