@@ -12,6 +12,7 @@ from atoll.coordinator.store.records import (
     RECORDS,
     Change,
     Checkpoint,
+    Credit,
     Delete,
     DeletedRun,
     DenyRow,
@@ -58,6 +59,7 @@ class MemoryStore(Store):
             votes=self._rows(Vote),
             checkpoints=self._rows(Checkpoint),
             plan_figures=self._rows(PlanFigures),
+            credits=self._rows(Credit),
             deleted_runs=self._rows(DeletedRun),
             forgotten_nodes=self._rows(ForgottenNode),
         )

@@ -752,3 +752,41 @@ class ListMetricsResponse(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     rows: _containers.RepeatedCompositeFieldContainer[MetricsRow]
     def __init__(self, rows: _Optional[_Iterable[_Union[MetricsRow, _Mapping]]] = ...) -> None: ...
+
+class ListCreditsRequest(_message.Message):
+    __slots__ = ("run_id", "limit")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    limit: int
+    def __init__(self, run_id: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class CreditView(_message.Message):
+    __slots__ = ("peer_id", "name", "rank", "tokens", "rounds", "first_unix_ms", "last_unix_ms")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    LAST_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    name: str
+    rank: int
+    tokens: int
+    rounds: int
+    first_unix_ms: int
+    last_unix_ms: int
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., rank: _Optional[int] = ..., tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., first_unix_ms: _Optional[int] = ..., last_unix_ms: _Optional[int] = ...) -> None: ...
+
+class ListCreditsResponse(_message.Message):
+    __slots__ = ("run_id", "tokens", "nodes", "credits")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    CREDITS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    tokens: int
+    nodes: int
+    credits: _containers.RepeatedCompositeFieldContainer[CreditView]
+    def __init__(self, run_id: _Optional[str] = ..., tokens: _Optional[int] = ..., nodes: _Optional[int] = ..., credits: _Optional[_Iterable[_Union[CreditView, _Mapping]]] = ...) -> None: ...

@@ -215,6 +215,11 @@ class AdminStub:
                 request_serializer=atoll_dot_v1_dot_admin__pb2.ForkSourceRequest.SerializeToString,
                 response_deserializer=atoll_dot_v1_dot_admin__pb2.ForkSourceView.FromString,
                 _registered_method=True)
+        self.ListCredits = channel.unary_unary(
+                '/atoll.v1.Admin/ListCredits',
+                request_serializer=atoll_dot_v1_dot_admin__pb2.ListCreditsRequest.SerializeToString,
+                response_deserializer=atoll_dot_v1_dot_admin__pb2.ListCreditsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -462,6 +467,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListCredits(self, request, context):
+        """What nodes contributed to a run, the most tokens first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -644,6 +656,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.FindForkSource,
                     request_deserializer=atoll_dot_v1_dot_admin__pb2.ForkSourceRequest.FromString,
                     response_serializer=atoll_dot_v1_dot_admin__pb2.ForkSourceView.SerializeToString,
+            ),
+            'ListCredits': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCredits,
+                    request_deserializer=atoll_dot_v1_dot_admin__pb2.ListCreditsRequest.FromString,
+                    response_serializer=atoll_dot_v1_dot_admin__pb2.ListCreditsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1618,6 +1635,33 @@ class Admin:
             '/atoll.v1.Admin/FindForkSource',
             atoll_dot_v1_dot_admin__pb2.ForkSourceRequest.SerializeToString,
             atoll_dot_v1_dot_admin__pb2.ForkSourceView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCredits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Admin/ListCredits',
+            atoll_dot_v1_dot_admin__pb2.ListCreditsRequest.SerializeToString,
+            atoll_dot_v1_dot_admin__pb2.ListCreditsResponse.FromString,
             options,
             channel_credentials,
             insecure,

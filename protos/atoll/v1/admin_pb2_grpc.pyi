@@ -94,6 +94,8 @@ class AdminStub:
     """Has connected nodes write a checkpoint. An order lasts for 30 s; calls repeat it, and report how far it is."""
     FindForkSource: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ForkSourceRequest, _admin_pb2.ForkSourceView]
     """What a fork from a round of a run can begin with. NOT_FOUND when no node holds a checkpoint with all layers of it."""
+    ListCredits: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListCreditsRequest, _admin_pb2.ListCreditsResponse]
+    """What nodes contributed to a run, the most tokens first."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -160,6 +162,8 @@ class AdminAsyncStub(AdminStub):
     """Has connected nodes write a checkpoint. An order lasts for 30 s; calls repeat it, and report how far it is."""
     FindForkSource: _aio.UnaryUnaryMultiCallable[_admin_pb2.ForkSourceRequest, _admin_pb2.ForkSourceView]  # type: ignore[assignment]
     """What a fork from a round of a run can begin with. NOT_FOUND when no node holds a checkpoint with all layers of it."""
+    ListCredits: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListCreditsRequest, _admin_pb2.ListCreditsResponse]  # type: ignore[assignment]
+    """What nodes contributed to a run, the most tokens first."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -439,5 +443,13 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ForkSourceView, _abc.Awaitable[_admin_pb2.ForkSourceView]]:
         """What a fork from a round of a run can begin with. NOT_FOUND when no node holds a checkpoint with all layers of it."""
+
+    @_abc_1.abstractmethod
+    def ListCredits(
+        self,
+        request: _admin_pb2.ListCreditsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListCreditsResponse, _abc.Awaitable[_admin_pb2.ListCreditsResponse]]:
+        """What nodes contributed to a run, the most tokens first."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

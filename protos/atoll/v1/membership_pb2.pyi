@@ -501,8 +501,20 @@ class ManifestAnswer(_message.Message):
     manifests: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.CommittedManifest]
     def __init__(self, first: _Optional[int] = ..., manifests: _Optional[_Iterable[_Union[_manifest_pb2.CommittedManifest, _Mapping]]] = ...) -> None: ...
 
+class Credit(_message.Message):
+    __slots__ = ("tokens", "rounds", "rank", "nodes")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    rounds: int
+    rank: int
+    nodes: int
+    def __init__(self, tokens: _Optional[int] = ..., rounds: _Optional[int] = ..., rank: _Optional[int] = ..., nodes: _Optional[int] = ...) -> None: ...
+
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("acknowledged_sequence", "run_state", "plan", "layers", "genesis", "deny_list", "order", "seeds", "uploads", "unix_ms", "prepare", "notice", "known_round", "manifests", "challenge", "promised", "eta_unix_ms", "authorities", "checkpoint_round", "kept_rounds", "run_created_unix_ms")
+    __slots__ = ("acknowledged_sequence", "run_state", "plan", "layers", "genesis", "deny_list", "order", "seeds", "uploads", "unix_ms", "prepare", "notice", "known_round", "manifests", "challenge", "promised", "eta_unix_ms", "authorities", "checkpoint_round", "kept_rounds", "run_created_unix_ms", "credit")
     ACKNOWLEDGED_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RUN_STATE_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -524,6 +536,7 @@ class HeartbeatResponse(_message.Message):
     CHECKPOINT_ROUND_FIELD_NUMBER: _ClassVar[int]
     KEPT_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     RUN_CREATED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
     acknowledged_sequence: int
     run_state: RunState
     plan: _common_pb2.Signed
@@ -545,7 +558,8 @@ class HeartbeatResponse(_message.Message):
     checkpoint_round: int
     kept_rounds: _containers.RepeatedScalarFieldContainer[int]
     run_created_unix_ms: int
-    def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ..., uploads: _Optional[_Iterable[_Union[UploadOrder, _Mapping]]] = ..., unix_ms: _Optional[int] = ..., prepare: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., notice: _Optional[str] = ..., known_round: _Optional[int] = ..., manifests: _Optional[_Union[ManifestRequest, _Mapping]] = ..., challenge: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ..., eta_unix_ms: _Optional[int] = ..., authorities: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., checkpoint_round: _Optional[int] = ..., kept_rounds: _Optional[_Iterable[int]] = ..., run_created_unix_ms: _Optional[int] = ...) -> None: ...
+    credit: Credit
+    def __init__(self, acknowledged_sequence: _Optional[int] = ..., run_state: _Optional[_Union[RunState, str]] = ..., plan: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., layers: _Optional[_Union[_plan_pb2.LayerTable, _Mapping]] = ..., genesis: _Optional[_Union[_manifest_pb2.CommittedManifest, _Mapping]] = ..., deny_list: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., order: _Optional[_Union[Order, str]] = ..., seeds: _Optional[_Iterable[str]] = ..., uploads: _Optional[_Iterable[_Union[UploadOrder, _Mapping]]] = ..., unix_ms: _Optional[int] = ..., prepare: _Optional[_Union[_plan_pb2.Span, _Mapping]] = ..., notice: _Optional[str] = ..., known_round: _Optional[int] = ..., manifests: _Optional[_Union[ManifestRequest, _Mapping]] = ..., challenge: _Optional[bytes] = ..., promised: _Optional[_Union[Promise, _Mapping]] = ..., eta_unix_ms: _Optional[int] = ..., authorities: _Optional[_Union[_common_pb2.Signed, _Mapping]] = ..., checkpoint_round: _Optional[int] = ..., kept_rounds: _Optional[_Iterable[int]] = ..., run_created_unix_ms: _Optional[int] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ...) -> None: ...
 
 class VoteRequest(_message.Message):
     __slots__ = ("round", "proposal")

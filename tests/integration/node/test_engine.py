@@ -141,7 +141,7 @@ async def members(tmp_path, count, fault, codec="int4", round_tokens=2000, fragm
     async with AsyncExitStack() as stack:
         spawned = [
             Trainer.spawn(
-                TrainerConfig(text, device="cpu", minimum_step_seconds=0.02),
+                TrainerConfig(text, device="cpu", minimum_step_seconds=0.05),
                 log_path=tmp_path / f"{i}.log",
                 timeout=TIMEOUT,
             )

@@ -34,6 +34,7 @@ from atoll.coordinator.cli import (
     run,
     run_assign,
     run_clone,
+    run_credits,
     run_diff,
     run_end,
     run_fork,
@@ -366,6 +367,33 @@ ANSWERS = {
     "ForgetNode": wire.ForgetNodeResponse(
         peer_id=NODE.peer_id, name="basement", run_id="reef", last_seen_unix_ms=1_700_000_000_000
     ),
+    "ListCredits": wire.ListCreditsResponse(
+        run_id="reef",
+        tokens=250_000,
+        nodes=2,
+        credits=[
+            wire.CreditView(
+                peer_id=NODE.peer_id,
+                name="basement",
+                rank=1,
+                tokens=200_000,
+                rounds=7,
+                first_unix_ms=1_700_000_000_000,
+                last_unix_ms=1_700_000_600_000,
+            ),
+            wire.CreditView(
+                peer_id=SPARE,
+                name="cellar",
+                rank=2,
+                rounds=3,
+                first_unix_ms=1_700_000_000_000,
+                last_unix_ms=1_700_000_300_000,
+            ),
+            wire.CreditView(
+                tokens=50_000, rounds=2, first_unix_ms=1_700_000_000_000, last_unix_ms=1_700_000_100_000
+            ),
+        ],
+    ),
     "OrderCheckpoint": WRITTEN,
     "FindForkSource": SOURCE,
     "PinNode": NODE,
@@ -400,6 +428,7 @@ COMMANDS = {
     "node-forget": ["node", "forget", "basement", "--yes"],
     "run-resume": ["run", "resume"],
     "run-recover": ["run", "recover", "--yes"],
+    "run-credits": ["run", "credits", "reef"],
     "plan-show": ["plan", "show"],
     "plan-history": ["plan", "history"],
     "plan-diff": ["plan", "diff", "1", "2"],
@@ -450,6 +479,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Canned]:
         run,
         run_assign,
         run_clone,
+        run_credits,
         run_diff,
         run_end,
         run_fork,

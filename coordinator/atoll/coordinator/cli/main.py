@@ -19,6 +19,7 @@ from atoll.coordinator.cli import (
     run,
     run_assign,
     run_clone,
+    run_credits,
     run_diff,
     run_end,
     run_fork,
@@ -52,6 +53,7 @@ run.app.command()(run_clone.clone)
 run.app.command()(run_fork.fork)
 run.app.command()(run_assign.assign)
 run.app.command()(run_diff.diff)
+run.app.command()(run_credits.credits)
 run.app.command()(run_end.checkpoint)
 run.app.command()(run_end.delete)
 app.add_typer(run.app, name="run")

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from google.protobuf.message import DecodeError
 
+from atoll.coordinator.rounds import credits
 from atoll.coordinator.rounds.round_checks import check_reported_head, check_votes, report_key, row_from_report
 from atoll.coordinator.rounds.source_losses import KEPT_EVALUATIONS, MAX_LOSS, by_names, check_sources, fold, to_text
 from atoll.coordinator.sanitize import clean
@@ -157,6 +158,8 @@ def append_round(draft: Draft, row: Round) -> None:
     is_new = known is None or known.committed_tokens is None  # else its opener reports a round that was learned
     if is_new:
         _log_round(draft, row)
+        committed = manifest_pb2.CommittedManifest.FromString(row.manifest)
+        credits.count_round(draft, run_id, manifest_pb2.Manifest.FromString(committed.payload), row.reported_ms)
         draft.event("round.committed", run_id, str(number), _committed_sentence(draft, row))
     else:
         draft.log(row)

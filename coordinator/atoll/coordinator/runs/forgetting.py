@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import fields
 
+from atoll.coordinator.rounds import credits
 from atoll.coordinator.state import deciding, lookup
 from atoll.coordinator.state.draft import Draft, Step
 from atoll.coordinator.state.run_memory import RunMemory
@@ -56,6 +57,7 @@ def forget_rows(draft: Draft, rows: Iterable[Node], *, run_deleted: bool) -> Non
         for row in rows
     ]
     peer_ids = {trace.peer_id for trace in traces}
+    credits.fold(draft, peer_ids)
     for run_id, memory in draft.state.memory.items():
         _forget_in_run(draft, run_id, memory, peer_ids)
     draft.drop_nodes(peer_ids & draft.state.nodes.keys())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.coordinator.rounds import training_scores
+from atoll.coordinator.rounds import credits, training_scores
 from atoll.coordinator.runs.bans import change_deny_list
 from atoll.coordinator.state import lookup
 from atoll.coordinator.state.draft import Draft, Step
@@ -115,3 +115,4 @@ def _move_reports(draft: Draft, old: Node, node: Node) -> None:
     }
     draft.remember(node.run_id, **moved_memory)
     training_scores.move(draft, old, node)
+    credits.move(draft, old, node)

@@ -14,6 +14,7 @@ from atoll.coordinator.state.run_memory import (
     attempt_key,
     commit_from_row,
     is_void,
+    ranks_of,
     token_caps_of,
 )
 from atoll.coordinator.state.snapshot import LiveNode, State, StepTime
@@ -79,6 +80,7 @@ def _rebuild_run_memory(run_id: str, contents: Contents, plans: tuple[Plan, ...]
             committed[row.number] = commit_from_row(row, committed.get(row.number - 1))
     if run.genesis:
         committed[0] = Commit(_genesis_hash(run.genesis))
+    credits = {row.peer_id: row for row in contents.credits if row.run_id == run_id}
     figures = next((row for row in reversed(contents.plan_figures) if row.run_id == run_id), None)
     return RunMemory(
         spec=parse_run_spec(run.spec_toml, f"the stored spec of run {run_id!r}"),
@@ -94,6 +96,8 @@ def _rebuild_run_memory(run_id: str, contents: Contents, plans: tuple[Plan, ...]
         void_manifest_hashes=frozenset(void),
         figures=figures,
         left_out=json.loads(figures.left_out) if figures else {},
+        credits=credits,
+        credit_ranks=ranks_of(credits),
     )
 
 

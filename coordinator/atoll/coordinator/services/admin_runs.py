@@ -14,6 +14,8 @@ from atoll.coordinator.store.records import MAX_INTEGER, Checkpoint
 from atoll.v1 import admin_pb2 as wire
 from atoll.v1 import manifest_pb2
 
+MAX_CREDITS = 10_000
+
 
 class RunCalls(AdminCalls):
     """Calls of `admin.proto` about runs and checkpoints."""
@@ -82,6 +84,18 @@ class RunCalls(AdminCalls):
         runs = sorted(state.runs.values(), key=lambda run: run.created_ms)
         now = self._controller.moment().unix_ms
         return wire.ListRunsResponse(runs=[views.run_view(state, run, now) for run in runs])
+
+    async def ListCredits(self, request: wire.ListCreditsRequest, context: Context) -> wire.ListCreditsResponse:
+        """What nodes contributed to a run."""
+        state, limit = self._controller.state, min(request.limit or MAX_CREDITS, MAX_CREDITS)
+        run_id = lookup.run(state, request.run_id).run_id
+        memory = state.memory[run_id]
+        return wire.ListCreditsResponse(
+            run_id=run_id,
+            tokens=sum(item.tokens for item in memory.credits.values()),
+            nodes=len(memory.credit_ranks),
+            credits=views.credit_views(state, run_id, limit),
+        )
 
     async def ListCheckpoints(
         self, request: wire.ListCheckpointsRequest, context: Context

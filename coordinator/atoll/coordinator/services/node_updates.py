@@ -90,6 +90,10 @@ class NodeUpdates:
             response.known_round = run.head_round
         if (eta := run_pace.eta_of(state, run, response.unix_ms)) is not None:
             response.eta_unix_ms = eta.unix_ms
+        memory = state.memory[node.run_id]
+        if (credit := memory.credits.get(self._peer_id)) is not None:
+            response.credit.tokens, response.credit.rounds = credit.tokens, credit.rounds
+            response.credit.rank, response.credit.nodes = memory.credit_ranks[self._peer_id], len(memory.credit_ranks)
 
     def _add_plan(self, response: mb.HeartbeatResponse, node: Node) -> bool:
         run = self._controller.state.runs[node.run_id]

@@ -236,6 +236,24 @@ def checkpoint_progress(state: State, found: Progress) -> admin.OrderCheckpointR
     )
 
 
+def credit_views(state: State, run_id: str, limit: int) -> list[admin.CreditView]:
+    """Views of what nodes contributed to a run: the first `limit`, the most tokens first."""
+    memory = state.memory[run_id]
+    ordered = sorted(memory.credits.values(), key=lambda it: (not it.peer_id, -it.tokens, it.peer_id))
+    return [
+        admin.CreditView(
+            peer_id=item.peer_id,
+            name=state.nodes[item.peer_id].name if item.peer_id else "",
+            rank=memory.credit_ranks.get(item.peer_id, 0),
+            tokens=item.tokens,
+            rounds=item.rounds,
+            first_unix_ms=item.first_ms,
+            last_unix_ms=item.last_ms,
+        )
+        for item in ordered[:limit]
+    ]
+
+
 def event_view(row: Event) -> admin.Event:
     """View of one row of the event log."""
     return admin.Event(

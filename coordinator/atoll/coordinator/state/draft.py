@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from atoll.coordinator.state.rate_limits import REFUSED_REPORTS_RATE, STORED_ROWS_RATE
-from atoll.coordinator.state.run_memory import AttemptKey, RunMemory, add_base, token_caps_of
+from atoll.coordinator.state.run_memory import AttemptKey, RunMemory, add_base, ranks_of, token_caps_of
 from atoll.coordinator.state.snapshot import LiveNode, State, StepTime
 from atoll.coordinator.store.records import (
     Change,
     Checkpoint,
+    Credit,
     Delete,
     DeletedRun,
     DropMetrics,
@@ -153,6 +154,13 @@ class Draft:
         self._records += [item for item in held if before.pop(item.round, None) != item]
         self._records += [Delete(Checkpoint, (peer_id, number)) for number in before]
         self._set("checkpoints", peer_id, held)
+
+    def set_credits(self, run_id: str, credits: Mapping[str, Credit]) -> None:
+        """Replace what the nodes of a run contributed, by peer id, and their ranks."""
+        before = dict(self.state.memory[run_id].credits)
+        self._records += [item for peer, item in credits.items() if before.pop(peer, None) != item]
+        self._records += [Delete(Credit, (run_id, peer)) for peer in before]
+        self.remember(run_id, credits=credits, credit_ranks=ranks_of(credits))
 
     def remember(self, run_id: str, **changes: Any) -> None:
         """Replace fields of a run's memory. An unknown field name raises `TypeError`."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from atoll.coordinator.planner.question import Answer, Question
 from atoll.coordinator.state.rate_limits import Allowance
-from atoll.coordinator.store.records import PlanFigures, Round, Vote
+from atoll.coordinator.store.records import Credit, PlanFigures, Round, Vote
 from atoll.core.plan import Base, Plan
 from atoll.core.quorum import Electorate
 from atoll.core.run_spec import RunSpec
@@ -203,11 +203,23 @@ class RunMemory:
     sampled_at: float | None = None  # when its speed was last sampled
     predicted_version: int = 0  # version of the last plan whose prediction was requested
     checkpoint_order: CheckpointOrder | None = None  # by the operator
+    credits: Mapping[str, Credit] = field(default_factory=dict)  # by peer id, what each node contributed to the run
+    credit_ranks: Mapping[str, int] = field(default_factory=dict)  # by peer id; 1: it contributed most tokens
 
 
 def token_caps_of(plan: Plan) -> Mapping[str, int]:
     """Members of a plan, each with the most tokens that it may claim in a round."""
     return {item.peer_id: item.max_round_tokens for item in plan.assignments}
+
+
+def ranks_of(credits: Mapping[str, Credit]) -> Mapping[str, int]:
+    """Rank nodes by the tokens that they contributed; equal numbers of tokens have equal ranks."""
+    ordered = sorted((item for peer, item in credits.items() if peer), key=lambda item: -item.tokens)
+    ranks: dict[str, int] = {}
+    for place, item in enumerate(ordered):
+        is_tie = place > 0 and item.tokens == ordered[place - 1].tokens
+        ranks[item.peer_id] = ranks[ordered[place - 1].peer_id] if is_tie else place + 1
+    return ranks
 
 
 def attempt_key(row: Round) -> AttemptKey:

@@ -275,6 +275,20 @@ class ProofRow:
 
 
 @dataclass(frozen=True)
+class Credit:
+    """What one node contributed to a run, as the manifests of its committed rounds count it (`rounds/credits.py`)."""
+
+    KEY: ClassVar[tuple[str, ...]] = ("run_id", "peer_id")
+
+    run_id: str
+    peer_id: str  # the node's newest identity; empty: all nodes that were forgotten
+    tokens: int
+    rounds: int  # that have a contribution of it
+    first_ms: int  # when the first of these committed
+    last_ms: int  # the last
+
+
+@dataclass(frozen=True)
 class DeletedRun:
     """What is left of a deleted run. Members may still have its plans, which the operator signed."""
 
@@ -314,6 +328,7 @@ Record = (
     | DenyRow
     | Event
     | ProofRow
+    | Credit
     | DeletedRun
     | ForgottenNode
 )
@@ -331,6 +346,7 @@ RECORDS: tuple[type[Record], ...] = (
     DenyRow,
     Event,
     ProofRow,
+    Credit,
     DeletedRun,
     ForgottenNode,
 )
@@ -347,6 +363,7 @@ OF_RUN: tuple[type[Record], ...] = (  # tables whose rows belong to one run
     NodeMetrics,
     Event,
     ProofRow,
+    Credit,
 )
 
 

@@ -52,6 +52,7 @@ from atoll.coordinator.store.records import (
     OF_RUN,
     Change,
     Checkpoint,
+    Credit,
     Delete,
     DeletedRun,
     DenyRow,
@@ -142,6 +143,7 @@ class SqlStore(Store):
                 votes=_all(connection, Vote, _select(Vote)),
                 checkpoints=_all(connection, Checkpoint, _select(Checkpoint)),
                 plan_figures=_all(connection, PlanFigures, _select(PlanFigures)),
+                credits=_all(connection, Credit, _select(Credit)),
                 deleted_runs=_all(connection, DeletedRun, _select(DeletedRun)),
                 forgotten_nodes=_all(connection, ForgottenNode, _select(ForgottenNode)),
             )

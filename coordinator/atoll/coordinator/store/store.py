@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from atoll.coordinator.store.records import (
     Change,
     Checkpoint,
+    Credit,
     DeletedRun,
     DenyRow,
     Evaluation,
@@ -48,6 +49,7 @@ class Contents:
     votes: tuple[Vote, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
     plan_figures: tuple[PlanFigures, ...] = ()
+    credits: tuple[Credit, ...] = ()
     deleted_runs: tuple[DeletedRun, ...] = ()
     forgotten_nodes: tuple[ForgottenNode, ...] = ()
 

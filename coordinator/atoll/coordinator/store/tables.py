@@ -10,6 +10,7 @@ from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from atoll.coordinator.store.records import (
     Checkpoint,
+    Credit,
     DeletedRun,
     DenyRow,
     Evaluation,
@@ -56,6 +57,7 @@ _NAMES: dict[type[Record], str] = {
     DenyRow: "deny_lists",
     Event: "events",
     ProofRow: "proofs",
+    Credit: "credits",
     DeletedRun: "deleted_runs",
     ForgottenNode: "forgotten_nodes",
 }

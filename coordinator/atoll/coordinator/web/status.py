@@ -21,6 +21,7 @@ VERSION = 1
 MAX_LOSSES = 400
 RECENT_ROUNDS = 60
 RECENT_EVENTS = 40
+MAX_CONTRIBUTORS = 100
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,28 @@ def _run(state: State, run: Run, now: StepTime, logs: Logs) -> dict[str, object]
             for source in from_text(run.sources)
         ],
         "rounds": [_round(state, row) for row in rounds[-RECENT_ROUNDS:]],
+        "contributors": _contributors(state, run.run_id),
+    }
+
+
+def _contributors(state: State, run_id: str) -> dict[str, object]:
+    """Which nodes contributed most."""
+    memory = state.memory[run_id]
+    return {
+        "nodes": len(memory.credit_ranks),
+        "tokens": sum(item.tokens for item in memory.credits.values()),
+        "first": [
+            {
+                "rank": item.rank,
+                "peer_id": item.peer_id,
+                "name": item.name,
+                "tokens": item.tokens,
+                "rounds": item.rounds,
+                "first_unix_ms": item.first_unix_ms,
+                "last_unix_ms": item.last_unix_ms,
+            }
+            for item in views.credit_views(state, run_id, MAX_CONTRIBUTORS)
+        ],
     }
 
 

@@ -57,6 +57,7 @@ function draw() {
   roundsChart($("rounds"), run.rounds);
   drawPlan(run.plan, nodes);
   drawNodes(nodes);
+  drawContributors(run.contributors);
 }
 
 function choose(name, beside) {
@@ -152,6 +153,24 @@ function row(node, fastest) {
     right(seed ? "" : node.steps ? node.steps.toLocaleString("en") : "–"), right(seed ? "" : count(node.tokens)), right(seed ? "" : String(node.head_round || "–")),
     right(node.train_loss ? node.train_loss.toFixed(3) : seed ? "" : "–"), right(seed ? "" : bytes(node.averaging_bytes_sent)),
     right(node.last_seen_unix_ms ? `${duration(Math.max(0, (latest.unix_ms - node.last_seen_unix_ms) / 1000))} ago` : "never"));
+}
+
+// Which nodes contributed most, as committed rounds count it; also those that left.
+function drawContributors({ nodes, tokens, first }) {
+  $("contributors-panel").hidden = !first.length;
+  const shown = first.filter((item) => item.rank).length;
+  $("contributors-note").textContent = shown < nodes ? `the first ${shown} of ${nodes}` : "tokens that count in committed rounds";
+  const most = Math.max(...first.map((item) => item.tokens), 1);
+  const right = (text) => el("td", { class: "right" }, text);
+  show("contributors",
+    el("thead", {}, el("tr", {}, ...[">rank", "name", ">tokens", ">share", ">rounds", "first", "last"].map((head) => el("th",
+      { class: head.startsWith(">") ? "right" : null }, head.replace(">", ""))))),
+    el("tbody", {}, ...first.map((item) => el("tr", {},
+      right(item.rank || "–"),
+      el("td", {}, item.peer_id ? item.name : "forgotten nodes", item.peer_id ? el("span", { class: "peer" }, "…" + item.peer_id.slice(-6)) : null),
+      el("td", { class: "right" }, count(item.tokens), el("meter", { min: 0, max: most, value: item.tokens })),
+      right(tokens ? percent(item.tokens / tokens) : "–"), right(item.rounds.toLocaleString("en")),
+      el("td", {}, clock(item.first_unix_ms)), el("td", {}, clock(item.last_unix_ms))))));
 }
 
 const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
