@@ -27,6 +27,7 @@ from atoll.coordinator.store.records import (
     RECORDS,
     Change,
     Checkpoint,
+    Credit,
     Delete,
     DeletedRun,
     DenyRow,
@@ -73,10 +74,28 @@ DENY = DenyRow(1, b"list")
 EVENT = Event(1, 10, "run.created", "reef", "reef", "run reef created · 3 ±")
 VOTE = Vote("reef", 8, 3, 2**32 - 1, 3, 2, b"\0payload")
 HELD = Checkpoint("p1", 7, "reef", b"hash", 2**40, 13, 2**50)
+CREDIT = Credit("reef", "p1", 640, 3, 12, 15)
 GONE_RUN = DeletedRun("kelp", 7, 14)
 GONE_NODE = ForgottenNode("p9", "zoe", "kelp", True, 3, 14)
 PROOF = ProofRow("reef", "p1", "0a", "double-vote", 1, 15, "it voted twice", b"proof")
-ALL = (TOKEN, NODE, RUN, PLAN, FIGURES, ROUND, VOTE, HELD, LOSS, METRICS, DENY, PROOF, GONE_RUN, GONE_NODE, EVENT)
+ALL = (
+    TOKEN,
+    NODE,
+    RUN,
+    PLAN,
+    FIGURES,
+    ROUND,
+    VOTE,
+    HELD,
+    LOSS,
+    METRICS,
+    DENY,
+    PROOF,
+    CREDIT,
+    GONE_RUN,
+    GONE_NODE,
+    EVENT,
+)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +142,7 @@ def test_applied_rows_are_loaded_field_by_field(store: Store) -> None:
     store.apply(ALL)
     kept = replace(ROUND, manifest=b"")
     rows = (TOKEN,), (NODE,), (RUN,), (PLAN,), (kept,), DENY, 1, (VOTE,), (HELD,), (FIGURES,)
-    assert store.load() == Contents(*rows, (GONE_RUN,), (GONE_NODE,))
+    assert store.load() == Contents(*rows, (CREDIT,), (GONE_RUN,), (GONE_NODE,))
     assert store.proofs("") == (PROOF,)
     assert store.plan_figures("reef") == (FIGURES,)
     assert store.plan_figures("another") == ()
@@ -142,7 +161,7 @@ def test_a_dropped_run_takes_all_its_rows_along_and_nothing_else(store: Store) -
     for rows in (left.tokens, left.nodes, left.runs, left.plans, left.rounds, left.votes, left.checkpoints):
         assert [row.run_id for row in rows] == ["kelp"]  # type: ignore[attr-defined]
     assert [row.run_id for row in left.plan_figures] == ["kelp"]
-    assert (left.deny, left.deleted_runs, left.forgotten_nodes) == (DENY, (GONE_RUN,), (GONE_NODE,))
+    assert (left.deny, left.credits, left.deleted_runs, left.forgotten_nodes) == (DENY, (), (GONE_RUN,), (GONE_NODE,))
     assert [row.run_id for row in (*store.events(0, 10), *store.proofs(""))] == ["kelp", "kelp"]
     for run_id, kept in (("reef", 0), ("kelp", 1)):
         logs = store.rounds(run_id, 0, 10), store.evaluations(run_id), store.node_metrics(run_id, MetricsPage(10))
