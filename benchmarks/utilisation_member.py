@@ -33,7 +33,7 @@ from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.quorum import next_seats
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.exchange.codecs import BY_NUMBER
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.callbacks import RoundCallbacks, RoundCounters

@@ -23,7 +23,7 @@ from atoll.core import log
 from atoll.core.errors import AtollError, ChildDied, InvalidTransition, ModelTooLarge
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.rounds.decide import position_at
 from atoll.node.rounds.engine import AveragingEngine
 from atoll.node.rounds.evaluation import evaluation_report

@@ -25,8 +25,8 @@ from atoll.core.manifest import Head, verify_vote
 from atoll.core.plan import Base, Plan
 from atoll.core.run_spec import parse_run_spec
 from atoll.core.verdicts import partial_contributions
-from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
-from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.exchange.exchange_streams import PROTOCOL as AVERAGE
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.exchange.codecs import CODECS
 from atoll.node.rounds import engine as engine_module
 from atoll.node.rounds import types as rt

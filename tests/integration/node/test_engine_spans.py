@@ -20,8 +20,8 @@ from atoll.core.identity import Identity
 from atoll.core.manifest import Head, changed_layers
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
-from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.exchange.exchange_streams import PROTOCOL as AVERAGE
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.rounds import lookout
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.callbacks import RoundCallbacks, RoundCounters

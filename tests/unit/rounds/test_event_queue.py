@@ -14,7 +14,7 @@ from support.process_swarm import MODEL, SPEC
 from atoll.core.clock import SystemClock
 from atoll.core.frames import FrameKind
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.callbacks import RoundCallbacks, RoundCounters
 from atoll.node.rounds.engine import AveragingEngine

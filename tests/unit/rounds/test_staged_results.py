@@ -22,7 +22,7 @@ from atoll.core.clock import SystemClock
 from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.callbacks import RoundCounters
 from atoll.node.rounds.machine import RoundMachine

@@ -25,7 +25,7 @@ from atoll.core.plan import Plan
 from atoll.core.quorum import MARK_BYTES, Promised
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
-from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.callbacks import RoundCallbacks, RoundCounters
 from atoll.node.rounds.decide import is_witness, position_at

@@ -24,7 +24,8 @@ from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec
-from atoll.node.exchange.allreduce import Exchange, ExchangeServer
+from atoll.node.exchange.allreduce import Exchange
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.exchange.arithmetic_check import require_equal_bits
 from atoll.node.exchange.auditor import Dispute
 from atoll.node.rounds import types as rt

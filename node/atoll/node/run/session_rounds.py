@@ -11,7 +11,7 @@ from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, LastVote
 from atoll.core.round_id import RoundId
 from atoll.node.control.coordinator_link import CoordinatorLink
-from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.callbacks import RoundCallbacks
 from atoll.node.rounds.engine import AveragingEngine
