@@ -15,8 +15,9 @@ from torch import Tensor
 from atoll.coordinator.planner.reduce_shares import NodeLink, best_shares, reduce_rate
 from atoll.core.round_id import RoundId
 from atoll.lab.wan.hub import DEVICE
-from atoll.node.exchange.allreduce import Exchange, ExchangeServer
+from atoll.node.exchange.allreduce import Exchange
 from atoll.node.exchange.codecs import CODECS
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.exchange.partition import part_elements, partition
 from atoll.node.exchange.screening import Screen
 from atoll.node.swarm.host import SwarmHost

@@ -26,7 +26,7 @@ import torch
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.lab.corpus import write_python_corpus
 from atoll.node.model.run_model import RunModel, run_model
-from atoll.node.trainer.loading import usable_facts, whole_model_bytes
+from atoll.node.trainer.device_room import usable_facts, whole_model_bytes
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
 from atoll.node.training.device import DeviceFacts
 from benchmarks.common import Report

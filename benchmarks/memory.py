@@ -34,7 +34,7 @@ from atoll.node.model.run_model import RunModel, run_model
 from atoll.node.model.span import Span
 from atoll.node.pipeline.dispatcher import RouteDispatcher
 from atoll.node.pipeline.route import RoutePlace
-from atoll.node.trainer.loading import stage_bytes
+from atoll.node.trainer.device_room import stage_bytes
 from atoll.node.trainer.trainer import TrainerConfig
 from benchmarks.common import Report
 from benchmarks.stage_process import StageProcess

@@ -27,7 +27,8 @@ from atoll.node.pipeline import message_codec
 from atoll.node.pipeline.flush_machine import FlushMachine
 from atoll.node.pipeline.inbox import StagePosition
 from atoll.node.pipeline.messages import Message
-from atoll.node.pipeline.stage import MicroBatchShape, Stage
+from atoll.node.pipeline.stage import Stage
+from atoll.node.pipeline.stage_checks import MicroBatchShape
 from atoll.node.training.learning_rate import learning_rate
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.replica import StepResult

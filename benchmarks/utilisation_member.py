@@ -33,13 +33,15 @@ from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.quorum import next_seats
 from atoll.core.round_id import RoundId
 from atoll.core.run_spec import RunSpec, parse_run_spec
-from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.exchange.codecs import BY_NUMBER
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.callbacks import RoundCallbacks, RoundCounters
 from atoll.node.rounds.engine import AveragingEngine
+from atoll.node.rounds.installed_state import InstalledState
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.rounds.policy import policies
+from atoll.node.rounds.run_member import RunMember
 from atoll.node.start import use_huge_pages
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
@@ -214,19 +216,19 @@ class Member:
         votes.begin()
         operator = Identity.load_or_create(self._directory / OPERATOR_KEY)
         engine = AveragingEngine(
-            identity=Identity.load_or_create(self._directory / f"member-{self._index}.key"),
-            operator_key=operator.public_key,
-            spec=spec,
-            policies=policies(spec, state.offsets),
-            trainer=cast("Trainer", self._device),
-            state=state,
-            manifests=manifests,
+            RunMember(
+                Identity.load_or_create(self._directory / f"member-{self._index}.key"),
+                spec,
+                operator.public_key,
+                self._host,
+                SystemClock(),
+            ),
+            policies(spec, state.offsets),
+            cast("Trainer", self._device),
+            InstalledState(head, state, manifests),
+            plan,
             votes=votes,
-            network=self._host,
             exchanges=ExchangeServer(self._host, _START),
-            head=head,
-            plan=plan,
-            clock=SystemClock(),
             counters=self._counters,
             callbacks=RoundCallbacks(
                 committed=self._moved,
@@ -238,7 +240,7 @@ class Member:
                 plan_shared=lambda sealed: None,
             ),
         )
-        StateServer(self._host, _RUN, manifests, lambda: None if engine.moving else (engine.head, state), engine.staged)
+        StateServer(self._host, _RUN, manifests, lambda: None if engine.moving else (engine.head, state))
         self._running = asyncio.create_task(engine.run(RoundLinks(self._host, engine.receive, engine.lost)))
         me = psutil.Process()
         self._family = [me, *me.children(recursive=True)]

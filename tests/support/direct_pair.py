@@ -66,7 +66,6 @@ class Side:
             serve=self.acceptor.admit_and_serve,
             max_frame_bytes=max_request_bytes,
             request_offer=self.request_offer,
-            me=self.peer_id,
             pacer=self.pacer,
             dial=DialPolicy(loopback=True, local=True),
         )

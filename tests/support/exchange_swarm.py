@@ -14,10 +14,11 @@ from support.virtual_time import Inline
 
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.round_id import RoundId
-from atoll.node.exchange.allreduce import Exchange, ExchangeResult, ExchangeServer
+from atoll.node.exchange.allreduce import Exchange, ExchangeResult
 from atoll.node.exchange.auditor import Dispute
 from atoll.node.exchange.averaged_parts import Average, AverageSink
 from atoll.node.exchange.codecs import CODECS
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.exchange.partition import Part, partition
 from atoll.node.exchange.screening import Screen
 from atoll.node.exchange.weighted_sum import weighted_mean

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.exchange.allreduce import PROTOCOL
+from atoll.node.exchange.exchange_streams import PROTOCOL
 from atoll.node.exchange.reducer import Reducer
 from atoll.node.exchange.weighted_sum import PieceSource
 

@@ -15,7 +15,8 @@ from atoll.node.model.span_model import Architecture, SpanModel
 from atoll.node.pipeline.flush_machine import FlushMachine
 from atoll.node.pipeline.inbox import StagePosition
 from atoll.node.pipeline.messages import Message
-from atoll.node.pipeline.stage import MicroBatchShape, Stage
+from atoll.node.pipeline.stage import Stage
+from atoll.node.pipeline.stage_checks import MicroBatchShape
 
 
 def equal_cuts(layers: int, stages: int) -> tuple[Span, ...]:

@@ -12,50 +12,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 from atoll.core import log
 from atoll.core.errors import AtollError, ChildDied, InvalidTransition, ModelTooLarge
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
-from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.rounds.decide import position_at
 from atoll.node.rounds.engine import AveragingEngine
 from atoll.node.rounds.evaluation import evaluation_report
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.rounds.policy import round_samples
 from atoll.node.run.genesis import write_genesis
-from atoll.node.run.kept_optimizer import KeptOptimizer
-from atoll.node.run.local_state import LocalState, StateSources
+from atoll.node.run.local_state import LocalState
+from atoll.node.run.lost_members import LostMembers
 from atoll.node.run.node_context import NodeContext
+from atoll.node.run.own_trainer import OwnTrainer, unless_trainer_dies, wait_any_or_trainer_death
 from atoll.node.run.round_metrics import RoundMetrics
 from atoll.node.run.route_membership import RouteMembership
 from atoll.node.run.session_rounds import is_only_holder, make_engine
 from atoll.node.run.session_status import SessionStatus
 from atoll.node.state.checkpoint_files import ANCHOR
 from atoll.node.state.fork_anchor import Refusal
-from atoll.node.trainer.preload import TrainerPreload, span_to_hold
+from atoll.node.trainer.preload import span_to_hold
 from atoll.node.trainer.trainer import Trainer, TrainerConfig
-from atoll.node.trainer.trainer_process import LOG_NAME, TrainerProcess
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import membership_pb2 as mb
 
-LOAD_TIMEOUT = timedelta(minutes=10)  # between two signs of progress of a loading trainer
-STOP_TIMEOUT = timedelta(seconds=5)
 LAST_EVALUATION_TIMEOUT = timedelta(seconds=60)  # the route stays up so long for the driver's last evaluation
 ROUND_END_TIMEOUT = timedelta(seconds=30)  # for a round under way to end before the engine stops
 FINISH_TIMEOUT = timedelta(minutes=10)  # for writing the last checkpoint
 _EARLY_STREAM_TIMEOUT = timedelta(seconds=15)
 _RETRY = timedelta(seconds=1)
-_LOST_TIMEOUT = timedelta(seconds=5)  # a member whose connection broke counts as gone after this long
 _TRAINER_RESTARTS = 5  # in a row, without a committed round in between
-
-T = TypeVar("T")
 
 _log = log.get("session")
 
@@ -70,32 +62,18 @@ class TrainingSession:
         self.finished = asyncio.Event()
         self._context = context
         self._reloading = False  # the trainer is loaded anew, with other layers
-        self._preload: TrainerPreload | None = context.preload
-        self._trainer: Trainer | None = None
+        self._own_trainer = OwnTrainer(context)
         self._engine: AveragingEngine | None = None
-        self._lost_at: dict[str, float] = {}  # peer id → monotonic, when its connection broke; until it is heard again
+        self._lost = LostMembers(context.clock)
         self._status = SessionStatus(context)
-        self._trainer_config = context.trainer_config
         self._first_evaluation: mb.EvaluationReport | None = None
-        self._kept_optimizer = KeptOptimizer(context.run_dir)
         self._links = RoundLinks(context.network, self._receive, self._on_peer_lost)
         self._exchanges = ExchangeServer(context.network, _EARLY_STREAM_TIMEOUT)
         self._route = RouteMembership(
             context.network, context.spec, context.identity.peer_id, context.clock, context.link.send_heartbeat_now
         )
         context.status.route = self._route
-        self._local_state = LocalState(
-            StateSources(
-                context.network,
-                context.spec.run.name,
-                context.run_dir,
-                context.operator_key,
-                context.manifests,
-                context.checkpoints,
-                context.directives,
-                context.link.send_heartbeat_now,
-            )
-        )
+        self._local_state = LocalState(context.state_sources())
         context.status.local_state = self._local_state
         self._round_metrics = RoundMetrics(context.spec, context.status, context.traffic, context.clock)
 
@@ -110,7 +88,7 @@ class TrainingSession:
         prefetching = asyncio.create_task(self._prefetch())
         try:
             while not self.finished.is_set():
-                self._enter_loading(died)
+                self._status.enter_loading(died, reloading=self._reloading)
                 try:
                     self._reloading = False
                     trainer = await self._load()
@@ -131,7 +109,7 @@ class TrainingSession:
                     if restarts > _TRAINER_RESTARTS:
                         raise
                     died = f"{error}; start {restarts} of {_TRAINER_RESTARTS}"
-                    self._enter_loading(died)
+                    self._status.enter_loading(died, reloading=self._reloading)
                     self._context.link.send_heartbeat_now()
                     await asyncio.sleep(_RETRY.total_seconds() * restarts)
         finally:
@@ -141,16 +119,6 @@ class TrainingSession:
             await self._links.close()
             if self.finished.is_set():  # otherwise `keep_optimizer` comes first
                 await self.stop_trainer()
-
-    def _enter_loading(self, died: str) -> None:
-        """Report that a trainer loads; `died`: how the last one ended, if it was not to."""
-        status = self._context.status
-        if died:
-            status.enter(mb.NODE_STATE_JOINING, died, mb.NODE_REASON_TRAINER_RESTARTS)
-        elif self._reloading:
-            status.enter(mb.NODE_STATE_CATCHING_UP, "loading the layers of the plan", mb.NODE_REASON_LOADING)
-        else:
-            status.enter(mb.NODE_STATE_JOINING, "loading the model and the corpus", mb.NODE_REASON_LOADING)
 
     async def _prefetch(self) -> None:
         """Fetch layers of plans to come. If that fails, the node goes on and fetches them once the plan is there."""
@@ -162,22 +130,9 @@ class TrainingSession:
     async def _load(self) -> Trainer:
         """Start a trainer that has loaded its layers and the corpus; keep the anchor of the previous one."""
         context = self._context
-        await self.stop_trainer()
-        loaded_with, span = context.trainer_config, span_to_hold(context.directives.plan, self._planned_layers())
-        preload, self._preload = self._preload, None
-        trainer = await preload.take(span) if preload is not None else None
-        if trainer is None:
-            loaded_with = self._trainer_config
-            layer_times = context.status.facts.layer_times if context.status.facts is not None else ()
-            config = replace(loaded_with, span=span, layer_times=layer_times)
-            child = await TrainerProcess.start(context.run_dir / LOG_NAME)
-            trainer = await Trainer.take(
-                child, config, timeout=LOAD_TIMEOUT, on_progress=context.status.show_loading_progress
-            )
-        self._trainer = trainer
-        if self._trainer_config != loaded_with:  # `atoll set` changed it meanwhile
-            await trainer.limit(self._trainer_config)
-        context.status.facts, context.status.trainer = trainer.facts, trainer
+        await self._own_trainer.stop()
+        span = span_to_hold(context.directives.plan, self._planned_layers())
+        trainer = await self._own_trainer.start(span)
         await self._local_state.hold(trainer)
         if self._local_state.head is not None:
             self._on_head_moved(self._local_state.head)
@@ -203,7 +158,7 @@ class TrainingSession:
     async def _train_through(self, trainer: Trainer) -> None:
         while not self.finished.is_set():
             self._status.enter_waiting()
-            await self._unless_trainer_dies(trainer, self._context.directives.until(self._has_work))
+            await unless_trainer_dies(trainer, self._context.directives.until(self._has_work))
             if self._status.must_write_genesis:
                 await self._write_genesis(trainer)
             if self._needs_reload(trainer) and not self._status.rests:
@@ -222,7 +177,7 @@ class TrainingSession:
         """Synchronise with the other members, then train in rounds until finished or no longer in the plan."""
         context, plan = self._context, self._status.adopt_plan()
         try:
-            head = await self._unless_trainer_dies(trainer, self._synchronise(plan))
+            head = await unless_trainer_dies(trainer, self._synchronise(plan))
         except ChildDied:
             raise
         except AtollError as error:
@@ -231,12 +186,12 @@ class TrainingSession:
             return
         ranges = position_at(head, plan, round_samples(context.spec)).holdings.get(context.identity.peer_id, ())
         await trainer.load(ranges=ranges, committed_tokens=head.committed_tokens)
-        await self._kept_optimizer.restore(trainer)
+        await self._own_trainer.restore_optimizer(trainer)
         self._on_head_moved(head)
         if self._first_evaluation is not None:  # reported after the genesis that it evaluates
             self._on_evaluation(self._first_evaluation)
             self._first_evaluation = None
-        await self._unless_trainer_dies(trainer, self._join_route(plan, trainer))
+        await unless_trainer_dies(trainer, self._join_route(plan, trainer))
         assert self._local_state.state is not None
         engine = make_engine(
             context,
@@ -252,7 +207,7 @@ class TrainingSession:
         self._engine = self._local_state.engine = engine
         following = asyncio.create_task(self._follow_directives(trainer, engine))
         try:
-            await self._wait_any_or_trainer_death(trainer, running, following)
+            await wait_any_or_trainer_death(trainer, running, following)
         finally:
             for task in (running, following):
                 task.cancel()
@@ -354,9 +309,10 @@ class TrainingSession:
         """Report whether a waiting session must act: report another state, write genesis, load layers or train."""
         if self._status.must_write_genesis or self._status.waiting_is_outdated():
             return True
-        if self._trainer is None:
+        trainer = self._own_trainer.current
+        if trainer is None:
             return self._status.in_plan and not self._status.rests
-        return self._follows_plan(self._trainer) or (self._needs_reload(self._trainer) and not self._status.rests)
+        return self._follows_plan(trainer) or (self._needs_reload(trainer) and not self._status.rests)
 
     async def _synchronise(self, plan: Plan) -> Head:
         if not self._status.rests:
@@ -382,10 +338,7 @@ class TrainingSession:
 
     async def limit(self, trainer_config: TrainerConfig) -> None:
         """Apply limits to this trainer and later ones. Raises `ModelTooLarge`, and then changes nothing."""
-        if self._trainer is not None:
-            with contextlib.suppress(ChildDied):  # the next trainer starts with them
-                await self._trainer.limit(trainer_config)
-        self._trainer_config = trainer_config
+        await self._own_trainer.limit(trainer_config)
 
     async def next_round(self, timeout: timedelta) -> bool:
         """Wait for this node's last rounds, one of every fragment, so that leaving loses no progress.
@@ -402,7 +355,9 @@ class TrainingSession:
             return self._context.status.head_round >= start + rounds
 
         def over() -> bool:
-            return moved(engine.turns) or self.finished.is_set() or not self._can_decide(engine.head)
+            plan = self._context.directives.plan
+            may_decide = plan is None or self._lost.others_can_decide(plan, engine.head)
+            return moved(engine.turns) or self.finished.is_set() or not may_decide
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout.total_seconds()):
@@ -412,23 +367,14 @@ class TrainingSession:
                             await self._context.directives.until(over)
         return moved(1)
 
-    def _can_decide(self, head: Head) -> bool:
-        """Report whether members of the plan can commit a round; those that were lost a while ago do not count."""
-        plan, now = self._context.directives.plan, self._context.clock.monotonic()
-        if plan is None:
-            return True
-        gone = {peer for peer, at in self._lost_at.items() if now - at >= _LOST_TIMEOUT.total_seconds()}
-        left = tuple(item for item in plan.assignments if item.peer_id not in gone)
-        return replace(plan, assignments=left).can_decide(head)
-
     async def generate(self, prompt: str, tokens: int) -> str:
         """Generate text from the committed anchor. Raises `InvalidTransition` before there is one.
 
         A finished session has stopped its trainer; it starts one for this call.
         """
-        if self._local_state.head is None or (self._trainer is None and not self.finished.is_set()):
+        if self._local_state.head is None or (self._own_trainer.current is None and not self.finished.is_set()):
             raise InvalidTransition("there is no anchor to generate from yet", "try again after the next round")
-        trainer = self._trainer or await self._load()
+        trainer = self._own_trainer.current or await self._load()
         try:
             return await trainer.generate(prompt, tokens)
         finally:
@@ -453,25 +399,23 @@ class TrainingSession:
 
     async def stop_trainer(self) -> None:
         """End the trainer process, if there is one."""
-        if self._trainer is not None:
-            trainer, self._trainer = self._trainer, None
-            await trainer.stop(STOP_TIMEOUT)
+        await self._own_trainer.stop()
 
     async def keep_optimizer(self, timeout: timedelta) -> None:
         """Keep the inner optimiser's state for the next start of this node, unless the run is over."""
         over = self.finished.is_set() or self._context.directives.run_state == mb.RUN_STATE_STOPPED
-        if self._trainer is not None and not self._trainer.died.done() and not over:
-            await self._kept_optimizer.keep(self._trainer, timeout)
+        if not over:
+            await self._own_trainer.keep_optimizer(timeout)
 
     # --- callbacks of rounds ---------------------------------------------------------------------------
 
     async def _receive(self, peer: str, message: dp.RoundMessage) -> None:
-        self._lost_at.pop(peer, None)
+        self._lost.hear(peer)
         if self._engine is not None:
             await self._engine.receive(peer, message)
 
     async def _on_peer_lost(self, peer: str) -> None:
-        self._lost_at.setdefault(peer, self._context.clock.monotonic())
+        self._lost.lose(peer)
         if self._engine is not None:
             await self._engine.lost(peer)
 
@@ -493,23 +437,3 @@ class TrainingSession:
         self._context.status.validation_loss = report.loss
         self._context.status.source_losses = {source.name: source.loss for source in report.sources}
         self._context.link.report(report)
-
-    async def _unless_trainer_dies(self, trainer: Trainer, work: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.ensure_future(work)
-        await self._wait_any_or_trainer_death(trainer, task)
-        return task.result()
-
-    async def _wait_any_or_trainer_death(self, trainer: Trainer, *tasks: asyncio.Future[Any]) -> None:
-        """Wait for one of the tasks and raise its error, or `ChildDied` if the trainer ended first."""
-        try:
-            waiting: list[asyncio.Future[Any]] = [*tasks, trainer.died]
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if trainer.died.done():
-                raise trainer.died.result().error()
-            for task in tasks:
-                if task.done():
-                    task.result()
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            raise

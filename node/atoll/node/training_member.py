@@ -21,8 +21,9 @@ from atoll.node.control.coordinator_link import CoordinatorLink
 from atoll.node.control.credentials import Credentials
 from atoll.node.control.directives import Directives
 from atoll.node.run.node_context import NodeContext
+from atoll.node.run.own_trainer import LOAD_TIMEOUT
 from atoll.node.run.status import LiveStatus
-from atoll.node.session import LOAD_TIMEOUT, TrainingSession
+from atoll.node.session import TrainingSession
 from atoll.node.state.checkpoint import CheckpointStore
 from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.former_checkpoints import former_checkpoints

@@ -14,8 +14,9 @@ from support.exchange_swarm import into
 from support.loopback_hosts import Lab
 
 from atoll.core.round_id import RoundId
-from atoll.node.exchange.allreduce import Exchange, ExchangeServer
+from atoll.node.exchange.allreduce import Exchange
 from atoll.node.exchange.codecs import CODECS
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.exchange.partition import partition
 from atoll.node.exchange.screening import Screen
 from atoll.node.rounds.settlement import settle

@@ -25,16 +25,18 @@ from atoll.core.manifest import Head, verify_vote
 from atoll.core.plan import Base, Plan
 from atoll.core.run_spec import parse_run_spec
 from atoll.core.verdicts import partial_contributions
-from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
-from atoll.node.exchange.allreduce import ExchangeServer
 from atoll.node.exchange.codecs import CODECS
-from atoll.node.rounds import engine as engine_module
+from atoll.node.exchange.exchange_server import ExchangeServer
+from atoll.node.exchange.exchange_streams import PROTOCOL as AVERAGE
+from atoll.node.rounds import catching_up
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.callbacks import RoundCallbacks, RoundCounters
 from atoll.node.rounds.engine import AveragingEngine
+from atoll.node.rounds.installed_state import InstalledState
 from atoll.node.rounds.member_streams import PROTOCOL as ROUND
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.rounds.policy import policies
+from atoll.node.rounds.run_member import RunMember
 from atoll.node.rounds.snapshot_ledger import CountedShare
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
@@ -87,19 +89,13 @@ class Member:
         await self.trainer.train()
         manifests = ManifestStore(self.directory / "manifests", self.spec.run.name)
         self.engine = AveragingEngine(
-            identity=self.identity,
-            operator_key=OPERATOR.public_key,
-            spec=self.spec,
-            policies=policies(self.spec, self.trainer.facts.layer_offsets),
-            trainer=self.trainer,
-            state=self.state,
-            manifests=manifests,
+            RunMember(self.identity, self.spec, OPERATOR.public_key, self.network, SystemClock()),
+            policies(self.spec, self.trainer.facts.layer_offsets),
+            self.trainer,
+            InstalledState(head, self.state, manifests),
+            plan,
             votes=fresh_votes(self.directory),
-            network=self.network,
             exchanges=ExchangeServer(self.network, timedelta(seconds=5)),
-            head=head,
-            plan=plan,
-            clock=SystemClock(),
             counters=self.counters,
             callbacks=RoundCallbacks(
                 committed=self.heads.append,
@@ -424,7 +420,7 @@ async def test_what_a_commit_held_is_known_though_the_machine_went_on_meanwhile(
                 await asyncio.sleep(0.02)
         *_, before, last = made[0].heads
         assert made[0].identity.peer_id in {item.peer_id for item in last.manifest.contributions}
-        share = await made[0].engine._share_after(before, last)
+        share = await made[0].engine._catching_up._share_after(before, last)
         assert share.counted is rt.Counted.SNAPSHOT
 
 
@@ -445,11 +441,11 @@ async def test_progress_that_cannot_be_kept_ends_the_engine_and_not_only_a_catch
     async with members(tmp_path, 2, through) as made:
         await made[0].rounds(1)
         engine = made[0].engine
-        monkeypatch.setattr(engine_module, "catch_up", found)
-        monkeypatch.setattr(engine, "_move", moves)
-        monkeypatch.setattr(engine, "_keep_progress", fails)
+        monkeypatch.setattr(catching_up, "catch_up", found)
+        monkeypatch.setattr(engine._installed, "move", moves)
+        monkeypatch.setattr(engine._progress, "keep", fails)
         with pytest.raises(Unreachable, match="trainer"):
-            await engine._catch_up(CountedShare(rt.Counted.NOTHING))
+            await engine._catching_up._catch_up(CountedShare(rt.Counted.NOTHING))
 
 
 @pytest.mark.timeout(400)
@@ -472,9 +468,9 @@ async def test_who_cannot_tell_what_of_its_progress_counted_begins_at_the_anchor
         if not kept:
             monkeypatch.setattr(engine._results, "of_layers", lambda layers: None)
         for name in ("load", "apply", "rebase"):
-            order = getattr(engine._trainer, name)
+            order = getattr(made[0].trainer, name)
             monkeypatch.setattr(
-                engine._trainer, name, lambda _order=order, _name=name, **how: (told.append(_name), _order(**how))[1]
+                made[0].trainer, name, lambda _order=order, _name=name, **how: (told.append(_name), _order(**how))[1]
             )
         await made[0].rounds(len(made[0].heads) + 3)
         assert len(told) >= 2

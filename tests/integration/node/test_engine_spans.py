@@ -20,14 +20,16 @@ from atoll.core.identity import Identity
 from atoll.core.manifest import Head, changed_layers
 from atoll.core.plan import Assignment, Base, Plan
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
-from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.exchange.exchange_server import ExchangeServer
+from atoll.node.exchange.exchange_streams import PROTOCOL as AVERAGE
 from atoll.node.rounds import lookout
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.callbacks import RoundCallbacks, RoundCounters
 from atoll.node.rounds.engine import AveragingEngine
+from atoll.node.rounds.installed_state import InstalledState
 from atoll.node.rounds.member_streams import RoundLinks
 from atoll.node.rounds.policy import policies
+from atoll.node.rounds.run_member import RunMember
 from atoll.node.rounds.snapshot_ledger import CountedShare
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.catchup import catch_up
@@ -70,19 +72,13 @@ class Stage:
         manifests, votes = ManifestStore(self.directory / "manifests", "reef"), VoteStore(self.directory)
         votes.begin()
         self.engine = AveragingEngine(
-            identity=self.identity,
-            operator_key=OPERATOR.public_key,
-            spec=spec,
-            policies=policies(spec, OFFSETS),
-            trainer=self.trainer,
-            state=self.state,
-            manifests=manifests,
+            RunMember(self.identity, spec, OPERATOR.public_key, self.network, SystemClock()),
+            policies(spec, OFFSETS),
+            self.trainer,
+            InstalledState(head, self.state, manifests),
+            plan,
             votes=votes,
-            network=self.network,
             exchanges=ExchangeServer(self.network, timedelta(seconds=5)),
-            head=head,
-            plan=plan,
-            clock=SystemClock(),
             counters=self.counters,
             callbacks=RoundCallbacks(
                 committed=self.heads.append,
@@ -255,7 +251,7 @@ async def left_behind(tmp_path):
         for stage in stages:
             await stage.end()
         engine, (before, after, head, *_) = stages[0].engine, stages[0].heads
-        engine._accounted = (b"", rt.Counted.UNKNOWN)
+        engine._progress._accounted = (b"", rt.Counted.UNKNOWN)
         yield engine, before, after, head
 
 
@@ -264,26 +260,30 @@ async def test_a_round_without_the_votes_that_decide_it_says_nothing_of_our_prog
     manifest = manifest_pb2.Manifest.FromString(after.committed.payload)
     del manifest.contributions[:]
     forged = Head(manifest_pb2.CommittedManifest(payload=manifest.SerializeToString()))
-    honest = max(peer for peer in engine.plan.members if peer != engine._me)
+    honest = max(peer for peer in engine.plan.members if peer != engine._progress._me)
     told: dict[str, Head] = {}
 
     async def tells(network, peer, run_id, number):
         return told.get(peer, forged)
 
     monkeypatch.setattr(lookout, "fetch_manifest", tells)
-    assert await engine._share_after(before, head) == CountedShare(rt.Counted.UNKNOWN)
+    assert await engine._catching_up._share_after(before, head) == CountedShare(rt.Counted.UNKNOWN)
     told[honest] = after
     monkeypatch.setattr(engine._machine, "counted", lambda manifest: manifest)
-    assert (await engine._share_after(before, head)).counted == after.manifest
+    assert (await engine._catching_up._share_after(before, head)).counted == after.manifest
 
 
 async def test_the_head_itself_says_what_it_holds_of_our_progress_where_it_is_the_next(left_behind, monkeypatch):
     engine, before, after, _ = left_behind
     monkeypatch.setattr(lookout, "fetch_manifest", None)  # nobody is asked
     monkeypatch.setattr(engine._machine, "counted", lambda manifest: manifest)
-    share = await engine._share_after(before, after)
+    share = await engine._catching_up._share_after(before, after)
     assert share.counted == after.manifest
-    assert share.samples == next(it.samples for it in after.manifest.contributions if it.peer_id == engine._me) > 0
+    assert (
+        share.samples
+        == next(it.samples for it in after.manifest.contributions if it.peer_id == engine._progress._me)
+        > 0
+    )
 
 
 async def test_who_is_in_a_round_with_what_an_earlier_life_brought_skips_no_sample(tmp_path, monkeypatch):
@@ -320,7 +320,7 @@ async def test_who_trained_samples_that_others_got_begins_at_the_anchor(tmp_path
         monkeypatch.setattr(whole.trainer, "load", watched)
         await whole.reach(3)
         assert loaded == []
-        whole.engine._given = ((10**9, 10**9 + 1000),)  # as under a plan that the round does not know
+        whole.engine._progress._given = ((10**9, 10**9 + 1000),)  # as under a plan that the round does not know
         await whole.reach(5)
         assert len(loaded) == 1
         assert loaded[0][0][0] < 10**9

@@ -97,7 +97,7 @@ async def test_only_the_auditor_gets_a_contribution_and_only_until_the_next_snap
         await made[0].rounds(4)
         exchange = made[0].engine._results.served
         out_E = torch.empty_like(made[1].trainer.pseudo_gradient)
-        await made[0].engine._training_audits.stop()
+        await made[0].engine._progress.audits.stop()
         for peer in (made[1], made[2]):
             asking = peer.engine._results.served
             with pytest.raises(AtollError):

@@ -18,10 +18,10 @@ from support.virtual_time import run_virtually
 from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.round_id import RoundId
-from atoll.node.exchange.allreduce import PROTOCOL
 from atoll.node.exchange.audit import draw_parts
 from atoll.node.exchange.auditor import Dispute
 from atoll.node.exchange.codecs import CODECS
+from atoll.node.exchange.exchange_streams import PROTOCOL
 from atoll.node.exchange.weighted_sum import weighted_mean
 from atoll.node.rounds.decide import build_start, check_start
 from atoll.v1 import dataplane_pb2 as dp

@@ -24,8 +24,8 @@ from atoll.core.errors import PeerMisbehaved
 from atoll.core.frames import MAX_FRAME_BYTES, PREFIX, Frame, FrameKind
 from atoll.core.records import build_address_record, page_keys
 from atoll.core.round_id import RoundId
-from atoll.node.exchange.allreduce import PROTOCOL as AVERAGE
-from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.exchange.exchange_server import ExchangeServer
+from atoll.node.exchange.exchange_streams import PROTOCOL as AVERAGE
 from atoll.node.rounds import message_bounds
 from atoll.node.rounds.member_streams import PROTOCOL as ROUND
 from atoll.node.rounds.member_streams import RoundLinks

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from atoll.coordinator.interceptors import MAX_ENTRIES
 from atoll.core.message_bounds import parse_bounded
 from atoll.core.metrics_bounds import EARLY_METRICS_ROUNDS
-from atoll.node.control.coordinator_link import (
+from atoll.node.control.report_queue import (
     MAX_KEPT,
     MAX_KEPT_METRICS,
     MAX_KEPT_ROUNDS,

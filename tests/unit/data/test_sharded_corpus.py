@@ -19,9 +19,10 @@ from atoll.core.clock import SystemClock
 from atoll.core.errors import AtollError, ConfigError, CorpusError, Unreachable
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.data.blocks import BLOCK_BYTES, CHUNK_BYTES
+from atoll.node.data.corpus_windows import held_out
 from atoll.node.data.open_corpus import CacheFolder, open_corpus
 from atoll.node.data.sample_order import ORDER_VERSION, SHUFFLED_SHARDS, WOVEN_UNITS, cut_into_units
-from atoll.node.data.sharded_corpus import ShardedCorpus, held_out
+from atoll.node.data.sharded_corpus import ShardedCorpus
 
 LENGTH = 512
 

@@ -13,8 +13,8 @@ from support.virtual_time import run_virtually
 
 from atoll.core.errors import PeerMisbehaved, RoundAbandoned
 from atoll.core.frames import Frame, FrameKind
-from atoll.node.exchange.allreduce import PROTOCOL
 from atoll.node.exchange.codecs import CODECS
+from atoll.node.exchange.exchange_streams import PROTOCOL
 from atoll.v1 import dataplane_pb2 as dp
 
 

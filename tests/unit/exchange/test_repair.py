@@ -17,7 +17,7 @@ from support.virtual_time import run_virtually
 from atoll.core.errors import AtollError, PeerMisbehaved, RoundAbandoned
 from atoll.core.frames import Frame, FrameKind
 from atoll.core.round_id import RoundId
-from atoll.node.exchange.allreduce import PROTOCOL
+from atoll.node.exchange.exchange_streams import PROTOCOL
 from atoll.node.exchange.repair import MAX_PARTS_PER_REQUEST, SourcesOfPart
 from atoll.v1 import dataplane_pb2 as dp
 

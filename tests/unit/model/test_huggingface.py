@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.huggingface import HuggingFaceArchitecture
-from atoll.node.pipeline.stage import MicroBatchShape
+from atoll.node.pipeline.stage_checks import MicroBatchShape
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

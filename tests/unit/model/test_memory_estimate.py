@@ -27,7 +27,8 @@ from atoll.node.model.memory_estimate import SpanMemory, StageTraffic, span_memo
 from atoll.node.model.run_model import RunModel, run_model
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import Architecture, SpanModel
-from atoll.node.pipeline.stage import MicroBatchShape, Stage
+from atoll.node.pipeline.stage import Stage
+from atoll.node.pipeline.stage_checks import MicroBatchShape
 from atoll.node.training.loop import InnerLoop
 from atoll.v1 import plan_pb2
 

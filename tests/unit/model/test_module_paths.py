@@ -14,7 +14,7 @@ from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.huggingface import HuggingFaceArchitecture
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import SpanModel
-from atoll.node.pipeline.stage import MicroBatchShape
+from atoll.node.pipeline.stage_checks import MicroBatchShape
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -20,7 +20,7 @@ from atoll.node.model.span import Span
 from atoll.node.pipeline.evaluation import Evaluation
 from atoll.node.pipeline.message_codec import LinkFormat, pack
 from atoll.node.pipeline.messages import Activation, Begin, Message
-from atoll.node.pipeline.stage import MicroBatchShape
+from atoll.node.pipeline.stage_checks import MicroBatchShape
 from atoll.node.training.loop import InnerLoop
 from atoll.v1 import pipeline_pb2 as pb
 

@@ -12,7 +12,7 @@ from support.routes import RouteStages
 from atoll.core.clock import SystemClock
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.data.corpus import Corpus, load_corpus
-from atoll.node.pipeline.stage import MicroBatchShape
+from atoll.node.pipeline.stage_checks import MicroBatchShape
 from atoll.node.training.loader import Loader
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.sample_feed import SampleFeed

@@ -17,7 +17,7 @@ from atoll.node.data.corpus import Corpus, load_corpus
 from atoll.node.model.run_model import RunModel, run_model
 from atoll.node.model.span import Span
 from atoll.node.pipeline.messages import Activation, Begin, Message
-from atoll.node.pipeline.stage import MicroBatchShape
+from atoll.node.pipeline.stage_checks import MicroBatchShape
 from atoll.node.training.targets import IGNORED
 
 pytestmark = pytest.mark.usefixtures("one_thread")

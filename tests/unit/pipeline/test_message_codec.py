@@ -21,7 +21,7 @@ from atoll.node.exchange.codecs import CODECS
 from atoll.node.model.built_in import BuiltInArchitecture
 from atoll.node.pipeline import messages
 from atoll.node.pipeline.message_codec import FP32_BYTES, LinkFormat, pack, read_header, unpack
-from atoll.node.pipeline.stage import MicroBatchShape
+from atoll.node.pipeline.stage_checks import MicroBatchShape
 from atoll.node.training.loader import Loader
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.sample_feed import SampleFeed

@@ -34,7 +34,7 @@ from atoll.node.pipeline.messages import (
     TiedWeights,
     Verdict,
 )
-from atoll.node.pipeline.stage import MicroBatchShape
+from atoll.node.pipeline.stage_checks import MicroBatchShape
 
 SHAPE = ModelShape(48, 16, 3, 2, 1, 24, tie_embeddings=True)
 SECTION = OptimizerSection(name="adamw", weight_decay=0.1, learning_rate=0.01, clip_norm=0.3)

@@ -14,13 +14,15 @@ from support.process_swarm import MODEL, SPEC
 from atoll.core.clock import SystemClock
 from atoll.core.frames import FrameKind
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.callbacks import RoundCallbacks, RoundCounters
 from atoll.node.rounds.engine import AveragingEngine
 from atoll.node.rounds.event_queue import PLACES, EventQueue
+from atoll.node.rounds.installed_state import InstalledState
 from atoll.node.rounds.member_streams import PROTOCOL, RoundLinks
 from atoll.node.rounds.policy import policies
+from atoll.node.rounds.run_member import RunMember
 from atoll.node.state.anchor import AnchorState
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.state.vote_store import VoteStore
@@ -99,21 +101,19 @@ def engine_of(network, directory) -> AveragingEngine:
     votes = VoteStore(directory)
     votes.begin()
     return AveragingEngine(
-        identity=CLEO,
-        operator_key=b"",
-        spec=spec,
-        policies=policies(spec, OFFSETS),
-        trainer=cast("Trainer", SimpleNamespace(status=status)),
-        state=AnchorState(torch.ones(OFFSETS[-1]), OFFSETS),
-        manifests=ManifestStore(directory / "manifests", "r"),
+        RunMember(CLEO, spec, b"", network, SystemClock()),
+        policies(spec, OFFSETS),
+        cast("Trainer", SimpleNamespace(status=status)),
+        InstalledState(
+            GENESIS, AnchorState(torch.ones(OFFSETS[-1]), OFFSETS), ManifestStore(directory / "manifests", "r")
+        ),
+        plan_of(ANN, BOB, CLEO),
         votes=votes,
-        network=network,
         exchanges=ExchangeServer(network, timedelta(seconds=SOON)),
-        head=GENESIS,
-        plan=plan_of(ANN, BOB, CLEO),
-        clock=SystemClock(),
         counters=RoundCounters(),
-        callbacks=cast("RoundCallbacks", SimpleNamespace(evaluated=None, audited=None)),
+        callbacks=cast(
+            "RoundCallbacks", SimpleNamespace(committed=None, evaluated=None, audited=None, plan_newer_than=None)
+        ),
     )
 
 

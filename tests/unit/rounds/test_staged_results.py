@@ -22,11 +22,12 @@ from atoll.core.clock import SystemClock
 from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head
 from atoll.core.run_spec import parse_run_spec
-from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.callbacks import RoundCounters
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.policy import policy_of
+from atoll.node.rounds.run_member import RunMember
 from atoll.node.rounds.staged_results import RoundResults
 from atoll.node.state.anchor import AnchorState, OuterStepBuilder
 from atoll.node.state.outer_step import layer_states, outer_step
@@ -73,17 +74,8 @@ class Trio:
         network = self.hub.join(peer)
         exchanges = ExchangeServer(network, timedelta(seconds=PATIENCE))
         tell = self.told[peer].put_nowait
-        return RoundResults(
-            self.spec,
-            machine,
-            self.states[peer],
-            network,
-            exchanges,
-            self.beside,
-            tell,
-            clock=SystemClock(),
-            counters=self.counters[peer],
-        )
+        member = cast("RunMember", SimpleNamespace(spec=self.spec, network=network, clock=SystemClock()))
+        return RoundResults(member, machine, self.states[peer], exchanges, self.beside, tell, self.counters[peer])
 
     async def average(self) -> tuple[bytes, ...]:
         """Digests of the parts, which all have."""

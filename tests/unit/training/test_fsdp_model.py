@@ -18,7 +18,8 @@ from atoll.node.model.memory_estimate import usable_bytes
 from atoll.node.model.run_model import run_model
 from atoll.node.model.span import Span
 from atoll.node.model.span_model import layout_of
-from atoll.node.trainer.loading import load_trainer_state, stage_bytes, usable_facts
+from atoll.node.trainer.device_room import stage_bytes, usable_facts
+from atoll.node.trainer.loading import load_trainer_state
 from atoll.node.trainer.messages import TrainerConfig
 from atoll.node.training.device import DeviceFacts
 from atoll.node.training.device_group import DeviceGroup, Rendezvous, choose_devices, combined_facts, no_other_ranks

@@ -41,7 +41,7 @@ from atoll.node.data.verify import verify_corpus
 from atoll.node.model.run_model import run_model
 from atoll.node.model.span import Span
 from atoll.node.pipeline.evaluation import Evaluation
-from atoll.node.pipeline.stage import MicroBatchShape
+from atoll.node.pipeline.stage_checks import MicroBatchShape
 from atoll.node.training.loop import InnerLoop
 from atoll.node.training.targets import IGNORED, document_starts, inputs_and_targets
 

@@ -18,7 +18,7 @@ from atoll.node.data.held_out import HeldOutLoss
 from atoll.node.model.run_model import run_model
 from atoll.node.pipeline.evaluation import Evaluation
 from atoll.node.pipeline.messages import Activation, Begin
-from atoll.node.pipeline.stage import MicroBatchShape
+from atoll.node.pipeline.stage_checks import MicroBatchShape
 from atoll.node.training.device_group import DeviceGroup, no_other_ranks
 from atoll.node.training.loader import Batch
 from atoll.node.training.loop import InnerLoop

@@ -43,6 +43,12 @@ class Order(StrEnum):
 Workers = Annotated[
     int | None, typer.Option("--workers", min=1, max=4096, help="Worker processes; default: one a core.")
 ]
+ChatTemplate = Annotated[
+    str | None, typer.Option("--chat-template", help="File of a chat template; default: the tokenizer's.")
+]
+TokenizerName = Annotated[
+    str | None, typer.Option("--tokenizer", help="bytes, or a Hugging Face tokenizer's name or path.")
+]
 Corpus = Annotated[Path, typer.Argument(callback=local_path, help="Directory of a corpus.", show_default=False)]
 
 
@@ -65,12 +71,8 @@ def build(
     messages: Annotated[str | None, typer.Option("--messages", help="Column or key of conversations.")] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", help="Column or key of prompts.")] = None,
     completion: Annotated[str | None, typer.Option("--completion", help="Column or key of completions.")] = None,
-    chat_template: Annotated[
-        str | None, typer.Option("--chat-template", help="File of a chat template; default: the tokenizer's.")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", help="bytes, or a Hugging Face tokenizer's name or path.")
-    ] = None,
+    chat_template: ChatTemplate = None,
+    tokenizer: TokenizerName = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the source; default: text.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed of the order; default: 0.")] = None,
     order: Annotated[Order | None, typer.Option("--order", help="Order of documents; default: shuffled.")] = None,
@@ -83,7 +85,6 @@ def build(
 ) -> None:
     """Turn text into a corpus of shards. A build that was interrupted goes on when you repeat the command."""
     from atoll.node.data.build import build_corpus
-    from atoll.node.data.build_spec import read_build_spec
     from atoll.node.system.child_processes import treat_sigterm_as_sigint
 
     options = {
@@ -98,16 +99,7 @@ def build(
         "seed": seed,
         "order": order,
     }
-    given = {key: value for key, value in options.items() if value is not None}
-    if not what.endswith(".toml"):
-        spec = _spec_of(what, given)
-    elif given:
-        raise UsageError(
-            f"--{next(iter(given)).replace('_', '-')} cannot be combined with a build spec",
-            "set it in the spec, or name the text itself",
-        )
-    else:
-        spec = read_build_spec(Path(what).expanduser())
+    spec = _spec_of(what, {key: value for key, value in options.items() if value is not None})
     treat_sigterm_as_sigint()
     try:
         with progress_on_stderr("tokenising") as show:
@@ -200,13 +192,19 @@ def _sample_values(sample: SampleText) -> dict[str, object]:
     return values if sample.parts else {key: value for key, value in values.items() if key != "parts"}
 
 
-def _spec_of(path: str, given: dict[str, Any]) -> BuildSpec:
-    """Return the spec of a corpus with one source. Raises `BuildSpecError`."""
-    from atoll.node.data.build_spec import spec_of_one_source
+def _spec_of(what: str, given: dict[str, Any]) -> BuildSpec:
+    """Read a build spec, or return that of a corpus with one source. Raises `BuildSpecError`, `UsageError`."""
+    from atoll.node.data.build_spec import read_build_spec, spec_of_one_source
 
+    if what.endswith(".toml"):
+        if given:
+            raise UsageError(
+                f"--{next(iter(given)).replace('_', '-')} cannot be combined with a build spec",
+                "set it in the spec, or name the text itself",
+            )
+        return read_build_spec(Path(what).expanduser())
     values = {key: str(value) if isinstance(value, StrEnum) else value for key, value in given.items()}
-    if values.get("source") != Format.HUGGINGFACE:
-        path = str(Path(path).expanduser())
+    path = what if values.get("source") == Format.HUGGINGFACE else str(Path(what).expanduser())
     return spec_of_one_source(path, values)
 
 

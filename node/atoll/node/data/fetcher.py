@@ -56,7 +56,10 @@ def no_trouble_callback(_: str) -> None:
 
 
 class Fetcher:
-    """Reads from mirrors. May be used by several threads at once. Has no thread while nothing is read."""
+    """Reads from mirrors. May be used by several threads at once. Has no thread while nothing is read.
+
+    It has more than 20 methods: one read races several mirrors, and each step of that race is a short one.
+    """
 
     def __init__(
         self,

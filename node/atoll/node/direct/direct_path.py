@@ -66,20 +66,21 @@ class DirectPath:
         serve: Callable[[DirectStream], Awaitable[None]],
         max_frame_bytes: Callable[[str], int],
         request_offer: Callable[[str, timedelta], Awaitable[CheckedOffer]],
-        me: str,
         pacer: Pacer,
         dial: DialPolicy,
     ) -> None:
-        """`me` is this node's peer id. `dial`: what it may dial."""
+        """`dial`: what this node may dial."""
         context, self._certificate_sha256 = tls.listening_context(directory, clock.unix())
         self._protocols = config.protocols
         self._gate = gate
         self._traffic = traffic
         self._closed = False
-        self._tickets = Tickets(clock, me)
+        self._tickets = Tickets(clock, gate.own_peer_id)
         self._connections: set[Connection] = set()  # dialled and accepted
         self._pacer = pacer
-        self._dialler = Dialler(me, request_offer, self._register, clock, policy=dial, optimistic=config.optimistic)
+        self._dialler = Dialler(
+            gate.own_peer_id, request_offer, self._register, clock, policy=dial, optimistic=config.optimistic
+        )
         self._listener = Listener(context, self._tickets, self._register, serve, config.protocols, max_frame_bytes)
 
     @property

@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, TypeVarTuple, Unpack
@@ -21,7 +20,6 @@ from torch import Tensor
 from atoll.core import log
 from atoll.core.errors import AtollError, PartInvalid, PeerMisbehaved, RoundAbandoned
 from atoll.core.frames import FrameKind
-from atoll.core.round_id import RoundId
 from atoll.node.exchange.audit import (
     CODEC_NOISE,
     SIZE_SLACK,
@@ -35,12 +33,11 @@ from atoll.node.exchange.audit import (
 )
 from atoll.node.exchange.averaged_parts import Average
 from atoll.node.exchange.codecs import is_finite
+from atoll.node.exchange.exchange_streams import ExchangeStreams
 from atoll.node.exchange.peer_deadlines import next_frame
-from atoll.node.exchange.repair import PROTOCOL
 from atoll.node.exchange.sketch import BUCKETS, SKETCH_BYTES, Sketcher
 from atoll.node.exchange.weighted_sum import SumRules
-from atoll.node.wire.transport import Network, Stream
-from atoll.v1 import dataplane_pb2 as dp
+from atoll.node.wire.transport import Stream
 
 SEED_BYTES = 32
 _LEAST_TIMEOUT = timedelta(seconds=5)  # of a request: a shorter one would end a healthy connection that is slow
@@ -48,7 +45,6 @@ _MAX_REQUESTS = 2  # of one member, in one exchange
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
-TrackStream = Callable[[Stream], AbstractContextManager[None]]
 
 _log = log.get("audit")
 
@@ -67,15 +63,12 @@ class Auditor:
 
     def __init__(
         self,
-        round_id: RoundId,
-        network: Network,
         average: Average,
         rules: SumRules,
+        streams: ExchangeStreams,
         from_reducers: Mapping[int, bytes],
         contribution: Callable[[], Tensor],
         executor: Executor,
-        track_stream: TrackStream,
-        fault: Callable[[str, str], None],
     ) -> None:
         """Prepare the audit of `average`.
 
@@ -83,17 +76,14 @@ class Auditor:
         - `contribution`: this node's own, fp32 [E].
         - `executor`: for sketches.
         """
-        self._round_id = round_id
-        self._network = network
         self._average = average
         self._rules = rules
         self._weights = rules.weights
         self._from_reducers = from_reducers
         self._contribution = contribution
         self._executor = executor
-        self._track_stream = track_stream
-        self._fault = fault
-        self._me = network.peer_id
+        self._streams = streams
+        self._me, self._round_id = streams.me, streams.round_id
         self._requests: Counter[str] = Counter()
         self._sketching: dict[bytes, asyncio.Task[dict[int, Tensor]]] = {}  # by seed: this node's own sketches
         self._told: dict[str, dict[int, Tensor]] = {}  # sketches that others sent for `_told_seed`
@@ -289,16 +279,13 @@ class Auditor:
         try:
             return await self._request(peer, seed, due, max(timeout, _LEAST_TIMEOUT))
         except PeerMisbehaved as error:
-            self._fault(peer, str(error))
+            self._streams.fault(peer, str(error))
         except AtollError as error:
             _log.info("no sketches", peer=peer, reason=str(error))
         return {}
 
     async def _request(self, peer: str, seed: bytes, due: Sequence[int], timeout: timedelta) -> dict[int, Tensor]:
-        stream = await self._network.open(peer, PROTOCOL, timeout)
-        with self._track_stream(stream):
-            header = dp.ExchangeHeader(round=self._round_id.to_proto(), audit_seed=seed)
-            await stream.send(FrameKind.MESSAGE, header.SerializeToString())
+        async with self._streams.request(peer, timeout, audit_seed=seed) as stream:
             frame = await next_frame(stream, timeout)
         if frame.kind is not FrameKind.PART or len(frame.body) != SKETCH_BYTES * len(due):
             raise PartInvalid(f"peer {peer} sent {len(frame.body)} bytes for {len(due)} sketches")

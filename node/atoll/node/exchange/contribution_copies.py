@@ -13,15 +13,13 @@ from torch import Tensor
 
 from atoll.core.errors import RoundAbandoned
 from atoll.core.frames import Buffer, FrameKind
-from atoll.core.round_id import RoundId
-from atoll.node.exchange.auditor import Auditor, TrackStream
+from atoll.node.exchange.auditor import Auditor
 from atoll.node.exchange.averaged_parts import Average
+from atoll.node.exchange.exchange_streams import ExchangeStreams
 from atoll.node.exchange.partition import Part
 from atoll.node.exchange.peer_deadlines import next_frame
-from atoll.node.exchange.repair import PROTOCOL
 from atoll.node.wire.peer_slots import PeerSlots
-from atoll.node.wire.transport import Network, Stream
-from atoll.v1 import dataplane_pb2 as dp
+from atoll.node.wire.transport import Stream
 
 _MAX_BEGUN = 2  # copies of one contribution
 _MAX_STREAMS = 2  # of one member: a new one may come before the last has ended
@@ -32,23 +30,19 @@ class ContributionCopies:
 
     def __init__(
         self,
-        round_id: RoundId,
-        network: Network,
         average: Average,
+        streams: ExchangeStreams,
         contribution: Callable[[], Tensor],
         auditor: Auditor,
-        track_stream: TrackStream,
     ) -> None:
         """`contribution`: this node's own, fp32 [E]."""
-        self._round_id = round_id
-        self._network = network
         self._average = average
+        self._streams = streams
         self._contribution = contribution
         self._auditor = auditor
-        self._track_stream = track_stream
         self._reader = ""  # peer id of the member that audits the contribution
         self._begun = 0
-        self._streams = PeerSlots[str](_MAX_STREAMS)
+        self._slots = PeerSlots[str](_MAX_STREAMS)
 
     def give_to(self, peer: str) -> None:
         """Let this member fetch the contribution."""
@@ -60,7 +54,7 @@ class ContributionCopies:
 
     async def answer(self, stream: Stream) -> None:
         """Send the contribution, one frame per part. Raises `RoundAbandoned`, `PeerMisbehaved`."""
-        with self._streams.hold(stream.peer_id, "requests for a contribution"):
+        with self._slots.hold(stream.peer_id, "requests for a contribution"):
             self._require_reader(stream.peer_id)
             self._begun += 1
             if self._begun > _MAX_BEGUN:
@@ -75,7 +69,9 @@ class ContributionCopies:
 
     def _require_reader(self, peer: str) -> None:
         if self._reader != peer:
-            raise RoundAbandoned(f"this node gives its contribution to round {self._round_id} to nobody else now")
+            raise RoundAbandoned(
+                f"this node gives its contribution to round {self._streams.round_id} to nobody else now"
+            )
 
     async def fetch(self, peer: str, out_E: Tensor, frame_timeout: timedelta) -> None:
         """Write the contribution of `peer`, as a sum would have it, to `out_E`, fp32 [E].
@@ -84,10 +80,7 @@ class ContributionCopies:
         contribution, and other errors if it is not sent in time.
         """
         self._auditor.require_sketches_of(peer)
-        stream = await self._network.open(peer, PROTOCOL, frame_timeout)
-        with self._track_stream(stream):
-            header = dp.ExchangeHeader(round=self._round_id.to_proto(), contribution=True)
-            await stream.send(FrameKind.MESSAGE, header.SerializeToString())
+        async with self._streams.request(peer, frame_timeout, contribution=True) as stream:
             for index in range(len(self._average)):
                 frame = await next_frame(stream, frame_timeout)
                 self._average.check(frame, index, peer)

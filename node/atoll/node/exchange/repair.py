@@ -9,24 +9,20 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 
 from atoll.core.errors import AtollError, PartInvalid, PeerMisbehaved, RoundAbandoned, first_error
 from atoll.core.frames import FrameKind
-from atoll.core.round_id import RoundId
 from atoll.node.exchange.averaged_parts import Average
+from atoll.node.exchange.exchange_streams import ExchangeStreams
 from atoll.node.exchange.peer_deadlines import next_frame
 from atoll.node.wire.peer_slots import PeerSlots
-from atoll.node.wire.transport import Network, Stream
-from atoll.v1 import dataplane_pb2 as dp
+from atoll.node.wire.transport import Stream
 
-PROTOCOL = "/atoll/average/1"
 MAX_PARTS_PER_REQUEST = 256
 _MAX_STREAMS = 2  # requests of one member that are served at once
 
 SourcesOfPart = Callable[[int], Sequence[str]]  # a part's index → members that hold it
-TrackStream = Callable[[Stream], AbstractContextManager[None]]
 
 
 class RepairServer:
@@ -58,24 +54,18 @@ class RepairClient:
 
     def __init__(
         self,
-        round_id: RoundId,
-        network: Network,
         average: Average,
+        streams: ExchangeStreams,
         frame_timeout: timedelta,
-        track_stream: TrackStream,
-        fault: Callable[[str, str], None],
     ) -> None:
-        self._round_id = round_id
-        self._network = network
         self._average = average
+        self._streams = streams
         self._frame_timeout = frame_timeout  # for a holder's next frame
-        self._track_stream = track_stream
-        self._fault = fault
 
     async def fetch(self, wanted: Mapping[int, bytes], sources: SourcesOfPart, timeout: timedelta) -> None:
         """Put the bytes that have these digests. Raises `RoundAbandoned` when no source gives one of them in time."""
         self._wanted = dict(wanted)
-        self._sources = {index: [peer for peer in sources(index) if peer != self._network.peer_id] for index in wanted}
+        self._sources = {index: [peer for peer in sources(index) if peer != self._streams.me] for index in wanted}
         self._last_failure = "nobody is said to hold it"
         try:
             async with asyncio.timeout(timeout.total_seconds()):
@@ -113,16 +103,13 @@ class RepairClient:
         except AtollError as error:
             self._last_failure = str(error)
             if isinstance(error, PeerMisbehaved):
-                self._fault(peer, str(error))
+                self._streams.fault(peer, str(error))
             for sources in self._sources.values():
                 if peer in sources:
                     sources.remove(peer)
 
     async def _request_batch(self, peer: str, indices: Sequence[int]) -> None:
-        stream = await self._network.open(peer, PROTOCOL, self._frame_timeout)
-        with self._track_stream(stream):
-            header = dp.ExchangeHeader(round=self._round_id.to_proto(), repair=indices)
-            await stream.send(FrameKind.MESSAGE, header.SerializeToString())
+        async with self._streams.request(peer, self._frame_timeout, repair=indices) as stream:
             for index in indices:
                 frame = await next_frame(stream, self._frame_timeout)
                 factors = self._average.check(frame, index, peer)

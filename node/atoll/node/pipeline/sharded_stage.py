@@ -20,7 +20,8 @@ from atoll.node.model.run_model import RunModel
 from atoll.node.model.span import Span
 from atoll.node.pipeline.messages import Message
 from atoll.node.pipeline.rank_order import RankOrder
-from atoll.node.pipeline.stage import MicroBatchShape, Stage
+from atoll.node.pipeline.stage import Stage
+from atoll.node.pipeline.stage_checks import MicroBatchShape
 from atoll.node.training.device import working_precision
 from atoll.node.training.device_group import DeviceGroup
 from atoll.node.training.fsdp_model import FsdpModel, shard_model

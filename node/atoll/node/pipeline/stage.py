@@ -9,48 +9,31 @@ Shape suffixes: B batch, T sequence, D model, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from atoll.core.errors import PeerMisbehaved
-from atoll.core.run_spec import OptimizerSection, RunSpec
+from atoll.core.run_spec import OptimizerSection
 from atoll.node.model.span_model import StageModel
-from atoll.node.pipeline.messages import Activation, Begin, Gradient, Message, Report, TiedGradient, TiedWeights
+from atoll.node.pipeline.messages import Gradient, Message
+from atoll.node.pipeline.stage_checks import MicroBatchShape, StageChecks
 from atoll.node.training.inner_optimizer import InnerOptimizer
 from atoll.node.training.targets import IGNORED, cross_entropy, divisor
-
-
-@dataclass(frozen=True)
-class MicroBatchShape:
-    """Bounds of a run's micro-batches."""
-
-    samples: int  # at most
-    tokens: int  # per sample, exactly
-    document_masks: bool = False  # activations tell where documents start
-
-    @classmethod
-    def of(cls, spec: RunSpec) -> MicroBatchShape:
-        """Bounds of the micro-batches of a run."""
-        return cls(spec.optimizer.micro_batch_samples, spec.data.sequence_length, spec.data.document_masks)
-
-    @property
-    def targets(self) -> int:
-        return self.samples * self.tokens
 
 
 class Stage:
     """One span in memory. `precision` is fp32, or bf16 for matrix products; there is no loss scaling.
 
-    It has more than 20 methods: `StageCompute` alone demands 13.
+    It has more than 20 methods: `StageCompute` alone demands 13. It has more than 15 attributes: what it keeps of a
+    flush, of each micro-batch in flight, and of an evaluation.
     """
 
     def __init__(
         self, model: StageModel, section: OptimizerSection, room: MicroBatchShape, precision: str = "fp32"
     ) -> None:
         self.model, self._micro_batch_shape, self._precision = model, room, precision
+        self._checks = StageChecks(model, room)
         self.optimizer = InnerOptimizer(model.parameters(), model.embedding, section, model.device, model.muon_matrices)
         self.steps = self.tokens = self.skipped_steps = 0  # of finished flushes, skipped ones included
         self.anchor: Tensor | None = None  # for evaluations; the trainer's loop owns it
@@ -212,56 +195,10 @@ class Stage:
         assert gradient is not None
         return gradient
 
-    # --- checks of messages -------------------------------------------------------------------------
-
     def check(self, message: Message) -> None:
         """Raise `PeerMisbehaved` unless the message's tensors have the shapes and dtypes of this run."""
-        span_definition, problem = self.model.span_definition, ""
-        match message:
-            case Begin(micro_batches=count, targets=int(targets)) if targets > count * self._micro_batch_shape.targets:
-                problem = f"has {targets} targets in {count} micro-batches"
-            case Activation(x_BTD=x, targets_BT=targets_BT, starts_BT=starts_BT):
-                problem = self._misfit(x) or self._mistarget(x, targets_BT) or self._misstart(x, starts_BT)
-            case Gradient(micro_batch=number, gradient_BTD=gradient):
-                problem = self._misfit(gradient) or _unlike(gradient, self._samples(number))
-            case Report(norms=norms) if len(norms) != (
-                0 if self._evaluates else span_definition.layers - 1 - span_definition.span.last
-            ):
-                problem = f"has {len(norms)} norms; must have one per layer after this span, none in an evaluation"
-            case TiedGradient(gradient_VD=tied) if _differs(tied, self.model.tied_weight):
-                problem = f"is {_described(tied)}"
-            case TiedWeights(weights_VD=tied) if _differs(tied, self.model.tied_weight_copy):
-                problem = f"is {_described(tied)}"
-        if problem:
-            raise PeerMisbehaved(f"{type(message).__name__} of flush {message.flush} {problem}")
-
-    def _samples(self, micro_batch: int) -> int | None:
-        """Samples of a micro-batch in flight; None if it is not."""
-        held = self._inputs.get(micro_batch)
-        return None if held is None else len(held)
-
-    def _misfit(self, x_BTD: Tensor) -> str:
-        room, span_definition = self._micro_batch_shape, self.model.span_definition
-        fits = x_BTD.dim() == 3 and 1 <= x_BTD.shape[0] <= room.samples
-        fits = (
-            fits and tuple(x_BTD.shape[1:]) == (room.tokens, span_definition.dimension) and x_BTD.dtype is torch.float32
-        )
-        return "" if fits else f"is {_described(x_BTD)}"
-
-    def _mistarget(self, x_BTD: Tensor, targets_BT: Tensor) -> str:
-        if targets_BT.shape != x_BTD.shape[:2] or targets_BT.dtype is not torch.int64:
-            return f"has targets that are {_described(targets_BT)}"
-        low, high = (int(end) for end in torch.aminmax(targets_BT.masked_fill(targets_BT == IGNORED, 0)))
-        return "" if 0 <= low <= high < self.model.span_definition.vocabulary else f"has targets from {low} to {high}"
-
-    def _misstart(self, x_BTD: Tensor, starts_BT: Tensor | None) -> str:
-        if (starts_BT is not None) != self._micro_batch_shape.document_masks:
-            return "tells where documents start" if starts_BT is not None else "does not tell where documents start"
-        if starts_BT is None:
-            return ""
-        if starts_BT.shape != x_BTD.shape[:2] or starts_BT.dtype is not torch.bool:
-            return f"has document starts that are {_described(starts_BT)}"
-        return "" if starts_BT[:, 0].all() else "has a sample that begins with no document"
+        held = self._inputs.get(message.micro_batch) if isinstance(message, Gradient) else None
+        self._checks.check(message, evaluates=self._evaluates, samples=None if held is None else len(held))
 
     def _run(self, x: Tensor, starts_BT: Tensor | None) -> Tensor:
         with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self._precision == "bf16"):
@@ -270,17 +207,3 @@ class Stage:
 
 def _leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_() if x.is_floating_point() else x
-
-
-def _differs(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.shape != other.shape or tensor.dtype != other.dtype
-
-
-def _unlike(gradient_BTD: Tensor, samples: int | None) -> str:
-    """Problem of a gradient whose number of samples differs from the activation's; empty: none."""
-    unlike = samples is not None and samples != gradient_BTD.shape[0]
-    return f"is {_described(gradient_BTD)}" if unlike else ""
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")

@@ -38,7 +38,8 @@ from atoll.node.pipeline.link_codec import NARROW_CODEC
 from atoll.node.pipeline.message_codec import LinkFormat
 from atoll.node.pipeline.messages import MicroBatch
 from atoll.node.pipeline.sharded_stage import LeaderStage, build_sharded_stage
-from atoll.node.pipeline.stage import MicroBatchShape, Stage
+from atoll.node.pipeline.stage import Stage
+from atoll.node.pipeline.stage_checks import MicroBatchShape
 from atoll.node.pipeline.stage_io import (
     IncarnationBegan,
     IncarnationEnded,

@@ -19,7 +19,10 @@ _LOST_SECONDS = 1.0  # an opener whose connection broke has that long to say som
 
 
 class Attendance:
-    """At most one attempt at a time, in `following`."""
+    """At most one attempt at a time, in `following`.
+
+    It has more than 20 methods: each message and each event of an attempt has its own short one.
+    """
 
     def __init__(
         self,

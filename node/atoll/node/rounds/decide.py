@@ -197,15 +197,8 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
         data = DataPosition.from_proto(manifest.data)
     except (DecodeError, ProtocolMismatch) as error:
         raise PeerMisbehaved("a result to vote for does not parse") from error
+    _check_history(policy, plan, head, manifest)
     named, made = manifest.round, manifest.contributions
-    if (named.run_id, named.number) != (policy.run_id, head.round + 1):
-        raise PeerMisbehaved("a result to vote for is of another round")
-    if manifest.previous_hash != head.hash or named.plan_version > plan.version or not plan.accepts(head):
-        raise PeerMisbehaved("a result to vote for builds on another history")
-    if manifest.epoch != plan.base.since_version or named.plan_version < plan.base.since_version:
-        raise PeerMisbehaved("a result to vote for was made void by a recovery")
-    if not plan.electorate(head).decides({COORDINATOR, *(item.peer_id for item in made)}):
-        raise PeerMisbehaved("a result to vote for is of an attempt without a majority of the seats")
     ours = named.plan_version == plan.version
     fragment = policy.fragment_of(head.round + 1)
     turn = fragment.index if ours else fragment_of_round(named.number, manifest.fragments or 1)
@@ -216,6 +209,41 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
     holders = plan.holders(fragment.layers)
     most = max(item.max_round_tokens for item in plan.assignments)
     most *= 1 if ours else 2 * manifest.fragments  # caps follow the cuts
+    _check_contributions(plan, manifest, holders, most, ours=ours)
+    if len(manifest.audit_seed) != SEED_BYTES:
+        raise PeerMisbehaved("a result to vote for has a seed of a wrong length")
+    if len({item.peer_id for item in made}) != len(made) or not any(item.present for item in made):
+        raise PeerMisbehaved("a result to vote for has doubled members, or leaves nobody to decide the next round")
+    if manifest.committed_tokens != head.committed_tokens + sum(item.tokens for item in made):
+        raise PeerMisbehaved("a result to vote for counts its tokens wrongly")
+    _check_seats(plan, head, payload, ours=ours)
+    _check_layers(policy, head, manifest, fragment.layers if ours else None)
+    elements = fragment.elements if ours else policy.fragments[-1].end
+    most_parts = -(-elements // min(MIN_PART_ELEMENTS, policy.part_elements)) + len(made)
+    if not _may_use(policy, manifest.codec) or not manifest.parts_zeroed <= manifest.parts_total <= most_parts:
+        raise PeerMisbehaved("a result to vote for has another codec, or more parts than there are")
+    if ours and data != _position_after(policy, plan, head, {item.peer_id: item.samples for item in made}):
+        raise PeerMisbehaved("a result to vote for moves the data elsewhere")
+
+
+def _check_history(policy: RoundPolicy, plan: Plan, head: Head, manifest: manifest_pb2.Manifest) -> None:
+    """Raise `PeerMisbehaved` unless the result is of the next round of our history, by a majority of its seats."""
+    named, made = manifest.round, manifest.contributions
+    if (named.run_id, named.number) != (policy.run_id, head.round + 1):
+        raise PeerMisbehaved("a result to vote for is of another round")
+    if manifest.previous_hash != head.hash or named.plan_version > plan.version or not plan.accepts(head):
+        raise PeerMisbehaved("a result to vote for builds on another history")
+    if manifest.epoch != plan.base.since_version or named.plan_version < plan.base.since_version:
+        raise PeerMisbehaved("a result to vote for was made void by a recovery")
+    if not plan.electorate(head).decides({COORDINATOR, *(item.peer_id for item in made)}):
+        raise PeerMisbehaved("a result to vote for is of an attempt without a majority of the seats")
+
+
+def _check_contributions(
+    plan: Plan, manifest: manifest_pb2.Manifest, holders: Set[str], most: int, *, ours: bool
+) -> None:
+    """Raise `PeerMisbehaved` unless members brought what the plan allows; `most` where it is not of our plan."""
+    made = manifest.contributions
     require_valid_verdicts(manifest.verdicts, made, manifest.parts_total)
     for item, counted in zip(made, counted_tokens(manifest), strict=True):
         assignment = plan.assignment(item.peer_id)
@@ -230,30 +258,19 @@ def check_payload(policy: RoundPolicy, plan: Plan, head: Head, payload: bytes) -
             raise PeerMisbehaved(f"a result to vote for says of {item.peer_id} whether it is on probation, wrongly")
     if not keeps_to_limit(made):
         raise PeerMisbehaved("a result to vote for gives members on probation more weight than they may have")
-    if len(manifest.audit_seed) != SEED_BYTES:
-        raise PeerMisbehaved("a result to vote for has a seed of a wrong length")
-    if len({item.peer_id for item in made}) != len(made) or not any(item.present for item in made):
-        raise PeerMisbehaved("a result to vote for has doubled members, or leaves nobody to decide the next round")
-    if manifest.committed_tokens != head.committed_tokens + sum(item.tokens for item in made):
-        raise PeerMisbehaved("a result to vote for counts its tokens wrongly")
-    _check_seats(plan, head, payload, ours=ours)
+
+
+def _check_layers(policy: RoundPolicy, head: Head, manifest: manifest_pb2.Manifest, due: range | None) -> None:
+    """Raise `PeerMisbehaved` unless only the layers of the fragment change, which are `due` under our plan."""
     digests = [digest for layer in manifest.layers for digest in (layer.anchor_digest, layer.momentum_digest)]
     if [layer.layer for layer in manifest.layers] != list(range(policy.layers)) or {*map(len, digests)} != {32}:
         raise PeerMisbehaved("a result to vote for has other layers than the model")
     changed = changed_layers(manifest)
-    if ours and changed != fragment.layers:
+    if due is not None and changed != due:
         raise PeerMisbehaved("a result to vote for does not change its fragment's layers")
     others = set(range(policy.layers)) - set(changed)
     if any(manifest.layers[layer] != head.manifest.layers[layer] for layer in others):
         raise PeerMisbehaved("a result to vote for changes layers that are not of its fragment")
-    elements = fragment.elements if ours else policy.fragments[-1].end
-    most_parts = -(-elements // min(MIN_PART_ELEMENTS, policy.part_elements)) + len(made)
-    if not _may_use(policy, manifest.codec) or not manifest.parts_zeroed <= manifest.parts_total <= most_parts:
-        raise PeerMisbehaved("a result to vote for has another codec, or more parts than there are")
-    samples = {item.peer_id: item.samples for item in made}
-    due = _position_after(policy, plan, head, samples)
-    if ours and data != due:
-        raise PeerMisbehaved("a result to vote for moves the data elsewhere")
 
 
 def is_mark(mark: bytes) -> bool:

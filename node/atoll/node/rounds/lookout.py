@@ -7,14 +7,13 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from atoll.core import log
-from atoll.core.clock import Clock
 from atoll.core.errors import AtollError
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
+from atoll.node.rounds.run_member import RunMember
 from atoll.node.state.catchup import fetch_manifest, newest_round
 from atoll.node.state.heads import is_valid_successor
 from atoll.node.system.background_tasks import BackgroundTasks
-from atoll.node.wire.transport import Network
 
 _TIMEOUT = timedelta(seconds=90)  # a long history may have to be followed
 _PAUSE_SECONDS = 1.0
@@ -27,31 +26,27 @@ class Lookout:
 
     def __init__(
         self,
-        network: Network,
-        operator_key: bytes,
-        clock: Clock,
+        member: RunMember,
         background: BackgroundTasks,
         current: Callable[[], Head],
         behind: Callable[[str], None],
     ) -> None:
         """`current`: this node's head. `behind` is told why it has to catch up."""
-        self._network = network
-        self._operator_key = operator_key
-        self._clock = clock
+        self._member = member
         self._background = background
         self._current = current
         self._behind = behind
         self._looking = False
-        self._looked_at = clock.monotonic()
+        self._looked_at = member.clock.monotonic()
 
     @property
     def quiet_seconds(self) -> float:
         """Seconds since the last look, or the last change of the head."""
-        return self._clock.monotonic() - self._looked_at
+        return self._member.clock.monotonic() - self._looked_at
 
     def head_moved(self) -> None:
         """This node has another head: there is no need to look for a while."""
-        self._looked_at = self._clock.monotonic()
+        self._looked_at = self._member.clock.monotonic()
 
     def look(self, reason: str, plan: Plan) -> None:
         """A member says that others are ahead. Ask them: it may not be true."""
@@ -63,7 +58,9 @@ class Lookout:
         self.head_moved()
         try:
             async with asyncio.timeout(_TIMEOUT.total_seconds()):
-                ahead = await newest_round(self._network, plan, self._current(), operator_key=self._operator_key)
+                ahead = await newest_round(
+                    self._member.network, plan, self._current(), operator_key=self._member.operator_key
+                )
             head = self._current()  # it may have moved meanwhile
             if ahead > head.round or not plan.accepts(head):
                 self._behind(reason)
@@ -79,11 +76,11 @@ class Lookout:
 
         async def one(peer: str) -> Head | None:
             try:
-                after = await fetch_manifest(self._network, peer, plan.run_id, before.round + 1)
+                after = await fetch_manifest(self._member.network, peer, plan.run_id, before.round + 1)
             except AtollError:
                 return None
-            return after if is_valid_successor(plan, self._operator_key, before, after) else None
+            return after if is_valid_successor(plan, self._member.operator_key, before, after) else None
 
-        others = [peer for peer in plan.members if peer != self._network.peer_id]
+        others = [peer for peer in plan.members if peer != self._member.network.peer_id]
         answers = await asyncio.gather(*map(one, others))
         return next((after for after in answers if after is not None), None)

@@ -5,7 +5,7 @@
 
 Everyone follows (attendance.py, follower.py). The attempt's number names the seat that also leads it (opener.py), when
 a round is due and it is its turn (round_trigger.py). What a member promised, voted for and holds is its memory
-(promises.py), and where it stands is shared by all of these (standing.py).
+(promises.py), where it stands is shared by all of these (standing.py), and it tells others (own_reports.py).
 A round commits with the votes of a majority of the seats that the manifest before it names (core/quorum.py). Attempts
 are ballots of Paxos: a seat's Ready is the promise, Propose and Vote are the second phase, and an attempt that learns
 of an earlier result which may have been committed proposes that one. docs/explain/rounds.md draws it, with the
@@ -30,6 +30,7 @@ from atoll.node.rounds.attendance import Attendance
 from atoll.node.rounds.decide import check_payload, is_witness
 from atoll.node.rounds.member_answers import MemberAnswers
 from atoll.node.rounds.opener import Opener
+from atoll.node.rounds.own_reports import OwnReports
 from atoll.node.rounds.standing import Standing
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
@@ -38,7 +39,10 @@ _OPENER_KINDS = frozenset({"open", "start", "settle", "propose", "abandon"})
 
 
 class RoundMachine:
-    """A run's rounds on one node. Feed `step`; carry out what it returns, in order."""
+    """A run's rounds on one node. Feed `step`; carry out what it returns, in order.
+
+    It has many methods: one for each kind of event and message, and what its shell reads.
+    """
 
     def __init__(
         self,
@@ -55,18 +59,16 @@ class RoundMachine:
         told: Promised | None = None,
     ) -> None:
         self._at = Standing(me, policy_of, head, plan, now, record, known, draw_mark, told)
+        self._reports = OwnReports(self._at)
         self._attendance = Attendance(
             self._at,
             signer,
             install=self._install,
-            report_ahead=self._report_ahead,
+            report_ahead=self._reports.send_ahead,
             released=self._adopt_plan,
         )
         self._signer = signer
         self._opener: Opener | None = None
-        self._head_sent_at: dict[str, float] = {}  # peers that heard our head from us, and when
-        self._tokens = self._tokens_since_snapshot = 0  # since the head; since the snapshot
-        self._step_seconds = 0.0
         self._next_plan: Plan | None = None
         self._unix_ms = 0
 
@@ -129,6 +131,11 @@ class RoundMachine:
         return self._at.promises.votes
 
     @property
+    def abstains(self) -> bool:
+        """Whether this node has a seat, and no vote."""
+        return self._at.me in self.openers and not self.votes
+
+    @property
     def in_doubt(self) -> bytes:
         """The payload that this node voted for without knowing whether it was committed; empty for none."""
         return self._at.promises.in_doubt
@@ -148,17 +155,13 @@ class RoundMachine:
         match event:
             case rt.Tick():
                 self._tick()
-            case rt.Progress(tokens, step_seconds, tokens_since_snapshot):
-                self._tokens, self._step_seconds, self._tokens_since_snapshot = (
-                    tokens,
-                    step_seconds,
-                    tokens_since_snapshot,
-                )
+            case rt.Progress():
+                self._reports.take(event)
             case rt.Received(peer, message):
                 self._receive(peer, message)
             case rt.Frozen():
                 if self._attendance.froze(event):
-                    self._tokens_since_snapshot = 0
+                    self._reports.froze()
             case rt.ExchangeDone():
                 self._attendance.exchange_done(event)
             case rt.Staged(round_id, layers):
@@ -207,8 +210,7 @@ class RoundMachine:
         self._move(head)
         self._at.check_history()  # a recovery may have made it void while it was fetched
         self._adopt_plan()
-        for peer in self._at.other_openers:  # most likely a round is under way without us, and the next may wait
-            self._send_report(peer)
+        self._reports.send()  # most likely a round is under way without us, and the next may wait
         self._attendance.try_waiting()
 
     def _tick(self) -> None:
@@ -218,37 +220,10 @@ class RoundMachine:
         self._attendance.tick()
         self._adopt_plan()
         if self._is_between_rounds:
-            self._report_tokens()  # those who are ahead answer with their head
+            self._reports.send_if_due()
             self._open_if_due()
 
     # --- opening -----------------------------------------------------------------------------------
-
-    def _report_tokens(self) -> None:
-        if not self._at.trigger.hear_self(self._tokens, self._at.leaving, self._step_seconds, self._at.now):
-            return
-        if self._at.void:
-            self._at.check_history()
-        for peer in self._at.other_openers:
-            self._send_report(peer)
-
-    def _send_report(self, peer: str) -> None:
-        report = self._report_of(self._at.round_id, self._tokens)
-        report.leaving = self._at.leaving
-        self._at.send(peer, dp.RoundMessage(report=report))
-
-    def _report_of(self, round_id: RoundId, tokens: int) -> dp.TokenReport:
-        step_ms = min(int(self._step_seconds * 1000), 2**32 - 1)
-        return dp.TokenReport(round=round_id.to_proto(), tokens=tokens, step_ms=step_ms)
-
-    def _report_ahead(self) -> None:
-        """With our vote: what is left when it is committed, so that the next opener need not ask for it then."""
-        number = self._at.head.round + 2
-        fragment = self._at.policy.fragment_of(number).index
-        expected = RoundId(self._at.policy.run_id, self._at.plan.version, fragment, number, 0)
-        report = self._report_of(expected, self._tokens_since_snapshot)
-        report.expected = True
-        for peer in self._at.other_openers:
-            self._at.send(peer, dp.RoundMessage(report=report))
 
     @property
     def _is_between_rounds(self) -> bool:
@@ -315,7 +290,7 @@ class RoundMachine:
         elif round_id.number <= self._at.head.round:
             if kind == "report" and peer in self._at.plan.members:
                 self._at.trigger.hear_behind(peer, message.report, self._at.now)
-            self._tell_head(peer, kind)
+            self._reports.tell_head(peer, kind)
         elif round_id.number > self._at.head.round + 1:
             self._received_ahead(peer, round_id, kind, message)
         elif kind == "report":
@@ -367,23 +342,9 @@ class RoundMachine:
         if one_ahead and self.phase in (rt.Phase.EXCHANGING, rt.Phase.AWAITING_SETTLE, rt.Phase.STAGING):
             return  # others were quicker than we are: our own result is on its way
         if one_ahead and (self._at.promises.held or self.phase is rt.Phase.AWAITING_COMMIT):
-            self._send_report(peer)  # most likely what we wait for was committed: the answer is that manifest
+            self._reports.send_to(peer)  # most likely what we wait for was committed: the answer is that manifest
         else:
             self._at.behind(f"{peer} is at round {number}, we are at {self._at.head.round}")
-
-    def _tell_head(self, peer: str, kind: str) -> None:
-        """Somebody is behind us: tell what was committed last, once a report interval."""
-        interval = self._at.policy.report_interval.total_seconds()
-        if kind not in ("report", "open", "ready", "parts", "digest") or peer not in self._at.plan.members:
-            return
-        if (
-            self._at.now - self._head_sent_at.get(peer, float("-inf")) < interval / 2
-            or not self._at.head.committed.signatures
-        ):
-            return
-        self._head_sent_at[peer] = self._at.now
-        commit = dp.Commit(round=self._at.head.manifest.round, manifest=self._at.head.committed)
-        self._at.send(peer, dp.RoundMessage(commit=commit))
 
     def _committed(self, peer: str, message: dp.Commit) -> None:
         number = message.round.number
@@ -430,8 +391,7 @@ class RoundMachine:
         """Begin at `head`."""
         self._attendance.end()
         self._opener = None
-        self._head_sent_at = {}
-        self._tokens = self._tokens_since_snapshot = 0
+        self._reports.move()
         self._at.move(head)
 
     def _on_send_failed(self, message: dp.RoundMessage, reason: str) -> None:

@@ -43,7 +43,10 @@ _LEAST_GRACE, _GRACE = 0.5, 0.25  # for standbys when all others answered: secon
 
 @dataclass
 class Opener:
-    """Leads one attempt. Feed `collect`, `coordinator_answered` and `tick`, and carry out what is in `out`."""
+    """Leads one attempt. Feed `collect`, `coordinator_answered` and `tick`, and carry out what is in `out`.
+
+    It has more than 20 methods: each stage of an attempt, and each word that moves it, has its own short one.
+    """
 
     answers: MemberAnswers
     paces: StageDeadlines

@@ -3,24 +3,23 @@
 Members report their tokens to the seats; those of who holds the layers count. With a result they also tell them what
 they will have once it is committed. A round is due when those heard from could commit it and their tokens
 will add up by the time that they are asked, or nothing was committed for long, or somebody waits to leave. Where
-exchanges take long it is due later: what is trained during one enters a round late, so that shall be a small part of
-what is trained (docs/adr/0008). Members that are on their way to the head are waited for a little (latecomers.py). The
-attempt's number names the only peer that may open it; live peers that do not are passed over one after another. Whoever
-opened an attempt that failed lets others have their turn first, longer each time, and everybody backs off a little.
+exchanges take long it is due later (exchange_share.py). Members that are on their way to the head are waited for a
+little (latecomers.py). The attempt's number names the only peer that may open it; live peers that do not are passed
+over one after another. Whoever opened an attempt that failed lets others have their turn first (failed_openers.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from statistics import median_low
 
 from atoll.core.manifest import Head
 from atoll.core.plan import Plan
 from atoll.core.quorum import COORDINATOR
 from atoll.core.round_id import RoundId
+from atoll.node.rounds.exchange_share import ExchangeShare
+from atoll.node.rounds.failed_openers import FailedOpeners
+from atoll.node.rounds.last_report import LEAST_INTERVAL, LastReport
 from atoll.node.rounds.latecomers import Latecomers
 from atoll.node.rounds.types import RoundPolicy
 from atoll.v1 import dataplane_pb2 as dp
@@ -29,12 +28,8 @@ MAX_ATTEMPT = 1_000_000
 MAX_ATTEMPT_JUMP = 1000  # an opener cannot push the attempt counter further than this at once
 _LATELY = 3.0  # report intervals after which a silent member is not waited for
 _REPORTS = 10  # of a round, if it lasts as long as the last one, so that none is long overdue
-_EXCHANGES = 5  # the last ones: one that waited for somebody who died says little about the next
-_LEAST_INTERVAL = 0.1  # seconds
 STRANGERS_GRACE = 2.0  # seconds in which a report or an answer of members on probation is waited for, at least
 _TOLD = 0.8  # of the tokens of a round were reported when it is opened, at least; the rest is coming
-_BACKOFF = (0.25, 5.0)  # seconds before the next attempt: after one failure, at most
-_TURNS = (0.5, 2.0, 8.0)  # seconds until a failed opener is followed again: after one, at most, at most when silent
 _NEVER = float("-inf")
 
 
@@ -42,28 +37,11 @@ def _at_once(peer: str) -> float:
     return 0.0
 
 
-@dataclass(frozen=True)
-class _LastReport:
-    """A member's last token report."""
-
-    tokens: int
-    when: float
-    leaving: bool
-    step_seconds: float
-    full: bool  # more would not be counted
-    since: tuple[int, float]  # its first at this head: tokens, and when
-    gap: float  # seconds since the report before
-
-    def coming(self, now: float, lead: float) -> float:
-        """Tokens that it most likely trains by `lead` seconds from now, were its next report not overdue."""
-        tokens, when = self.since
-        if self.when - when < _LEAST_INTERVAL:
-            return 0.0
-        return (self.tokens - tokens) / (self.when - when) * (min(now - self.when, self.gap) + lead)
-
-
 class RoundTrigger:
-    """What one member knows of the others at one head under one plan; `begin` starts it anew."""
+    """What one member knows of the others at one head under one plan; `begin` starts it anew.
+
+    It has many attributes and methods: whether a round is due depends on all that a member heard and did at this head.
+    """
 
     def __init__(self, me: str, policy: RoundPolicy, head: Head, plan: Plan, now: float) -> None:
         self._me = me
@@ -74,9 +52,8 @@ class RoundTrigger:
         self._said_newer: set[str] = set()  # members that told of a newer plan than this one
         self._plan = plan
         self._last_commit = _NEVER
-        self._exchange_began: float | None = None  # the last one, since the head
-        self._exchanges: deque[float] = deque(maxlen=_EXCHANGES)  # seconds from Start to the new head
-        self._heard: dict[str, _LastReport] = {}
+        self._exchanges = ExchangeShare()
+        self._heard: dict[str, LastReport] = {}
         self._latecomers = Latecomers(policy.round_max.total_seconds(), now)
         self._attempt_began = math.inf  # the last one, since the head
         self._expected: dict[str, tuple[RoundId, dp.TokenReport, float]] = {}  # peer → of the next head; when it came
@@ -86,13 +63,7 @@ class RoundTrigger:
         """A round was committed."""
         self._lasted = now - self._last_commit
         self._last_commit = now
-        self._rest_until = _NEVER
-        if self._exchange_began is not None:
-            self._exchanges.append(now - self._exchange_began)
-            share = self._policy.exchange_share * len(self._policy.fragments)
-            if share < 1:  # else they may follow each other at once, also one that was quicker than most
-                self._rest_until = self._exchange_began + median_low(self._exchanges) / share
-        self._exchange_began = None
+        self._exchanges.commit(self._policy.exchange_share * len(self._policy.fragments), now)
         self._attempt_began = math.inf
         self._latecomers.move(head, now)
         self.begin(head, plan, now)
@@ -114,11 +85,8 @@ class RoundTrigger:
         self._due_since: float | None = None
         self._enough_since: float | None = None
         self._began = now
-        self._failures = 0
-        self._not_before = _NEVER
+        self._failed = FailedOpeners()
         self._declined_to = 0  # the attempt that others could still follow
-        self._strikes: dict[str, int] = {}  # openers of failed attempts
-        self._refused_until: dict[str, float] = {}
         self._await_latecomers(now)
 
     def serve_leaving(self) -> None:
@@ -132,11 +100,11 @@ class RoundTrigger:
 
     def begin_exchange(self, now: float) -> None:
         """Of an attempt at the next round."""
-        self._exchange_began = now
+        self._exchanges.begin(now)
 
     def forget_exchange(self) -> None:
         """The head that comes next is not its result, as far as is known here."""
-        self._exchange_began = None
+        self._exchanges.forget()
 
     @property
     def enough_since(self) -> float | None:
@@ -161,8 +129,7 @@ class RoundTrigger:
             self._await_latecomers(now, peer)
 
     def _await_latecomers(self, now: float, peer: str = "") -> None:
-        exchange_seconds = median_low(self._exchanges) if self._exchanges else 0.0
-        self._latecomers.begin(self._head, self._plan, exchange_seconds, now, peer)
+        self._latecomers.begin(self._head, self._plan, self._exchanges.usual_seconds, now, peer)
 
     def expect(self, peer: str, round_id: RoundId, report: dp.TokenReport, now: float) -> None:
         """What a member of the plan will have at the next head."""
@@ -172,16 +139,14 @@ class RoundTrigger:
         """Our own figures; whether it is time to report them."""
         self._heard[self._me] = self._said(self._me, tokens, leaving, step_seconds, now)
         lasted = max(self._lasted, now - self._last_commit)
-        if now - self._reported < min(self._interval, max(_LEAST_INTERVAL, lasted / _REPORTS)):
+        if now - self._reported < min(self._interval, max(LEAST_INTERVAL, lasted / _REPORTS)):
             return False
         self._reported = now
         return True
 
-    def _said(self, peer: str, tokens: int, leaving: bool, step_seconds: float, now: float) -> _LastReport:
+    def _said(self, peer: str, tokens: int, leaving: bool, step_seconds: float, now: float) -> LastReport:
         before, full = self._heard.get(peer), self._is_full(peer, tokens)
-        if before is None or tokens < before.tokens:  # the latter: it began anew
-            return _LastReport(tokens, now, leaving, step_seconds, full, since=(tokens, now), gap=0.0)
-        return _LastReport(tokens, now, leaving, step_seconds, full, before.since, now - before.when)
+        return LastReport.after(before, tokens, now, leaving=leaving, step_seconds=step_seconds, full=full)
 
     def lose(self, peer: str) -> None:
         """Its connection broke."""
@@ -207,7 +172,7 @@ class RoundTrigger:
         `lead`: seconds from our asking a member to its answer. Its report was about half of that under way, and until
         it has ended its step and says so it trains on.
         """
-        if now < self._not_before or self.must_wait(self._me, now):
+        if self._failed.all_must_wait(now) or self.must_wait(self._me, now):
             return None
         if not self._is_due(now, lead):
             self._due_since = None
@@ -249,7 +214,7 @@ class RoundTrigger:
             self._enough_since = now
         all_here = not self._latecomers.are_awaited(heard_recently, now)
         last = self._head.committed_tokens + total >= self._policy.stop_tokens
-        rested = last or now >= self._rest_until or any(said[peer].full for peer in proved)
+        rested = last or self._exchanges.is_over(now) or any(said[peer].full for peer in proved)
         is_time = (enough and all_here) or overdue
         return total > 0 and ((is_time and rested) or leaving)
 
@@ -271,15 +236,11 @@ class RoundTrigger:
 
     def must_wait(self, opener: str, now: float) -> bool:
         """Whether others shall have their turn before an opener whose attempts failed."""
-        return now < self._refused_until.get(opener, _NEVER)
+        return self._failed.must_wait(opener, now)
 
     def failed(self, opener: str, now: float, *, said_so: bool) -> None:
         """An attempt that we followed failed; `said_so`: its opener abandoned it in words."""
-        first, most, most_silent = _TURNS
-        self._strikes[opener] = self._strikes.get(opener, 0) + 1
-        self._refused_until[opener] = now + _doubled(first, self._strikes[opener], most if said_so else most_silent)
-        self._failures += 1
-        self._not_before = now + _doubled(_BACKOFF[0], self._failures, _BACKOFF[1])
+        self._failed.fail(opener, now, said_so=said_so)
         self._due_since = self._enough_since = None
         self.forget_exchange()
 
@@ -305,7 +266,3 @@ class RoundTrigger:
     def after(self, attempt: int, failed: int) -> int:
         """The next attempt after one that failed."""
         return min(MAX_ATTEMPT, max(attempt, failed + 1, self._declined_to))
-
-
-def _doubled(first: float, times: int, most: float) -> float:
-    return float(min(most, first * 2 ** min(times - 1, 10)))

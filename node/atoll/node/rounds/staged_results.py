@@ -18,23 +18,22 @@ import torch
 from torch import Tensor
 
 from atoll.core import log
-from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, RoundAbandoned
 from atoll.core.fragments import Fragment
 from atoll.core.manifest import Head
 from atoll.core.round_id import RoundId
-from atoll.core.run_spec import RunSpec
-from atoll.node.exchange.allreduce import Exchange, ExchangeServer
+from atoll.node.exchange.allreduce import Exchange
 from atoll.node.exchange.arithmetic_check import require_equal_bits
 from atoll.node.exchange.auditor import Dispute
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.callbacks import RoundCounters
 from atoll.node.rounds.machine import RoundMachine
 from atoll.node.rounds.outer_schedule import outer_schedule
+from atoll.node.rounds.run_member import RunMember
 from atoll.node.rounds.settlement import NONCE_BYTES, RepairSources
 from atoll.node.state.anchor import AnchorState, OuterStepBuilder, Staged
 from atoll.node.system.background_tasks import BackgroundTasks
-from atoll.node.wire.transport import Network
 from atoll.v1 import dataplane_pb2 as dp
 from atoll.v1 import manifest_pb2
 
@@ -64,21 +63,16 @@ class RoundResults:
 
     def __init__(
         self,
-        spec: RunSpec,
+        member: RunMember,
         machine: RoundMachine,
         state: AnchorState,
-        network: Network,
         exchanges: ExchangeServer,
         background: BackgroundTasks,
         post_event: Callable[[rt.Event], None],
-        *,
-        clock: Clock,
         counters: RoundCounters,
     ) -> None:
-        self._spec, self._machine, self._state = spec, machine, state
-        self._network, self._exchanges = network, exchanges
-        self._background, self._post_event = background, post_event
-        self._clock, self._counters = clock, counters
+        self._member, self._machine, self._state, self._exchanges = member, machine, state, exchanges
+        self._background, self._post_event, self._counters = background, post_event, counters
         self._running: _Running | None = None
         self._ending: asyncio.Task[None] | None = None  # the last that was ended
         self.served: Exchange | None = None  # the one whose parts others may ask for
@@ -100,11 +94,13 @@ class RoundResults:
 
     def begin(self, start: dp.Start, seconds: float, fragment: Fragment, own_E: Tensor, head: Head) -> None:
         """Exchange `own_E`, the pseudo-gradient of the fragment as it is held here, on the state of `head`."""
-        policy = self._machine.policy
-        staging = self._state.staging(fragment, *outer_schedule(self._spec.sync, head.committed_tokens))
+        policy, members = self._machine.policy, len(start.partition)
+        self._counters.joined += 1
+        self._counters.bytes_fp32 += 2 * 4 * fragment.elements * (members - 1) // members
+        staging = self._state.staging(fragment, *outer_schedule(self._member.spec.sync, head.committed_tokens))
         exchange = Exchange(
             start,
-            self._network,
+            self._member.network,
             own_E,
             staging.take,
             self._executor,
@@ -138,6 +134,12 @@ class RoundResults:
             running.exchange.drop_sink()
             self._ending = running.task
 
+    def abandon(self, round_id: RoundId) -> None:
+        """The attempt that this node took part in came to nothing."""
+        self._counters.abandoned += 1
+        _log.warning("round abandoned", round=str(round_id))
+        self.end_exchange()
+
     async def ended(self) -> None:
         """Until an exchange that was ended reads no more of the pseudo-gradient: at most a few seconds."""
         if self._ending is not None:
@@ -156,14 +158,14 @@ class RoundResults:
         self._counters.update_norm = norm.item()
 
     async def _run(self, exchange: Exchange) -> None:
-        began = self._clock.monotonic()
+        began = self._member.clock.monotonic()
         try:
             held = await exchange.run()
         except RoundAbandoned as error:  # our own update is of no use
             self._post_event(rt.Failed(exchange.round_id, str(error)))
             return
         finally:
-            self._counters.exchange_seconds += self._clock.monotonic() - began
+            self._counters.exchange_seconds += self._member.clock.monotonic() - began
         nonce = os.urandom(NONCE_BYTES)  # not before all averages that this node gets are fixed
         self._post_event(rt.ExchangeDone(exchange.round_id, held.digests, held.verdicts, nonce))
         running = self._running

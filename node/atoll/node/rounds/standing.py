@@ -25,7 +25,10 @@ from atoll.v1 import dataplane_pb2 as dp
 
 
 class Standing:
-    """`actions` and `inbox` (to ourselves) are emptied by the machine, in order."""
+    """`actions` and `inbox` (to ourselves) are emptied by the machine, in order.
+
+    It has more than 15 attributes: all that the machine's parts share is here, so that none keeps a copy.
+    """
 
     def __init__(
         self,

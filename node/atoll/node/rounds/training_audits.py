@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, islice
@@ -25,6 +25,8 @@ from atoll.core.round_id import RoundId
 from atoll.core.training_audits import MIN_SAMPLES, Drawn, draw, draw_samples
 from atoll.node.exchange.allreduce import Exchange
 from atoll.node.rounds.decide import position_at
+from atoll.node.rounds.run_member import RunMember
+from atoll.node.rounds.trainer_orders import Order
 from atoll.node.state.manifests import ManifestStore
 from atoll.node.system.background_tasks import BackgroundTasks
 from atoll.node.trainer.trainer import Trainer
@@ -61,19 +63,18 @@ class TrainingAudits:
 
     def __init__(
         self,
-        me: str,
+        member: RunMember,
         trainer: Trainer,
         manifests: ManifestStore,
-        sequence_length: int,
         background: BackgroundTasks,
-        order: Callable[[Callable[[], Awaitable[None]]], None],
+        order: Callable[[Order], None],
         report: Callable[[mb.TrainingAudit], None],
     ) -> None:
         """`order` queues an order to the trainer. `report` tells the coordinator."""
-        self._me = me
+        self._me = member.peer_id
         self._trainer = trainer
         self._manifests = manifests
-        self._sequence_length = sequence_length
+        self._sequence_length = member.spec.data.sequence_length
         self._background = background
         self._order = order
         self._report = report

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from atoll.core.clock import Clock
-from atoll.core.identity import Identity
-from atoll.core.run_spec import RunSpec
 from atoll.node.control.coordinator_link import CoordinatorLink
 from atoll.node.control.directives import Directives
+from atoll.node.rounds.run_member import RunMember
+from atoll.node.run.local_state import StateSources
 from atoll.node.run.status import LiveStatus
 from atoll.node.state.checkpoint_writer import CheckpointWriter
 from atoll.node.state.manifests import ManifestStore
@@ -17,25 +16,32 @@ from atoll.node.state.vote_store import VoteStore
 from atoll.node.trainer.preload import TrainerPreload
 from atoll.node.trainer.trainer import TrainerConfig
 from atoll.node.wire.traffic import Traffic
-from atoll.node.wire.transport import Network
 
 
 @dataclass(frozen=True)
-class NodeContext:
-    """Services and settings of a session; the daemon builds it once."""
+class NodeContext(RunMember):
+    """The member with the services and settings of its session; the daemon builds it once."""
 
-    identity: Identity
-    spec: RunSpec
     trainer_config: TrainerConfig
-    network: Network
     directives: Directives
     link: CoordinatorLink
     manifests: ManifestStore
     votes: VoteStore
     checkpoints: CheckpointWriter
-    operator_key: bytes
     status: LiveStatus
     traffic: Traffic
     run_dir: Path
     preload: TrainerPreload | None  # the first trainer, started with `trainer_config`
-    clock: Clock
+
+    def state_sources(self) -> StateSources:
+        """From what the committed state is read, and to what it is written."""
+        return StateSources(
+            self.network,
+            self.spec.run.name,
+            self.run_dir,
+            self.operator_key,
+            self.manifests,
+            self.checkpoints,
+            self.directives,
+            self.link.send_heartbeat_now,
+        )

@@ -11,10 +11,11 @@ from atoll.core.plan import Plan
 from atoll.core.quorum import Ballot, LastVote
 from atoll.core.round_id import RoundId
 from atoll.node.control.coordinator_link import CoordinatorLink
-from atoll.node.exchange.allreduce import ExchangeServer
+from atoll.node.exchange.exchange_server import ExchangeServer
 from atoll.node.rounds import types as rt
 from atoll.node.rounds.callbacks import RoundCallbacks
 from atoll.node.rounds.engine import AveragingEngine
+from atoll.node.rounds.installed_state import InstalledState
 from atoll.node.rounds.policy import policies
 from atoll.node.run.node_context import NodeContext
 from atoll.node.state.anchor import AnchorState
@@ -35,20 +36,14 @@ def make_engine(
 ) -> AveragingEngine:
     """Build the engine that moves `state` from `head` in rounds under `plan`."""
     return AveragingEngine(
-        identity=context.identity,
-        operator_key=context.operator_key,
-        spec=context.spec,
-        policies=policies(context.spec, trainer.facts.layer_offsets),
-        trainer=trainer,
-        state=state,
-        manifests=context.manifests,
+        context,
+        policies(context.spec, trainer.facts.layer_offsets),
+        trainer,
+        InstalledState(head, state, context.manifests),
+        plan,
         votes=context.votes,
         told=context.directives.promised_before,
-        network=context.network,
         exchanges=exchanges,
-        head=head,
-        plan=plan,
-        clock=context.clock,
         counters=context.status.counters,
         callbacks=RoundCallbacks(
             committed=on_head_moved,

@@ -65,6 +65,16 @@ class SessionStatus:
         if self._context.status.state == mb.NODE_STATE_PAUSED:
             self._context.status.detail, self._context.status.reason = reason, why
 
+    def enter_loading(self, died: str, *, reloading: bool) -> None:
+        """Report that a trainer loads. `died`: how the last one ended, if it was not to; `reloading`: other layers."""
+        status = self._context.status
+        if died:
+            status.enter(mb.NODE_STATE_JOINING, died, mb.NODE_REASON_TRAINER_RESTARTS)
+        elif reloading:
+            status.enter(mb.NODE_STATE_CATCHING_UP, "loading the layers of the plan", mb.NODE_REASON_LOADING)
+        else:
+            status.enter(mb.NODE_STATE_JOINING, "loading the model and the corpus", mb.NODE_REASON_LOADING)
+
     def enter_waiting(self) -> None:
         """Report that the node is paused or waits for a plan."""
         if self.pause_reason:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -79,49 +80,79 @@ async def catch_up(
     Raises `Unreachable` when no head is accepted yet or no donor sent matching bytes, `CheckpointCorrupt` when the head
     is of another model.
     """
-    workspace: Workspace | None = None
+    fetching = _Fetching(network, plan.run_id, state, held, policy, allocate, local_states, on_lost_layers)
     followed = held  # the newest head whose history from `held` was verified already
     restarts, least_missing = 0, math.inf
     while restarts < policy.max_restarts:
         best = await choose_head(network, plan, operator_key, followed)
         if best is None:
             raise Unreachable("no head found that enough members of the plan agree on; retried once more are connected")
-        head = best.head
-        on_head(head)
+        on_head(best.head)
         try:
-            if held is not None and plan.accepts(held) and (head.hash == held.hash or head.round < held.round):
-                if not incomplete:
-                    on_lost_layers(frozenset())
-                    return None
-                if head.round < held.round:
-                    raise Unreachable(
-                        f"the head of the other members is round {head.round}, older than this node's {held.round}"
-                    )
-            followed = head if best.descends_from_held else followed
-            wanted = FetchTarget(plan.run_id, head.hash, _recently_changed_first(head, state.offsets, state.layers))
-            if workspace is None:
-                workspace = await asyncio.to_thread(Workspace, state.start, state.end, allocate)
-                if held is not None or head.round == 0:  # a new state matches genesis: momentum is zero in both
-                    await asyncio.to_thread(
-                        workspace.copy_matching, state.start, state.anchor_E, state.momentum_E, wanted.pieces
-                    )
-            for other_head, other in local_states():
-                same = [piece for piece in wanted.pieces if _has_piece(other_head, other, head, piece)]
-                await asyncio.to_thread(workspace.copy_matching, other.start, other.anchor_E, other.momentum_E, same)
-            on_lost_layers(_lost_layers(best, workspace, wanted.pieces))
-            await fetch_state(network, best.holders, wanted, workspace, policy, best.clients, best.held)
+            if _is_there(plan, held, best.head, incomplete):
+                on_lost_layers(frozenset())
+                return None
+            followed = best.head if best.descends_from_held else followed
+            return await fetching.fetch(best)
         except StateMoved as error:
-            _log.info("head moved on during fetch", round=head.round, reason=str(error))
-            missing = sum(piece.elements for piece in wanted.pieces if workspace is None or not workspace.has(piece))
+            _log.info("head moved on during fetch", round=best.head.round, reason=str(error))
+            missing = fetching.missing_elements
             restarts = restarts + 1 if missing >= least_missing else 1
             least_missing = min(least_missing, missing)
             # members commit a round one after the other: give them time to reach the same head
             await asyncio.sleep(policy.pause.total_seconds() * 2 ** (restarts - 1))
-            continue
         finally:
             await best.end()
-        return FetchedState(head, workspace.vectors["anchor"], workspace.vectors["momentum"])
     raise Unreachable(f"the head moved on {policy.max_restarts} times in a row, and the fetch made no progress")
+
+
+def _is_there(plan: Plan, held: Head | None, head: Head, incomplete: bool) -> bool:
+    """Whether `held` needs nothing of `head`. Raises `Unreachable` if it lacks layers, which `head` is too old for."""
+    if held is None or not plan.accepts(held) or not (head.hash == held.hash or head.round < held.round):
+        return False
+    if incomplete and head.round < held.round:
+        raise Unreachable(f"the head of the other members is round {head.round}, older than this node's {held.round}")
+    return not incomplete
+
+
+@dataclass
+class _Fetching:
+    """Fetches of one head after another: what did not change is kept from one to the next."""
+
+    network: Network
+    run_id: str
+    state: AnchorState
+    held: Head | None
+    policy: FetchPolicy
+    allocate: Allocate
+    local_states: Callable[[], Sequence[tuple[Head, AnchorState]]]
+    on_lost_layers: Callable[[frozenset[int]], None]
+    workspace: Workspace | None = None
+    wanted: tuple[Piece, ...] = ()
+
+    async def fetch(self, best: ChosenHead) -> FetchedState:
+        """Return the state at that head. Raises `StateMoved` when it is not the newest any more."""
+        head, state = best.head, self.state
+        self.wanted = _recently_changed_first(head, state.offsets, state.layers)
+        workspace = self.workspace
+        if workspace is None:
+            workspace = self.workspace = await asyncio.to_thread(Workspace, state.start, state.end, self.allocate)
+            if self.held is not None or head.round == 0:  # a new state matches genesis: momentum is zero in both
+                await asyncio.to_thread(
+                    workspace.copy_matching, state.start, state.anchor_E, state.momentum_E, self.wanted
+                )
+        for other_head, other in self.local_states():
+            same = [piece for piece in self.wanted if _has_piece(other_head, other, head, piece)]
+            await asyncio.to_thread(workspace.copy_matching, other.start, other.anchor_E, other.momentum_E, same)
+        self.on_lost_layers(_lost_layers(best, workspace, self.wanted))
+        target = FetchTarget(self.run_id, head.hash, self.wanted)
+        await fetch_state(self.network, best.holders, target, workspace, self.policy, best.clients, best.held)
+        return FetchedState(head, workspace.vectors["anchor"], workspace.vectors["momentum"])
+
+    @property
+    def missing_elements(self) -> int:
+        """What the last fetch still lacked."""
+        return sum(it.elements for it in self.wanted if self.workspace is None or not self.workspace.has(it))
 
 
 def _has_piece(state_head: Head, state: AnchorState, head: Head, piece: Piece) -> bool:

@@ -117,7 +117,10 @@ class _Donor:
 
 
 class FetchScheduler:
-    """Assigns chunks of pieces to donors. Times are seconds of any monotonic clock."""
+    """Assigns chunks of pieces to donors. Times are seconds of any monotonic clock.
+
+    It has more than 20 methods: each thing that a donor can do, and each rule of whom to ask, has its own short one.
+    """
 
     def __init__(
         self,

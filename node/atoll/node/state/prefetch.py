@@ -58,7 +58,10 @@ class Directives(Protocol):
 
 
 class LayerPrefetcher:
-    """Fetches the layers of `Directives.prepare` and keeps them current, for the lifetime of the session."""
+    """Fetches the layers of `Directives.prepare` and keeps them current, for the lifetime of the session.
+
+    It has more than 15 attributes: eight are given to it, the others tell what it holds, for which span and plan.
+    """
 
     def __init__(
         self,

@@ -297,7 +297,6 @@ class SwarmHost:
             serve=self._acceptor.admit_and_serve,
             max_frame_bytes=max_request_bytes,
             request_offer=self._request_offer,
-            me=self.peer_id,
             pacer=self._pacer,
             dial=dial,
         )

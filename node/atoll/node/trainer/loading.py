@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ from torch import Tensor
 from atoll.core import log
 from atoll.core.built_in_shape import FP32_BYTES
 from atoll.core.clock import Clock
-from atoll.core.document_masks import mask_memory
-from atoll.core.errors import CorpusError, ModelTooLarge
+from atoll.core.errors import CorpusError
 from atoll.core.run_spec import RunSpec, parse_run_spec
 from atoll.node.data.corpus import load_corpus
 from atoll.node.data.fetcher import OnTrouble, no_trouble_callback
@@ -30,23 +29,14 @@ from atoll.node.data.open_corpus import CacheFolder, OpenedCorpus, open_corpus
 from atoll.node.data.peer_mirror import PeerMirror
 from atoll.node.data.sharded_corpus import ShardedCorpus, TrainingCorpus
 from atoll.node.data.tokenise import OnProgress, no_progress_callback
-from atoll.node.model.local_weights import ShardSlices
-from atoll.node.model.memory_estimate import (
-    StageTraffic,
-    evaluation_copy_bytes,
-    padded_rows,
-    stage_trainer_memory_bytes,
-    usable_bytes,
-)
 from atoll.node.model.run_model import RunModel, run_model
 from atoll.node.model.span import Span
-from atoll.node.model.span_model import layout_of
-from atoll.node.model.tokenizer import load_tokenizer
+from atoll.node.model.tokenizer import Tokenizer, load_tokenizer
 from atoll.node.pipeline.rank_stage import RankStage
-from atoll.node.pipeline.schedule import stage_credits
 from atoll.node.pipeline.stage_io import StageIO
 from atoll.node.pipeline.stage_loop import StageLoop
 from atoll.node.trainer import messages
+from atoll.node.trainer.device_room import check_stage_fits, has_room, usable_facts, whole_model_bytes
 from atoll.node.trainer.layer_times import LayerTimes, time_single_layers
 from atoll.node.trainer.layer_times_cache import LayerTimesCache, key_of
 from atoll.node.training.device import (
@@ -55,6 +45,7 @@ from atoll.node.training.device import (
     device_facts,
     limit_host_memory,
     model_too_large,
+    warm_up,
     working_precision,
 )
 from atoll.node.training.device_group import DeviceGroup, Rendezvous
@@ -199,22 +190,6 @@ def _cached_layer_times(
     return times
 
 
-def usable_facts(facts: DeviceFacts, spec: RunSpec, run: RunModel, devices: int) -> DeviceFacts:
-    """Facts of `devices` devices together. Memory is reduced by the overhead of sharding the model over them."""
-    if devices == 1:
-        return facts
-    whole, micro_batch = Span(0, run.architecture.layers - 1), spec.optimizer.micro_batch_samples
-    rounded = stage_bytes(spec, run, whole, padded_rows(micro_batch, devices)) / stage_bytes(spec, run, whole)
-    times = ShardSlices.largest_share_ratio(layout_of(run.architecture.span_definition(whole)), devices) * rounded
-    return replace(facts, memory_bytes=usable_bytes(run.table, facts.memory_bytes, devices, times))
-
-
-def whole_model_bytes(spec: RunSpec, run: RunModel, devices: Sequence[torch.device]) -> int:
-    """Memory of all layers on these devices, in the terms of `usable_facts`."""
-    aside = evaluation_copy_bytes(run.table) if len(devices) > 1 else 0
-    return run.whole_model_bytes(spec.optimizer.micro_batch_samples, cuda=devices[0].type == "cuda") + aside
-
-
 def load_trainer_state(
     config: messages.TrainerConfig,
     facts: DeviceFacts,
@@ -239,25 +214,13 @@ def load_trainer_state(
     run = run_model(spec, tokenizer.vocabulary, Path(config.base_path) if config.base_path else None)
     span = Span(*config.span) if config.span is not None else None
     facts = usable_facts(facts, spec, run, len(devices))
-    holds = _has_room(spec, run, span, facts, devices)
+    holds = has_room(spec, run, span, facts, devices)
     torch.set_num_threads(max(1, config.cpu_threads // len(devices)))
     times = config.layer_times or _layer_times(config, spec, run, device, clock, len(devices))
-    _warm_up()
+    warm_up()
     on_progress(0)
     run.check(span, partial(on_progress, 0))
-    corpus: TrainingCorpus
-    if opened is not None:
-        corpus = opened.for_training(spec, partial(on_progress, opened.card.tokens))
-    else:
-        corpus = load_corpus(
-            spec,
-            config.corpus_path,
-            tokenizer,
-            on_progress,
-            Path(config.cache_path) if config.cache_path is not None else None,
-            config.cpu_threads,
-        )
-    _log_corpus(corpus)
+    corpus = _load_corpus(config, spec, opened, tokenizer, on_progress)
     if device.type == "cpu" and config.memory_bytes:
         limit_host_memory(config.memory_bytes // len(devices))
     loop: InnerLoop | StageLoop | RankStage | None = None
@@ -289,7 +252,19 @@ def _open_corpus(config: messages.TrainerConfig, spec: RunSpec, clock: Clock, on
     return open_corpus(spec.data, config.corpus_path, cache, clock, on_trouble, peers)
 
 
-def _log_corpus(corpus: TrainingCorpus) -> None:
+def _load_corpus(
+    config: messages.TrainerConfig,
+    spec: RunSpec,
+    opened: OpenedCorpus | None,
+    tokenizer: Tokenizer,
+    on_progress: OnProgress,
+) -> TrainingCorpus:
+    """Load the run's text: from the corpus that was `opened`, or from this node's own files."""
+    if opened is not None:
+        corpus: TrainingCorpus = opened.for_training(spec, partial(on_progress, opened.card.tokens))
+    else:
+        cache = Path(config.cache_path) if config.cache_path is not None else None
+        corpus = load_corpus(spec, config.corpus_path, tokenizer, on_progress, cache, config.cpu_threads)
     if isinstance(corpus, ShardedCorpus):
         facts: dict[str, int] = {"tokens": corpus.card.tokens, "sources": len(corpus.card.sources)}
     else:
@@ -300,52 +275,4 @@ def _log_corpus(corpus: TrainingCorpus) -> None:
             "skipped_rows": corpus.report.skipped_rows,
         }
     log.get("trainer").info("corpus_loaded", samples=corpus.training_samples, digest=corpus.digest, **facts)
-
-
-def _warm_up() -> None:
-    """Start torch's threads with their buffers, and import the 60 MB of modules that its first optimiser needs.
-
-    This happens before a memory limit is set, so that the limit does not count them.
-    """
-    many_MM = torch.ones(512, 512, requires_grad=True)
-    torch.mm(many_MM, many_MM).sum().backward()  # type: ignore[no-untyped-call]
-    torch.optim.AdamW([many_MM]).step()
-
-
-def _has_room(
-    spec: RunSpec, run: RunModel, span: Span | None, facts: DeviceFacts, devices: Sequence[torch.device]
-) -> bool:
-    """True if the span or the whole model fits. False if the whole model does not fit but its smallest layer does.
-
-    Raises `ModelTooLarge` otherwise.
-    """
-    if span is not None:
-        check_stage_fits(spec, run, span, facts)
-        return True
-    try:
-        check_fits(whole_model_bytes(spec, run, devices), facts)
-    except ModelTooLarge as error:
-        layers = range(run.architecture.layers)
-        if min(stage_bytes(spec, run, Span(layer, layer)) for layer in layers) > facts.memory_bytes:
-            raise
-        log.get("trainer").warning("model_too_large_waiting_for_span", reason=str(error))
-        return False
-    return True
-
-
-def stage_bytes(spec: RunSpec, run: RunModel, span: Span, samples: int = 0) -> int:
-    """Largest memory that a trainer of a span can need: before a route with one layer per following stage.
-
-    More following stages mean more micro-batches in flight. `samples`: samples computed at once; 0: a micro-batch.
-    """
-    samples = samples or spec.optimizer.micro_batch_samples
-    tokens = samples * spec.data.sequence_length
-    micro_batches = spec.samples_per_flush // spec.optimizer.micro_batch_samples
-    credits = max(stage_credits(run.architecture.layers - span.first, micro_batches, spec.pipeline.ahead))
-    traffic = StageTraffic(tokens, spec.data.sequence_length, credits, mask_memory(spec, run.table.layers, samples))
-    return stage_trainer_memory_bytes(run.table, span, traffic)
-
-
-def check_stage_fits(spec: RunSpec, run: RunModel, span: Span, facts: DeviceFacts) -> None:
-    """Raise `ModelTooLarge` if the span does not fit. Allocates nothing."""
-    check_fits(stage_bytes(spec, run, span), facts, f" for {span}")
+    return corpus

@@ -50,7 +50,10 @@ class Channel(Protocol):
 
 
 class TrainerSession:
-    """The trainer of one node. The constructor loads everything, raises typed errors and answers `Ready`."""
+    """The trainer of one node. The constructor loads everything, raises typed errors and answers `Ready`.
+
+    It has more than 20 methods: it serves orders, steps, events of a route and the ranks of other devices in one loop.
+    """
 
     def __init__(
         self,

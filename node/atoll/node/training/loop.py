@@ -39,7 +39,10 @@ PROBE_STEPS = 8
 
 
 class InnerLoop(Replica):
-    """A model, its optimiser and its data on one device. Call `close` at the end: it owns a thread."""
+    """A model, its optimiser and its data on one device. Call `close` at the end: it owns a thread.
+
+    It has more than 20 methods: it trains, evaluates, audits and generates with the same weights.
+    """
 
     def __init__(
         self,

@@ -78,7 +78,10 @@ class ByteWriter(Protocol):
 
 
 class SocketStream:
-    """One end of a stream; implements `transport.Stream`."""
+    """One end of a stream; implements `transport.Stream`.
+
+    It has more than 20 methods: the interface, what its kinds override, and the short steps of both directions.
+    """
 
     buffer_high_bytes = 0  # `drain` waits until the kernel has everything
     checksums_bodies = True  # checksums cover bodies, not only headers
