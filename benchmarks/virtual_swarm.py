@@ -106,7 +106,8 @@ def _round_samples(spec: RunSpec) -> int:
 class VirtualSwarm:
     """K inner loops and one committed state. Virtual time 1.0 is one step of a full-speed node.
 
-    With `saved` it goes on where another swarm of the same members stood.
+    With `saved` it goes on where another swarm of the same members stood. It has many attributes because it is the
+    state of all members and of the run, and many methods because benchmarks drive each part of a round on its own.
     """
 
     def __init__(

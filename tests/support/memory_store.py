@@ -91,7 +91,7 @@ class MemoryStore(Store):
         return self._wanted(after_id, wanted)[-limit:]
 
     def _wanted(self, after_id: int, wanted: EventFilter) -> tuple[Event, ...]:
-        return tuple(row for row in self._rows(Event) if row.event_id > after_id and wanted.permits(row))
+        return tuple(row for row in self._rows(Event) if row.event_id > after_id and _permits(wanted, row))
 
     def rounds(self, run_id: str, after_round: int, limit: int) -> tuple[Round, ...]:
         rows = (row for row in self._rows(Round) if row.run_id == run_id and row.number > after_round)
@@ -175,3 +175,12 @@ class MemoryStore(Store):
     def _rows(self, table: type[_R]) -> tuple[_R, ...]:
         rows = self._tables[cast("type[Record]", table)]
         return tuple(cast("_R", rows[key]) for key in sorted(rows, key=lambda key: cast("tuple[str, ...]", key)))
+
+
+def _permits(wanted: EventFilter, event: Event) -> bool:
+    return (
+        wanted.run_id in ("", event.run_id)
+        and (not wanted.subjects or event.subject in wanted.subjects)
+        and (not wanted.kind or f"{event.kind}.".startswith(f"{wanted.kind}."))
+        and event.unix_ms >= wanted.since_ms
+    )

@@ -50,7 +50,10 @@ class Base:
 
 @dataclass(frozen=True)
 class Plan:
-    """A verified plan. Assignments are ordered by peer id."""
+    """A verified plan. Assignments are ordered by peer id.
+
+    It has many methods because each answers one question about the same data.
+    """
 
     run_id: str
     version: int

@@ -12,7 +12,7 @@ import typer
 from atoll.coordinator.cli.client import connect
 from atoll.coordinator.cli.formatting import count_or_dash, local_time, size_or_dash
 from atoll.coordinator.cli.options import CredentialsOption, RunOption
-from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show
+from atoll.coordinator.cli.output import Column, JsonObject, show_messages
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.store.records import MAX_INTEGER
 from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
@@ -45,7 +45,7 @@ def list_checkpoints(
     """
     with connect(credentials) as client:
         found = client.call(client.stub.ListCheckpoints, wire.ListCheckpointsRequest(run_id=run)).checkpoints
-    show(output, {"checkpoints": [message_dict(item) for item in found]}, _COLUMNS, [_row(item) for item in found])
+    show_messages(output, "checkpoints", found, _COLUMNS, _row)
 
 
 @app.command()

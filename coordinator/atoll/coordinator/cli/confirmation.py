@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from atoll.core.errors import UsageError
-from atoll.core.output import ask_interactively
+from atoll.core.output import ask_interactively, print_to_stderr
 
 
 def confirm(question: str) -> None:
@@ -14,7 +14,8 @@ def confirm(question: str) -> None:
         raise UsageError("nothing was done", "answer yes, or pass --yes")
 
 
-def confirm_run(run_id: str, hint: str = "") -> None:
-    """Ask for the run's name. Raises `UsageError` for another one."""
+def confirm_run(run_id: str, what: str, hint: str = "") -> None:
+    """Say what is about to be done, and ask for the run's name. Raises `UsageError` for another one."""
+    print_to_stderr(what)
     if ask_interactively(lambda: typer.prompt("type the name of the run", err=True)) != run_id:
         raise UsageError("nothing was done", f"type its name, or pass --yes{hint}")

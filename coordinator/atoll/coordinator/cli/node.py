@@ -14,7 +14,7 @@ from atoll.coordinator.cli.client import connect
 from atoll.coordinator.cli.confirmation import confirm
 from atoll.coordinator.cli.formatting import count_or_dash, local_time, loss_or_dash, size_or_dash, time_ago
 from atoll.coordinator.cli.options import CredentialsOption, NodeArgument, RunOption, YesOption
-from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show, show_facts
+from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show, show_facts, show_messages
 from atoll.coordinator.sanitize import clean, enum_word
 from atoll.core.node_reasons import is_failure, reason_words, telling_words
 from atoll.core.output import Output, OutputOption, print_to_stderr
@@ -77,7 +77,7 @@ def drain(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: C
     """
     with connect(credentials) as client:
         view = client.call(client.stub.DrainNode, wire.DrainNodeRequest(node=node))
-    show(output, {"node": message_dict(view)}, _COLUMNS, [_row(view, time.time())])
+    _show_one(output, view)
 
 
 @app.command()
@@ -106,7 +106,7 @@ def _set_probation(node: str, on_probation: bool, output: Output, credentials: P
     with connect(credentials) as client:
         request = wire.SetProbationRequest(node=node, on_probation=on_probation)
         view = client.call(client.stub.SetProbation, request)
-    show(output, {"node": message_dict(view)}, _COLUMNS, [_row(view, time.time())])
+    _show_one(output, view)
 
 
 @app.command()
@@ -129,7 +129,7 @@ def ban(
             print_to_stderr(f"this bans {clean(view.name)} ({clean(view.peer_id)}); it loses its place at once")
             confirm("ban it?")
         view = client.call(client.stub.BanNode, wire.BanNodeRequest(node=view.peer_id, reason=reason))
-    show(output, {"node": message_dict(view)}, _COLUMNS, [_row(view, time.time())])
+    _show_one(output, view)
 
 
 @app.command()
@@ -142,13 +142,16 @@ def unban(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: C
     """
     with connect(credentials) as client:
         view = client.call(client.stub.UnbanNode, wire.UnbanNodeRequest(node=node))
-    show(output, {"node": message_dict(view)}, _COLUMNS, [_row(view, time.time())])
+    _show_one(output, view)
 
 
 def show_nodes(output: Output, nodes: Sequence[wire.NodeView]) -> None:
     """Print nodes as `node list` does."""
-    rows = [_row(node, time.time()) for node in nodes]
-    show(output, {"nodes": [message_dict(node) for node in nodes]}, _columns(nodes), rows)
+    show_messages(output, "nodes", nodes, _columns(nodes), lambda node: _row(node, time.time()))
+
+
+def _show_one(output: Output, node: wire.NodeView) -> None:
+    show(output, {"node": message_dict(node)}, _COLUMNS, [_row(node, time.time())])
 
 
 def _columns(nodes: Sequence[wire.NodeView]) -> list[Column]:

@@ -8,9 +8,9 @@ appear at any time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 from rich.console import Console
@@ -21,6 +21,7 @@ from atoll.coordinator.sanitize import clean, enum_word
 from atoll.core.output import Output, print_json, wrap_for_terminal
 
 JsonObject = dict[str, object]
+M = TypeVar("M", bound=Message)
 _MAX_LINE_CHARACTERS = 4096
 
 
@@ -47,6 +48,17 @@ def show(output: Output, document: Mapping[str, object], columns: Sequence[Colum
         columns = [column for column in columns if not column.drop_order or column.drop_order in droppable]
         table = _table(columns, rows)
     _print(table)
+
+
+def show_messages(
+    output: Output,
+    key: str,
+    messages: Sequence[M],
+    columns: Sequence[Column],
+    row: Callable[[M], JsonObject],
+) -> None:
+    """Print messages as JSON under `key`, or as a table with one row each."""
+    show(output, {key: [message_dict(item) for item in messages]}, columns, [row(item) for item in messages])
 
 
 def print_sentences(sentences: Iterable[str]) -> None:

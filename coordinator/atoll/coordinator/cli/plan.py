@@ -12,7 +12,7 @@ from atoll.coordinator.cli import plan_change
 from atoll.coordinator.cli.client import connect
 from atoll.coordinator.cli.formatting import count_or_dash, local_time, size_or_dash
 from atoll.coordinator.cli.options import CredentialsOption, NodeArgument, RunOption
-from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show
+from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show, show_messages
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.store.records import MAX_INTEGER
 from atoll.core.output import Output, OutputOption, print_to_stderr
@@ -90,7 +90,7 @@ def history(run: RunOption = "", output: OutputOption = Output.TEXT, credentials
     """
     with connect(credentials) as client:
         plans = client.call(client.stub.PlanHistory, wire.PlanHistoryRequest(run_id=run)).plans
-    show(output, {"plans": [message_dict(item) for item in plans]}, _HISTORY_COLUMNS, [_line(item) for item in plans])
+    show_messages(output, "plans", plans, _HISTORY_COLUMNS, _line)
 
 
 @app.command("diff")

@@ -14,7 +14,7 @@ from atoll.coordinator.cli.client import Client, connect
 from atoll.coordinator.cli.confirmation import confirm, confirm_run
 from atoll.coordinator.cli.formatting import count_or_dash, local_time
 from atoll.coordinator.cli.options import CredentialsOption, RunArgument, SpecArgument, StartOption, YesOption
-from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show, show_facts
+from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show_facts, show_messages
 from atoll.coordinator.cli.run_views import run_facts, show_one_run, show_runs
 from atoll.coordinator.sanitize import clean
 from atoll.coordinator.store.records import MAX_INTEGER
@@ -41,6 +41,12 @@ _ROUND_COLUMNS = [
     Column("tokens", align_right=True),
     Column("seconds", align_right=True),
     Column("when"),
+]
+AfterOption = Annotated[
+    int | None,
+    typer.Option(
+        "--after", min=0, max=MAX_INTEGER, metavar="ROUND", help="rounds after this one", show_default="the newest"
+    ),
 ]
 
 
@@ -104,10 +110,7 @@ def show_run(run: RunArgument = "", output: OutputOption = Output.TEXT, credenti
 @app.command()
 def rounds(
     run: RunArgument = "",
-    after: Annotated[
-        int | None,
-        typer.Option(min=0, max=MAX_INTEGER, metavar="ROUND", help="rounds after this one", show_default="the newest"),
-    ] = None,
+    after: AfterOption = None,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
@@ -120,9 +123,7 @@ def rounds(
     with connect(credentials) as client:
         request = wire.ListRoundsRequest(run_id=run, after_round=after or 0, limit=_ROUNDS, newest=after is None)
         found = client.call(client.stub.ListRounds, request).rounds
-    show(
-        output, {"rounds": [message_dict(item) for item in found]}, _ROUND_COLUMNS, [_round_row(item) for item in found]
-    )
+    show_messages(output, "rounds", found, _ROUND_COLUMNS, _round_row)
     if len(found) == _ROUNDS:
         first, last = found[0].round.number, found[-1].round.number
         print_to_stderr(f"showing rounds {first} to {last}; `--after ROUND` shows others")
@@ -181,8 +182,8 @@ def stop(
     with connect(credentials) as client:
         view = client.call(client.stub.GetRun, wire.RunRequest(run_id=run))
         if not yes:
-            print_to_stderr(f"this ends run {clean(view.run_id)} at round {view.head_round}, for good")
-            confirm_run(view.run_id, "; `run pause` is not for good")
+            what = f"this ends run {clean(view.run_id)} at round {view.head_round}, for good"
+            confirm_run(view.run_id, what, "; `run pause` is not for good")
         view = client.call(client.stub.StopRun, wire.RunRequest(run_id=view.run_id))
     show_one_run(output, view)
 

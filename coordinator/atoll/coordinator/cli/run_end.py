@@ -52,10 +52,8 @@ def delete(
     with connect(credentials) as client:
         view = client.call(client.stub.GetRun, wire.RunRequest(run_id=run))
         if not yes:
-            print_to_stderr(
-                f"this deletes all records of run {clean(view.run_id)} ({view.head_round} rounds), for good"
-            )
-            confirm_run(view.run_id)
+            what = f"this deletes all records of run {clean(view.run_id)} ({view.head_round} rounds), for good"
+            confirm_run(view.run_id, what)
         deleted = client.call(client.stub.DeleteRun, wire.DeleteRunRequest(run_id=view.run_id))
     row = message_dict(deleted)
     show(output, {"deleted": row}, _DELETED_COLUMNS, [row])

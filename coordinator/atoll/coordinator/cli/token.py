@@ -10,7 +10,7 @@ import typer
 from atoll.coordinator.cli.client import connect
 from atoll.coordinator.cli.formatting import time_until
 from atoll.coordinator.cli.options import CredentialsOption, RunOption
-from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show
+from atoll.coordinator.cli.output import Column, JsonObject, message_dict, show, show_messages
 from atoll.coordinator.sanitize import enum_word
 from atoll.core.errors import UsageError
 from atoll.core.output import Output, OutputOption, print_json, print_to_stderr
@@ -85,12 +85,7 @@ def list_tokens(output: OutputOption = Output.TEXT, credentials: CredentialsOpti
     """
     with connect(credentials) as client:
         tokens = client.call(client.stub.ListTokens, wire.ListTokensRequest()).tokens
-    show(
-        output,
-        {"tokens": [message_dict(token) for token in tokens]},
-        _COLUMNS,
-        [_row(token, time.time()) for token in tokens],
-    )
+    show_messages(output, "tokens", tokens, _COLUMNS, lambda token: _row(token, time.time()))
 
 
 @app.command()

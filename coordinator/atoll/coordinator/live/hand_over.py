@@ -43,7 +43,6 @@ def _is_settled(state: State, run_id: str, now: float) -> bool:
     if memory.preparation is not None:
         return False  # drained nodes are members until the prepared plan without them is issued
     asks = memory.question is not None and not memory.question.given_routes
-    known = memory.answered_question is not None and memory.answered_question.nodes == planner_question.planning_inputs(
-        state, run_id, attendance
-    )
+    answered = memory.answered_question
+    known = answered is not None and answered.nodes == planner_question.planning_inputs(state, attendance)
     return known and not asks

@@ -71,9 +71,7 @@ def issue_replica_plan(
     shares = best_shares(reported_links(draft.state, reducers))
     rates = {peer: reduce_rate(share, len(reducers)) for peer, share in shares.items()}
     notes = PlanNotes(moved_bytes=_fetched_bytes(run, before, spans))
-    _issue(
-        draft, run_id, routes, voters, rates, reason, notes, base or _base(draft.state, run_id, members), on_probation
-    )
+    _issue(draft, run_id, routes, voters, rates, reason, notes, base, on_probation)
     return True
 
 
@@ -100,9 +98,7 @@ def issue_route_plan(
     on_probation = planned_probation(draft.state, routes, standbys)
     reducers = {peer: span for peer, span in spans.items() if peer not in on_probation} or spans
     rates = span_rates(reported_links(draft.state, reducers), reducers, layer_weights(run))
-    _issue(
-        draft, run_id, routes, standbys, rates, reason, notes, base or _base(draft.state, run_id, spans), on_probation
-    )
+    _issue(draft, run_id, routes, standbys, rates, reason, notes, base, on_probation)
     return True
 
 
@@ -168,7 +164,7 @@ def _issue(
     rates: Mapping[str, int],
     reason: str,
     notes: PlanNotes,
-    base: Base,
+    base: Base | None,
     on_probation: frozenset[str],
 ) -> None:
     run, memory = draft.state.runs[run_id], draft.state.memory[run_id]
@@ -180,7 +176,7 @@ def _issue(
         reduce_rates=rates,
         previous=memory.plan,
         head_round=run.head_round,
-        base=base,
+        base=base or _base(draft.state, run_id, [part.peer_id for route in routes for part in route]),
         issued_unix_ms=draft.now.unix_ms,
         reason=reason,
         on_probation=on_probation,
@@ -194,6 +190,10 @@ def _issue(
     if memory.figures is not None and memory.figures.measured_seconds:
         draft.set_figures(memory.figures)  # the final figures of the old plan
     draft.issue_plan(plan, _figures(plan, replace(notes, left_out=left_out)))
+    _log_issued(draft, plan)
+
+
+def _log_issued(draft: Draft, plan: Plan) -> None:
     nodes = _count(len(plan.stages), "node")
     shape = "" if len(plan.routes) == len(plan.stages) else f" in {_count(len(plan.routes), 'route')}"
     shape += f", {_count(len(plan.standbys), 'standby')}" if plan.standbys else ""

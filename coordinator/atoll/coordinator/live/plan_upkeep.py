@@ -51,10 +51,7 @@ def update_plan(draft: Draft, run_id: str, policy: Policy) -> None:
 
 
 def _update_replicas(draft: Draft, run_id: str, policy: Policy, attendance: Attendance, plan: Plan) -> None:
-    if draft.state.memory[run_id].preparation is not None:
-        draft.remember(run_id, preparation=None)
-    if draft.state.memory[run_id].standby_fetches or draft.state.memory[run_id].copy_fetches:
-        draft.remember(run_id, standby_fetches={}, copy_fetches={})
+    _end_fetches(draft, run_id)
     memory, now = draft.state.memory[run_id], draft.now.monotonic
     change = _replica_change(draft.state, policy, attendance.members, plan) if attendance.members else None
     if change is None:
@@ -72,6 +69,15 @@ def _update_replicas(draft: Draft, run_id: str, policy: Policy, attendance: Atte
         draft.remember(run_id, question=None, answered_question=None, left_out={}, no_plan_reason="")
 
 
+def _end_fetches(draft: Draft, run_id: str) -> None:
+    """Only plans with routes are prepared, and only they have standbys and copies."""
+    memory = draft.state.memory[run_id]
+    if memory.preparation is not None:
+        draft.remember(run_id, preparation=None)
+    if memory.standby_fetches or memory.copy_fetches:
+        draft.remember(run_id, standby_fetches={}, copy_fetches={})
+
+
 def _replica_change(
     state: State, policy: Policy, members: tuple[str, ...], plan: Plan
 ) -> tuple[ReplanReason, str, float] | None:
@@ -84,6 +90,13 @@ def _replica_change(
         return ReplanReason.MEMBERS, reason, policy.debounce_seconds
     if probation_changed(state, plan):
         return ReplanReason.PROBATION, probation_text(state, plan), policy.reshare_after_seconds
+    return _share_change(state, policy, members, plan)
+
+
+def _share_change(
+    state: State, policy: Policy, members: tuple[str, ...], plan: Plan
+) -> tuple[ReplanReason, str, float] | None:
+    """The same for other shares of reducing."""
     reducers = sorted(plan.without_probation(set(members)) or set(members))
     speedup = reshare_speedup(reported_links(state, reducers), reduce_rates(plan))
     if speedup <= MIN_RESHARE_SPEEDUP:

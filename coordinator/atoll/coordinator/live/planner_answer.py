@@ -45,7 +45,7 @@ def accept_answer(
     needs_plan = state.runs[run_id].state in ("GENESIS", "TRAINING")
     if not needs_plan or not _is_still_valid(state, run_id, question, answer, attendance):
         return draft.done(None)
-    planning_inputs = memory.question_nodes if waits else _inputs_of_asked(state, run_id, question, attendance)
+    planning_inputs = memory.question_nodes if waits else _inputs_of_asked(state, question, attendance)
     draft.remember(run_id, answered_question=AnsweredQuestion(planning_inputs, now.monotonic), changed_since=None)
     record_findings(draft, run_id, question, answer)
     _report_infeasible(draft, run_id, answer.missing)
@@ -74,12 +74,10 @@ def record_findings(draft: Draft, run_id: str, question: Question, answer: Answe
     draft.remember(run_id, claim_doubts=claim_doubts, corrections={**memory.corrections, **corrections})
 
 
-def _inputs_of_asked(
-    state: State, run_id: str, question: Question, attendance: Attendance
-) -> tuple[tuple[object, ...], ...]:
+def _inputs_of_asked(state: State, question: Question, attendance: Attendance) -> tuple[tuple[object, ...], ...]:
     """Planning inputs of the nodes in the operator's question; the next question covers nodes that joined since."""
     asked = {node.peer_id for node in question.nodes}
-    return tuple(item for item in planner_question.planning_inputs(state, run_id, attendance) if item[0] in asked)
+    return tuple(item for item in planner_question.planning_inputs(state, attendance) if item[0] in asked)
 
 
 def _is_still_valid(state: State, run_id: str, question: Question, answer: Answer, attendance: Attendance) -> bool:

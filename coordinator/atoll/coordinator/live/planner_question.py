@@ -53,7 +53,7 @@ def build_question(state: State, now: StepTime, run_id: str, policy: Policy) -> 
     )
 
 
-def planning_inputs(state: State, run_id: str, attendance: Attendance) -> tuple[tuple[object, ...], ...]:
+def planning_inputs(state: State, attendance: Attendance) -> tuple[tuple[object, ...], ...]:
     """Plannable nodes with everything that decides which spans they may hold."""
     profiles = ((peer, live_of(state, peer).profile) for peer in sorted(attendance.plannable))
     return tuple(

@@ -78,7 +78,7 @@ def update_routes(draft: Draft, run_id: str, policy: Policy, attendance: Attenda
         else:
             planner_answer.continue_preparation(draft, run_id, policy, memory.preparation, attendance)
         return
-    if memory.question is not None or _has_unreturned_member(draft.state, run_id, attendance):
+    if memory.question is not None or _has_unreturned_member(draft.state, attendance):
         return
     _check_links(draft, run_id)
     memory = draft.state.memory[run_id]
@@ -100,7 +100,7 @@ def update_routes(draft: Draft, run_id: str, policy: Policy, attendance: Attenda
         _reissue_same_routes(draft, run_id, why)
     else:
         question = planner_question.build_question(draft.state, draft.now, run_id, policy)
-        planning_inputs = planner_question.planning_inputs(draft.state, run_id, attendance)
+        planning_inputs = planner_question.planning_inputs(draft.state, attendance)
         draft.remember(run_id, question=question, questions_asked=question.number, question_nodes=planning_inputs)
 
 
@@ -120,7 +120,7 @@ def _replan_reason(
     answered_question = memory.answered_question
     if (
         answered_question is None
-        or answered_question.nodes != planner_question.planning_inputs(state, run_id, attendance)
+        or answered_question.nodes != planner_question.planning_inputs(state, attendance)
         or planner_question.may_follow_newer_plan(state, run_id)
     ):
         return ReplanReason.FIRST if memory.plan is None else ReplanReason.MEMBERS
@@ -138,7 +138,7 @@ def _is_whole(plan: Plan | None, attendance: Attendance) -> bool:
     return plan is not None and plan.stages <= set(attendance.members) and not attendance.finishing
 
 
-def _has_unreturned_member(state: State, run_id: str, attendance: Attendance) -> bool:
+def _has_unreturned_member(state: State, attendance: Attendance) -> bool:
     """True while a member has not returned since the coordinator started; it returns, or is lost, within seconds."""
     return any(not live_of(state, peer).profile.device for peer in attendance.awaited)
 

@@ -54,7 +54,6 @@ NO_IN_FLIGHT_LIMIT = InFlightLimit()
 class RouteCost:
     """One route's figures. `score_rate` is the rate with a penalty for round trips above the cap."""
 
-    through_seconds: float
     period_seconds: float  # of its slowest stage or link
     in_flight_limit: InFlightLimit  # that makes the period longer
     flush_seconds: float
@@ -146,7 +145,6 @@ def route_cost(tables: CostTables, route: Route) -> RouteCost:
         longer = in_flight_limit(tables.problem.training, totals, far, period).period_seconds
         score_flush = flush_seconds(tables, through + penalty, max(period, longer), machines)
     return RouteCost(
-        through_seconds=through,
         period_seconds=period,
         in_flight_limit=binds,
         flush_seconds=flush,

@@ -131,13 +131,12 @@ def _placed(found: NodesForecast, problem: Problem, value: Evaluation, spec: Run
         tokens_per_second=value.tokens_per_second,
         busy_seconds=busy,
     )
-    nodes = tuple(
-        replace(row, route=stages[row.name][0], first=stages[row.name][1].first, last=stages[row.name][1].last)
-        if row.name in stages
-        else row
-        for row in found.nodes
-    )
+    nodes = tuple(_at(row, *stages[row.name]) if row.name in stages else row for row in found.nodes)
     return replace(found, nodes=nodes, placement=placement)
+
+
+def _at(row: NodeForecast, route: int, stage: Stage) -> NodeForecast:
+    return replace(row, route=route, first=stage.first, last=stage.last)
 
 
 # --- a node's figures for another model ------------------------------------------------------------

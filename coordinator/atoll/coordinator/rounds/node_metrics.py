@@ -32,13 +32,8 @@ def take_metrics(draft: Draft, peer_id: str, run_id: str, report: mb.NodeMetrics
     head_round = draft.state.runs[run_id].head_round
     if not max(0, head_round - FULL_METRICS_ROUNDS) < report.round <= head_round + EARLY_METRICS_ROUNDS:
         return
-    live = draft.state.live[peer_id]
-    if report.round not in live.pending_metrics:  # else it is sent again
-        remaining = live.metrics_allowance.spend(METRICS_RATE, draft.now.monotonic)
-        if remaining is None:
-            drop(draft, peer_id)
-            return
-        draft.set_live(peer_id, replace(live, metrics_allowance=remaining))
+    if report.round not in draft.state.live[peer_id].pending_metrics and not _charge(draft, peer_id):
+        return  # a report that is sent again is not charged
     row = _row(draft, peer_id, run_id, report)
     try:
         _check(row)
@@ -47,6 +42,16 @@ def take_metrics(draft: Draft, peer_id: str, run_id: str, report: mb.NodeMetrics
         return
     live = draft.state.live[peer_id]
     draft.set_live(peer_id, replace(live, pending_metrics={**live.pending_metrics, row.round: row}))
+
+
+def _charge(draft: Draft, peer_id: str) -> bool:
+    live = draft.state.live[peer_id]
+    remaining = live.metrics_allowance.spend(METRICS_RATE, draft.now.monotonic)
+    if remaining is None:
+        drop(draft, peer_id)
+        return False
+    draft.set_live(peer_id, replace(live, metrics_allowance=remaining))
+    return True
 
 
 def store(state: State, now: StepTime) -> Step[None]:

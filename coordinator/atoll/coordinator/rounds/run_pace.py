@@ -60,15 +60,20 @@ def recent_commits(memory: RunMemory, head_round: int) -> list[CommitTime]:
     ]
 
 
-def predict(commits: Sequence[CommitTime], stop_tokens: int, unix_ms: int, resumed_ms: int = 0) -> Eta | None:
-    """Predict from rounds, oldest first, when `stop_tokens` are trained. `resumed_ms`: the end of the last pause."""
-    gaps = [
+def _gaps(commits: Sequence[CommitTime], resumed_ms: int) -> list[tuple[float, int]]:
+    """Seconds and tokens between rounds, without those between which a pause ended."""
+    return [
         ((later.unix_ms - earlier.unix_ms) / 1000, later.committed_tokens - earlier.committed_tokens)
         for earlier, later in pairwise(commits)
         if later.unix_ms > earlier.unix_ms
         and later.committed_tokens > earlier.committed_tokens
         and not earlier.unix_ms < resumed_ms <= later.unix_ms
     ]
+
+
+def predict(commits: Sequence[CommitTime], stop_tokens: int, unix_ms: int, resumed_ms: int = 0) -> Eta | None:
+    """Predict from rounds, oldest first, when `stop_tokens` are trained. `resumed_ms`: the end of the last pause."""
+    gaps = _gaps(commits, resumed_ms)
     if len(gaps) < LEAST_GAPS:
         return None
     usual = statistics.median(seconds / tokens for seconds, tokens in gaps)

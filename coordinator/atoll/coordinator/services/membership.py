@@ -186,11 +186,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
                 await changed.wait()
 
     async def _send_responses(
-        self,
-        heartbeat_session: HeartbeatSession,
-        listening: asyncio.Task[None],
-        changed: asyncio.Event,
-        context: Context,
+        self, session: HeartbeatSession, listening: asyncio.Task[None], changed: asyncio.Event, context: Context
     ) -> None:
         while not self._stopping.is_set():
             # The tick ends silent streams within silence_seconds. This deadline guards against bugs in the tick.
@@ -201,7 +197,7 @@ class MembershipService(membership_pb2_grpc.MembershipServiceServicer):
             if listening.done():
                 listening.result()
                 return
-            response = heartbeat_session.next_response()
+            response = session.next_response()
             if response is not None:
                 await context.write(response)
 

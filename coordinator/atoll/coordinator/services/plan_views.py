@@ -52,6 +52,11 @@ def figures_view(row: PlanFigures) -> admin.PlanFigures:
     )
 
 
+def _left_out(answer: Answer, peers: Mapping[str, str]) -> list[admin.LeftOutNode]:
+    found = sorted(answer.left_out.items())
+    return [admin.LeftOutNode(peer_id=peers.get(name, ""), name=name, reason=reason) for name, reason in found]
+
+
 def proposal_view(
     state: State, run_id: str, question: Question, answer: Answer, plan: Plan | None
 ) -> admin.ApplyPlanResponse:
@@ -66,10 +71,7 @@ def proposal_view(
         before_tokens_per_second=answer.before_tokens_per_second,
         after_tokens_per_second=answer.tokens_per_second,
         moves=moves,
-        left_out=[
-            admin.LeftOutNode(peer_id=peers.get(name, ""), name=name, reason=reason)
-            for name, reason in sorted(answer.left_out.items())
-        ],
+        left_out=_left_out(answer, peers),
         missing="" if question.given_routes else answer.missing,
     )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from sqlalchemy import Connection, Engine, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from atoll.coordinator.store.sql import SqlStore, open_engine
+from atoll.coordinator.store.engine import open_engine
+from atoll.coordinator.store.sql import SqlStore
 from atoll.coordinator.store.tables import METADATA
 from atoll.core.errors import AlreadyExists, DatabaseCorrupt
 

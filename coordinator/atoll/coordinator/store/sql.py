@@ -8,56 +8,23 @@ of our errors. A damaged file is reported and never overwritten. A store with an
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Engine,
-    Select,
-    Table,
-    Update,
-    bindparam,
-    case,
-    create_engine,
-    event,
-    exists,
-    func,
-    inspect,
-    select,
-)
-from sqlalchemy.exc import (
-    ArgumentError,
-    DBAPIError,
-    IntegrityError,
-    NoSuchModuleError,
-    OperationalError,
-    SQLAlchemyError,
-)
+from sqlalchemy import ColumnElement, Connection, Select, func, inspect, select
 
 from atoll.coordinator.database_url import printable
 from atoll.coordinator.store import migrations, retention
-from atoll.coordinator.store.database_lock import (
-    DatabaseLock,
-    already_owned,
-    check_ownership,
-    claim_ownership,
-    sqlite_file,
-)
+from atoll.coordinator.store.changes import apply_changes, has_checkpoint
+from atoll.coordinator.store.database_lock import DatabaseLock, check_ownership, claim_ownership, sqlite_file
+from atoll.coordinator.store.engine import corrupt, database_errors, open_engine
 from atoll.coordinator.store.records import (
-    OF_RUN,
     Change,
     Checkpoint,
     Credit,
-    Delete,
     DeletedRun,
     DenyRow,
-    DropMetrics,
-    DropRun,
     Evaluation,
     Event,
     ForgottenNode,
@@ -69,26 +36,14 @@ from atoll.coordinator.store.records import (
     Record,
     Round,
     Run,
-    Thin,
     Token,
     Vote,
 )
 from atoll.coordinator.store.store import ALL_EVENTS, Contents, EventFilter, MetricsPage, RoundMeans, Store
 from atoll.coordinator.store.tables import TABLES
-from atoll.core.errors import AtollError, ConfigError, DatabaseCorrupt, DatabaseMissing, DataDirUnusable, Unreachable
+from atoll.core.errors import AtollError, DatabaseMissing
 
 _R = TypeVar("_R", bound=Record)
-_ACCESS_DENIED_TEXTS = (
-    "authentication failed",
-    "does not exist",
-    "no password supplied",
-)  # PostgreSQL errors that a retry does not cure
-_BUSY_SECONDS = 10
-_KEY_PREFIX = "key_"
-_UPDATES: dict[type[Record], Update] = {  # built once: to build one takes longer than to execute it
-    record: table.update().where(*(table.c[name] == bindparam(_KEY_PREFIX + name) for name in record.KEY))
-    for record, table in TABLES.items()
-}
 
 
 class SqlStore(Store):
@@ -109,7 +64,7 @@ class SqlStore(Store):
         self._lock: DatabaseLock | None = None
         self._generation = 0
         try:
-            with self._store_errors():
+            with database_errors(self._engine, self._printable_url):
                 if not may_create and self._is_empty():
                     raise DatabaseMissing(
                         f"the keys exist, but {self._printable_url} holds no coordinator's database",
@@ -151,12 +106,10 @@ class SqlStore(Store):
     def apply(self, changes: Sequence[Change]) -> None:
         if not changes:
             return
-        with self._store_errors(), self._engine.begin() as connection:
+        with database_errors(self._engine, self._printable_url), self._engine.begin() as connection:
             if self._lock is not None:
                 check_ownership(connection, self._generation)
-            for change in changes:
-                _apply(connection, change)
-            _replace_metrics(connection, [change for change in changes if isinstance(change, NodeMetrics)])
+            apply_changes(connection, changes)
 
     def events(self, after_id: int, limit: int, wanted: EventFilter = ALL_EVENTS) -> tuple[Event, ...]:
         with self._reading() as connection:
@@ -247,77 +200,12 @@ class SqlStore(Store):
         with self._engine.connect() as connection:
             verdict = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
         if verdict != "ok":
-            raise self._corrupt(str(verdict))
+            raise corrupt(self._printable_url, str(verdict))
 
     @contextmanager
     def _reading(self) -> Iterator[Connection]:
-        with self._store_errors(), self._engine.connect() as connection:
+        with database_errors(self._engine, self._printable_url), self._engine.connect() as connection:
             yield connection
-
-    @contextmanager
-    def _store_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except migrations.UnknownRevision as error:
-            raise DatabaseCorrupt(
-                f"{self._printable_url} was written by another release: {error}",
-                "run the release that wrote it, or a newer one",
-            ) from error
-        except DBAPIError as error:
-            text, lost = str(error.orig), self._engine.dialect.name != "sqlite" and isinstance(error, OperationalError)
-            if lost and any(word in text for word in _ACCESS_DENIED_TEXTS):
-                raise ConfigError(
-                    f"{self._printable_url} denies access: {text}", "check user, password and name in --database"
-                ) from error
-            raise (self._no_server if lost else self._local_error)(text) from error
-        except (SQLAlchemyError, ValueError) as error:
-            raise self._corrupt(str(error)) from error
-
-    def _local_error(self, text: str) -> AtollError:
-        unusable = ("unable to open", "readonly", "disk is full", "disk I/O", "locked", "permission")
-        if any(word in text for word in unusable):
-            return DataDirUnusable(
-                f"cannot use the database {self._printable_url}: {text}",
-                "check the owner, the permissions and the free space of its directory",
-            )
-        return self._corrupt(text)
-
-    def _no_server(self, text: str) -> Unreachable:
-        return Unreachable(
-            f"cannot reach the database {self._printable_url}: {text}",
-            "check that its server runs and accepts connections; acknowledged data is safe there",
-        )
-
-    def _corrupt(self, text: str) -> DatabaseCorrupt:
-        return DatabaseCorrupt(
-            f"the database {self._printable_url} cannot be used: {text}",
-            "restore it (with its -wal file) from a backup; the coordinator left it unchanged. "
-            "With an empty database every node must enrol again",
-        )
-
-
-def open_engine(url: str) -> Engine:
-    """Connections to a database, configured as the store needs them. Raises `ConfigError`."""
-    try:
-        engine = create_engine(
-            url, pool_pre_ping=not url.startswith("sqlite")
-        )  # reconnects after a restart of the server
-    except (ArgumentError, NoSuchModuleError, ImportError) as error:
-        raise ConfigError(f"database {printable(url)!r} is not usable: {error}", "see --database") from error
-    if engine.dialect.name == "sqlite":
-        event.listen(engine, "connect", _on_connect)
-        event.listen(engine, "begin", _on_begin)
-    return engine
-
-
-def _on_connect(connection: sqlite3.Connection, _record: object) -> None:
-    connection.isolation_level = None  # the driver would commit before DDL; `_on_begin` begins instead
-    for pragma in (f"busy_timeout={_BUSY_SECONDS * 1000}", "journal_mode=WAL", "synchronous=FULL"):
-        connection.execute(f"PRAGMA {pragma}").close()
-
-
-def _on_begin(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN")
 
 
 def _select(record: type[Record]) -> Select[Any]:
@@ -349,110 +237,8 @@ def _is_loaded() -> ColumnElement[bool]:
     """Condition on rounds that the machine needs: abandoned attempts, the newest rounds, and those of checkpoints."""
     rounds, runs = TABLES[Round], TABLES[Run]
     head = select(runs.c.head_round).where(runs.c.run_id == rounds.c.run_id).scalar_subquery()
-    return ~rounds.c.committed | (rounds.c.number > head - retention.KEPT_COMMITS) | _has_checkpoint(rounds, "number")
-
-
-def _has_checkpoint(table: Table, column: str) -> ColumnElement[bool]:
-    held = TABLES[Checkpoint]
-    return exists().where(held.c.run_id == table.c.run_id, held.c.round == table.c[column])
-
-
-def _thin(connection: Connection, change: Thin) -> None:
-    rounds, losses, metrics = TABLES[Round], TABLES[Evaluation], TABLES[NodeMetrics]
-    ours = (rounds.c.run_id == change.run_id) & rounds.c.committed
-    old = ours & (rounds.c.number <= change.head_round - retention.KEPT_MANIFESTS)
-    connection.execute(rounds.update().where(old, func.length(rounds.c.manifest) > 0).values(manifest=b""))
-    for table, column, where, full_rounds in (
-        (rounds, "number", ours, retention.FULL_ROUNDS),
-        (losses, "round", losses.c.run_id == change.run_id, retention.FULL_ROUNDS),
-        (metrics, "round", metrics.c.run_id == change.run_id, retention.FULL_METRICS_ROUNDS),
-    ):
-        for newest, bucket in retention.thinning(change.head_round, full_rounds):
-            old = where & (table.c[column] <= newest)
-            number = table.c[column]
-            newest_kept: ColumnElement[int] = func.max(number)
-            if table is metrics:  # of a round with a loss, if there is one: else losses of old rounds have no metrics
-                has_loss = exists().where(losses.c.run_id == change.run_id, losses.c.round == number)
-                newest_kept = func.coalesce(func.max(case((has_loss, number))), newest_kept)
-            kept = select(newest_kept).where(old).group_by(number // bucket)
-            surplus = table.delete().where(old, table.c[column].not_in(kept))
-            held = _has_checkpoint(table, column) | number.in_(change.kept)
-            connection.execute(surplus if table is metrics else surplus.where(~held))
-
-    _delete_oldest_metrics(connection, change.run_id)
-
-
-def _drop_metrics(connection: Connection, change: DropMetrics) -> None:
-    table = TABLES[NodeMetrics]
-    connection.execute(table.delete().where(table.c.run_id == change.run_id, table.c.round > change.after_round))
-
-
-def _drop_run(connection: Connection, change: DropRun) -> None:
-    for record in OF_RUN:
-        table = TABLES[record]
-        connection.execute(table.delete().where(table.c.run_id == change.run_id))
-
-
-def _delete_oldest_metrics(connection: Connection, run_id: str) -> None:
-    """Keep the newest `MAX_METRICS_ROWS`, without those of the oldest round among them, which may be cut."""
-    table = TABLES[NodeMetrics]
-    ours = table.c.run_id == run_id
-    newest_first = select(table.c.round).where(ours).order_by(table.c.round.desc())
-    oldest = connection.scalar(newest_first.offset(retention.MAX_METRICS_ROWS).limit(1))
-    if oldest is not None:
-        connection.execute(table.delete().where(ours, table.c.round <= oldest))
-
-
-def _replace_metrics(connection: Connection, rows: Sequence[NodeMetrics]) -> None:
-    """Insert or replace many rows in two statements. Of two rows with one key, the last counts."""
-    newest = {(row.run_id, row.round, row.peer_id): asdict(row) for row in rows}
-    if newest:
-        table = TABLES[NodeMetrics]
-        same = [table.c[name] == bindparam(_KEY_PREFIX + name) for name in NodeMetrics.KEY]
-        keys = [{_KEY_PREFIX + name: values[name] for name in NodeMetrics.KEY} for values in newest.values()]
-        connection.execute(table.delete().where(*same), keys)
-        connection.execute(table.insert(), list(newest.values()))
+    return ~rounds.c.committed | (rounds.c.number > head - retention.KEPT_COMMITS) | has_checkpoint(rounds, "number")
 
 
 def _all(connection: Connection, record: type[_R], wanted: Select[Any]) -> tuple[_R, ...]:
     return tuple(record(**row) for row in connection.execute(wanted).mappings())
-
-
-def _upsert(connection: Connection, row: Record) -> None:
-    """Update or insert, in SQL that every database supports."""
-    values = {item.name: getattr(row, item.name) for item in fields(row)}
-    keys = {_KEY_PREFIX + name: values[name] for name in row.KEY}
-    if connection.execute(_UPDATES[type(row)], {**values, **keys}).rowcount == 0:
-        connection.execute(TABLES[type(row)].insert(), values)
-
-
-def _append(connection: Connection, event: Event) -> None:
-    """Insert an event. A number in use means that another coordinator wrote it."""
-    values = {item.name: getattr(event, item.name) for item in fields(event)}
-    try:
-        connection.execute(TABLES[Event].insert(), values)
-    except IntegrityError as error:
-        raise already_owned("") from error
-
-
-def _apply(connection: Connection, change: Change) -> None:
-    """Apply one change. Metrics are not among them: those of a step are replaced together."""
-    match change:
-        case Delete():
-            _delete(connection, change)
-        case Thin():
-            _thin(connection, change)
-        case DropMetrics():
-            _drop_metrics(connection, change)
-        case DropRun():
-            _drop_run(connection, change)
-        case Event():
-            _append(connection, change)
-        case _ if not isinstance(change, NodeMetrics):
-            _upsert(connection, change)
-
-
-def _delete(connection: Connection, change: Delete) -> None:
-    table = TABLES[change.record]
-    same = [table.c[name] == value for name, value in zip(change.record.KEY, change.key, strict=True)]
-    connection.execute(table.delete().where(*same))

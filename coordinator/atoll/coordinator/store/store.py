@@ -63,15 +63,6 @@ class EventFilter:
     kind: str = ""  # itself, and kinds that begin with it and a dot
     since_ms: int = 0
 
-    def permits(self, event: Event) -> bool:
-        """True for a wanted event."""
-        return (
-            self.run_id in ("", event.run_id)
-            and (not self.subjects or event.subject in self.subjects)
-            and (not self.kind or f"{event.kind}.".startswith(f"{self.kind}."))
-            and event.unix_ms >= self.since_ms
-        )
-
 
 ALL_EVENTS = EventFilter()
 

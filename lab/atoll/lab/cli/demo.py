@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -21,6 +21,10 @@ from atoll.lab.cli.work_directory import KeepOption, MinutesOption, make_work_di
 if TYPE_CHECKING:
     from atoll.lab.demo import DemoOptions, DemoResult
     from atoll.lab.demo_pipeline import PipelineResult
+    from atoll.lab.demo_watch import DemoView
+
+    Show = Callable[[DemoView], None]
+    R = TypeVar("R", DemoResult, PipelineResult)
 
 _OPTIONS_UNUSED_BY_PIPELINE = ("nodes", "codec", "inner_steps", "kill", "together", "freeze", "kill_coordinator")
 DEFAULT_TOKENS = 340_000  # about 480 steps of a full-speed node in the default swarm
@@ -97,34 +101,35 @@ def _refuse_unused_options(context: typer.Context) -> None:
 
 
 def _run_demo(options: DemoOptions, keep: Path | None, output: Output) -> None:
-    import asyncio
-
     from atoll.lab.demo import run_demo
-    from atoll.lab.demo_view import live_view
 
-    with _work_directory(keep) as root, live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
-        result = asyncio.run(run_demo(options, root, show))
-    if output is Output.JSON:
-        print_json({"demo": result.to_json()})
-    else:
+    result = _run(lambda root, show: run_demo(options, root, show), keep, output)
+    if output is Output.TEXT:
         _print_result(result, keep)
 
 
 def _run_pipeline_demo(
     tokens: int | None, seed: int, data: Path | None, timeout: timedelta, keep: Path | None, output: Output
 ) -> None:
-    import asyncio
-
     from atoll.lab.demo_pipeline import TOKENS, PipelineOptions, run_pipeline_demo
-    from atoll.lab.demo_view import live_view
 
     options = PipelineOptions(tokens or TOKENS, seed, data, timeout)
+    result = _run(lambda root, show: run_pipeline_demo(options, root, show), keep, output)
+    if output is Output.TEXT:
+        _print_pipeline_result(result, keep)
+
+
+def _run(demo: Callable[[Path, Show], Coroutine[Any, Any, R]], keep: Path | None, output: Output) -> R:
+    """Run a demo with its live view, and print its result if that is to be JSON."""
+    import asyncio
+
+    from atoll.lab.demo_view import live_view
+
     with _work_directory(keep) as root, live_view(quiet=output is Output.JSON and not sys.stderr.isatty()) as show:
-        result = asyncio.run(run_pipeline_demo(options, root, show))
+        result = asyncio.run(demo(root, show))
     if output is Output.JSON:
         print_json({"demo": result.to_json()})
-    else:
-        _print_pipeline_result(result, keep)
+    return result
 
 
 @contextmanager

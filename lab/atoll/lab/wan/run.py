@@ -126,7 +126,7 @@ async def run_lab(options: LabRunOptions, root: Path, show: Show) -> LabRunResul
             seen = await _watch(swarm, network, options, page, view, show)
             view.phase = "collecting"
             show(view)
-            return await _collect(swarm, network, seen, pace, view)
+            return await _collect(swarm, network, seen, pace)
         finally:
             await swarm.close()
 
@@ -192,9 +192,7 @@ async def _watch(
     return seen
 
 
-async def _collect(
-    swarm: LocalSwarm, network: WanNetwork, seen: dict[str, _NodeProgress], pace: float, view: DemoView
-) -> LabRunResult:
+async def _collect(swarm: LocalSwarm, network: WanNetwork, seen: dict[str, _NodeProgress], pace: float) -> LabRunResult:
     counters = network.counters()
     name = next(iter(seen.values())).status["run"]
     run = (await swarm.ctl_json("run", "show", name))["run"]
