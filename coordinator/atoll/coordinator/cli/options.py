@@ -13,8 +13,12 @@ CredentialsOption = Annotated[
         "--credentials",
         metavar="DIR",
         envvar="ATOLL_CREDENTIALS",
-        help="directory of the operator's credential; default: the one of this machine's `atoll-coordinator serve`",
+        help="directory of the operator's credential; default: the one that `atoll-coordinator serve` wrote here",
     ),
 ]
-RunOption = Annotated[str, typer.Option("--run", metavar="NAME", help="the run; needed only if there are several")]
-NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="name, peer id, or the end of a peer id")]
+RunOption = Annotated[
+    str, typer.Option("--run", metavar="NAME", help="name of the run; needed only if there are several runs")
+]
+NodeArgument = Annotated[
+    str, typer.Argument(metavar="NODE", help="node: its name, its peer id, or the end of its peer id")
+]

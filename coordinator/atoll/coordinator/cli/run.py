@@ -29,7 +29,9 @@ app = typer.Typer(
     help="Runs: plan, create, clone, fork, show, start, pause, stop, delete, recover, assign nodes.",
     no_args_is_help=True,
 )
-RunArgument = Annotated[str, typer.Argument(metavar="[RUN]", help="needed only if there are several runs")]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="[RUN]", help="name of the run; needed only if there are several runs")
+]
 _COLUMNS = [
     Column("run", "run_id"),
     Column("state"),
@@ -61,12 +63,12 @@ _ROUND_COLUMNS = [
 
 @app.command()
 def create(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="the run spec, TOML; - reads standard input")],
-    start: Annotated[bool, typer.Option("--start", help="also start the run")] = False,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="run spec in TOML; - reads standard input")],
+    start: Annotated[bool, typer.Option("--start", help="start the run at once")] = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Create a run from a spec. The coordinator checks it and names every wrong key.
+    """Create a run from a run spec. The coordinator checks the spec and names every wrong key.
 
     [bold]Example[/bold]
 
@@ -124,7 +126,9 @@ def rounds(
     run: RunArgument = "",
     after: Annotated[
         int | None,
-        typer.Option(min=0, max=MAX_INTEGER, metavar="ROUND", help="rounds after this one", show_default="the newest"),
+        typer.Option(
+            min=0, max=MAX_INTEGER, metavar="ROUND", help="show only rounds after this one", show_default="the newest"
+        ),
     ] = None,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
@@ -148,7 +152,7 @@ def rounds(
 
 @app.command()
 def start(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """Start a run, or resume a paused one.
+    """Start a run, or continue a paused run.
 
     [bold]Example[/bold]
 
@@ -161,7 +165,7 @@ def start(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials
 
 @app.command()
 def resume(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """Go on with a paused run: `run start` by another name.
+    """Continue a paused run. `run start` does the same.
 
     [bold]Example[/bold]
 
@@ -186,11 +190,11 @@ def pause(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials
 @app.command()
 def stop(
     run: RunArgument = "",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask for confirmation")] = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """End a run for good: it can never train again. Nodes keep its checkpoints. Asks for the run's name.
+    """End a run for good. Nodes keep its checkpoints. The command asks you to type the run's name.
 
     [bold]Example[/bold]
 
@@ -209,16 +213,16 @@ def stop(
 @app.command()
 def recover(
     run: RunArgument = "",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask for confirmation")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="recover even if a majority is connected: a lost result blocks the run")
+        bool, typer.Option("--force", help="recover although most seats are connected, if a lost result blocks the run")
     ] = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Resume from the newest state that connected nodes hold, after a majority is lost for good.
+    """Continue a run from the newest state of connected nodes, after most seats are lost for good.
 
-    Newer rounds become void, also on nodes that return later. If a majority may return, wait for it.
+    Newer rounds become void, even on nodes that return later. If a majority of the seats may return, wait.
 
     [bold]Example[/bold]
 

@@ -22,17 +22,17 @@ _EXAMPLE = "for example: --set optimizer.weight_decay=0.1"
 
 
 def assign(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="the run that they move to")],
-    nodes: Annotated[list[str] | None, typer.Argument(metavar="[NODE]...", help="names or peer ids")] = None,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="run to which the nodes move")],
+    nodes: Annotated[list[str] | None, typer.Argument(metavar="[NODE]...", help="names or peer ids of nodes")] = None,
     all_of: Annotated[
-        str, typer.Option("--all-of", metavar="RUN", help="all connected nodes and seeds of this run")
+        str, typer.Option("--all-of", metavar="RUN", help="move all connected nodes and seeds of this run")
     ] = "",
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Move nodes and seeds to another run, without new tokens. Each one finishes its round first.
+    """Move nodes and seeds to another run, without new tokens. Each node first finishes its round.
 
-    A node that is offline moves when it comes back. Its present run takes an order back.
+    An offline node moves when it comes back. To cancel the order, assign a node to its present run.
 
     [bold]Examples[/bold]
 
@@ -66,25 +66,25 @@ def assign(
 
 
 def clone(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="the run whose spec is copied")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="run whose spec is copied")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="name of the new run")],
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="a key with another value, as in TOML; repeatable"),
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="set a key to another value, as in TOML; repeatable"),
     ] = None,
     defaults: Annotated[
         list[str] | None,
-        typer.Option("--unset", metavar="SECTION.KEY", help="a key with its default again; repeatable"),
+        typer.Option("--unset", metavar="SECTION.KEY", help="reset a key to its default; repeatable"),
     ] = None,
-    start: Annotated[bool, typer.Option("--start", help="also start the run")] = False,
+    start: Annotated[bool, typer.Option("--start", help="start the run at once")] = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Create a run from the spec of another one, with some keys changed. It begins with new weights.
+    """Create a run from the spec of another run, with some keys changed. It begins with new weights.
 
-    A copy of a fork begins with the weights of that fork's source, unless you add --unset fork.
+    A clone of a fork begins with the same weights as the fork, unless you add --unset fork.
 
-    The spec of a run names every number, so all others stay, also those that were defaults.
+    A stored spec contains all defaults, so the clone keeps every value that you do not change.
 
     [bold]Examples[/bold]
 

@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 
 def plan_run(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="the run spec, TOML; - reads standard input")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="run spec in TOML; - reads standard input")],
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="a key with another value, as in TOML; repeatable"),
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="set a key to another value, as in TOML; repeatable"),
     ] = None,
-    run: Annotated[str, typer.Option("--run", metavar="RUN", help="count only the nodes of this run")] = "",
+    run: Annotated[str, typer.Option("--run", metavar="RUN", help="count only nodes of this run")] = "",
     price_per_hour: Annotated[
-        float | None, typer.Option(min=0, max=1e6, help="of one node: also tell what the run costs")
+        float | None, typer.Option(min=0, max=1e6, help="price of one node, to print what the run costs")
     ] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="ask no coordinator: no nodes are there")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="do not ask a coordinator; count no nodes")] = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Show what a run would need and do: size, batch, rounds, traffic, memory, time, cost. Creates nothing.
+    """Show size, batch, rounds, traffic, memory, time and cost of a run, without creating it.
 
-    The speed is predicted from what connected nodes measured in their present runs.
+    The planner predicts the speed from measurements of connected nodes in their present runs.
 
     [bold]Examples[/bold]
 
