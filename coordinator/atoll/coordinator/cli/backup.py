@@ -18,18 +18,18 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", h
 DataDirOption = Annotated[Path | None, typer.Option(help="the coordinator's data directory")]
 Database = Annotated[
     str | None,
-    typer.Option(metavar="URL|file:PATH", help="SQLAlchemy URL, or a file that holds it; default: SQLite in data-dir"),
+    typer.Option(metavar="URL|file:PATH", help="SQLAlchemy URL, or a file with the URL; default: SQLite in data-dir"),
 ]
 
 
 def backup(
-    target: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="a new file, or a directory for one")],
+    target: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="new file, or a directory for it")],
     config: ConfigOption = None,
     data_dir: DataDirOption = None,
     database: Database = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Write keys, credential and database to one file. The coordinator may be serving.
+    """Write keys, credential and database to one file. The coordinator may serve at the same time.
 
     The file grants the operator's rights: protect it like the keys.
 
@@ -58,7 +58,7 @@ def restore(
         str | None,
         typer.Option(
             metavar="URL|file:PATH",
-            help="an empty database to fill, or a file that holds its URL; "
+            help="URL of an empty database to fill, or a file with the URL; "
             "default: $ATOLL_COORDINATOR_DATABASE, else SQLite in data-dir",
         ),
     ] = None,

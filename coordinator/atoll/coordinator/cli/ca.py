@@ -26,7 +26,7 @@ _COLUMNS = [
 
 @app.command("show")
 def show_authorities(output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """Show which certificate authorities are trusted, until when, and how many members have certificates of each.
+    """Show the trusted certificate authorities, the end of the overlap, and how many members use each authority.
 
     [bold]Example[/bold]
 
@@ -39,14 +39,14 @@ def show_authorities(output: OutputOption = Output.TEXT, credentials: Credential
 @app.command()
 def rotate(
     overlap: Annotated[
-        str, typer.Option(metavar="DURATION", help="time in which the old one stays trusted: 12h, 4d")
+        str, typer.Option(metavar="DURATION", help="time for which the old authority stays trusted: 12h, 4d")
     ] = "4d",
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Make a new certificate authority. Members renew their certificates at once; the old one is retired later.
+    """Make a new certificate authority. Members renew their certificates at once. The old one is retired later.
 
-    With the default overlap, a node that is away until then could not have come back without a token anyway.
+    The default overlap is the lifetime of a certificate: a node that is away for longer needs a token anyway.
 
     [bold]Example[/bold]
 
@@ -59,11 +59,13 @@ def rotate(
 
 @app.command()
 def retire(
-    force: Annotated[bool, typer.Option("--force", help="although members then need new tokens")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="retire the authority although members then need new tokens")
+    ] = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """End trust in the old certificate authority now, before its overlap ends. Tokens that name it stop working.
+    """End trust in the old certificate authority before the overlap ends. Tokens that name it stop working.
 
     [bold]Example[/bold]
 

@@ -50,14 +50,19 @@ def list_checkpoints(
 
 @app.command()
 def pull(
-    to: Annotated[Path, typer.Option(metavar="DIR", help="a new directory for the checkpoint")],
+    to: Annotated[Path, typer.Option(metavar="DIR", help="new directory for the checkpoint")],
     round_number: Annotated[
         int,
-        typer.Option("--round", min=0, max=MAX_INTEGER, help="0: the newest of which connected nodes hold all layers"),
+        typer.Option(
+            "--round",
+            min=0,
+            max=MAX_INTEGER,
+            help="round to download; 0: the newest of which connected nodes hold all layers",
+        ),
     ] = 0,
-    node: Annotated[str, typer.Option(metavar="NODE", help="download from this node; default: any holder")] = "",
+    node: Annotated[str, typer.Option(metavar="NODE", help="node to download from; default: any holder")] = "",
     unverified: Annotated[
-        bool, typer.Option("--unverified", help="accept a round that the coordinator does not know as committed")
+        bool, typer.Option("--unverified", help="also accept a round that the coordinator does not know as committed")
     ] = False,
     run: RunOption = "",
     output: OutputOption = Output.TEXT,
@@ -65,7 +70,7 @@ def pull(
 ) -> None:
     """Download a checkpoint through the coordinator. Every layer is verified before the directory appears.
 
-    Where no node holds all layers, the result is a directory of checkpoints of one round; `atoll export` accepts it.
+    If no node holds all layers, the result is a directory of checkpoints of one round. `atoll export` accepts it.
 
     [bold]Examples[/bold]
 

@@ -24,22 +24,28 @@ MAX_MESSAGE_CHARACTERS = 2000
 
 def events(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="keep running and print new events")] = False,
-    after: Annotated[int, typer.Option(min=0, max=MAX_INTEGER, metavar="ID", help="only events after this id")] = 0,
-    run: Annotated[str, typer.Option("--run", metavar="NAME", help="only of this run")] = "",
-    node: Annotated[str, typer.Option("--node", metavar="NODE", help="only about this node")] = "",
+    after: Annotated[
+        int, typer.Option(min=0, max=MAX_INTEGER, metavar="ID", help="print only events after this id")
+    ] = 0,
+    run: Annotated[str, typer.Option("--run", metavar="NAME", help="print only events of this run")] = "",
+    node: Annotated[str, typer.Option("--node", metavar="NODE", help="print only events about this node")] = "",
     kind: Annotated[
-        str, typer.Option("--kind", metavar="KIND", help="only this kind, as `node.lost`, or all of `node`")
+        str,
+        typer.Option(
+            "--kind", metavar="KIND", help="print only this kind, for example `node.lost`, or all kinds of `node`"
+        ),
     ] = "",
     since: Annotated[
-        str, typer.Option("--since", metavar="DURATION", help="only events of the last 30m, 2h, 1d …")
+        str, typer.Option("--since", metavar="DURATION", help="print only events of this last time: 30m, 2h, 1d")
     ] = "",
     tail: Annotated[
-        int | None, typer.Option("--tail", min=1, max=10_000, metavar="N", help="only the newest N of them")
+        int | None,
+        typer.Option("--tail", min=1, max=10_000, metavar="N", help="print only the newest N of the selected events"),
     ] = None,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Show the event log, the oldest first. With --output json, one object a line.
+    """Print the event log, the oldest event first. With --output json, one object per line.
 
     [bold]Examples[/bold]
 

@@ -45,23 +45,24 @@ _COLUMNS = [
 
 def metrics(
     run: RunArgument = "",
-    node: Annotated[str, typer.Option("--node", metavar="NODE", help="only of this node")] = "",
+    node: Annotated[str, typer.Option("--node", metavar="NODE", help="show only metrics of this node")] = "",
     since: Annotated[
-        int, typer.Option("--since", min=0, max=MAX_INTEGER, metavar="ROUND", help="only this round and later ones")
+        int,
+        typer.Option("--since", min=0, max=MAX_INTEGER, metavar="ROUND", help="show only this round and later rounds"),
     ] = 0,
-    as_csv: Annotated[bool, typer.Option("--csv", help="all rows as CSV, with units in the first line")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="print all rows as CSV, with units in the first line")] = False,
     tensorboard: Annotated[
         Path | None,
-        typer.Option("--tensorboard", metavar="DIR", help="write event files that TensorBoard reads into DIR"),
+        typer.Option("--tensorboard", metavar="DIR", help="write event files for TensorBoard into DIR"),
     ] = None,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
     """Show what nodes measured in each round: loss, learning rate, speed, times, bytes.
 
-    The table has the newest rows. CSV and JSON have all that the coordinator keeps: the newest 1024 rounds in full, and
-    fewer of the older ones. Losses are in nats per token. `rate` is the learning rate; `norm` is that of the node's
-    pseudo-gradient.
+    The table shows the newest rows. CSV and JSON contain all rows that the coordinator keeps: the newest 1024 rounds in
+    full, and fewer of the older ones. Losses are in nats per token. `rate` is the learning rate, and `norm` the norm of
+    the node's pseudo-gradient.
 
     [bold]Examples[/bold]
 

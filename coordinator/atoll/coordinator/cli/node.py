@@ -82,7 +82,7 @@ def drain(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: C
 
 @app.command()
 def vouch(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """End a node's probation: you know who runs it.
+    """End a node's probation, because you know who runs the node.
 
     [bold]Example[/bold]
 
@@ -112,12 +112,12 @@ def _set_probation(node: str, on_probation: bool, output: Output, credentials: P
 @app.command()
 def ban(
     node: NodeArgument,
-    reason: Annotated[str, typer.Option(help="for the event log")] = "",
+    reason: Annotated[str, typer.Option(help="reason of the ban, for the event log")] = "",
     yes: YesOption = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Refuse a peer everywhere. All members learn it at once.
+    """Ban a node: the coordinator and all members refuse it at once.
 
     [bold]Example[/bold]
 
@@ -134,7 +134,7 @@ def ban(
 
 @app.command()
 def unban(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """Take a ban back. The peer may join again.
+    """End a ban. The node may join again.
 
     [bold]Example[/bold]
 

@@ -34,7 +34,7 @@ LostForOption = Annotated[
         min=0,
         max=_MAX_DAYS,
         metavar="DAYS",
-        help="all nodes that were not connected for so long",
+        help="forget all nodes that were not connected for so many days",
         show_default="none",
     ),
 ]
@@ -48,10 +48,10 @@ def forget(
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Remove nodes that are gone. What they contributed to rounds stays, and so does a ban.
+    """Remove nodes that are gone. Their contributions to rounds stay, and so do bans.
 
-    A forgotten node that comes back is refused. It joins again, also under the same name, with a new token.
-    A node is kept while it is connected, or while its run may need it: in the plan, or to decide the next round.
+    A forgotten node that comes back is refused. It can join again with a new token, even under the same name.
+    A connected node is kept. So is a node that its run may need: in the plan, or to decide the next round.
 
     [bold]Examples[/bold]
 

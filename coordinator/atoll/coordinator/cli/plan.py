@@ -20,7 +20,7 @@ from atoll.v1 import admin_pb2 as wire
 
 app = typer.Typer(help="Plans: show, history, diff, pin, unpin, apply, explain, what-if.", no_args_is_help=True)
 VersionArgument = Annotated[int, typer.Argument(min=1, max=MAX_INTEGER)]
-SvgOption = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="also draw the plan into this file")]
+SvgOption = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="draw the plan as SVG into this file")]
 _COPIES = Column("copy of", "copies")
 _COLUMNS = [
     Column("route", align_right=True),
@@ -54,7 +54,7 @@ def group() -> None:
 @app.command("show")
 def show_plan(
     run: RunOption = "",
-    version: Annotated[int, typer.Option(min=0, max=MAX_INTEGER, help="0: the newest")] = 0,
+    version: Annotated[int, typer.Option(min=0, max=MAX_INTEGER, help="version of the plan; 0: the newest")] = 0,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
@@ -82,7 +82,7 @@ def show_plan(
 
 @app.command("history")
 def history(run: RunOption = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """Show all plans that are kept: issue time, reason, predicted and measured speed.
+    """Show all plans that the coordinator keeps: issue time, reason, predicted and measured speed.
 
     [bold]Example[/bold]
 
@@ -101,7 +101,7 @@ def diff(
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Show which nodes hold other layers in one plan than in another.
+    """Show the nodes whose layers differ between two plans.
 
     [bold]Example[/bold]
 
@@ -119,7 +119,7 @@ def pin(
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Make a node hold exactly these layers, or none, until it is unpinned. A new plan follows within seconds.
+    """Order a node to hold exactly these layers, or none, until you unpin it. A new plan follows within seconds.
 
     [bold]Examples[/bold]
 
@@ -134,7 +134,7 @@ def pin(
 
 @app.command("unpin")
 def unpin(node: NodeArgument, output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """Let the planner decide again what a node holds.
+    """Remove a node's pin, so that the planner chooses its layers again.
 
     [bold]Example[/bold]
 
@@ -151,7 +151,7 @@ def apply(
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Plan now, without waiting for nodes to settle. A plan is issued if it differs and repays its moves.
+    """Make a plan now, without a debounce time. It is issued if its gain exceeds the cost of moving layers.
 
     [bold]Example[/bold]
 
@@ -165,12 +165,12 @@ def apply(
 @app.command("explain")
 def explain_plan(
     run: RunOption = "",
-    seconds: Annotated[float, typer.Option(min=0.5, max=3600, help="how long to search for better plans")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.5, max=3600, help="seconds to search for better plans")] = 5.0,
     svg: SvgOption = None,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Explain what limits the running plan and what would help, from what its nodes measured.
+    """Explain what limits the newest plan and what would help, from measurements of its nodes.
 
     [bold]Example[/bold]
 
@@ -184,14 +184,16 @@ def explain_plan(
 
 @app.command("what-if")
 def what_if(
-    topology: Annotated[Path, typer.Argument(help="a TOML file; docs/explain/planner.md lists every field")],
-    seconds: Annotated[float, typer.Option(min=0.5, max=3600, help="how long to search")] = 10.0,
+    topology: Annotated[
+        Path, typer.Argument(help="TOML file with the machines; docs/explain/planner.md lists all fields")
+    ],
+    seconds: Annotated[float, typer.Option(min=0.5, max=3600, help="seconds to search for the best plan")] = 10.0,
     svg: SvgOption = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Plan for a list of machines in a file; explain what limits them and what would help.
+    """Make a plan for machines listed in a file; explain what limits it and what would help.
 
-    Needs no coordinator. Example: atollctl plan what-if rented.toml --svg rented.svg
+    This command needs no coordinator. Example: atollctl plan what-if rented.toml --svg rented.svg
     """
     from atoll.coordinator.cli.what_if import plan_file  # imports SciPy
 

@@ -45,7 +45,12 @@ _ROUND_COLUMNS = [
 AfterOption = Annotated[
     int | None,
     typer.Option(
-        "--after", min=0, max=MAX_INTEGER, metavar="ROUND", help="rounds after this one", show_default="the newest"
+        "--after",
+        min=0,
+        max=MAX_INTEGER,
+        metavar="ROUND",
+        help="show only rounds after this one",
+        show_default="the newest",
     ),
 ]
 
@@ -57,7 +62,7 @@ def create(
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Create a run from a spec. The coordinator checks it and names every wrong key.
+    """Create a run from a run spec. The coordinator checks the spec and names every wrong key.
 
     [bold]Example[/bold]
 
@@ -131,7 +136,7 @@ def rounds(
 
 @app.command()
 def start(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """Start a run, or resume a paused one.
+    """Start a run, or continue a paused run.
 
     [bold]Example[/bold]
 
@@ -144,7 +149,7 @@ def start(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials
 
 @app.command()
 def resume(run: RunArgument = "", output: OutputOption = Output.TEXT, credentials: CredentialsOption = None) -> None:
-    """Go on with a paused run: `run start` by another name.
+    """Continue a paused run. `run start` does the same.
 
     [bold]Example[/bold]
 
@@ -173,7 +178,7 @@ def stop(
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """End a run for good: it can never train again. Nodes keep its checkpoints. Asks for the run's name.
+    """End a run for good. Nodes keep its checkpoints. The command asks you to type the run's name.
 
     [bold]Example[/bold]
 
@@ -193,14 +198,14 @@ def recover(
     run: RunArgument = "",
     yes: YesOption = False,
     force: Annotated[
-        bool, typer.Option("--force", help="recover even if a majority is connected: a lost result blocks the run")
+        bool, typer.Option("--force", help="recover although most seats are connected, if a lost result blocks the run")
     ] = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Resume from the newest state that connected nodes hold, after a majority is lost for good.
+    """Continue a run from the newest state of connected nodes, after most seats are lost for good.
 
-    Newer rounds become void, also on nodes that return later. If a majority may return, wait for it.
+    Newer rounds become void, even on nodes that return later. If a majority of the seats may return, wait.
 
     [bold]Example[/bold]
 

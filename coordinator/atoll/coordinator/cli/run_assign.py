@@ -17,17 +17,17 @@ from atoll.v1 import common_pb2 as pb
 
 
 def assign(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="the run that they move to")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="run to which the nodes move")],
     nodes: NodesArgument = None,
     all_of: Annotated[
-        str, typer.Option("--all-of", metavar="RUN", help="all connected nodes and seeds of this run")
+        str, typer.Option("--all-of", metavar="RUN", help="move all connected nodes and seeds of this run")
     ] = "",
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Move nodes and seeds to another run, without new tokens. Each one finishes its round first.
+    """Move nodes and seeds to another run, without new tokens. Each node first finishes its round.
 
-    A node that is offline moves when it comes back. Its present run takes an order back.
+    An offline node moves when it comes back. To cancel the order, assign a node to its present run.
 
     [bold]Examples[/bold]
 

@@ -16,7 +16,7 @@ from atoll.v1 import admin_pb2 as wire
 
 
 def clone(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="the run whose spec is copied")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="run whose spec is copied")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="name of the new run")],
     changes: SetOption = None,
     defaults: UnsetOption = None,
@@ -24,11 +24,11 @@ def clone(
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Create a run from the spec of another one, with some keys changed. It begins with new weights.
+    """Create a run from the spec of another run, with some keys changed. It begins with new weights.
 
-    A copy of a fork begins with the weights of that fork's source, unless you add --unset fork.
+    A clone of a fork begins with the same weights as the fork, unless you add --unset fork.
 
-    The spec of a run names every number, so all others stay, also those that were defaults.
+    A stored spec contains all defaults, so the clone keeps every value that you do not change.
 
     [bold]Examples[/bold]
 

@@ -18,11 +18,11 @@ MAX_RUNS = 8
 
 
 def diff(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help=f"two to {MAX_RUNS} runs")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help=f"names of two to {MAX_RUNS} runs")],
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Show the keys in which the specs of runs differ, and nothing else.
+    """Show only the keys in which the specs of runs differ.
 
     [bold]Example[/bold]
 

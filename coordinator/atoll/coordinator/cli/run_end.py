@@ -35,15 +35,15 @@ _CHECKPOINT_COLUMNS = [
 
 
 def delete(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="a run that is over, or that never started")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="name of a run that is over, or that never started")],
     yes: YesOption = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Forget a run for good, with its rounds, metrics, plans, proofs, events, tokens and nodes. Asks for its name.
+    """Delete a run with its rounds, metrics, plans, proofs, events, tokens and nodes. Asks for its name.
 
     Bans stay. Nodes that moved to another run stay there. The other nodes need a new token to join any run.
-    What is on the disks of nodes, such as checkpoints, stays there. The name is free again.
+    Files on the disks of nodes, such as checkpoints, stay there. A new run may have the name.
 
     [bold]Example[/bold]
 
@@ -61,13 +61,13 @@ def delete(
 
 def checkpoint(
     run: RunArgument = "",
-    timeout: Annotated[str, typer.Option(metavar="DURATION", help="longest wait")] = "10m",
+    timeout: Annotated[str, typer.Option(metavar="DURATION", help="longest time to wait")] = "10m",
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Have nodes write a checkpoint of the newest round now, and wait until they hold all layers of it together.
+    """Order nodes to write a checkpoint now, and wait until all layers of one round are on their disks.
 
-    A newer round counts too. Exits with 69 if the time is over before: what some nodes wrote is not enough then.
+    The round is the newest one or a later one. Exits with 69 if layers are missing after the longest wait.
 
     [bold]Example[/bold]
 

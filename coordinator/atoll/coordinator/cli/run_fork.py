@@ -23,23 +23,27 @@ _HASH = re.compile("[0-9a-f]{64}")
 
 
 def fork(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="the run with whose weights the new one begins")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="run whose weights the new run begins with")],
     name: Annotated[str, typer.Argument(metavar="NEW", help="name of the new run")],
     round_number: Annotated[
-        int, typer.Option("--from", metavar="ROUND", min=0, max=MAX_INTEGER, help="of which a node holds a checkpoint")
+        int,
+        typer.Option(
+            "--from", metavar="ROUND", min=0, max=MAX_INTEGER, help="round of which a node holds a checkpoint"
+        ),
     ],
     changes: SetOption = None,
     defaults: UnsetOption = None,
     manifest: Annotated[
-        str, typer.Option(metavar="HASH", help="of a round that the coordinator does not know as committed")
+        str,
+        typer.Option(metavar="HASH", help="manifest hash of a round that the coordinator does not know as committed"),
     ] = "",
     start: StartOption = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Create a run that begins with the weights of a round of another one. [model] and the tokenizer stay.
+    """Create a run that begins with the weights of a round of another run. It keeps [model] and the tokenizer.
 
-    Only the weights are taken: tokens, learning rate schedule, momentum, optimizer and data begin anew.
+    A fork takes only the weights. Tokens, learning rate schedule, momentum, optimizer and data start again.
 
     [bold]Examples[/bold]
 

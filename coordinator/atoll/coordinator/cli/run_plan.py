@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 def plan_run(
     file: SpecArgument,
     changes: SetOption = None,
-    run: Annotated[str, typer.Option("--run", metavar="RUN", help="count only the nodes of this run")] = "",
+    run: Annotated[str, typer.Option("--run", metavar="RUN", help="count only nodes of this run")] = "",
     price_per_hour: Annotated[
-        float | None, typer.Option(min=0, max=1e6, help="of one node: also tell what the run costs")
+        float | None, typer.Option(min=0, max=1e6, help="price of one node, to print what the run costs")
     ] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="ask no coordinator: no nodes are there")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="do not ask a coordinator; count no nodes")] = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Show what a run would need and do: size, batch, rounds, traffic, memory, time, cost. Creates nothing.
+    """Show size, batch, rounds, traffic, memory, time and cost of a run, without creating it.
 
-    The speed is predicted from what connected nodes measured in their present runs.
+    The planner predicts the speed from measurements of connected nodes in their present runs.
 
     [bold]Examples[/bold]
 

@@ -29,24 +29,30 @@ def root(version: VersionOption = False) -> None:
 
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="a TOML file with settings")]
-DataDirOption = Annotated[Path | None, typer.Option(help="keys, database, admin credential; created on first use")]
+DataDirOption = Annotated[
+    Path | None, typer.Option(help="directory of keys, database and admin credential; created at first use")
+]
 Listen = Annotated[str | None, typer.Option(metavar="HOST", help="address of both TLS ports \\[0.0.0.0]")]
-EnrolPort = Annotated[int | None, typer.Option(help="for nodes with a token \\[7700]; 0 picks a free one")]
-MemberPort = Annotated[int | None, typer.Option(help="for members and operators \\[7701]; 0 picks a free one")]
+EnrolPort = Annotated[int | None, typer.Option(help="port for nodes with a token \\[7700]; 0 picks a free one")]
+MemberPort = Annotated[int | None, typer.Option(help="port for members and operators \\[7701]; 0 picks a free one")]
 HttpHost = Annotated[str | None, typer.Option(metavar="HOST", help="address of the page and metrics \\[127.0.0.1]")]
 HttpPort = Annotated[int | None, typer.Option(help="port of the page and metrics \\[7702]; 0 picks a free one")]
-Public = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="enrolment address in join tokens")]
-PublicMember = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="the members' port as seen from outside")]
+Public = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="address for enrolment, which join tokens contain")
+]
+PublicMember = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="address of the members' port as nodes see it")
+]
 Database = Annotated[
     str | None,
-    typer.Option(metavar="URL|file:PATH", help="SQLAlchemy URL, or a file that holds it; default: SQLite in data-dir"),
+    typer.Option(metavar="URL|file:PATH", help="SQLAlchemy URL, or a file with the URL; default: SQLite in data-dir"),
 ]
-NewDatabase = Annotated[bool, typer.Option("--new-database", help="create an empty database although keys exist")]
+NewDatabase = Annotated[bool, typer.Option("--new-database", help="begin with an empty database although keys exist")]
 LostAfter = Annotated[
     float | None, typer.Option(help="seconds without a heartbeat stream until a node is removed from the plan \\[20]")
 ]
-LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning, error")]
-LogFormat = Annotated[str | None, typer.Option(help="auto, console, json")]
+LogLevel = Annotated[str | None, typer.Option(help="level of log messages: debug, info, warning, error")]
+LogFormat = Annotated[str | None, typer.Option(help="format of log messages: auto, console, json")]
 
 
 @app.command()
@@ -88,7 +94,7 @@ def serve(
 
 @app.command("config")
 def show_config(config: ConfigOption = None, output: OutputOption = Output.TEXT) -> None:
-    """Show every setting, its value, and where it came from.
+    """Show every setting, its value, and the source of the value.
 
     [bold]Example[/bold]
 

@@ -34,16 +34,16 @@ _COLUMNS = [
 @app.command()
 def create(
     run: RunOption = "",
-    uses: Annotated[int, typer.Option(min=1, max=MAX_USES, help="number of nodes that it admits")] = 1,
-    ttl: Annotated[str, typer.Option(metavar="DURATION", help="lifetime: 30m, 2h, 1d")] = "30m",
-    role: Annotated[list[str] | None, typer.Option(help="node or seed; may be given twice")] = None,
+    uses: Annotated[int, typer.Option(min=1, max=MAX_USES, help="number of nodes that the token admits")] = 1,
+    ttl: Annotated[str, typer.Option(metavar="DURATION", help="lifetime of the token: 30m, 2h, 1d")] = "30m",
+    role: Annotated[list[str] | None, typer.Option(help="role of the nodes: node or seed; repeatable")] = None,
     probation: Annotated[
-        bool, typer.Option("--probation", help="for strangers: their nodes weigh little until you vouch for them")
+        bool, typer.Option("--probation", help="put nodes that use this token on probation, until you vouch for them")
     ] = False,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Create a join token. Only the token goes to stdout; it is shown only once.
+    """Create a join token and print it to stdout. No command can show the token again.
 
     [bold]Examples[/bold]
 
@@ -90,7 +90,7 @@ def list_tokens(output: OutputOption = Output.TEXT, credentials: CredentialsOpti
 
 @app.command()
 def revoke(
-    token_id: Annotated[str, typer.Argument(metavar="ID", help="id from `token list`")],
+    token_id: Annotated[str, typer.Argument(metavar="ID", help="id of the token, from `token list`")],
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:

@@ -48,12 +48,12 @@ def list_proofs(run: RunOption = "", output: OutputOption = Output.TEXT, credent
 def show_proof(
     proof: Annotated[str, typer.Argument(metavar="PROOF", help="id of the proof, or its beginning")],
     save: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="write the proof there; anybody can verify it")
+        Path | None, typer.Option("--save", metavar="FILE", help="file for the proof, which anybody can verify")
     ] = None,
     output: OutputOption = Output.TEXT,
     credentials: CredentialsOption = None,
 ) -> None:
-    """Show what a proof says. With --save, write it to a file.
+    """Show the content of a proof. With --save, also write the proof to a file.
 
     [bold]Example[/bold]
 
@@ -86,10 +86,10 @@ def show_proof(
 
 @app.command()
 def verify(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="a proof that somebody saved")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="proof that `trust show --save` wrote")],
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Check a proof offline. It needs no coordinator, no credential and no trust in the file's author.
+    """Check a proof offline, without a coordinator or credential. You need not trust the author of the file.
 
     [bold]Example[/bold]
 

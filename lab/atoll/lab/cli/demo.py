@@ -31,18 +31,25 @@ DEFAULT_TOKENS = 340_000  # about 480 steps of a full-speed node in the default 
 TokensOption = Annotated[
     int | None,
     typer.Option(
-        "--tokens", min=1, help="Stop at this many committed tokens; default: 340000, with --pipeline 120000."
+        "--tokens",
+        min=1,
+        help="Number of committed tokens at which the run stops; default: 340000, with --pipeline 120000.",
     ),
 ]
 InnerStepsOption = Annotated[
     int, typer.Option("--inner-steps", min=1, help="Steps of a full-speed node between rounds.")
 ]
 KillCoordinatorOption = Annotated[
-    bool, typer.Option("--kill-coordinator", help="Kill the coordinator, too; with --together at the same time.")
+    bool,
+    typer.Option(
+        "--kill-coordinator", help="Also kill the coordinator; with --together, at the same time as the nodes."
+    ),
 ]
 PipelineOption = Annotated[
     bool,
-    typer.Option("--pipeline", help="Train a model that no node can hold: five nodes, two routes, a killed stage."),
+    typer.Option(
+        "--pipeline", help="Train a model that no single node can hold: five nodes, two routes, a killed stage."
+    ),
 ]
 
 
@@ -52,10 +59,12 @@ def demo(
     tokens: TokensOption = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of initialisation and data order.")] = 0,
     data: Annotated[Path | None, typer.Option("--data", help="Train on your own text: a file or a directory.")] = None,
-    codec: Annotated[str, typer.Option("--codec", help="fp32, bf16, fp16, int8, int4, int2, or auto.")] = "int4",
+    codec: Annotated[
+        str, typer.Option("--codec", help="Codec of exchanges: fp32, bf16, fp16, int8, int4, int2, or auto.")
+    ] = "int4",
     inner_steps: InnerStepsOption = 20,
     kill: Annotated[int, typer.Option("--kill", min=0, help="Kill this many nodes while they train (SIGKILL).")] = 0,
-    together: Annotated[bool, typer.Option("--together", help="Kill them all at the same time.")] = False,
+    together: Annotated[bool, typer.Option("--together", help="Make all kills at the same time.")] = False,
     freeze: Annotated[int, typer.Option("--freeze", min=0, help="Freeze this many nodes for 20 s (SIGSTOP).")] = 0,
     kill_coordinator: KillCoordinatorOption = False,
     pipeline: PipelineOption = False,
@@ -65,9 +74,9 @@ def demo(
 ) -> None:
     """Start a coordinator, a seed and four nodes on loopback and train a language model on real text.
 
-    Without --data the text is the Python standard library. Two of the nodes run at half and a quarter of the pace; the
-    others find that out by measurement. Killed and frozen nodes come back, and the model stays the same on all nodes.
-    With --pipeline five nodes with limited memory train a model that none of them can hold.
+    Without --data, the text is the Python standard library. Two of the nodes are slowed to a half and a quarter of the
+    speed. Killed and frozen nodes come back, and the model stays the same on all nodes.
+    With --pipeline, five nodes with limited memory train a model that no single node can hold.
     """
     from atoll.core.run_spec import check_codec
     from atoll.lab.demo import SLOWDOWNS, DemoOptions

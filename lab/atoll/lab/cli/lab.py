@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from atoll.lab.wan.run import LabRunResult
 
 app = typer.Typer(
-    no_args_is_help=True, help="Emulate a WAN on this machine: rehearse your run before you rent machines."
+    no_args_is_help=True, help="Emulate a WAN on this machine, to rehearse a run before you rent machines."
 )
 TopologyName = Annotated[str, typer.Argument(metavar="[TOPOLOGY]", help="A built-in topology or a TOML file.")]
 
@@ -50,9 +50,9 @@ def check(
     ] = 4.0,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Build a topology, compare every measured rate and round-trip time with its setting, and remove it. Needs root.
+    """Build a topology, compare all measured rates and round trips with their settings, and remove it. Needs root.
 
-    Exits with 1 if a measurement is out of tolerance: then this machine is too slow or too busy for that topology.
+    Exits with 1 if a measurement is out of tolerance. Then this machine is too slow or busy for the topology.
     """
     import asyncio
 
@@ -86,17 +86,17 @@ def run(
     step_seconds: Annotated[
         float,
         typer.Option(
-            "--step-seconds", min=0, help="Minimum inner step at full speed; 0: as fast as this machine allows."
+            "--step-seconds", min=0, help="Shortest inner step of a full-speed node, in seconds; 0: no limit."
         ),
     ] = 0.0,
     keep: KeepOption = None,
     minutes: MinutesOption = 30.0,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Train in a topology: the shipped coordinator, seed and nodes, each on its own host. Needs root.
+    """Start coordinator, seed and nodes on the hosts of a topology, and train. The command needs root.
 
-    A host's speed sets its node's pace. The result has throughput and compute utilisation: the fraction of time in
-    which the nodes computed and did not wait for the network.
+    The speed of a host in the topology sets the pace of its node. The result shows tokens per second, and the share of
+    the time in which nodes computed and did not wait for the network.
     """
     import asyncio
 

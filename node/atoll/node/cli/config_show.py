@@ -21,7 +21,7 @@ def group() -> None:
 
 @app.command()
 def show(
-    origin: Annotated[bool, typer.Option("--origin", help="Also print the origin of each value.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Also print the source of each value.")] = False,
     data_dir: DataDir = None,
     config: ConfigFile = None,
     output: OutputOption = Output.TEXT,

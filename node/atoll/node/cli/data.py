@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from atoll.node.data.card import CorpusCard
     from atoll.node.data.sample import SampleText
 
-app = typer.Typer(help="Build a corpus from text; show, verify and sample one.", no_args_is_help=True)
+app = typer.Typer(help="Build a corpus from text; show, verify and sample a corpus.", no_args_is_help=True)
 _SHOWN_PROBLEMS = 20
 
 
@@ -41,7 +41,8 @@ class Order(StrEnum):
 
 
 Workers = Annotated[
-    int | None, typer.Option("--workers", min=1, max=4096, help="Worker processes; default: one a core.")
+    int | None,
+    typer.Option("--workers", min=1, max=4096, help="Number of worker processes; default: one for each core."),
 ]
 ChatTemplate = Annotated[
     str | None, typer.Option("--chat-template", help="File of a chat template; default: the tokenizer's.")
@@ -54,7 +55,7 @@ Corpus = Annotated[Path, typer.Argument(callback=local_path, help="Directory of 
 
 @app.callback()
 def group() -> None:
-    """Build a corpus from text; show, verify and sample one."""
+    """Build a corpus from text; show, verify and sample a corpus."""
 
 
 @app.command()
@@ -83,7 +84,7 @@ def build(
     ] = False,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Turn text into a corpus of shards. A build that was interrupted goes on when you repeat the command."""
+    """Turn text into a corpus of shards. Repeat the command to continue an interrupted build."""
     from atoll.node.data.build import build_corpus
     from atoll.node.system.child_processes import treat_sigterm_as_sigint
 
@@ -135,7 +136,7 @@ def show(
 
 @app.command()
 def verify(corpus: Corpus, workers: Workers = None, output: OutputOption = Output.TEXT) -> None:
-    """Check every file of a corpus against its card. Exits with 78 if one is wrong."""
+    """Check every file of a corpus against its card. The command exits with 78 if a file is wrong."""
     from atoll.node.data.card import card_digest
     from atoll.node.data.corpus_files import read_card
     from atoll.node.data.verify import verify_corpus
@@ -161,9 +162,9 @@ def verify(corpus: Corpus, workers: Workers = None, output: OutputOption = Outpu
 @app.command()
 def sample(
     corpus: Corpus,
-    source: Annotated[str | None, typer.Option("--source", help="Only from this source.")] = None,
-    count: Annotated[int, typer.Option("-n", "--count", min=1, max=10_000, help="How many windows.")] = 3,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, max=1 << 20, help="Tokens of a window.")] = 256,
+    source: Annotated[str | None, typer.Option("--source", help="Sample only from this source.")] = None,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, max=10_000, help="Number of windows to print.")] = 3,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, max=1 << 20, help="Number of tokens in a window.")] = 256,
     seed: Annotated[int, typer.Option("--seed", help="Another seed shows other windows.")] = 0,
     output: OutputOption = Output.TEXT,
 ) -> None:

@@ -48,7 +48,7 @@ class Finding:
 
 
 def doctor(data_dir: DataDir = None, config: ConfigFile = None, output: OutputOption = Output.TEXT) -> None:
-    """Check this machine, and after joining whether it can train: coordinator, ban, weights, memory, disk and text."""
+    """Check this machine. On a node that has joined, also check coordinator, ban, weights, memory, disk and text."""
     loaded = load_settings(data_dir, config).config
     findings = []
     for check in _CHECKS:

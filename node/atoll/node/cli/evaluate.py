@@ -41,16 +41,21 @@ def eval_(
         typer.Option("--tasks", help="Names of tasks, separated by commas; may be repeated.", show_default=False),
     ],
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Samples of each task, for a quick test; default: all.")
+        int | None,
+        typer.Option("--limit", min=1, help="Number of samples of each task, for a quick test; default: all."),
     ] = None,
     few_shot: Annotated[
         int | None,
-        typer.Option("--few-shot", min=0, help="Solved examples in each prompt; default: as each task says."),
+        typer.Option(
+            "--few-shot",
+            min=0,
+            help="Number of solved examples in each prompt; default: the number that each task defines.",
+        ),
     ] = None,
     batch_size: Annotated[
-        str, typer.Option("--batch-size", metavar="N|auto", help="Samples at once; auto: as many as fit.")
+        str, typer.Option("--batch-size", metavar="N|auto", help="Samples in one batch; auto: as many as fit.")
     ] = "8",
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")] = "auto",
+    device: Annotated[str, typer.Option("--device", help="Device: auto, cpu, cuda or cuda:1.")] = "auto",
     include: Annotated[
         list[Path] | None,
         typer.Option(
@@ -60,12 +65,13 @@ def eval_(
         ),
     ] = None,
     base: Annotated[
-        Path | None, typer.Option("--base", help="For adapters: the base model's directory.", show_default=False)
+        Path | None,
+        typer.Option("--base", help="Directory of the base model, if the model is an adapter.", show_default=False),
     ] = None,
     data_dir: DataDir = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Measure a model on tasks of lm-evaluation-harness. Needs the extra `eval`. Tasks download their data."""
+    """Measure a model on tasks of lm-evaluation-harness. It needs the extra `eval`. Tasks download their data."""
     names = tuple(dict.fromkeys(name.strip() for text in tasks for name in text.split(",") if name.strip()))
     if not names:
         raise UsageError("--tasks names no task", "name at least one, for example --tasks lambada_openai")

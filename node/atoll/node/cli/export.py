@@ -50,12 +50,14 @@ def export(
             "--to", callback=local_path, help="Directory to write; it must not exist yet.", show_default=False
         ),
     ],
-    format_: Annotated[Format, typer.Option("--format", help="hf: for Hugging Face transformers.")] = Format.HF,
+    format_: Annotated[
+        Format, typer.Option("--format", help="Format of the result. hf: for Hugging Face transformers.")
+    ] = Format.HF,
     checkpoint: Annotated[
         list[Path] | None,
         typer.Option(
             "--checkpoint",
-            help="A directory of one checkpoint, or one that `atollctl checkpoint pull` wrote. "
+            help="Directory of a checkpoint, or a directory that `atollctl checkpoint pull` wrote. "
             "Repeat it for each stage when nodes hold only some layers.",
         ),
     ] = None,
@@ -109,10 +111,11 @@ def base(
         Path, typer.Argument(help="Directory with config.json and safetensors files.", show_default=False)
     ],
     name: Annotated[
-        str, typer.Option("--name", help="Name of the repository that has these files, for other people.")
+        str,
+        typer.Option("--name", help="Name of the repository that has these files, as information for other people."),
     ] = "",
 ) -> None:
-    r"""Print the \[model] section of a run that starts from these weights. It pins every file by its digest."""
+    r"""Print the \[model] section of a run spec that starts from these weights. It pins every file by its digest."""
     from atoll.node.model.describe_base import describe  # here, because torch and transformers take seconds
 
     with temporary_torch_cache():

@@ -17,9 +17,9 @@ def group() -> None:
 
 @app.command()
 def rotate(data_dir: DataDir = None, config: ConfigFile = None, output: OutputOption = Output.TEXT) -> None:
-    """Replace this node's key; coordinator and members refuse the old one from then on. Stop the daemon first.
+    """Replace this node's key. Coordinator and members then refuse the old key. Stop the daemon first.
 
-    The node keeps its membership, its name, its standing and its state. If this fails, run it again.
+    The node keeps its membership, its name, its probation and its state. If the command fails, run it again.
 
     Example:
 

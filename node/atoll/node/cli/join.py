@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from atoll.core.tokens import JoinToken
     from atoll.node.control.run_needs import RunNeeds
 
-_SOURCE_HELP = "Source of the token: '-' (standard input) or file:PATH. Default: $ATOLL_TOKEN_FILE, or ask."
+_SOURCE_HELP = (
+    "Source of the token: '-' (standard input) or file:PATH. Default: $ATOLL_TOKEN_FILE; else the command asks."
+)
 _EXAMPLES = """
 Examples:
 
@@ -47,7 +49,7 @@ _WITHOUT_OPTION = {  # set in a configuration file or by an ATOLL_* variable
 }
 _SETTINGS = tuple(name for name in SETTING_FIELDS if name not in _WITHOUT_OPTION)
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Run in the background; `atoll logs -f` shows its log.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; accept the limits shown.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation of the run and the limits.")]
 
 
 @with_setting_options(*_SETTINGS)
@@ -59,7 +61,7 @@ def join(
     detach: Detach = False,
     **settings: Any,
 ) -> None:
-    """Join a run with a token, train until the run is finished, then serve its anchor. Ctrl-C finishes the round."""
+    """Join a run with a token, train until the run is finished, then serve the model. Ctrl-C finishes the round."""
     loaded = load_settings(data_dir, config, **_with_absolute_paths(settings))
     from atoll.core.tokens import parse_join_token  # here, so that `--help` does not import cryptography
     from atoll.node.preflight.machine import check_machine
@@ -80,9 +82,9 @@ join.__doc__ = (join.__doc__ or "") + "\n" + _EXAMPLES
 
 @with_setting_options(*_SETTINGS)
 def up(data_dir: DataDir = None, config: ConfigFile = None, detach: Detach = False, **settings: Any) -> None:
-    """Start the node of an earlier `join` again, without a token: for systemd and after a reboot.
+    """Start a node again that joined earlier, without a token, for example after a reboot.
 
-    It takes the settings of `join`, and keeps those that are given for later starts.
+    The command uses the settings of `join`. It saves settings that you give here for later starts.
     """
     loaded = load_settings(data_dir, config, **_with_absolute_paths(settings))
     if detach:

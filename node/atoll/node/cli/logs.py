@@ -19,18 +19,22 @@ from atoll.node.control.run_directories import run_directories
 
 Format = Annotated[
     Literal["auto", "console", "json"],
-    typer.Option("--log-format", help="auto: console on a terminal, else json, the format of the file."),
+    typer.Option("--log-format", help="Format of the output. auto: console on a terminal, else json, as in the file."),
 ]
 
 
 def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines.")] = False,
-    trainer: Annotated[bool, typer.Option("--trainer", help="The trainer's log of the newest run instead.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of last lines.")] = 50,
+    trainer: Annotated[
+        bool, typer.Option("--trainer", help="Print the trainer's log of the newest run instead.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Number of lines to print, from the end of the log.")
+    ] = 50,
     log_format: Format = "auto",
     data_dir: DataDir = None,
 ) -> None:
-    """Print the daemon's log, which has all that its terminal shows."""
+    """Print the daemon's log, with everything that its terminal shows."""
     path = _trainer_log(data_directory(data_dir)) if trainer else data_directory(data_dir) / LOG_FILE
     if not path.is_file():
         raise NotFound(

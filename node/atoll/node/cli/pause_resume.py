@@ -19,7 +19,7 @@ def pause(
     data_dir: DataDir = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Stop training for now. The node stays a member and later catches up with the other nodes."""
+    """Stop training for a while. The node stays a member and later catches up with the other nodes."""
     seconds = parse_duration(duration).total_seconds() if duration else 0.0
     answer = call(data_directory(data_dir), "pause", seconds=seconds)
     if output is Output.JSON:
@@ -32,14 +32,12 @@ def pause(
 def resume(
     force: Annotated[
         bool,
-        typer.Option(
-            "--force", help="Overrule the limit that pauses the node, until that limit allows training again."
-        ),
+        typer.Option("--force", help="Ignore the limit that pauses the node, until this limit allows training again."),
     ] = False,
     data_dir: DataDir = None,
     output: OutputOption = Output.TEXT,
 ) -> None:
-    """Train again after `pause` or `finish`, unless a limit pauses the node."""
+    """Resume training after `pause` or `finish`, unless a limit pauses the node."""
     answer = call(data_directory(data_dir), "resume", force=force)
     if output is Output.JSON:
         print_json({"resume": answer})
@@ -51,7 +49,7 @@ def resume(
 
 
 def finish(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None:
-    """Finish the current round, so that no training is lost, then leave. After a restart: paused until `resume`."""
+    """Leave after the current round, so that no training is lost. A restarted node stays paused until `resume`."""
     answer = call(data_directory(data_dir), "finish")
     if output is Output.JSON:
         print_json({"finish": answer})
@@ -61,7 +59,7 @@ def finish(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None
 
 
 def leave(data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None:
-    """Leave and stop the daemon at once. Training since the last round is lost."""
+    """Leave and stop the daemon at once. The node loses its training since the last round."""
     answer = call(data_directory(data_dir), "leave")
     if output is Output.JSON:
         print_json({"leave": answer})

@@ -16,12 +16,15 @@ from atoll.node.control.local_client import call
 
 _TIMEOUT = timedelta(seconds=60)  # a trainer applies limits between two steps
 Words = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY VALUE]...", help="Limits and their new values; none: list them.")
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY VALUE]...", help="Limits and their new values. Without arguments, the command lists all limits."
+    ),
 ]
 
 
 def set_(words: Words = None, data_dir: DataDir = None, output: OutputOption = Output.TEXT) -> None:
-    """Change limits of this node, running or not. If one value is invalid, none changes.
+    """Change limits of this node, whether it runs or not. If one value is invalid, no limit changes.
 
     Examples:
 
