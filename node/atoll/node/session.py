@@ -55,7 +55,7 @@ _log = log.get("session")
 class TrainingSession:
     """One run on this node, from loading to the final anchor.
 
-    Its many methods are the steps of one life cycle, the owner's orders and the callbacks of rounds.
+    It has many methods because the steps of one life cycle, the owner's orders and the callbacks of rounds meet here.
     """
 
     def __init__(self, context: NodeContext) -> None:

@@ -389,9 +389,7 @@ ANSWERS = {
                 first_unix_ms=1_700_000_000_000,
                 last_unix_ms=1_700_000_300_000,
             ),
-            wire.CreditView(
-                tokens=50_000, rounds=2, first_unix_ms=1_700_000_000_000, last_unix_ms=1_700_000_100_000
-            ),
+            wire.CreditView(tokens=50_000, rounds=2, first_unix_ms=1_700_000_000_000, last_unix_ms=1_700_000_100_000),
         ],
     ),
     "OrderCheckpoint": WRITTEN,

@@ -28,6 +28,23 @@ if TYPE_CHECKING:
 _SECONDS_BETWEEN_PROGRESS = "10"
 _PIPE_WIDTH = 160
 
+FewShotOption = Annotated[
+    int | None,
+    typer.Option(
+        "--few-shot",
+        min=0,
+        help="Number of solved examples in each prompt; default: the number that each task defines.",
+    ),
+]
+IncludeOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--include",
+        help="A directory of your own tasks (YAML); may be repeated. Tasks can run Python: "
+        "include only what you trust.",
+    ),
+]
+
 
 def eval_(
     checkpoint: Annotated[
@@ -44,26 +61,12 @@ def eval_(
         int | None,
         typer.Option("--limit", min=1, help="Number of samples of each task, for a quick test; default: all."),
     ] = None,
-    few_shot: Annotated[
-        int | None,
-        typer.Option(
-            "--few-shot",
-            min=0,
-            help="Number of solved examples in each prompt; default: the number that each task defines.",
-        ),
-    ] = None,
+    few_shot: FewShotOption = None,
     batch_size: Annotated[
         str, typer.Option("--batch-size", metavar="N|auto", help="Samples in one batch; auto: as many as fit.")
     ] = "8",
     device: Annotated[str, typer.Option("--device", help="Device: auto, cpu, cuda or cuda:1.")] = "auto",
-    include: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--include",
-            help="A directory of your own tasks (YAML); may be repeated. Tasks can run Python: "
-            "include only what you trust.",
-        ),
-    ] = None,
+    include: IncludeOption = None,
     base: Annotated[
         Path | None,
         typer.Option("--base", help="Directory of the base model, if the model is an adapter.", show_default=False),

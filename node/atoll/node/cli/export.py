@@ -43,6 +43,16 @@ class Dtype(StrEnum):
     FP16 = "fp16"
 
 
+CheckpointOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--checkpoint",
+        help="Directory of a checkpoint, or a directory that `atollctl checkpoint pull` wrote. "
+        "Repeat it for each stage when nodes hold only some layers.",
+    ),
+]
+
+
 def export(
     to: Annotated[
         Path,
@@ -53,14 +63,7 @@ def export(
     format_: Annotated[
         Format, typer.Option("--format", help="Format of the result. hf: for Hugging Face transformers.")
     ] = Format.HF,
-    checkpoint: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--checkpoint",
-            help="Directory of a checkpoint, or a directory that `atollctl checkpoint pull` wrote. "
-            "Repeat it for each stage when nodes hold only some layers.",
-        ),
-    ] = None,
+    checkpoint: CheckpointOption = None,
     round_number: Annotated[
         int | None, typer.Option("--round", min=0, help="Export the checkpoint of this round; default: the newest.")
     ] = None,

@@ -73,7 +73,7 @@ def not_training() -> InvalidTransition:
 class LimitEnforcer:
     """Applies one node's limits and its owner's last pause, resume or finish.
 
-    Its many methods are the steps of one look at the machine, and the handlers of the local API.
+    It has many methods: the steps of one look at the machine, and the handlers of the local API.
     """
 
     def __init__(self, loaded: LoadedConfig, clock: Clock) -> None:
