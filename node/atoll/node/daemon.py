@@ -320,6 +320,7 @@ class Daemon:
             "coordinator_connected": self._link.connected,
             "stop_tokens": self._spec.run.stop_tokens,
             "eta_unix_ms": self._eta_unix_ms(),
+            "credit": self._credit(),
             "handler_crashes": self._host.handler_crashes if self._host else 0,
             "streams_refused": self._host.streams_refused if self._host else 0,
             "direct_peers": sorted(self._host.direct_peers()) if self._host else [],
@@ -329,6 +330,11 @@ class Daemon:
             **self._status.to_json(*bytes_sent(self._host)),
             **self._limit_enforcer.status_json([*self._checkpoint_problems(), *self._status.warnings]),
         }
+
+    def _credit(self) -> dict[str, int] | None:
+        credit = self._directives.credit
+        names = ("tokens", "rounds", "rank", "nodes")
+        return None if credit is None else {name: getattr(credit, name) for name in names}
 
     def _eta_unix_ms(self) -> int | None:
         """When the run reaches `stop_tokens`, by this machine's clock; None: unknown, or the coordinator is away."""

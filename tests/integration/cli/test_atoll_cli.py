@@ -180,6 +180,17 @@ def test_status_tells_when_the_run_is_finished_if_somebody_knows(daemon, tmp_pat
         assert words in atoll("status", "--data-dir", tmp_path).stdout
 
 
+def test_status_tells_what_the_node_contributed_if_the_coordinator_knows(daemon, tmp_path, monkeypatch):
+    credit = {"tokens": 1_200_000, "rounds": 45, "rank": 3, "nodes": 20}
+    for told, words in (
+        (None, "credit  –"),
+        (credit, "credit  1.20 M tokens in 45 rounds · rank 3 of 20"),
+        ({**credit, "rounds": 1}, "tokens in 1 round ·"),
+    ):
+        monkeypatch.setitem(STATUS, "credit", told)
+        assert words in atoll("status", "--data-dir", tmp_path).stdout
+
+
 def test_status_tells_how_the_training_text_comes(daemon, tmp_path, monkeypatch):
     told = {
         "data_stall_seconds": 12.5,

@@ -1,4 +1,4 @@
-"""`atollctl run plan` and the time until a run finishes, over the real protocol."""
+"""`atollctl run plan`, the time until a run finishes, and credit, over the real protocol."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.json_format import MessageToDict
 from integration.coordinator.lab import SECONDS, coordinator
 from typer.testing import CliRunner
 from unit.coordinator.world import RUN, genesis_report, hash_of, round_report, spec_toml
@@ -57,7 +58,7 @@ async def test_a_run_is_planned_for_the_nodes_of_another_one_and_not_created(tmp
             await ann.close()
 
 
-async def test_a_node_and_the_operator_are_told_the_same_end_of_the_run(tmp_path: Path) -> None:
+async def test_a_node_and_the_operator_are_told_the_same_end_of_the_run_and_the_same_credit(tmp_path: Path) -> None:
     async with coordinator(tmp_path / "home") as home:
         await home.create_run(min_nodes=1)
         ann = await (await home.node("ann")).connect(profile=PROFILE)
@@ -79,5 +80,10 @@ async def test_a_node_and_the_operator_are_told_the_same_end_of_the_run(tmp_path
             assert shown["recent_tokens_per_second"] > 0
             told = await ann.hear(lambda response: response.HasField("eta_unix_ms") and response.known_round == 5)
             assert abs(told.eta_unix_ms - shown["eta_unix_ms"]) < 1000 * SECONDS
+            credit = {"tokens": 2500, "rounds": 5, "rank": 1}
+            assert MessageToDict(told.credit) == {"tokens": "2500", "rounds": "5", "rank": 1, "nodes": 1}
+            listed = await atollctl(home.data_dir, "run", "credits")
+            assert (listed["run"], listed["tokens"], listed["nodes"]) == ("reef", 2500, 1)
+            assert listed["credits"][0].items() >= {"name": "ann", "peer_id": ann.identity.peer_id, **credit}.items()
         finally:
             await ann.close()

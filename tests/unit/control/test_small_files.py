@@ -95,6 +95,14 @@ async def test_the_time_of_the_end_is_kept_until_the_coordinator_does_not_know_i
         assert told.eta_unix_ms == kept
 
 
+async def test_the_credit_stays_known_while_the_coordinator_tells_none(tmp_path):
+    told = directives(tmp_path / "plan")
+    assert told.credit is None
+    for sent, kept in ((mb.Credit(tokens=7, rounds=1, rank=2, nodes=3), 7), (None, 7), (mb.Credit(tokens=9), 9)):
+        told.apply_heartbeat(mb.HeartbeatResponse(credit=sent))
+        assert told.credit.tokens == kept
+
+
 async def test_a_node_remembers_when_its_run_was_created_once_it_hears_it(tmp_path):
     told = directives(tmp_path / "plan")
     for sent in (0, -5, 2**62):

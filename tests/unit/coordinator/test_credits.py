@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from atoll.coordinator.services import views
 from atoll.coordinator.state.draft import Draft
 from atoll.coordinator.state.run_memory import ranks_of
 from atoll.coordinator.store.records import Credit
+from atoll.coordinator.web.status import Logs, status
 from atoll.core.identity import Identity
 from atoll.core.identity_rotation import Rotation
 from atoll.v1 import manifest_pb2
@@ -164,6 +167,19 @@ def test_the_view_names_nodes_and_puts_forgotten_ones_last(swarm: Swarm) -> None
     shown = views.credit_views(swarm.state, RUN, 10)
     assert [(item.rank, item.name, item.tokens) for item in shown] == [(1, "bob", 509), (2, "cem", 500), (0, "", 509)]
     assert [item.name for item in views.credit_views(swarm.state, RUN, 1)] == ["bob"]
+
+
+def test_the_page_shows_the_first_contributors(swarm: Swarm) -> None:
+    swarm.commit("ann", "bob", "cem")
+    swarm.commit("ann", "bob")
+    (run,) = json.loads(json.dumps(status(swarm.state, swarm.now, Logs(), "1")))["runs"]
+    shown = run["contributors"]
+    assert (shown["nodes"], shown["tokens"]) == (3, swarm.run.committed_tokens)
+    assert [(item["rank"], item["tokens"], item["rounds"]) for item in shown["first"]] == [
+        (1, 1000, 2),
+        (1, 1000, 2),
+        (3, 500, 1),
+    ]
 
 
 @given(st.lists(st.integers(0, 5), max_size=12))

@@ -95,6 +95,7 @@ def _training_rows(table: Any, report: dict[str, Any]) -> None:
     table.add_row("rounds", f"at {report['round']} · {members} · {report['rounds_abandoned']} abandoned here")
     if report.get("rounds_left_out"):  # a daemon of an earlier release does not report it
         table.add_row("left out", f"[yellow]{report['rounds_left_out']} rounds did not use this node's whole update[/]")
+    table.add_row("credit", _credit(report.get("credit")))
     saved = report["averaging_bytes_fp32"] / report["averaging_bytes_sent"] if report["averaging_bytes_sent"] else 0
     table.add_row(
         "averaging",
@@ -137,6 +138,14 @@ def _block_shares(blocks: dict[str, int]) -> list[str]:
         if blocks.get(place):
             told.append(f"{blocks[place] / total:.0%} from {name}")
     return [f"blocks: {', '.join(told)}"] if told else []
+
+
+def _credit(credit: dict[str, int] | None) -> str:
+    """What committed rounds count for this node, also before its last restart."""
+    if credit is None:
+        return "–"
+    rounds = f"{credit['rounds']} round{'s' * (credit['rounds'] != 1)}"
+    return f"{count_text(credit['tokens'])} tokens in {rounds} · rank {credit['rank']} of {credit['nodes']}"
 
 
 def _finish(eta_unix_ms: int | None) -> str:

@@ -46,6 +46,7 @@ class Directives:
         self.promised_before: Promised | None = None  # the newest that an earlier process told the coordinator
         self.notice = ""  # why the coordinator does not count this node, for people; empty: it does
         self.eta_unix_ms: int | None = None  # when the run reaches stop_tokens, by the coordinator's clock
+        self.credit: mb.Credit | None = None  # what this node contributed to the run, also before this process
         self._authority = authority
         self._on_deny_list = on_deny_list
         self._on_seeds_changed = on_seeds_changed
@@ -78,6 +79,8 @@ class Directives:
         self.run_state = response.run_state
         known = response.HasField("eta_unix_ms") and 0 < response.eta_unix_ms <= _LATEST_MS
         self.eta_unix_ms = response.eta_unix_ms if known else None
+        if response.HasField("credit"):
+            self.credit = response.credit
         self.checkpoint_round = response.checkpoint_round
         prepare = response.prepare
         self.prepare = range(prepare.first, prepare.last + 1) if response.HasField("prepare") else range(0)
