@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atoll.core import log, sdnotify
+from atoll.core import sdnotify
 from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, P2pdDied
 from atoll.core.files import make_private_dir
@@ -49,8 +49,6 @@ if TYPE_CHECKING:  # a seed has no torch
     from atoll.node.training_member import TrainingMember
 
 CLOSE_TIMEOUT = timedelta(seconds=5)
-
-_log = log.get("daemon")
 
 
 class Daemon:

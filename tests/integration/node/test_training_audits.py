@@ -74,7 +74,7 @@ async def test_another_contribution_than_was_summed_is_not_audited(tmp_path, mon
         give = ContributionCopies.give_to
 
         def lie(copies, peer):
-            if copies._network.peer_id == liar:
+            if copies._streams.me == liar:
                 other_E = -copies._contribution()
                 copies._contribution = lambda: other_E
             give(copies, peer)

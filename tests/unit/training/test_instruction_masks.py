@@ -95,7 +95,7 @@ def flat(pieces: list[list[list[int]]]) -> list[list[int]]:
 def test_starts_are_where_the_files_of_documents_say_token_by_token(folder: Path) -> None:
     with opened(folder / "corpus") as (_, corpus):
         kinds = set[str]()
-        for window in range(corpus._source_starts[-1]):
+        for window in range(len(corpus._cut)):
             tokens_BT = torch.from_numpy(corpus.windows([window]))
             (pieces,) = pieces_of(folder / "corpus", corpus, [window])
             begins = np.cumsum([0, *(len(piece) for piece in pieces)])[:-1]
@@ -172,7 +172,7 @@ def test_a_flush_and_an_evaluation_of_a_route_equal_unpacked_conversations(folde
 
 def test_without_the_key_windows_have_no_starts(folder: Path) -> None:
     with opened(folder / "corpus", masks=False) as (_, plain), opened(folder / "corpus") as (_, masked):
-        windows = range(plain._source_starts[-1])
+        windows = range(len(plain._cut))
         expected = [
             [token for piece in window for token in piece] for window in pieces_of(folder / "corpus", plain, windows)
         ]
@@ -244,7 +244,7 @@ def test_corpora_of_earlier_releases_are_read_and_masks_on_them_are_refused(fold
     rewrite(copied, start_bit(card.dtype), 1)
     assert verified(copied) == []
     with opened(copied, masks=False) as (_, old), opened(folder / "corpus", masks=False) as (_, new):
-        windows = range(new._source_starts[-1])
+        windows = range(len(new._cut))
         np.testing.assert_array_equal(old.windows(windows), new.windows(windows))
     with pytest.raises(CorpusError, match="does not tell it") as refused, opened(copied):
         pass

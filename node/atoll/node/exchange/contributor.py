@@ -79,8 +79,8 @@ class Contributor:
         if self._contribution is None:
             return
         for part in share.parts:
-            values_E = self._contribution()[part.start : part.end]
-            body = await self._average.compute(self._average.codec.encode, values_E)
+            encode = self._average.codec.encode  # no local for the values: tracebacks would keep the contribution
+            body = await self._average.compute(encode, self._contribution()[part.start : part.end])
             header_bytes = self._average.header(share.first + part.index, part.index, averaged=False)
             await stream.send(FrameKind.PART, header_bytes, body)
 

@@ -101,6 +101,7 @@ class ShardedStage(Stage):
         return divisor(self._targets, sum(self._targets_by_rank))
 
     def _samples(self, micro_batch: int) -> int | None:
+        """Samples on all devices: a neighbour sends the gradient of all of them."""
         return self._rows.get(micro_batch)
 
     def norms(self) -> tuple[float, ...]:

@@ -197,8 +197,13 @@ class Stage:
 
     def check(self, message: Message) -> None:
         """Raise `PeerMisbehaved` unless the message's tensors have the shapes and dtypes of this run."""
-        held = self._inputs.get(message.micro_batch) if isinstance(message, Gradient) else None
-        self._checks.check(message, evaluates=self._evaluates, samples=None if held is None else len(held))
+        samples = self._samples(message.micro_batch) if isinstance(message, Gradient) else None
+        self._checks.check(message, evaluates=self._evaluates, samples=samples)
+
+    def _samples(self, micro_batch: int) -> int | None:
+        """Samples of a micro-batch whose gradient is to come; None if there is no such micro-batch."""
+        held = self._inputs.get(micro_batch)
+        return None if held is None else len(held)
 
     def _run(self, x: Tensor, starts_BT: Tensor | None) -> Tensor:
         with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self._precision == "bf16"):

@@ -138,8 +138,9 @@ class P2pdControl(ControlClient):  # type: ignore[misc]
             self._pending_calls.pop(call_id, None)
 
     def _fail_pending_calls(self) -> None:
-        for reply in self._pending_calls.values():
-            reply.set_exception(P2PDaemonError(_ENDED))
+        for reply in self._pending_calls.values():  # hivemind keeps those of registered handlers, which are done
+            if not reply.done():
+                reply.set_exception(P2PDaemonError(_ENDED))
 
     async def drain_tasks(self) -> None:
         """After `close()`, wait until both tasks of the persistent connection have ended."""
