@@ -1,4 +1,4 @@
-"""Whom rounds tell of what happens, and what they count."""
+"""What the round engine calls when something happens, and its counters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the counters are part of a seed's status, and a seed has no
 
 @dataclass
 class RoundCounters:
-    """What the rounds of this process cost."""
+    """Counters and times of this process's rounds."""
 
     joined: int = 0  # exchanges started
     committed: int = 0
@@ -31,7 +31,7 @@ class RoundCounters:
 
 @dataclass(frozen=True)
 class RoundCallbacks:
-    """Whom the engine tells. Called in the event loop; must not block."""
+    """Receivers of the engine's events. Called in the event loop; must not block."""
 
     committed: Callable[[Head], None]
     report: Callable[[mb.RoundReport], None]
