@@ -5,13 +5,13 @@ Precedence, lowest first:
 1. defaults
 2. /etc/atoll/node.toml
 3. the user's atoll/node.toml
-4. node.toml in the data directory: what `join` and `set` were given, so that `up` starts the same node after a reboot
+4. node.toml in the data directory: the values of `join` and `set`, so that `up` starts the same node after a reboot
 5. the file of `--config`
 6. `ATOLL_*` variables
 7. flags
 
 `load` records the origin of every value for `atoll config show`. Unknown keys are errors. `with_limits` implements
-`atoll set`: it changes limits only, and all of them or none.
+`atoll set`: it changes limits only, and either all given ones or none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ENVIRONMENT_PREFIX = "ATOLL_"
 _VARIABLES_OF_OTHER_COMMANDS = {"ATOLL_TOKEN_FILE", "ATOLL_CREDENTIALS", "ATOLL_COORDINATOR"}
 
 LOG_FILE = "daemon.log"  # in the data directory
-CORPORA = "corpora"  # folder in the data directory for training text: what was fetched, and tokens of local files
+CORPORA = "corpora"  # folder in the data directory for training text: fetched blocks, and tokens of local files
 
 Value = str | int | float | bool
 
@@ -204,12 +204,12 @@ def limits_of(loaded: LoadedConfig) -> dict[str, dict[str, Value]]:
 
 
 def has_flags(loaded: LoadedConfig) -> bool:
-    """Whether flags gave settings, besides the data directory."""
+    """Whether any setting except the data directory came from a flag."""
     return any(source == "flag" for key, source in loaded.origin.items() if key != "data_dir")
 
 
 def save_overrides(loaded: LoadedConfig) -> None:
-    """Save for the next start what flags, environment and `atoll set` gave, now or at an earlier join.
+    """Save settings from flags, environment and `atoll set`, with those of an earlier join, for the next start.
 
     Raises `DataDirUnusable`.
     """
@@ -228,7 +228,7 @@ def has_corpus_files(path: str) -> bool:
 
 
 def is_variable_of_another_command(name: str) -> bool:
-    """Report whether an `ATOLL_*` variable is read by other commands, so that it is no setting of the node."""
+    """Report whether another command reads this `ATOLL_*` variable, so that it is not a setting of the node."""
     return name in _VARIABLES_OF_OTHER_COMMANDS or name.startswith("ATOLL_COORDINATOR_")
 
 
