@@ -41,7 +41,7 @@ OutputOption = Annotated[Output, typer.Option("--output", "-o", help="text for p
 
 
 def print_json(document: Mapping[str, object]) -> None:
-    """Print a versioned object on stdout. `version` grows if a key changes its meaning, not for a new key."""
+    """Print a versioned object on stdout. `version` increases if a key changes its meaning, not for a new key."""
     print(json.dumps({"version": JSON_VERSION, **document}, indent=2, ensure_ascii=False))
 
 
@@ -51,7 +51,7 @@ def print_json_line(document: Mapping[str, object]) -> None:
 
 
 def print_json_rows(document: Mapping[str, object], key: str, rows: Iterable[Mapping[str, object]]) -> None:
-    """Print one versioned object whose last key has many rows, one a line, as they come."""
+    """Print one versioned object whose last key is a list, one row per line, as the rows come."""
     head = json.dumps({"version": JSON_VERSION, **document, key: []}, ensure_ascii=False)
     print(head.removesuffix("]}"), end="")
     for index, row in enumerate(rows):
