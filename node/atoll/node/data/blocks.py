@@ -26,7 +26,7 @@ ByteRange = tuple[int, int]  # half-open
 
 
 class BlockMismatch(Exception):
-    """Bytes that do not have the hash that the corpus card demands. Never leaves `data`."""
+    """Bytes whose hash differs from the one that the corpus card demands. Never leaves `data`."""
 
 
 def count_chunks(size: int) -> int:
@@ -45,12 +45,12 @@ def chunk_size(size: int, chunk: int) -> int:
 
 
 def chunk_digests_range(size: int) -> ByteRange:
-    """Return where the digests of all chunks are in the file of digests."""
+    """Return the byte range of the digests of all chunks in the file of digests."""
     return 0, count_chunks(size) * DIGEST_BYTES
 
 
 def block_digests_range(size: int, chunk: int) -> ByteRange:
-    """Return where the digests of a chunk's blocks are in the file of digests."""
+    """Return the byte range of the digests of a chunk's blocks in the file of digests."""
     start = count_chunks(size) * DIGEST_BYTES + chunk * (CHUNK_BYTES // BLOCK_BYTES) * DIGEST_BYTES
     return start, start + count_blocks(chunk_size(size, chunk)) * DIGEST_BYTES
 
@@ -68,13 +68,13 @@ def hash_block(block: bytes | memoryview) -> bytes:
 
 
 def hash_blocks(data: bytes | memoryview) -> bytes:
-    """Return the digests of all blocks of `data`, which starts at a block, one after the other."""
+    """Return the digests of all blocks of `data`, concatenated. `data` starts at a block boundary."""
     view = memoryview(data)
     return b"".join(hash_block(view[start : start + BLOCK_BYTES]) for start in range(0, len(view), BLOCK_BYTES))
 
 
 def hash_chunk(block_digests: bytes) -> bytes:
-    """Return the digest of a chunk from those of its blocks."""
+    """Return the digest of a chunk from the digests of its blocks."""
     return hashlib.sha256(b"atoll chunk\0" + block_digests).digest()[:DIGEST_BYTES]
 
 
@@ -84,7 +84,7 @@ def hash_root(size: int, chunk_digests: bytes) -> str:
 
 
 def hash_shard(chunks: Iterable[bytes | memoryview]) -> tuple[str, bytes]:
-    """Return the root of a shard, and its file of digests. `chunks` are all of `CHUNK_BYTES` but the last."""
+    """Return the root of a shard, and its file of digests. All `chunks` but the last have `CHUNK_BYTES`."""
     size, chunk_digests, block_digests = 0, list[bytes](), list[bytes]()
     for chunk in chunks:
         if size % CHUNK_BYTES or len(chunk) > CHUNK_BYTES:
@@ -110,7 +110,7 @@ def check_block_digests(chunk_digest: bytes, block_digests: bytes) -> None:
 
 
 def wrong_blocks(data: bytes | memoryview, first: int, block_digests: bytes) -> Sequence[int]:
-    """Return which blocks of a chunk are not as their digests say.
+    """Return the numbers of blocks whose digest is wrong.
 
     `data` has whole blocks of the chunk from number `first` on; only the chunk's last block may be shorter.
     """

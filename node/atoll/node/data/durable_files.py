@@ -18,7 +18,7 @@ GO_ON = "run the same command again: it goes on where it stopped"
 
 @contextmanager
 def new_file(path: Path, disk: Disk = OS_DISK) -> Iterator[File]:
-    """Write `path` so that it has all bytes or does not exist, also after a power cut. Raises `DataDirUnusable`."""
+    """Write `path` so that it is complete or does not exist, also after a power cut. Raises `DataDirUnusable`."""
     temporary = path.with_name(f".{path.name}.tmp")
     with explained(path):
         file = disk.create(temporary)

@@ -1,4 +1,4 @@
-"""Verified digests of shards and chunks, kept in a bounded memory, and the check of what a file or a peer gave."""
+"""Verified digests of shards and chunks in bounded memory, and checks of digests and blocks from a file or a peer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KnownDigests:
         self._lock = threading.Lock()
 
     def get(self, wanted: ChunkDigests | BlockDigests) -> bytes | None:
-        """Return digests that were verified lately."""
+        """Return digests that were verified recently; None if they are not in memory."""
         with self._lock:
             if wanted in self._known:
                 self._known.move_to_end(wanted)
