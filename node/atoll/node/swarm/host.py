@@ -234,7 +234,7 @@ class SwarmHost:
         self._published = addresses
 
     async def address_changed(self) -> bool:
-        """Tell whether this node's addresses differ from the published ones: relays and port mappings change."""
+        """Return whether this node's addresses differ from the published ones: relays and port mappings change."""
         await self._p2p.refresh_multiaddrs()
         addresses = self.multiaddrs()[:MAX_MULTIADDRS]
         return bool(addresses) and addresses != self._published  # empty: behind NAT, and no relay found yet
