@@ -13,7 +13,10 @@ from atoll.core.errors import AlreadyRunning, DataDirUnusable
 
 @contextlib.contextmanager
 def data_dir_lock(data_dir: Path) -> Iterator[None]:
-    """Lock the data directory, so that only one daemon uses it. Raises `AlreadyRunning`, `DataDirUnusable`."""
+    """Hold the lock of the data directory, so that only one daemon uses it.
+
+    Raises `AlreadyRunning`, `DataDirUnusable`.
+    """
     try:
         descriptor = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
