@@ -164,8 +164,7 @@ def corpus_notice(state: State, node: Node) -> str:
 
 
 def can_still_write_genesis(state: State, run_id: str, peer_id: str) -> bool:
-    """True while the writer of genesis may still deliver: it should train, and is connected or only just disconnected.
-    """
+    """True while the writer of genesis may still deliver: it should train, and is connected or was until recently."""
     node, live = state.nodes[peer_id], state.live.get(peer_id)
     return (
         should_train(node)

@@ -81,8 +81,7 @@ def _end_fetches(draft: Draft, run_id: str) -> None:
 def _replica_change(
     state: State, policy: Policy, members: tuple[str, ...], plan: Plan
 ) -> tuple[ReplanReason, str, float] | None:
-    """Why a new replica plan is due (for `changed_why` and as text), and its debounce seconds; None if it is not due.
-    """
+    """Why a new replica plan is due (for `changed_why` and as text), and its debounce seconds; None if none is due."""
     spans = dict.fromkeys(members, range(plan.layers))
     voters = tuple(sorted(quorum_guard.voters_to_keep(state, plan.run_id, spans)))
     others = members != tuple(sorted(plan.stages)) or voters != plan.standbys

@@ -78,8 +78,7 @@ def standby_spans(plan: Plan) -> dict[str, range]:
 
 
 def _wanted_standbys(state: State, run_id: str, plan: Plan, attendance: Attendance, now: float) -> dict[str, range]:
-    """Spans, by peer id, of the nodes that should be standbys: current ones first, then fetching nodes, then new ones.
-    """
+    """Spans, by peer id, of the nodes that should be standbys: current ones first, then fetching, then new ones."""
     memory, routes = state.memory[run_id], routes_of(plan)
     staying = remaining_standbys(state, run_id, routes, attendance.plannable)
     found = {span: peer for peer, span in sorted(staying.items(), reverse=True)}
@@ -141,8 +140,7 @@ def _preference(state: State, peer: str, span: range) -> tuple[bool, int, str]:
 
 
 def _standby_delay_seconds(memory: RunMemory, peer: str, policy: Policy, now: float) -> float:
-    """Seconds that a node waits without a place before it becomes a standby; doubled by each recent join of the plan.
-    """
+    """Seconds that a node waits without a place before it becomes a standby; recent joins of the plan double them."""
     doublings = max(0, recent_joins(memory, peer, now) - 1)
     return min(_MAX_STANDBY_DELAY_SECONDS, policy.standby_seconds * 2.0**doublings)
 

@@ -56,8 +56,7 @@ def promise(known: Vote | None, run_id: str, number: int, ballot: Ballot) -> Vot
 
 
 def cast_vote(known: Vote | None, run_id: str, number: int, ballot: Ballot, proposal: bytes) -> VoteReply:
-    """Vote for `proposal` in `ballot`, unless a later attempt was promised or another proposal has this ballot's vote.
-    """
+    """Vote for `proposal` in `ballot`, unless a later attempt was promised or this ballot has another vote."""
     if known is not None and ballot < _promised(known):
         return VoteReply(False, known, _later_promise_text(known))
     vote = _with_promise(known, run_id, number, ballot)
