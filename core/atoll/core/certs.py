@@ -184,7 +184,7 @@ def issuer_name(pem: bytes) -> str:
 
 
 def is_issued_by(pem: bytes, ca_pem: bytes) -> bool:
-    """Tell whether the first certificate in `pem` is signed by the first in `ca_pem`; says nothing about time."""
+    """Return whether the first certificate in `pem` is signed by the first in `ca_pem`; says nothing about time."""
     try:
         x509.load_pem_x509_certificate(pem).verify_directly_issued_by(x509.load_pem_x509_certificate(ca_pem))
     except (ValueError, TypeError, InvalidSignature):

@@ -222,7 +222,7 @@ def save_overrides(loaded: LoadedConfig) -> None:
 
 
 def has_corpus_files(path: str) -> bool:
-    """Report whether `path` is an existing file or directory, or a glob pattern that matches one."""
+    """Return whether `path` is an existing file or directory, or a glob pattern that matches one."""
     expanded = Path(path).expanduser()
     return expanded.exists() or bool(glob.glob(str(expanded), recursive=True))
 

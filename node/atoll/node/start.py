@@ -107,8 +107,7 @@ async def _serve_runs(loaded: LoadedConfig, identity: Identity, credentials: Cre
 
 
 async def _ping_watchdog() -> None:
-    """Ping systemd's watchdog while the event loop runs, also while a daemon saves its state and between two daemons.
-    """
+    """Ping systemd's watchdog while the event loop runs, also while a daemon saves its state and between daemons."""
     seconds = sdnotify.watchdog_seconds(os.environ)
     while seconds is not None:
         sdnotify.notify(os.environ.get("NOTIFY_SOCKET", ""), "WATCHDOG=1")

@@ -48,8 +48,7 @@ class RouteConnection:
         clock: Clock,
         on_neighbour_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_neighbour_lost` is called when an incarnation ends because another neighbour than before is unreachable.
-        """
+        """`on_neighbour_lost` is called when an incarnation ends because a different neighbour is unreachable."""
         self.incarnations = 0  # incarnations started on this node
         self.last_error: AtollError | None = None  # why the last incarnation ended
         self._dispatcher, self._stage_socket, self._route = dispatcher, stage_socket, route

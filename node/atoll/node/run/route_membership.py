@@ -95,7 +95,9 @@ class RouteMembership:
             pass
 
     async def until_driver_leaves(self, timeout: timedelta) -> None:
-        """On a stage that is not the first: wait until the route breaks, because the driver may still need this stage.
+        """On a stage that is not the first: wait until the route breaks.
+
+        The driver may still need this stage until then.
         """
         if self.place is None or self.place.stage == 0 or self._connection is None:
             return

@@ -83,7 +83,7 @@ class SessionStatus:
             self._enter(mb.NODE_STATE_READY, self._why_waiting(), mb.NODE_REASON_WAITS_FOR_PLAN)
 
     def waiting_is_outdated(self) -> bool:
-        """Report whether `enter_waiting` would report another state or reason now."""
+        """Return whether `enter_waiting` would report another state or reason now."""
         status = self._context.status
         if bool(self.pause_reason) != (status.state == mb.NODE_STATE_PAUSED):
             return True

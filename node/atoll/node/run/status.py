@@ -53,8 +53,7 @@ class LiveStatus:
     genesis_report: mb.GenesisReport | None = None
 
     def forget_refusal(self) -> None:
-        """Forget a refusal to write genesis once the coordinator has it, so that the node tries again when asked again.
-        """
+        """Forget a refusal to write genesis once the coordinator has it, so that the node can try again when asked."""
         if self.genesis_report is not None and self.genesis_report.refusal:
             self.genesis_report = None
 
