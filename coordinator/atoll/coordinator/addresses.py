@@ -13,7 +13,7 @@ from atoll.core.errors import ConfigError, PortInUse
 from atoll.core.files import write_atomic
 
 WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104 - names for "all interfaces", not a bind
-_DOCUMENTATION_ADDRESS = ("192.0.2.1", 9)  # # RFC 5737: reserved for documentation
+_DOCUMENTATION_ADDRESS = ("192.0.2.1", 9)  # RFC 5737: reserved for documentation
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Endpoints:
     enrolment: str  # host:port
     local: str  # of the membership and admin services
     http: str
-    public: str  # # host:port in join tokens
+    public: str  # host:port in join tokens
 
     def write(self, path: Path) -> None:
         """Replace the file. Called once all ports are bound."""

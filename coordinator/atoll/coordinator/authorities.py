@@ -24,7 +24,7 @@ from atoll.core.errors import InvalidTransition, KeyFileCorrupt
 from atoll.core.files import data_dir_unusable, read_private, remove_unfinished, write_private
 
 KEY, CERTIFICATE, NEXT, PREVIOUS = "ca.key", "ca.crt", "ca-next.json", "ca-previous.json"
-SHOWN = 4  # # number of last hand-overs: a node may be offline during several
+SHOWN = 4  # number of last hand-overs: a node may be offline during several
 _KEYS = {
     NEXT: {"number", "until_unix_ms", "retired", "key", "certificate", "hand_over"},
     PREVIOUS: {"number", "shown"},
@@ -35,11 +35,11 @@ _KEYS = {
 class Trusted:
     """The trusted authorities at one moment."""
 
-    serving: CertificateAuthority  # # signs the server's certificates; tokens contain its hash
-    issuing: CertificateAuthority  # # signs the certificates of members and of the operator
-    until_ms: int = 0  # # time at which `serving` is retired; 0: there is only one authority
+    serving: CertificateAuthority  # signs the server's certificates; tokens contain its hash
+    issuing: CertificateAuthority  # signs the certificates of members and of the operator
+    until_ms: int = 0  # time at which `serving` is retired; 0: there is only one authority
     number: int = 0  # grows with each change
-    # # certificates that the server sends in addition to its chain: hand-overs and the authorities that signed them
+    # certificates that the server sends in addition to its chain: hand-overs and the authorities that signed them
     shown_pem: bytes = b""
 
     @property

@@ -36,7 +36,7 @@ KEYS = ("ca.key", "ca.crt", "operator.key")
 AUTHORITIES = ("ca-next.json", "ca-previous.json")
 CREDENTIAL = ("admin/admin.key", "admin/admin.crt", "admin/ca.crt", "admin/admin.toml")
 SKIPPED_NUMBERS = 1000  # plan and deny-list numbers that may have been issued since the backup, plus
-SKIPPED_NUMBERS_PER_SECOND = 10  # # plus so many for every second since the backup
+SKIPPED_NUMBERS_PER_SECOND = 10  # plus so many for every second since the backup
 _BUSY_SECONDS = 30.0
 
 

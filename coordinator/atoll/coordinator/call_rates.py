@@ -13,7 +13,7 @@ from atoll.coordinator.state.rate_limits import CALL_BYTES, CALLS_RATE, Allowanc
 from atoll.core.clock import Clock
 from atoll.core.errors import Busy
 
-_FEW_MEMBERS = 1024  # # with fewer members, no allowance is forgotten
+_FEW_MEMBERS = 1024  # with fewer members, no allowance is forgotten
 
 
 class CallRates:

@@ -154,7 +154,7 @@ class Controller:
             if isinstance(item, DropRun):
                 self.signed.forget(item.run_id)
         self.state = step.state
-        if rows:  # # scheduled here, because the caller may be cancelled before the store has finished
+        if rows:  # scheduled here, because the caller may be cancelled before the store has finished
             loop.call_soon_threadsafe(self._wake_and_log, step.records)
         return step
 

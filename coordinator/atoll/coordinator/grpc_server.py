@@ -33,7 +33,7 @@ _MEMBER_OPTIONS = (
 )
 _OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 5_000),
-    ("grpc.so_reuseport", 0),  # # otherwise two coordinators could share a port unnoticed
+    ("grpc.so_reuseport", 0),  # otherwise two coordinators could share a port unnoticed
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),  # nodes behind NAT send pings to keep streams alive
     ("grpc.keepalive_permit_without_calls", 1),
 )

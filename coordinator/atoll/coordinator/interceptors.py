@@ -51,7 +51,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         if handler is None or not method.startswith(_OURS):
             return handler
         kind = None if method.startswith(_ADMIN) else message_class(handler.request_deserializer)
-        parse = handler.request_deserializer if kind is None else None  # # otherwise gRPC passes bytes
+        parse = handler.request_deserializer if kind is None else None  # otherwise gRPC passes bytes
         for shape in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             behaviour = getattr(handler, shape)
             if behaviour is not None:
@@ -72,14 +72,14 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                 if member:
                     self._rates.begin_call(member)
                 if kind is not None:
-                    paced = "" if method == _UPLOAD else member  # # the speed of the operator's download limits uploads
+                    paced = "" if method == _UPLOAD else member  # the speed of the operator's download limits uploads
                     request = self._parsed(request, kind, paced)
                 return await behaviour(request, context)
             except AtollError as error:
                 failure = error
             except (grpc.aio.AbortError, grpc.aio.UsageError):
                 raise
-            except Exception:  # # supervision: details of the bug must not be sent to the caller
+            except Exception:  # supervision: details of the bug must not be sent to the caller
                 _log.exception("an rpc failed", method=method)
                 failure = AtollError("internal error", "see the coordinator's log")
             self._errors.labels(method.rsplit("/", 1)[1], failure.reason).inc()

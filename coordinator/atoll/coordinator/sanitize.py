@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 MAX_NAME_CHARACTERS = 256
 MAX_REASON_CHARACTERS = 200
-_SIGNED = ("clock_offset_seconds",)  # # fields that may be negative
+_SIGNED = ("clock_offset_seconds",)  # fields that may be negative
 MAX_SENTENCE_CHARACTERS = 500
 _M = TypeVar("_M", bound=Message)
 _BREAKS = {"Zl", "Zp"}  # line and paragraph separators

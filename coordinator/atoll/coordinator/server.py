@@ -43,7 +43,7 @@ from atoll.core.files import make_private_dir, raise_descriptor_limit
 from atoll.core.sdnotify import notify
 from atoll.v1 import admin_pb2_grpc, enrolment_pb2_grpc, membership_pb2_grpc
 
-MAX_ENROLMENT_BYTES = 64 << 10  # # small, because callers have no certificate
+MAX_ENROLMENT_BYTES = 64 << 10  # small, because callers have no certificate
 MAX_ENROLMENT_CALLS = 4096  # under attack most are unfinished; each ends within ten seconds
 MAX_FILES = 1 << 16
 MAX_ENROLMENT_CONNECTIONS = 2048  # each ends within 15 seconds
@@ -276,5 +276,5 @@ async def _renew_credential(keys: CoordinatorKeys, data_dir: Path, endpoint: str
 def _write_credential(keys: CoordinatorKeys, data_dir: Path, endpoint: str, clock: Clock) -> None:
     try:
         write_admin_credential(keys, credentials_dir(data_dir), endpoint, clock.unix())
-    except (AtollError, OSError) as error:  # # for example no free file descriptor: it is retried in an hour
+    except (AtollError, OSError) as error:  # for example no free file descriptor: it is retried in an hour
         _log.error("cannot write the admin credential", error=str(error))

@@ -67,7 +67,7 @@ class SignedDocuments:
 
     def _load_plan(self, row: PlanRow) -> Plan:
         plan = verify_plan(pb.Signed.FromString(row.sealed), self._operator.public_key, row.run_id)
-        self.publish(row)  # # rows are ordered by version, so the newest remains
+        self.publish(row)  # rows are ordered by version, so the newest remains
         return plan
 
     def _load_deny_list(self, row: DenyRow) -> DenyList:

@@ -38,8 +38,7 @@ def from_rpc_error(error: grpc.RpcError, what: str) -> errors.AtollError:
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(f"{what} did not answer in time")
-    # otherwise a message is too large
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in sentence:
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in sentence:  # else: too large a message
         return errors.Busy(f"{what} is busy: {sentence}", "nothing is wrong here; try again in a minute")
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return errors.Rejected(f"{what} refused this request: {sentence}")

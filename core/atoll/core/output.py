@@ -37,7 +37,7 @@ def _print_version(wanted: bool) -> None:
 VersionOption = Annotated[
     bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
 ]
-OutputOption = Annotated[Output, typer.Option("--output", "-o", help="text for people, json for programs")]
+OutputOption = Annotated[Output, typer.Option("--output", "-o", help="result format: text, or JSON for programs")]
 
 
 def print_json(document: Mapping[str, object]) -> None:

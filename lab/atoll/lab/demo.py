@@ -95,7 +95,7 @@ class DemoResult:
     val_loss_last: float
     anchor_digests: dict[str, str]
     anchors_equal: bool
-    chains_equal: bool  # # no two nodes have different manifests of the same round
+    chains_equal: bool  # no two nodes have different manifests of the same round
     rounds_with_coordinator_vote: int
     averaging_bytes_sent: int
     averaging_bytes_fp32: int

@@ -21,7 +21,7 @@ from atoll.lab.launcher import LocalSwarm
 
 FREEZE_SECONDS = 20.0
 RESTART_DELAY_SECONDS = 5.0  # after a single kill
-GROUP_DOWN_SECONDS = 30.0  # # after a group kill: long enough for the other nodes to continue without the group
+GROUP_DOWN_SECONDS = 30.0  # after a group kill: long enough for the other nodes to continue without the group
 _FROM, _TO = 0.12, 0.7  # fraction of the run's tokens within which faults happen
 
 
@@ -126,7 +126,7 @@ def frozen(swarm: LocalSwarm, name: str, *, whole: bool = True) -> Iterator[None
         yield
     finally:
         for process in reversed(stopped):
-            with suppress(psutil.NoSuchProcess):  # # it was killed before
+            with suppress(psutil.NoSuchProcess):  # it was killed before
                 process.resume()
 
 

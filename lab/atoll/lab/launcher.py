@@ -22,7 +22,7 @@ from atoll.node.control.local_client import call
 from atoll.node.system import child_processes
 
 START_TIMEOUT = timedelta(seconds=180)
-STOP_GRACE = timedelta(seconds=60)  # # the last node may first wait for a round that cannot happen, before it saves
+STOP_GRACE = timedelta(seconds=60)  # the last node may first wait for a round that cannot happen, before it saves
 COMMAND_TIMEOUT = timedelta(seconds=120)
 _POLL_SECONDS = 0.1
 

@@ -73,15 +73,15 @@ class NodeConfig:
     announce: str = _setting("", "public address or host name, for a node behind a port forward")
     dial_ranges: str = _setting(
         "",
-        "private address ranges of peers that this node may dial, for example 192.168.1.0/24,fd00::/8; it dials "
-        "other private addresses only if its coordinator has one",
+        "private address ranges in which this node may dial peers, for example 192.168.1.0/24,fd00::/8; it dials any "
+        "private address if its coordinator has a private address or all its seeds have private ones",
     )
     direct: bool = _setting(True, "send bulk over direct TCP and TLS connections where possible, else over libp2p")
     direct_port: int = _setting(0, "TCP port for direct connections; 0 picks a free one", between=(0, 65535))
     device: str = _setting(
         "auto", "device for training: auto, cpu, cuda:N or mps; cuda:0,cuda:1 makes one node of two GPUs"
     )
-    data: str = _setting("", "path of the corpus on this machine, if it is not the run spec's")
+    data: str = _setting("", "path of the training text on this machine, if the run spec's path is not right here")
     base: str = _setting("", "directory of the run's pretrained weights, if it starts from some")
     vram_fraction: float = _limit_setting(
         1.0, "share of the GPU's memory that training may use, 0.01 to 1", between=(0.01, 1.0)
@@ -92,7 +92,7 @@ class NodeConfig:
         between=(0, 1e9),
     )
     power_watts: float = _limit_setting(
-        0.0, "power cap of the GPU while the daemon runs; 0: the driver's", between=(0, 10_000)
+        0.0, "power limit of each GPU in watts while the daemon runs; 0: the driver's limit", between=(0, 10_000)
     )
     cpu_threads: int = _limit_setting(0, "threads for training; 0 uses every core", between=(0, 4096))
     minimum_step_seconds: float = _limit_setting(0.0, "minimum duration of an inner step", between=(0, 3600))

@@ -20,7 +20,7 @@ from atoll.coordinator.planner.replan import ReplanResult, assess_layout, named_
 from atoll.core.clock import Clock
 from atoll.core.errors import ConfigError, NoFeasiblePlan
 
-# # limit on (nodes explained as left out) × (all nodes): each explanation evaluates whole layouts
+# limit on (nodes explained as left out) × (all nodes): each explanation evaluates whole layouts
 _LEFT_OUT_EVALUATIONS = 2000
 
 

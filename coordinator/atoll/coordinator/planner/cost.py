@@ -39,7 +39,7 @@ class InFlightLimit:
     period_seconds: float = 0.0
     first: int = 0
     last: int = 0
-    in_flight: int = 0  # # largest number of micro-batches between them
+    in_flight: int = 0  # largest number of micro-batches between them
 
     @property
     def round_trip_seconds(self) -> float:
@@ -55,9 +55,9 @@ class RouteCost:
     """Costs of one route. `score_rate` is its rate with a penalty for round trips above the cap."""
 
     period_seconds: float  # of its slowest stage or link
-    in_flight_limit: InFlightLimit  # # the limit that makes the period longer
+    in_flight_limit: InFlightLimit  # the limit that makes the period longer
     flush_seconds: float
-    tokens_per_second: float  # # expected, with failures
+    tokens_per_second: float  # expected, with failures
     score_rate: float
     price_per_second: float
 
@@ -67,7 +67,7 @@ class RoundCost:
     """Costs of a layout's outer round."""
 
     interval_seconds: float  # in which the swarm trains `round_tokens`
-    seconds: float  # # between two rounds: the interval, or longer if a link needs more time
+    seconds: float  # between two rounds: the interval, or longer if a link needs more time
     busiest: int | None  # the machine whose link finishes last; None: no exchange
     busy_seconds: dict[int, float]  # by machine: time of its link for the exchange and activations of one round
 
@@ -92,7 +92,7 @@ class Evaluation:
 def flush_seconds(tables: CostTables, through: float, period: float, machines: Collection[int]) -> float:
     """Seconds of one inner step of a route over these machines; infinite if the route is infeasible."""
     if not math.isfinite(through):
-        return math.inf  # # not NaN, which 0 · inf would give if M is 1
+        return math.inf  # not NaN, which 0 · inf would give if M is 1
     return max(tables.least_step_seconds(machines), through + (tables.problem.training.micro_batches - 1) * period)
 
 

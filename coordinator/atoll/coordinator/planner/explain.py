@@ -26,7 +26,7 @@ from atoll.core.clock import Clock
 DAY_SECONDS = 86400.0
 _SAME_PLACE_SECONDS = 0.001  # round trip assumed between a new machine and its neighbour
 _RELATIVE_TOLERANCE = 1e-6
-_MOST_LEFT_OUT = 200  # # machines whose reason is computed: each needs some evaluations
+_MOST_LEFT_OUT = 200  # machines whose reason is computed: each needs some evaluations
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StagePlacement:
     memory_lent_bytes: float
     computing: float  # share of the time
     waits_for: str
-    sets_pace: bool  # # whether it is the bottleneck of its route
+    sets_pace: bool  # whether it is the bottleneck of its route
     bytes_per_day: float  # upper bound of the bytes that it sends
 
 

@@ -41,10 +41,10 @@ from atoll.coordinator.planner.splits import Split
 
 _INITIAL_TEMPERATURE = 0.1  # × a route's average score: the loss that is accepted at the start
 _ROUND_BOUND_THRESHOLD = 0.8  # of the interval: a longer round enters every comparison
-_ROUND_LIMIT_FACTORS = (1.0, 0.75, 0.55, 0.4, 0.25)  # # × the current round
-_RECUT_PROBABILITY = 0.25  # # of a move that changes cuts, if the round is the bottleneck
-_KEEP_ORDER_PROBABILITY = 0.3  # # in that case: a route's fastest order need not be best for the whole layout
-_REFINE_CUTS_PROBABILITY = 0.15  # # in that case: probability of trying the cuts of a move one by one
+_ROUND_LIMIT_FACTORS = (1.0, 0.75, 0.55, 0.4, 0.25)  # × the current round
+_RECUT_PROBABILITY = 0.25  # of a move that changes cuts, if the round is the bottleneck
+_KEEP_ORDER_PROBABILITY = 0.3  # in that case: a route's fastest order need not be best for the whole layout
+_REFINE_CUTS_PROBABILITY = 0.15  # in that case: probability of trying the cuts of a move one by one
 _NEIGHBOURS = 24  # nearest machines that moves combine with a machine
 _SMALL_SWARM_MACHINES = 40  # up to this size every accepted layout is evaluated in full
 _ROUND_CHECK_MOVES = 200  # accepted moves between full evaluations in a larger swarm
@@ -56,8 +56,8 @@ class Move:
 
     removed: frozenset[int]
     orders: tuple[Order, ...]
-    splits: tuple[Split, ...] = ()  # # replaces `orders` if the routes are already split
-    rest: Order = ()  # # one more route, added if it is feasible
+    splits: tuple[Split, ...] = ()  # replaces `orders` if the routes are already split
+    rest: Order = ()  # one more route, added if it is feasible
 
 
 class Search:
@@ -82,8 +82,8 @@ class Search:
         self.machines = list(machines)
         self.routes = list(routes)
         self._near = _nearest_machines(builder.distance, self.machines)
-        self._round_time: RouteRoundTime | None = None  # # set once the round is the bottleneck, or nearly is
-        self._round_limited_builders: list[RouteBuilder] = []  # # used from then on; they split for shorter rounds
+        self._round_time: RouteRoundTime | None = None  # set once the round is the bottleneck, or nearly is
+        self._round_limited_builders: list[RouteBuilder] = []  # used from then on; they split for shorter rounds
         self._best = list(self.routes)
         self._score = self._best_score = self._score_of(self.routes)
         self._check_round()

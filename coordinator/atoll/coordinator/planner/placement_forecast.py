@@ -44,13 +44,13 @@ class NodeForecast:
     name: str
     run_id: str
     device: str
-    memory_bytes: int  # # that the node offers; 0: not reported
-    needed_bytes: int  # # for all layers on a device of this kind
-    most_layers: int  # # number of layers that fit
+    memory_bytes: int  # that the node offers; 0: not reported
+    needed_bytes: int  # for all layers on a device of this kind
+    most_layers: int  # number of layers that fit
     route: int | None = None  # from 1; None: no place, or no prediction
     first: int = 0
     last: int = 0
-    unknown_speed: str = ""  # # why its speed is unknown
+    unknown_speed: str = ""  # why its speed is unknown
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Placement:
     """The planner's prediction."""
 
     routes: int
-    placed: int  # # number of nodes with a place
+    placed: int  # number of nodes with a place
     cuts: int
-    step_tokens: int  # # tokens of an optimiser step of all routes
+    step_tokens: int  # tokens of an optimiser step of all routes
     tokens_per_second: float
     busy_seconds: float  # of the busiest link, to average each fragment once
 
@@ -73,8 +73,8 @@ class NodesForecast:
     placement: Placement | None = None
     missing: str = ""  # why there is no prediction
     measured: Mapping[str, str] = field(default_factory=dict)  # by run: how its nodes' speeds were used
-    unmeasured_links: int = 0  # # number of pairs of nodes
-    unmeasured_uplinks: int = 0  # # number of nodes
+    unmeasured_links: int = 0  # number of pairs of nodes
+    unmeasured_uplinks: int = 0  # number of nodes
 
 
 def forecast_nodes(spec: RunSpec, model: Model, candidates: Sequence[Candidate], clock: Clock) -> NodesForecast:
@@ -139,7 +139,7 @@ def _at(row: NodeForecast, route: int, stage: Stage) -> NodeForecast:
     return replace(row, route=route, first=stage.first, last=stage.last)
 
 
-# # --- a node's profile for another model -------------------------------------------------------------
+# --- a node's profile for another model -------------------------------------------------------------
 
 
 def _corrections(candidates: Sequence[Candidate]) -> dict[str, float]:
@@ -212,7 +212,7 @@ def _cost_ratio(row: plan_pb2.LayerInfo, before: plan_pb2.LayerInfo) -> float:
     return 1.0
 
 
-# # --- description of the result ---------------------------------------------------------------------
+# --- description of the result ---------------------------------------------------------------------
 
 
 def _row(candidate: Candidate, profile: mb.NodeProfile, memory: SpanMemory, unknown: str) -> NodeForecast:

@@ -28,11 +28,11 @@ from atoll.coordinator.planner.span_memory import holds_whole, training_of
 from atoll.core.run_spec import RunSpec
 from atoll.v1 import membership_pb2 as mb
 
-_PACE_LIMITED_FACTOR = 1.1  # # × the owner's minimum step: a step up to this long was limited by it, not by computing
+_PACE_LIMITED_FACTOR = 1.1  # × the owner's minimum step: a step up to this long was limited by it, not by computing
 MAX_MISMATCH_FACTOR = 3.0  # a claim that differs from measurements by more than this factor is reported
 _NOISE_SECONDS = 0.01  # that a busy node may add to a round trip
 _UNKNOWN_BYTES_PER_SECOND = 1.25e6  # assumed for a link that is not measured yet: a home's uplink
-_UNKNOWN_RTT_SECONDS = 0.15  # # assumed for a pair without any measured path, even through others: a pessimistic value
+_UNKNOWN_RTT_SECONDS = 0.15  # assumed for a pair without any measured path, even through others: a pessimistic value
 _LEAST_AVAILABILITY = 0.01
 # bounds on reported figures, so that none of them breaks the planner's arithmetic
 _LEAST_SECONDS, _MOST_SECONDS = 1e-12, 1e3  # of a layer, per token
@@ -60,9 +60,9 @@ class NodeProblem:
     """The problem, and results of checking nodes' profiles."""
 
     problem: Problem
-    doubts: Mapping[str, str]  # # by name: how claims differ from measurements
+    doubts: Mapping[str, str]  # by name: how claims differ from measurements
     corrections: Mapping[str, float]  # by name, of nodes that train: measured / profiled time per layer
-    refused: Mapping[str, str]  # # by name: nodes left out because a reported number is invalid, with its name
+    refused: Mapping[str, str]  # by name: nodes left out because a reported number is invalid, with its name
 
 
 def problem_from_nodes(

@@ -25,7 +25,7 @@ class PathMeasurement:
     """One member's measurement of the path to another member."""
 
     rtt_seconds: float
-    bytes_per_second: float  # # of the path, if it was slower than the sender's uplink; 0: it was not slower
+    bytes_per_second: float  # of the path, if it was slower than the sender's uplink; 0: it was not slower
     at: float  # monotonic
 
 
@@ -39,7 +39,7 @@ class PlannerNode:
     status: mb.NodeStatus
     multiaddrs: tuple[str, ...]
     paths: Mapping[str, PathMeasurement]
-    trains_alone: bool = True  # # whether its route has no other node. Otherwise its pace is that of the whole route
+    trains_alone: bool = True  # whether its route has no other node. Otherwise its pace is that of the whole route
     availability: float = 1.0  # share of the time that it is present
     failures_per_hour: float = 0.0
     last_correction: float = 0.0  # measured time per layer / profiled time, when last measured; 0: never measured
@@ -50,9 +50,9 @@ class Preferences:
     """The operator's preferences for plans: the part of `problem.Wishes` that does not concern single nodes."""
 
     goal: str = "time"  # or "price": a `problem.Goal`
-    hysteresis: float = 0.05  # # share by which a plan that disturbs placed nodes must be better
-    horizon_seconds: float = 6 * 3600.0  # # time within which a plan's gain must exceed the cost of its moves
-    rtt_cap_seconds: float = 0.08  # # between neighbours of a route; longer round trips are penalised
+    hysteresis: float = 0.05  # share by which a plan that disturbs placed nodes must be better
+    horizon_seconds: float = 6 * 3600.0  # time within which a plan's gain must exceed the cost of its moves
+    rtt_cap_seconds: float = 0.08  # between neighbours of a route; longer round trips are penalised
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class Question:
     """A request for the best plan of a run at this time."""
 
     number: int  # counts the questions of this run
-    nodes: tuple[PlannerNode, ...]  # # nodes that the plan may place
+    nodes: tuple[PlannerNode, ...]  # nodes that the plan may place
     layers: plan_pb2.LayerTable
     spec: RunSpec
     pins: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by name: first and last layer
     allowed_spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by name: these layers or no place
-    current: tuple[NamedRoute, ...] = ()  # # routes that the members follow, including members that have left
-    routes: tuple[Route, ...] = ()  # # the same routes by peer ids
+    current: tuple[NamedRoute, ...] = ()  # routes that the members follow, including members that have left
+    routes: tuple[Route, ...] = ()  # the same routes by peer ids
     standbys: NamedRoute = ()  # nodes that hold layers without a place on a route, in no order
     given_routes: tuple[NamedRoute, ...] = ()  # evaluate these routes instead of a search
     preferences: Preferences = Preferences()
@@ -89,9 +89,9 @@ class Answer:
     routes: tuple[NamedRoute, ...] = ()
     reason: str = ""
     missing: str = ""
-    left_out: Mapping[str, str] = field(default_factory=dict)  # # by name: reason why a node has no place
-    fetched_bytes: Mapping[str, float] = field(default_factory=dict)  # # by name: bytes of anchor and momentum to fetch
-    before_tokens_per_second: float = 0.0  # # predicted for the routes that can continue unchanged
+    left_out: Mapping[str, str] = field(default_factory=dict)  # by name: reason why a node has no place
+    fetched_bytes: Mapping[str, float] = field(default_factory=dict)  # by name: bytes of anchor and momentum to fetch
+    before_tokens_per_second: float = 0.0  # predicted for the routes that can continue unchanged
     tokens_per_second: float = 0.0  # predicted
     corrections: Mapping[str, float] = field(default_factory=dict)  # by name, of nodes that train: `last_correction`
     doubts: Mapping[str, str] = field(default_factory=dict)  # by name: how its figures differ from measurements

@@ -18,11 +18,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-MAX_SHARE_FACTOR = 2.0  # # × an equal share
-MIN_RESHARE_SPEEDUP = 1.25  # # a smaller speedup does not justify a new plan
-MIN_LINK_BYTES_PER_SECOND = 64 * 1024.0  # # slower reports are raised to this
+MAX_SHARE_FACTOR = 2.0  # × an equal share
+MIN_RESHARE_SPEEDUP = 1.25  # a smaller speedup does not justify a new plan
+MIN_LINK_BYTES_PER_SECOND = 64 * 1024.0  # slower reports are raised to this
 EQUAL_SHARE_BYTES_PER_SECOND = 125_000_000  # 1 Gbit/s: the reduce rate that a plan gives an equal share
-MAX_UPLINK_BYTES_PER_SECOND = 1e12  # # higher reports are lowered to this
+MAX_UPLINK_BYTES_PER_SECOND = 1e12  # higher reports are lowered to this
 _HALVINGS = 60
 
 
@@ -39,7 +39,7 @@ def best_shares(links: Mapping[str, NodeLink]) -> dict[str, float]:
     uplinks, count = _uplinks(links), len(links)
     dialable = [peer for peer, link in links.items() if not link.outbound_only] or list(links)
     most = {peer: max(MAX_SHARE_FACTOR / count, 1 / len(dialable)) if peer in dialable else 0.0 for peer in links}
-    if count <= 2 or len(dialable) == 1:  # # with two nodes the traffic does not depend on the shares
+    if count <= 2 or len(dialable) == 1:  # with two nodes the traffic does not depend on the shares
         return {peer: (peer in dialable) / len(dialable) for peer in links}
 
     def shares(seconds: float) -> dict[str, float]:

@@ -19,7 +19,7 @@ from atoll.coordinator.planner.question import NamedRoute
 from atoll.coordinator.planner.route_builder import Order, RouteBuilder
 from atoll.coordinator.planner.splits import best_split
 
-_Gap = tuple[int, int]  # # first layer, and the layer after the last
+_Gap = tuple[int, int]  # first layer, and the layer after the last
 _Step = int | _Gap  # a pinned machine, or layers that free machines must hold
 
 

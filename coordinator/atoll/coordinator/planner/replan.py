@@ -25,9 +25,9 @@ from atoll.coordinator.planner.solve import solve
 from atoll.core.clock import Clock
 from atoll.core.units import bytes_text, duration_text
 
-_UNDISTURBED_MIN_GAIN = 0.002  # # relative gain; used if no placed machine is disturbed
+_UNDISTURBED_MIN_GAIN = 0.002  # relative gain; used if no placed machine is disturbed
 _MAX_SHOWN_GAIN_PERCENT = 1000.0  # a larger gain is reported as "many times"
-_LATE_LAYOUT_FACTOR = 1e-3  # # factor on the score of a layout that is not ready within the horizon
+_LATE_LAYOUT_FACTOR = 1e-3  # factor on the score of a layout that is not ready within the horizon
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class ReplanResult:
 class _Option:
     value: Evaluation
     fetched_bytes: Mapping[str, float]
-    net_score: float  # # the score less the training lost while machines fetch
+    net_score: float  # the score less the training lost while machines fetch
     moved_bytes: float  # fetched by machines that have a place already
-    placed: frozenset[str]  # # machines that have a place already and keep it
+    placed: frozenset[str]  # machines that have a place already and keep it
     speed_only_claimed: frozenset[str]  # machines new in the plan whose speed was never measured
 
     def required_gain(self, other: _Option, before: _Option, wishes: Wishes) -> float:
@@ -74,7 +74,7 @@ def replan(
     start = extend_layout(tables, mended)
     found = solve(problem, clock=clock, rng=rng, seconds=seconds / 2, steps=steps, start=start)
     layouts = [kept, mended, start, found.evaluation.layout]
-    # # the exact solver ignores the current layout; a search from it may find an equally good one with fewer moves
+    # the exact solver ignores the current layout; a search from it may find an equally good one with fewer moves
     if not found.gap:
         nearby = solve(problem, clock=clock, rng=rng, seconds=seconds / 2, steps=steps, start=start, exact=False)
         layouts.append(nearby.evaluation.layout)

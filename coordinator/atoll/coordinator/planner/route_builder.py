@@ -21,9 +21,9 @@ from atoll.coordinator.planner.splits import Split, best_split
 
 GROUPING_RTT_SECONDS = (0.01, 0.03, 0.08, 0.2, 10.0)
 _ROUTE_COUNT_FACTORS = (1.0, 0.85, 0.7, 0.5, 0.3)  # × the most routes that a pool's memory allows
-ALL_ORDERS = 3  # # up to this number of machines in a group, all orders are tried
+ALL_ORDERS = 3  # up to this number of machines in a group, all orders are tried
 _SMALL_POOL_MACHINES = 12  # up to this size a random pool may leave out most of its machines
-_ORDERS_TRIED = 6  # # changes that are tried to the order of a larger group
+_ORDERS_TRIED = 6  # changes that are tried to the order of a larger group
 _SPLITS_REMEMBERED = 200_000
 
 Order = tuple[int, ...]

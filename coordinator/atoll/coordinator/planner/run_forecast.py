@@ -23,7 +23,7 @@ from atoll.core.run_spec import RunSpec
 from atoll.v1 import plan_pb2
 
 BYTE_VOCABULARY = 256
-MOST_BLOCKS = 1 << 14  # # a layer table has one row for each
+MOST_BLOCKS = 1 << 14  # a layer table has one row for each
 CHECKPOINTS_KEPT = 3  # by a node, unless its owner set `checkpoint_keep`
 
 
@@ -42,7 +42,7 @@ class Model:
 
     table: plan_pb2.LayerTable
     shape: ModelShape | None  # of the built-in decoder
-    origin: str  # # the run whose layer table it is; empty: computed from the spec
+    origin: str  # the run whose layer table it is; empty: computed from the spec
 
     @property
     def parameters(self) -> int:
@@ -63,7 +63,7 @@ class KindSize:
 
     kind: str
     layers: int
-    parameters: int  # # sum over all layers of this kind
+    parameters: int  # sum over all layers of this kind
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,19 @@ class Rounds:
     members: int  # nodes that each hold all layers, or routes of nodes
     fragments: int
     total: int  # until stop_tokens
-    tokens: int  # # of one round
-    steps: float  # # inner steps of each member in a round, if all are equally fast
+    tokens: int  # of one round
+    steps: float  # inner steps of each member in a round, if all are equally fast
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Bytes that a node with all layers sends, and also receives, for averaging among equal holders."""
 
-    codec: str  # # assumed codec
+    codec: str  # assumed codec
     holders: int
-    round_bytes: float  # # of one fragment, on average
+    round_bytes: float  # of one fragment, on average
     run_bytes: float
-    day_bytes: float | None  # # None if the pace is unknown
+    day_bytes: float | None  # None if the pace is unknown
 
 
 def known_model(spec: RunSpec, runs: Sequence[KnownRun] = ()) -> Model | None:

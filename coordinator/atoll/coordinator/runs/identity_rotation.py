@@ -99,16 +99,12 @@ def _wait_for_bans(state: State, now: StepTime, node: Node) -> None:
 
 
 def _move_reports(draft: Draft, old: Node, node: Node) -> None:
-    """Move the node's reports, allowances and audits to the new identity.
-
-    Streams of the old identity end by themselves.
-    """
+    """Move the node's reports, allowances and audits. Streams of the old identity end by themselves."""
     live = draft.state.live.get(old.peer_id)
     if live is not None:
         last = draft.now.monotonic if live.connected else live.last_message_at
         moved = replace(live, session=0, last_message_at=last, instance=b"", challenge=b"", challenge_answered=False)
-        # the new identity has not connected yet, which is no loss
-        draft.set_live(node.peer_id, replace(moved, counted_as_lost=True))
+        draft.set_live(node.peer_id, replace(moved, counted_as_lost=True))  # it has not connected yet: that is no loss
     held = draft.state.checkpoints.get(old.peer_id, ())
     if held:
         draft.set_checkpoints(old.peer_id, ())

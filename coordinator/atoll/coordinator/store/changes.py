@@ -27,7 +27,7 @@ from atoll.coordinator.store.records import (
 from atoll.coordinator.store.tables import TABLES
 
 _KEY_PREFIX = "key_"
-_UPDATES: dict[type[Record], Update] = {  # # built once, because building one takes longer than executing it
+_UPDATES: dict[type[Record], Update] = {  # built once, because building one takes longer than executing it
     record: table.update().where(*(table.c[name] == bindparam(_KEY_PREFIX + name) for name in record.KEY))
     for record, table in TABLES.items()
 }
@@ -52,7 +52,7 @@ def _thin(connection: Connection, change: Thin) -> None:
             old = where & (table.c[column] <= newest)
             number = table.c[column]
             newest_kept: ColumnElement[int] = func.max(number)
-            # # keep a round with a loss if there is one: otherwise losses of old rounds would have no metrics
+            # keep a round with a loss if there is one: otherwise losses of old rounds would have no metrics
             if table is metrics:
                 has_loss = exists().where(losses.c.run_id == change.run_id, losses.c.round == number)
                 newest_kept = func.coalesce(func.max(case((has_loss, number))), newest_kept)

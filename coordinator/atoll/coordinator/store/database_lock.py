@@ -27,7 +27,7 @@ OWNER_TABLE = Table(
 )
 _ONLY_ROW = 1
 _ADVISORY_LOCK = int.from_bytes(b"atoll", "big")  # advisory locks of PostgreSQL are per database
-_PATIENCE_MS = 5_000  # # a server may notice late that a coordinator's session has ended, and release its lock then
+_PATIENCE_MS = 5_000  # a server may notice late that a coordinator's session has ended, and release its lock then
 
 
 class DatabaseLock:
@@ -58,12 +58,12 @@ class DatabaseLock:
         try:
             session.execute(text("SELECT pg_advisory_lock(:key)"), {"key": _ADVISORY_LOCK})
         except OperationalError as error:
-            first = _holder(session)  # # raises the error again if the session is lost
-            session.invalidate()  # # otherwise the pool would keep this session's time limit
+            first = _holder(session)  # raises the error again if the session is lost
+            session.invalidate()  # otherwise the pool would keep this session's time limit
             raise already_owned(first) from error
 
         def end() -> None:
-            session.invalidate()  # # otherwise the pool would keep the session, and with it the lock
+            session.invalidate()  # otherwise the pool would keep the session, and with it the lock
             session.close()
 
         self.close = end

@@ -17,7 +17,7 @@ _ACCESS_DENIED_TEXTS = (
     "authentication failed",
     "does not exist",
     "no password supplied",
-)  # # PostgreSQL errors for which a retry is useless
+)  # PostgreSQL errors for which a retry is useless
 _BUSY_SECONDS = 10
 
 
@@ -81,7 +81,7 @@ def open_engine(url: str) -> Engine:
 
 
 def _on_connect(connection: sqlite3.Connection, _record: object) -> None:
-    connection.isolation_level = None  # # otherwise the driver would commit before DDL; `_on_begin` begins transactions
+    connection.isolation_level = None  # otherwise the driver would commit before DDL; `_on_begin` begins transactions
     for pragma in (f"busy_timeout={_BUSY_SECONDS * 1000}", "journal_mode=WAL", "synchronous=FULL"):
         connection.execute(f"PRAGMA {pragma}").close()
 

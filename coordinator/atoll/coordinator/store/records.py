@@ -29,7 +29,7 @@ class Token:
     created_ms: int
     expires_ms: int
     revoked: bool = False
-    on_probation: bool = False  # # nodes admitted by this token start on probation
+    on_probation: bool = False  # nodes admitted by this token start on probation
 
 
 @dataclass(frozen=True)
@@ -45,27 +45,25 @@ class Node:
     public_key: bytes
     epoch: int
     enrolled_ms: int
-    last_seen_ms: int = 0  # # at the last connect or disconnect; later times are only in memory
+    last_seen_ms: int = 0  # at the last connect or disconnect; later times are only in memory
     banned: bool = False
     draining: bool = False
     left: bool = False
     multiaddrs: tuple[str, ...] = ()  # stored so that seeds are known right after a restart
     token_id: str = ""  # the token that admitted it last
     pin: str = ""  # by the operator: layers as "0-5", or "out"; empty: none
-    there_seconds: float = 0.0  # # time with an open stream, decayed (`state/availability.py`)
-    away_seconds: float = 0.0  # # time without a stream, decayed
+    there_seconds: float = 0.0  # time with an open stream, decayed (`state/availability.py`)
+    away_seconds: float = 0.0  # time without a stream, decayed
     losses: float = 0.0  # disconnects without an announced leave, decayed
-    on_probation: bool = False  # # it has a small weight in rounds (`live/probation.py`)
-    # # peer id of the node's next identity (`runs/identity_rotation.py`); this row is then banned
-    replaced_by: str = ""
+    on_probation: bool = False  # it has a small weight in rounds (`live/probation.py`)
+    replaced_by: str = ""  # peer id of the node's next identity (`runs/identity_rotation.py`); this row is then banned
     rotated_ms: int = 0  # when this identity replaced another; 0: it never did
-    rotations: int = 0  # # number of rotations since a token last admitted it
+    rotations: int = 0  # number of rotations since a token last admitted it
     moved_from: str = ""  # the run that it was in before; empty: none
-    assigned_run: str = ""  # # the run to which it shall move (`runs/assignment.py`); empty: it stays
-    # # why its last process ended, a `NodeReason` without its prefix; cleared when the next one connects
-    ended: str = ""
+    assigned_run: str = ""  # the run to which it shall move (`runs/assignment.py`); empty: it stays
+    ended: str = ""  # why its last process ended, a `NodeReason` without its prefix; cleared when the next one connects
     ended_detail: str = ""  # one sentence of that process
-    authority: str = ""  # # hex SHA-256 of the CA that issued its last TLS certificate; empty: the first CA
+    authority: str = ""  # hex SHA-256 of the CA that issued its last TLS certificate; empty: the first CA
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Run:
     KEY: ClassVar[tuple[str, ...]] = ("run_id",)
 
     run_id: str
-    spec_toml: str  # # with all defaults written out
+    spec_toml: str  # with all defaults written out
     state: str
     created_ms: int
     corpus_digest: str = ""  # hex; decided at genesis
@@ -87,11 +85,11 @@ class Run:
     loss_round: int = 0  # of the newest evaluation
     loss: float = 0.0  # nats per token; 0: none yet
     plan_floor: int = 0  # after a restore: higher plans up to this version may have been issued
-    rounds_opened: int = 0  # # number of attempts that are known or must have existed; rows of old ones are deleted
+    rounds_opened: int = 0  # number of attempts that are known or must have existed; rows of old ones are deleted
     parts_zeroed: int = 0  # in all known rounds
     sources: str = ""  # of the newest evaluation
     source_names: tuple[str, ...] = ()  # of its evaluations; at most 64 (`rounds/source_losses.py`)
-    # # highest plan version of a deleted run of this name; this run's plans must have higher versions
+    # highest plan version of a deleted run of this name; this run's plans must have higher versions
     plans_before: int = 0
 
 
@@ -120,10 +118,10 @@ class PlanFigures:
     nodes: int
     routes: int
     predicted_tokens_per_second: float = 0.0  # 0: not predicted
-    measured_tokens_per_second: float = 0.0  # # average of the sum over its drivers; 0: not measured
+    measured_tokens_per_second: float = 0.0  # average of the sum over its drivers; 0: not measured
     measured_seconds: float = 0.0
     moved_bytes: float = 0.0  # of anchor and momentum, fetched by its members
-    left_out: str = "{}"  # # JSON: peer id → reason why it has no place
+    left_out: str = "{}"  # JSON: peer id → reason why it has no place
 
 
 @dataclass(frozen=True)
@@ -147,18 +145,18 @@ class Round:
     reported_ms: int
     wire_bytes: int = 0
     tokens: int = 0  # counted in this round
-    committed_tokens: int = 0  # # sum over the run up to this round
-    members: int = 0  # # number of contributors
+    committed_tokens: int = 0  # sum over the run up to this round
+    members: int = 0  # number of contributors
     parts_zeroed: int = 0
     manifest_hash: bytes = b""
     manifest: bytes = b""  # CommittedManifest, when committed
     previous_hash: bytes = b""
-    made_under: int = 0  # # plan version of the manifest: of this attempt, or of an earlier attempt
-    present: tuple[str, ...] = ()  # # peer ids of the nodes present at its end
-    partial: int = 0  # # number of contributors that are missing from some sums
+    made_under: int = 0  # plan version of the manifest: of this attempt, or of an earlier attempt
+    present: tuple[str, ...] = ()  # peer ids of the nodes present at its end
+    partial: int = 0  # number of contributors that are missing from some sums
     screened: tuple[str, ...] = ()  # peer ids that screening excluded from more than half of all parts
     codec: str = ""  # of its exchange
-    seats: tuple[str, ...] = ()  # # seats that decide the next round, in the order of opening
+    seats: tuple[str, ...] = ()  # seats that decide the next round, in the order of opening
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,7 @@ class Vote:
 
     run_id: str
     number: int
-    promised_plan: int  # # with `promised_attempt`: the promise to cast no vote in earlier attempts
+    promised_plan: int  # with `promised_attempt`: the promise to cast no vote in earlier attempts
     promised_attempt: int
     voted_plan: int = 0
     voted_attempt: int = 0
@@ -208,7 +206,7 @@ class Evaluation:
     round: int
     loss: float  # nats per token
     committed_tokens: int
-    sources: str = ""  # # losses by source, of a corpus with several (`rounds/source_losses.py`)
+    sources: str = ""  # losses by source, of a corpus with several (`rounds/source_losses.py`)
 
 
 @dataclass(frozen=True)
@@ -224,7 +222,7 @@ class NodeMetrics:
     train_loss: float  # nats per token
     learning_rate: float
     tokens: int  # trained
-    seconds: float  # # since the node had the previous round
+    seconds: float  # since the node had the previous round
     update_norm: float  # of the pseudo-gradient that it exchanged
     compute_seconds: float
     stall_seconds: float
@@ -273,7 +271,7 @@ class ProofRow:
     kind: str
     round: int
     found_ms: int
-    sentence: str  # # the statement that it proves
+    sentence: str  # the statement that it proves
     proof: bytes  # serialised Proof
 
 
@@ -284,11 +282,11 @@ class Credit:
     KEY: ClassVar[tuple[str, ...]] = ("run_id", "peer_id")
 
     run_id: str
-    peer_id: str  # # the node's newest identity; empty: sum over all forgotten nodes
+    peer_id: str  # the node's newest identity; empty: sum over all forgotten nodes
     tokens: int
-    rounds: int  # # number of rounds with a contribution of the node
-    first_ms: int  # # when the first of these rounds committed
-    last_ms: int  # # when the last of these rounds committed
+    rounds: int  # number of rounds with a contribution of the node
+    first_ms: int  # when the first of these rounds committed
+    last_ms: int  # when the last of these rounds committed
 
 
 @dataclass(frozen=True)
@@ -298,7 +296,7 @@ class DeletedRun:
     KEY: ClassVar[tuple[str, ...]] = ("run_id",)
 
     run_id: str
-    plan_version: int  # # the highest version that may have been issued
+    plan_version: int  # the highest version that may have been issued
     deleted_ms: int
 
 
@@ -311,10 +309,10 @@ class ForgottenNode:
     peer_id: str
     name: str
     run_id: str
-    run_deleted: bool  # # whether it was forgotten together with its run
+    run_deleted: bool  # whether it was forgotten together with its run
     epoch: int  # of its last membership certificate
     forgotten_ms: int
-    replaced_by: str = ""  # # its next identity
+    replaced_by: str = ""  # its next identity
 
 
 Record = (

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 
 FULL_ROUNDS = 8192
 FULL_METRICS_ROUNDS = 1024
-MAX_METRICS_ROWS = 1 << 19  # # of a run, plus the rows between two thinnings; a row takes about 230 bytes
-KEPT_MANIFESTS = 1024  # # rows of older rounds have no manifest; nodes have the manifests of 4,096 rounds
-KEPT_COMMITS = 1024  # # newest rounds that the state machine keeps in memory
+MAX_METRICS_ROWS = 1 << 19  # of a run, plus the rows between two thinnings; a row takes about 230 bytes
+KEPT_MANIFESTS = 1024  # rows of older rounds have no manifest; nodes have the manifests of 4,096 rounds
+KEPT_COMMITS = 1024  # newest rounds that the state machine keeps in memory
 THIN_EVERY = 256  # rounds
 
 

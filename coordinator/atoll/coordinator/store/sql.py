@@ -142,7 +142,7 @@ class SqlStore(Store):
             if most is not None:
                 of_all = select(func.count(), func.min(table.c.round), func.max(table.c.round))
                 count, first, last = connection.execute(of_all.where(ours)).one()
-                if count > most:  # # counted from the index of keys
+                if count > most:  # counted from the index of keys
                     place = (table.c.round - first) // -(-(last - first + 1) // most)
                     kept = select(func.max(table.c.round)).where(ours).group_by(place)
                     wanted = wanted.where(table.c.round.in_(kept))

@@ -42,7 +42,7 @@ class Contents:
     tokens: tuple[Token, ...]
     nodes: tuple[Node, ...]
     runs: tuple[Run, ...]
-    plans: tuple[PlanRow, ...]  # # the kept plans of every run, in order of version
+    plans: tuple[PlanRow, ...]  # the kept plans of every run, in order of version
     rounds: tuple[Round, ...]
     deny: DenyRow | None  # the newest
     last_event_id: int  # 0: none yet
@@ -60,7 +60,7 @@ class EventFilter:
 
     run_id: str = ""
     subjects: tuple[str, ...] = ()
-    kind: str = ""  # # this kind, and kinds that begin with it and a dot
+    kind: str = ""  # this kind, and kinds that begin with it and a dot
     since_ms: int = 0
 
 
@@ -74,7 +74,7 @@ class MetricsPage:
     limit: int
     since_round: int = 0  # this one and later ones
     after_peer_id: str = ""  # of `since_round`, only peers after this one
-    peers: tuple[str, ...] = ()  # # of these peers only; empty: of all
+    peers: tuple[str, ...] = ()  # of these peers only; empty: of all
     newest: bool = False
 
 

@@ -26,8 +26,8 @@ from atoll.core.spec_difference import spec_differences
 
 ASSETS = Path(__file__).parent / "assets"
 LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
-MAX_COMPARED = 8  # # number of runs
-SETTLED_ROUNDS = 64  # # number of rounds: a node may report a round later than others
+MAX_COMPARED = 8  # number of runs
+SETTLED_ROUNDS = 64  # number of rounds: a node may report a round later than others
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",

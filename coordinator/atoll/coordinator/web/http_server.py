@@ -18,9 +18,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 256
 REQUEST_SECONDS = 10.0  # from the connection, or the last answer, to the end of a request's header
-ANSWER_SECONDS = 30.0  # # from then until the client has read the answer
+ANSWER_SECONDS = 30.0  # from then until the client has read the answer
 MAX_HEADER_BYTES = 16 << 10
-# # before the event loop reads again: a waiting request is answered before MAX_CONNECTIONS more come
+# before the event loop reads again: a waiting request is answered before MAX_CONNECTIONS more come
 _ACCEPTED_AT_ONCE = 32
 _BACKLOG = 512
 _START_SECONDS = 10.0

@@ -21,7 +21,7 @@ from atoll.coordinator.sanitize import enum_word
 from atoll.coordinator.state.snapshot import State
 from atoll.v1 import membership_pb2 as mb
 
-MAX_NAMED_NODES = 256  # # of all runs; only the first nodes by run and name have their own series
+MAX_NAMED_NODES = 256  # of all runs; only the first nodes by run and name have their own series
 
 
 def rpc_errors(registry: CollectorRegistry) -> Counter:

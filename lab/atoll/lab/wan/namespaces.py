@@ -95,7 +95,7 @@ def claim() -> Claim:
         while True:
             token = secrets.token_hex(4)
             lock = os.open(_lock_path(token), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            if _lock(lock) and os.fstat(lock).st_nlink:  # # otherwise a concurrent sweep has just removed the file
+            if _lock(lock) and os.fstat(lock).st_nlink:  # otherwise a concurrent sweep has just removed the file
                 make_private_dir(LABS / token)
                 return Claim(token, lock)
             os.close(lock)

@@ -38,7 +38,7 @@ from atoll.v1 import membership_pb2_grpc
 _TIMEOUT = timedelta(seconds=10)
 INSTANCE_BYTES = 16  # of the random name of a process
 _MAX_CHARACTERS = 500
-_REASONS: tuple[tuple[type[AtollError], mb.NodeReason], ...] = (  # # subclasses before their parents
+_REASONS: tuple[tuple[type[AtollError], mb.NodeReason], ...] = (  # subclasses before their parents
     (CorpusDiffers, mb.NODE_REASON_TEXT_DIFFERS),
     (CorpusError, mb.NODE_REASON_TEXT_UNUSABLE),
     (PretrainedWeightsUnusable, mb.NODE_REASON_BASE_UNUSABLE),
@@ -60,7 +60,7 @@ _NOT_ANNOUNCED = (
     Forgotten,
     IdentityInUse,
     IdentityReplaced,
-)  # # errors that the coordinator itself has sent
+)  # errors that the coordinator itself has sent
 
 _log = log.get("coordinator")
 
@@ -78,7 +78,7 @@ def announcement(error: BaseException, instance: bytes = b"") -> mb.LeaveRequest
     if isinstance(error, _NOT_ANNOUNCED):
         return None
     told = str(error) if isinstance(error, AtollError) else f"internal error: {type(error).__name__}"
-    told = told.replace(str(Path.home()), "~")  # # the operator's page shows and stores it
+    told = told.replace(str(Path.home()), "~")  # the operator's page shows and stores it
     return mb.LeaveRequest(reason=told[:_MAX_CHARACTERS], instance=instance, why=reason_of(error))
 
 

@@ -21,10 +21,10 @@ def begin_membership(data_dir: Path, credentials: Credentials) -> None:
     run_dir, created = data_dir / "runs" / credentials.run_id, credentials.run_created_unix_ms
     put_in_place(run_dir, created)
     try:
-        is_new = not run_dir.exists() or not any(run_dir.iterdir())  # # empty: an earlier call was interrupted
+        is_new = not run_dir.exists() or not any(run_dir.iterdir())  # empty: an earlier call was interrupted
     except OSError as error:
         raise data_dir_unusable(run_dir, error) from error
-    if is_new:  # # a new member has cast no vote; without a record that says so, it would abstain
+    if is_new:  # a new member has cast no vote; without a record that says so, it would abstain
         try:
             VoteStore(make_private_dir(run_dir)).begin()
         except AtollError:

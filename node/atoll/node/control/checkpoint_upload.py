@@ -80,7 +80,7 @@ async def upload(stub: MembershipServiceAsyncStub, order: mb.UploadOrder, direct
         await _send_or_refuse(call, order, directory)
         async with asyncio.timeout(MESSAGE_TIMEOUT.total_seconds()):
             await call
-    except asyncio.InvalidStateError:  # # the call ended during a write; `details` has the reason
+    except asyncio.InvalidStateError:  # the call ended during a write; `details` has the reason
         with contextlib.suppress(grpc.aio.AioRpcError):
             await call
         _log.warning("checkpoint not sent", round=order.round, reason=await call.details())

@@ -49,8 +49,8 @@ HEARTBEAT_INTERVAL = timedelta(seconds=1)
 CALL_TIMEOUT = timedelta(seconds=10)
 VOTE_TIMEOUT = timedelta(seconds=8)
 _ANSWER_TIMEOUT = timedelta(seconds=30)  # the coordinator answers every heartbeat
-_FIRST_ANSWER_TIMEOUT = timedelta(seconds=5)  # # after this time the node works without the coordinator
-_CLOCK_WARNING_SECONDS = 5.0  # # a larger offset is only logged
+_FIRST_ANSWER_TIMEOUT = timedelta(seconds=5)  # after this time the node works without the coordinator
+_CLOCK_WARNING_SECONDS = 5.0  # a larger offset is only logged
 _BACKOFF = (timedelta(milliseconds=500), timedelta(seconds=15))  # first and longest pause between attempts
 _SPARE_DESCRIPTORS = 16  # a new channel takes about six
 _NOT_RETRIED = (
@@ -61,7 +61,7 @@ _NOT_RETRIED = (
     IdentityInUse,
     IdentityReplaced,
     ProtocolMismatch,
-)  # # errors for which a retry gets the same answer
+)  # errors for which a retry gets the same answer
 
 if TYPE_CHECKING:  # generic only in its type stubs
     Call = grpc.aio.StreamStreamCall[mb.HeartbeatRequest, mb.HeartbeatResponse]
@@ -99,9 +99,9 @@ class CoordinatorLink:
         self._reports = ReportQueue()
         self._sequence = 0
         self._instance = secrets.token_bytes(INSTANCE_BYTES)
-        self._challenge = b""  # # the latest challenge of this stream
+        self._challenge = b""  # the latest challenge of this stream
         self._renewed_in_vain = False
-        # # set when the coordinator has answered this process, or is known to be unreachable
+        # set when the coordinator has answered this process, or is known to be unreachable
         self._tried = asyncio.Event()
         self._heartbeat_due = asyncio.Event()
 
@@ -210,7 +210,7 @@ class CoordinatorLink:
                     pass
             finally:
                 call.cancel()
-                sending.cancel()  # # before unacknowledged reports are queued again: the old sender must not take them
+                sending.cancel()  # before unacknowledged reports are queued again: the old sender must not take them
                 await asyncio.gather(sending, return_exceptions=True)
 
     async def _read_response(self, call: Call) -> bool:
@@ -262,7 +262,7 @@ class CoordinatorLink:
             try:
                 await call.write(request)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # # the reader of the stream gets the reason
+                return  # the reader of the stream gets the reason
             first = False
             if self._reports.pending:
                 continue
@@ -297,7 +297,7 @@ class CoordinatorLink:
             membership=response.membership,
             deny_list=response.deny_list,
         )
-        # # only one attempt, because the coordinator may have been restored from a backup with the older CA
+        # only one attempt, because the coordinator may have been restored from a backup with the older CA
         self._renewed_in_vain = self.credentials.is_of_older_authority
         self._on_renewed(self.credentials)
         _log.info("certificate renewed")

@@ -32,7 +32,7 @@ class Credentials:
     seeds: tuple[str, ...]
     run_spec_toml: str
     authorities: bytes = b""  # serialised Signed; empty: the coordinator's CA never changed
-    run_created_unix_ms: int = 0  # # identifies the run among runs of the same name; 0: not known
+    run_created_unix_ms: int = 0  # identifies the run among runs of the same name; 0: not known
 
     @property
     def tls(self) -> Credential:

@@ -24,7 +24,7 @@ from atoll.v1 import common_pb2 as pb
 from atoll.v1 import membership_pb2 as mb
 
 _log = log.get("coordinator")
-_LATEST_MS = 2**53  # # the largest integer that is exact in JSON
+_LATEST_MS = 2**53  # the largest integer that is exact in JSON
 
 
 class Directives:
@@ -44,13 +44,13 @@ class Directives:
         self.signed_plan: pb.Signed | None = None
         self.order = mb.ORDER_UNSPECIFIED
         self.run_state = mb.RUN_STATE_UNSPECIFIED
-        self.prepare = range(0)  # # layers that the next plan may assign to this node
-        self.checkpoint_round = 0  # # round of which the operator wants a checkpoint, or of a later one; 0: no order
-        # # the newest promise that an earlier process of this node sent to the coordinator
+        self.prepare = range(0)  # layers that the next plan may assign to this node
+        self.checkpoint_round = 0  # round of which the operator wants a checkpoint, or of a later one; 0: no order
+        # the newest promise that an earlier process of this node sent to the coordinator
         self.promised_before: Promised | None = None
-        self.notice = ""  # # text for people: why the coordinator does not count this node; empty if it does
-        self.eta_unix_ms: int | None = None  # # when the run will reach stop_tokens, by the coordinator's clock
-        self.credit: mb.Credit | None = None  # # this node's contribution to the run, including earlier processes
+        self.notice = ""  # text for people: why the coordinator does not count this node; empty if it does
+        self.eta_unix_ms: int | None = None  # when the run will reach stop_tokens, by the coordinator's clock
+        self.credit: mb.Credit | None = None  # this node's contribution to the run, including earlier processes
         self._authority = authority
         self._on_deny_list = on_deny_list
         self._on_seeds_changed = on_seeds_changed
@@ -74,7 +74,7 @@ class Directives:
         if response.notice and response.notice != self.notice:
             _log.warning("node_not_counted", reason=response.notice)
         self.notice = response.notice
-        try:  # # nodes that joined with an older release do not have it
+        try:  # nodes that joined with an older release do not have it
             record_created(self._plan_path.parent, response.run_created_unix_ms)
         except DataDirUnusable as error:
             _log.warning("run_not_dated", reason=str(error))
@@ -96,7 +96,7 @@ class Directives:
         return self._kept_rounds.rounds
 
     def _keep_rounds(self, response: mb.HeartbeatResponse) -> None:
-        if response.order == mb.ORDER_MOVE:  # # from a coordinator that already counts this node in the next run
+        if response.order == mb.ORDER_MOVE:  # from a coordinator that already counts this node in the next run
             return
         try:
             self._kept_rounds.replace(tuple(response.kept_rounds))

@@ -72,11 +72,11 @@ def finish_rotation(data_dir: Path) -> str | None:
     if accepted is None:
         return None
     key, current = folder / KEY_FILE, data_dir / KEY_FILE
-    if key.exists():  # # otherwise both files are already in place
+    if key.exists():  # otherwise both files are already in place
         write_private(current, read_private(key))
         accepted.save(data_dir)
     try:
-        key.unlink(missing_ok=True)  # # delete the key first: a key without an answer counts as not accepted yet
+        key.unlink(missing_ok=True)  # delete the key first: a key without an answer counts as not accepted yet
         OS_DISK.sync_directory(folder)
         OS_DISK.unlink(folder / CREDENTIALS_FILE)
         OS_DISK.sync_directory(folder)
@@ -101,7 +101,7 @@ async def _of_present_run(credentials: Credentials, identity: Identity, data_dir
         try:
             answer = await stub.MoveToRun(mb.MoveToRunRequest(), timeout=TIMEOUT.total_seconds())
         except grpc.aio.AioRpcError:
-            return credentials  # # the next call reports the error, or repeats an answer that was lost
+            return credentials  # the next call reports the error, or repeats an answer that was lost
     if answer.run_id == credentials.run_id:
         return credentials
     from atoll.node.control.begin_membership import begin_membership  # here, because it imports logs
@@ -134,5 +134,5 @@ async def _ask(credentials: Credentials, old: Identity, new: Identity, clock: Cl
         membership=answer.membership,
         deny_list=answer.deny_list,
     )
-    own = f"/p2p/{old.peer_id}"  # # a seed's old address contains its old peer id
+    own = f"/p2p/{old.peer_id}"  # a seed's old address contains its old peer id
     return replace(renewed, seeds=tuple(seed for seed in renewed.seeds if not seed.endswith(own)))

@@ -33,7 +33,7 @@ def call(data_dir: Path, command: str, timeout: timedelta = _TIMEOUT, **argument
             connection.connect(path)
             connection.sendall(json.dumps({"command": command, **arguments}).encode() + b"\n")
             line = connection.makefile("rb").readline(MAX_LINE)
-    except (TimeoutError, BlockingIOError) as error:  # # BlockingIOError: the daemon's backlog of connections is full
+    except (TimeoutError, BlockingIOError) as error:  # BlockingIOError: the daemon's backlog of connections is full
         raise DeadlineExceeded(
             f"the daemon on {data_dir} did not answer within {timeout.total_seconds():.0f} s",
             "it may still carry out the command: see `atoll status`",

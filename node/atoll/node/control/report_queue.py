@@ -12,7 +12,7 @@ MAX_REPORTED_SOURCES = 2048  # losses in one heartbeat: the coordinator bounds t
 MAX_REPORT_BYTES = 1 << 20  # in one heartbeat
 MAX_KEPT = 4096  # reports that wait for the coordinator; the oldest are dropped
 MAX_KEPT_ROUNDS = 256  # of these, reports of rounds, which are large
-MAX_KEPT_METRICS = 1024  # # of these; the coordinator keeps the full metrics of as many rounds
+MAX_KEPT_METRICS = 1024  # of these; the coordinator keeps the full metrics of as many rounds
 
 Report = mb.RoundReport | mb.EvaluationReport | mb.TrainingAudit | mb.NodeMetrics
 

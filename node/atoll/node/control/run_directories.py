@@ -14,11 +14,11 @@ from pathlib import Path
 
 from atoll.core.files import data_dir_unusable, write_private
 
-KEPT_ASIDE = 2  # # states set aside for each name
+KEPT_ASIDE = 2  # states set aside for each name
 
 _CREATED = "created"  # when the coordinator created the run, milliseconds since 1970
 _LATEST_MS = 2**53
-_RUN_NAME = re.compile(r"[a-z0-9-]+")  # # names of directories that are set aside contain a dot
+_RUN_NAME = re.compile(r"[a-z0-9-]+")  # names of directories that are set aside contain a dot
 
 
 def run_directories(data_dir: Path) -> list[Path]:
@@ -29,8 +29,7 @@ def run_directories(data_dir: Path) -> list[Path]:
 def put_in_place(run_dir: Path, created: int) -> None:
     """Move the state of the run that was created at `created` to `run_dir`; 0: not known, which changes nothing.
 
-    State without a recorded time counts as state of that run, unless the run's state is set aside. Raises
-    `DataDirUnusable`.
+    State without a recorded time counts as that run's, unless the run's is set aside. Raises `DataDirUnusable`.
     """
     if created <= 0:
         return

@@ -30,8 +30,8 @@ class RunNeeds:
     coordinator: str  # host:port
     operator: str  # hex SHA-256 of the operator's key
     state: mb.RunState = mb.RUN_STATE_UNSPECIFIED
-    layers: plan_pb2.LayerTable | None = field(default=None, repr=False)  # # set once genesis is written
-    corpus_digest: str = ""  # # hex; empty if it is not decided or not known
+    layers: plan_pb2.LayerTable | None = field(default=None, repr=False)  # set once genesis is written
+    corpus_digest: str = ""  # hex; empty if it is not decided or not known
     head_round: int = 0
 
     @property

@@ -21,9 +21,9 @@ from atoll.core import log
 from atoll.node.data.card import ShardName
 
 BLOCKS_FOLDER = "blocks"  # in the folder of a corpus
-DATA_OFFSET = 4096  # # of a chunk's bytes in its file; the digests of the chunk's blocks come before them
+DATA_OFFSET = 4096  # of a chunk's bytes in its file; the digests of the chunk's blocks come before them
 _LOCK_SECONDS = 5.0
-# # of the budget; after writing so many bytes, a process checks the size of all files, also of other processes
+# of the budget; after writing so many bytes, a process checks the size of all files, also of other processes
 _LOOK_SHARE = 0.05
 _POLL_SECONDS = 0.02
 _KEPT_SHARE = 0.9  # of the budget, after old files were deleted
@@ -46,7 +46,7 @@ class BlockCache:
     def __init__(self, directory: Path, budget_bytes: int) -> None:
         self._directory, self.budget_bytes = directory, budget_bytes
         self._lock = threading.Lock()
-        self._written = float("inf")  # # bytes since this process last measured the cache; the first write measures it
+        self._written = float("inf")  # bytes since this process last measured the cache; the first write measures it
         self._complained = False
         self._pinned = frozenset[str]()
 

@@ -35,10 +35,10 @@ from atoll.node.wire.transport import Network
 
 READS_AT_ONCE = 16
 READ_SECONDS = 60.0  # for all members that one read asks
-RANGE_SECONDS = 40.0  # # for each member that is asked
+RANGE_SECONDS = 40.0  # for each member that is asked
 WHOLE_FILE_SECONDS = 100.0  # likewise for a whole file; a fetcher waits for 120 s, and asks again for the rest
 _SLOT_SECONDS = 2.0  # for a free stream to a member, before the next one is asked
-_SLOW_SECONDS = 5.0  # # a member that took longer than this before its read was cancelled counts as failed
+_SLOW_SECONDS = 5.0  # a member that took longer than this before its read was cancelled counts as failed
 
 _log = log.get("corpus")
 
@@ -197,7 +197,7 @@ class BlockClient:
         peers = self._choice.order(shard, what, known.others, known.seeds, self._me, now())
         if first is not None and self._choice.may_ask(first, what, now()):
             peers = [first, *(peer for peer in peers if peer != first)]
-        # # all of them are in their rest period, and one is asked nevertheless
+        # all of them are in their rest period, and one is asked nevertheless
         rest = {peer for peer in peers if not self._choice.may_ask(peer, what, now())}
         for number, peer in enumerate(peers, 1):
             async with self._streams.slot(peer, _SLOT_SECONDS if number < len(peers) else None) as is_free:

@@ -38,7 +38,7 @@ from atoll.node.data.corpus_table import (
 )
 from atoll.node.data.known_digests import KnownDigests, check_blocks
 
-_THREADS = ThreadPoolExecutor(4, "corpus-files")  # # a disk that hangs must not delay the daemon's other writes
+_THREADS = ThreadPoolExecutor(4, "corpus-files")  # a disk that hangs must not delay the daemon's other writes
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -55,7 +55,7 @@ class BlockFiles:
         self._roots = [root for root in (directory, cache) if root is not None]
         self._blocks = cache / BLOCKS_FOLDER if cache is not None else None
         self._table: CorpusTable | None = None
-        # # files with a wrong hash, with their size, time and inode at that check
+        # files with a wrong hash, with their size, time and inode at that check
         self._broken: dict[Path, tuple[int, int, int]] = {}
         self._pieces: dict[tuple[Path, str], list[bytes]] = {}  # hashes of the pieces of verified files
         self._lock, self._hashing = threading.Lock(), threading.Lock()
@@ -189,7 +189,7 @@ class BlockFiles:
             data = _read_range(path, wanted.start, wanted.stop - wanted.start) if hashes else b""
             if hashes and hashlib.sha256(data).digest() == hashes[wanted.start // PIECE_BYTES]:
                 return data
-            if hashes:  # # the file changed: hash all of it again at the next read
+            if hashes:  # the file changed: hash all of it again at the next read
                 self._pieces.pop((path, wanted.file.sha256), None)
         return None
 
@@ -248,8 +248,7 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
 def _read_range(path: Path, start: int, size: int) -> bytes:
     """Return at most `size` bytes of a file; fewer at its end, none if it cannot be read."""
     try:
-        # # so that opening a pipe does not block
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # so that opening a pipe does not block
     except OSError:
         return b""
     try:

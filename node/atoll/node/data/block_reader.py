@@ -31,7 +31,7 @@ from atoll.node.data.data_report import BlockCounts
 from atoll.node.data.fetcher import Fetcher
 
 CHUNKS_IN_MEMORY = 1024  # 64 MiB
-_SHARDS_IN_MEMORY = 1024  # # whose chunk digests are kept
+_SHARDS_IN_MEMORY = 1024  # whose chunk digests are kept
 
 
 @dataclass
@@ -53,7 +53,7 @@ class BlockReader:
         self._cache = None if fetcher.all_local else cache
         self._chunks: OrderedDict[tuple[ShardName, int], _Chunk] = OrderedDict()
         self._shards: OrderedDict[ShardName, bytes] = OrderedDict()
-        self._cached_shards = set[ShardName]()  # # shards of `_shards` whose digests are in the cache
+        self._cached_shards = set[ShardName]()  # shards of `_shards` whose digests are in the cache
         self._lock = threading.Lock()
         self._blocks: Counter[str] = Counter()
 

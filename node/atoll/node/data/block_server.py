@@ -24,15 +24,15 @@ from atoll.v1 import dataplane_pb2 as dp
 
 PROTOCOL = "/atoll/corpus/1"
 STREAMS_PER_PEER = 4
-ANSWERS_AT_ONCE = 32  # # including those that wait
+ANSWERS_AT_ONCE = 32  # including those that wait
 SENT_AT_ONCE = 4  # each of usually 64 KiB, at most 4 MiB, in memory; rounds share the line with them
-_WAIT_SECONDS = 5.0  # # for one of these slots, and as long again for the disk
-_SEND_SECONDS = 5.0  # # for an answer, plus the time that its bytes take at this rate:
+_WAIT_SECONDS = 5.0  # for one of these slots, and as long again for the disk
+_SEND_SECONDS = 5.0  # for an answer, plus the time that its bytes take at this rate:
 _SLOWEST_BYTES_PER_SECOND = 50_000
-_REST_OF_SLOW_SECONDS = 60.0  # # for a member that did not take an answer in time
+_REST_OF_SLOW_SECONDS = 60.0  # for a member that did not take an answer in time
 _MAX_SLOW = 1024
 IDLE_TIMEOUT = timedelta(seconds=30)
-# # before an answer that this node lacks something: it costs the asker nothing, but this node may have read a chunk
+# before an answer that this node lacks something: it costs the asker nothing, but this node may have read a chunk
 ABSENCE_PAUSE = timedelta(milliseconds=20)
 
 

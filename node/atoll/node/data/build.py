@@ -46,7 +46,7 @@ class BuildProgress:
     phase: str  # plan | tokenise
     bytes_done: int = 0  # of input, tokenised
     bytes_all: int = 0
-    bytes_earlier: int = 0  # # part of `bytes_done`: bytes that an earlier, interrupted build tokenised
+    bytes_earlier: int = 0  # part of `bytes_done`: bytes that an earlier, interrupted build tokenised
     tokens: int = 0
     shards: int = 0  # complete
 
@@ -57,7 +57,7 @@ class BuiltCorpus:
 
     card: CorpusCard
     digest: str
-    reports: dict[str, SourceReport]  # # by source
+    reports: dict[str, SourceReport]  # by source
 
 
 OnProgress = Callable[[BuildProgress], object]
@@ -96,7 +96,7 @@ def build_corpus(
         if _inputs_digest(plans) != inputs:
             raise CorpusError("the input files changed while they were read", "build again with --restart")
         data = build.card().to_json()
-        card = parse_card(data)  # # the checks that readers will make
+        card = parse_card(data)  # the checks that readers will make
         files.finish(data)
     return BuiltCorpus(card, card_digest(data), {it.name: it.report() for it in build.sources})
 
@@ -178,7 +178,7 @@ class _SourceBuild:
     name: str
     path: str
     plan: Plan
-    order: list[int]  # # numbers of its units in the order in which the build takes them
+    order: list[int]  # numbers of its units in the order in which the build takes them
     schedule: SourceSchedule
     open_groups: deque[OpenGroup] = field(default_factory=deque)
 
@@ -265,7 +265,7 @@ class _Build:
         )
         groups, spills = self._files.groups(spec.name), self._files.spills(spec.name)
         first_shard = 0
-        for group in groups:  # # a kill may have come before these files were deleted
+        for group in groups:  # a kill may have come before these files were deleted
             self._files.forget_units(spec.name, group, first_shard)
             first_shard += len(group.shards)
         schedule = SourceSchedule(units, self._limits, self._dtype.itemsize, self._shard_tokens, groups, spills)

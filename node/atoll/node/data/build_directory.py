@@ -31,7 +31,7 @@ from atoll.node.data.source_report import SourceReport
 from atoll.node.data.spill import Spill, open_spill
 
 NAME = ".build"
-_DONE = ".build.done"  # # the rest of `.build` next to a complete corpus, before it is deleted
+_DONE = ".build.done"  # the rest of `.build` next to a complete corpus, before it is deleted
 _KINDS = ("units", "shards", "groups")
 _SHARD_FILE = re.compile(r"\d{6,}\.(tokens|digests|documents)")
 
@@ -40,7 +40,7 @@ _SHARD_FILE = re.compile(r"\d{6,}\.(tokens|digests|documents)")
 class BuildState:
     """Identity of the build that fills a directory."""
 
-    spec: str  # # digest of everything but the input that determines the tokens
+    spec: str  # digest of everything but the input that determines the tokens
     inputs: str  # digest of the input files' names, sizes and times
     sources: tuple[str, ...]
 
@@ -124,7 +124,7 @@ class BuildDirectory:
         """Write the card, and delete the files that only the build needed. Raises `DataDirUnusable`."""
         write_file(self.corpus / CARD_NAME, card, self._disk)
         with explained(self._work):
-            # # renamed first: a kill during the deletion leaves no incomplete `.build`
+            # renamed first: a kill during the deletion leaves no incomplete `.build`
             self._disk.rename(self._work, self.corpus / _DONE)
             shutil.rmtree(self.corpus / _DONE)
 

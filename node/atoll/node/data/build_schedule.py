@@ -87,7 +87,7 @@ class SourceSchedule:
         self._limits = limits
         self._token_bytes = token_bytes
         self._shard_tokens = shard_tokens
-        self._first = self.groups[-1].end_unit if self.groups else 0  # # first unit that is in no group yet
+        self._first = self.groups[-1].end_unit if self.groups else 0  # first unit that is in no group yet
         self._first_shard = sum(len(group.shards) for group in self.groups)
         self._number = len(self.groups)  # of the next group
         self._spills = {unit: spill for unit, spill in (spills or {}).items() if unit >= self._first}

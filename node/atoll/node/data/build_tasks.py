@@ -28,7 +28,7 @@ class SaveTokenizer:
     def __call__(self) -> CorpusTokenizer:
         saved = save_tokenizer(self.name, self.directory, self.disk, self.use)
         if self.use.answers:
-            load_example_encoder(saved)  # # refuses a tokenizer that no worker could use
+            load_example_encoder(saved)  # refuses a tokenizer that no worker could use
         return saved
 
 

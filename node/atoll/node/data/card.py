@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from atoll.core.errors import CorpusError
 from atoll.node.data.blocks import MAX_SHARD_BYTES
 
-if TYPE_CHECKING:  # # a seed reads cards, but numpy is not installed there
+if TYPE_CHECKING:  # a seed reads cards, but numpy is not installed there
     import numpy as np
     from numpy.typing import NDArray
 
@@ -78,7 +78,7 @@ class CardTokenizer(_Strict):
     """The tokenizer that made the tokens."""
 
     name: Annotated[str, Field(min_length=1, max_length=1024)]
-    digest: _Sha256  # # of its behaviour, not of its name (`Tokenizer.digest`)
+    digest: _Sha256  # of its behaviour, not of its name (`Tokenizer.digest`)
     vocabulary: Annotated[int, Field(ge=2, le=1 << 32)]
     separator: Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], Field(max_length=16, strict=False)]
     files: Annotated[tuple[TokenizerFile, ...], Field(max_length=len(TOKENIZER_FILES), strict=False)] = ()
@@ -89,10 +89,10 @@ class Shard(_Strict):
 
     tokens: Annotated[int, Field(ge=1)]
     documents: _Number
-    sha256: _Sha256  # # of the file of tokens, so that people can check it with `sha256sum`
-    root: _Sha256  # # of the Merkle tree over the shard's blocks
+    sha256: _Sha256  # of the file of tokens, so that people can check it with `sha256sum`
+    root: _Sha256  # of the Merkle tree over the shard's blocks
     documents_sha256: _Sha256  # of the file of documents
-    targets: _Number | None = None  # # number of tokens that are not input only; set in a corpus with marks
+    targets: _Number | None = None  # number of tokens that are not input only; set in a corpus with marks
 
 
 class Source(_Strict):
@@ -119,7 +119,7 @@ class CorpusCard(_Strict):
     """A corpus. Make one with `CorpusCard(...)`, read one with `parse_card`."""
 
     format: Literal["atoll-corpus"] = "atoll-corpus"
-    version: Literal[1, 2] = 1  # # 2: with marks, and with bits that mark starts of documents
+    version: Literal[1, 2] = 1  # 2: with marks, and with bits that mark starts of documents
     token_bytes: Literal[1, 2, 4]
     marks: bool = False  # the top bit of a token says: input only, not a target
     tokenizer: CardTokenizer
@@ -147,7 +147,7 @@ class CorpusCard(_Strict):
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
         """Return the type of a stored token."""
-        import numpy as np  # # imported here, because numpy is not installed on a seed
+        import numpy as np  # imported here, because numpy is not installed on a seed
 
         return np.dtype(f"<u{self.token_bytes}")
 
@@ -178,7 +178,7 @@ def start_bit(dtype: np.dtype[Any]) -> int:
 
 def count_marks(tokens: NDArray[Any]) -> int:
     """Count the stored tokens that are input only."""
-    import numpy as np  # # imported here as in `dtype`
+    import numpy as np  # imported here as in `dtype`
 
     return int(np.count_nonzero(tokens & tokens.dtype.type(top_bit(tokens.dtype))))
 

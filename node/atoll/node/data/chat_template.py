@@ -32,7 +32,7 @@ MAX_TEXT_CHARACTERS = 1 << 21  # of one example: its encoding takes about 165 by
 MAX_MESSAGES = 1024
 RENDER_SECONDS = 5.0  # of the processor, to render a conversation or its beginning once
 CONVERSATION_SECONDS = 60.0  # of the processor, for all renders of one conversation
-MAX_RENDERED_CHARACTERS = 1 << 29  # # in all renders of one conversation: each answer needs two
+MAX_RENDERED_CHARACTERS = 1 << 29  # in all renders of one conversation: each answer needs two
 RENDER_BYTES = 256 << 20
 ASSISTANT = "assistant"
 MARKERS = "\ufdd0\ufdd1\ufdd2"
@@ -66,7 +66,7 @@ class Rendered:
     """A conversation as text."""
 
     text: str
-    cuts: tuple[int, ...]  # # characters inside text that spells a special token but must stay text
+    cuts: tuple[int, ...]  # characters inside text that spells a special token but must stay text
     answers: tuple[tuple[int, int], ...]  # characters [start, end) of each answer
 
 
@@ -114,7 +114,7 @@ class ChatTemplate:
             why = f"does what the sandbox forbids ({error})"
         except (Unusable, TooLong, ConfigError):
             raise
-        except Exception as error:  # # a template's code can raise any exception
+        except Exception as error:  # a template's code can raise any exception
             raise Unusable(f"cannot be rendered by the chat template: {_sentence(error)}") from error
         raise ConfigError(f"the chat template {why} {when()}", _HARMFUL)
 
@@ -274,8 +274,7 @@ def _compile(source: str) -> tuple[Any, bool]:
         raise TemplateError(message)
 
     def printable(value: Any) -> Any:
-        # # a function's text has its address, so equal input would give other text
-        if callable(value) and not isinstance(value, Undefined):
+        if callable(value) and not isinstance(value, Undefined):  # its text has an address, which differs at each start
             raise TemplateError("writes a function")
         return value
 
@@ -312,4 +311,4 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    return text.replace(json.dumps(_CUT)[1:-1], _CUT)  # # a marker must stay a single character
+    return text.replace(json.dumps(_CUT)[1:-1], _CUT)  # a marker must stay a single character

@@ -54,8 +54,8 @@ from atoll.node.data.unit_workers import tokenised_units
 from atoll.node.model.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 IN_MEMORY_BYTES = 256 * 1024**2
-CACHE_VERSION = 1  # # of the tokens: raise it when equal text is tokenised differently
-WORKERS_FROM_BYTES = 64 << 20  # # of input; smaller input is tokenised in this process
+CACHE_VERSION = 1  # of the tokens: raise it when equal text is tokenised differently
+WORKERS_FROM_BYTES = 64 << 20  # of input; smaller input is tokenised in this process
 BYTE_WORKERS_FROM_BYTES = 1 << 30  # the same for the byte tokenizer, which is as fast as a disk
 UNITS_PER_WORKER = 4  # at least, so that all workers end at about the same time
 _HASHED_TOKENS = 1 << 24  # tokens hashed at once
@@ -68,7 +68,7 @@ _log = log.get("data")
 class Corpus:
     """The tokens of a run, and how they are cut into windows."""
 
-    # # 1-D; unsigned and as narrow as the vocabulary allows, or of the type that a file of tokens has
+    # 1-D; unsigned and as narrow as the vocabulary allows, or of the type that a file of tokens has
     tokens: NDArray[Any]
     tokenizer: Tokenizer
     sequence_length: int
@@ -293,7 +293,7 @@ def pack(
         with file:  # unlinked from the start; the map keeps its space alive
             file.flush()
             return np.memmap(file, dtype=dtype, mode="r")
-    except OSError as error:  # # errors of reading were converted by the readers
+    except OSError as error:  # errors of reading were converted by the readers
         raise CorpusError(
             f"cannot write tokens to {tempfile.gettempdir()}: {error.strerror or error}",
             "free space there, or set TMPDIR to a folder with more",

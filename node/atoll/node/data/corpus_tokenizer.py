@@ -35,7 +35,7 @@ class TokenizerUse:
     answers: bool = False  # instruction data
     pairs: bool = False  # prompts with completions, which end with the separator
     chat: bool = False  # conversations
-    template: str | None = None  # # replaces the tokenizer's own template
+    template: str | None = None  # replaces the tokenizer's own template
 
 
 NO_ANSWERS = TokenizerUse()
@@ -48,7 +48,7 @@ class CorpusTokenizer:
     card: CardTokenizer
     directory: Path
     special: tuple[int, ...]  # numbers of its special tokens
-    rust: bool  # # its tokenizer.json alone determines the encoding
+    rust: bool  # its tokenizer.json alone determines the encoding
     chat: ChatFormat | None = None
 
 
@@ -178,7 +178,7 @@ class _Library:
 def _rust_digest(directory: Path, card: CardTokenizer) -> str:
     try:
         return RustTokenizer(CorpusTokenizer(card, directory, (), True)).digest
-    except Exception:  # # the library raises plain `Exception`, for example for parts that are written in Python
+    except Exception:  # the library raises plain `Exception`, for example for parts that are written in Python
         return ""
 
 

@@ -20,8 +20,8 @@ class MirrorReport(NamedTuple):
 
     name: str
     kind: str
-    bytes: int  # # verified bytes
-    problem: str  # # empty while it works
+    bytes: int  # verified bytes
+    problem: str  # empty while it works
 
 
 NO_BLOCKS = BlockCounts()

@@ -75,6 +75,5 @@ def _state(tokens: NDArray[Any], what: bytes, quiet_seconds: float) -> str | Non
     if time.time() - max(found.st_mtime, found.st_ctime) < quiet_seconds:
         return None
     state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    # # another file may have equal tokens at another offset or type
-    cut = (tokens.dtype.str, len(tokens), tokens.offset)
+    cut = (tokens.dtype.str, len(tokens), tokens.offset)  # another file may have equal tokens at another offset or type
     return hashlib.sha256(repr((state, cut, what)).encode()).hexdigest()

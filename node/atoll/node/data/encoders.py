@@ -27,7 +27,7 @@ class Encoding:
 
     start: int
     stop: int
-    parts: tuple[tuple[int, Any], ...]  # # offset in the document, and the library's encoding of the text from there on
+    parts: tuple[tuple[int, Any], ...]  # offset in the document, and the library's encoding of the text from there on
 
     @cached_property
     def ids(self) -> NDArray[np.uint32]:
@@ -147,7 +147,7 @@ class FastEncoder:
             at = text.find(spelling, start, end) if len(spelling) > 1 else -1
             if at >= 0:
                 cuts.append(at + 1)
-        if len(cuts) == 1:  # # the token encodes other text: it is the unknown token of some vocabularies
+        if len(cuts) == 1:  # the token encodes other text: it is the unknown token of some vocabularies
             return [(offset, encoding)]
         parts: list[tuple[int, Any]] = []
         for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True):
@@ -177,7 +177,7 @@ def encoder_of(tokenizer: HuggingFaceTokenizer) -> FastEncoder | SlowEncoder:
     """Return the fastest encoder for a tokenizer. It is cached for each object, because making one takes up to 1 s."""
     try:
         return FastEncoder.of(tokenizer.rust_description(), tokenizer.separator, tokenizer.library.all_special_ids)
-    except Exception:  # # the library raises plain `Exception` for parts that are written in Python
+    except Exception:  # the library raises plain `Exception` for parts that are written in Python
         return SlowEncoder(tokenizer.library)
 
 

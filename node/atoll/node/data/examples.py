@@ -37,7 +37,7 @@ class ExampleLength:
     """How to treat long examples."""
 
     longest: int | None = None  # tokens; None: examples are whole
-    cuts: bool = False  # # cut longer examples at the end; otherwise they are left out
+    cuts: bool = False  # cut longer examples at the end; otherwise they are left out
 
 
 WHOLE_EXAMPLES = ExampleLength()
@@ -181,7 +181,7 @@ def _recognising_special_tokens(encoder: FastEncoder) -> Any:
 
 def _bytes(text: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     data = np.frombuffer(text.encode(), dtype=np.uint8)
-    starts = np.cumsum((data & 0xC0) != 0x80) - 1  # # UTF-8 continuation bytes begin with the bits 10
+    starts = np.cumsum((data & 0xC0) != 0x80) - 1  # UTF-8 continuation bytes begin with the bits 10
     return data, np.stack([starts, starts + 1], axis=1)
 
 

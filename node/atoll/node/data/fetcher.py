@@ -24,10 +24,10 @@ from atoll.node.data.mirror_health import FORGET_SECONDS, Absences, MirrorHealth
 from atoll.node.data.mirrors import BlockAbsent, Cancelled, Kind, Mirror, MirrorFailed
 
 PATIENCE = timedelta(minutes=10)
-_ATTEMPT_SECONDS = 120.0  # # for a short answer; a slower answer counts as a failure
-_SLOWEST_BYTES_PER_SECOND = 20_000.0  # # rate of a long answer, below which it counts as a failure
-_LIKELY_WHOLE_BYTES = 8 << 20  # # assumed size of a file of unknown size
-_HEDGE_SECONDS = 1.0  # # added to the usual time, before a second mirror is asked
+_ATTEMPT_SECONDS = 120.0  # for a short answer; a slower answer counts as a failure
+_SLOWEST_BYTES_PER_SECOND = 20_000.0  # rate of a long answer, below which it counts as a failure
+_LIKELY_WHOLE_BYTES = 8 << 20  # assumed size of a file of unknown size
+_HEDGE_SECONDS = 1.0  # added to the usual time, before a second mirror is asked
 _HEDGE_FACTOR = 3.0
 _ASK_AGAIN_SECONDS = 10.0  # while all mirrors rest
 
@@ -203,7 +203,7 @@ class Fetcher:
                 if unknown and not chosen.local:
                     chosen = unknown[0]
                 return chosen, 0.0
-            if free and not busy:  # # no mirror answers: ask one from time to time, so that its recovery is noticed
+            if free and not busy:  # no mirror answers: ask one from time to time, so that its recovery is noticed
                 soonest = min(free, key=asked_from)
                 if now - max(health.asked_at for health in free) >= _ASK_AGAIN_SECONDS:
                     return soonest, 0.0
@@ -245,7 +245,7 @@ class Fetcher:
             check(data)
         except BlockMismatch as error:
             problem = f"{health.mirror.name} sends wrong bytes: {error}"
-            if health.local:  # # one file has changed: continue to read the others
+            if health.local:  # one file has changed: continue to read the others
                 with self._lock:
                     health.lies, health.last_problem = health.lies + 1, problem
                 if health.lies == 1:
@@ -269,7 +269,7 @@ class Fetcher:
 
     def _record_failure(self, attempt: _Attempt, problem: str, lied: bool) -> None:
         if attempt.cancelled.is_set() and not lied:
-            return  # # its time was counted when another mirror answered first
+            return  # its time was counted when another mirror answered first
         with self._lock:
             counts = attempt.health.record_failure(attempt.began, self._clock.monotonic(), problem, lied)
             is_news = counts and (lied or attempt.health.failures == 1)

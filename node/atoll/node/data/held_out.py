@@ -15,7 +15,7 @@ class SourceLoss(NamedTuple):
     name: str
     loss: float
     windows: int
-    weight: float  # # number of its targets, in windows: between few and all tokens of a window are targets
+    weight: float  # number of its targets, in windows: between few and all tokens of a window are targets
 
     @classmethod
     def of(cls, name: str, total: float, weight: float, windows: int) -> SourceLoss:

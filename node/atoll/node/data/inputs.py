@@ -41,7 +41,7 @@ SUFFIXES = {
     "parquet": frozenset({".parquet"}),
 }
 UNIT_BYTES = 16 << 20
-# # installed packages are not part of the source text
+# installed packages are not part of the source text
 _PRUNED = frozenset({"__pycache__", "site-packages", "node_modules"})
 
 
@@ -77,7 +77,7 @@ class Unit:
     size_bytes: int  # input bytes on disk, for progress
     spec: InputSpec
     pieces: tuple[Piece, ...]
-    several: bool  # # the input has several files: a file that is not text is then left out
+    several: bool  # the input has several files: a file that is not text is then left out
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Plan:
     units: tuple[Unit, ...]
     where: str  # for messages
     files: tuple[str, ...]  # read by the units, in order; empty for a Hugging Face data set
-    fingerprint: str = ""  # # of a Hugging Face data set, computed by its library
+    fingerprint: str = ""  # of a Hugging Face data set, computed by its library
     report: SourceReport = field(default_factory=SourceReport)
 
     @property
@@ -179,7 +179,7 @@ def _row_groups(spec: InputSpec, file: str, size: int, unit_bytes: int) -> Itera
         metadata = table.metadata
         groups = metadata.num_row_groups
         sizes = [metadata.row_group(group).total_byte_size for group in range(groups)]
-    per_byte = size / max(1, sum(sizes))  # # bytes on disk for each byte of a row group
+    per_byte = size / max(1, sum(sizes))  # bytes on disk for each byte of a row group
     start, taken = 0, 0.0
     for group, group_bytes in enumerate(sizes):
         taken += group_bytes * per_byte

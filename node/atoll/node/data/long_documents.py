@@ -32,7 +32,7 @@ from atoll.node.data.encoders import Encoding, FastEncoder
 
 PIECE_CHARACTERS = 1 << 17
 OVERLAP_CHARACTERS = 1 << 11
-AHEAD = 4  # # pieces encoded at once, on as many cores; meanwhile each character needs about 165 bytes of memory
+AHEAD = 4  # pieces encoded at once, on as many cores; meanwhile each character needs about 165 bytes of memory
 _RUN = 16  # equal tokens in a row
 _GROWTH = 4
 _REPEATED = re.compile(r"(.{1,32}?)\1\1", re.DOTALL)

@@ -13,7 +13,7 @@ _LONGEST_REST_SECONDS = 300.0
 _FIRST_ABSENCE_SECONDS = 0.5  # before a mirror that lacks some bytes is asked for them again; doubles
 _LONGEST_ABSENCE_SECONDS = 15.0
 _SMOOTHING = 0.2
-_SMALL_BYTES = 1 << 14  # # shorter answers measure a mirror's latency, longer ones its throughput
+_SMALL_BYTES = 1 << 14  # shorter answers measure a mirror's latency, longer ones its throughput
 
 
 @dataclass
@@ -21,7 +21,7 @@ class MirrorHealth:
     """Statistics of one mirror."""
 
     mirror: Mirror
-    seconds: float = 0.0  # # latency of an answer, smoothed
+    seconds: float = 0.0  # latency of an answer, smoothed
     seconds_per_byte: float = 0.0
     asked_at: float = -FORGET_SECONDS
     rests_until: float = 0.0

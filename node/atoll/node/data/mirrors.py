@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from atoll.core.errors import ConfigError
 
-SILENCE = timedelta(seconds=15)  # # without a byte, after which a read from a server fails
+SILENCE = timedelta(seconds=15)  # without a byte, after which a read from a server fails
 _MAX_REDIRECTS = 5
 _PIECE_BYTES = 4 << 20  # of a file of unknown size
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -123,11 +123,11 @@ class DirectoryMirror:
         try:
             with (self._root / path).open("rb", buffering=0) as file:
                 data = os.pread(file.fileno(), stop - start, start)
-        except FileNotFoundError as error:  # # the directory has only a part of the corpus
+        except FileNotFoundError as error:  # the directory has only a part of the corpus
             raise BlockAbsent(f"{path} is not in {self.name}") from error
         except OSError as error:
             raise MirrorFailed(f"cannot read {path} in {self.name}: {error.strerror or error}") from error
-        if len(data) < stop - start:  # # the file is being copied
+        if len(data) < stop - start:  # the file is being copied
             raise BlockAbsent(f"{path} in {self.name} is cut short")
         return data
 
@@ -237,7 +237,7 @@ class FsspecMirror:
             size = min(wanted, int(told)) if told is not None else None
         except Exception as error:
             raise MirrorFailed(f"{self.name} does not give {path}: {error or type(error).__name__}") from error
-        if size is None:  # # some stores do not report the size of a file, and refuse reads that begin at its end
+        if size is None:  # some stores do not report the size of a file, and refuse reads that begin at its end
             yield self._cat(path, 0, wanted)
             return
         for start in range(0, size, _PIECE_BYTES):
@@ -248,7 +248,7 @@ class FsspecMirror:
     def _cat(self, path: str, start: int, stop: int) -> bytes:
         try:
             return bytes(self._files.cat_file(f"{self._root}/{path}", start=start, end=stop))
-        except Exception as error:  # # stores can raise any exception
+        except Exception as error:  # stores can raise any exception
             raise MirrorFailed(f"{self.name} does not give {path}: {error or type(error).__name__}") from error
 
 

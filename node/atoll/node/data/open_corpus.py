@@ -36,7 +36,7 @@ from atoll.node.data.mirrors import Mirror, UnusableMirror, open_mirror
 from atoll.node.data.sharded_corpus import ShardedCorpus
 from atoll.node.model.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
-TOKENIZER_OF_CORPUS = "corpus"  # # the tokenizer's name in a run spec that uses the one in the corpus
+TOKENIZER_OF_CORPUS = "corpus"  # the tokenizer's name in a run spec that uses the one in the corpus
 DEFAULT_CACHE_BYTES = 20 * 10**9
 OPENING_PATIENCE = timedelta(hours=1)
 _EXPORT_PATIENCE = timedelta(seconds=30)

@@ -25,9 +25,9 @@ _ABSENT_SECONDS = 20.0
 _FIRST_REST_SECONDS, _LONGEST_REST_SECONDS = 2.0, 60.0
 _FIRST_REST_OF_LIAR_SECONDS, _LONGEST_REST_OF_LIAR_SECONDS = 120.0, 3600.0
 _REST_OF_BUSY_SECONDS = 1.0
-_SLOW_SECONDS = 5.0  # # limit for the answer that a member lacks a range; a slower member counts as failed
+_SLOW_SECONDS = 5.0  # limit for the answer that a member lacks a range; a slower member counts as failed
 _SMOOTHING = 0.25
-_USUAL_SECONDS = 0.3  # # assumed for a member that was not asked yet
+_USUAL_SECONDS = 0.3  # assumed for a member that was not asked yet
 _USUAL_ABSENCES, _USUAL_ABSENCES_OF_SEED = 0.7, 0.1
 
 _Key = TypeVar("_Key")
@@ -52,7 +52,7 @@ class PeerChoice:
         self._rng = rng
         self._facts: OrderedDict[str, _Facts] = OrderedDict()
         self._holders: OrderedDict[str, list[str]] = OrderedDict()  # by shard; the newest first
-        self._favourites: list[str] = []  # # members that gave verified bytes; the newest first
+        self._favourites: list[str] = []  # members that gave verified bytes; the newest first
         self._absent_until: OrderedDict[tuple[str, object], float] = OrderedDict()
 
     def order(
@@ -75,7 +75,7 @@ class PeerChoice:
         ranked = sorted(asked, key=expected_seconds)
         chosen = ranked[:ASKED_PER_READ]
         likely = next((peer for peer in ranked if peer in holders or peer in some_seeds), None)
-        # # it is slow now, but it is the member most likely to have the range
+        # it is slow now, but it is the member most likely to have the range
         if likely is not None and likely not in chosen:
             chosen[-1] = likely
         return chosen or self._rests_least(pool, me, what, now)

@@ -26,7 +26,7 @@ from atoll.node.data.peer_socket import (
 )
 from atoll.node.system.socket_paths import SocketDirectory
 
-ANSWER_SECONDS = 110.0  # # shorter than a fetcher's own limit
+ANSWER_SECONDS = 110.0  # shorter than a fetcher's own limit
 _CONNECT_SECONDS = 5.0
 _POLL_SECONDS = 0.2  # between two looks at `cancelled`
 _READ_BYTES = 1 << 18
@@ -81,7 +81,7 @@ class PeerMirror:
             except ConnectionError:
                 if not reused:
                     raise
-                self._drop(connection)  # # it was closed while it was idle
+                self._drop(connection)  # it was closed while it was idle
                 connection = self._connect()
                 kind, body = self._exchange(connection, line, at_most, cancelled, gives_up_at)
         except OSError as error:

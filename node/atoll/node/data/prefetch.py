@@ -34,7 +34,7 @@ class Prefetcher:
         self._pieces_of, self._ensure, self._ahead = pieces_of, ensure, ahead_samples
         self._changed = threading.Condition()
         self._wanted: tuple[SampleRange, ...] = ()
-        self._planned: tuple[SampleRange, ...] = ()  # # parts of `_wanted` that were looked up, in order
+        self._planned: tuple[SampleRange, ...] = ()  # parts of `_wanted` that were looked up, in order
         self._closed = False
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="corpus-ahead")
         self._thread = threading.Thread(target=self._plan, name="corpus-plan", daemon=True)
@@ -81,7 +81,7 @@ class Prefetcher:
     def _fetch(self, piece: Piece) -> None:
         try:
             self._ensure(*piece)
-        except AtollError as error:  # # the batch that needs the piece tries again, and reports a failure
+        except AtollError as error:  # the batch that needs the piece tries again, and reports a failure
             if not self._closed:
                 log.get("corpus").warning("prefetch_failed", problem=str(error))
 

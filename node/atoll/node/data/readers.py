@@ -22,7 +22,7 @@ from atoll.node.model.tokenizer import HF_REMEDY
 LONG_TEXT_BYTES = 1 << 20  # a longer text file is a `LongText`
 MAX_LINE_BYTES = 1 << 28  # of JSONL: one document
 _CHUNK_BYTES = 1 << 18
-_ROWS = 256  # # read at once; rows of training text usually have some kilobytes
+_ROWS = 256  # read at once; rows of training text usually have some kilobytes
 _FIELD_REMEDY = "check [data] field in the run spec"
 
 
@@ -150,7 +150,7 @@ def _lines(piece: Piece) -> Iterator[tuple[int, int, bytes]]:
         offset, number = piece.start, 0
         if piece.start:
             file.seek(piece.start - 1)
-            if file.read(1) != b"\n":  # # the line belongs to the previous piece
+            if file.read(1) != b"\n":  # the line belongs to the previous piece
                 while line := file.readline(_CHUNK_BYTES):
                     offset += len(line)
                     if line.endswith(b"\n"):
@@ -280,7 +280,7 @@ def _load(name: str, subset: str | None, split: str) -> Any:
         return load_dataset(name, subset, split=split)
     except MemoryError:
         raise
-    except Exception as error:  # # the readers raise unrelated exception classes
+    except Exception as error:  # the readers raise unrelated exception classes
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
@@ -299,7 +299,7 @@ def read_rows(rows: Rows, piece: Piece, fields: Sequence[str], report: SourceRep
     for first in range(piece.start, piece.stop, _ROWS):
         try:
             found = rows[first : min(first + _ROWS, piece.stop)]
-        except (OSError, ValueError) as error:  # # all errors that pyarrow raises for cut or missing files
+        except (OSError, ValueError) as error:  # all errors that pyarrow raises for cut or missing files
             raise CorpusError(
                 f"data set {piece.path!r} cannot be read after row {first:,}: {error}",
                 "delete its copy in the cache of the datasets library, so that it is downloaded again",

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-_AGAIN_SECONDS = 0.05  # # before the signal is repeated, in case an error handler swallowed the first exception
+_AGAIN_SECONDS = 0.05  # before the signal is repeated, in case an error handler swallowed the first exception
 
 
 class TimeExceeded(BaseException):

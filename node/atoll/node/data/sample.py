@@ -21,7 +21,7 @@ class SampleText:
 
     source: str
     shard: int
-    token: int  # # number of the first token, counted from the start of the shard
+    token: int  # number of the first token, counted from the start of the shard
     text: str
     parts: tuple[tuple[bool, str], ...] = ()  # in a corpus with marks: whether it is trained, and text
 

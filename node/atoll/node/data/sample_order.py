@@ -82,7 +82,7 @@ class SampleOrder:
             raise ValueError(f"samples is {samples}; it must be at least 1")
         self.samples = samples
         self._seed = splitmix64(seed & _MASK)
-        self._last = 0, Permutation(self._seed, 0, samples)  # # replaced as a whole: several threads may read it
+        self._last = 0, Permutation(self._seed, 0, samples)  # replaced as a whole: several threads may read it
 
     def window(self, sample: int) -> int:
         """Return the window of sample number `sample` (0 or more)."""
@@ -147,7 +147,7 @@ class _SourceOrder:
     def __init__(self, seed: int, source: SourceWindows, per_group: int) -> None:
         self._seed, self._source, self._per_group = seed, source, per_group
         self._windows = source.windows
-        # # two each: one thread may read ahead over a boundary while another is still before it
+        # two each: one thread may read ahead over a boundary while another is still before it
         self._epoch = lru_cache(2)(lambda number: _Epoch(seed, number, source.shards))
         self._shuffled = lru_cache(4)(self._shuffle)
 

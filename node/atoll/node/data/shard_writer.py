@@ -40,7 +40,7 @@ class Group:
     seed: int | None  # None: the order of the input
     dtype: np.dtype[Any]
     shard_tokens: int
-    marks: bool = False  # # some tokens are input only; a bit marks the first token of each document
+    marks: bool = False  # some tokens are input only; a bit marks the first token of each document
 
     @property
     def tokens(self) -> int:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from atoll.core.data_position import SampleRange
 
-PATTERN_SAMPLES = 1 << 16  # # length of the pattern of sources, which repeats
+PATTERN_SAMPLES = 1 << 16  # length of the pattern of sources, which repeats
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _Stage:
         exact = np.array(stage.weights, dtype=np.float64)
         self.weights: NDArray[np.float64] = exact / exact.sum()
         self._counts = np.bincount(self._pattern, minlength=len(stage.weights)).astype(np.int64)
-        # # how many earlier slots of the pattern have the same source
+        # how many earlier slots of the pattern have the same source
         self._turns = np.zeros(len(self._pattern), dtype=np.int64)
         self._places = [np.nonzero(self._pattern == source)[0] for source in range(len(stage.weights))]
         for places in self._places:

@@ -35,7 +35,7 @@ class SourceReport:
     first_unanswered_examples: str = ""
     long_examples: int = 0  # longer than the build allows
     first_long_examples: str = ""
-    cut_examples: int = 0  # # examples that were cut at that length
+    cut_examples: int = 0  # examples that were cut at that length
     first_cut_examples: str = ""
 
     def skip_file(self, name: str, why: str) -> None:

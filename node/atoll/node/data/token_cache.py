@@ -107,13 +107,12 @@ class TokenCache:
             entry = _Entry.model_validate_json(self._description(key).read_bytes())
             report = SourceReport.from_dict(entry.report)
             with self._tokens(key).open("rb") as file:
-                # # the map's copy of the file descriptor keeps the lock
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the map's copy of the descriptor keeps the lock
                 size = os.fstat(file.fileno()).st_size
                 if entry.dtype != dtype.str or size != entry.tokens * dtype.itemsize:
                     return None
                 tokens = np.memmap(file, dtype=dtype, mode="r") if size else np.empty(0, dtype)
-            os.utime(self._description(key))  # # counts as used now: the newest entries are kept
+            os.utime(self._description(key))  # counts as used now: the newest entries are kept
         except (FileNotFoundError, BlockingIOError):
             return None
         except (OSError, ValidationError, ValueError) as error:
@@ -134,7 +133,7 @@ class TokenCache:
     def _build(self, key: str, dtype: np.dtype[Any], build: Build) -> None:
         self.forget(key)
         parts, new = self._folder / "parts", self._folder / "new.tokens"
-        shutil.rmtree(parts, ignore_errors=True)  # # left by a process that was killed
+        shutil.rmtree(parts, ignore_errors=True)  # left by a process that was killed
         parts.mkdir(mode=0o700)
         crc32 = size = 0
 

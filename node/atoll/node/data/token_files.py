@@ -91,7 +91,7 @@ def _megatron(index: Path) -> tuple[NDArray[Any], int]:
     if magic != _MAGIC or version != 1 or code not in _TYPES:
         raise CorpusError(f"{index} is not a Megatron index of version 1", _REMEDY)
     size = _HEADER.size + sequences * 12 + bounds * 8
-    # # a longer index is valid: modes of multimodal data follow
+    # a longer index is valid: modes of multimodal data follow
     if index.stat().st_size < size or not sequences or not bounds:
         raise CorpusError(f"{index} is cut short, or names no sequence", _REMEDY)
     kind = np.dtype(_TYPES[code])

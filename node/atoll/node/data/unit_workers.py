@@ -20,7 +20,7 @@ _REMEDY = "see the log; if the machine is short of memory, lower cpu_threads"
 @dataclass(frozen=True)
 class _TokeniseUnit:
     unit: Unit
-    tokenizer: CorpusTokenizer | str  # # its files, or its name if no file determines the encoding
+    tokenizer: CorpusTokenizer | str  # its files, or its name if no file determines the encoding
     path: Path
 
     def __call__(self) -> tuple[int, SourceReport]:
@@ -32,7 +32,7 @@ class _TokeniseUnit:
                 for part, _ in token_parts(read_unit(self.unit, report), tokenizer):
                     file.write(part.data)
                     tokens += len(part)
-        except OSError as error:  # # errors of reading were converted by the readers
+        except OSError as error:  # errors of reading were converted by the readers
             raise data_dir_unusable(self.path.parent, error) from error
         return tokens, report
 

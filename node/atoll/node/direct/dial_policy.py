@@ -29,9 +29,9 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 class DialPolicy:
     """Addresses that may be dialled in addition to global ones."""
 
-    loopback: bool  # # addresses of this machine
-    local: bool  # # private, shared and other addresses that are not routed on the internet
-    ranges: tuple[Network, ...] = ()  # # further private ranges that the owner allows
+    loopback: bool  # addresses of this machine
+    local: bool  # private, shared and other addresses that are not routed on the internet
+    ranges: tuple[Network, ...] = ()  # further private ranges that the owner allows
     low_ports: frozenset[int] = frozenset()  # ports below 1024
 
     @classmethod

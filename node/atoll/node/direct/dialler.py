@@ -41,7 +41,7 @@ ACCEPT_TIMEOUT = timedelta(seconds=5)  # for the peer to accept a stream; at mos
 IDLE_TIMEOUT = timedelta(minutes=5)
 MAX_CONNECTIONS_PER_PEER = 6
 OPTIMISTIC_WITHIN = timedelta(seconds=10)  # after a clean end, an optimistic stream does not wait for the accept
-# # concurrent name look-ups; if all names of one peer hang, another peer's can still be resolved
+# concurrent name look-ups; if all names of one peer hang, another peer's can still be resolved
 _LOOK_UPS = 2 * MAX_HOSTS
 MIN_BACKOFF, MAX_BACKOFF = timedelta(seconds=30), timedelta(minutes=10)
 
@@ -101,7 +101,7 @@ class Dialler:
         while (kept := self._pop_idle(peer_id)) is not None:
             try:
                 return await self._begin(kept, protocol, share)
-            except DeadlineExceeded as error:  # # the other idle connections are probably dead as well
+            except DeadlineExceeded as error:  # the other idle connections are probably dead as well
                 self._drop_idle(peer_id, error)
                 return None
             except (Unreachable, FrameInvalid):
@@ -213,7 +213,7 @@ class Dialler:
             connection = self._register(peer_id, tls_streams)
             self._connections_by_peer[peer_id].add(connection)
             await connection.send_proof(proof(offer.ticket, self._me, peer_id))
-        except Rejected:  # # the peer was banned; the connection is closed, or the gate does not know it
+        except Rejected:  # the peer was banned; the connection is closed, or the gate does not know it
             tls_streams[1].transport.abort()
             return
         except AtollError as error:

@@ -29,12 +29,12 @@ SAMPLES_PER_WINDOW = 4
 MIN_WINDOW_SECONDS, MAX_WINDOW_SECONDS = 0.08, 2.0
 WINDOW_ROUND_TRIPS = 4
 WINDOW_BYTES = 1024 * 1024  # a window holds this much of each sender: the best of smaller windows are noise
-SLOW_WINDOW_SECONDS = 0.24  # # on a slow link a window is not longer than this
-# # samples after a connection starts to send, until all acknowledgements are of data sent at a full rate
+SLOW_WINDOW_SECONDS = 0.24  # on a slow link a window is not longer than this
+# samples after a connection starts to send, until all acknowledgements are of data sent at a full rate
 SETTLING_SAMPLES = 2
-IDLE_SECONDS = 1.5  # # seconds without a sender, after which the pacer sleeps
+IDLE_SECONDS = 1.5  # seconds without a sender, after which the pacer sleeps
 IDLE_BYTES_PER_SECOND = 200e3  # a connection below this rate, with nothing unsent, does not count as sending
-_AFTER_A_FAULT = 1.0  # # pause in seconds after an error
+_AFTER_A_FAULT = 1.0  # pause in seconds after an error
 
 _log = log.get("direct")
 
@@ -58,7 +58,7 @@ class _SteadySample:
     samples: int = 0
     seconds: float = 0.0
     delivered: int = 0
-    allowed_bytes: float = 0.0  # # bytes that the pacing rate of one sample earlier allowed
+    allowed_bytes: float = 0.0  # bytes that the pacing rate of one sample earlier allowed
 
 
 @dataclass
@@ -67,16 +67,16 @@ class _ConnectionState:
 
     path: rates.PathEstimate = field(default_factory=rates.PathEstimate)
     given_bytes_per_second: float = math.inf  # its pacing rate, bytes per second
-    given_before: float = math.inf  # # the pacing rate one sample earlier, at which the data acknowledged now was sent
-    far: bool = False  # # whether any sample showed a round trip of 2 ms or more
-    near: bool = False  # # whether the last sample showed a shorter round trip
+    given_before: float = math.inf  # the pacing rate one sample earlier, at which the data acknowledged now was sent
+    far: bool = False  # whether any sample showed a round trip of 2 ms or more
+    near: bool = False  # whether the last sample showed a shorter round trip
     last_info: tcp.TcpInfo | None = None  # of the last sample
     delivered: int = 0  # bytes in this window
     steady: _SteadySample = field(default_factory=_SteadySample)
     streak: int = 0  # samples in a row with unsent data
     backlogged_samples: int = 0  # samples of this window with unsent data
     receiver_limited_samples: int = 0  # samples of this window in which the receive window stopped it
-    sends: bool = False  # # whether the last sample had unsent data
+    sends: bool = False  # whether the last sample had unsent data
 
 
 class Pacer:
@@ -87,7 +87,7 @@ class Pacer:
         self._clock = clock
         self._watched: dict[Paced, _ConnectionState] = {}
         self._busy = asyncio.Event()
-        self._seconds = 0.0  # # seconds since the window began
+        self._seconds = 0.0  # seconds since the window began
         self._samples = 0  # in this window
         self._quiet = 0.0  # seconds in which no connection sent
         self._task = asyncio.create_task(self._run()) if tcp.PACING_SUPPORTED else None
@@ -142,7 +142,7 @@ class Pacer:
         known = any(state.last_info is not None for state in self._watched.values())
         was_steady = self._is_steady
         self._quiet = 0.0 if self._read(seconds) else self._quiet + seconds
-        # # before the first estimate, early samples count too
+        # before the first estimate, early samples count too
         begins = self._is_steady and not was_steady and self.uplink.started
         if begins or not known:
             self._begin_window()
@@ -171,7 +171,7 @@ class Pacer:
             now = tcp.info(connection.sock)
             state.near = now is not None and 0 < now.min_rtt_seconds < LOCAL_RTT_SECONDS
             if now is None or now.min_rtt_seconds < LOCAL_RTT_SECONDS:
-                changes |= state.sends  # # earlier samples showed that the connection is far
+                changes |= state.sends  # earlier samples showed that the connection is far
                 state.sends, state.streak = False, 0
                 continue
             before, state.last_info, state.far = state.last_info, now, True
@@ -191,7 +191,7 @@ class Pacer:
             moves = now.unsent_bytes > 0 or delivered > IDLE_BYTES_PER_SECOND * seconds
             sends |= moves
             before_that, state.sends = state.sends, now.unsent_bytes > 0
-            # # the share of a connection that has finished goes to the others at once
+            # the share of a connection that has finished goes to the others at once
             changes |= state.sends != before_that
         if changes:
             self._set_rates()
@@ -209,12 +209,12 @@ class Pacer:
             if state.last_info is not None
         }
         busy = _far_ends(connection for connection, figures in sent.items() if figures.backlogged)
-        known = self.uplink.started  # # until then, a slow connection may still be starting
+        known = self.uplink.started  # until then, a slow connection may still be starting
         is_link_bound = len(busy) > 1 or len(_far_ends(self._watched)) == 1
         allowed = sum(state.steady.allowed_bytes for state in self._watched.values()) / seconds
         fits = (
             min(1.0, self.uplink.bytes_per_second / allowed) if known and allowed else 1.0
-        )  # # a probe's rates may be more than the link carries
+        )  # a probe's rates may be more than the link carries
         self.uplink = self.uplink.observe(seconds, tuple(sent.values()), is_link_bound=is_link_bound)
         for connection, figures in sent.items():
             state, steady = self._watched[connection], self._watched[connection].steady

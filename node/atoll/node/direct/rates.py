@@ -83,9 +83,9 @@ class UplinkEstimate:
         busy = max((sample.busy for sample in sent), default=0.0)
         if (
             not self.started and busy and rate / busy >= MIN_DELIVERED_FRACTION * self.start_bytes_per_second
-        ):  # # bursts count as well
+        ):  # bursts count as well
             return UplinkEstimate(start_bytes_per_second=START_STEP * self.start_bytes_per_second)
-        # # otherwise the rate is only a lower bound of the uplink's
+        # otherwise the rate is only a lower bound of the uplink's
         if not is_link_bound or not any(sample.backlogged for sample in sent):
             return self._at_least(rate) if self.started and rate > self.bytes_per_second else self
         if not self.started:
@@ -134,7 +134,7 @@ class PathEstimate:
         rate = sent.delivered / seconds
         if not sent.backlogged or math.isinf(given):
             return replace(self, last_bytes_per_second=rate)
-        # # a connection whose rate still grows is only starting
+        # a connection whose rate still grows is only starting
         still = rate <= self.last_bytes_per_second * PATH_HEADROOM
         if rate < PATH_LIMITED_BELOW * given and still:
             return PathEstimate(max(rate * PATH_HEADROOM, MIN_BYTES_PER_SECOND), rate)

@@ -183,7 +183,7 @@ class DirectReader(asyncio.StreamReader):
         sock = self._connection.get_extra_info("socket")
         if sock is None:  # the connection was lost
             return
-        with suppress(OSError):  # # closed in the meantime
+        with suppress(OSError):  # closed in the meantime
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
             self._receive_low_water = count
 

@@ -27,7 +27,7 @@ from atoll.node.wire.traffic import Traffic
 from atoll.v1 import dataplane_pb2 as dp
 
 RegisterConnection = Callable[[str, TlsStreams], "Connection"]  # raises if the peer is no longer a member
-END_TIMEOUT = timedelta(seconds=10)  # # for the peer's END after this end's: the peer's handler may be busy
+END_TIMEOUT = timedelta(seconds=10)  # for the peer's END after this end's: the peer's handler may be busy
 _WRITE_BYTES = 256 * 1024  # encrypted at once, in the event loop
 _LITTLE_BYTES = _WRITE_BYTES // 4  # asyncio's low-water mark: a waiting writer continues below it
 

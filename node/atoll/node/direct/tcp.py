@@ -77,7 +77,7 @@ def info(sock: SocketOptions) -> TcpInfo | None:
         return None
     try:
         data = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-    except OSError:  # # closed in the meantime, or no TCP_INFO
+    except OSError:  # closed in the meantime, or no TCP_INFO
         return None
     if len(data) < _INFO.size:
         return None

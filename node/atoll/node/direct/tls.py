@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-_LIFETIME = dt.timedelta(days=3650)  # # nobody checks it: the process ends earlier
+_LIFETIME = dt.timedelta(days=3650)  # nobody checks it: the process ends earlier
 _BACKDATE = dt.timedelta(days=1)
 
 

@@ -31,7 +31,7 @@ class ExportedModel:
 
     directory: Path
     base: Path | None  # the base model's directory; only for adapters
-    origin: Mapping[str, object]  # # the run and the round of the export; empty if the files do not name them
+    origin: Mapping[str, object]  # the run and the round of the export; empty if the files do not name them
 
     @property
     def trained_by_atoll(self) -> bool:
@@ -52,7 +52,7 @@ class LoadedModel:
 
     model: Any
     tokenizer: Any
-    end_token: int | None  # # the token that separates documents
+    end_token: int | None  # the token that separates documents
 
     @property
     def dtype(self) -> str:
@@ -98,18 +98,18 @@ def load(export: ExportedModel, device: torch.device) -> LoadedModel:
         raise ModelTooLarge(
             f"the model does not fit {device}", "export with --dtype bf16, or use --device cpu"
         ) from error
-    except Exception as error:  # # damaged or malicious files can make these libraries raise any exception
+    except Exception as error:  # damaged or malicious files can make these libraries raise any exception
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{export.directory} cannot be loaded: {reason}", _REMEDY) from error
     if len(tokenizer) > (rows := model.get_input_embeddings().weight.shape[0]):
         raise ConfigError(f"the tokenizer has {len(tokenizer)} tokens, but the model only {rows}", _REMEDY)
     end = tokenizer.eos_token_id
-    if end is None:  # # the byte tokenizer: its end token is also a byte of text, so it must not be declared as special
+    if end is None:  # the byte tokenizer: its end token is also a byte of text, so it must not be declared as special
         end = model.config.eos_token_id
     end = end if isinstance(end, int) else None
     if (
         tokenizer.pad_token is None and end is not None
-    ):  # # padding is masked anyway; a new token would have no row in the model
+    ):  # padding is masked anyway; a new token would have no row in the model
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(end)
     return LoadedModel(model, tokenizer, end)
 
@@ -127,7 +127,7 @@ def _load(export: ExportedModel) -> tuple[Any, Any]:
         output_loading_info=True,
     )
     wrong = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in report.get(kind, ()))
-    if wrong:  # # otherwise the library would continue with random weights
+    if wrong:  # otherwise the library would continue with random weights
         raise ValueError(f"weights are missing or have another shape: {', '.join(wrong[:3])}")
     if export.base is not None:
         from peft import PeftModel

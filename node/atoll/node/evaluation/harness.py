@@ -45,7 +45,7 @@ class EvaluationOptions:
     tasks: tuple[str, ...]  # names of tasks, groups or tags
     include: tuple[Path, ...] = ()  # directories of the user's own tasks
     limit: int | None = None  # samples of each task; None: all
-    few_shot: int | None = None  # # solved examples in each prompt; None: the task's default
+    few_shot: int | None = None  # solved examples in each prompt; None: the task's default
     batch_size: int | str = 1  # or "auto"
     device: str = "auto"
 
@@ -114,7 +114,7 @@ def evaluate_export(export: ExportedModel, options: EvaluationOptions) -> Evalua
     Raises `NotFound` for an unknown task or directory, `Unreachable` if data cannot be downloaded, `TaskUnusable`,
     `ConfigError`, `ModelTooLarge`.
     """
-    logging.getLogger("lm_eval").setLevel(logging.CRITICAL)  # # its errors are raised or counted here
+    logging.getLogger("lm_eval").setLevel(logging.CRITICAL)  # its errors are raised or counted here
     device = choose_device(options.device)
     with no_downloaded_metrics(evaluate), redirect_stdout(sys.stderr):  # the library prints
         tasks = _load_tasks(options)

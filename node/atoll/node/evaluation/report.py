@@ -19,7 +19,7 @@ class Metric:
     """One metric of a task."""
 
     metric: str
-    filter: str  # # how the answer was extracted from the model's output; "none" if it was not
+    filter: str  # how the answer was extracted from the model's output; "none" if it was not
     value: float | None  # None if it is not a finite number
     stderr: float | None  # None if the metric or the number of samples gives none
     higher_is_better: bool | None  # None if the task does not say so
@@ -84,6 +84,6 @@ def _metrics(values: Mapping[str, Any], better: Mapping[str, bool | None]) -> tu
 def _number(value: Any) -> float | None:
     try:
         number = float(value)
-    except (TypeError, ValueError):  # # "N/A", or a metric that is not a number
+    except (TypeError, ValueError):  # "N/A", or a metric that is not a number
         return None
     return number if math.isfinite(number) else None

@@ -30,7 +30,7 @@ from atoll.node.model.llama import NORM_EPSILON, Decoder
 from atoll.node.model.tokenizer import Tokenizer
 from atoll.node.state.tensor_file import LayerLayout
 
-ORIGIN_FILE = "atoll.json"  # # of adapters; a separate file, because `peft` warns of unknown keys
+ORIGIN_FILE = "atoll.json"  # of adapters; a separate file, because `peft` warns of unknown keys
 DEFAULT_SHARD_BYTES = 50e9  # the default of `transformers`
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -114,7 +114,7 @@ def _merged_groups(
     def merge(layer: int) -> dict[str, Tensor]:
         from peft.tuners.lora import LoraLayer
 
-        gc.collect()  # # modules of the previous layer refer to each other in cycles
+        gc.collect()  # modules of the previous layer refer to each other in cycles
         span = SpanModel(architecture.span_definition(Span(layer, layer)), torch.device("cpu"))
         pretrained_weights.load(architecture, base.directory, span, base.check)
         for name, view in span.trained_layout.views(span.weights_E):

@@ -30,7 +30,7 @@ from atoll.node.limits.traffic_limit import TrafficLimit, TrafficLimiter, local_
 from atoll.node.system.training_policy import MachineObservation, PauseCause, TrainingDecision, active_causes, decide
 from atoll.v1 import membership_pb2 as mb
 
-if TYPE_CHECKING:  # # a seed has limits but no torch
+if TYPE_CHECKING:  # a seed has limits but no torch
     from atoll.node.trainer.trainer import TrainerFacts
 
 OBSERVE_INTERVAL = timedelta(seconds=5)
@@ -58,7 +58,7 @@ class LimitTargets:
 
     traffic: TrafficLimiter
     session: Pausable | None
-    limit_training: Callable[[NodeConfig], Awaitable[None]]  # # raises `ModelTooLarge` if the model exceeds them
+    limit_training: Callable[[NodeConfig], Awaitable[None]]  # raises `ModelTooLarge` if the model exceeds them
     facts: Callable[[], TrainerFacts | None]
 
 
@@ -83,7 +83,7 @@ class LimitEnforcer:
         self._clock = clock
         self._targets: LimitTargets | None = None
         self._overruled_causes: frozenset[PauseCause] = frozenset()  # limits overruled by `resume --force`
-        self._finishing = False  # # the saved intent, for the next start, differs from `intent`
+        self._finishing = False  # the saved intent, for the next start, differs from `intent`
         self._changed = asyncio.Event()
         self._change_lock = asyncio.Lock()
         self._machine_usage = MachineUsage(clock.monotonic())
@@ -105,7 +105,7 @@ class LimitEnforcer:
     async def attach(self, targets: LimitTargets) -> None:
         """Begin to enforce the limits; the first decision is applied when this returns."""
         self._targets = targets
-        await asyncio.to_thread(self._power.restore)  # # a daemon that was killed may have left its power cap
+        await asyncio.to_thread(self._power.restore)  # a daemon that was killed may have left its power cap
         self._traffic.limit_rates(targets.traffic, self.config)
         await self.observe_and_enforce()
 
@@ -159,9 +159,9 @@ class LimitEnforcer:
             self._end_expired_pause()
         await self._apply_power_cap(targets)
         before, seen = self.decision, await self._observe()
-        # # also while the settle time after the return of mains power runs
+        # also while the settle time after the return of mains power runs
         paused_by = {before.cause} if not before.train else set()
-        # # a limit that allows training again is no longer overruled
+        # a limit that allows training again is no longer overruled
         self._overruled_causes &= active_causes(self.config.policy, seen) | paused_by
         self.decision = decide(self.config.policy, seen, before, self._overruled_causes)
         if self.decision.cause is not before.cause:
@@ -254,7 +254,7 @@ class LimitEnforcer:
         self._overruled_causes = self._overruled_causes | paused_by if request.get("force") else frozenset()
         self._set_intent(OwnerIntent())
         if self._targets is not None:
-            await self.observe_and_enforce()  # # the limit in force is now overruled, but another one may still apply
+            await self.observe_and_enforce()  # the limit in force is now overruled, but another one may still apply
         return {"paused": bool(self.reason), "reason": self.reason, "warning": self._warnings.get("intent", "")}
 
     def _set_intent(self, intent: OwnerIntent) -> None:
@@ -306,7 +306,7 @@ class LimitEnforcer:
         names = ", ".join(f"ATOLL_{key.upper()}" for key in overridden)
         self._warn("environment", f"the next start takes {names} from the environment instead" if overridden else "")
         self._loaded = new
-        # # decide again under the new limits, without the settle time of mains power
+        # decide again under the new limits, without the settle time of mains power
         self.decision = TrainingDecision(True, self.decision.cause)
         self._traffic.limit_rates(targets.traffic, self.config)
         self._requested_power_cap = None

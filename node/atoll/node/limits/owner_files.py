@@ -17,7 +17,7 @@ from atoll.core import log
 from atoll.core.files import write_atomic
 from atoll.node.system.training_policy import month_of
 
-MONTHS_KEPT = 24  # # the months that traffic was counted for last
+MONTHS_KEPT = 24  # the months that traffic was counted for last
 _INTENT_FILE, _TRAFFIC_FILE = "owner.json", "traffic.json"
 
 _log = log.get("owner")

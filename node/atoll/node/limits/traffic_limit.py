@@ -12,7 +12,7 @@ from atoll.core.errors import AtollError
 from atoll.node.config import NodeConfig
 from atoll.node.limits.owner_files import MonthlyTraffic
 
-TRAFFIC_SAVE_INTERVAL = timedelta(seconds=60)  # # a crash loses at most the count of this time
+TRAFFIC_SAVE_INTERVAL = timedelta(seconds=60)  # a crash loses at most the count of this time
 _BYTES_PER_MBIT = 1e6 / 8
 
 

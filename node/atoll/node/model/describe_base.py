@@ -15,7 +15,7 @@ from atoll.node.model.hf_configuration import NON_MODEL_KEYS, build_configuratio
 from atoll.node.model.huggingface import build_architecture, read_configuration
 from atoll.node.model.pretrained_weights import tensor_files
 
-# # these keys do not change the model
+# these keys do not change the model
 _TOKENS = {"bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id"}
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Documents(NamedTuple):
     """Inputs of every block's attention for the documents of a micro-batch."""
 
-    positions_BT: Tensor  # # int64, counted from 0 in each document
+    positions_BT: Tensor  # int64, counted from 0 in each document
     mask: Tensor | BlockMask  # Tensor: [B,1,T,T], 0 where a token attends and -inf elsewhere
 
 

@@ -37,7 +37,7 @@ class FlatLayout:
     """The mapping between a model's parameters and one flat vector; a tied parameter appears once."""
 
     slots: tuple[Slot, ...]
-    layer_offsets: tuple[int, ...]  # # start of each layer, then the length of the vector
+    layer_offsets: tuple[int, ...]  # start of each layer, then the length of the vector
 
     @classmethod
     def of(cls, model: Decoder) -> FlatLayout:

@@ -33,7 +33,7 @@ def gets_documents(given: dict[str, Any], starts_BT: Tensor) -> bool:
     mask = given.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[2:] != (starts_BT.shape[1],) * 2:
         return False
-    allowed = mask > -1.0 if mask.is_floating_point() else mask.bool()  # # additive masks have very negative values
+    allowed = mask > -1.0 if mask.is_floating_point() else mask.bool()  # additive masks have very negative values
     across, own = allowed & ~attends(starts_BT), allowed.diagonal(dim1=2, dim2=3)
     return not bool(across.any()) and bool(own.all()) and _restarts(given, starts_BT)
 

@@ -170,7 +170,7 @@ class HuggingFaceArchitecture:
         """
         model, paths = self._build(), self.module_paths
         blocks = [model.get_submodule(f"{paths.blocks}.{index}") for index in range(paths.blocks_count)]
-        # # blocks with state, such as state-space blocks
+        # blocks with state, such as state-space blocks
         mixes = any(isinstance(part, nn.Conv1d) for block in blocks for part in block.modules())
         recorders = [RecordingBlock() for _ in blocks]
         self._remove_other_layers(model, Span(0, 0))
@@ -195,7 +195,7 @@ def build_architecture(config: Any, lora: Any = None) -> HuggingFaceArchitecture
         return HuggingFaceArchitecture(config, lora)
     except AtollError:
         raise
-    except Exception as error:  # # the code of a family can raise any exception
+    except Exception as error:  # the code of a family can raise any exception
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedModel(
             f"{config.model_type} cannot be built from [model] config: {reason}",
@@ -212,7 +212,7 @@ def read_configuration(directory: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # # untrusted data, which every family checks in a different way
+    except Exception as error:  # untrusted data, which every family checks in a different way
         raise ConfigError(
             f"{directory} has no configuration that the installed transformers knows: {error}",
             "name a directory with a config.json of a supported architecture",

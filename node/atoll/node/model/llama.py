@@ -77,7 +77,7 @@ class Attention(nn.Module):
             )
         if not isinstance(documents.mask, Tensor):
             return flex_attention_of(query_BHTE, key_BKTE, value_BKTE, documents.mask, grouped=self.grouped)
-        # # key heads are repeated, because no fused kernel takes a mask and fewer key heads
+        # key heads are repeated, because no fused kernel takes a mask and fewer key heads
         groups = query_BHTE.shape[1] // key_BKTE.shape[1]
         return nn.functional.scaled_dot_product_attention(
             query_BHTE,

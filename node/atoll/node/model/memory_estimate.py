@@ -19,9 +19,9 @@ from atoll.v1 import plan_pb2
 
 TOKEN_BYTES = 8
 _KEPT_OUTPUTS = 4 / 3  # elements kept from forward to backward, per element that a block's matrices output
-_KEPT_WIDTHS = 5.0  # # additional vectors of model width that a block keeps
-_MOVING_OUTPUTS = 1 / 3  # # share of a block's output gradients that exist at the same time
-_LARGEST_MATRIX = 0.25  # # share of a block's elements; its gradient exists twice until it is added
+_KEPT_WIDTHS = 5.0  # additional vectors of model width that a block keeps
+_MOVING_OUTPUTS = 1 / 3  # share of a block's output gradients that exist at the same time
+_LARGEST_MATRIX = 0.25  # share of a block's elements; its gradient exists twice until it is added
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class StageTraffic:
 
     micro_batch_tokens: int
     sequence_length: int
-    # # largest number of micro-batches between forward and backward here: the credits of the upstream stage
-    credits: int
+    credits: int  # largest number of micro-batches between forward and backward here: the credits of the upstream stage
     masks: MaskMemory = NO_MASKS  # of documents
 
 

@@ -27,7 +27,7 @@ from atoll.node.model.span_model import TrainableModel
 Check = Callable[[str], None]
 _MAX_INDEX_BYTES = 64 << 20
 
-_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # # other dtypes are quantised values, which need a scale
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # other dtypes are quantised values, which need a scale
 
 
 def _trusted(_: str) -> None:

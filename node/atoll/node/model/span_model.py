@@ -95,7 +95,7 @@ class TrainableModel(Protocol):
 
     span_definition: SpanDefinition
     device: torch.device
-    trained_layout: FlatLayout  # # layout of all trained parameters, including those on other devices
+    trained_layout: FlatLayout  # layout of all trained parameters, including those on other devices
     frozen_layout: FlatLayout
     weights: Weights
 

@@ -113,10 +113,7 @@ class StageStreams:
     # --- in -----------------------------------------------------------------------------------------
 
     async def forward_incoming(self, stream: Stream, first: bytes) -> None:
-        """Forward a neighbour's messages to the trainer.
-
-        At the end, raise the reason, which is sent to the neighbour.
-        """
+        """Forward a neighbour's messages to the trainer. At the end, raise the reason for the neighbour."""
         sender = self._route.stage_of(stream.peer_id)
         if self._broken.done():
             raise await asyncio.shield(self._broken)

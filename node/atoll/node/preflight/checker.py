@@ -25,7 +25,7 @@ class _Progress:
 
     def __init__(self) -> None:
         self._output = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # # output that libraries print must not mix with the answer
+        os.dup2(2, 1)  # output that libraries print must not mix with the answer
         self._lock = threading.Lock()
         self._told = 0.0
 

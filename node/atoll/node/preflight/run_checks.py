@@ -24,7 +24,7 @@ from atoll.node.preflight.machine import LEAST_FREE_BYTES, check_free_space
 from atoll.node.system.host_memory import usable_host_memory
 from atoll.v1 import plan_pb2
 
-OnProgress = Callable[[str, int], object]  # # the name of the input that is read, and how much of it was read
+OnProgress = Callable[[str, int], object]  # the name of the input that is read, and how much of it was read
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Request:
 
     run_spec_toml: str
     layers_hex: str = ""  # the run's layer table, if it is known
-    corpus_digest: str = ""  # # of the run, if it is decided yet
+    corpus_digest: str = ""  # of the run, if it is decided yet
     data: str = ""  # the owner's paths
     base: str = ""
     cache: str = ""
@@ -70,8 +70,8 @@ class Found:
     """Results of the checks. The parent gets them as JSON."""
 
     device: str
-    memory_bytes: int  # # device memory that training may use
-    share: float  # # share of the layers that fit, approximately; 1: all, or not known
+    memory_bytes: int  # device memory that training may use
+    share: float  # share of the layers that fit, approximately; 1: all, or not known
 
 
 def check_run(request: Request, on_progress: OnProgress) -> Found:
@@ -120,8 +120,8 @@ def check_directory_of_corpus(spec: RunSpec, data: str) -> None:
 def check_text(spec: RunSpec, request: Request, on_progress: OnProgress) -> None:
     """Read and tokenise the text of a run without a corpus of shards. Raises `CorpusError`, `ConfigError`."""
     if spec.data.source == "corpus" or not request.read_text:
-        return  # # blocks are fetched while the node trains, and each is checked against the card
-    os.environ["RAYON_NUM_THREADS"] = str(max(1, request.cpu_threads))  # # threads of the tokenizers library
+        return  # blocks are fetched while the node trains, and each is checked against the card
+    os.environ["RAYON_NUM_THREADS"] = str(max(1, request.cpu_threads))  # threads of the tokenizers library
     from atoll.node.data.corpus import load_corpus
 
     corpus = load_corpus(

@@ -16,7 +16,7 @@ from atoll.node.system import child_processes
 
 SILENCE_TIMEOUT = timedelta(minutes=10)  # between two lines of progress
 _STOP_TIMEOUT = timedelta(seconds=2)
-# # systemd's `TimeoutStartSec` is too short for terabytes of text and weights
+# systemd's `TimeoutStartSec` is too short for terabytes of text and weights
 _MORE_TIME = "EXTEND_TIMEOUT_USEC=60000000"
 _TOLD_EVERY = 10  # lines of progress
 
@@ -50,7 +50,7 @@ async def _answer(lines: asyncio.StreamReader) -> Found:
             async with asyncio.timeout(SILENCE_TIMEOUT.total_seconds()):
                 line = await lines.readline()
             sdnotify.notify(os.environ.get("NOTIFY_SOCKET", ""), _MORE_TIME)
-        except ValueError as error:  # # a line without an end
+        except ValueError as error:  # a line without an end
             raise ChildDied("the check of this machine answered too much", "see what it printed") from error
         except TimeoutError as error:
             raise DeadlineExceeded(

@@ -33,10 +33,7 @@ class Attendance:
         report_ahead: Callable[[], None],
         released: Callable[[], None],
     ) -> None:
-        """`install` commits a held result if its votes suffice.
-
-        `released` is called when an attempt ended without a commit.
-        """
+        """`install` commits a held result if its votes suffice; `released` is called if an attempt ends without one."""
         self.following: Follower | None = None
         self._at = standing
         self._signer = signer

@@ -33,7 +33,7 @@ from atoll.v1 import dataplane_pb2 as dp
 PROTOCOL = "/atoll/hello/1"
 MAX_HELLO_BYTES = 4096
 HELLO_TIMEOUT = timedelta(seconds=5)
-DIALLED_FIRST_WAIT = timedelta(seconds=1)  # # time for the peer to dial this node: a few round trips
+DIALLED_FIRST_WAIT = timedelta(seconds=1)  # time for the peer to dial this node: a few round trips
 
 OpenSocket = Callable[[str, str, timedelta], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 

@@ -17,11 +17,11 @@ from atoll.core.clock import Clock
 
 MAX_AT_ONCE = 256  # each costs a descriptor and 4 KiB
 MAX_AT_ONCE_PER_PEER = 2
-HELLOS_PER_SECOND = 200.0  # # verified per second; one verification takes 0.2 ms
+HELLOS_PER_SECOND = 200.0  # verified per second; one verification takes 0.2 ms
 BURST = 400.0
 PAUSE_SECONDS = 1.0  # after a peer lost its place
 _MAX_REMEMBERED = 4096
-_IP4, _IP4_BYTES = 0x04, 4  # # multiaddr codes, and the number of address bytes that identify a host
+_IP4, _IP4_BYTES = 0x04, 4  # multiaddr codes, and the number of address bytes that identify a host
 _IP6, _IP6_BYTES = 0x29, 8  # one host has a network of 64 bits
 
 
@@ -32,7 +32,7 @@ class Place:
     peer_id: str
     host: bytes
     abort: Callable[[], None]
-    counts: bool  # # whether it counts against the bounds: the peer was not admitted when it came, or is not yet
+    counts: bool  # whether it counts against the bounds: the peer was not admitted when it came, or is not yet
 
 
 class HelloPlaces:

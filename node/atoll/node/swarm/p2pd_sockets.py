@@ -36,7 +36,7 @@ class BorrowedSocket:
 
     def __init__(self, process: int, descriptor: int, address: str) -> None:
         """`process` is a pidfd. Raises `OSError` if the kernel does not allow the copy."""
-        self.peer_id = address  # # the IP address, because this node does not know the peer of the connection
+        self.peer_id = address  # the IP address, because this node does not know the peer of the connection
         self.sock = self
         self._process, self._descriptor = process, descriptor
         self._cookie = b""
@@ -131,7 +131,7 @@ class P2pdSockets:
             except PermissionError:
                 raise
             except OSError:
-                continue  # # closed in the meantime
+                continue  # closed in the meantime
         for descriptor, borrowed in self._borrowed_sockets.items():
             if descriptor not in self._paced and borrowed.sends_bulk():
                 self._paced.add(descriptor)

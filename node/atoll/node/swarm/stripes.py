@@ -55,7 +55,7 @@ class StripedReader:
         self._readers = readers
         self._at = 0  # bytes read so far
         self._requested: int | None = None  # size of the read in progress
-        self._found = bytearray()  # # bytes of that read so far
+        self._found = bytearray()  # bytes of that read so far
         self._ended_at: float | None = None  # when an end of a stripe was noticed; None once more bytes arrive
 
     async def readexactly(self, n: int, /) -> Buffer:

@@ -9,7 +9,7 @@ from pathlib import Path
 from atoll.core.errors import AtollError
 from atoll.core.files import write_atomic
 
-PORT_FILE = "port"  # # for the port of libp2p
+PORT_FILE = "port"  # for the port of libp2p
 DIRECT_PORT_FILE = "direct-port"
 
 

@@ -62,7 +62,7 @@ class MachineObservation:
     monotonic: float
     month_bytes: int = 0
     on_battery: bool = False
-    seconds_since_use: float = float("inf")  # # since a person or another program last used the machine
+    seconds_since_use: float = float("inf")  # since a person or another program last used the machine
 
 
 @dataclass(frozen=True)

@@ -147,5 +147,5 @@ class WorkerPool(Generic[Result]):
         self._children.clear()
 
 
-# # arguments: the number of workers, and advice to the user if one dies
+# arguments: the number of workers, and advice to the user if one dies
 StartPool = Callable[[int, str], WorkerPool[Any]]

@@ -48,7 +48,7 @@ def _run(task: Callable[[], Any]) -> Any:
 
 
 if __name__ == "__main__":
-    # # imported under its real name, so that pickled classes are the same as the pool's
+    # imported under its real name, so that pickled classes are the same as the pool's
     from atoll.node.system import worker_process
 
     worker_process.main(int(sys.argv[1]))

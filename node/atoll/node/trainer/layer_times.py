@@ -60,7 +60,7 @@ def time_layer(layer: Callable[[Tensor], Tensor], x: Tensor, clock: Clock) -> tu
     """
     forwards, backwards = [], []
     output = x
-    for _ in range(1 + REPETITIONS):  # # the first repetition warms up kernels and allocator and does not count
+    for _ in range(1 + REPETITIONS):  # the first repetition warms up kernels and allocator and does not count
         given = x.detach().requires_grad_(x.is_floating_point())
         began = _now(x.device, clock)
         output = layer(given)

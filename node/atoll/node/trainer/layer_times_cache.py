@@ -26,7 +26,7 @@ from atoll.node.model.run_model import RunModel
 from atoll.node.trainer.layer_times import LayerTimes
 from atoll.node.training.device import DeviceFacts, working_precision
 
-MAX_AGE = timedelta(days=7)  # # drivers, clock rates and the machine's other load change
+MAX_AGE = timedelta(days=7)  # drivers, clock rates and the machine's other load change
 ENTRIES = 16
 _Seconds = Annotated[FiniteFloat, Field(ge=0)]  # per token
 

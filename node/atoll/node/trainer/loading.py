@@ -207,8 +207,8 @@ def load_trainer_state(
     devices = rendezvous.devices if rendezvous is not None else [torch.device(facts.device)]
     device = devices[config.rank]
     spec = parse_run_spec(config.run_spec_toml)
-    os.environ["RAYON_NUM_THREADS"] = str(max(1, config.cpu_threads))  # # threads of the tokenizers library
-    with heartbeat(partial(on_progress, 0)):  # # loading the tokenizer may download it
+    os.environ["RAYON_NUM_THREADS"] = str(max(1, config.cpu_threads))  # threads of the tokenizers library
+    with heartbeat(partial(on_progress, 0)):  # loading the tokenizer may download it
         opened = _open_corpus(config, spec, clock, on_trouble) if spec.data.source == "corpus" else None
         tokenizer = load_tokenizer(spec.data.tokenizer) if opened is None else opened.tokenizer
     run = run_model(spec, tokenizer.vocabulary, Path(config.base_path) if config.base_path else None)

@@ -31,7 +31,7 @@ class TrainerConfig:
     rank: int = 0  # index of this process's device among several
     cpu_threads: int = 1
     minimum_step_seconds: float = 0.0  # paces a volunteer's machine; other nodes do not see it
-    compute_share: float = 1.0  # # maximum share of the time in which the trainer computes
+    compute_share: float = 1.0  # maximum share of the time in which the trainer computes
     vram_fraction: float = 1.0  # of the device's memory; no effect on a CPU
     memory_bytes: int = 0  # limit on a CPU for training, without torch and the corpus; 0: no limit
     span: tuple[int, int] | None = None  # first and last layer to hold; None: all layers
@@ -51,8 +51,7 @@ class TrainerStatus:
     tokens: int = 0
     tokens_per_second: float = 0.0  # over the recent steps, rests between steps included
     step_seconds: float = 0.0  # time per recent step, rests included
-    # # compute time plus the rest that `compute_share` requires; 0: not measured yet
-    busy_seconds_per_token: float = 0.0
+    busy_seconds_per_token: float = 0.0  # compute time plus the rest that `compute_share` requires; 0: not measured yet
     train_loss: float = 0.0  # nats per token, mean over the last steps
     data_stall_seconds: float = 0.0
     data_stall_share: float = 0.0  # of the recent training time, 0 to 1
@@ -60,15 +59,15 @@ class TrainerStatus:
     data_bytes_trained: int = 0  # stored bytes of the samples that training took from it
     data_blocks: tuple[int, ...] = BlockCounts()
     data_mirrors: tuple[tuple[str, str, int, str], ...] = ()  # the fields of a `MirrorReport`
-    data_trouble: str = ""  # # why the next batch is late; empty while batches arrive
+    data_trouble: str = ""  # why the next batch is late; empty while batches arrive
     samples_repeated: int = 0
     training: bool = False
-    # # tokens trained since the last applied anchor: those that a snapshot taken now would contain
+    # tokens trained since the last applied anchor: those that a snapshot taken now would contain
     progress_tokens: int = 0
     progress_samples: int = 0
     skipped_steps: int = 0  # steps whose gradients were not finite
-    route_ready: bool = False  # # a stage: whether the route can flush, as far as this stage knows
-    route_trouble: str = ""  # # why the route last broke; empty after the next flush that ends with a step
+    route_ready: bool = False  # a stage: whether the route can flush, as far as this stage knows
+    route_trouble: str = ""  # why the route last broke; empty after the next flush that ends with a step
     flushes_aborted: int = 0  # counted at the driver
 
 
@@ -154,7 +153,7 @@ class Audit:
 
     own: tuple[int, ...]  # sample numbers
     other: tuple[int, ...]
-    start: int  # # first element of the update
+    start: int  # first element of the update
     end: int
 
 
@@ -253,7 +252,7 @@ class Loading:
     """Progress report of a child that loads. A child that sends none for too long is assumed to hang."""
 
     tokens: int  # of the corpus read so far
-    trouble: str = ""  # # why loading cannot continue now
+    trouble: str = ""  # why loading cannot continue now
 
 
 @dataclass(frozen=True)
@@ -275,10 +274,10 @@ class Ready:
     layer_times: tuple[tuple[str, float, float], ...]  # kind; seconds per token, forward and backward
     span: tuple[int, int] | None = None  # first and last held layer; None: no layers, because the model is too large
     whole_model_bytes: int = 0  # device memory that all layers would take
-    text_left_out: str = ""  # # one clause about the training text that is unusable
+    text_left_out: str = ""  # one clause about the training text that is unusable
     sample_tokens: int = 0
-    sources: tuple[tuple[str, int], ...] = ()  # # of a corpus: name and samples in an epoch
-    # # stages of the mixture: first sample, weights of the sources
+    sources: tuple[tuple[str, int], ...] = ()  # of a corpus: name and samples in an epoch
+    # stages of the mixture: first sample, weights of the sources
     mixture: tuple[tuple[int, tuple[float, ...]], ...] = ()
 
 
@@ -301,7 +300,7 @@ class Loss:
     """Answer to `Evaluate`."""
 
     value: float  # nats per token
-    sources: tuple[tuple[str, float, int], ...] = ()  # # if there are several: name, loss, number of held-out windows
+    sources: tuple[tuple[str, float, int], ...] = ()  # if there are several: name, loss, number of held-out windows
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class RankProcess:
         try:
             state.probe(self._orders.anchor_E, probe.minimum_step_seconds, probe.compute_share)
         except AtollError as error:
-            # # this ends the trainer: otherwise the other ranks would wait in a collective operation
+            # this ends the trainer: otherwise the other ranks would wait in a collective operation
             self._channel.answer(0, refusal(error))
             raise
         self._channel.answer(number, messages.Done())

@@ -24,9 +24,9 @@ from atoll.core.errors import ChildDied
 from atoll.node.trainer import messages
 from atoll.node.training.device_names import parse_device_names
 
-# # the kernel closes all sockets of a dead rank together, including its control socket
+# the kernel closes all sockets of a dead rank together, including its control socket
 _LOSS_TIMEOUT = timedelta(seconds=10)
-# # less than the daemon's `ORDER_TIMEOUT`, since the daemon cannot tell which rank is late
+# less than the daemon's `ORDER_TIMEOUT`, since the daemon cannot tell which rank is late
 _ANSWER_TIMEOUT = timedelta(minutes=9)
 
 _log = log.get("trainer")

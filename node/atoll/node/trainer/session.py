@@ -38,7 +38,7 @@ from atoll.node.training.loop import InnerLoop
 from atoll.node.training.stall_share import StallShare
 
 STATUS_INTERVAL_SECONDS = 0.5
-TIMED_FIRST, TIMED_EVERY = 4, 16  # # on a GPU, time the first 4 steps and then every 16th
+TIMED_FIRST, TIMED_EVERY = 4, 16  # on a GPU, time the first 4 steps and then every 16th
 
 
 class Channel(Protocol):
@@ -183,7 +183,7 @@ class TrainerSession:
         if isinstance(event, messages.Envelope):
             self._pending_orders.append(event)
             if isinstance(event.body, messages.Stop | messages.KeepOptimizer) and isinstance(self._loop, StageLoop):
-                # # otherwise the order would wait for the end of a flush that other stages may never finish
+                # otherwise the order would wait for the end of a flush that other stages may never finish
                 self._loop.leave(FlushAborted("the trainer stops"))
         elif event is not None:
             self._stage().on_route_event(event)
@@ -193,7 +193,7 @@ class TrainerSession:
         computing = compute_clock_seconds(self._state.device, self._clock)
         was_between = loop.between_steps
         if isinstance(loop, InnerLoop) and not loop.await_data(STATUS_INTERVAL_SECONDS):
-            return  # # the training text is being fetched; orders are served meanwhile
+            return  # the training text is being fetched; orders are served meanwhile
         if self._ranks is not None and isinstance(loop, InnerLoop):  # `LeaderStage` sends a stage's actions itself
             self._ranks.send_to_ranks(messages.Step())
         result = loop.work()
@@ -226,7 +226,7 @@ class TrainerSession:
     def _execute(self, order: messages.Message) -> messages.Answer:
         match order:
             case messages.Initialise():
-                self._require_model().initialise_into(self._orders.anchor_E)  # # this rank writes the whole anchor
+                self._require_model().initialise_into(self._orders.anchor_E)  # this rank writes the whole anchor
                 with self._on_all_ranks(order):
                     self._orders.anchor_loaded = False
             case messages.Train():
@@ -265,7 +265,7 @@ class TrainerSession:
         if isinstance(loop, StageLoop):
             loop.pause()
 
-    # # --- checks before an order ---------------------------------------------------------------------
+    # --- checks before an order ---------------------------------------------------------------------
 
     def _require_model(self) -> InnerLoop | StageLoop:
         self._orders.require_model()

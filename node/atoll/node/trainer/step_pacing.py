@@ -21,7 +21,7 @@ class WorkTime:
     """
 
     seconds: float = 0.0
-    computed: float = 0.0  # # the part of `seconds` spent computing
+    computed: float = 0.0  # the part of `seconds` spent computing
 
     def with_rest(self, share: float) -> float:
         """Seconds from the start of the work to the end of its rest, of which at most `share` may be computing."""
@@ -40,7 +40,7 @@ class StepPacer:
         self._rest_until = 0.0
         self._steps: deque[tuple[float, int, float]] = deque(maxlen=RECENT_STEPS)  # began, tokens, loss
         self._busy: deque[tuple[list[WorkTime], int]] = deque(maxlen=TIMED_STEPS)  # work of a step, tokens
-        self._worked: list[WorkTime] = []  # # work of the running step
+        self._worked: list[WorkTime] = []  # work of the running step
         self._first = True  # the first step of a process warms up kernels and memory; it does not count
         self._next_step_at = 0.0
         self._began = 0.0

@@ -123,7 +123,7 @@ class Trainer:
 
     program = WORKER_MODULE  # module that the child runs; benchmarks run others
     facts: TrainerFacts
-    stage_socket: StageSocket | None = None  # # of a trainer with a span; used by `RouteConnection`
+    stage_socket: StageSocket | None = None  # of a trainer with a span; used by `RouteConnection`
     # fp32 [E] of the held layers, shared with the child:
     anchor: Tensor  # the parent writes it; the child reads it on orders and writes it in `initialise`
     pseudo_gradient: Tensor  # the child writes it in `snapshot`; valid until `apply` or `discard`
@@ -342,9 +342,9 @@ class Trainer:
         except DeadlineExceeded as error:
             if isinstance(
                 order, messages.Evaluate | messages.Audit | messages.Generate | messages.Stop
-            ):  # # takes long, or waits for other stages of a route
+            ):  # takes long, or waits for other stages of a route
                 raise
-            self._child.kill()  # # the trainer's device or disk hangs: a new process may work
+            self._child.kill()  # the trainer's device or disk hangs: a new process may work
             raise ChildDied(f"{error}: it was killed", f"see its log {self._child.log_path}") from error
 
     async def _await_ready(self, silence: timedelta) -> messages.Answer:
@@ -385,7 +385,7 @@ class Trainer:
                     self._on_progress(envelope.body)
                 elif (waiting := self._pending_answers.get(envelope.number)) is not None and not waiting.done():
                     waiting.set_result(cast("messages.Answer", envelope.body))
-        except ConnectionError:  # # the child was killed with unread orders: treat it as end of file
+        except ConnectionError:  # the child was killed with unread orders: treat it as end of file
             pass
         except ValueError:  # the channel is corrupt: the child cannot be used any more
             self._child.kill()

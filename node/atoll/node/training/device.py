@@ -108,8 +108,7 @@ def limit_device_memory(device: torch.device, facts: DeviceFacts, vram_fraction:
     context, some hundred MB, is not counted. There is no effect on a CPU. `facts` are used in the error.
     """
     if device.type == "cuda":
-        # # otherwise a process for another GPU also takes some hundred MB of the first GPU
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # otherwise a process for another GPU also takes some hundred MB of the first GPU
         torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved(device)
         if held > torch.cuda.get_device_properties(device).total_memory * vram_fraction:
@@ -169,7 +168,7 @@ def lock_host_pages(vector: Tensor, device: torch.device) -> bool:
     if int(runtime.cudaHostRegister(address, vector.nbytes, 0)) == 0:
         weakref.finalize(vector, runtime.cudaHostUnregister, address).atexit = False
         return True
-    with suppress(RuntimeError):  # # the next call of CUDA reports and clears the error
+    with suppress(RuntimeError):  # the next call of CUDA reports and clears the error
         torch.zeros(1, device=device).add_(1)
     return False
 

@@ -22,8 +22,7 @@ from atoll.node.training.device import DeviceFacts, choose_device, device_facts
 from atoll.node.training.device_names import parse_device_names
 from atoll.node.training.targets import ZERO_WEIGHT_DIVISOR, count_targets, divisor
 
-# # overrides the settings of the machine's owner
-_INTERFACE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+_INTERFACE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}  # overrides the settings of the machine's owner
 _RENDEZVOUS_TIMEOUT = timedelta(minutes=8)  # long enough to load a corpus, shorter than the daemon's own timeout
 
 SendToRanks = Callable[[Any], object]
@@ -39,7 +38,7 @@ class Rendezvous:
 
     devices: Sequence[torch.device]
     rank: int
-    rendezvous_fd: int  # # descriptor of the memory file that all processes share
+    rendezvous_fd: int  # descriptor of the memory file that all processes share
     send_to_ranks: SendToRanks = no_other_ranks
 
 
@@ -59,7 +58,7 @@ class DeviceGroup:
         os.environ.update(_INTERFACE)
         rank, size, device = rendezvous.rank, len(rendezvous.devices), rendezvous.devices[rendezvous.rank]
         store = dist.FileStore(f"/proc/self/fd/{rendezvous.rendezvous_fd}", size)  # type: ignore[attr-defined]
-        store.set_timeout(_RENDEZVOUS_TIMEOUT)  # # otherwise the store's own, shorter timeout applies
+        store.set_timeout(_RENDEZVOUS_TIMEOUT)  # otherwise the store's own, shorter timeout applies
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,

@@ -49,9 +49,9 @@ class FsdpModel:
         for unit in (*blocks, self.whole):
             if compiles and unit is not self.whole:
                 unit.compile()
-            # # reshard also the outermost unit, because evaluations change parameters and run no backward
+            # reshard also the outermost unit, because evaluations change parameters and run no backward
             state = fully_shard(unit, mesh=group.mesh, ignored_params=ignored, reshard_after_forward=True)
-            state.set_gradient_divide_factor(1.0)  # # each process's loss is a summand of the whole loss, not a mean
+            state.set_gradient_divide_factor(1.0)  # each process's loss is a summand of the whole loss, not a mean
             state.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it reduces, not even by one
         buffers = [(part, dict(part.named_buffers(recurse=False))) for part in span_definition.module.modules()]
         self.whole.to_empty(device=self.device)

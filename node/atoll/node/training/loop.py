@@ -100,7 +100,7 @@ class InnerLoop(Replica):
             loss = self.loss(tokens_BT) / times
             stepper.backward(loss)
             loss_sum += loss.detach()
-        # # copied by the time that `step` has waited for the norms
+        # copied by the time that `step` has waited for the norms
         mean = self._sum(loss_sum).to("cpu", non_blocking=True)
         stepper.step()
         tokens = len(batch.taken.samples) * self.corpus.sequence_length
@@ -123,7 +123,7 @@ class InnerLoop(Replica):
         return mine if self._group is None else self._group.all_reduce_sum(mine)
 
     work = step  # the name in the session's interface
-    between_steps = True  # # always true: a step cannot be interrupted
+    between_steps = True  # always true: a step cannot be interrupted
 
     @property
     def has_work(self) -> bool:
@@ -251,7 +251,7 @@ class InnerLoop(Replica):
             scratch_E = torch.empty(self.layout.elements)
             self.initialise_into(scratch_E)
         self.load(scratch_E, ranges=((0, self._samples_per_step),))
-        self.step()  # # warms up kernels, allocator and compilation
+        self.step()  # warms up kernels, allocator and compilation
         started = self.clock.monotonic()
         tokens = sum(self.step().tokens for _ in range(PROBE_STEPS))
         computed = (self.clock.monotonic() - started) / compute_share

@@ -21,7 +21,7 @@ from atoll.node.training.inner_optimizer import InnerOptimizer
 
 _STATE, _OWNER = "state", "owner"
 
-Owner = Mapping[str, str]  # # identity of the state's run, model, span and optimiser
+Owner = Mapping[str, str]  # identity of the state's run, model, span and optimiser
 
 
 def keep(optimizer: InnerOptimizer, owner: Owner, path: Path) -> None:

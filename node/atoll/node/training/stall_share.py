@@ -12,7 +12,7 @@ class StallShare:
 
     def __init__(self) -> None:
         self._seconds = self._stalled = 0.0
-        self._seen: tuple[float, float] | None = None  # # time and stall seconds of the last call, if training ran then
+        self._seen: tuple[float, float] | None = None  # time and stall seconds of the last call, if training ran then
 
     @property
     def value(self) -> float:

@@ -260,7 +260,7 @@ class SocketStream:
         return 0, -self._writer.transport.get_write_buffer_size()
 
     def _release(self) -> None:
-        # # otherwise a peer could block all others by announcing many bytes
+        # otherwise a peer could block all others by announcing many bytes
         self._traffic.down.cancel_slot(self._reserved_download_bytes)
         self._reserved_download_bytes = 0
         callbacks, self._on_close = self._on_close, []

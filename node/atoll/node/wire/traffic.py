@@ -21,9 +21,9 @@ from atoll.core.errors import Busy
 from atoll.core.frames import Buffer
 
 SMALL_FRAME_BYTES = 4 * 1024
-_PIECE_SECONDS = 0.05  # # how long one stream may use the whole rate before another stream's turn
+_PIECE_SECONDS = 0.05  # how long one stream may use the whole rate before another stream's turn
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 4 * 1024, 256 * 1024
-_BURST_SECONDS = 0.1  # # how many seconds of the rate an idle limiter accumulates
+_BURST_SECONDS = 0.1  # how many seconds of the rate an idle limiter accumulates
 DOWNLINK_WINDOW_SECONDS = 2.0
 DOWNLINK_MEMORY_SECONDS = 3600.0
 
