@@ -179,7 +179,7 @@ def certificate_sha256(pem: bytes) -> str:
 
 
 def issuer_name(pem: bytes) -> str:
-    """Issuer of the first certificate in `pem`. It tells authorities apart once TLS has checked the signature."""
+    """Issuer of the first certificate in `pem`. It identifies the authority once TLS has checked the signature."""
     return x509.load_pem_x509_certificate(pem).issuer.rfc4514_string()
 
 

@@ -24,7 +24,7 @@ class ExitCode(IntEnum):
 
 
 class AtollError(Exception):
-    """Root of the tree. `str()` is one sentence; `remedy` says what the reader can do."""
+    """Root of all errors. `str()` is one sentence; `remedy` says what the user can do."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.FAILURE
     grpc_status: ClassVar[str] = "INTERNAL"

@@ -76,7 +76,7 @@ def ask_interactively(question: Callable[[], Answer]) -> Answer:
 
 
 def print_to_stderr(text: str) -> None:
-    """Print prose for people on stderr, so that stdout has data only."""
+    """Print prose on stderr, so that stdout contains data only."""
     print(wrap_for_terminal(text, sys.stderr), file=sys.stderr)
 
 

@@ -39,7 +39,7 @@ def recipe_for(model: ModelSection | HuggingFaceModel, optimizer: Literal["auto"
         optimizer = "adamw" if isinstance(model, HuggingFaceModel) and model.base is not None else "muon"
     if optimizer == "adamw":
         return Recipe("adamw", 2e-3, 0.1, outer_learning_rate=0.7, outer_momentum=0.8)
-    rate = float(f"{_MUON_RATE / math.sqrt(width_of(model)):.2g}")  # few digits, for people
+    rate = float(f"{_MUON_RATE / math.sqrt(width_of(model)):.2g}")  # few digits, because people read it
     return Recipe("muon", rate, 0.2, outer_learning_rate=1.0, outer_momentum=0.5)
 
 

@@ -81,7 +81,7 @@ class NodeConfig:
     device: str = _setting(
         "auto", "device for training: auto, cpu, cuda:N or mps; cuda:0,cuda:1 makes one node of two GPUs"
     )
-    data: str = _setting("", "path of the training text on this machine, if the run spec's path is not right here")
+    data: str = _setting("", "path of the training text on this machine, if it differs from the path in the run spec")
     base: str = _setting("", "directory of the run's pretrained weights, if it starts from some")
     vram_fraction: float = _limit_setting(
         1.0, "share of the GPU's memory that training may use, 0.01 to 1", between=(0.01, 1.0)

@@ -28,7 +28,7 @@ UNPREPARED_HOLD_SECONDS = 600.0  # for which a node that did not fetch its layer
 
 
 def build_question(state: State, now: StepTime, run_id: str, policy: Policy) -> Question:
-    """Build the question for a run in its present state. Raises `InvalidTransition` before genesis."""
+    """Build the question for a run in its current state. Raises `InvalidTransition` before genesis."""
     run, memory = state.runs[run_id], state.memory[run_id]
     if not run.genesis:
         raise InvalidTransition(

@@ -64,7 +64,7 @@ def check_layout(problem: Problem, layout: Layout) -> None:
 
 
 def why_infeasible(tables: CostTables) -> NoFeasiblePlan:
-    """Build the error for a problem without a layout: what is missing, and the largest span that fits."""
+    """Build the error for a problem without a layout: it names the missing part and the largest span that fits."""
     problem = tables.problem
     reach = islands(tables.hops.usable)[0]
     unplaceable = _unplaceable_layer(tables, reach)

@@ -236,7 +236,7 @@ def _layouts_with(tables: CostTables, layout: Layout, index: int) -> Iterator[Ev
 
 
 def _improvements(found: Solution, clock: Clock, rng: random.Random, seconds: float) -> Iterator[Improvement]:
-    """Gains of one more machine of each kind beside the slowest one, and of a link twice as fast for that one."""
+    """Gains of one more machine of each kind next to the slowest one, and of a link twice as fast for that one."""
     problem, layout = found.problem, found.evaluation.layout
     beside = found.evaluation.round.busiest
     beside = layout.routes[0][0].machine if beside is None else beside

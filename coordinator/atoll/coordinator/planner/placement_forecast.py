@@ -78,7 +78,7 @@ class NodesForecast:
 
 
 def forecast_nodes(spec: RunSpec, model: Model, candidates: Sequence[Candidate], clock: Clock) -> NodesForecast:
-    """Place the model on these nodes. Raises nothing: `missing` says why there is no prediction."""
+    """Place the model on these nodes. Raises nothing: `missing` is the reason if there is no prediction."""
     layers = read_layers(model.table, spec.data.sequence_length)
     if len(layers) > MOST_LAYERS:
         return NodesForecast((), missing=f"the model has {len(layers)} layers; the planner takes {MOST_LAYERS}")

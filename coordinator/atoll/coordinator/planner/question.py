@@ -84,7 +84,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """The routes to use. Without routes no plan is possible, and `missing` says why."""
+    """The routes to use. If no plan is possible, there are none, and `missing` is the reason."""
 
     routes: tuple[NamedRoute, ...] = ()
     reason: str = ""

@@ -43,7 +43,7 @@ def ask_for_missing_rounds(draft: Draft, run_id: str) -> None:
             draft.remember(run_id, inquiry=None)
     elif inquiry is None:
         draft.remember(run_id, inquiry=Inquiry(first, now))
-    elif inquiry.agreed is None and inquiry.first != first:  # the round was reported meanwhile
+    elif inquiry.agreed is None and inquiry.first != first:  # the round was reported in the meantime
         draft.remember(run_id, inquiry=_after(inquiry, first, now))
     elif inquiry.peer_id:
         if inquiry.peer_id not in ahead or now - inquiry.since >= ANSWER_SECONDS:

@@ -87,7 +87,7 @@ class NodeCalls(AdminCalls):
         return wire.ListProofsResponse(proofs=[views.proof_view(self._controller.state, row) for row in rows])
 
     async def GetProof(self, request: wire.GetProofRequest, context: Context) -> wire.ProofView:
-        """A proof by its id, or a unique prefix of it, with its bytes."""
+        """A proof, with its bytes, by its id or a unique prefix of the id."""
         rows = await self._controller.read(lambda store: store.proofs(""))
         found = [row for row in rows if request.id and row.proof_id.startswith(request.id)]
         if len(found) != 1:

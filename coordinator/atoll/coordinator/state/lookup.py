@@ -1,4 +1,4 @@
-"""Lookup of runs, nodes and tokens by what a person typed; errors name the candidates."""
+"""Lookup of runs, nodes and tokens by a name or id that a person typed; errors list the candidates."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def has_prefetched(state: State, peer: str, span: range) -> bool:
 
 
 def reports_no_room(state: State, peer: str, span: range) -> bool:
-    """True if a node reports that it has no room for these layers, which it was told to fetch."""
+    """True if a node reports that it has no room for these layers, although it was ordered to fetch them."""
     live = state.live.get(peer)
     if live is None or not live.connected or not live.status.HasField("refused"):
         return False

@@ -36,7 +36,7 @@ class Commit:
     parts_zeroed: int = 0
     attempt: AttemptKey | None = None  # the attempt that committed
     reported: bool = True  # by its opener; otherwise learned from a manifest
-    committed_ms: int = 0  # when the coordinator learned of it
+    committed_ms: int = 0  # when the coordinator received it
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from atoll.v1 import membership_pb2 as mb
 
 @dataclass(frozen=True)
 class StepTime:
-    """The current time, read once per step: wall-clock for people and certificates, monotonic for deadlines."""
+    """The current time, read once per step: wall-clock for messages and certificates, monotonic for deadlines."""
 
     unix_ms: int
     monotonic: float

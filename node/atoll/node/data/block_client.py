@@ -36,7 +36,7 @@ from atoll.node.wire.transport import Network
 READS_AT_ONCE = 16
 READ_SECONDS = 60.0  # for all members that one read asks
 RANGE_SECONDS = 40.0  # for each member that is asked
-WHOLE_FILE_SECONDS = 100.0  # likewise for a whole file; a fetcher waits for 120 s, and asks again for the rest
+WHOLE_FILE_SECONDS = 100.0  # for a whole file; a fetcher waits for 120 s, then asks again for the rest
 _SLOT_SECONDS = 2.0  # for a free stream to a member, before the next one is asked
 _SLOW_SECONDS = 5.0  # a member that took longer than this before its read was cancelled counts as failed
 

@@ -105,7 +105,7 @@ class BlockReader:
             if all(chunk.known[first:last]):
                 return chunk
             with self._only_process(file):
-                if self._cache is not None:  # another process of this node may have fetched it meanwhile
+                if self._cache is not None:  # another process of this node may have fetched it since
                     self._recall(chunk, file, name, facts, number, first, last)
                 if not chunk.digests:
                     self._fetch_digests(chunk, name, facts, number)

@@ -1,4 +1,4 @@
-"""Hashes by which a part of a shard can be verified without the rest of it. Pure.
+"""Hashes that verify a part of a shard without the rest of the shard. Pure.
 
 A shard is a file of tokens. It is cut into chunks of 64 KiB, and these into blocks of 8 KiB; the last ones may be
 shorter. The digest of a block is SHA-256 over its bytes, the digest of a chunk SHA-256 over the digests of its blocks,
@@ -8,8 +8,8 @@ no inner node passes for a block. Digests of blocks and chunks are cut to 16 byt
 other bytes with the digest of any block of a terabyte.
 
 The corpus card has the root. A file beside the shard has all digests: first those of the chunks, then those of the
-blocks, in order. To verify one block a reader needs the digests of all chunks (16 KiB for 64 MiB, once for a shard)
-and those of the blocks in its chunk (128 bytes).
+blocks, in order. To verify one block a reader needs the digests of all chunks (16 KiB for 64 MiB, once for a shard) and
+those of the blocks in its chunk (128 bytes).
 """
 
 from __future__ import annotations

@@ -124,7 +124,8 @@ class CorpusCard(_Strict):
     marks: bool = False  # the top bit of a token says: input only, not a target
     tokenizer: CardTokenizer
     sources: Annotated[tuple[Source, ...], Field(min_length=1, max_length=MAX_SOURCES, strict=False)]
-    left_out: dict[str, _Number] = {}  # what the build did not use, by kind: rows without text, lines that are no JSON
+    # input that the build did not use, by kind: rows without text, lines that are no JSON
+    left_out: dict[str, _Number] = {}
 
     @property
     def tokens(self) -> int:

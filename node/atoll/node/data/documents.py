@@ -43,7 +43,7 @@ def document_separator(section: DataSection, tokenizer: Tokenizer) -> int | None
 
 
 def check_separated(tokens: NDArray[Any], separator: int, where: str) -> None:
-    """Raise `CorpusError` if a file of tokens has no separator at all: all of it would be one document."""
+    """Raise `CorpusError` if a file of tokens has no separator: it would be a single document."""
     for start in range(0, len(tokens), _SEARCHED_TOKENS):
         if (tokens[start : start + _SEARCHED_TOKENS] == separator).any():
             return

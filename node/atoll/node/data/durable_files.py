@@ -1,7 +1,7 @@
 """Files of a corpus that appear whole or not at all: written under another name, made durable, renamed.
 
 The name of an unfinished file begins with a dot and ends in `.tmp`. `remove_unfinished` deletes what a killed build
-left. A full disk raises `DataDirUnusable`: nothing is lost but the file that was being written.
+left. A full disk raises `DataDirUnusable`; only the file that was being written is lost.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def _fast_encoder(tokenizer: Tokenizer) -> FastEncoder:
             f"tokenizer {tokenizer.name!r} does not tell which text a token stands for, so no answer can be found",
             "use a tokenizer of the tokenizers library, which has a tokenizer.json",
         )
-    # no post-processor: some leave out the spaces around a token where they tell its characters
+    # no post-processor: some do not count the spaces around a token as its characters
     return encoder.with_description(json.dumps(json.loads(encoder.description) | {"post_processor": None}))
 
 

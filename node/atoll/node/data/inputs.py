@@ -82,7 +82,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Plan:
-    """All units of an input, in order, and what was left out before reading."""
+    """All units of an input, in order, and a report of input that was left out."""
 
     units: tuple[Unit, ...]
     where: str  # for messages

@@ -16,7 +16,7 @@ from atoll.node.data.blocks import (
 from atoll.node.data.corpus_table import BlockDigests, Blocks, ChunkDigests
 
 MAX_BYTES = 64 << 20
-_ENTRY_BYTES = 512  # of memory for an entry, beside its digests
+_ENTRY_BYTES = 512  # memory of an entry in addition to its digests
 
 
 class KnownDigests:

@@ -44,7 +44,7 @@ class Mirror(Protocol):
     """A place that has the files of a corpus. Its methods may be called from several threads at once."""
 
     name: str  # for messages; has no secrets
-    kind: Kind  # to read a directory of this machine again costs nothing, so nothing of it is kept in the cache
+    kind: Kind  # a directory of this machine is fast to read again, so its blocks are not cached
 
     def read(self, path: str, start: int, stop: int, cancelled: Cancelled) -> bytes:
         """Return exactly bytes `start` to `stop` of a file. Raises `MirrorFailed`, `BlockAbsent`."""

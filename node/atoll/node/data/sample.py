@@ -1,4 +1,4 @@
-"""Random windows of a corpus as text, for a person who wants to see what is in it."""
+"""Random windows of a corpus as text, for people who want to inspect it."""
 
 from __future__ import annotations
 

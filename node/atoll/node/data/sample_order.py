@@ -29,12 +29,12 @@ from atoll.node.data.source_deal import SourceDeal, WeighedSources
 
 _MASK = (1 << 64) - 1
 _FEISTEL_ROUNDS = 6
-ORDER_VERSION = 1  # raise it when a sample number stands for another window than before
+ORDER_VERSION = 1  # raise it when a sample number gets another window
 UNIT_BYTES = 1 << 16
 _LEAST_UNIT_BYTES = 1 << 13
 _UNITS = 1 << 12  # that a source should have at least, however small it is
 GROUP_BYTES = 1 << 13
-WOVEN_UNITS = 4  # rows of 32 KiB: where a lease begins or ends within a row, two members fetch all of it
+WOVEN_UNITS = 4  # rows of 32 KiB: if a lease begins or ends within a row, two members fetch the whole row
 WOVEN_SMALL_UNITS = 32  # in a small source, which is fetched whole anyway
 SHUFFLED_SHARDS = 16
 

@@ -29,7 +29,7 @@ _NUMBER = np.dtype("<u8")
 
 @dataclass(frozen=True)
 class Spill:
-    """A spill file: where it is, how much it contains, and what was read for it."""
+    """A spill file: its path, its size, and a report of the input."""
 
     path: Path
     tokens: int

@@ -24,7 +24,7 @@ class _TokeniseUnit:
     path: Path
 
     def __call__(self) -> tuple[int, SourceReport]:
-        """Write the tokens to the file; return their number, and what was read."""
+        """Write the tokens to the file; return their number, and the report."""
         tokenizer = load_tokenizer(self.tokenizer) if isinstance(self.tokenizer, str) else load_saved(self.tokenizer)
         report, tokens = SourceReport(), 0
         try:

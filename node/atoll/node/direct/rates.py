@@ -35,7 +35,7 @@ MIN_GROWTH_OVER_CRUISE = 1.1  # or of the mean before it: its acknowledgements a
 MIN_GROWTH_AT_START = 1.1  # factor between two windows of the start below which the link is full
 PATH_LIMITED_BELOW = 0.7  # of its rate: a connection that delivers less is limited by its path or receiver
 PATH_LIMIT_USED_FROM = 0.9  # of its limit: a connection that delivers more gets a higher limit
-PATH_HEADROOM = 1.25  # limit of such a connection, as a factor of what it delivered
+PATH_HEADROOM = 1.25  # limit of such a connection, as a factor of its delivered rate
 MIN_BYTES_PER_SECOND = 64 * 1024.0  # lowest rate of a connection, where the link has that much for each
 MANY = 8  # connections: fewer have `MIN_BYTES_PER_SECOND` each on any link, so that they notice when it recovers
 

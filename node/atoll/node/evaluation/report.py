@@ -22,7 +22,7 @@ class Metric:
     filter: str  # how the answer was extracted from the model's output; "none" if it was not
     value: float | None  # None if it is not a finite number
     stderr: float | None  # None if the metric or the number of samples gives none
-    higher_is_better: bool | None  # None if the task does not say so
+    higher_is_better: bool | None  # None if the task does not define it
 
 
 @dataclass(frozen=True)

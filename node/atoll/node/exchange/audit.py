@@ -102,7 +102,7 @@ def draw_parts(seed: bytes, shares: Iterable[ReducerShare]) -> dict[str, tuple[i
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about the contributions of one round."""
+    """Results of checking the contributions of one round."""
 
     sketches: Mapping[int, Mapping[int, Tensor]]  # place of a contribution → index of a part → sketch [128]
     tokens: Sequence[int]  # of each contribution, in the order of the sum; its size is judged by them

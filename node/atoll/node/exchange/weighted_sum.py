@@ -133,7 +133,7 @@ class RunningSum:
     """Σ sᵢ·xᵢ in the order of the calls; each product and each sum is rounded to fp32 on its own."""
 
     def __init__(self, sum_C: Tensor, product_C: Tensor) -> None:
-        """Use the caller's memory; its present contents are ignored."""
+        """Use the caller's memory; its contents are overwritten."""
         self.sum_C = sum_C
         self._product_C = product_C
         self._empty = True

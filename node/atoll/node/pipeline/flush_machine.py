@@ -182,7 +182,7 @@ class FlushMachine:
             self._compute.abort()
 
     def _join(self, told: Decision | None) -> None:
-        """Step or drop the undecided flush. Tell downstream the newest decision; the last stage announces `Ready`."""
+        """Step or drop the undecided flush. Send the newest decision downstream; the last stage announces `Ready`."""
         if self._undecided is not None and self._undecided == told:
             self._apply_step(told.factor)
         self.drop_undecided()

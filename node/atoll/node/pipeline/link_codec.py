@@ -66,7 +66,7 @@ class LinkCodecs:
             await asyncio.sleep(LOOK_SECONDS)
 
     def update(self) -> None:
-        """Choose the codecs again, and tell the trainer those that changed."""
+        """Choose the codecs again, and send the changed ones to the trainer."""
         seconds = self._seconds()
         wanted = self._bytes / seconds if seconds else 0.0
         for stage, before in self.codecs.items():

@@ -66,7 +66,7 @@ class LinkFormat:
     dimension: int
     vocabulary: int
     incarnation: int = 0  # of the route; 0: none has started
-    document_masks: bool = False  # activations tell where documents start
+    document_masks: bool = False  # activations carry the starts of documents
 
     @classmethod
     def of(cls, spec: RunSpec, table: plan_pb2.LayerTable, plan_version: int, route: int) -> LinkFormat:

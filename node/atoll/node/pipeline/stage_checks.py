@@ -23,7 +23,7 @@ class MicroBatchShape:
 
     samples: int  # at most
     tokens: int  # per sample, exactly
-    document_masks: bool = False  # activations tell where documents start
+    document_masks: bool = False  # activations carry the starts of documents
 
     @classmethod
     def of(cls, spec: RunSpec) -> MicroBatchShape:

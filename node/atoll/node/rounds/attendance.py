@@ -44,7 +44,7 @@ class Attendance:
 
     @property
     def phase(self) -> rt.Phase:
-        """Where this node stands in a round."""
+        """A node's part in a round."""
         return self.following.phase if self.following is not None else rt.Phase.IDLE
 
     def is_freezing(self, round_id: RoundId) -> bool:

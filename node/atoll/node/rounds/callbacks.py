@@ -24,7 +24,7 @@ class RoundCounters:
     witnessed: int = 0  # committed by the holders of layers that are not held here
     abandoned: int = 0
     left_out: int = 0  # committed rounds in which screening left our update out of some sums
-    bytes_fp32: int = 0  # what the joined exchanges would have sent in fp32
+    bytes_fp32: int = 0  # bytes that the joined exchanges would have sent in fp32
     exchange_seconds: float = 0.0  # of the exchanges that ended
     update_norm: float = 0.0  # L2 norm of the pseudo-gradient of the last exchange, of its fragment; 0: none yet
 

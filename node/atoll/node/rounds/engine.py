@@ -154,7 +154,7 @@ class AveragingEngine:
                     await self._orders.join()
 
     async def run(self, links: RoundLinks) -> None:
-        """Take part in rounds until cancelled or `finished`. Raises what the trainer or the disk raise."""
+        """Take part in rounds until cancelled or `finished`. Raises the errors of the trainer and the disk."""
         self._outbox.links = links
         if self._machine.finished:
             self.finished.set()

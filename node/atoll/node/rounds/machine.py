@@ -88,7 +88,7 @@ class RoundMachine:
 
     @property
     def phase(self) -> rt.Phase:
-        """Where this node stands in a round."""
+        """A node's part in a round."""
         return self._attendance.phase
 
     @property

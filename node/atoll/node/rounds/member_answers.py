@@ -144,7 +144,7 @@ class MemberAnswers:
         else:
             self.votes[peer] = vote.signature
 
-    # --- what it comes to --------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------
 
     @property
     def promised(self) -> dict[str, LastVote | None]:

@@ -112,7 +112,7 @@ class RoundTrigger:
         """Since when the tokens suffice for a round, even if it is not due for another reason."""
         return self._enough_since
 
-    # --- who is there --------------------------------------------------------------------------------
+    # --- present members ------------------------------------------------------------------------------
 
     def hear(self, peer: str, report: dp.TokenReport, now: float) -> None:
         """Record a report of a member of the plan. Its tokens count up to its cap."""

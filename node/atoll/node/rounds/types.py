@@ -309,7 +309,7 @@ class Release:
 class Counted(Enum):
     """How much of a node's progress a committed result contains."""
 
-    NOTHING = auto()  # all of it remains progress
+    NOTHING = auto()  # all of the progress is kept
     SNAPSHOT = auto()  # only what was trained since the snapshot remains
     UNKNOWN = auto()  # unknown, or a snapshot that was replaced since: nothing remains
 

@@ -71,7 +71,7 @@ class Departure:
         self.leave(reason)
 
     async def told(self) -> None:
-        """Wait until the node is told to leave."""
+        """Wait until the node is ordered to leave."""
         await self._told.wait()
 
     async def unless_told(self, work: Coroutine[Any, Any, T]) -> T | None:

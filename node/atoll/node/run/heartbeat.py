@@ -27,7 +27,7 @@ AVERAGING_PROTOCOLS = ("/atoll/average/1", "/atoll/round/1")
 
 
 class HeartbeatBuilder:
-    """Builds heartbeats and remembers what the coordinator has been sent already."""
+    """Builds heartbeats and remembers which facts the coordinator already has."""
 
     def __init__(
         self,

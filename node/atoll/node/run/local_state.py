@@ -146,7 +146,7 @@ class LocalState:
         self._drop_unneeded(head)
 
     def checkpoint_state(self) -> CheckpointState | None:
-        """Return the state for a checkpoint; None while this node has no head or lacks layers of it."""
+        """Return the state for a checkpoint; None while this node has no head or lacks some of its layers."""
         if self.head is None or self.state is None or self._facts is None or self._missing_layers:
             return None
         layers = LayerLayout.of(self._facts.layers, self.state.layers)

@@ -90,7 +90,7 @@ class SessionStatus:
         return status.state == mb.NODE_STATE_READY and status.detail != self._why_waiting()
 
     def enter_following(self, plan: Plan, *, training: bool) -> None:
-        """Report what the node does under `plan`: it trains, is paused, or is a standby."""
+        """Report the node's activity under `plan`: it trains, is paused, or is a standby."""
         me = self._context.identity.peer_id
         if self.pause_reason and not training:
             self._enter(mb.NODE_STATE_PAUSED, self.pause_reason, self.pause_why)

@@ -247,7 +247,7 @@ class CheckpointStore:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read a checkpoint and check every byte of it. Raises `CheckpointCorrupt` and `DataDirUnusable`."""
+    """Read a checkpoint and check all its bytes. Raises `CheckpointCorrupt` and `DataDirUnusable`."""
     with checkpoint_errors(directory):
         metadata = read_metadata(directory)
         anchor, momentum = (tensor_file.read(directory / name) for name in (ANCHOR, MOMENTUM))

@@ -18,7 +18,7 @@ from atoll.node.state.checkpoint import describe, rounds_in
 from atoll.node.state.checkpoint_files import MANIFEST
 from atoll.v1 import membership_pb2 as mb
 
-_RUN_NAME = re.compile(r"[a-z0-9-]{1,63}")  # what is set aside has a dot
+_RUN_NAME = re.compile(r"[a-z0-9-]{1,63}")  # names of directories that are set aside contain a dot
 MAX_FORMER_CHECKPOINTS = 64  # reported; the coordinator accepts no more
 
 

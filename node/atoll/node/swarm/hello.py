@@ -49,7 +49,7 @@ class Introductions:
         clock: Clock,
         is_on_record: Callable[[str], bool] = lambda _peer_id: False,
     ) -> None:
-        """`is_on_record` tells whether a verified record names this peer as a member."""
+        """`is_on_record` returns whether a verified record names this peer as a member."""
         self.crashes = 0  # answers that raised another exception than `AtollError`
         self._gate = gate
         self._open_socket = open_socket

@@ -1,4 +1,4 @@
-"""Devices: selection, memory, memory limits and precision. Only this module asks torch for the machine's hardware.
+"""Devices: selection, memory, memory limits and precision. Only this module queries the hardware through torch.
 
 ROCm builds of torch present their GPUs as CUDA devices and need no code of their own. A GPU without bf16 units computes
 in fp16 with loss scaling. That is local to the node: vectors between nodes are fp32.
