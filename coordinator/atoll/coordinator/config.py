@@ -49,7 +49,7 @@ class CoordinatorConfig(BaseModel):
     plan_goal: Literal["time", "price"] = "time"  # tokens per second, or tokens per price
     plan_hysteresis: Annotated[float, Field(ge=0, le=10)] = (
         Preferences.hysteresis
-    )  # minimum gain of a plan that interrupts training
+    )  # minimum gain of a plan that disturbs placed nodes
     plan_horizon_seconds: Annotated[float, Field(gt=0, le=365 * 86400)] = Preferences.horizon_seconds
     # limit of round-trip times within a route
     plan_rtt_cap_ms: Annotated[float, Field(gt=0, le=60_000)] = 1000 * Preferences.rtt_cap_seconds

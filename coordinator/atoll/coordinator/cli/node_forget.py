@@ -82,7 +82,7 @@ def _named(client: Client, names: Iterable[str]) -> dict[str, wire.NodeView]:
 
 
 def _lost(client: Client, run: str, days: float) -> dict[str, wire.NodeView]:
-    """Nodes that were disconnected for so many days, the longest first; for others, since they joined."""
+    """Nodes disconnected for so many days, the longest first; one that never connected counts from its joining."""
     since_ms = 1000 * (time.time() - 86400 * days)
     found = client.call(client.stub.ListNodes, wire.ListNodesRequest(run_id=run)).nodes
     lost = [node for node in found if not node.connected and _last_ms(node) <= since_ms]
